@@ -83,7 +83,9 @@ def _site(rng: np.random.Generator, latent: Float32, dim: int, offset: float) ->
     return out.reshape(len(latent), -1)
 
 
-def _write(path: Path, values: Sequence[Float16], images: int, dim: int, sites: int) -> Store:
+def _write(
+    path: Path, values: Sequence[Float16], images: int, dim: int, sites: int
+) -> Store:
     specs = block_sites(sites, dim, LAYOUT)
     plan = StorePlan(images, min(SLAB, images), "none", specs)
 

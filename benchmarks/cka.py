@@ -63,8 +63,12 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=8, help="of batch and rate")
     parser.add_argument("--images", type=int, default=512, help="of batch and rate")
     parser.add_argument("--dim", type=int, default=96, help="a token; p = 197 times this")
-    parser.add_argument("--distinct", type=int, default=8, help="sites with values of their own")
-    parser.add_argument("--corner", type=int, default=4, help="sites that the packages compare")
+    parser.add_argument(
+        "--distinct", type=int, default=8, help="sites with values of their own"
+    )
+    parser.add_argument(
+        "--corner", type=int, default=4, help="sites that the packages compare"
+    )
     parser.add_argument("--full", action="store_true", help="the packages on all sites")
     parser.add_argument("--repeat-sites", type=int, default=4)
     parser.add_argument("--repeat-images", type=int, default=1024)
@@ -73,7 +77,9 @@ def main() -> None:
     add_record_option(parser)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
+        parser.error(
+            f"no such part: {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}"
+        )
     parts = args.parts or PARTS
     say_machine()
     with tempfile.TemporaryDirectory(prefix="cka-", dir=args.folder) as name:
@@ -82,7 +88,9 @@ def main() -> None:
             made = make(folder, args.images, args.dim, args.sites, args.distinct)
             what = f"{args.sites} x {args.sites} sites of {made.n_features:,} features"
             if "batch" in parts:
-                rows = one_batch(made, args.rounds, args.sites if args.full else args.corner)
+                rows = one_batch(
+                    made, args.rounds, args.sites if args.full else args.corner
+                )
                 if args.record:
                     record("cka", f"`vitsee cka`, {what}, {args.images:,} images", rows)
             if "rate" in parts:
@@ -143,13 +151,17 @@ def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
 
     sides: dict[str, Callable[[], object]] = {
         "vitsee": of_engine,
-        "published scheme": lambda: peers.alignment(peers.published_hsic(made.sites, [None])),
+        "published scheme": lambda: peers.alignment(
+            peers.published_hsic(made.sites, [None])
+        ),
         "cast apart": lambda: cast_seconds(made),
     }
     seconds = interleaved(sides, rounds, found=found)
     table(f"one batch of {n}, {n_sites} x {n_sites} sites", seconds, "vitsee")
     rows = results(seconds, ["published scheme"], ", given float32 in memory")
-    print("(cast: the same bytes from float16 to float32 in RAM, of which the scheme is spared)")
+    print(
+        "(cast: the same bytes from float16 to float32 in RAM, of which the scheme is spared)"
+    )
 
     c = min(corner, n_sites)
     some = made.sites[:c]
@@ -180,7 +192,8 @@ def results(
     """Ours against each of the others."""
     what = f"vitsee, against {{}}{more}"
     return [
-        Result.of(what.format(THE.get(other, other)), seconds, "vitsee", other) for other in others
+        Result.of(what.format(THE.get(other, other)), seconds, "vitsee", other)
+        for other in others
     ]
 
 
@@ -194,7 +207,9 @@ def cast_seconds(made: Activations) -> float:
     return time.perf_counter() - began
 
 
-def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> list[Result]:
+def many_repeats(
+    made: Activations, batch: int, repeats: int, rounds: int
+) -> list[Result]:
     """Minibatches, drawn anew each repeat: ours from one Gram matrix a site, theirs one a batch."""
     n = made.store.plan.n_images
     examples = n - n % batch
@@ -203,7 +218,10 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
     found: dict[str, Float64] = {}
 
     def published() -> Float64:
-        each = [peers.alignment(peers.published_hsic(made.sites, batches)) for batches in drawn]
+        each = [
+            peers.alignment(peers.published_hsic(made.sites, batches))
+            for batches in drawn
+        ]
         return np.asarray(np.mean(each, 0))
 
     title = f"{repeats} repeats, batches of {batch} out of {n}, {made.n_sites} sites"
@@ -230,7 +248,9 @@ def draw(n: int, batch: int, examples: int, repeats: int) -> list[list[peers.Row
     """The batches that the engine draws with SEED: a permutation a repeat, cut."""
     rng = np.random.default_rng(SEED)
     orders = [rng.permutation(n) for _ in range(repeats)]
-    return [[order[at : at + batch] for at in range(0, examples, batch)] for order in orders]
+    return [
+        [order[at : at + batch] for at in range(0, examples, batch)] for order in orders
+    ]
 
 
 def gram_rate(made: Activations, rounds: int) -> list[Result]:
@@ -245,7 +265,11 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
     def gram() -> None:
         whole = slice(0, n)
         tile = [GramTile(whole, whole)]
-        how = {"device": "cpu", "memory": 1 << 32, "fused": True}  # as for all sites together
+        how = {
+            "device": "cpu",
+            "memory": 1 << 32,
+            "fused": True,
+        }  # as for all sites together
         list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:
@@ -253,7 +277,10 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
             for k in range(made.store.plan.n_slabs):
                 strip.read(made.store.plan.rows(k))
 
-    size, square = 2048, np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32)
+    size, square = (
+        2048,
+        np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32),
+    )
     a, b = torch.from_numpy(square[0]), torch.from_numpy(square[1])
     sides: dict[str, Callable[[], object]] = {
         "Gram pass": gram,
@@ -262,15 +289,24 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
         "numpy GEMM": lambda: np.matmul(square[0], square[1]),
         "torch GEMM": lambda: torch.mm(a, b),
     }
-    work = dict.fromkeys(sides, useful) | dict.fromkeys(("numpy GEMM", "torch GEMM"), 2 * size**3)
+    work = dict.fromkeys(sides, useful) | dict.fromkeys(
+        ("numpy GEMM", "torch GEMM"), 2 * size**3
+    )
     seconds = interleaved(sides, 2 * rounds)
     rates = {k: [work[k] / s / 1e9 for s in spent] for k, spent in seconds.items()}
-    best = [max(pair) for pair in zip(rates["numpy GEMM"], rates["torch GEMM"], strict=True)]
-    print(f"\na Gram matrix of {n} images, p = {p}: {useful / 1e9:.1f} G useful operations")
+    best = [
+        max(pair) for pair in zip(rates["numpy GEMM"], rates["torch GEMM"], strict=True)
+    ]
+    print(
+        f"\na Gram matrix of {n} images, p = {p}: {useful / 1e9:.1f} G useful operations"
+    )
     for name, spent in seconds.items():
         rate = "" if "reading" in name else f"{statistics.median(rates[name]):7.0f} G/s"
         print(f"  {name:40} {1e3 * statistics.median(spent):9.1f} ms {rate}")
-    in_memory, what = "numpy x @ x.T, in RAM", "Gram pass, reading and casting included, against"
+    in_memory, what = (
+        "numpy x @ x.T, in RAM",
+        "Gram pass, reading and casting included, against",
+    )
     ratio = paired_ratio(rates["Gram pass"], best)
     print(f"  Gram pass over the best GEMM: {ratio:.2f}")
     medians = statistics.median(rates["Gram pass"]), statistics.median(best)
@@ -283,9 +319,13 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
 
 def offsets(folder: Path) -> None:
     """CKA of features with a common offset: float32 without centring is lost there."""
-    print("\nlargest error of CKA, 4 sites, 256 images, p = 6304, by the features' common offset")
+    print(
+        "\nlargest error of CKA, 4 sites, 256 images, p = 6304, by the features' common offset"
+    )
     for offset in (0.0, 10.0, 300.0):
-        made = activations.make(folder / f"offset-{offset:.0f}.zarr", 256, 32, 4, 4, offset)
+        made = activations.make(
+            folder / f"offset-{offset:.0f}.zarr", 256, 32, 4, 4, offset
+        )
         h = ours(made, Estimator("exact"))
         found = {
             "vitsee": centred_alignment(h.cross, h.rows, h.cols),
@@ -301,7 +341,9 @@ def table(title: str, seconds: Mapping[str, Sequence[float]], first: str) -> Non
     print(f"\n{title}; medians of {rounds} rounds, load {os.getloadavg()[0]:.1f}")
     for name, spent in seconds.items():
         ratio = paired_ratio(spent, seconds[first])
-        print(f"  {name:40} {statistics.median(spent):9.2f} s  {ratio:8.2f} x", flush=True)
+        print(
+            f"  {name:40} {statistics.median(spent):9.2f} s  {ratio:8.2f} x", flush=True
+        )
 
 
 def agreement(found: Mapping[str, Float64], exact: Float64) -> None:

@@ -33,10 +33,14 @@ def main() -> None:
     parser.add_argument("--estimator", default="exact", choices=("exact", "minibatch"))
     args = parser.parse_args()
     print(machine())
-    print(f"vitsee cka --memory {args.memory}, {args.sites} sites, p = {TOKENS * args.dim}")
+    print(
+        f"vitsee cka --memory {args.memory}, {args.sites} sites, p = {TOKENS * args.dim}"
+    )
     imports = peak_rss([sys.executable, "-c", "import torch, vitsee_core.analyses.cka"])
     allowed = imports + parse_size(args.memory)
-    print(f"imports alone: peak RSS {imports / 1e6:8.1f} MB; allowed {allowed / 1e6:8.1f} MB")
+    print(
+        f"imports alone: peak RSS {imports / 1e6:8.1f} MB; allowed {allowed / 1e6:8.1f} MB"
+    )
     with tempfile.TemporaryDirectory() as name:
         for n in args.images:
             store = Path(name) / f"{n}.zarr"
@@ -45,7 +49,13 @@ def main() -> None:
             here = Path(__file__).parent
             subprocess.run([sys.executable, "-c", make, str(store)], check=True, cwd=here)
             command = [sys.executable, "-m", "vitsee_cli", "-q", "cka", str(store)]
-            command += ["--no-cache", "--memory", args.memory, "--estimator", args.estimator]
+            command += [
+                "--no-cache",
+                "--memory",
+                args.memory,
+                "--estimator",
+                args.estimator,
+            ]
             size = args.sites * n * TOKENS * args.dim * 2 / 1e6
             peak = peak_rss(command)
             verdict = "held" if peak < allowed else "NOT HELD"

@@ -125,7 +125,9 @@ def ckatorch(sites: Sequence[Float32]) -> tuple[float, Float64]:
 
 # Seconds and CKA of some sites; work on all pairs of L sites over that on a corner of c. torch_cka
 # makes L + L^2 Gram matrices, ckatorch two a pair, in float64.
-Package = tuple[Callable[[Sequence[Float32]], tuple[float, Float64]], Callable[[int, int], float]]
+Package = tuple[
+    Callable[[Sequence[Float32]], tuple[float, Float64]], Callable[[int, int], float]
+]
 PACKAGES: dict[str, Package] = {
     "torch_cka": (torch_cka, lambda n, c: (n + n**2) / (c + c**2)),
     "ckatorch": (ckatorch, lambda n, c: n**2 / c**2),

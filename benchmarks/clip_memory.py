@@ -52,7 +52,9 @@ def write_videos(folder: Path) -> list[str]:
             for frame in range(FRAMES):
                 picture = noise.copy()
                 picture[k : k + 16, 4 * frame : 4 * frame + 16] = 255
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+                container.mux(
+                    stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24"))
+                )
             container.mux(stream.encode(None))
         names.append(name)
     return names
@@ -73,8 +75,13 @@ def main() -> None:
             (folder / "list.csv").write_text("\n".join(["path,id", *lines, ""]))
             command = [sys.executable, "-c", LOAD, str(folder / "list.csv"), str(n)]
             before, after = (peak_rss([*command, str(stop)]) / 1e6 for stop in (0, n))
-            print(f"{n:7d} clips: peak RSS {after:7.1f} MB, {before:7.1f} before", flush=True)
-            rows.append(Result(f"{n:,} clips, against the list alone", after, before, None, "MB"))
+            print(
+                f"{n:7d} clips: peak RSS {after:7.1f} MB, {before:7.1f} before",
+                flush=True,
+            )
+            rows.append(
+                Result(f"{n:,} clips, against the list alone", after, before, None, "MB")
+            )
     if args.record:
         record("clip-memory", "Peak memory of loading clips", rows)
 

@@ -33,7 +33,14 @@ RESULTS = Path(__file__).parent / "results"
 # Variables that a result depends on.
 VARIABLES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA")
 OWN = ("--folder", "--pair", "--remark")  # options whose values are the reader's own
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that matter to products
+FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)  # that matter to products
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -47,7 +54,11 @@ def machine() -> str:
         has = (found.get("flags") or found.get("Features", "")).split()
         flags = " ".join(flag for flag in FLAGS if flag in has)
         model = found.get("model name", model) + (f" ({flags})" if flags else "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     return f"{model}, {cores} cores, Python {platform.python_version()}"
 
 

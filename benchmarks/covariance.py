@@ -48,7 +48,9 @@ def main() -> None:
         whole = x.reshape(-1, args.dim).astype(np.float64)
         flops = len(whole) * args.dim**2  # a symmetric product: half of 2 n D^2
         sides = {
-            "covariance pass": lambda: block_sums(features, rows, blocks.of_rows, execution),
+            "covariance pass": lambda: block_sums(
+                features, rows, blocks.of_rows, execution
+            ),
             "numpy x.T @ x": lambda: np.matmul(whole.T, whole),
         }
         seconds = interleaved(sides, args.rounds)

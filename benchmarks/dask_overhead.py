@@ -34,10 +34,14 @@ TASKS = 400
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Dask's workers against a loop and threads.")
+    parser = argparse.ArgumentParser(
+        description="Dask's workers against a loop and threads."
+    )
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", help="of the analyses, by name; repeatable")
+    parser.add_argument(
+        "--only", action="append", help="of the analyses, by name; repeatable"
+    )
     add_record_option(parser)
     args = parser.parse_args()
     print(machine())
@@ -48,12 +52,16 @@ def main() -> None:
             began = time.perf_counter()
             workers[n] = stack.enter_context(dask_map(f"local:{n}"))
             seconds = time.perf_counter() - began
-            rows.append(Result(f"start of local:{n}, once a command", seconds, None, None, "s"))
+            rows.append(
+                Result(f"start of local:{n}, once a command", seconds, None, None, "s")
+            )
             list(workers[n](nothing, range(TASKS)))
             began = time.perf_counter()
             list(workers[n](nothing, range(TASKS)))
             each = 1000 * (time.perf_counter() - began) / TASKS
-            rows.append(Result(f"a task that does nothing, local:{n}", each, 0.0, None, "ms"))
+            rows.append(
+                Result(f"a task that does nothing, local:{n}", each, 0.0, None, "ms")
+            )
         shown(rows)
         train = make(Path(folder, "train.zarr"), args.images, 0)
         test = make(Path(folder, "test.zarr"), args.images // 2, args.images)
@@ -61,7 +69,11 @@ def main() -> None:
             if args.only is None or name in args.only:
                 rows += shown(compare(name, run, workers, args.rounds))
     if args.record:
-        record("dask", f"Workers of --dask local:N, {args.images:,} images, {SITES} sites", rows)
+        record(
+            "dask",
+            f"Workers of --dask local:N, {args.images:,} images, {SITES} sites",
+            rows,
+        )
 
 
 def shown(rows: list[Result]) -> list[Result]:

@@ -99,7 +99,11 @@ def main() -> None:
             return
         print(machine())
         memory = [peaks(n, args) for n in sizes]
-        rows = [row for n, own in zip(sizes, memory, strict=True) for row in measured(n, args, own)]
+        rows = [
+            row
+            for n, own in zip(sizes, memory, strict=True)
+            for row in measured(n, args, own)
+        ]
     if args.record:
         record("dense-probe", "Ridge on pixels, from sums over tokens", rows)
 
@@ -107,19 +111,29 @@ def main() -> None:
 def peaks(n: int, args: argparse.Namespace) -> tuple[float, float]:
     """Peak MB of both sides."""
     same = ["--images", str(n), "--dim", str(args.dim), "--side", str(args.side)]
-    ours, other = (peak_rss([sys.executable, __file__, *same, "--only", way]) / 1e6 for way in WAYS)
+    ours, other = (
+        peak_rss([sys.executable, __file__, *same, "--only", way]) / 1e6 for way in WAYS
+    )
     return ours, other
 
 
-def measured(n: int, args: argparse.Namespace, memory: tuple[float, float]) -> list[Result]:
+def measured(
+    n: int, args: argparse.Namespace, memory: tuple[float, float]
+) -> list[Result]:
     """Time and memory of one size."""
     data = make(n, args.dim, args.side)
     off = float(np.abs(by_sums(data) - by_pixels(data)).max())
-    seconds = interleaved({name: partial(way, data) for name, way in WAYS.items()}, args.rounds)
+    seconds = interleaved(
+        {name: partial(way, data) for name, way in WAYS.items()}, args.rounds
+    )
     what = f"{n} images of {args.side} x {args.side} px, {args.dim} channels"
     row = Result.of(f"{what}, against pixels in memory", seconds, *WAYS)
-    print(f"{what}: sums {row.ours:.2f} s, pixels {row.other:.2f} s, ratio {row.ratio:.1f}")
-    print(f"  peak memory {memory[0]:.0f} against {memory[1]:.0f} MB; weights differ by {off:.1e}")
+    print(
+        f"{what}: sums {row.ours:.2f} s, pixels {row.other:.2f} s, ratio {row.ratio:.1f}"
+    )
+    print(
+        f"  peak memory {memory[0]:.0f} against {memory[1]:.0f} MB; weights differ by {off:.1e}"
+    )
     return [
         row,
         Result(f"peak memory, {what}", memory[0], memory[1], memory[1] / memory[0], "MB"),

@@ -32,7 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=int, default=3)
     parser.add_argument("--images", type=int, default=12)
-    parser.add_argument("--folder", type=Path, help="where stores and page stay [temporary]")
+    parser.add_argument(
+        "--folder", type=Path, help="where stores and page stay [temporary]"
+    )
     add_record_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -45,7 +47,9 @@ def main() -> None:
     rows = [
         Result(f"{what}: the page", size, None, None, "MB"),
         Result("opened, until the first view is drawn", opened / 1e3, None, None, "s"),
-        Result("a click on a patch, until every map is drawn", answered, None, None, "ms"),
+        Result(
+            "a click on a patch, until every map is drawn", answered, None, None, "ms"
+        ),
     ]
     for row in rows:
         assert row.ours is not None

@@ -61,7 +61,9 @@ def bare(args: argparse.Namespace, folder: Path, images: int) -> float:
     selection = select(open_source(str(folder)), images=images)
     ranges = [slice(i, min(i + args.batch, images)) for i in range(0, images, args.batch)]
     workers = default_workers(device) if args.workers is None else args.workers
-    loading = batches(selection, model.transform, ranges, workers=workers, on_error="fail")
+    loading = batches(
+        selection, model.transform, ranges, workers=workers, on_error="fail"
+    )
     began = time.perf_counter()
     with torch.inference_mode(), precision_context(device, args.precision):
         for batch in loading:
@@ -88,7 +90,10 @@ def ours(args: argparse.Namespace, folder: Path, images: int, attention: str) ->
     outcome = extract(asked, Shard())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in sorted(outcome.clock.items()))
     if images == args.images:
-        print(f"    attention {attention}: {outcome.seconds:.1f} s ({stages})", file=sys.stderr)
+        print(
+            f"    attention {attention}: {outcome.seconds:.1f} s ({stages})",
+            file=sys.stderr,
+        )
     return outcome.seconds
 
 
@@ -101,11 +106,21 @@ SIDES: dict[str, Callable[[argparse.Namespace, Path, int], float]] = {
 
 def in_a_process(side: str, folder: Path) -> float:
     """Seconds of a side, by this script itself; ours with the threads' setting of the command."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--folder", str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--side",
+        side,
+        "--folder",
+        str(folder),
+    ]
     environ = dict(os.environ)
     if SIDES[side] is not bare:
         share_cores(environ)
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ)
+    said = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environ
+    )
     return float(said.stdout.splitlines()[-1])
 
 
@@ -120,7 +135,9 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--remark", default="", help="added to the result's title")
-    parser.add_argument("--side", choices=SIDES, help="this one alone, on the images of --folder")
+    parser.add_argument(
+        "--side", choices=SIDES, help="this one alone, on the images of --folder"
+    )
     parser.add_argument("--folder", type=Path, help="of the images of --side")
     add_record_option(parser)
     args = parser.parse_args()
@@ -151,7 +168,11 @@ def main() -> None:
         what += "against a bare model(x)"
         bare_side, *others = SIDES
         rows = [Result.of(what.format(side), seconds, side, bare_side) for side in others]
-        record("extraction", f"Extraction beside a bare loop over the model{args.remark}", rows)
+        record(
+            "extraction",
+            f"Extraction beside a bare loop over the model{args.remark}",
+            rows,
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.analyses import retrieve, similarity, spectrum
 from vitsee_core.analyses.spectrum.measures import TwoNearest
-from vitsee_core.truth.labels.labelled_rows import accuracy_interval
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import (
     block_sums,
@@ -39,6 +38,7 @@ from vitsee_core.statistics.medians import pooled_median
 from vitsee_core.statistics.moments import Moments, t_quantile
 from vitsee_core.statistics.shares import as_share
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import accuracy_interval
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "intervals.md"
 START, END = "<!-- coverage -->", "<!-- end -->"
@@ -140,7 +140,9 @@ def features(
 
 def spectra(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Interval]:
     x, labels = features(rng, n, 64, 10)
-    store = write_labelled(folder / f"{rng.integers(1 << 60)}.zarr", {"pooled": x}, labels)
+    store = write_labelled(
+        folder / f"{rng.integers(1 << 60)}.zarr", {"pooled": x}, labels
+    )
     metrics = [name for name in spectrum.METRICS if name not in ("twonn", "nc4")]
     return of_rows(spectrum.run(store, sites=["head"], metrics=metrics))
 
@@ -151,7 +153,11 @@ def pairs(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Interval]
     mix = np.random.default_rng(0).normal(size=(20, 16)) / 4
     sites = {"pooled": x, "logits": x @ mix + 0.7 * rng.normal(size=(n, 16))}
     store = write_labelled(folder / f"{rng.integers(1 << 60)}.zarr", sites, labels)
-    sides: dict[str, Any] = {"sites_a": ["pooled"], "sites_b": ["logits"], "no_cache": True}
+    sides: dict[str, Any] = {
+        "sites_a": ["pooled"],
+        "sites_b": ["logits"],
+        "no_cache": True,
+    }
     return of_rows(similarity.run(store, metrics=list(similarity.MEASURES), **sides))
 
 
@@ -171,7 +177,9 @@ def retrieval(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Inter
         now = float(one["low"][0]), float(one["high"][0])
         found[metric] = Interval(value, now, (value - half, value + half))
     rows = [table.filter(metric="map", site=site) for site in ("pooled", "logits")]
-    each = [table.filter(metric="ap", site=site)["value"] for site in ("pooled", "logits")]
+    each = [
+        table.filter(metric="ap", site=site)["value"] for site in ("pooled", "logits")
+    ]
     without = [row.replicates[0] for row in rows if row.replicates is not None]
     value = float(rows[0]["value"][0]) - float(rows[1]["value"][0])
     _, low, high = interval(np.array(value), without[0] - without[1])
@@ -184,7 +192,9 @@ def best_of(rng: np.random.Generator, n: int) -> dict[str, Interval]:
     """Thirteen equally good layers: the best less the one that its intervals set farthest apart."""
     right = (rng.normal(size=(n, 1)) + rng.normal(size=(n, 13)) > -0.5).astype(float)
     labels = block_labels(n, None)
-    without = means_without(block_sums(right, labels, 20), block_sums(np.ones(n), labels, 20))
+    without = means_without(
+        block_sums(right, labels, 20), block_sums(np.ones(n), labels, 20)
+    )
     value = right.mean(0)
     best = int(value.argmax())
     error = standard_error(without[best] - without)
@@ -252,7 +262,11 @@ def cases(folder: Path) -> Iterator[Case]:
     large = {name: value for name, value in large.items() if name not in neighbours}
     yield Case(100, 50, lambda rng: pairs(rng, 100, folder), large)
     yield Case(
-        400, 300, lambda rng: best_of(rng, 400), {"best layer of 13 less another": 0.0}, fixed=True
+        400,
+        300,
+        lambda rng: best_of(rng, 400),
+        {"best layer of 13 less another": 0.0},
+        fixed=True,
     )
 
 
@@ -287,7 +301,9 @@ def rows_of(case: Case) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0] if __doc__ else None
+    )
     parser.add_argument("--page", action="store_true", help="write it into the page")
     args = parser.parse_args()
     logging.disable()

@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--only", help="a folder with a store to search once, printing nothing")
+    parser.add_argument(
+        "--only", help="a folder with a store to search once, printing nothing"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.only == "nothing":
@@ -60,12 +62,18 @@ def main() -> None:
         search(store, store.site(SITE), pairs_of(store, args), "smooth", device=CPU)
         return
     with tempfile.TemporaryDirectory() as folder:
-        print(f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+        print(
+            f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        )
         size = args.grid * args.cell
-        print(f"{args.grid} x {args.grid} tokens, {args.dim} channels, input of {size} pixels")
+        print(
+            f"{args.grid} x {args.grid} tokens, {args.dim} channels, input of {size} pixels"
+        )
         if not args.no_memory:
             print_memory(Path(folder), args)
-        store = make_store(Path(folder, "bench.zarr"), args.images, args.grid, args.cell, args.dim)
+        store = make_store(
+            Path(folder, "bench.zarr"), args.images, args.grid, args.cell, args.dim
+        )
         tokens = store.acts(SITE, "patches")[:].astype(np.float32)
         compare(store, tokens, pairs_of(store, args), args.rounds)
 
@@ -87,7 +95,9 @@ def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
     edge = located.size[0] // tokens.shape[1] // 2
     sides: dict[str, Callable[[], Array]] = {}
     for match in MATCHES:
-        sides[match] = partial(search, store, store.site(SITE), located, match, device=CPU)
+        sides[match] = partial(
+            search, store, store.site(SITE), located, match, device=CPU
+        )
         sides[f"upsampled {match}"] = partial(upsampled, tokens, located, match)
     with torch.inference_mode(), precision_context(CPU, "fp32"):
         seconds = interleaved(
@@ -121,7 +131,9 @@ def upsampled(tokens: Array, located: Located, match: str) -> Array:
             )[0]
             for rows in (located.source_row, located.target_row)
         )  # fmt: skip
-        xy = located.source[own].astype(int)  # whole pixels, where both sides sample alike
+        xy = located.source[own].astype(
+            int
+        )  # whole pixels, where both sides sample alike
         vectors = source[:, xy[:, 1], xy[:, 0]]
         if match == "smooth":
             target = normalize(target, dim=0)

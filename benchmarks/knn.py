@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes, of our side")
-    parser.add_argument("--only", choices=[*SIDES, "nothing"], help="one side, printing nothing")
+    parser.add_argument(
+        "--only", choices=[*SIDES, "nothing"], help="one side, printing nothing"
+    )
     add_record_option(parser)
     args = parser.parse_args()
     if args.threads:
@@ -63,14 +65,20 @@ def main() -> None:
         if args.only is not None:
             run_side(args.only, data, args.memory)
             return
-        print(f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-        print(f"{args.train} training, {args.test} test images, {args.dim} channels, k = {K}")
+        print(
+            f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        )
+        print(
+            f"{args.train} training, {args.test} test images, {args.dim} channels, k = {K}"
+        )
         found: dict[str, tuple[Array, Array]] = {}
         sides = {name: partial(run_side, name, data, args.memory) for name in SIDES}
         seconds = interleaved(sides, args.rounds, found=found)
     for name in SIDES:
         same_class = (found[name][0] == found["vitsee"][0]).mean()
-        same = (np.sort(found[name][1], 1) == np.sort(found["vitsee"][1], 1)).all(1).mean()
+        same = (
+            (np.sort(found[name][1], 1) == np.sort(found["vitsee"][1], 1)).all(1).mean()
+        )
         print(
             f"{name:18} {statistics.median(seconds[name]):7.2f} s"
             f"  {paired_ratio(seconds[name], seconds['vitsee']):5.2f} x ours"
@@ -79,14 +87,17 @@ def main() -> None:
         )
     if args.record:
         what = f"{args.test} among {args.train} of {args.dim} channels, k = {K}, against"
-        rows = [Result.of(f"{what} {name}", seconds, "vitsee", name) for name in SIDES[1:]]
+        rows = [
+            Result.of(f"{what} {name}", seconds, "vitsee", name) for name in SIDES[1:]
+        ]
         record("knn", "Nearest neighbours by cosine, beside scikit-learn and torch", rows)
 
 
 def peaks() -> dict[str, int]:
     """Bytes at the peak of each side, in a process of its own, beyond those of the data."""
     peak = {
-        name: peak_rss([sys.executable, *sys.argv, "--only", name]) for name in ("nothing", *SIDES)
+        name: peak_rss([sys.executable, *sys.argv, "--only", name])
+        for name in ("nothing", *SIDES)
     }
     return {name: peak[name] - peak["nothing"] for name in SIDES}
 
@@ -98,12 +109,16 @@ def make_data(n: int, m: int, dim: int) -> tuple[Array, Array, Array]:
     centres = rng.standard_normal((CLASSES, dim), np.float32)
     labels = rng.integers(0, CLASSES, n + m)
     x = rng.standard_normal((n + m, dim), np.float32)
-    for row, label in zip(x, labels, strict=True):  # in place: no side hides behind its peak
+    for row, label in zip(
+        x, labels, strict=True
+    ):  # in place: no side hides behind its peak
         row += 0.2 * centres[label] + 1
     return x[:n], labels[:n], x[n:]
 
 
-def run_side(name: str, data: tuple[Array, Array, Array], memory: int) -> tuple[Array, Array]:
+def run_side(
+    name: str, data: tuple[Array, Array, Array], memory: int
+) -> tuple[Array, Array]:
     """(classes, neighbours) of the test images."""
     train, labels, test = data
     if name == "nothing":
@@ -118,10 +133,14 @@ def run_side(name: str, data: tuple[Array, Array, Array], memory: int) -> tuple[
     if name.startswith("torch"):
         units = [functional.normalize(torch.from_numpy(x), dim=1) for x in (test, train)]
         best = torch.mm(units[0], units[1].T).topk(K)
-        return voted(best.values.numpy(), labels[best.indices.numpy()]), best.indices.numpy()
+        return voted(
+            best.values.numpy(), labels[best.indices.numpy()]
+        ), best.indices.numpy()
     metric = name.split()[1]
     if metric == "euclidean":
-        train, test = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
+        train, test = (
+            x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test)
+        )
     model = KNeighborsClassifier(K, metric=metric, algorithm="brute").fit(train, labels)
     distances, rows = model.kneighbors(test)
     cosines = 1 - distances if metric == "cosine" else 1 - distances**2 / 2

@@ -49,13 +49,20 @@ STEP, TABLE = "--step", "--table"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
+    parser = argparse.ArgumentParser(
+        description=" ".join((__doc__ or "").split("\n\n")[0].split())
+    )
     parser.add_argument("what", choices=("steps", "commands"))
     parser.add_argument("--folder", type=Path, required=True, help="a finished study")
-    parser.add_argument("--pair", type=Path, help="another checkout, in turn with this one")
+    parser.add_argument(
+        "--pair", type=Path, help="another checkout, in turn with this one"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--study-rounds", type=int, default=1, help="of the whole study, which takes minutes"
+        "--study-rounds",
+        type=int,
+        default=1,
+        help="of the whole study, which takes minutes",
     )
     parser.add_argument("--only", action="append", default=[], help="steps, or commands")
     add_record_option(parser)
@@ -64,7 +71,9 @@ def main() -> None:
     study = args.folder.resolve()
     with tempfile.TemporaryDirectory(prefix="last-mile-", dir=study.parent) as work:
         places = {OURS: checkout()} | ({OTHER: args.pair.resolve()} if args.pair else {})
-        sides = {name: Side(root, study, Path(work, name)) for name, root in places.items()}
+        sides = {
+            name: Side(root, study, Path(work, name)) for name, root in places.items()
+        }
         title = "The last mile of a study"
         if args.what == "steps":
             rows = [*steps(sides[OURS], args.only)]
@@ -72,7 +81,9 @@ def main() -> None:
         else:
             rows = [*commands(sides, args.rounds, args.study_rounds, args.only)]
             name = "last-mile"
-            title += ": whole commands" + (", against the commit before" if args.pair else "")
+            title += ": whole commands" + (
+                ", against the commit before" if args.pair else ""
+            )
     if args.record:
         record(name, title, rows)
 
@@ -105,9 +116,15 @@ class Side:
 
         def left_out(folder: str, names: list[str]) -> set[str]:
             if Path(folder) != of:
-                return set() if ".zarr" in folder else {n for n in names if n.startswith(".")}
+                return (
+                    set()
+                    if ".zarr" in folder
+                    else {n for n in names if n.startswith(".")}
+                )
             kept = {"stores", "sets", "weights", "photographs", "study.json"}
-            kept |= {n for n in names if results and not n.endswith(".html") and n[0] != "."}
+            kept |= {
+                n for n in names if results and not n.endswith(".html") and n[0] != "."
+            }
             return {*names} - kept
 
         shutil.copytree(of, new, ignore=left_out, copy_function=_linked)
@@ -172,7 +189,9 @@ def root_of(study: Mapping[str, Any]) -> str:
 
 def moved(text: str, old: str, new: Path) -> str:
     """A text in which the study's folder is another one."""
-    return re.sub(rf"(?<![\w./-]){re.escape(old)}(?=[/\"'\s]|$)", lambda _: str(new), text)
+    return re.sub(
+        rf"(?<![\w./-]){re.escape(old)}(?=[/\"'\s]|$)", lambda _: str(new), text
+    )
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -190,7 +209,9 @@ def words_of_step(folder: Path, name: str) -> list[str]:
 
 
 def done_steps(folder: Path) -> list[str]:
-    return [name for name, own in recorded(folder)["steps"].items() if own["status"] == "done"]
+    return [
+        name for name, own in recorded(folder)["steps"].items() if own["status"] == "done"
+    ]
 
 
 # --- steps --------------------------------------------------------------------------------------
@@ -212,14 +233,18 @@ def steps(side: Side, only: Sequence[str]) -> Iterator[Result]:
         "peak MB",
     )
     print(f"{'step':30}" + "".join(f"{head:>10}" for head in heads))
-    sums, rest = dict.fromkeys((*TIMES, "polars"), 0.0), dict.fromkeys((*TIMES, "polars"), 0.0)
+    sums, rest = (
+        dict.fromkeys((*TIMES, "polars"), 0.0),
+        dict.fromkeys((*TIMES, "polars"), 0.0),
+    )
     size = n_rest = 0
     for name in done_steps(folder):
         words = words_of_step(folder, name)
         if (only and name not in only) or not _is_analysis(words[0]):
             continue
         table = next(
-            (p for e in ENDINGS if (p := folder / "results" / f"{name}{e}").exists()), None
+            (p for e in ENDINGS if (p := folder / "results" / f"{name}{e}").exists()),
+            None,
         )
         if table is None:
             continue
@@ -242,7 +267,8 @@ def steps(side: Side, only: Sequence[str]) -> Iterator[Result]:
         if name in done_steps(folder) and (not only or name in only):
             seconds = side.step(name, name)
             print(
-                f"{name}, a page: {seconds:.2f} s, peak {side.rss[name] / 1e6:.0f} MB", flush=True
+                f"{name}, a page: {seconds:.2f} s, peak {side.rss[name] / 1e6:.0f} MB",
+                flush=True,
             )
             yield Result(f"{name}: the page", seconds, None, None, "s")
 
@@ -262,7 +288,9 @@ def show(name: str, own: Mapping[str, Any]) -> None:
     ]
     ratio = (own["write"] + own["read"]) / own["polars"] if own["polars"] else None
     cells += [ratio, own["rss"] and own["rss"] / 1e6]
-    texts = ["" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3g}" for x in cells]
+    texts = [
+        "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3g}" for x in cells
+    ]
     print(f"{name:30}" + "".join(f"{text:>10}" for text in texts), flush=True)
 
 
@@ -277,7 +305,10 @@ def lines_of(what: str, own: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _is_analysis(command: str) -> bool:
-    return importlib.util.find_spec(f"vitsee_core.analyses.{command.replace('-', '_')}") is not None
+    return (
+        importlib.util.find_spec(f"vitsee_core.analyses.{command.replace('-', '_')}")
+        is not None
+    )
 
 
 class _Made(BaseException):
@@ -295,7 +326,9 @@ def step(words: Sequence[str], like: Path, work: Path) -> dict[str, Any]:
     from vitsee_cli.main import main as group
     from vitsee_stores.errors import VitseeError
 
-    module: Any = importlib.import_module(f"vitsee_core.analyses.{words[0].replace('-', '_')}")
+    module: Any = importlib.import_module(
+        f"vitsee_core.analyses.{words[0].replace('-', '_')}"
+    )
     run, found = module.run, dict[str, Any]()
 
     @wraps(run)
@@ -319,7 +352,9 @@ def step(words: Sequence[str], like: Path, work: Path) -> dict[str, Any]:
         print(f"{words[0]}: {error}", file=sys.stderr)
     found["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del made
-    return found | read_back(new) | {"size": new.stat().st_size, "polars": limit(new, work)}
+    return (
+        found | read_back(new) | {"size": new.stat().st_size, "polars": limit(new, work)}
+    )
 
 
 def table(path: Path, work: Path) -> dict[str, Any]:
@@ -330,7 +365,10 @@ def table(path: Path, work: Path) -> dict[str, Any]:
     own = Table.read(path)
     with clock(found, "write"):
         own.write(work / f"table{path.suffix}", force=True)
-    return found | {"rows": len(own), "columns": len(json.loads(_sidecar(path))["columns"])}
+    return found | {
+        "rows": len(own),
+        "columns": len(json.loads(_sidecar(path))["columns"]),
+    }
 
 
 def read_back(path: Path) -> dict[str, Any]:
@@ -411,8 +449,17 @@ def commands(
     yield from line(AGAIN, report_again)
     yield from results(sides, asked)
     yield from line(HELP, lambda side: side.time(HELP, ["--help"]))
-    small = min((first.study / "stores").glob("*.zarr"), key=lambda path: sum(sizes(path)))
-    words = ["cka", str(small), "--no-cache", "-o", str(first.folder / "cka.csv"), "--force"]
+    small = min(
+        (first.study / "stores").glob("*.zarr"), key=lambda path: sum(sizes(path))
+    )
+    words = [
+        "cka",
+        str(small),
+        "--no-cache",
+        "-o",
+        str(first.folder / "cka.csv"),
+        "--force",
+    ]
     yield from line(CKA, lambda side: side.time(CKA, words))
     kept = next(name for name in there if name.startswith("extract"))
     yield from line(EXTRACT, lambda side: extract_again(side, kept))
@@ -442,21 +489,27 @@ def results(sides: Mapping[str, Side], asked: Callable[[str], bool]) -> Iterator
     """The sizes of the results, and the largest table written and read in the format it has."""
     if asked("results on disk"):
         found = [side.finished() / "results" for side in sides.values()]
-        yield said(beside("results on disk, with figures", [sum(sizes(x)) / 1e6 for x in found]))
+        yield said(
+            beside("results on disk, with figures", [sum(sizes(x)) / 1e6 for x in found])
+        )
         tables = [sum(sizes(x, *ENDINGS)) / 1e6 for x in found]
         yield said(beside("results on disk, tables alone", tables))
     if asked("the largest table"):
         timed = []
         for side in sides.values():
             below = (side.finished() / "results").iterdir()
-            named = {p for p in below if p.suffix in ENDINGS and "replicates" not in p.name}
+            named = {
+                p for p in below if p.suffix in ENDINGS and "replicates" not in p.name
+            }
             rows = {p: json.loads(_sidecar(p))["rows"] for p in named}
             own = max(rows, key=lambda p: rows[p])
             timed.append((own, side.ask(TABLE, str(own), str(side.folder))))
         own, about = timed[0]
         head = f"the largest table, {own.stem}: {about['rows']:,} rows, {about['columns']} columns"
         for part in ("write", "read"):
-            yield said(beside(f"{head}: {part}", [found[part] for _, found in timed], "s"))
+            yield said(
+                beside(f"{head}: {part}", [found[part] for _, found in timed], "s")
+            )
 
 
 def beside(what: str, numbers: Sequence[float], unit: str = "MB") -> Result:
@@ -477,13 +530,19 @@ def said(row: Result) -> Result:
     """The same, printed."""
     numbers = [row.ours, row.other, row.ratio]
     cells = ["" if x is None else f"{x:,.4g}" for x in numbers]
-    print(f"{row.what:60}" + "".join(f"{x:>10}" for x in cells) + f" {row.unit}", flush=True)
+    print(
+        f"{row.what:60}" + "".join(f"{x:>10}" for x in cells) + f" {row.unit}", flush=True
+    )
     return row
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [STEP]:
-        print(json.dumps(step(json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))))
+        print(
+            json.dumps(
+                step(json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+            )
+        )
     elif sys.argv[1:2] == [TABLE]:
         print(json.dumps(table(Path(sys.argv[2]), Path(sys.argv[3]))))
     else:

@@ -60,7 +60,9 @@ def make(folder: Path, images: int, dim: int, order: str) -> Store:
     def values(rows: slice) -> dict[str, NDArray[Any]]:
         n = rows.stop - rows.start
         coarse = torch.from_numpy(rng.random((n, 3, 28, 28), np.float32))
-        smooth = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bilinear")
+        smooth = torch.nn.functional.interpolate(
+            coarse, size=(side, side), mode="bilinear"
+        )
         pixels = (smooth.numpy() * 255).astype(np.uint8)
         tokens = patches_of(pixels) @ mixing
         tokens += rng.standard_normal(tokens.shape, np.float32)
@@ -71,7 +73,9 @@ def make(folder: Path, images: int, dim: int, order: str) -> Store:
         }
 
     transform = {"mean": MEAN, "std": STD}
-    return write_store(folder / "bench.zarr", plan, values, order=order, transform=transform)
+    return write_store(
+        folder / "bench.zarr", plan, values, order=order, transform=transform
+    )
 
 
 def patches_of(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -102,8 +106,12 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--order", default="shuffled", choices=ORDERS, help="of the store")
-    parser.add_argument("--memory", default="1G", help="of the command whose peak is measured")
+    parser.add_argument(
+        "--order", default="shuffled", choices=ORDERS, help="of the store"
+    )
+    parser.add_argument(
+        "--memory", default="1G", help="of the command whose peak is measured"
+    )
     parser.add_argument("--folder", type=Path)
     add_record_option(parser)
     arguments = parser.parse_args()
@@ -124,14 +132,25 @@ def main() -> None:
 
 def peak_of(folder: Path, arguments: argparse.Namespace) -> Result:
     """Of the command, above its imports, against the memory it was given."""
-    imports = peak_rss([sys.executable, "-c", "import numba, torch, vitsee_core.analyses.localize"])
-    command = [sys.executable, "-m", "vitsee_cli", "-q", "localize", str(folder / "bench.zarr")]
+    imports = peak_rss(
+        [sys.executable, "-c", "import numba, torch, vitsee_core.analyses.localize"]
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "vitsee_cli",
+        "-q",
+        "localize",
+        str(folder / "bench.zarr"),
+    ]
     command += ["--memory", arguments.memory]
     if arguments.device != "cpu":  # else as by default, which imports torch to find a GPU
         command += ["--device", arguments.device]
     above = (peak_rss(command) - imports) / 1e6
     given = parse_size(arguments.memory) / 1e6
-    print(f"--memory {arguments.memory}: peak {above:.0f} MB above {imports / 1e6:.0f} of imports")
+    print(
+        f"--memory {arguments.memory}: peak {above:.0f} MB above {imports / 1e6:.0f} of imports"
+    )
     what = f"peak memory above the imports with --memory {arguments.memory}, against that"
     return Result(what, above, given, given / above, "MB")
 
@@ -157,19 +176,31 @@ def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
         "ours": lambda: run(store, device=arguments.device),
     }
     if n <= 1500:
-        features = [np.ascontiguousarray(x[:, t]) for x in (tokens, patches) for t in range(k)]
+        features = [
+            np.ascontiguousarray(x[:, t]) for x in (tokens, patches) for t in range(k)
+        ]
         sides["reference"] = lambda: published(features)
     seconds = interleaved(sides, arguments.rounds, found=found)
     rate = [work / s / 1e9 for s in seconds["ours"]]
     peak = [2 * 1024**3 / s / 1e9 for s in seconds["product"]]
-    print(f"{k} tokens of {dim} x {k} patches of {3 * PATCH**2}, {n} images, from the store")
-    print(f"  {statistics.median(seconds['ours']):.2f} s, {statistics.median(rate):.0f} GFLOP/s")
+    print(
+        f"{k} tokens of {dim} x {k} patches of {3 * PATCH**2}, {n} images, from the store"
+    )
+    print(
+        f"  {statistics.median(seconds['ours']):.2f} s, {statistics.median(rate):.0f} GFLOP/s"
+    )
     print(f"  plain float32 product: {statistics.median(peak):.0f} GFLOP/s")
     print(f"  share: {paired_ratio(rate, peak):.2f}")
     cka = found["ours"]["value"].reshape(k, k)
     if "reference" in found:
-        print(f"published scheme in RAM: {statistics.median(seconds['reference']):.2f} s, ", end="")
-        print(f"{paired_ratio(seconds['reference'], seconds['ours']):.2f} times ours; ", end="")
+        print(
+            f"published scheme in RAM: {statistics.median(seconds['reference']):.2f} s, ",
+            end="",
+        )
+        print(
+            f"{paired_ratio(seconds['reference'], seconds['ours']):.2f} times ours; ",
+            end="",
+        )
         print(f"it differs by up to {np.abs(found['reference'] - cka).max():.0e}")
     worst = max(
         abs(alignment(float64_hsic([tokens[:, t], patches[:, p]]))[0, 1] - cka[t, p])

@@ -25,8 +25,19 @@ def main() -> None:
         for n in args.images:
             store = str(Path(name) / f"{n}.zarr")
             command = [sys.executable, "-m", "vitsee_cli", "extract", args.model]
-            command += ["--data", args.data, "-o", store, "--images", str(n), "--slab", args.slab]
-            print(f"{n:6d} images: peak RSS {peak_rss(command) / 1e6:8.1f} MB", flush=True)
+            command += [
+                "--data",
+                args.data,
+                "-o",
+                store,
+                "--images",
+                str(n),
+                "--slab",
+                args.slab,
+            ]
+            print(
+                f"{n:6d} images: peak RSS {peak_rss(command) / 1e6:8.1f} MB", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def now() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--images", type=int, default=512, help="that are measured")
-    parser.add_argument("--updates", type=int, default=100, help="of a round, that are timed")
+    parser.add_argument(
+        "--updates", type=int, default=100, help="of a round, that are timed"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     add_record_option(parser)
@@ -60,7 +62,11 @@ def main() -> None:
             Path(folder) / "run.zarrs",
             every=args.updates,
             images=args.images,
-            transform={"input_size": (3, SIZE, SIZE), "mean": (MEAN,) * 3, "std": (STD,) * 3},
+            transform={
+                "input_size": (3, SIZE, SIZE),
+                "mean": (MEAN,) * 3,
+                "std": (STD,) * 3,
+            },
         )
         step = 0
         for _ in range(1 + args.rounds):
@@ -79,7 +85,9 @@ def main() -> None:
     rows = []
     what = f"{args.images} images measured, against {EVERY:,} updates"
     for k, by in enumerate(("", ", the processor's time")):
-        own, training_time = ([times[k] for times in of[1:]] for of in (measuring, updating))
+        own, training_time = (
+            [times[k] for times in of[1:]] for of in (measuring, updating)
+        )
         sides = {"monitor": own, "updates": training_time}
         share = statistics.median(m / u for m, u in zip(own, training_time, strict=True))
         rows.append(Result.of(f"{what}{by}", sides, "monitor", "updates"))

@@ -54,12 +54,16 @@ def try_all(folder: Path) -> dict[str, Any]:
     write_spair(spair)
     write_davis(davis)
     write_coco(coco)
-    pairs = extract_both(folder, "pairs", f"{spair}/JPEGImages", crop_pct=1.0, crop_mode="border")
+    pairs = extract_both(
+        folder, "pairs", f"{spair}/JPEGImages", crop_pct=1.0, crop_mode="border"
+    )
     videos = extract_both(
         folder, "videos", f"{davis}/JPEGImages/480p", order="dataset", crop_mode="squash"
     )
     scenes = extract_both(folder, "scenes", f"{coco}/val2017", crop_mode="squash")
-    heads = extract_both(folder, "heads", "demo:test", images=SLAB, sites=("blocks", "heads"))
+    heads = extract_both(
+        folder, "heads", "demo:test", images=SLAB, sites=("blocks", "heads")
+    )
     train = folder / "train.zarr"
     vitsee.extract("demo:vit", "demo:train", train, images=IMAGES, tokens="pooled")
     masks = coco / "annotations" / "instances_val2017.json"
@@ -134,7 +138,9 @@ def tried(
             tables.append(run(*before, store, *after, **options))
         except vitsee.VitseeError as error:
             if kind == "whole":
-                raise RuntimeError(f"{shown} refuses a store with everything: {error}") from error
+                raise RuntimeError(
+                    f"{shown} refuses a store with everything: {error}"
+                ) from error
             return [shown, "no", str(error)]
     return [shown, *compared(*tables)]
 

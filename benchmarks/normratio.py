@@ -36,15 +36,23 @@ def main() -> None:
     """Prints the machine, the bytes read, and a row a side."""
     parser = argparse.ArgumentParser(description="Norm ratio against reading its input.")
     parser.add_argument("--images", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=1, help="whose outputs the store holds")
+    parser.add_argument(
+        "--blocks", type=int, default=1, help="whose outputs the store holds"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=n_cores())
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: /tmp")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; default: /tmp"
+    )
     args = parser.parse_args()
-    print(f"{machine()}, numpy {np.__version__}, {args.jobs} jobs, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{machine()}, numpy {np.__version__}, {args.jobs} jobs, load {os.getloadavg()[0]:.1f}"
+    )
     folder = Path(tempfile.mkdtemp(prefix="normratio-", dir=args.folder))
     try:
-        measure(write(folder / "b16.zarr", args.images, args.blocks), args.rounds, args.jobs)
+        measure(
+            write(folder / "b16.zarr", args.images, args.blocks), args.rounds, args.jobs
+        )
     finally:
         shutil.rmtree(folder)
 
@@ -65,14 +73,18 @@ def measure(store: Store, rounds: int, jobs: int) -> None:
         "numpy fromfile": partial(from_file, files),
         f"{first} of each token": partial(analyse, store, jobs, (first,), ("each",)),
         f"{first} of CLS, patches": partial(analyse, store, jobs, (first,), ("all",)),
-        "norm_ratio_median": partial(analyse, store, jobs, ("norm_ratio_median",), ("each",)),
+        "norm_ratio_median": partial(
+            analyse, store, jobs, ("norm_ratio_median",), ("each",)
+        ),
         "all five of each token": partial(
             analyse, store, jobs, normratio.DEFAULT_METRICS, ("each",)
         ),
     }
     seconds = interleaved(sides, rounds)
     values = stored / 12
-    print(f"{'':26} {'s':>7} {'MB/s':>6} {'ratio':>6} {'ns':>6}   ns: a token of an image")
+    print(
+        f"{'':26} {'s':>7} {'MB/s':>6} {'ratio':>6} {'ns':>6}   ns: a token of an image"
+    )
     for name, spent in seconds.items():
         middle = statistics.median(spent)
         ratio = paired_ratio(seconds["numpy fromfile"], spent)
@@ -86,7 +98,9 @@ def from_file(files: list[Path]) -> None:
         np.fromfile(path, np.uint8)
 
 
-def analyse(store: Store, jobs: int, metrics: tuple[str, ...], tokens: tuple[str, ...]) -> None:
+def analyse(
+    store: Store, jobs: int, metrics: tuple[str, ...], tokens: tuple[str, ...]
+) -> None:
     """The analysis as the command runs it, without its table's CSV."""
     normratio.run(store, jobs=jobs, metrics=metrics, tokens=tokens)
 
@@ -109,7 +123,9 @@ def write(path: Path, n: int, n_outputs: int) -> Store:
 
     def values(rows: slice) -> dict[str, NDArray[np.float32]]:
         shape = (rows.stop - rows.start, LAYOUT.n_tokens, 3)
-        return {f"residual/{x}": rng.uniform(0.5, 1, shape).astype(np.float32) for x in names}
+        return {
+            f"residual/{x}": rng.uniform(0.5, 1, shape).astype(np.float32) for x in names
+        }
 
     return write_store(path, plan, values)
 

@@ -21,8 +21,16 @@ PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 EARLIER = RESULTS / "earlier.md"  # what was measured before results were kept, as text
 # README's table: which line of which result, and what README calls it.
 SHORT = (
-    ("cka", "vitsee, against torch_cka", "CKA of 40 x 40 layers, 1,024 images, against torch_cka"),
-    ("cka", "vitsee, against the published", "the same, against the published scheme in memory"),
+    (
+        "cka",
+        "vitsee, against torch_cka",
+        "CKA of 40 x 40 layers, 1,024 images, against torch_cka",
+    ),
+    (
+        "cka",
+        "vitsee, against the published",
+        "the same, against the published scheme in memory",
+    ),
     (
         "cka-repeats",
         "vitsee, against the published",
@@ -48,7 +56,11 @@ SHORT = (
         "vit_small_patch16_224, 128 images in batches of 32, + attention",
         "the same with every attention summary",
     ),
-    ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
+    (
+        "knn",
+        "4000 among 20000",
+        "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine",
+    ),
     (
         "probe",
         "probes of 4 layers, against scikit-learn's Ridge over 20 l2",

@@ -60,7 +60,9 @@ class InMemory:
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
         for start in range(0, len(places), SLAB):
             rows = places[start : start + SLAB]
-            whole = rows[-1] - rows[0] == len(rows) - 1  # no copy, as of a slab that is read whole
+            whole = (
+                rows[-1] - rows[0] == len(rows) - 1
+            )  # no copy, as of a slab that is read whole
             some = slice(rows[0], rows[-1] + 1) if whole else rows
             yield rows, self.x[part][:, some].swapaxes(0, 1)
 
@@ -79,7 +81,9 @@ class Data:
 def make(vectors: int, args: argparse.Namespace) -> Data:
     """Random features."""
     rng = np.random.default_rng(0)
-    labels, test_labels = (rng.integers(0, args.classes, n) for n in (args.train, args.test))
+    labels, test_labels = (
+        rng.integers(0, args.classes, n) for n in (args.train, args.test)
+    )
     means = 0.12 * rng.standard_normal((vectors, args.classes, args.dim), np.float32)
     x, y = (
         means[:, own] + rng.standard_normal((vectors, len(own), args.dim), np.float32)
@@ -131,7 +135,9 @@ def _accuracy(scores: NDArray[np.float64], data: Data) -> float:
     return float((scores.argmax(axis=1) == data.test_labels).mean())
 
 
-def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> list[Result]:
+def compare(
+    name: str, data: Data, per_call: int, rounds: int, threads: int
+) -> list[Result]:
     """Lines against the loop, and against RidgeCV."""
 
     def own_of(l2s: tuple[float, ...], choose: str) -> Callable[[], NDArray[np.float64]]:

@@ -48,7 +48,9 @@ SETTINGS = PropagationSettings()
 
 def main() -> None:
     """Prints the machine and a row a side."""
-    parser = argparse.ArgumentParser(description="Propagation against the released algorithm.")
+    parser = argparse.ArgumentParser(
+        description="Propagation against the released algorithm."
+    )
     parser.add_argument("--grid", type=int, nargs=2, default=(28, 49))
     parser.add_argument("--cell", type=int, default=16)
     parser.add_argument("--dim", type=int, default=768)
@@ -57,7 +59,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument("--no-loops", action="store_true", help="leave out the Python window")
+    parser.add_argument(
+        "--no-loops", action="store_true", help="leave out the Python window"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     grid = tuple(args.grid)
@@ -68,17 +72,22 @@ def main() -> None:
     )  # fmt: skip
     seeds = where.seeds(masks[0], args.objects + 1, "nearest")
     print(f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"{args.frames} frames of {grid[0]} x {grid[1]} tokens, {args.dim} channels, {SIZE}")
+    print(
+        f"{args.frames} frames of {grid[0]} x {grid[1]} tokens, {args.dim} channels, {SIZE}"
+    )
     found: dict[str, tuple[Array, Array]] = {}
     sides = {"vitsee": lambda: ours(tokens, seeds, where)}
     sides["released steps"] = lambda: released(tokens, seeds, where, window_of(grid))
     if not args.no_loops:
-        sides["with its window"] = lambda: released(tokens, seeds, where, looped_window(grid))
+        sides["with its window"] = lambda: released(
+            tokens, seeds, where, looped_window(grid)
+        )
     with torch.inference_mode(), precision_context(torch.device("cpu"), "fp32"):
         seconds = timed(sides, args.rounds, args.cpu_time, found)
     for name, spent in seconds.items():
         soft = max(
-            np.abs(a - b).max() for a, b in zip(found[name][0], found["vitsee"][0], strict=True)
+            np.abs(a - b).max()
+            for a, b in zip(found[name][0], found["vitsee"][0], strict=True)
         )
         other = np.mean(found[name][1] != found["vitsee"][1])
         print(
@@ -90,7 +99,10 @@ def main() -> None:
 
 
 def timed(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, cpu_time: bool, found: dict[str, Any]
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    cpu_time: bool,
+    found: dict[str, Any],
 ) -> dict[str, list[float]]:
     """Seconds of each side, of the processor if wanted; what they return goes into `found`."""
 
@@ -103,7 +115,9 @@ def timed(
     return interleaved(used, rounds, found=found)
 
 
-def make_video(grid: tuple[int, int], dim: int, n: int, n_objects: int) -> tuple[Array, Array]:
+def make_video(
+    grid: tuple[int, int], dim: int, n: int, n_objects: int
+) -> tuple[Array, Array]:
     """Tokens (frames, rows, cols, dim) that drift, and masks of the objects that they show."""
     rng = np.random.default_rng(0)
     masks = np.zeros((n, *SIZE), np.uint8)
@@ -113,9 +127,13 @@ def make_video(grid: tuple[int, int], dim: int, n: int, n_objects: int) -> tuple
             masks[t, top : top + 160, left : left + 130] = i + 1
     kinds = rng.standard_normal((n_objects + 1, dim), np.float32)
     ground = rng.standard_normal((*grid, dim), np.float32)
-    rows, cols = (np.linspace(0, m - 1, g).astype(int) for m, g in zip(SIZE, grid, strict=True))
+    rows, cols = (
+        np.linspace(0, m - 1, g).astype(int) for m, g in zip(SIZE, grid, strict=True)
+    )
     tokens = [
-        kinds[mask[rows[:, None], cols]] + ground + 0.3 * rng.standard_normal((*grid, dim))
+        kinds[mask[rows[:, None], cols]]
+        + ground
+        + 0.3 * rng.standard_normal((*grid, dim))
         for mask in masks
     ]
     return np.stack(tokens).astype(np.float16), masks
@@ -141,14 +159,20 @@ def released(
     """The same by the released code's steps; near: (tokens, tokens) 0 and 1."""
     grid, cell = where.grid, where.y.cell
     n = grid[0] * grid[1]
-    features = [torch.from_numpy(x).float().reshape(n, -1).T for x in tokens]  # (dim, tokens)
+    features = [
+        torch.from_numpy(x).float().reshape(n, -1).T for x in tokens
+    ]  # (dim, tokens)
     labels = [torch.from_numpy(seeds).reshape(n, -1).T]  # (classes, tokens)
     soft, pixels = [], []
     for t in range(1, len(tokens)):
         frames = [0, *range(max(1, t - SETTINGS.context), t)]
         query = torch.nn.functional.normalize(features[t], dim=0).T
-        keys = torch.nn.functional.normalize(torch.stack([features[s] for s in frames]), dim=1)
-        a = torch.exp(torch.bmm(query.expand(len(frames), -1, -1), keys) / SETTINGS.temperature)
+        keys = torch.nn.functional.normalize(
+            torch.stack([features[s] for s in frames]), dim=1
+        )
+        a = torch.exp(
+            torch.bmm(query.expand(len(frames), -1, -1), keys) / SETTINGS.temperature
+        )
         a *= near
         a = a.transpose(2, 1).reshape(-1, n)  # (keys of all frames, queries)
         least = torch.topk(a, SETTINGS.top, dim=0).values.min(dim=0).values
@@ -177,7 +201,10 @@ def as_pixels(maps: torch.Tensor, cell: int) -> Array:
 
 def window_of(grid: tuple[int, int]) -> torch.Tensor:
     """(tokens, tokens) 1 within the window, in one go."""
-    y, x = (i.reshape(-1) for i in torch.meshgrid(*(torch.arange(g) for g in grid), indexing="ij"))
+    y, x = (
+        i.reshape(-1)
+        for i in torch.meshgrid(*(torch.arange(g) for g in grid), indexing="ij")
+    )
     apart = [(i[:, None] - i).abs() for i in (y, x)]
     return ((apart[0] <= 12) & (apart[1] <= 12)).float()
 
@@ -206,7 +233,9 @@ def score_sides(masks: Array, pixels: Array, rounds: int, cpu_time: bool) -> Non
         ])  # fmt: skip
 
     sides = {
-        "J and F, ours": lambda: np.array([truth.score(t, pixels[t - 1])[1] for t in frames]),
+        "J and F, ours": lambda: np.array(
+            [truth.score(t, pixels[t - 1])[1] for t in frames]
+        ),
         "F by dilation": by_dilation,
     }
     seconds = timed(sides, rounds, cpu_time, found)

@@ -19,11 +19,15 @@ from typing import Any
 import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 
-from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import (
+    AttentionCall,
+    AttentionEvent,
+    AttentionWatch,
+)
 from vitsee_core.models.load import load_model
+from vitsee_core.runtime.machine import freed_memory_kept
 from vitsee_core.summaries import AttentionReducer, AttentionSummary, rollout
 from vitsee_core.summaries.summary import distances
-from vitsee_core.runtime.machine import freed_memory_kept
 from vitsee_stores.layout import TokenLayout
 
 MODELS = ["demo:vit", "vit_small_patch16_224", "vit_base_patch16_224"]
@@ -31,7 +35,9 @@ MODELS = ["demo:vit", "vit_small_patch16_224", "vit_base_patch16_224"]
 
 def main() -> None:
     """Prints the machine and a row a model."""
-    parser = argparse.ArgumentParser(description="Attention summaries against the bare forward.")
+    parser = argparse.ArgumentParser(
+        description="Attention summaries against the bare forward."
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -53,7 +59,11 @@ def main() -> None:
         rows = [measure(name, args.batch, args.rounds, args.device) for name in models]
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     if args.record:
-        record("reductions", f"Attention summaries beside the forward pass{args.remark}", rows)
+        record(
+            "reductions",
+            f"Attention summaries beside the forward pass{args.remark}",
+            rows,
+        )
 
 
 @torch.inference_mode()
@@ -72,7 +82,9 @@ def measure(name: str, batch: int, rounds: int, device: str) -> Result:
     with AttentionWatch(note):
         model(images)
     size = [float(length) for length in model.patch_embed.patch_size]
-    layout = TokenLayout(("cls",), tuple(model.patch_embed.grid_size), stride_px=(size[0], size[1]))
+    layout = TokenLayout(
+        ("cls",), tuple(model.patch_embed.grid_size), stride_px=(size[0], size[1])
+    )
     reducer, valid = AttentionReducer(layout, device), torch.ones(batch, dtype=torch.bool)
 
     def forward() -> float:
@@ -83,7 +95,10 @@ def measure(name: str, batch: int, rounds: int, device: str) -> Result:
     def summaries() -> float:
         began = time.perf_counter()
         found = [reducer.reduce(call, valid) for call in calls]
-        rollout([summary.head_mean for summary in found if summary.head_mean is not None], layout)
+        rollout(
+            [summary.head_mean for summary in found if summary.head_mean is not None],
+            layout,
+        )
         return elapsed(began, device)
 
     seconds = interleaved({"forward": forward, "summaries": summaries}, rounds)
@@ -117,7 +132,11 @@ def agreement(
     rows = torch.softmax(call.scores(slice(0, 2)).double(), -1)[:, :, n:]
     entropy = torch.special.entr(rows).sum(-1).mean(-1)
     inner = rows[..., n:] / rows[..., n:].sum(-1, keepdim=True)
-    distance = (inner * distances(layout.grid, layout.stride_px).to(inner.device)).sum(-1).mean(-1)
+    distance = (
+        (inner * distances(layout.grid, layout.stride_px).to(inner.device))
+        .sum(-1)
+        .mean(-1)
+    )
     spread = rows[..., n:].std(2).mean(-1)
     return (
         float((summary.entropy[:2] - entropy).abs().max()),

@@ -35,10 +35,14 @@ IMAGES, QUERIES, EASY, HARD, JUNK = 5000, 70, 40, 40, 60
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--distractors", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument(
+        "--distractors", type=int, nargs="+", default=[10_000, 100_000, 1_000_000]
+    )
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--memory", default="512M", help="of vitsee")
-    parser.add_argument("--most", type=int, default=10**9, help="distractors that numpy is given")
+    parser.add_argument(
+        "--most", type=int, default=10**9, help="distractors that numpy is given"
+    )
     parser.add_argument("--only", choices=("make", *SIDES), help="one side")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
@@ -46,7 +50,9 @@ def main() -> None:
         make(args.folder, args.distractors, args.dim)
     elif args.only is not None:
         began = time.perf_counter(), time.process_time()
-        value = SIDES[args.only](args.folder, args.distractors[0], parse_size(args.memory))
+        value = SIDES[args.only](
+            args.folder, args.distractors[0], parse_size(args.memory)
+        )
         seconds, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
         found = {"seconds": seconds, "cpu": cpu, "value": value}
         (args.folder / f"{args.only}.json").write_text(json.dumps(found))
@@ -56,9 +62,20 @@ def main() -> None:
 
 def compare(distractors: list[int], dim: int, memory: str, most: int) -> None:
     """A line per number of distractors and side."""
-    print(f"{machine()}\n{QUERIES} queries, {IMAGES} images, {dim} channels, --memory {memory}")
+    print(
+        f"{machine()}\n{QUERIES} queries, {IMAGES} images, {dim} channels, --memory {memory}"
+    )
     with tempfile.TemporaryDirectory() as name:
-        here = [sys.executable, __file__, "--folder", name, "--dim", str(dim), "--memory", memory]
+        here = [
+            sys.executable,
+            __file__,
+            "--folder",
+            name,
+            "--dim",
+            str(dim),
+            "--memory",
+            memory,
+        ]
         numbers = [*map(str, distractors)]
         subprocess.run([*here, "--only", "make", "--distractors", *numbers], check=True)
         modules = "import torch, vitsee_core.analyses.retrieve"
@@ -95,7 +112,10 @@ def make(folder: Path, distractors: list[int], dim: int) -> None:
         "qimlist": ids[IMAGES:],
         "gnd": [
             {"bbx": [0, 0, 1, 1]}
-            | {name: np.flatnonzero(own == k + 1).tolist() for k, name in enumerate(names)}
+            | {
+                name: np.flatnonzero(own == k + 1).tolist()
+                for k, name in enumerate(names)
+            }
             for own in kinds
         ],
     }
@@ -134,7 +154,9 @@ def ours(folder: Path, n: int, memory: int) -> float:
         str(folder / "images.zarr"), truth=folder / "gnd.json", sites=SITE, memory=memory,
         distractors=[str(folder / f"{n}.zarr")],
     )  # fmt: skip
-    return float(table.filter(pl.col("baseline").is_null(), metric="map_medium")["value"][0])
+    return float(
+        table.filter(pl.col("baseline").is_null(), metric="map_medium")["value"][0]
+    )
 
 
 def theirs(folder: Path, n: int, memory: int) -> float:

@@ -35,19 +35,30 @@ COMMANDS: dict[str, list[str]] = {
     "probe": ["--holdout", "0.2", "--memory", MEMORY],
     "knn": ["{test}", "--memory", MEMORY],
     "cka": [
-        *("--estimator", "minibatch", "--examples", "{n}", "--repeats", "1", "--no-cache"),
+        *(
+            "--estimator",
+            "minibatch",
+            "--examples",
+            "{n}",
+            "--repeats",
+            "1",
+            "--no-cache",
+        ),
         *("--sites", "blocks.1.out,blocks.3.out", "--memory", MEMORY),
     ],
 }
 OPEN = (
-    "import sys; from vitsee_stores import open_store; s = open_store(sys.argv[1]); s.valid.sum()"
+    "import sys; from vitsee_stores import open_store; s = open_store(sys.argv[1]); "
+    "s.valid.sum()"
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("images", "exact"))
-    parser.add_argument("--folder", type=Path, required=True, help="for stores: 4 GB, or 10 GB")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for stores: 4 GB, or 10 GB"
+    )
     parser.add_argument("--images", type=int, nargs="+")
     parser.add_argument("--only", nargs="+", default=["open_store", *COMMANDS])
     add_record_option(parser)
@@ -86,9 +97,19 @@ def exact(folder: Path, sizes: list[int]) -> list[dict[str, Any]]:
     (and removed), then once more from these."""
     rows = []
     for n in sizes:
-        stores = [made(folder / f"{name}-{n}.zarr", n, seed=k) for k, name in enumerate("ab")]
+        stores = [
+            made(folder / f"{name}-{n}.zarr", n, seed=k) for k, name in enumerate("ab")
+        ]
         cache = folder / f"grams-{n}"
-        command = [*VITSEE, "cka", *map(str, stores), "--estimator", "exact", "--cache", str(cache)]
+        command = [
+            *VITSEE,
+            "cka",
+            *map(str, stores),
+            "--estimator",
+            "exact",
+            "--cache",
+            str(cache),
+        ]
         command += ["--sites", "blocks.1.out,blocks.3.out", "--memory", "1G"]
         rows.append(row("exact", n, usage_of(command)))
         rows[-1]["bytes"] = count_files(cache)[1]
@@ -130,7 +151,11 @@ def row(what: str, n: int, used: Usage) -> dict[str, Any]:
         f"({1e6 * used.cpu / n:6.1f} us per image), peak RSS {used.rss / 1e6:6.0f} MB",
         flush=True,
     )
-    numbers = {"seconds": round(used.seconds, 2), "cpu": round(used.cpu, 2), "rss": used.rss}
+    numbers = {
+        "seconds": round(used.seconds, 2),
+        "cpu": round(used.cpu, 2),
+        "rss": used.rss,
+    }
     return {"what": what, "images": n, **numbers}
 
 

@@ -39,7 +39,9 @@ KEPT: dict[str, KeepOptions] = {
     "and attention and residual summaries": KeepOptions(tokens=("pooled",)),
     "and Gram matrices within slabs": KeepOptions(tokens=("pooled",), grams=True),
     "all tokens of blocks (the default)": KeepOptions(),
-    "all tokens of blocks and branches": KeepOptions(sites=("blocks", "head", "residual")),
+    "all tokens of blocks and branches": KeepOptions(
+        sites=("blocks", "head", "residual")
+    ),
     "all tokens of all sublayers": KeepOptions(sites=("all",)),
 }
 HEAD = """\
@@ -52,10 +54,17 @@ Written by `python benchmarks/scale_page.py` from `benchmarks/results/scale/*.js
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--print", action="store_true", help="to stdout")
-    parser.add_argument("--rate", type=float, default=1000, help="images a second of your worker")
-    parser.add_argument("--disk", type=float, help="MB a second that it writes  [as measured]")
+    parser.add_argument(
+        "--rate", type=float, default=1000, help="images a second of your worker"
+    )
+    parser.add_argument(
+        "--disk", type=float, help="MB a second that it writes  [as measured]"
+    )
     args = parser.parse_args()
-    found = {path.stem: json.loads(path.read_text()) for path in (RESULTS / "scale").glob("*.json")}
+    found = {
+        path.stem: json.loads(path.read_text())
+        for path in (RESULTS / "scale").glob("*.json")
+    }
     parts = [HEAD, measured(found["images"])]
     if "exact" in found:
         parts.append(exact(found["exact"]))
@@ -72,7 +81,9 @@ def measured(found: dict[str, Any]) -> str:
     """Commands over 10 k to 1 M images."""
     rows = found["rows"]
     sizes = list(dict.fromkeys(row["images"] for row in rows))
-    commands = [name for name in dict.fromkeys(row["what"] for row in rows) if name != "store"]
+    commands = [
+        name for name in dict.fromkeys(row["what"] for row in rows) if name != "store"
+    ]
     at = {(row["what"], row["images"]): row for row in rows}
     stores = [at["store", n] for n in sizes]
     lines = [
@@ -88,8 +99,12 @@ def measured(found: dict[str, Any]) -> str:
         f"|---|{'---|' * (len(sizes) + 1)}",
     ]
     for name in commands:
-        cells = [f"{at[name, n]['cpu']:.1f} s, {megabytes(at[name, n]['rss'])}" for n in sizes]
-        lines.append(f"| {name} | {' | '.join(cells)} | {at[name, sizes[-1]]['seconds']:.1f} s |")
+        cells = [
+            f"{at[name, n]['cpu']:.1f} s, {megabytes(at[name, n]['rss'])}" for n in sizes
+        ]
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {at[name, sizes[-1]]['seconds']:.1f} s |"
+        )
     said = prose(
         "`knn` looks for the neighbours of 2,000 images. `cka` is the minibatch estimator with "
         "every image in one batch of 1,024, two sites; its Gram matrices, 4 KB per image and site, "
@@ -149,7 +164,10 @@ def kept(found: dict[str, Any]) -> str:
         "",
         "| | numbers | |",
         "|---|---|---|",
-        *(f"| `{command}` | {verdict} | {why} |" for command, verdict, why in found["rows"]),
+        *(
+            f"| `{command}` | {verdict} | {why} |"
+            for command, verdict, why in found["rows"]
+        ),
     ]
     return "\n".join([*lines, ""])
 

@@ -23,7 +23,11 @@ from common import add_record_option, machine
 from scale import keep
 from synthetic import block_sites
 
-from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import (
+    AttentionCall,
+    AttentionEvent,
+    AttentionWatch,
+)
 from vitsee_core.summaries import AttentionReducer
 from vitsee_stores import Samples, StorePlan, StoreWriter, TokenLayout
 from vitsee_stores.manifest import new_manifest
@@ -42,7 +46,9 @@ SLAB, DIM, SLABS = 256, 768, 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk that is meant")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="on the disk that is meant"
+    )
     add_record_option(parser)
     args = parser.parse_args()
     print(machine())
@@ -71,7 +77,9 @@ def of_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
     with AttentionWatch(note):
         model(images)
-    layout = TokenLayout(("cls",), tuple(model.patch_embed.grid_size), stride_px=(1.0, 1.0))
+    layout = TokenLayout(
+        ("cls",), tuple(model.patch_embed.grid_size), stride_px=(1.0, 1.0)
+    )
     reducer, valid = AttentionReducer(layout, "cpu"), torch.ones(BATCH, dtype=torch.bool)
     sides: dict[str, Callable[[], Any]] = {
         "forward": lambda: model(images),
@@ -93,7 +101,9 @@ def write(path: Path) -> tuple[float, int]:
     """Seconds and bytes of a few slabs, synced to the disk."""
     n = SLAB * SLABS
     plan = StorePlan(n, SLAB, "none", block_sites(4, DIM, LAYOUT))
-    samples = Samples(np.arange(n), [str(i) for i in range(n)], np.zeros(n, np.int64), [""] * n)
+    samples = Samples(
+        np.arange(n), [str(i) for i in range(n)], np.zeros(n, np.int64), [""] * n
+    )
     writer = StoreWriter.create_or_join(path, new_manifest({}, plan, samples), samples)
     rng = np.random.default_rng(0)
     slab = {

@@ -70,7 +70,9 @@ def make(path: Path, images: int, first_hash: int = 0, seed: int = 0) -> None:
     )
 
 
-def _slab(plan: StorePlan, labels: Array, seed: tuple[int, int], rows: slice) -> dict[str, Array]:
+def _slab(
+    plan: StorePlan, labels: Array, seed: tuple[int, int], rows: slice
+) -> dict[str, Array]:
     """Activations lean towards their class' centre, more so with depth; a skip is twice as long as
     its branch."""
     rng = np.random.default_rng((*seed, rows.start))
@@ -79,7 +81,10 @@ def _slab(plan: StorePlan, labels: Array, seed: tuple[int, int], rows: slice) ->
     own = centres[labels[rows]][:, None]
     values: dict[str, Array] = {}
     for site in plan.sites:
-        x = rng.standard_normal((n, LAYOUT.n_tokens, DIM), np.float32) + own * site.rel_depth
+        x = (
+            rng.standard_normal((n, LAYOUT.n_tokens, DIM), np.float32)
+            + own * site.rel_depth
+        )
         values[f"pooled/{site.name}/cls"] = x[:, 0]
         values[f"pooled/{site.name}/mean"] = x[:, 1:].mean(1)
         if site.tokens == "all":
@@ -87,7 +92,9 @@ def _slab(plan: StorePlan, labels: Array, seed: tuple[int, int], rows: slice) ->
             values[f"acts/{site.name}/prefix"] = x[:, :1]
             values[f"acts/{site.name}/grid"] = x[:, 1:].reshape(n, 3, 3, DIM)
     for name, _ in plan.sublayers:
-        products = rng.random((n, LAYOUT.n_tokens, 3), np.float32) + np.array([4, 1, 0], np.float32)
+        products = rng.random((n, LAYOUT.n_tokens, 3), np.float32) + np.array(
+            [4, 1, 0], np.float32
+        )
         values[f"residual/{name}"] = products
     for path, spec in arrays(plan).items():
         if path.startswith("attention/"):

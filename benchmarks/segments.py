@@ -29,10 +29,15 @@ from numpy.typing import NDArray
 from synthetic import block_sites, write_store
 
 from vitsee_core.demo.coco import outlines
-from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.truth.masks.segments import (
+    LabelledSegments,
+    Segmentation,
+    SegmentFeatures,
+    examples_of,
+)
 from vitsee_stores import Slab, Store, StorePlan, TokenLayout, open_store
 
 SLAB, DIM, SITE, PER_IMAGE = 64, 768, "blocks.0.out", 7
@@ -54,7 +59,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="*", default=[256, 1024])
-    parser.add_argument("--only", type=Path, help="a folder: its vectors, once, printing nothing")
+    parser.add_argument(
+        "--only", type=Path, help="a folder: its vectors, once, printing nothing"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.only is not None:
@@ -77,7 +84,9 @@ def peaks(folder: Path, sizes: list[int]) -> None:
         command = [sys.executable, __file__, "--images", str(n), "--only", str(of_size)]
         code = f"import segments, pathlib; segments.write(pathlib.Path({str(of_size)!r}), {n})"
         here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [here, os.environ.get("PYTHONPATH", "")]
+        )
         peak_rss([sys.executable, "-c", code])
         print(f"{n:6d} images: peak RSS {human_bytes(peak_rss(command))}", flush=True)
         shutil.rmtree(of_size)
@@ -162,7 +171,9 @@ def write(folder: Path, n: int) -> None:
         return {f"acts/{SITE}/grid": noise.astype(np.float16)}
 
     plan = StorePlan(n, SLAB, "none", block_sites(1, DIM, LAYOUT))
-    write_store(folder / "b16.zarr", plan, values, ids=names, size=SIZE, transform=TRANSFORM)
+    write_store(
+        folder / "b16.zarr", plan, values, ids=names, size=SIZE, transform=TRANSFORM
+    )
     (folder / "objects.json").write_text(json.dumps(objects(names, rng)))
 
 

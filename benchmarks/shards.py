@@ -32,7 +32,9 @@ TARFILE = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the tar files: 2 GB")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for the tar files: 2 GB"
+    )
     parser.add_argument("--shards", type=int, default=1000)
     parser.add_argument("--images", type=int, default=1000, help="in each")
     parser.add_argument("--bytes", type=int, default=300, help="of each")
@@ -46,13 +48,17 @@ def main() -> None:
         command = [sys.executable, "-c", OPEN, data, str(n)]
         bare = usage_of([sys.executable, "-c", IMPORTS])
         anew, again = usage_of(command), usage_of(command)
-        kept = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
+        kept = sum(
+            path.stat().st_size for path in Path(cache).rglob("*") if path.is_file()
+        )
     other = usage_of([sys.executable, "-c", TARFILE, data])
     sides = {"imports": bare, "read": anew, "found again": again, "tarfile": other}
     for name, used in sides.items():
         seconds = f"{used.cpu:7.1f} s of the processor, {used.seconds:7.1f} s"
         print(f"{name:12} {seconds}, peak {used.rss / 1e6:6.0f} MB")
-    print(f"{n} images in {args.shards} tar files; the kept index has {kept / 1e6:.0f} MB")
+    print(
+        f"{n} images in {args.shards} tar files; the kept index has {kept / 1e6:.0f} MB"
+    )
     if args.record:
         ratio = other.cpu / anew.cpu
         more, most = (anew.rss - bare.rss) / 1e6, (again.rss - bare.rss) / 1e6
@@ -78,7 +84,10 @@ def make(folder: Path, shards: int, images: int, size: int) -> Path:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for image in range(images):
                 key = f"{shard:05d}{image:06d}"
-                for ending, data in (("cls", b"%d" % (image % 1000)), ("jpg", bytes(size))):
+                for ending, data in (
+                    ("cls", b"%d" % (image % 1000)),
+                    ("jpg", bytes(size)),
+                ):
                     about = tarfile.TarInfo(f"{key}.{ending}")
                     about.size = len(data)
                     tar.addfile(about, BytesIO(data))

@@ -52,26 +52,39 @@ def main() -> None:
     )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--dim", type=int, default=4, help="of a token; p = 197 times this")
+    parser.add_argument(
+        "--dim", type=int, default=4, help="of a token; p = 197 times this"
+    )
     parser.add_argument("--sites", type=int, default=12)
-    parser.add_argument("--corner", type=int, default=2, help="sites that the peers compare")
+    parser.add_argument(
+        "--corner", type=int, default=2, help="sites that the peers compare"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", action="append", help="of `all`; default: of n x n matrices")
-    parser.add_argument("--folder", type=Path, help="for the store; default: the system's")
+    parser.add_argument(
+        "--measure", action="append", help="of `all`; default: of n x n matrices"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="for the store; default: the system's"
+    )
     add_record_option(parser)
     args = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory(prefix="similarity-", dir=args.folder) as name:
         sizes = (args.images, args.dim, args.sites, min(args.sites, 8))
         made = activations.make(Path(name) / "made.zarr", *sizes)
-        print(f"{args.sites} sites, {args.images} images, p = {made.n_features}", flush=True)
+        print(
+            f"{args.sites} sites, {args.images} images, p = {made.n_features}", flush=True
+        )
         if args.part == "all":
             rows = every_pair(made, args.measure or QUADRATIC)
         else:
             rows = against_peers(made, min(args.corner, args.sites), args.rounds)
     if args.record:
         shape = f"{args.sites} x {args.sites} sites of {args.images} images"
-        titles = {"peers": "Measures of similarity beside others", "all": "All pairs of sites"}
+        titles = {
+            "peers": "Measures of similarity beside others",
+            "all": "All pairs of sites",
+        }
         record(f"similarity-{args.part}", f"{titles[args.part]}, {shape}", rows)
 
 
@@ -86,8 +99,12 @@ def every_pair(made: Activations, names: tuple[str, ...]) -> list[Result]:
         began = time.perf_counter()
         table = run(made.store, metrics=[name])
         seconds = time.perf_counter() - began
-        print(f"{name:>12}: {seconds:7.1f} s for {len(table)} pairs{with_grams}", flush=True)
-        rows.append(Result(f"{name}, with jackknife{with_grams}", seconds, None, None, "s"))
+        print(
+            f"{name:>12}: {seconds:7.1f} s for {len(table)} pairs{with_grams}", flush=True
+        )
+        rows.append(
+            Result(f"{name}, with jackknife{with_grams}", seconds, None, None, "s")
+        )
         with_grams = ""
     return rows
 
@@ -96,7 +113,9 @@ def against_peers(made: Activations, corner: int, rounds: int) -> list[Result]:
     """A line for each measure and peer that is there."""
     rows = []
     for name, peer, label in peers(made):
-        (measure,) = choose_measures([name], k=K, rdm="pearson", ridge=1e-2, variance=0.99)
+        (measure,) = choose_measures(
+            [name], k=K, rdm="pearson", ridge=1e-2, variance=0.99
+        )
         rows.append(beside(made, measure, peer, label, corner, rounds))
     return rows
 
@@ -112,7 +131,9 @@ def beside(
 
     def ours() -> None:
         sites = [Representation(made.store, site) for site in made.store.plan.sites]
-        with grams_of(sites, None, options=GramOptions(use_cache=False, device="cpu")) as grams:
+        with grams_of(
+            sites, None, options=GramOptions(use_cache=False, device="cpu")
+        ) as grams:
             done = compare_all(grams, measure, np.array(pairs), intervals=False)
         found["ours"] = dict(zip(pairs, done.value.tolist(), strict=True))
 
@@ -137,11 +158,17 @@ def peers(made: Activations) -> list[tuple[str, Pair, str]]:
     """(measure, value of two sites by its peer, the peer's name); what is missing is said."""
     found: list[tuple[str, Pair, str]] = []
     if (theirs := _import("platonic_metrics")) is not None:
-        unit = [torch.nn.functional.normalize(torch.from_numpy(x), dim=-1) for x in made.sites]
+        unit = [
+            torch.nn.functional.normalize(torch.from_numpy(x), dim=-1) for x in made.sites
+        ]
         whole = [torch.from_numpy(x) for x in made.sites]
         of = theirs.AlignmentMetrics
         found += [
-            ("mutual-knn", lambda i, j: of.mutual_knn(unit[i], unit[j], topk=K), "platonic-rep"),
+            (
+                "mutual-knn",
+                lambda i, j: of.mutual_knn(unit[i], unit[j], topk=K),
+                "platonic-rep",
+            ),
             ("cknna", lambda i, j: of.cknna(unit[i], unit[j], topk=K), "platonic-rep"),
             ("cka", lambda i, j: of.unbiased_cka(whole[i], whole[j]), "platonic-rep"),
         ]
@@ -154,7 +181,11 @@ def peers(made: Activations) -> list[tuple[str, Pair, str]]:
 
         found.append(("procrustes", angle, "netrep"))
     found += [
-        ("mutual-knn", lambda i, j: by_neighbors(made, i, j), "scikit-learn's NearestNeighbors"),
+        (
+            "mutual-knn",
+            lambda i, j: by_neighbors(made, i, j),
+            "scikit-learn's NearestNeighbors",
+        ),
         ("ridge-r2", lambda i, j: by_ridge(made, i, j), "scikit-learn's RidgeCV"),
     ]
     return found
@@ -166,7 +197,9 @@ def by_neighbors(made: Activations, i: int, j: int) -> float:
 
     lists = []
     for x in (made.sites[i], made.sites[j]):
-        search = NearestNeighbors(n_neighbors=K, metric="cosine", algorithm="brute").fit(x)
+        search = NearestNeighbors(n_neighbors=K, metric="cosine", algorithm="brute").fit(
+            x
+        )
         lists.append(search.kneighbors(return_distance=False))
     return float(np.mean([len({*a} & {*b}) / K for a, b in zip(*lists, strict=True)]))
 

@@ -48,7 +48,9 @@ def main() -> None:
     """Prints the machine and a row a side."""
     parser = argparse.ArgumentParser(description="Slabs against numpy's files.")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: /tmp")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; default: /tmp"
+    )
     parser.add_argument("--codec", choices=CODECS, default="none")
     args = parser.parse_args()
     print(f"{machine()}, zarr {zarr.__version__}, numpy {np.__version__}")
@@ -58,7 +60,9 @@ def main() -> None:
         size = sum(bench.slab[path].nbytes for path in ACTS) / MB
         print(f"slab [{IMAGES}, {GRID[0] * GRID[1] + 1}, {DIM}] float16, {size:.0f} MB")
         show("write, no fsync", bench.writes(durable=False), args.rounds, size)
-        show("write and fsync", bench.writes(durable=True), max(3, args.rounds // 3), size)
+        show(
+            "write and fsync", bench.writes(durable=True), max(3, args.rounds // 3), size
+        )
         show("read", bench.reads(), args.rounds, size)
         token = bench.one_token()
         seconds = statistics.median(interleaved({"token": token}, args.rounds)["token"])
@@ -78,12 +82,21 @@ def show(title: str, sides: dict[str, Side], rounds: int, size: float) -> None:
         cpu[name].append(time.process_time() - began)
         return seconds
 
-    seconds = interleaved({name: partial(counted, name) for name in sides}, rounds, warmup=2)
+    seconds = interleaved(
+        {name: partial(counted, name) for name in sides}, rounds, warmup=2
+    )
     first = next(iter(sides))
-    print(f"\n{title:24} {'MB/s':>7} {'ratio':>6} {'CPU ms':>7}   medians of {rounds} rounds")
+    print(
+        f"\n{title:24} {'MB/s':>7} {'ratio':>6} {'CPU ms':>7}   medians of {rounds} rounds"
+    )
     for name, spent in seconds.items():
-        rate, used = size / statistics.median(spent), 1e3 * statistics.median(cpu[name][2:])
-        print(f"{name:24} {rate:7.0f} {paired_ratio(seconds[first], spent):6.2f} {used:7.1f}")
+        rate, used = (
+            size / statistics.median(spent),
+            1e3 * statistics.median(cpu[name][2:]),
+        )
+        print(
+            f"{name:24} {rate:7.0f} {paired_ratio(seconds[first], spent):6.2f} {used:7.1f}"
+        )
 
 
 class Bench:
@@ -100,7 +113,9 @@ class Bench:
         for path, spec in arrays(self.plan).items():
             if spec.per in ("image", "slab"):
                 values = (
-                    np.ones(spec.shape) if spec.dtype[0] != "f" else rng.normal(size=spec.shape)
+                    np.ones(spec.shape)
+                    if spec.dtype[0] != "f"
+                    else rng.normal(size=spec.shape)
                 )
                 self.slab[path] = values.astype(spec.dtype)
         self.slab["n_valid"] = np.array(IMAGES)
@@ -148,9 +163,13 @@ class Bench:
 
     def reads(self) -> dict[str, Side]:
         """Sides that read all tokens of the slab into new memory."""
-        np.concatenate([self.slab[ACTS[0]], self._flat_grid()], 1).tofile(self.folder / "slab")
+        np.concatenate([self.slab[ACTS[0]], self._flat_grid()], 1).tofile(
+            self.folder / "slab"
+        )
         self.writer(self.folder / "a.zarr").write_slab(0, self.slab, {})
-        StoreWriter.create_or_join(self.folder / "a.zarr", self.manifest, self.samples).finish()
+        StoreWriter.create_or_join(
+            self.folder / "a.zarr", self.manifest, self.samples
+        ).finish()
         store = open_store(self.folder / "a.zarr")
         group = zarr.open_group(self.folder / "a.zarr", mode="r")
 
@@ -163,7 +182,9 @@ class Bench:
             return side
 
         return {
-            "numpy fromfile": timed(lambda: np.fromfile(self.folder / "slab", np.float16)),
+            "numpy fromfile": timed(
+                lambda: np.fromfile(self.folder / "slab", np.float16)
+            ),
             "vitsee, all": timed(lambda: store.acts(SITE)[:]),
             "vitsee, patches": timed(lambda: store.acts(SITE, "patches")[:]),
             **with_pipelines(timed(lambda: [group[path][...] for path in ACTS])),  # type: ignore[index]
@@ -181,7 +202,9 @@ class Bench:
     def writer(self, path: Path, durable: bool = True) -> StoreWriter:
         """The writer of a new store."""
         self.manifest = new_manifest({}, self.plan, self.samples)
-        return StoreWriter.create_or_join(path, self.manifest, self.samples, durable=durable)
+        return StoreWriter.create_or_join(
+            path, self.manifest, self.samples, durable=durable
+        )
 
     def zarr_arrays(self, path: Path) -> dict[str, Any]:
         """The same arrays, made by zarr."""
@@ -195,7 +218,9 @@ class Bench:
             compressor: dict[str, list[Any]] = {
                 "none": [],
                 "zstd": [ZstdCodec(level=1)],
-                "lz4": [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=item)],
+                "lz4": [
+                    BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=item)
+                ],
             }
             made[name] = group.create_array(
                 name,

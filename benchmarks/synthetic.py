@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
+from vitsee_stores import (
+    Samples,
+    SiteSpec,
+    Store,
+    StorePlan,
+    StoreWriter,
+    TokenLayout,
+    open_store,
+)
 from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import new_manifest
 
@@ -58,14 +66,17 @@ def write_store(
     samples = Samples(np.arange(n), names, classes, [""] * n)
     manifest = new_manifest({"order": order, "seed": 0}, plan, samples, **about)
     writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
-    of_slabs = {p: spec for p, spec in arrays(plan).items() if spec.per in ("image", "slab")}
+    of_slabs = {
+        p: spec for p, spec in arrays(plan).items() if spec.per in ("image", "slab")
+    }
     for k in range(plan.n_slabs):
         rows = plan.rows(k)
         m = rows.stop - rows.start
         given = {
             "valid": np.ones(m, np.uint8),
             "n_valid": np.array(m),
-            "hash": np.arange(rows.start, rows.stop, dtype=np.uint64) + np.uint64(first_hash),
+            "hash": np.arange(rows.start, rows.stop, dtype=np.uint64)
+            + np.uint64(first_hash),
             "size": np.tile(np.array(size, np.int32), (m, 1)),
             **values(rows),
         }

@@ -73,15 +73,21 @@ def main() -> None:
         tower, language = (int(word) / 1e6 for word in done.stdout.split())
         print(f"on disk: the tower {tower:.0f} MB, the language model {language:.0f} MB")
         rows.append(Result("on disk: files of the tower", tower, None, None, "MB"))
-        rows.append(Result("on disk: files of the language model", language, None, None, "MB"))
+        rows.append(
+            Result("on disk: files of the language model", language, None, None, "MB")
+        )
         whole = peak_rss([sys.executable, "-c", WHOLE, name]) / 1e6
         print(f"the whole model by transformers: {whole:.0f} MB")
         for part in ("visual", "language-in"):
             model = f"transformers:{name}#{part}"
             random, own = (
-                peak_rss([sys.executable, "-c", OURS, model, seed]) / 1e6 for seed in ("0", "None")
+                peak_rss([sys.executable, "-c", OURS, model, seed]) / 1e6
+                for seed in ("0", "None")
             )
-            print(f"#{part}: random weights {random:.0f} MB, its own {own:.0f} MB", flush=True)
+            print(
+                f"#{part}: random weights {random:.0f} MB, its own {own:.0f} MB",
+                flush=True,
+            )
             what = f"#{part} with its weights, against the whole model by transformers"
             rows.append(Result(f"#{part} with random weights", random, None, None, "MB"))
             rows.append(Result(what, own, whole, whole / own, "MB"))

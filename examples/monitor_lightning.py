@@ -38,7 +38,13 @@ class MonitorCallback(lightning.Callback):  # type: ignore[misc]
     ) -> None:
         self.network, self.epochs = network, epochs
         unit = "epoch" if epochs else "step"
-        self.given = {"data": data, "output": output, "every": every, "unit": unit, **options}
+        self.given = {
+            "data": data,
+            "output": output,
+            "every": every,
+            "unit": unit,
+            **options,
+        }
         self.monitor: vitsee.Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -15,7 +15,10 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.before_mixing, self.before_thinking = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.before_mixing, self.before_thinking = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+        )
         self.mixing = nn.MultiheadAttention(width, heads, batch_first=True)
         self.thinking = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -51,7 +54,13 @@ class OwnViT(nn.Module):
         return logits
 
 
-def build(depth: int = 4, width: int = 64, heads: int = 4, img_size: int = 64, patch: int = 8):  # type: ignore[no-untyped-def]
+def build(
+    depth: int = 4, width: int = 64, heads: int = 4, img_size: int = 64, patch: int = 8
+):  # type: ignore[no-untyped-def]
     """The module, and how its images are prepared."""
     module = OwnViT(depth, width, heads, img_size, patch)
-    return module, {"input_size": (3, img_size, img_size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    return module, {
+        "input_size": (3, img_size, img_size),
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+    }

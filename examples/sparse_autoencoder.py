@@ -39,7 +39,13 @@ class TopKAutoencoder(nn.Module):
 
 
 def train(
-    store: Store, site: str, features: int, *, k: int = 4, epochs: int = 5, workers: int = 0
+    store: Store,
+    site: str,
+    features: int,
+    *,
+    k: int = 4,
+    epochs: int = 5,
+    workers: int = 0,
 ) -> tuple[TopKAutoencoder, list[float]]:
     """The autoencoder, and after each epoch the share of the variance that it explained."""
     torch.manual_seed(0)
@@ -72,4 +78,10 @@ if __name__ == "__main__":
     parser.add_argument("-k", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     given = parser.parse_args()
-    train(open_store(given.store), given.site, given.features, k=given.k, epochs=given.epochs)
+    train(
+        open_store(given.store),
+        given.site,
+        given.features,
+        k=given.k,
+        epochs=given.epochs,
+    )

@@ -29,7 +29,13 @@ from torch import nn
 import vitsee
 from vitsee_stores import Store
 
-SITES = ("embed", "blocks.0.attn.branch", "blocks.0.mlp.branch", "blocks.0.out", "blocks.1.out")
+SITES = (
+    "embed",
+    "blocks.0.attn.branch",
+    "blocks.0.mlp.branch",
+    "blocks.0.out",
+    "blocks.1.out",
+)
 DEPTH, IMAGES = 2, 4
 SAME = 1e-4  # of the largest value: float32 in another order of additions stays below
 TINY = {"width": 48, "heads": 3}
@@ -111,7 +117,11 @@ PAIRS = (
         {"num_register_tokens": 4},
         (224, 64),
         (
-            ("with biases of q and v (dinov3_qkvb)", Side("vit_small_patch16_dinov3_qkvb"), Side()),
+            (
+                "with biases of q and v (dinov3_qkvb)",
+                Side("vit_small_patch16_dinov3_qkvb"),
+                Side(),
+            ),
             ("and one table of rotations (RoPE)", Side(f"{__file__}:rotated"), Side()),
         ),
         scale="gamma_{}",
@@ -142,11 +152,19 @@ PAIRS = (
 
 
 def rotated(
-    depth: int, embed_dim: int = 384, num_heads: int = 6, img_size: int = 224, num_classes: int = 0
+    depth: int,
+    embed_dim: int = 384,
+    num_heads: int = 6,
+    img_size: int = 224,
+    num_classes: int = 0,
 ) -> nn.Module:
     """timm's DINOv3 with the table of rotations that transformers computes; vitsee builds it as any
     user's own file, from the name `two_libraries.py:rotated`."""
-    args: dict[str, Any] = {"embed_dim": embed_dim, "num_heads": num_heads, "img_size": img_size}
+    args: dict[str, Any] = {
+        "embed_dim": embed_dim,
+        "num_heads": num_heads,
+        "img_size": img_size,
+    }
     module: Any = timm.create_model(
         "vit_small_patch16_dinov3_qkvb", depth=depth, num_classes=num_classes, **args
     )
@@ -169,7 +187,11 @@ def config_of(pair: Pair, tiny: bool) -> dict[str, Any]:
     found = {**pair.config, "num_hidden_layers": DEPTH}
     if tiny:
         width, heads = TINY["width"], TINY["heads"]
-        found |= {"hidden_size": width, "num_attention_heads": heads, "image_size": pair.size[1]}
+        found |= {
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "image_size": pair.size[1],
+        }
         kind = getattr(transformers, pair.kind)
         if hasattr(kind.config_class(), "intermediate_size"):
             found["intermediate_size"] = 4 * width
@@ -188,7 +210,9 @@ def draw(pair: Pair, tiny: bool) -> dict[str, torch.Tensor]:
             continue
         noise = torch.randn(x.shape, generator=generator)
         scale = 1 / np.sqrt(x[0].numel()) if x.ndim > 1 else 0.2
-        found[name] = noise * scale + (1.0 if x.ndim == 1 and name.endswith("weight") else 0.0)
+        found[name] = noise * scale + (
+            1.0 if x.ndim == 1 and name.endswith("weight") else 0.0
+        )
         if "embeddings" in name and x.ndim != 4 and not name.endswith("bias"):
             found[name] = noise
     return found
@@ -203,20 +227,26 @@ def renamed(state: Mapping[str, torch.Tensor], scale: str) -> dict[str, torch.Te
         for pattern, replacement in RENAMES:
             name = re.sub(pattern, replacement, name)
         name = re.sub(r"layer_scale(\d)\.lambda1", lambda m: scale.format(m[1]), name)
-        found[name] = x.reshape(1, -1, x.shape[-1]) if name in ("cls_token", "pos_embed") else x
+        found[name] = (
+            x.reshape(1, -1, x.shape[-1]) if name in ("cls_token", "pos_embed") else x
+        )
     for block in range(DEPTH):
         at = f"blocks.{block}.attn."
         parts = [found.pop(f"{at}{letter}_proj.weight") for letter in "qkv"]
         found[f"{at}qkv.weight"] = torch.cat(parts)
         biases = [found.pop(f"{at}{letter}_proj.bias", None) for letter in "qkv"]
         if all(bias is not None for bias in biases):
-            found[f"{at}qkv.bias"] = torch.cat([bias for bias in biases if bias is not None])
+            found[f"{at}qkv.bias"] = torch.cat(
+                [bias for bias in biases if bias is not None]
+            )
         else:
             found[f"{at}q_bias"], found[f"{at}v_bias"] = biases[0], biases[2]  # type: ignore[assignment]
     return found
 
 
-def stores(pair: Pair, changed: tuple[Side, Side], tiny: bool, folder: Path) -> tuple[Store, Store]:
+def stores(
+    pair: Pair, changed: tuple[Side, Side], tiny: bool, folder: Path
+) -> tuple[Store, Store]:
     """The model run by timm and by transformers."""
     folder.mkdir()
     state = draw(pair, tiny)
@@ -229,7 +259,8 @@ def stores(pair: Pair, changed: tuple[Side, Side], tiny: bool, folder: Path) -> 
         }
     for library, tensors in files.items():
         save_file(
-            {k: x.contiguous() for k, x in tensors.items()}, folder / f"{library}.safetensors"
+            {k: x.contiguous() for k, x in tensors.items()},
+            folder / f"{library}.safetensors",
         )
     config = config_of(pair, tiny) | dict(ours.args)
     args: dict[str, Any] = {"depth": DEPTH, "num_classes": 0, **theirs.args}
@@ -282,14 +313,18 @@ def measure(tiny: bool, folder: Path) -> list[list[str]]:
         for number, (what, *changed) in enumerate(changes):
             place = folder / f"{pair.kind}{number}"
             a, b = stores(pair, (changed[0], changed[1]), tiny, place)
-            rows.append([pair.title, what, *(in_words(*difference(a, b, s)) for s in SITES)])
+            rows.append(
+                [pair.title, what, *(in_words(*difference(a, b, s)) for s in SITES)]
+            )
     return rows
 
 
 def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="narrow models and small images")
+    parser.add_argument(
+        "--tiny", action="store_true", help="narrow models and small images"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(given.tiny, Path(folder))

@@ -76,6 +76,8 @@ def reduce(
     device: str = "cpu",
     block_bytes: int = BLOCK_BYTES,
 ) -> AttentionSummary:
-    reducer = AttentionReducer(layout, device, rows=True, full=True, block_bytes=block_bytes)
+    reducer = AttentionReducer(
+        layout, device, rows=True, full=True, block_bytes=block_bytes
+    )
     mask = torch.tensor([True] * len(scores) if valid is None else valid)
     return reducer.reduce(Call(scores.to(device)), mask)

@@ -72,7 +72,9 @@ def aligned(a: Float, layout: TokenLayout) -> Float:
 def qk_nmi(a: Float, layout: TokenLayout) -> float:
     """One image and head: what queries and keys, both spatial, know of each other."""
     body = a[layout.n_prefix :, layout.n_prefix :]
-    return reference.shared_information([row / row.sum() for row in body if row.sum() > 0])
+    return reference.shared_information(
+        [row / row.sum() for row in body if row.sum() > 0]
+    )
 
 
 def rollout(head_means: Sequence[Float], layout: TokenLayout, residual: bool) -> Float:
@@ -108,10 +110,20 @@ def write(
 
 def _images(group: Attention, level: str) -> dict[str, Array]:
     """Every array of the group image by image; what the store sums, too."""
-    layout, heads = group.layout, (len(group.a[0]), len(group.a), max(a.shape[1] for a in group.a))
+    layout, heads = (
+        group.layout,
+        (len(group.a[0]), len(group.a), max(a.shape[1] for a in group.a)),
+    )
     assert layout.grid is not None
     gh, gw = layout.grid
-    names = ("entropy", "prefix_mass", "query_std", "received_max", "received_argmax", "qk_nmi")
+    names = (
+        "entropy",
+        "prefix_mass",
+        "query_std",
+        "received_max",
+        "received_argmax",
+        "qk_nmi",
+    )
     out = {name: np.full(heads, -1.0 if "argmax" in name else np.nan) for name in names}
     out["aligned"] = np.zeros((*heads, 2 * gh - 1, 2 * gw - 1))
     out |= {name: np.zeros((*heads, layout.n_tokens)) for name in ("received", "cls_map")}

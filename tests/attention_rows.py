@@ -81,7 +81,9 @@ def write(
         folder, widest = group.group.folder, max(a.shape[1] for a in group.mean)
         for name, blocks in (("received_rows", group.mean), ("cls_rows", group.cls)):
             if blocks is not None:
-                whole = np.full((n, len(blocks), widest, group.layout.n_tokens), np.nan, np.float16)
+                whole = np.full(
+                    (n, len(blocks), widest, group.layout.n_tokens), np.nan, np.float16
+                )
                 for row, a in enumerate(blocks):
                     whole[:, row, : a.shape[1]] = a
                 images[folder + name] = whole

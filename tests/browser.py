@@ -30,7 +30,9 @@ class Browser:
             f"--user-data-dir='{profile}' about:blank"
         )
         self._process = subprocess.Popen(
-            ["bash", "-c", line], pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL
+            ["bash", "-c", line],
+            pass_fds=(to_browser, from_browser),
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(from_browser)
@@ -56,7 +58,11 @@ class Browser:
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The answer to a command."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        message: dict[str, Any] = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+        }
         if self._session:
             message["sessionId"] = self._session
         self._out.write(json.dumps(message).encode() + b"\0")
@@ -84,11 +90,20 @@ class Browser:
             thrown = about["exceptionDetails"]
             said = thrown.get("exception", {}).get("description", thrown["text"])
             self.errors.append(f"{said} ({thrown.get('url')})")
-        elif method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+        elif method == "Log.entryAdded" and about["entry"]["level"] in (
+            "error",
+            "warning",
+        ):
             self.errors.append(about["entry"]["text"])
-        elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
+        elif method == "Runtime.consoleAPICalled" and about["type"] in (
+            "error",
+            "warning",
+        ):
             self.errors.append(json.dumps(about["args"])[:500])
-        elif method == "Network.requestWillBeSent" and about["request"]["url"] != "about:blank":
+        elif (
+            method == "Network.requestWillBeSent"
+            and about["request"]["url"] != "about:blank"
+        ):
             self.requests.append(about["request"]["url"])
 
     def look(self, width: int, *, dark: bool = False, height: int = 900) -> None:

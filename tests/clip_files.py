@@ -69,7 +69,9 @@ def turn(path: Path, matrix: Sequence[int]) -> Path:
     return path
 
 
-def write_frames(folder: Path, pictures: Sequence[NDArray[np.uint8]], digits: int = 5) -> Path:
+def write_frames(
+    folder: Path, pictures: Sequence[NDArray[np.uint8]], digits: int = 5
+) -> Path:
     """A folder of PNG files, as DAVIS has its videos: 00000.png, 00001.png, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     for k, picture in enumerate(pictures):
@@ -81,7 +83,9 @@ def write_sound(path: Path) -> Path:
     """A file with a second of silence and no picture."""
     with av.open(str(path), "w") as c:
         stream = c.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 1024), np.float32), "fltp", "mono"
+        )
         frame.sample_rate = 16000
         c.mux(stream.encode(frame))
         c.mux(stream.encode(None))

@@ -59,10 +59,21 @@ def square_tokens(n: int = N, noise: float = 0.0, seed: int = 0) -> Array:
 def write_clips(path: Path, noise: tuple[float, ...] = (0.3, 0.0), **more: Any) -> Store:
     """A store of clips of the moving square: a block for each noise on its tokens."""
     n = more.pop("n", N)
-    sites = {f"blocks.{i}.out": square_tokens(n, level, seed=i) for i, level in enumerate(noise)}
-    about = {"layout": LAYOUT, "clip": CLIP, "pixels": square_pixels(n), "slab": 2, **more}
+    sites = {
+        f"blocks.{i}.out": square_tokens(n, level, seed=i)
+        for i, level in enumerate(noise)
+    }
+    about = {
+        "layout": LAYOUT,
+        "clip": CLIP,
+        "pixels": square_pixels(n),
+        "slab": 2,
+        **more,
+    }
     ids = [f"clip{i}.mp4" for i in range(n)]
-    return write_sites(path, sites, **{"ids": ids, "sizes": (CELL * SIDE, CELL * SIDE), **about})
+    return write_sites(
+        path, sites, **{"ids": ids, "sizes": (CELL * SIDE, CELL * SIDE), **about}
+    )
 
 
 def moving_attention(n: int = N, n_heads: int = 2) -> Array:

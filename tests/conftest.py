@@ -54,7 +54,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        two_workers = "two" in getattr(item, "fixturenames", ())  # processes that start slowly
+        two_workers = "two" in getattr(
+            item, "fixturenames", ()
+        )  # processes that start slowly
         if two_workers or item.get_closest_marker("fault"):
             item.add_marker("slow")
 
@@ -88,7 +90,9 @@ def nothing_said_of_slow_starts() -> Iterator[None]:
 def restored_logging() -> Iterator[None]:
     """Every command sets up logging for its process; tests that read records (caplog) follow."""
     loggers = [logging.getLogger(name) for name in console.PACKAGES]
-    before = [(logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
+    before = [
+        (logger.level, list(logger.handlers), logger.propagate) for logger in loggers
+    ]
     yield
     for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
         logger.level, logger.handlers, logger.propagate = level, handlers, propagate
@@ -175,7 +179,9 @@ def write_tiny_store(path: Path, slabs: Iterable[int]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, ...]], Path]:
+def tiny_stores(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[tuple[int, ...]], Path]:
     """Tiny stores, each written once and then copied."""
     folder = tmp_path_factory.mktemp("tiny")
 

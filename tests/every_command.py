@@ -28,8 +28,14 @@ OTHERS = {
     "cka": [VIT, [*VIT, "cnn.zarr"]],
     "cka-heads": [[*VIT, "cnn.zarr"]],
     "cluster": [[*VIT, "--k", "2"]],
-    "cosine-map": [[*VIT, "cnn.zarr"], [*VIT, "--at", "0,1", "--to", "3"], [*VIT, "--offsets"]],
-    "dense-probe": [["train.zarr", *VIT, "--masks", "maps", "--show", "1", "--per-class"]],
+    "cosine-map": [
+        [*VIT, "cnn.zarr"],
+        [*VIT, "--at", "0,1", "--to", "3"],
+        [*VIT, "--offsets"],
+    ],
+    "dense-probe": [
+        ["train.zarr", *VIT, "--masks", "maps", "--show", "1", "--per-class"]
+    ],
     "effect": [[*VIT, "cut.zarr"], [*VIT, "cut.zarr", "--sites", "none"]],
     "keypoints": [["pairs.zarr", "--pairs", "pairs"]],
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
@@ -80,18 +86,39 @@ def write_everything(path: Path) -> None:
     first = (path / "videos" / "ImageSets" / "2017" / "val.txt").read_text().split()[0]
     (path / "val.txt").write_text(f"{first}\n")
     write_spair(path / "pairs")
-    vit = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]
+    vit = [
+        "test_vit",
+        "--random-init",
+        "0",
+        "--img-size",
+        "32",
+        "--model-arg",
+        "patch_size=8",
+    ]
     cnn = ["test_resnet", "--random-init", "0", "--img-size", "32"]
     all_of_it = ["--sites", "all", "--inputs", "--erf", "4", "--slab", "4"]
     whole = ["--sites", "blocks", "--attention", "none"]
-    frames = ["--data", path / "videos" / "JPEGImages" / "480p", "--only", path / "val.txt"]
+    frames = [
+        "--data",
+        path / "videos" / "JPEGImages" / "480p",
+        "--only",
+        path / "val.txt",
+    ]
     uncropped = ["--crop-mode", "border", "--crop-pct", "1"]
     runs = {
         "vit.zarr": [*vit, *all_of_it, "--attention", "full", "--data", path / "data"],
         "cnn.zarr": [*cnn, "--data", path / "data"],
         "cut.zarr": [*vit, "--data", path / "data", "--ablate-skip", "blocks.0"],
         "train.zarr": [*vit, "--data", path / "other"],
-        "videos.zarr": [*vit, *whole, *frames, "--order", "dataset", "--crop-mode", "squash"],
+        "videos.zarr": [
+            *vit,
+            *whole,
+            *frames,
+            "--order",
+            "dataset",
+            "--crop-mode",
+            "squash",
+        ],
         "pairs.zarr": [*vit, *whole, *uncropped, "--data", path / "pairs" / "JPEGImages"],
     }
     for name, args in runs.items():

@@ -89,14 +89,20 @@ class _Reader:
 def read_page(path: Path) -> Page:
     """A page as numbers; every byte of them is used."""
     text = path.read_text("utf-8")
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
+    )
     assert match is not None
     about = json.loads(match[1])
-    blobs = dict(re.findall(r'<script type="text/plain" id="blob-(\w+)">(.*?)</script>', text))
+    blobs = dict(
+        re.findall(r'<script type="text/plain" id="blob-(\w+)">(.*?)</script>', text)
+    )
     n = len(about["images"])
     sites, blocks = [], []
     for k, model in enumerate(about["models"]):
-        readers = {kind: _Reader(blobs[f"{kind}{k}"]) for kind in ("tokens", "norms", "colours")}
+        readers = {
+            kind: _Reader(blobs[f"{kind}{k}"]) for kind in ("tokens", "norms", "colours")
+        }
         readers |= {kind: _Reader(blobs[f"{kind}{k}"]) for kind in ("lens", "attention")
                     if f"{kind}{k}" in blobs}  # fmt: skip
         sites.append([_site(one, n, readers) for one in model["sites"]])

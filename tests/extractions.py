@@ -9,7 +9,15 @@ import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
-VIT = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+VIT = [
+    "test_vit",
+    "--random-init",
+    "0",
+    "--img-size",
+    "32x48",
+    "--model-arg",
+    "patch_size=8",
+]
 RESNET = ["test_resnet", "--random-init", "0", "--img-size", "64"]
 
 
@@ -36,12 +44,21 @@ def plant_bright(folder: Path) -> list[object]:
     dim = np.random.default_rng(0).integers(0, 2, (12, 32, 48, 3), dtype=np.uint8)
     dim[11] = 255
     np.savez(folder / "data.npz", images=dim)
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     state = model.module.state_dict()
     weight = state["patch_embed.proj.weight"]
     weight[0] = 7e4 / (2 * weight[0].numel())  # constant: reads the brightness only
     torch.save(state, folder / "bright.pt")
-    options = [VIT[0], "--checkpoint", folder / "bright.pt", *VIT[3:], "--order", "dataset"]
+    options = [
+        VIT[0],
+        "--checkpoint",
+        folder / "bright.pt",
+        *VIT[3:],
+        "--order",
+        "dataset",
+    ]
     options += ["--data", folder / "data.npz", "--slab", 4, "--crop-pct", 1]
     return [*options, "--img-mean", "0,0,0", "--img-std", "0.4,0.4,0.4"]
 

@@ -75,7 +75,9 @@ def _write(store: Store, plan: StorePlan, first: int, whole: Samples, seed: int)
     for k in range(writer.n_slabs):
         rows = writer.plan.rows(k)
         there = slice(first * plan.slab + rows.start, first * plan.slab + rows.stop)
-        writer.write_slab(k, _slab(writer.plan, k, store, there, rng), {"command": "grown"})
+        writer.write_slab(
+            k, _slab(writer.plan, k, store, there, rng), {"command": "grown"}
+        )
     assert writer.finish()
 
 

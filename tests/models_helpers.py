@@ -19,7 +19,19 @@ from vitsee_stores.layout import SiteSpec
 
 SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 3}
 VIT = {**SMALL, "patch_size": 8}
-_SPREAD = ("gamma", "ls1", "ls2", "pos", "bias", "table", "alpha", "beta", "scale", "token", "rel")
+_SPREAD = (
+    "gamma",
+    "ls1",
+    "ls2",
+    "pos",
+    "bias",
+    "table",
+    "alpha",
+    "beta",
+    "scale",
+    "token",
+    "rel",
+)
 
 
 def redraw(module: nn.Module, seed: int = 0) -> None:
@@ -89,9 +101,16 @@ def captured(model: LoadedModel, table: SiteTable, x: Tensor, **chosen: Any) -> 
     a store keeps, if none is chosen."""
     if not chosen:
         stored = [site for site in table.sites if site.alias_of is None]
-        chosen = {"sites": stored, "sublayers": table.sublayers, "attention": table.attention}
+        chosen = {
+            "sites": stored,
+            "sublayers": table.sublayers,
+            "attention": table.attention,
+        }
     keeper = Keeper()
-    with torch.inference_mode(), Capture(model, table, **{"sites": (), **chosen}) as capture:
+    with (
+        torch.inference_mode(),
+        Capture(model, table, **{"sites": (), **chosen}) as capture,
+    ):
         keeper.output = capture.run(x, keeper)
     return keeper
 

@@ -36,7 +36,9 @@ class MultiView(nn.Module):
 
     def __init__(self, depth: int = 2, n_registers: int = 2, embed: bool = False) -> None:
         super().__init__()
-        self.patch_embed: nn.Module = ViewEmbedding() if embed else nn.Conv2d(3, DIM, PATCH, PATCH)
+        self.patch_embed: nn.Module = (
+            ViewEmbedding() if embed else nn.Conv2d(3, DIM, PATCH, PATCH)
+        )
         self.camera_token = nn.Parameter(torch.randn(1, 2, 1, DIM))
         self.register_token = nn.Parameter(torch.randn(1, 2, n_registers, DIM))
         self.frame_blocks, self.global_blocks = blocks(depth), blocks(depth)
@@ -76,7 +78,8 @@ class DiffusionBlock(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = (
-            chunk.unsqueeze(1) for chunk in self.adaLN_modulation(condition).chunk(6, dim=1)
+            chunk.unsqueeze(1)
+            for chunk in self.adaLN_modulation(condition).chunk(6, dim=1)
         )
         x = x + gate_1 * self.attn(self.norm1(x) * (1 + scale_1) + shift_1)
         return x + gate_2 * self.mlp(self.norm2(x) * (1 + scale_2) + shift_2)
@@ -88,7 +91,9 @@ class DiffusionTransformer(nn.Module):
     def __init__(self, depth: int = 3, channels: int = 3) -> None:
         super().__init__()
         self.x_embedder = nn.Conv2d(channels, DIM, PATCH, PATCH)
-        self.t_embedder = nn.Sequential(nn.Linear(16, DIM), nn.SiLU(), nn.Linear(DIM, DIM))
+        self.t_embedder = nn.Sequential(
+            nn.Linear(16, DIM), nn.SiLU(), nn.Linear(DIM, DIM)
+        )
         self.y_embedder = nn.Embedding(11, DIM)
         self.pos_embed = nn.Parameter(torch.randn(1, CELLS, DIM))
         self.blocks = nn.ModuleList(DiffusionBlock() for _ in range(depth))
@@ -102,14 +107,18 @@ class DiffusionTransformer(nn.Module):
         x = self.x_embedder(x).flatten(2).transpose(1, 2) + self.pos_embed
         for block in self.blocks:
             x = block(x, condition)
-        return nn.functional.fold(self.final(x).transpose(1, 2), SIDE, PATCH, stride=PATCH)
+        return nn.functional.fold(
+            self.final(x).transpose(1, 2), SIDE, PATCH, stride=PATCH
+        )
 
 
 class AtTimestep(nn.Module):
     """A diffusion transformer as a module of images: at one timestep, of no class, the noise of
     each image drawn from its own pixels so that no other image has a part in it."""
 
-    def __init__(self, model: DiffusionTransformer, timestep: int, steps: int = 1000) -> None:
+    def __init__(
+        self, model: DiffusionTransformer, timestep: int, steps: int = 1000
+    ) -> None:
         super().__init__()
         self.model, self.timestep = model, timestep
         self.register_buffer("noise", torch.randn(1, 3, SIDE, SIDE))
@@ -157,7 +166,9 @@ class CrossBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.norm3, self.norm_y = (nn.LayerNorm(DIM) for _ in range(4))
+        self.norm1, self.norm2, self.norm3, self.norm_y = (
+            nn.LayerNorm(DIM) for _ in range(4)
+        )
         self.attn, self.mlp = Attention(), feed_forward()
         self.cross_attn = nn.MultiheadAttention(DIM, 3, batch_first=True)
 
@@ -184,7 +195,9 @@ class TwoViews(nn.Module):
             x = block(x)
         return self.enc_norm(x)
 
-    def forward(self, view1: dict[str, Tensor], view2: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, view1: dict[str, Tensor], view2: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         both = torch.cat([view1["img"], view2["img"]])
         one, two = self.encode(both).chunk(2)
         for first, second in zip(self.dec_blocks, self.dec_blocks2, strict=True):

@@ -51,8 +51,14 @@ def flaws(figure: Figure) -> list[str]:
 
 def _run_together(axis: Any) -> list[str]:
     """Tick labels beside each other with less than a third of a letter between them."""
-    seen = [text for text in _tick_labels(axis) if text.get_visible() and text.get_text().strip()]
-    boxes = sorted(((text.get_window_extent(), text) for text in seen), key=lambda one: one[0].x0)
+    seen = [
+        text
+        for text in _tick_labels(axis)
+        if text.get_visible() and text.get_text().strip()
+    ]
+    boxes = sorted(
+        ((text.get_window_extent(), text) for text in seen), key=lambda one: one[0].x0
+    )
     return [
         f"run together: {one.get_text()!r} and {other.get_text()!r}"
         for (a, one), (b, other) in pairwise(boxes)
@@ -86,7 +92,9 @@ def _texts(figure: Figure) -> list[Text]:
             found += [legend.get_title(), *legend.get_texts()]
     found += [figure._supxlabel] if figure._supxlabel else []  # type: ignore[attr-defined]
     unique = {id(text): text for text in found}
-    return [text for text in unique.values() if text.get_visible() and text.get_text().strip()]
+    return [
+        text for text in unique.values() if text.get_visible() and text.get_text().strip()
+    ]
 
 
 def _tick_labels(axis: Any) -> list[Text]:
@@ -104,4 +112,6 @@ def flat(text: str) -> str:
 
 def colour_bars(figure: Figure) -> list[Any]:
     """The panels of its colour bars."""
-    return [axes for axes in all_axes(figure) if getattr(axes, "_colorbar", None) is not None]
+    return [
+        axes for axes in all_axes(figure) if getattr(axes, "_colorbar", None) is not None
+    ]

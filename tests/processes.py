@@ -99,7 +99,12 @@ class Server:
         out, err = (self._folder / f"{self._number}.{kind}" for kind in ("out", "err"))
         words = tuple(map(str, words))
         pid = self.ask(
-            start=words, out=str(out), err=str(err), env=dict(env or {}), before=before, fsync=fsync
+            start=words,
+            out=str(out),
+            err=str(err),
+            env=dict(env or {}),
+            before=before,
+            fsync=fsync,
         )
         return Process(self, pid, out, err)
 

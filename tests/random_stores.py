@@ -72,7 +72,9 @@ PLANS: dict[str, StorePlan] = {
         (
             tokens_site("embed", VIT),
             tokens_site("blocks.0.out", VIT, depth=1, dtype="float32"),
-            tokens_site("blocks.1.in", VIT, depth=1, alias_of="blocks.0.out", groups=("residual",)),
+            tokens_site(
+                "blocks.1.in", VIT, depth=1, alias_of="blocks.0.out", groups=("residual",)
+            ),
             tokens_site("blocks.1.out", VIT, depth=2),
             flat_site("pooled", "vector", (4,)),
             flat_site("logits", "vector", (7,)),
@@ -117,7 +119,10 @@ PLANS: dict[str, StorePlan] = {
         3,
         1,
         "none",
-        (tokens_site("blocks.0.out", REGISTERS), tokens_site("blocks.1.out", DISTILLED, depth=1)),
+        (
+            tokens_site("blocks.0.out", REGISTERS),
+            tokens_site("blocks.1.out", DISTILLED, depth=1),
+        ),
         (AttentionGroup("", ("blocks.0",), (2,), REGISTERS),),
         "rows",
         rollout=True,
@@ -131,7 +136,9 @@ PLANS: dict[str, StorePlan] = {
         64,
         "none",
         (
-            tokens_site("blocks.0.out", TokenLayout(("cls",), (17, 9), stride_px=(1, 1)), dim=1024),
+            tokens_site(
+                "blocks.0.out", TokenLayout(("cls",), (17, 9), stride_px=(1, 1)), dim=1024
+            ),
             flat_site("pooled", "vector", (1024,)),
         ),
     ),
@@ -188,7 +195,12 @@ def make_samples(n: int, start: int = 0, boxes: bool = False) -> Samples:
 
 def make_manifest(plan: StorePlan, **identity: Any) -> Manifest:
     return new_manifest(
-        {"model": {"name": "random", "args": {}}, "seed": 0, "slab": plan.slab, **identity},
+        {
+            "model": {"name": "random", "args": {}},
+            "seed": 0,
+            "slab": plan.slab,
+            **identity,
+        },
         plan,
         make_samples(plan.n_images, boxes=plan.boxes),
         model={"name": "random"},
@@ -215,7 +227,9 @@ def values(plan: StorePlan, spec: ArraySpec) -> Array:
     if spec.path == "valid":
         return valid.astype(np.uint8)
     if spec.path == "n_valid":
-        return np.array([valid[plan.rows(k)].sum() for k in range(plan.n_slabs)], np.int64)
+        return np.array(
+            [valid[plan.rows(k)].sum() for k in range(plan.n_slabs)], np.int64
+        )
     if spec.dtype.startswith("float"):
         out = (rng.random(spec.shape, np.float32) - 0.5).astype(spec.dtype)
         if spec.per == "image":
@@ -227,9 +241,13 @@ def values(plan: StorePlan, spec: ArraySpec) -> Array:
                 block[~there] = block[:, ~there] = np.nan
         return out
     if spec.path == "size":
-        return np.where(valid[:, None], rng.integers(1, 999, spec.shape), 0).astype(spec.dtype)
+        return np.where(valid[:, None], rng.integers(1, 999, spec.shape), 0).astype(
+            spec.dtype
+        )
     info = np.iinfo(spec.dtype)
-    return rng.integers(max(info.min, -99), info.max, spec.shape, spec.dtype, endpoint=True)
+    return rng.integers(
+        max(info.min, -99), info.max, spec.shape, spec.dtype, endpoint=True
+    )
 
 
 def expected(plan: StorePlan) -> dict[str, Array]:
@@ -258,11 +276,15 @@ def weights_of(plan: StorePlan) -> dict[str, Array]:
     }
 
 
-def create(path: Path, plan: StorePlan, *, durable: bool = False, **identity: Any) -> StoreWriter:
+def create(
+    path: Path, plan: StorePlan, *, durable: bool = False, **identity: Any
+) -> StoreWriter:
     """A writer; durable where a test is about what a crash leaves."""
     manifest = make_manifest(plan, **identity)
     samples = make_samples(plan.n_images, boxes=plan.boxes)
-    return StoreWriter.create_or_join(path, manifest, samples, weights_of(plan), durable=durable)
+    return StoreWriter.create_or_join(
+        path, manifest, samples, weights_of(plan), durable=durable
+    )
 
 
 def write(
@@ -279,5 +301,7 @@ def write(
 
 def leftovers(store: Path) -> list[str]:
     """Names of what killed processes left beside and below a store."""
-    hidden = [p.name for p in store.parent.iterdir() if p.name.startswith(f".{store.name}.")]
+    hidden = [
+        p.name for p in store.parent.iterdir() if p.name.startswith(f".{store.name}.")
+    ]
     return hidden + [p.name for p in store.rglob("*.partial")]

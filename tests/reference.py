@@ -88,7 +88,9 @@ def attention(
             for k in range(n_tokens):
                 received[h, k] += a[h, q, k] / len(spatial)
                 if a[h, q, k] > 0:
-                    per_head["entropy"][h] -= a[h, q, k] * math.log(a[h, q, k]) / len(spatial)
+                    per_head["entropy"][h] -= (
+                        a[h, q, k] * math.log(a[h, q, k]) / len(spatial)
+                    )
                 if k < n_prefix:
                     per_head["prefix_mass"][h] += a[h, q, k] / len(spatial)
             mass = sum(a[h, q, k] for k in spatial)
@@ -115,7 +117,9 @@ def attention(
         per_head["received_argmax"][h] = list(received[h]).index(max(received[h]))
         inner = [a[h, q, n_prefix:] / sum(a[h, q, n_prefix:]) for q in counted]
         per_head["qk_nmi"][h] = shared_information(inner)
-    spreads = [std([a[h, q, k] for h in range(n_heads)]) for q in spatial for k in spatial]
+    spreads = [
+        std([a[h, q, k] for h in range(n_heads)]) for q in spatial for k in spatial
+    ]
     return Attention(
         **per_head,
         head_std=sum(spreads) / len(spreads),

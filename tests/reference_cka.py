@@ -31,7 +31,11 @@ def gram_hsic1(gram: Array, other: Array) -> float:
     n = len(gram)
     k, m = (x - np.diag(np.diagonal(x)) for x in (gram, other))
     return float(
-        ((k * m).sum() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ m).sum())
+        (
+            (k * m).sum()
+            + k.sum() * m.sum() / ((n - 1) * (n - 2))
+            - 2 / (n - 2) * (k @ m).sum()
+        )
         / (n * (n - 3))
     )
 
@@ -43,7 +47,9 @@ def loop_hsic0(x: Array, y: Array) -> float:
     return float(np.trace((x @ x.T) @ h @ (y @ y.T) @ h)) / (n - 1) ** 2
 
 
-def loop_cka(x: Array, y: Array, hsic: Callable[[Array, Array], float] = loop_hsic1) -> float:
+def loop_cka(
+    x: Array, y: Array, hsic: Callable[[Array, Array], float] = loop_hsic1
+) -> float:
     """Debiased CKA of two sites over all their images, tokens flattened; or by another HSIC."""
     x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
     return hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))

@@ -99,7 +99,10 @@ def f_by_dilation(found: Array, truth: Array, edges: Any = boundary) -> float:
     """F as the official evaluation computes it."""
     radius = math.ceil(0.008 * math.sqrt(found.shape[0] ** 2 + found.shape[1] ** 2))
     a, b = edges(found), edges(truth)
-    near = [ndimage.binary_dilation(edge, disk(radius)) if edge.any() else edge for edge in (a, b)]
+    near = [
+        ndimage.binary_dilation(edge, disk(radius)) if edge.any() else edge
+        for edge in (a, b)
+    ]
     return _f(a & near[1], a, b & near[0], b)
 
 
@@ -108,7 +111,8 @@ def f_by_distance(found: Array, truth: Array, edges: Any = boundary) -> float:
     radius = math.ceil(0.008 * math.sqrt(found.shape[0] ** 2 + found.shape[1] ** 2))
     a, b = edges(found), edges(truth)
     near = [
-        ndimage.distance_transform_edt(~edge) <= radius if edge.any() else edge for edge in (a, b)
+        ndimage.distance_transform_edt(~edge) <= radius if edge.any() else edge
+        for edge in (a, b)
     ]
     return _f(a & near[1], a, b & near[0], b)
 
@@ -148,13 +152,20 @@ def evaluated(results: Path, truth: Path, videos: Sequence[str]) -> dict[str, fl
     frames but the first and the last, then over the objects of all videos."""
     lists: dict[str, list[float]] = {}
     for video in videos:
-        masks = [np.asarray(Image.open(p)).copy() for p in sorted((truth / video).glob("*.png"))]
-        found = [np.asarray(Image.open(p)) for p in sorted((results / video).glob("*.png"))]
+        masks = [
+            np.asarray(Image.open(p)).copy()
+            for p in sorted((truth / video).glob("*.png"))
+        ]
+        found = [
+            np.asarray(Image.open(p)) for p in sorted((results / video).glob("*.png"))
+        ]
         assert len(masks) == len(found)
         for mask in masks:
             mask[mask == 255] = 0
         for number in range(1, int(masks[0].max()) + 1):
-            pairs = [(a == number, b == number) for a, b in zip(found, masks, strict=True)][1:-1]
+            pairs = [
+                (a == number, b == number) for a, b in zip(found, masks, strict=True)
+            ][1:-1]
             scores = {
                 "j": [j_by_pixels(*pair) for pair in pairs],
                 "f": [f_by_dilation(*pair) for pair in pairs],

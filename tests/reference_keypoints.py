@@ -18,19 +18,27 @@ def upsampled(tokens: Array, size: int) -> Array:
     """(size, size, dim): unit tokens (rows, cols, dim), bilinear."""
     x = torch.from_numpy(tokens.astype(np.float64))
     x = x / x.norm(dim=2, keepdim=True).clamp_min(1e-12)
-    x = interpolate(x.permute(2, 0, 1)[None], (size, size), mode="bilinear", align_corners=False)
+    x = interpolate(
+        x.permute(2, 0, 1)[None], (size, size), mode="bilinear", align_corners=False
+    )
     return np.asarray(x[0].permute(1, 2, 0).numpy())
 
 
-def vit_analysis(source: Array, target: Array, xy: Sequence[float], size: int) -> tuple[int, int]:
+def vit_analysis(
+    source: Array, target: Array, xy: Sequence[float], size: int
+) -> tuple[int, int]:
     """x, y of the pixel that the released algorithm finds; xy: on the source's input."""
-    vector = upsampled(source, size)[min(round(xy[1]), size - 1), min(int(xy[0]), size - 1)]
+    vector = upsampled(source, size)[
+        min(round(xy[1]), size - 1), min(int(xy[0]), size - 1)
+    ]
     similar = upsampled(target, size) @ vector
     place = int(similar.ravel().round(12).argmax())
     return place % size, place // size
 
 
-def smooth(source: Array, target: Array, xy: Sequence[float], size: int, box: Box) -> Array:
+def smooth(
+    source: Array, target: Array, xy: Sequence[float], size: int, box: Box
+) -> Array:
     """x, y of the pixel in `box` (left, top, right, bottom) with the largest cosine; the source is
     interpolated at its place between pixels."""
     vector = between(source, xy, size)
@@ -60,7 +68,9 @@ def between(tokens: Array, xy: Sequence[float], size: int) -> Array:
     return total
 
 
-def token(source: Array, target: Array, xy: Sequence[float], size: int, box: Box) -> Array:
+def token(
+    source: Array, target: Array, xy: Sequence[float], size: int, box: Box
+) -> Array:
     """x, y of the centre of the most similar token whose centre is in `box`."""
     rows, cols, _ = source.shape
     step = size / rows
@@ -78,7 +88,9 @@ def token(source: Array, target: Array, xy: Sequence[float], size: int, box: Box
     return np.array(where)
 
 
-Scored = tuple[str, str, str, list[float]]  # category, source, target, 1 for each keypoint found
+Scored = tuple[
+    str, str, str, list[float]
+]  # category, source, target, 1 for each keypoint found
 
 
 def pck(pairs: Sequence[Scored]) -> dict[str, float]:
@@ -99,10 +111,13 @@ def jackknife(pairs: Sequence[Scored]) -> dict[str, float]:
     for category in {pair[0] for pair in pairs}:
         images = {image for c, *both, _ in pairs if c == category for image in both}
         without = [
-            pck([p for p in pairs if p[0] != category or image not in p[1:3]]) for image in images
+            pck([p for p in pairs if p[0] != category or image not in p[1:3]])
+            for image in images
         ]
         n: int = len(images)
         for name in variance:
             values = [one[name] for one in without]
-            variance[name] += (n - 1) / n * float(sum((v - np.mean(values)) ** 2 for v in values))
+            variance[name] += (
+                (n - 1) / n * float(sum((v - np.mean(values)) ** 2 for v in values))
+            )
     return {name: float(np.sqrt(value)) for name, value in variance.items()}

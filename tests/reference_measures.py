@@ -44,7 +44,9 @@ def song(k: Array, other: Array) -> float:
     n = len(k)
     k, other = k * (1 - np.eye(n)), other * (1 - np.eye(n))
     ones = np.ones(n)
-    terms = np.trace(k @ other) + (ones @ k @ ones) * (ones @ other @ ones) / ((n - 1) * (n - 2))
+    terms = np.trace(k @ other) + (ones @ k @ ones) * (ones @ other @ ones) / (
+        (n - 1) * (n - 2)
+    )
     return float((terms - 2 / (n - 2) * (ones @ k @ other @ ones)) / (n * (n - 3)))
 
 
@@ -119,9 +121,12 @@ def ridge_r2(target: Array, source: Array) -> float:
             rest = np.arange(n) != i
             # The kernel's centre is that of all images: the intercept is free, so it is no matter.
             model = Ridge(alpha=alpha, solver="svd").fit(source[rest], target[rest])
-            squared += float(((model.predict(source[i : i + 1])[0] - target[i]) ** 2).sum())
+            squared += float(
+                ((model.predict(source[i : i + 1])[0] - target[i]) ** 2).sum()
+            )
         errors.append(squared)
     baseline = sum(
-        float(((np.delete(target, i, 0).mean(0) - target[i]) ** 2).sum()) for i in range(n)
+        float(((np.delete(target, i, 0).mean(0) - target[i]) ** 2).sum())
+        for i in range(n)
     )
     return 1 - min(errors) / baseline

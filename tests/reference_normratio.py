@@ -35,7 +35,9 @@ def loop_statistic(values: Sequence[float], metric: str) -> float:
     if metric == "norm_ratio_median":
         return statistics.median(kept)
     if metric == "norm_ratio_geomean":
-        return math.exp(math.fsum(map(math.log, kept)) / len(kept)) if min(kept) > 0 else 0.0
+        return (
+            math.exp(math.fsum(map(math.log, kept)) / len(kept)) if min(kept) > 0 else 0.0
+        )
     return math.fsum(kept) / len(kept)
 
 
@@ -52,7 +54,9 @@ def loop_jackknife(values: list[list[float]], metric: str, blocks: list[int]) ->
     """Standard error of the mean over tokens of a statistic."""
     without = [
         statistics.fmean(
-            loop_statistic([v for v, own in zip(of, blocks, strict=True) if own != b], metric)
+            loop_statistic(
+                [v for v, own in zip(of, blocks, strict=True) if own != b], metric
+            )
             for of in values
         )
         for b in sorted(set(blocks))

@@ -25,16 +25,25 @@ def ridge(x: Array, labels: Array, n_classes: int, l2: float) -> tuple[Array, Ar
 
 
 def padded_ridge(
-    x: Array, labels: Array, test: Array, n_classes: int, l2: float, constant: float = 100.0
+    x: Array,
+    labels: Array,
+    test: Array,
+    n_classes: int,
+    l2: float,
+    constant: float = 100.0,
 ) -> Array:
     """(m, classes) scores as big_vision computes them: standardised, a constant column, every
     column penalised alike."""
     x, test = np.asarray(x, np.float64), np.asarray(test, np.float64)
     mean, std = x.mean(0), x.std(0) + 1e-5
     padded = np.concatenate([(x - mean) / std, np.full((len(x), 1), constant)], axis=1)
-    others = np.concatenate([(test - mean) / std, np.full((len(test), 1), constant)], axis=1)
+    others = np.concatenate(
+        [(test - mean) / std, np.full((len(test), 1), constant)], axis=1
+    )
     y = 2.0 * np.eye(n_classes)[labels] - 1.0
-    weights = np.linalg.solve(padded.T @ padded + l2 * np.eye(padded.shape[1]), padded.T @ y)
+    weights = np.linalg.solve(
+        padded.T @ padded + l2 * np.eye(padded.shape[1]), padded.T @ y
+    )
     return others @ weights
 
 

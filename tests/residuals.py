@@ -18,10 +18,14 @@ SITES = ("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp")
 
 def products_of(z: Array, f: Array) -> Array:
     """(..., dim) twice -> (..., 3) float32 z.z, f.f, z.f."""
-    return np.stack([(z * z).sum(-1), (f * f).sum(-1), (z * f).sum(-1)], -1).astype(np.float32)
+    return np.stack([(z * z).sum(-1), (f * f).sum(-1), (z * f).sum(-1)], -1).astype(
+        np.float32
+    )
 
 
-def random_branches(n: int, tokens: int, seed: int = 0, dim: int = 5) -> tuple[Array, Array]:
+def random_branches(
+    n: int, tokens: int, seed: int = 0, dim: int = 5
+) -> tuple[Array, Array]:
     """Skips and branches (n, tokens, dim) of very different norms."""
     rng = np.random.default_rng(seed)
     z = rng.normal(size=(n, tokens, dim)) * np.exp(rng.normal(size=(n, tokens, 1)))
@@ -31,7 +35,8 @@ def random_branches(n: int, tokens: int, seed: int = 0, dim: int = 5) -> tuple[A
 def vit(path: Path, n: int = 10, tokens: int = 7, seed: int = 0, **kwargs: Any) -> Store:
     """Two blocks, random branches of 7 tokens."""
     products = {
-        site: products_of(*random_branches(n, tokens, seed + i)) for i, site in enumerate(SITES)
+        site: products_of(*random_branches(n, tokens, seed + i))
+        for i, site in enumerate(SITES)
     }
     return write_residuals(path, products, **kwargs)
 

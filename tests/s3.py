@@ -129,10 +129,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _pass(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.requests.append(f"{self.command} {self.path}")
-        fault = next((f for f in self.server.faults if f.meets(self.command, self.path)), None)
+        fault = next(
+            (f for f in self.server.faults if f.meets(self.command, self.path)), None
+        )
         what = fault.what if fault else ""
         if what in _ANSWERS:
-            self._answer(int(what), {}, f"<Error><Code>{_ANSWERS[what]}</Code></Error>".encode())
+            self._answer(
+                int(what), {}, f"<Error><Code>{_ANSWERS[what]}</Code></Error>".encode()
+            )
             return
         if what == "slow":
             time.sleep(self.server.patience)
@@ -147,9 +151,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self._answer(answer.status, headers, data, cut=what == "cut")
 
-    def _answer(self, status: int, headers: dict[str, str], data: bytes, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: dict[str, str], data: bytes, cut: bool = False
+    ) -> None:
         self.send_response(status)
-        length = {k.lower(): v for k, v in headers.items()}.get("content-length", str(len(data)))
+        length = {k.lower(): v for k, v in headers.items()}.get(
+            "content-length", str(len(data))
+        )
         for name, value in headers.items():
             if name.lower() != "content-length":
                 self.send_header(name, value)

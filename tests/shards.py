@@ -42,7 +42,9 @@ def write_folder(root: Path, images: Mapping[str, bytes]) -> Path:
     return root
 
 
-def write_tar(path: Path, members: Sequence[Member], form: int = tarfile.USTAR_FORMAT) -> Path:
+def write_tar(
+    path: Path, members: Sequence[Member], form: int = tarfile.USTAR_FORMAT
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=form) as tar:
         for name, data in members:
@@ -56,12 +58,18 @@ def with_labels(images: Mapping[str, bytes], kind: str = "cls") -> list[Member]:
     """Each image with its label beside it, in a member with this ending."""
     members: list[Member] = []
     for path, data in images.items():
-        text = str(label(path)) if kind != "json" else json.dumps({"label": label(path), "w": 3})
+        text = (
+            str(label(path))
+            if kind != "json"
+            else json.dumps({"label": label(path), "w": 3})
+        )
         members += [(f"{path.removesuffix('.png')}.{kind}", text.encode()), (path, data)]
     return members
 
 
-def write_shards(folder: Path, images: Mapping[str, bytes], n: int, kind: str = "cls") -> str:
+def write_shards(
+    folder: Path, images: Mapping[str, bytes], n: int, kind: str = "cls"
+) -> str:
     """Tar files 0000, 0001, ..., and the pattern that names them; images go to each in turn."""
     for shard in range(n):
         part = dict(list(images.items())[shard::n])
@@ -74,6 +82,8 @@ def write_parquet(
 ) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     structs = [{"bytes": data, "path": name} for name, data in images.items()]
-    table = pyarrow.table({"image": structs, "label": [label(name) for name in images], **columns})
+    table = pyarrow.table(
+        {"image": structs, "label": [label(name) for name in images], **columns}
+    )
     parquet.write_table(table, path, row_group_size=group)
     return path

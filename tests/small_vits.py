@@ -73,7 +73,10 @@ class Embedding(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         cells = self.cut(images).flatten(2).transpose(1, 2)
-        return torch.cat([self.cls_token.expand(len(cells), -1, -1), cells], 1) + self.positions
+        return (
+            torch.cat([self.cls_token.expand(len(cells), -1, -1), cells], 1)
+            + self.positions
+        )
 
 
 class Alternating(Embedding):
@@ -132,7 +135,11 @@ class UShape(Embedding):
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
-        self.in_blocks, self.mid_block, self.out_blocks = blocks(depth), Block(), blocks(depth)
+        self.in_blocks, self.mid_block, self.out_blocks = (
+            blocks(depth),
+            Block(),
+            blocks(depth),
+        )
         self.joints = nn.ModuleList(nn.Linear(2 * DIM, DIM) for _ in range(depth))
 
     def forward(self, images: Tensor) -> Tensor:

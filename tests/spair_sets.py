@@ -43,17 +43,24 @@ def annotation(
 
 
 def write_pairs(
-    root: Path, pairs: Sequence[Mapping[str, Any]], split: str = "test", separator: str = ":"
+    root: Path,
+    pairs: Sequence[Mapping[str, Any]],
+    split: str = "test",
+    separator: str = ":",
 ) -> Path:
     """The folder SPair-71k of these pairs, and their list."""
     folder = root / "PairAnnotation" / split
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     for number, pair in enumerate(pairs, 1):
-        both = [str(pair[key]).removesuffix(".jpg") for key in ("src_imname", "trg_imname")]
+        both = [
+            str(pair[key]).removesuffix(".jpg") for key in ("src_imname", "trg_imname")
+        ]
         stem = "-".join([f"{number:06d}", *both])
         names.append(f"{stem}:{pair['category']}")
-        (folder / f"{stem}{separator}{pair['category']}.json").write_text(json.dumps(pair))
+        (folder / f"{stem}{separator}{pair['category']}.json").write_text(
+            json.dumps(pair)
+        )
     listed = root / "Layout" / "large" / f"{split}.txt"
     listed.parent.mkdir(parents=True, exist_ok=True)
     listed.write_text("\n".join(names))
@@ -105,7 +112,10 @@ def write_store(
     """A store of grids: site -> (images, rows, cols, dim)."""
     sites = {
         name: np.concatenate(
-            [np.zeros((len(x), layout.n_prefix, x.shape[-1])), x.reshape(len(x), -1, x.shape[-1])],
+            [
+                np.zeros((len(x), layout.n_prefix, x.shape[-1])),
+                x.reshape(len(x), -1, x.shape[-1]),
+            ],
             axis=1,
         )
         for name, x in grids.items()

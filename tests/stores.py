@@ -178,7 +178,9 @@ def write_sites(
         more: of `write`; labels are 0 and 1 in turn by default.
     """
     stored = {
-        name: site if isinstance(site, tuple) else (site, layout if site.ndim > 2 else None)
+        name: site
+        if isinstance(site, tuple)
+        else (site, layout if site.ndim > 2 else None)
         for name, site in sites.items()
         if not isinstance(site, str)
     }
@@ -236,7 +238,9 @@ def _by_place(name: str, at: int, sites: Sequence[str], vector: bool) -> dict[st
     }
 
 
-def _as_extracted(name: str, at: int, sites: Sequence[str], vector: bool) -> dict[str, Any]:
+def _as_extracted(
+    name: str, at: int, sites: Sequence[str], vector: bool
+) -> dict[str, Any]:
     """The same as extraction has it: the block is two words, as in `blocks.3.attn.branch` and
     `layer1.0.branch`, and depth counts the sites of one part, `out` from 1 on."""
     words = name.split(".")
@@ -367,7 +371,9 @@ def write_attention(
     """
     blocks = [block for group in groups for block in group.blocks]
     every = list(blocks if model_blocks is None else model_blocks)
-    places = tuple((b, every.index(b), every.index(b) / max(len(every) - 1, 1)) for b in blocks)
+    places = tuple(
+        (b, every.index(b), every.index(b) / max(len(every) - 1, 1)) for b in blocks
+    )
     names = () if model_blocks is None else ("embed", *(f"{b}.out" for b in model_blocks))
     layout = groups[0].layout if groups else CNN
     sites = tuple(

@@ -26,7 +26,16 @@ from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import Store, open_store, validate
 
 N = 5
-EVERYTHING = ["--sites", "blocks", "--sites", "residual", "--sites", "head", "--dtype", "float32"]
+EVERYTHING = [
+    "--sites",
+    "blocks",
+    "--sites",
+    "residual",
+    "--sites",
+    "head",
+    "--dtype",
+    "float32",
+]
 # Float32 sums of a hundred terms in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -56,7 +65,15 @@ def pixels(store: Store) -> Tensor:
 def cut_vit(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cut") / "cut.zarr"
     extracted(
-        *options(VIT, folder, path, "--ablate-skip", "blocks.1", "--ablate-skip", "blocks.3.mlp")
+        *options(
+            VIT,
+            folder,
+            path,
+            "--ablate-skip",
+            "blocks.1",
+            "--ablate-skip",
+            "blocks.3.mlp",
+        )
     )
     return path
 
@@ -85,7 +102,9 @@ def test_vit_by_hand(cut_vit: Path) -> None:
         x = g if i in (1, 3) else mid + g
         same(store, f"blocks.{i}.out", x)
     logits = model.forward_head(model.norm(x))
-    np.testing.assert_allclose(np.asarray(store.vectors("logits")), logits.numpy(), **CLOSE)
+    np.testing.assert_allclose(
+        np.asarray(store.vectors("logits")), logits.numpy(), **CLOSE
+    )
 
 
 def test_the_sum_is_the_branch_to_the_bit(cut_vit: Path) -> None:
@@ -98,17 +117,23 @@ def test_the_sum_is_the_branch_to_the_bit(cut_vit: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_before_the_cut_changes(cut_vit: Path, folder: Path, tmp_path: Path) -> None:
+def test_nothing_before_the_cut_changes(
+    cut_vit: Path, folder: Path, tmp_path: Path
+) -> None:
     plain = tmp_path / "plain.zarr"
     extracted(*options(VIT, folder, plain))
     a, b = array_bytes(plain), array_bytes(cut_vit)
     for path in a:
-        if path.startswith(("acts/embed", "acts/blocks.0.", "input", "residual/blocks.0.")):
+        if path.startswith(
+            ("acts/embed", "acts/blocks.0.", "input", "residual/blocks.0.")
+        ):
             assert a[path] == b[path], path
     assert a["acts/blocks.1.out/grid/c.0.0.0.0"] != b["acts/blocks.1.out/grid/c.0.0.0.0"]
     assert "attention/rollout/c.0.0" in a
     assert "attention/rollout/c.0.0" not in b
-    assert "blocks.1.attn works without" in open_store(cut_vit).manifest.left_out["rollout"]
+    assert (
+        "blocks.1.attn works without" in open_store(cut_vit).manifest.left_out["rollout"]
+    )
 
 
 @torch.no_grad()
@@ -116,7 +141,9 @@ def test_resnet_by_hand(folder: Path, tmp_path: Path) -> None:
     """One block with a projection in its shortcut, one without."""
     path = tmp_path / "cut.zarr"
     cut = ["layer1.0", "layer2.0"]
-    extracted(*options(RESNET, folder, path, "--ablate-skip", cut[0], "--ablate-skip", cut[1]))
+    extracted(
+        *options(RESNET, folder, path, "--ablate-skip", cut[0], "--ablate-skip", cut[1])
+    )
     store = open_store(path)
     model: Any = load_model("test_resnet", random_init=0, img_size=(64, 64)).module
     x = model.maxpool(model.act1(model.bn1(model.conv1(pixels(store)))))
@@ -147,7 +174,9 @@ def test_a_drop_path_that_two_branches_share() -> None:
         g = block.mlp_channels(block.norm2(mid))
         y = g if i == 1 else mid + g
     for _ in range(2):
-        torch.testing.assert_close(module(x), module.forward_head(module.norm(y)), **CLOSE)
+        torch.testing.assert_close(
+            module(x), module.forward_head(module.norm(y)), **CLOSE
+        )
 
 
 ANY = [
@@ -162,7 +191,9 @@ ANY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "args", "cut"), ANY, ids=[a[0] for a in ANY])
-def test_structures_without_their_names(name: str, size: int, args: Any, cut: str) -> None:
+def test_structures_without_their_names(
+    name: str, size: int, args: Any, cut: str
+) -> None:
     model = small(name, size, **args)
     x = images(model, 2)
     before = model.module(x)
@@ -201,7 +232,9 @@ def test_names_that_do_not_exist(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_structures_that_are_not_known() -> None:
-    added = r"--ablate-skip blocks.0 cannot be done .*: what it adds is no module's output"
+    added = (
+        r"--ablate-skip blocks.0 cannot be done .*: what it adds is no module's output"
+    )
     none = r"--ablate-skip blocks.0: mobileone_s1 has no block whose branches are known"
     for name, args, said in (
         ("vit_base_patch16_18x2_224", TINY, added),
@@ -218,7 +251,9 @@ def test_a_skip_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     x = images(model)
     before = model.module(x)
     monkeypatch.setattr(lasting_changes, "branch_only", lambda f: f)
-    with pytest.raises(ModelError, match=r"blocks.0.attn cannot be done .* is not blocks.0"):
+    with pytest.raises(
+        ModelError, match=r"blocks.0.attn cannot be done .* is not blocks.0"
+    ):
         ablate_skips(model, ["blocks.0"])
     assert not model.ablate_skip
     monkeypatch.undo()
@@ -235,20 +270,28 @@ def test_identity(cut_vit: Path, folder: Path) -> None:
         said = refused(*VIT, "--data", folder, "-o", cut_vit, *more)
         assert 'ablate_skip is ["blocks.1.attn", "blocks.1.mlp", "blocks.3.mlp"]' in said
     again = ["--ablate-skip", "blocks.3.mlp", "--ablate-skip", "blocks.1"]
-    assert "is complete" in extracted(*VIT, "--data", folder, "-o", cut_vit, *again).stderr
+    assert (
+        "is complete" in extracted(*VIT, "--data", folder, "-o", cut_vit, *again).stderr
+    )
     assert array_bytes(cut_vit) == before
 
 
 @pytest.mark.slow
-def test_info_sidecar_and_the_model_again(cut_vit: Path, folder: Path, tmp_path: Path) -> None:
-    assert "no skip in blocks.1.attn, blocks.1.mlp, blocks.3.mlp" in vitsee("info", cut_vit)
+def test_info_sidecar_and_the_model_again(
+    cut_vit: Path, folder: Path, tmp_path: Path
+) -> None:
+    assert "no skip in blocks.1.attn, blocks.1.mlp, blocks.3.mlp" in vitsee(
+        "info", cut_vit
+    )
     store = open_store(cut_vit)
     names = ["blocks.1.attn", "blocks.1.mlp", "blocks.3.mlp"]
     record = describe_run([store], command=[], parameters={})
     assert record["stores"][0]["ablations"] == names
     with torch.no_grad():
         logits = model_of(store).module(pixels(store))
-    np.testing.assert_allclose(np.asarray(store.vectors("logits")), logits.numpy(), **CLOSE)
+    np.testing.assert_allclose(
+        np.asarray(store.vectors("logits")), logits.numpy(), **CLOSE
+    )
     csv = tmp_path / "r.csv"
     vitsee("normratio", cut_vit, "-o", csv)
     sidecar = json.loads(csv.with_name("r.csv.json").read_text())

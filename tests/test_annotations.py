@@ -29,7 +29,13 @@ CATEGORIES = [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
 
 
 def annotation(number: int, **changes: Any) -> dict[str, Any]:
-    first = {"id": number, "image_id": 1, "category_id": 1, "segmentation": SQUARE, "iscrowd": 0}
+    first = {
+        "id": number,
+        "image_id": 1,
+        "category_id": 1,
+        "segmentation": SQUARE,
+        "iscrowd": 0,
+    }
     return first | changes
 
 
@@ -53,7 +59,9 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("in_images", "in_annotations"), [(7, "7"), ("7", 7), ("x7", "x7")])
+@pytest.mark.parametrize(
+    ("in_images", "in_annotations"), [(7, "7"), ("7", 7), ("x7", "x7")]
+)
 def test_an_id_as_text_is_that_of_its_number(
     tmp_path: Path, in_images: Any, in_annotations: Any
 ) -> None:
@@ -85,7 +93,10 @@ def test_annotations_of_no_image_are_counted_and_named(
     path = written(tmp_path, annotation(1), *others)
     with caplog.at_level(logging.WARNING):
         masks = open_masks(path)
-    assert "2 of 3 annotations are of none of its images (image_id 7, 8) and left" in caplog.text
+    assert (
+        "2 of 3 annotations are of none of its images (image_id 7, 8) and left"
+        in caplog.text
+    )
     assert masks.rules["annotations of no image"] == "2 of 3"
     assert open_class_maps(path).rules["annotations of no image"] == "2 of 3"
     assert masks.read(0).tolist() == square(FOREGROUND)
@@ -196,7 +207,11 @@ def test_small_masks_are_masks(
 def panoptic(folder: Path, *entries: dict[str, Any], **changes: Any) -> Path:
     (folder / "a").mkdir(exist_ok=True)
     Image.fromarray(np.full((4, 6, 3), [5, 0, 0], np.uint8)).save(folder / "a" / "a.png")
-    first = {"image_id": 1, "file_name": "a.png", "segments_info": [{"id": 5, "category_id": 1}]}
+    first = {
+        "image_id": 1,
+        "file_name": "a.png",
+        "segments_info": [{"id": 5, "category_id": 1}],
+    }
     things = [one | {"isthing": 1} for one in CATEGORIES]
     annotations = [first | entry for entry in entries]
     return written(folder, *annotations, **{"categories": things} | changes)
@@ -209,7 +224,9 @@ def test_panoptic_ids_and_flags_as_text(tmp_path: Path) -> None:
     assert open_masks(path).segments(0)[0].category == "cat"
     assert not open_masks(path).segments(0)[0].crowd
     stuff = [one | {"isthing": "0"} for one in CATEGORIES]
-    assert (open_masks(panoptic(tmp_path, {}, categories=stuff)).read(0) == BACKGROUND).all()
+    assert (
+        open_masks(panoptic(tmp_path, {}, categories=stuff)).read(0) == BACKGROUND
+    ).all()
 
 
 def test_panoptic_entries_that_are_there_twice(tmp_path: Path) -> None:
@@ -226,7 +243,9 @@ def test_panoptic_entries_that_are_there_twice(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- folders of PNG files
 
 
-def test_ade20k_is_found_from_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ade20k_is_found_from_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of its splits is no plain folder, in which 0 would be a class."""
     write_class_maps(tmp_path, n_images=1)
     root = tmp_path / "ADEChallengeData2016"
@@ -247,7 +266,9 @@ def test_voc_s_other_folders(tmp_path: Path) -> None:
         Image.fromarray(np.array([[0, 3, 255]], np.uint8)).save(tmp_path / name / "a.png")
     more = open_class_maps(tmp_path / "SegmentationClassAug")
     assert more.layout == "Pascal VOC" and more.read(0).tolist() == [[0, 3, IGNORED]]
-    with pytest.raises(VitseeError, match="numbers the objects of each image, not classes"):
+    with pytest.raises(
+        VitseeError, match="numbers the objects of each image, not classes"
+    ):
         open_class_maps(tmp_path / "SegmentationObject")
     assert open_masks(tmp_path / "SegmentationObject").read(0).tolist() == [
         [BACKGROUND, FOREGROUND, VOID]
@@ -268,7 +289,11 @@ def test_cityscapes_train_ids(tmp_path: Path) -> None:
     Image.fromarray(label_ids).save(city / "x_000_gtFine_labelIds.png")
     assert open_class_maps(tmp_path).read(0).tolist() == maps.read(0).tolist()
     assert open_class_maps(city).layout == "Cityscapes"
-    Image.fromarray(np.array([[19]], np.uint8)).save(city / "y_000_gtFine_labelTrainIds.png")
+    Image.fromarray(np.array([[19]], np.uint8)).save(
+        city / "y_000_gtFine_labelTrainIds.png"
+    )
     (city / "x_000_gtFine_labelIds.png").unlink()
-    with pytest.raises(VitseeError, match="has the value 19, which is no class of Cityscapes"):
+    with pytest.raises(
+        VitseeError, match="has the value 19, which is no class of Cityscapes"
+    ):
         open_class_maps(tmp_path).read(1)

@@ -14,7 +14,14 @@ from vitsee_core.figures.panels import new_figure
 from vitsee_core.figures.plotting import styled
 from vitsee_core.pages.report.captions import headline
 from vitsee_core.runtime import registry
-from vitsee_core.tables.headlines import margin, measured, number, observations, picked, said_once
+from vitsee_core.tables.headlines import (
+    margin,
+    measured,
+    number,
+    observations,
+    picked,
+    said_once,
+)
 from vitsee_core.tables.results import Table
 
 SITES = [f"blocks.{i}.out" for i in range(6)]
@@ -24,11 +31,19 @@ def of(analysis: str, table: Table) -> list[tuple[str, str]]:
     return headline(registry.load(analysis), table)
 
 
-def rows(metric: str, values: list[float], store: str = "vit", **more: Any) -> list[dict[str, Any]]:
+def rows(
+    metric: str, values: list[float], store: str = "vit", **more: Any
+) -> list[dict[str, Any]]:
     """A row per site from input to output, given in the other order."""
     last = max(len(values) - 1, 1)
     found = [
-        {"store": store, "site": site, "rel_depth": i / last, "metric": metric, "value": value}
+        {
+            "store": store,
+            "site": site,
+            "rel_depth": i / last,
+            "metric": metric,
+            "value": value,
+        }
         for i, (site, value) in enumerate(zip(SITES, values, strict=False))
     ]
     return [row | more for row in reversed(found)]
@@ -36,16 +51,24 @@ def rows(metric: str, values: list[float], store: str = "vit", **more: Any) -> l
 
 def table_of(*parts: list[dict[str, Any]]) -> Table:
     every = [row for part in parts for row in part]
-    return Table.from_rows(every, list(dict.fromkeys(name for row in every for name in row)))
+    return Table.from_rows(
+        every, list(dict.fromkeys(name for row in every for name in row))
+    )
 
 
 def test_too_few_images_are_said_once() -> None:
     few = "(of 4 images: too few to conclude from)"
-    lines = [("a", f"1.0 {few} px at embed, 2 {few} px at last"), ("b", f"3 {few} px at embed")]
+    lines = [
+        ("a", f"1.0 {few} px at embed, 2 {few} px at last"),
+        ("b", f"3 {few} px at embed"),
+    ]
     without = [("a", "1.0 px at embed, 2 px at last"), ("b", "3 px at embed")]
     assert said_once(lines) == (without, "of 4 images: too few to conclude from")
     assert said_once(lines[:1]) == (without[:1], "of 4 images: too few to conclude from")
-    for other in ("5 at last", f"5 {few.replace('4 im', '8 im')}"):  # not all of them alike
+    for other in (
+        "5 at last",
+        f"5 {few.replace('4 im', '8 im')}",
+    ):  # not all of them alike
         mixed = [*lines, ("c", other)]
         once = ("a", f"1.0 px at embed, 2 px at last {few}")
         assert said_once(mixed) == ([once, lines[1], ("c", other)], "")
@@ -54,14 +77,25 @@ def test_too_few_images_are_said_once() -> None:
 
 
 def test_numbers() -> None:
-    shown = {0.71234: "0.712", 15.58: "15.6", 123.4: "123", 1234.5: "1,234", -0.05: "-0.0500"}
+    shown = {
+        0.71234: "0.712",
+        15.58: "15.6",
+        123.4: "123",
+        1234.5: "1,234",
+        -0.05: "-0.0500",
+    }
     assert {value: number(value) for value in shown} == shown and number(0) == "0"
     assert number(math.nan) == "none" and number(999.6) == "1,000"
 
 
 def test_a_value_with_and_without_its_interval() -> None:
-    table = table_of([{"value": 0.5, "low": 0.25, "high": 0.75}, {"value": 1.0, "low": None}]).frame
-    assert measured(table, 0) == "0.500 (95 %: 0.250 to 0.750)" and measured(table, 1) == "1.00"
+    table = table_of(
+        [{"value": 0.5, "low": 0.25, "high": 0.75}, {"value": 1.0, "low": None}]
+    ).frame
+    assert (
+        measured(table, 0) == "0.500 (95 %: 0.250 to 0.750)"
+        and measured(table, 1) == "1.00"
+    )
 
 
 def test_few_observations_are_said_in_place_of_the_interval() -> None:
@@ -71,9 +105,9 @@ def test_few_observations_are_said_in_place_of_the_interval() -> None:
     ).frame
     assert measured(few, 0) == "314 (of 2 images: too few to conclude from)"
     assert measured(few, 1) == "314 (95 %: 150 to 470; 10 images)", "wider than the value"
-    assert measured(table_of([row | {"n_images": 50, "low": 300.0, "high": 330.0}]).frame) == (
-        "314 (95 %: 300 to 330)"
-    )
+    assert measured(
+        table_of([row | {"n_images": 50, "low": 300.0, "high": 330.0}]).frame
+    ) == ("314 (95 %: 300 to 330)")
     videos = table_of([row | {"n_videos": 4, "n_images": 400}]).frame
     assert measured(videos) == "314 (of 4 videos: too few to conclude from)"
     assert margin(few.head(1)) == " (of 2 images: too few to conclude from)"
@@ -83,12 +117,16 @@ def test_few_observations_are_said_in_place_of_the_interval() -> None:
 
 def test_metrics_that_depend_on_the_number_of_images_say_it() -> None:
     row = {"value": 12.3, "low": 11.9, "high": 12.7, "n_images": 1000}
-    table = table_of([{"metric": name} | row for name in ("effective_rank", "norm")]).frame
+    table = table_of(
+        [{"metric": name} | row for name in ("effective_rank", "norm")]
+    ).frame
     assert measured(table, 0) == "12.3 (95 % at 1,000 images: 11.9 to 12.7)"
     assert measured(table, 1) == "12.3 (95 %: 11.9 to 12.7)"
 
 
-@pytest.mark.parametrize(("n", "foot"), [(9, "of 9 images: too few to conclude from"), (10, "")])
+@pytest.mark.parametrize(
+    ("n", "foot"), [(9, "of 9 images: too few to conclude from"), (10, "")]
+)
 def test_a_figure_of_few_images_says_so(n: int, foot: str) -> None:
     @styled
     def plot(table: Table) -> Any:
@@ -138,7 +176,10 @@ def test_a_bound_is_no_rival() -> None:
         rows("pck@0.1", [1.0, 1.0], baseline="grid"),
     )
     assert of("keypoints", table) == [
-        ("vit", "best at blocks.1.out: 0.500 PCK at 0.1; still 0.125; the grid allows 1.00")
+        (
+            "vit",
+            "best at blocks.1.out: 0.500 PCK at 0.1; still 0.125; the grid allows 1.00",
+        )
     ]
 
 
@@ -153,7 +194,9 @@ def test_scores_have_a_best_layer(analysis: str, metric: str, unit: str) -> None
 
 
 def test_the_lens_becomes_right_somewhere() -> None:
-    table = table_of(rows("lens_top1", [0.1, 0.89, 0.91, 1.0]), rows("lens_rank", [9.0, 2, 1, 1]))
+    table = table_of(
+        rows("lens_top1", [0.1, 0.89, 0.91, 1.0]), rows("lens_rank", [9.0, 2, 1, 1])
+    )
     assert of("lens", table) == [
         ("vit", "share of images right: 0.100 at blocks.0.out, 1.00 at blocks.3.out; blocks.2.out "
          "is the first with 0.9 of the last")
@@ -162,7 +205,9 @@ def test_the_lens_becomes_right_somewhere() -> None:
 
 def test_layers_that_are_best_at_most_tasks() -> None:
     best = [{"store": "vit", "site": site, "value": 1.0} for site in ("a", "b", "b")]
-    table = table_of(best, [{"store": "vit", "site": "c", "value": 1.0, "baseline": "random"}])
+    table = table_of(
+        best, [{"store": "vit", "site": "c", "value": 1.0, "baseline": "random"}]
+    )
     assert of("best_layer", table) == [("vit", "best at 3 tasks: b 2 times, a 1")]
 
 
@@ -184,7 +229,11 @@ def test_similarity_within_a_model() -> None:
     assert of("cka", table) == [
         ("vit", "first 3 layers 0.800, last 3 layers 0.400, first with last layer 0.125")
     ]
-    few = [pair(f"vit:{i}", f"vit:{j}", 1.0 - 0.5 * (i != j)) for i in range(2) for j in range(2)]
+    few = [
+        pair(f"vit:{i}", f"vit:{j}", 1.0 - 0.5 * (i != j))
+        for i in range(2)
+        for j in range(2)
+    ]
     assert of("cka", table_of(few)) == [("vit", "first with last layer 0.500")]
 
 
@@ -201,7 +250,10 @@ def test_similarity_of_two_models_each_pair_once() -> None:
 
 def test_other_measures_but_no_distance() -> None:
     table = table_of(
-        [pair("a:x", "b:p", 3.0, metric="gulp"), pair("a:x", "b:p", 0.5, metric="mutual_knn")]
+        [
+            pair("a:x", "b:p", 3.0, metric="gulp"),
+            pair("a:x", "b:p", 0.5, metric="mutual_knn"),
+        ]
     )
     assert of("similarity", table) == [("a and b", "mutual k-NN, x and p: 0.500")]
     assert of("similarity", table.filter(metric="gulp")) == []
@@ -233,14 +285,22 @@ def test_the_nearest_and_the_farthest_head() -> None:
         ("vit", f"{said} times as far as uniform attention (95 %: ± 0.500 at most)")
     ]
     assert of("attn_dist", table_of(in_px)) == [
-        ("vit", "heads of blocks.0.out 4.00 to 4.00, heads of blocks.2.out 12.0 to 12.0 px")
+        (
+            "vit",
+            "heads of blocks.0.out 4.00 to 4.00, heads of blocks.2.out 12.0 to 12.0 px",
+        )
     ]
 
 
 def test_where_attention_ends_up() -> None:
-    sinks = table_of(rows("sink_max", [1.0, 12.0], head=3), rows("sink_max", [2.0, 3.0], head=1))
+    sinks = table_of(
+        rows("sink_max", [1.0, 12.0], head=3), rows("sink_max", [2.0, 3.0], head=1)
+    )
     assert of("attn_map", sinks) == [
-        ("vit", "the strongest key draws 12.0 times an even share (head 3 of blocks.1.out)")
+        (
+            "vit",
+            "the strongest key draws 12.0 times an even share (head 3 of blocks.1.out)",
+        )
     ]
     cells = [
         row | {"value": 0.1 if row["site"] == SITES[0] else 0.2 if 0 < i < 3 and 0 < j < 3 else 0.1}
@@ -250,7 +310,9 @@ def test_where_attention_ends_up() -> None:
         ("vit", "in blocks.1.out the middle of the grid gets 0.400 of the attention to patches, by "
          "its size 0.250")
     ]  # fmt: skip
-    heads = table_of(rows("entropy", [1.0, 2.0], head=0), rows("entropy", [2.0, 4.0], head=1))
+    heads = table_of(
+        rows("entropy", [1.0, 2.0], head=0), rows("entropy", [2.0, 4.0], head=1)
+    )
     assert of("attn_map", heads) == [
         ("vit", "1.50 at blocks.0.out, 3.00 at blocks.1.out nats, mean over heads")
     ]
@@ -263,7 +325,10 @@ def test_types_of_heads() -> None:
         rows("self_mass", [0.1, 0.2], head=0, type="global"),
     )
     assert of("head_types", table) == [
-        ("vit", "of 3 heads 2 global, 1 strict local; 2 keep their type at every threshold tried")
+        (
+            "vit",
+            "of 3 heads 2 global, 1 strict local; 2 keep their type at every threshold tried",
+        )
     ]
 
 
@@ -292,8 +357,12 @@ def test_the_best_head_beside_maps_that_do_not_look() -> None:
          ", 8.00"),
     ],
 )  # fmt: skip
-def test_first_and_last(analysis: str, metric: str, more: dict[str, Any], expected: str) -> None:
-    table = table_of(rows(metric, [2.0, 4.0, 8.0], **more), rows("gradient", [1.0], row=0, col=0))
+def test_first_and_last(
+    analysis: str, metric: str, more: dict[str, Any], expected: str
+) -> None:
+    table = table_of(
+        rows(metric, [2.0, 4.0, 8.0], **more), rows("gradient", [1.0], row=0, col=0)
+    )
     assert of(analysis, table) == [("vit", f"{expected} at blocks.2.out")]
 
 
@@ -323,8 +392,14 @@ def test_skips_by_kind_of_token() -> None:
         rows("norm_ratio", [99.0], token="0,0", row=0, col=0),
     )  # fmt: skip
     assert of("normratio", table) == [
-        ("vit, cls", "skip over branch: from 2.00 at blocks.1.out to 8.00 at blocks.2.out"),
-        ("vit, patches", "skip over branch: from 2.00 at blocks.1.out to 3.00 at blocks.0.out"),
+        (
+            "vit, cls",
+            "skip over branch: from 2.00 at blocks.1.out to 8.00 at blocks.2.out",
+        ),
+        (
+            "vit, patches",
+            "skip over branch: from 2.00 at blocks.1.out to 3.00 at blocks.0.out",
+        ),
     ]
 
 
@@ -346,7 +421,10 @@ def test_ranks_of_the_first_kind_of_token() -> None:
         rows("effective_rank", [90.0, 80.0], token="mean", cap=96.0),
     )
     assert of("spectrum", table) == [
-        ("vit", "10.0 of at most 96 at blocks.1.out (effective rank); most at blocks.0.out, 20.0")
+        (
+            "vit",
+            "10.0 of at most 96 at blocks.1.out (effective rank); most at blocks.0.out, 20.0",
+        )
     ]
 
 
@@ -378,7 +456,14 @@ def test_what_commands_write_is_answered(
     tables_of: Callable[[str], list[Path]], command: str
 ) -> None:
     name = command.replace("-", "_")
-    found = [answer for path in tables_of(command) for answer in of(name, Table.read(path))]
+    found = [
+        answer for path in tables_of(command) for answer in of(name, Table.read(path))
+    ]
     assert found or registry.load(name).headline is None
     for who, text in found:
-        assert who and any(map(str.isdigit, text)) and "nan" not in text and "none" not in text
+        assert (
+            who
+            and any(map(str.isdigit, text))
+            and "nan" not in text
+            and "none" not in text
+        )

@@ -72,5 +72,7 @@ def test_what_fails_is_named(
     monkeypatch.setattr(script, "TOLERANCE", -1.0)
     differs = script.attempt("test_resnet", None, {}, data)
     assert differs["outcome"] == "FAILURE" and "logits differs" in differs["reason"]
-    page = script.table([{"module": "m", "architecture": "a", "n_params": 1, "size": 3, **refused}])
+    page = script.table(
+        [{"module": "m", "architecture": "a", "n_params": 1, "size": 3, **refused}]
+    )
     assert "1 runs,\n0 failures" in page and "| m | a | 0.0 | 3 | refused |" in page

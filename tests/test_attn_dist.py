@@ -25,15 +25,20 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, TokenLayout
 
 Array = NDArray[Any]
-SPAWN = multiprocessing.get_context("spawn")  # a fork may hang beside other tests' threads
+SPAWN = multiprocessing.get_context(
+    "spawn"
+)  # a fork may hang beside other tests' threads
 STORED = ("distance_px", "distance_px_raw", "distance_unit")
 
 
-def random_values(n: int, blocks: int, heads: int, seed: int = 0, folder: str = "") -> Any:
+def random_values(
+    n: int, blocks: int, heads: int, seed: int = 0, folder: str = ""
+) -> Any:
     rng = np.random.default_rng(seed)
     shape = (n, blocks, heads)
     return {
-        f"attention/{folder}{name}": rng.uniform(0, 40, shape).astype(np.float32) for name in STORED
+        f"attention/{folder}{name}": rng.uniform(0, 40, shape).astype(np.float32)
+        for name in STORED
     }
 
 
@@ -101,7 +106,9 @@ def test_against_a_loop(tmp_path: Path) -> None:
     for array in values.values():
         array[5] = 1e6  # of an invalid image
     values["attention/distance_px"][:, 0, 0] = np.nan  # a head without any value
-    store = two_blocks(tmp_path / "a.zarr", n, values=values, valid=[i != 5 for i in range(n)])
+    store = two_blocks(
+        tmp_path / "a.zarr", n, values=values, valid=[i != 5 for i in range(n)]
+    )
     table = run(store, metrics=STORED)
     assert len(table) == 3 * 2 * 3
     for i in range(len(table)):
@@ -115,9 +122,16 @@ def test_against_a_loop(tmp_path: Path) -> None:
         # float64 sums of ten float32 values
         assert row["value"] == pytest.approx(mean, rel=1e-14)
         assert row["std"] == pytest.approx(std, rel=1e-13)
-        without_mass = row["metric"] == "distance_px" and (row["depth"], row["head"]) == (1, 2)
+        without_mass = row["metric"] == "distance_px" and (row["depth"], row["head"]) == (
+            1,
+            2,
+        )
         assert row["n_images"] == (8 if without_mass else 10)
-    assert table.notes["images"]["a"] == {"rows": n, "left_out_invalid": 1, "chosen": "all"}
+    assert table.notes["images"]["a"] == {
+        "rows": n,
+        "left_out_invalid": 1,
+        "chosen": "all",
+    }
     plot(table)
 
 
@@ -126,7 +140,11 @@ def test_what_has_no_spread(tmp_path: Path, n: int) -> None:
     values = {f"attention/{name}": np.full((n, 2, 3), 0.1, np.float32) for name in STORED}
     table = run(two_blocks(tmp_path / "a.zarr", n, values=values), metrics=STORED)
     assert set(table["value"].tolist()) == {float(np.float32(0.1))}
-    for name, expected in (("std", 0), ("low", np.float32(0.1)), ("high", np.float32(0.1))):
+    for name, expected in (
+        ("std", 0),
+        ("low", np.float32(0.1)),
+        ("high", np.float32(0.1)),
+    ):
         wanted = np.full(len(table), np.nan if n == 1 else expected)
         np.testing.assert_array_equal(table[name], wanted)
 
@@ -167,7 +185,9 @@ def test_heads_that_a_block_has_not_are_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
-    fine = attention_group(["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0))
+    fine = attention_group(
+        ["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0)
+    )
     coarse = attention_group(["stages.1.1"], [3], grid=(2, 3), prefix="grid_2x3")
     values = random_values(6, 2, 2) | random_values(6, 1, 3, seed=1, folder="grid_2x3/")
     store = write_attention(
@@ -180,9 +200,14 @@ def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
     )
     table = run(store)
     places = {
-        s: (int(r["depth"][0]), float(r["rel_depth"][0])) for s, r in groups_of(table, "site")
+        s: (int(r["depth"][0]), float(r["rel_depth"][0]))
+        for s, r in groups_of(table, "site")
     }
-    assert places == {"stages.0.0": (0, 0.0), "stages.0.1": (1, 1 / 3), "stages.1.1": (3, 1.0)}
+    assert places == {
+        "stages.0.0": (0, 0.0),
+        "stages.0.1": (1, 1 / 3),
+        "stages.1.1": (3, 1.0),
+    }
     last = table.filter(site="stages.1.1", metric="distance_px")
     expected = values["attention/grid_2x3/distance_px"][:, 0].astype(float).mean(0)
     assert np.allclose(last["value"], expected, rtol=1e-14, atol=0)
@@ -199,10 +224,14 @@ def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
 def test_a_uniform_head_is_at_one(tmp_path: Path) -> None:
     blocks = attention_group(["blocks.0"], [1], grid=(3, 5), stride=(8.0, 16.0))
     uniform = uniform_distance(blocks.layout)
-    values = {f"attention/{name}": np.full((4, 1, 1), uniform, np.float32) for name in STORED}
+    values = {
+        f"attention/{name}": np.full((4, 1, 1), uniform, np.float32) for name in STORED
+    }
     store = write_attention(tmp_path / "a.zarr", [blocks], values, n_images=4)
     # the store holds float32
-    assert run(store, metrics=["distance_relative"])["value"][0] == pytest.approx(1.0, rel=1e-7)
+    assert run(store, metrics=["distance_relative"])["value"][0] == pytest.approx(
+        1.0, rel=1e-7
+    )
 
 
 def test_one_cell_has_no_relative_distance(tmp_path: Path) -> None:
@@ -257,12 +286,17 @@ def test_only_committed_slabs_of_an_unfinished_store(tmp_path: Path) -> None:
 def test_blocks_without_attention_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left_out = {f"layers.0.blocks.{i} attention": "attention within windows (4)" for i in (0, 1)}
+    left_out = {
+        f"layers.0.blocks.{i} attention": "attention within windows (4)" for i in (0, 1)
+    }
     store = two_blocks(tmp_path / "swin.zarr", left_out=left_out)
     with caplog.at_level(logging.INFO, "vitsee_core"):
         run(store)
     blocks = "layers.0.blocks.0, layers.0.blocks.1"
-    assert f"swin lacks the attention of {blocks}: attention within windows (4)" in caplog.text
+    assert (
+        f"swin lacks the attention of {blocks}: attention within windows (4)"
+        in caplog.text
+    )
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -291,9 +325,18 @@ def made_table(label: str, blocks: int, heads: int, metrics: Any = METRICS) -> T
     for metric in metrics:
         for block, head in np.ndindex(blocks, heads):
             value = rng.uniform(0.2, 1) * (1 if metric == "distance_relative" else 16.5)
-            place = {"depth": block, "rel_depth": block / max(blocks - 1, 1), "head": head}
+            place = {
+                "depth": block,
+                "rel_depth": block / max(blocks - 1, 1),
+                "head": head,
+            }
             spread = {"value": value, "std": 0.1, "low": value - 0.1, "high": value + 0.1}
-            about = {"store": label, "model": "m", "site": f"blocks.{block}", "metric": metric}
+            about = {
+                "store": label,
+                "model": "m",
+                "site": f"blocks.{block}",
+                "metric": metric,
+            }
             rows.append(about | place | spread | {"n_images": 50})
     return Table.from_rows(rows, COLUMNS)
 
@@ -304,7 +347,12 @@ def test_panels() -> None:
     assert len(alone.axes) == 2
     assert flat(alone.axes[0].get_ylabel()) == "attention distance (px)"
     labels = [line.get_label() for line in alone.axes[0].lines]
-    assert labels[:4] == ["first block", "second block", "last block but one", "last block"]
+    assert labels[:4] == [
+        "first block",
+        "second block",
+        "last block but one",
+        "last block",
+    ]
     heights = np.asarray(alone.axes[0].lines[0].get_ydata())
     assert (np.diff(heights) >= 0).all()
     figure = plot(Table.concat([made_table(f"s{i}", 6, 4) for i in range(3)]))
@@ -313,15 +361,21 @@ def test_panels() -> None:
 
 def test_the_layer_line_is_the_mean_over_heads() -> None:
     table = made_table("a", 3, 4).filter(metric="distance_px")
-    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "mean of a block's heads")
+    line = next(
+        x for x in plot(table).axes[1].lines if x.get_label() == "mean of a block's heads"
+    )
     expected = table["value"].reshape(3, 4).mean(1)
     assert np.asarray(line.get_ydata()) == pytest.approx(expected)
 
 
 @pytest.mark.slow
 def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> None:
-    groups = [attention_group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))]
-    store = write_attention(tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5)
+    groups = [
+        attention_group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))
+    ]
+    store = write_attention(
+        tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5
+    )
     table = run(store)
 
     def dashed(figure: Any) -> list[float]:

@@ -19,7 +19,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 
-from tests.attention_maps import Attention, aligned, layout, random_attention, rollout, write
+from tests.attention_maps import (
+    Attention,
+    aligned,
+    layout,
+    random_attention,
+    rollout,
+    write,
+)
 from tests.command_line import refused
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
@@ -49,7 +56,9 @@ def cells(table: Table, site: str, head: int, shape: tuple[int, ...]) -> Array:
 def one_head(path: Path, a: Array, **kwargs: Any) -> Any:
     """A store of one image whose single head has this attention over patches, no prefix."""
     shape = kwargs.pop("grid")
-    made = Attention(layout(shape, ()), (np.asarray(a, np.float64)[None, None],), ("blocks.0",))
+    made = Attention(
+        layout(shape, ()), (np.asarray(a, np.float64)[None, None],), ("blocks.0",)
+    )
     return write(path, [made], **kwargs)
 
 
@@ -80,10 +89,15 @@ def test_identity_attention(tmp_path: Path) -> None:
     store = one_head(tmp_path / "a.zarr", np.eye(6), grid=(2, 3))
     expected = np.zeros((3, 5))
     expected[1, 2] = 1
-    assert cells(run(store, kind="aligned"), "blocks.0", 0, (3, 5)).tolist() == expected.tolist()
+    assert (
+        cells(run(store, kind="aligned"), "blocks.0", 0, (3, 5)).tolist()
+        == expected.tolist()
+    )
     assert run(store, kind="entropy")["value"][0] == 0
     # every query of the rollout keeps to itself: the mean over patches is even
-    assert run(store, kind="rollout")["value"] == pytest.approx(np.full(6, 1 / 6), rel=1e-6)
+    assert run(store, kind="rollout")["value"] == pytest.approx(
+        np.full(6, 1 / 6), rel=1e-6
+    )
 
 
 def test_a_pure_shift(tmp_path: Path) -> None:
@@ -93,7 +107,11 @@ def test_a_pure_shift(tmp_path: Path) -> None:
         a[q, k] = 1
     table = run(one_head(tmp_path / "a.zarr", a, grid=(2, 3)), kind="aligned")
     peak = table.filter(table["value"] > 0)
-    assert (peak["row"].tolist(), peak["col"].tolist(), peak["value"].tolist()) == ([1], [1], [1])
+    assert (peak["row"].tolist(), peak["col"].tolist(), peak["value"].tolist()) == (
+        [1],
+        [1],
+        [1],
+    )
     # clamped on one row of three: two queries of three look one to the right, one at itself
     a = np.array([[0, 1, 0], [0, 0, 1], [0, 0, 1]])
     table = run(one_head(tmp_path / "b.zarr", a, grid=(1, 3)), kind="aligned")
@@ -102,11 +120,15 @@ def test_a_pure_shift(tmp_path: Path) -> None:
 
 def test_the_class_token_and_prefix_mass(tmp_path: Path) -> None:
     # tokens: reg, cls, and two patches
-    a = np.array([[1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4], [0.2, 0.1, 0.7, 0], [0.5, 0.1, 0, 0.4]])
+    a = np.array(
+        [[1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4], [0.2, 0.1, 0.7, 0], [0.5, 0.1, 0, 0.4]]
+    )
     made = Attention(layout((1, 2), ("reg0", "cls")), (a[None, None],), ("blocks.0",))
     store = write(tmp_path / "a.zarr", [made])
     assert run(store, kind="mean-cls")["value"] == pytest.approx([0.3, 0.4], rel=1e-6)
-    assert run(store, kind="mean-spatial")["value"] == pytest.approx([0.35, 0.2], rel=1e-6)
+    assert run(store, kind="mean-spatial")["value"] == pytest.approx(
+        [0.35, 0.2], rel=1e-6
+    )
     numbers = run(store, kind="prefix-mass")
     assert tuple(numbers.written.columns) == NUMBER_COLUMNS
     assert numbers["value"][0] == pytest.approx(0.45, rel=1e-6)
@@ -129,8 +151,14 @@ def test_means_against_a_loop(tmp_path: Path, prefix: tuple[str, ...]) -> None:
         for site, a in zip(group.blocks, group.a, strict=True):
             for head in range(a.shape[1]):
                 rows: dict[str, Any] = {}
-                rows |= {"mean-spatial": a[kept, head, first:, first:].mean((0, 1)).reshape(grid)}
-                rows["aligned"] = sum(aligned(a[i, head], group.layout) for i in kept) / len(kept)
+                rows |= {
+                    "mean-spatial": a[kept, head, first:, first:]
+                    .mean((0, 1))
+                    .reshape(grid)
+                }
+                rows["aligned"] = sum(
+                    aligned(a[i, head], group.layout) for i in kept
+                ) / len(kept)
                 if "cls" in prefix:
                     cls = prefix.index("cls")
                     rows["mean-cls"] = a[kept, head, cls, first:].mean(0).reshape(grid)
@@ -141,7 +169,9 @@ def test_means_against_a_loop(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                     assert set(table["n_images"].tolist()) == {6}
     table = run(store, kind="aligned")
     totals = [
-        t["value"].sum() for _, s in groups_of(table, "site") for _, t in groups_of(s, "head")
+        t["value"].sum()
+        for _, s in groups_of(table, "site")
+        for _, t in groups_of(s, "head")
     ]
     assert totals == pytest.approx([1.0] * 9, rel=1e-12)
 
@@ -159,7 +189,9 @@ def test_numbers_against_a_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", [("cls",), REGISTERS, ()])
-def test_rollout_against_the_matrix_product(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+def test_rollout_against_the_matrix_product(
+    tmp_path: Path, prefix: tuple[str, ...]
+) -> None:
     n, valid = 5, [1, 0, 1, 1, 1]
     made = random_attention(layout((2, 2), prefix), n, [2, 3, 2])
     store = write(tmp_path / "a.zarr", [made], slab=2, valid=valid, level="full")
@@ -172,7 +204,9 @@ def test_rollout_against_the_matrix_product(tmp_path: Path, prefix: tuple[str, .
         table = run(store, kind="rollout", residual=residual)
         expected = np.mean(rolled, 0)[len(prefix) :]
         assert table["value"] == pytest.approx(expected, rel=1e-6)
-        assert table["std"] == pytest.approx(np.std(rolled, 0, ddof=1)[len(prefix) :], rel=1e-4)
+        assert table["std"] == pytest.approx(
+            np.std(rolled, 0, ddof=1)[len(prefix) :], rel=1e-4
+        )
         assert table["metric"][0] == ("rollout" if residual else "rollout_no_residual")
         assert (table["site"][0], table["head"][0]) == ("blocks.2", None)
         assert set(table["n_images"].tolist()) == {4}
@@ -224,7 +258,9 @@ def test_only_committed_slabs(tmp_path: Path) -> None:
     made = random_attention(layout(), 10, [2])
     store = write(tmp_path / "a.zarr", [made], slab=4, slabs=[0, 2])
     expected = made.a[0][[0, 1, 2, 3, 8, 9], :, 0, 1:].mean(0)
-    assert run(store, kind="mean-cls")["value"] == pytest.approx(expected.ravel(), rel=1e-5)
+    assert run(store, kind="mean-cls")["value"] == pytest.approx(
+        expected.ravel(), rel=1e-5
+    )
 
 
 def test_blocks_and_heads_are_chosen(tmp_path: Path) -> None:
@@ -239,8 +275,12 @@ def test_blocks_and_heads_are_chosen(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    registers = write(tmp_path / "r.zarr", [random_attention(layout((2, 2), ("reg0",)), 2, [1])])
-    with pytest.raises(MissingInput, match=r"no class token in blocks\.0 .*reg0.*mean-spatial"):
+    registers = write(
+        tmp_path / "r.zarr", [random_attention(layout((2, 2), ("reg0",)), 2, [1])]
+    )
+    with pytest.raises(
+        MissingInput, match=r"no class token in blocks\.0 .*reg0.*mean-spatial"
+    ):
         run(registers, kind="mean-cls")
     groups = [
         random_attention(layout(), 2, [1]),
@@ -270,7 +310,9 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [REGISTERS, ()])
-def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+def test_single_images_are_the_stored_maps(
+    tmp_path: Path, prefix: tuple[str, ...]
+) -> None:
     made = random_attention(layout((2, 3), prefix), 6, [2, 2])
     store = write(tmp_path / "a.zarr", [made], slab=4, level="full")
     table = run(store, image=["5", "test/2.png"], query=[(1, 2)])
@@ -291,29 +333,39 @@ def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ..
         for metric, residual in (("rollout", True), ("rollout_no_residual", False)):
             rolled = rollout([a[i].mean(0) for a in made.a], made.layout, residual)
             # head means are float32
-            assert having(own, metric=metric)["value"] == pytest.approx(rolled[first:], rel=1e-5)
+            assert having(own, metric=metric)["value"] == pytest.approx(
+                rolled[first:], rel=1e-5
+            )
     assert table.notes["attention"] == "stored (float16)"
     assert table.notes["pictures"] == {}  # made without a data set
     for scale in SCALES:
         plot(table, scale)
 
 
-def test_single_images_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_single_images_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = random_attention(layout(), 4, [1])
     store = write(tmp_path / "a.zarr", [made], valid=[1, 1, 0, 1], level="full")
     assert find_rows(store, ["test/3.png", "0"]).tolist() == [3, 0]
     assert not caplog.text
     numbered = types.SimpleNamespace(
-        label="rows", samples=types.SimpleNamespace(id=np.array(["2", "1", "0"])), valid=[True] * 3
+        label="rows",
+        samples=types.SimpleNamespace(id=np.array(["2", "1", "0"])),
+        valid=[True] * 3,
     )
     with caplog.at_level("INFO"):
         assert find_rows(numbered, ["0", "1"]).tolist() == [2, 1]  # type: ignore[arg-type]
-    assert "rows: '0' is read as an image's id (row 2 of the store); the image in row 0 is '2'" in (
-        caplog.text
+    assert (
+        "rows: '0' is read as an image's id (row 2 of the store); the image in row 0 is '2'"
+        in (caplog.text)
     )
     assert caplog.text.count("read as") == 1
     for name, phrase in (
-        ("nine.png", r"no image 'nine.png'; expected an id like 'test/0.png' or a row from 0 to 3"),
+        (
+            "nine.png",
+            r"no image 'nine.png'; expected an id like 'test/0.png' or a row from 0 to 3",
+        ),
         ("4", "no image '4'"),
         ("2", "'2': it is not valid"),
     ):
@@ -343,7 +395,9 @@ def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
         random_attention(layout((3, 4)), 2, [2, 2]),
         random_attention(layout((2, 2)), 2, [3], prefix="grid_2x2"),
     ]
-    store = write(tmp_path / "a.zarr", groups, level="full", left_out={"rollout": "two grids"})
+    store = write(
+        tmp_path / "a.zarr", groups, level="full", left_out={"rollout": "two grids"}
+    )
     assert unique(run(store, image=["1"]), "site") == ["grid_2x2.0"]  # the last of all
     table = run(store, image=["1"], sites=["blocks"])
     assert unique(table, "metric") == ["attention"]
@@ -360,7 +414,17 @@ def extractions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pictures and two stores of them: whole attention and summaries only."""
     folder = tmp_path_factory.mktemp("attn-map")
     data = plant_images(folder / "data", 6)
-    common = [*VIT, "--data", data, "--tokens", "pooled", "--slab", "4", "--sites", "logits"]
+    common = [
+        *VIT,
+        "--data",
+        data,
+        "--tokens",
+        "pooled",
+        "--slab",
+        "4",
+        "--sites",
+        "logits",
+    ]
     extracted(*common, "--attention", "full", "--inputs", "-o", folder / "full.zarr")
     extracted(*common, "-o", folder / "summary.zarr")
     return folder
@@ -369,11 +433,15 @@ def extractions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_summaries_equal_those_of_whole_maps(extractions: Path) -> None:
     store = open_store(extractions / "full.zarr")
     (group,) = store.attention_blocks
-    full = np.stack([store.attention(f"full/{b}")[:].astype(float) for b in group.blocks], 1)
+    full = np.stack(
+        [store.attention(f"full/{b}")[:].astype(float) for b in group.blocks], 1
+    )
     cls, first = group.layout.cls, group.layout.n_prefix
     table = run(store, kind="mean-cls")
     # float16 keeps three to four digits
-    assert table["value"] == pytest.approx(full[..., cls, first:].mean(0).ravel(), rel=2e-3)
+    assert table["value"] == pytest.approx(
+        full[..., cls, first:].mean(0).ravel(), rel=2e-3
+    )
     table = run(store, kind="mean-spatial")
     expected = full[..., first:, first:].mean((0, 3)).ravel()
     assert table["value"] == pytest.approx(expected, rel=2e-3)
@@ -383,9 +451,15 @@ def test_summaries_equal_those_of_whole_maps(extractions: Path) -> None:
 
 
 def test_computed_attention_equals_the_stored(extractions: Path) -> None:
-    full, summary = (open_store(extractions / f"{n}.zarr", label="x") for n in ("full", "summary"))
+    full, summary = (
+        open_store(extractions / f"{n}.zarr", label="x") for n in ("full", "summary")
+    )
     image = str(full.samples.id[4])
-    options: dict[str, Any] = {"image": [image, "1"], "sites": ["blocks"], "query": [(1, 3)]}
+    options: dict[str, Any] = {
+        "image": [image, "1"],
+        "sites": ["blocks"],
+        "query": [(1, 3)],
+    }
     stored, computed = run(full, **options), run(summary, **options)
     assert computed.notes["attention"] == "recomputed"
     for name in stored.written.columns:
@@ -428,7 +502,9 @@ def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
     shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
     with edited(tmp_path / "s.zarr") as manifest:
         manifest["model"]["weights"]["seed"] = 1
-    with pytest.raises(VitseeError, match=r"test_vit now has other weights \(\w{12}\) than s was"):
+    with pytest.raises(
+        VitseeError, match=r"test_vit now has other weights \(\w{12}\) than s was"
+    ):
         run(open_store(tmp_path / "s.zarr"), image=["0"])
     with edited(tmp_path / "s.zarr") as manifest:
         manifest["model"]["weights"] |= {"source": "checkpoint", "file": "lost.pth"}
@@ -444,7 +520,9 @@ def test_weights_of_a_checkpoint_are_found_again(tmp_path: Path) -> None:
 
     from vitsee_core.models.load import load_model
 
-    model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     torch.save(model.module.state_dict(), tmp_path / "w.pth")
     data = plant_images(tmp_path / "data", 2)
     options = ["test_vit", "--checkpoint", tmp_path / "w.pth", *VIT[3:], "--data", data]
@@ -467,7 +545,9 @@ def test_a_store_that_does_not_say_what_made_it(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- figures
 
 
-def fake_maps(layers: int, heads: int, grid: tuple[int, int], metric: str = "mean_cls") -> Table:
+def fake_maps(
+    layers: int, heads: int, grid: tuple[int, int], metric: str = "mean_cls"
+) -> Table:
     n = layers * heads * grid[0] * grid[1]
     depth, head, row, col = np.indices((layers, heads, *grid)).reshape(4, -1)
     columns: dict[str, Array] = {
@@ -496,7 +576,9 @@ def test_tiles_stand_where_they_belong() -> None:
     drawn = np.asarray(image.get_array())
     for (row, column), values in tiles.maps.items():
         assert np.array_equal(values, cells(table, f"blocks.{row}", column, (2, 5)))
-        y, x = (int(v) for v in tiles.centre(row, column))  # 2 x 5 cells: above the middle
+        y, x = (
+            int(v) for v in tiles.centre(row, column)
+        )  # 2 x 5 cells: above the middle
         assert np.array_equal(drawn[y : y + 2, x - 2 : x + 3], values)
     assert image.norm.vmin == 0
     assert image.norm.vmax == table["value"].max()
@@ -590,8 +672,12 @@ def test_no_text_leaves_the_picture(
 ) -> None:
     """The long title of several stores, and what is said of colours beside one row of tiles."""
     rows = fake_maps(*size, (5, 5), "aligned")
-    columns = rows.frame.with_columns(value=least + pl.col("value") / pl.col("value").max())
-    tables = [Table(columns.with_columns(store=pl.lit(f"store{i}"))) for i in range(stores)]
+    columns = rows.frame.with_columns(
+        value=least + pl.col("value") / pl.col("value").max()
+    )
+    tables = [
+        Table(columns.with_columns(store=pl.lit(f"store{i}"))) for i in range(stores)
+    ]
     figure = plot(Table.concat(tables), scale, coverage=stores > 1)
     # Of several stores the title says what the colours are.
     said = figure.get_suptitle() if stores > 1 else colour_bars(figure)[0].get_ylabel()
@@ -631,14 +717,28 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
 def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
     result = attn_map_cli(
-        *(extractions / "full.zarr", "--image", "0", "--query", "1,2", "-o", out, "--png", png)
+        *(
+            extractions / "full.zarr",
+            "--image",
+            "0",
+            "--query",
+            "1,2",
+            "-o",
+            out,
+            "--png",
+            png,
+        )
     )
     assert (result.exit_code, result.stdout) == (0, ""), result.stderr
     assert png.read_bytes()[1:4] == b"PNG"
     assert "token" in out.read_text().splitlines()[0]
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["query"] == [[1, 2]]
-    assert sidecar["parameters"]["origin"] == {"data": None, "checkpoint": None, "trust": False}
+    assert sidecar["parameters"]["origin"] == {
+        "data": None,
+        "checkpoint": None,
+        "trust": False,
+    }
     for kind in KINDS:
         png = tmp_path / f"{kind}.png"
         result = attn_map_cli(extractions / "full.zarr", "--kind", kind, "--png", png)
@@ -648,7 +748,9 @@ def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
 
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2])])
-    plain = write(tmp_path / "w.zarr", [random_attention(layout(), 3, [2])], with_rollout=False)
+    plain = write(
+        tmp_path / "w.zarr", [random_attention(layout(), 3, [2])], with_rollout=False
+    )
     for args, phrase in (
         ((store.path, "--kind", "mean-cls", "--sites", "blocks.7"), "no site matches"),
         ((store.path, "--kind", "mean-cls", "--heads", "7"), "no head 7"),
@@ -656,13 +758,20 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((store.path, "--image", "9"), "no image '9'"),
     ):
         assert phrase in refused("attn-map", *args)
-    for words in ("", "--kind mean-cls --image 0", "--kind saliency", "--image 0 --query 3"):
+    for words in (
+        "",
+        "--kind mean-cls --image 0",
+        "--kind saliency",
+        "--image 0 --query 3",
+    ):
         refused("attn-map", store.path, *words.split(), code=2)
 
 
 def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
     reason = {"attention": "attention within windows (49 per image)"}
-    path = write_attention(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason).path
+    path = write_attention(
+        tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason
+    ).path
     line = refused("attn-map", path, "--kind", "aligned")
     assert "attention within windows (49 per image)" in line
 
@@ -670,10 +779,15 @@ def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
 def test_blocks_that_were_left_out_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left_out = {"stages.0 attention": "attention within windows (4 per image)", "rollout": "no"}
+    left_out = {
+        "stages.0 attention": "attention within windows (4 per image)",
+        "rollout": "no",
+    }
     made = random_attention(layout(), 2, [2])
     store = write(tmp_path / "a.zarr", [made], left_out=left_out, with_rollout=False)
-    with pytest.raises(SiteError, match=r"no attention of stages\.0: attention within windows"):
+    with pytest.raises(
+        SiteError, match=r"no attention of stages\.0: attention within windows"
+    ):
         run(store, kind="mean-cls", sites=["stages.0"])
     with caplog.at_level(logging.INFO, "vitsee_core"):
         run(store, kind="mean-cls")

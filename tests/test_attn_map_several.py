@@ -12,7 +12,15 @@ from vitsee_core.analyses.attn_map import plot, run
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput
 
-OTHER = ["test_vit", "--random-init", "1", "--img-size", "24", "--model-arg", "patch_size=8"]
+OTHER = [
+    "test_vit",
+    "--random-init",
+    "1",
+    "--img-size",
+    "24",
+    "--model-arg",
+    "patch_size=8",
+]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,9 @@ Array = NDArray[Any]
 GRID = (3, 4)
 
 
-def cell(table: Table, metric: str, token: str = "", head: int = 0, site: str = "blocks.0") -> Any:
+def cell(
+    table: Table, metric: str, token: str = "", head: int = 0, site: str = "blocks.0"
+) -> Any:
     rows = having(table, metric=metric, token=token, head=head, site=site)
     assert len(rows) == 1
     return rows["value"][0]
@@ -65,7 +67,8 @@ def test_by_hand(tmp_path: Path) -> None:
     left = [1, (13 * 0.1 / 12 + 1) / 2, 13 * 0.15 / 24, 13 / 12]
     assert typical == pytest.approx(left, rel=1e-3)
     shares = [
-        [cell(table, "sink_share", token, h) for token in ("", "cls", "patches")] for h in range(4)
+        [cell(table, "sink_share", token, h) for token in ("", "cls", "patches")]
+        for h in range(4)
     ]
     assert shares == [[0, 0, 0], [0.5, 0.5, 0], [1, 0, 1], [0, 0, 0]]
     # None of 2, of 2, of 1 image: Wilson's interval, z^2 / (n + z^2) at its upper end.
@@ -83,7 +86,9 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_the_threshold_is_passed_not_reached(tmp_path: Path) -> None:
     # 16 patches, one with 10/16 or a little more of all attention.
     for share, expected in ((10 / 16, 0.0), (10.01 / 16, 1.0)):
-        made = Attention(layout((4, 4), ()), (to_one(16, 3, share)[None, None],), ("blocks.0",))
+        made = Attention(
+            layout((4, 4), ()), (to_one(16, 3, share)[None, None],), ("blocks.0",)
+        )
         table = run(write(tmp_path / f"{share}.zarr", [made]), kind="sink")
         assert cell(table, "sink_share") == expected
 
@@ -109,11 +114,16 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                 expected: dict[tuple[str, str], Array] = {
                     ("sink_max", ""): scores.max(1),
                     ("sink_median", ""): np.median(scores, 1),
-                    ("qk_nmi", ""): np.array([qk_nmi(a[i, head], group.layout) for i in kept]),
+                    ("qk_nmi", ""): np.array(
+                        [qk_nmi(a[i, head], group.layout) for i in kept]
+                    ),
                 }
                 if group is fine:
                     names = np.array([*prefix, *["patches"] * (t - first)])
-                    lies = [str(names[one.argmax()]) if one.max() > 10 else None for one in scores]
+                    lies = [
+                        str(names[one.argmax()]) if one.max() > 10 else None
+                        for one in scores
+                    ]
                     seen |= {*lies}
                     for kind in (*prefix, "patches"):
                         expected["sink_share", kind] = np.array([k == kind for k in lies])
@@ -122,7 +132,9 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                 assert len(rows) == len(expected)  # no shares of few tokens
                 for (metric, token), values in expected.items():
                     own = having(rows, metric=metric, token=token)
-                    assert own["value"][0] == pytest.approx(values.mean(), rel=2e-3, abs=1e-6)
+                    assert own["value"][0] == pytest.approx(
+                        values.mean(), rel=2e-3, abs=1e-6
+                    )
                     # the rows behind a median are float16: 11 bits
                     rounding = 2**-11 * values.mean() if metric == "sink_median" else 1e-6
                     spread = values.std(ddof=1)
@@ -149,9 +161,13 @@ def test_extracted_summaries_are_those_of_the_full_attention(tmp_path: Path) -> 
             largest = cell(table, "sink_max", head=head, site=block)
             assert largest == pytest.approx(received[:, head].max(1).mean(), rel=1e-3)
             typical = cell(table, "sink_median", head=head, site=block)
-            assert typical == pytest.approx(np.median(received[:, head], 1).mean(), rel=2e-3)
+            assert typical == pytest.approx(
+                np.median(received[:, head], 1).mean(), rel=2e-3
+            )
             nmi = np.mean([qk_nmi(one, where) for one in a[:, head]])
-            assert cell(table, "qk_nmi", head=head, site=block) == pytest.approx(nmi, abs=2e-4)
+            assert cell(table, "qk_nmi", head=head, site=block) == pytest.approx(
+                nmi, abs=2e-4
+            )
 
 
 def test_slabs_jobs_and_a_choice_do_not_matter(tmp_path: Path) -> None:
@@ -160,16 +176,23 @@ def test_slabs_jobs_and_a_choice_do_not_matter(tmp_path: Path) -> None:
     cut = write(tmp_path / "b.zarr", [made], slab=2, level="rows")
     once = run(cut, kind="sink")
     assert equal(once, run(cut, kind="sink", jobs=3))
-    assert once["value"] == pytest.approx(run(whole, kind="sink")["value"], rel=1e-12, abs=1e-15)
+    assert once["value"] == pytest.approx(
+        run(whole, kind="sink")["value"], rel=1e-12, abs=1e-15
+    )
     some = run(cut, kind="sink", sites=["blocks.-1"], heads=[1])
     assert equal(some, once.filter(site="blocks.1", head=1))
 
 
-def test_what_a_store_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_store_lacks_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     few = write(tmp_path / "few.zarr", [random_attention(layout((2, 3)), 3, [2])])
     with caplog.at_level(logging.INFO, "vitsee_core"):
         table = run(few, kind="sink")
-    assert "no sink_share for blocks.0: of 7 tokens none can get more than 10 times" in caplog.text
+    assert (
+        "no sink_share for blocks.0: of 7 tokens none can get more than 10 times"
+        in caplog.text
+    )
     assert "few: no sink_median (extract it with --attention rows)" in caplog.text
     assert unique(table, "metric") == ["sink_max", "qk_nmi"]
     assert plot(table).axes
@@ -192,7 +215,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(figure.axes) == 6
     bars: list[Any] = list(figure.axes[1].patches)
     tops = [bar.get_height() for bar in bars]
-    assert tops == pytest.approx([0.5 / 4, 1 / 4])  # heads with a sink: at cls, at patches
+    assert tops == pytest.approx(
+        [0.5 / 4, 1 / 4]
+    )  # heads with a sink: at cls, at patches
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"sink at the class token", "sink at a patch"} <= {*legend}
     assert (tmp_path / "s.png").stat().st_size > 10_000

@@ -40,9 +40,16 @@ def written(
     return path
 
 
-def row(store: str, value: float, site: str = "blocks.1.out", **more: Any) -> dict[str, Any]:
+def row(
+    store: str, value: float, site: str = "blocks.1.out", **more: Any
+) -> dict[str, Any]:
     return {
-        **{"store": store, "model": f"vit_{store}.in21k", "site": site, "block": site[:8]},
+        **{
+            "store": store,
+            "model": f"vit_{store}.in21k",
+            "site": site,
+            "block": site[:8],
+        },
         **{"depth": int(site[7]) + 1, "rel_depth": (int(site[7]) + 1) / 2, **more},
         **{"metric": "top1", "value": value, "low": value - 0.1, "high": value + 0.1},
         **{"n_images": 50, "baseline": ""},
@@ -73,10 +80,13 @@ def test_sidecars_record_what_charts_need(tmp_path: Path) -> None:
 
 
 def test_values_along_an_attribute_of_the_sidecar(tmp_path: Path) -> None:
-    result = written(tmp_path / "r.csv", [*ROWS, {**ROWS[0], "baseline": "random"}], stores=STORES)
+    result = written(
+        tmp_path / "r.csv", [*ROWS, {**ROWS[0], "baseline": "random"}], stores=STORES
+    )
     (axes,) = redraw(result, x="params").axes
     assert points(axes) == {
-        name: [(n, pytest.approx(0.1 * (i + 1)))] for i, (name, n) in enumerate(SIZES.items())
+        name: [(n, pytest.approx(0.1 * (i + 1)))]
+        for i, (name, n) in enumerate(SIZES.items())
     }
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "parameters"
     done = plot(result, "-o", tmp_path / "r.png", "--x", "params")
@@ -124,11 +134,19 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     result = written(tmp_path / "r.csv", ROWS, stores=STORES[:2])
     own = tmp_path / "own.csv"
     own.write_text("name,flops\ntiny,4\n")
-    pairs = written(tmp_path / "p.csv", [{"store_a": "a", "store_b": "b", "metric": "cka"}], "cka")
+    pairs = written(
+        tmp_path / "p.csv", [{"store_a": "a", "store_b": "b", "metric": "cka"}], "cka"
+    )
     for args, expected in (
-        ((result, "--x", "params"), "params is not known of base; expected a column of the table"),
+        (
+            (result, "--x", "params"),
+            "params is not known of base; expected a column of the table",
+        ),
         ((result, "--x", "flops"), "flops is not known of tiny, small, base; "),
-        ((result, "--x", "flops", "--attributes", own), "expected flops beside store or model"),
+        (
+            (result, "--x", "flops", "--attributes", own),
+            "expected flops beside store or model",
+        ),
         ((pairs, "--x", "params"), "compares pairs"),
         ((result, pairs, "-o", tmp_path / "x.png"), "expected results of one command"),
     ):
@@ -159,8 +177,16 @@ def test_several_pairs_of_stores_are_one_chart(tmp_path: Path) -> None:
             place = {"model": "m", "weights": "w", "site": f"blocks.{i}.out", "depth": i}
             place |= {"block": f"blocks.{i}", "rel_depth": i / (n - 1)}
             a, b = ({"store": store, **place} for store in (name, f"{name}-10pc"))
-            cells = {f"{k}_a": v for k, v in a.items()} | {f"{k}_b": v for k, v in b.items()}
-            cells |= {"metric": "cka", "value": i / n, "std": np.nan, "low": np.nan, "high": np.nan}
+            cells = {f"{k}_a": v for k, v in a.items()} | {
+                f"{k}_b": v for k, v in b.items()
+            }
+            cells |= {
+                "metric": "cka",
+                "value": i / n,
+                "std": np.nan,
+                "low": np.nan,
+                "high": np.nan,
+            }
             rows.append({**cells, "spread": "", "n_images": 9})
         paths.append(written(tmp_path / f"{name}.csv", rows, "cka"))
     (axes,) = redraw(paths).axes

@@ -26,7 +26,11 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.runtime.device import precision_context
 
 CPU = torch.device("cpu")
-TRANSFORM: dict[str, Any] = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+TRANSFORM: dict[str, Any] = {
+    "input_size": (3, 32, 32),
+    "mean": (0.5,) * 3,
+    "std": (0.5,) * 3,
+}
 TRANSFORM |= {"interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "center"}
 DIM = 24
 
@@ -43,7 +47,9 @@ def vit() -> Any:
 def checked(module: nn.Module, n_images: int = 4, precision: str = "fp32") -> SelfCheck:
     model = own_model(module, TRANSFORM, name="mine")
     table = site_table(model)
-    images = torch.randn((n_images, 3, 32, 32), generator=torch.Generator().manual_seed(1))
+    images = torch.randn(
+        (n_images, 3, 32, 32), generator=torch.Generator().manual_seed(1)
+    )
     stored = [site for site in table.sites if site.alias_of is None]
     with precision_context(CPU, precision):
         return self_check(
@@ -100,7 +106,9 @@ def with_norm_over_images() -> Any:
 
 
 def with_attention_over_images() -> Any:
-    attention = nn.MultiheadAttention(DIM, 2)  # expects (tokens, images, dim) and gets images first
+    attention = nn.MultiheadAttention(
+        DIM, 2
+    )  # expects (tokens, images, dim) and gets images first
     module = after_norm(torch.nn.Identity().forward)
     module.blocks[1].norm1.add_module("over_images", CrossAttention(attention))
     return module
@@ -162,8 +170,14 @@ DEPENDENT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: after_norm(lambda x: x - 0.1 * x[:1]),
         "blocks.1.norm1.1 (Layer)",
     ),
-    "scaled by all": (lambda: after_norm(lambda x: x / x.std()), "blocks.1.norm1.1 (Layer)"),
-    "the number of images": (lambda: after_norm(lambda x: x * len(x)), "blocks.1.norm1.1 (Layer)"),
+    "scaled by all": (
+        lambda: after_norm(lambda x: x / x.std()),
+        "blocks.1.norm1.1 (Layer)",
+    ),
+    "the number of images": (
+        lambda: after_norm(lambda x: x * len(x)),
+        "blocks.1.norm1.1 (Layer)",
+    ),
     "the place in the batch": (lambda: after_norm(by_place), "blocks.1.norm1.1 (Layer)"),
     "a group over images": (with_norm_over_images, "blocks.1.norm1.1 (Layer)"),
     "attention over images": (
@@ -190,7 +204,9 @@ def test_few_images_are_enough(n_images: int) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_weak_dependence_shows_in_half_precision(precision: str) -> None:
-    (failure,) = checked(after_norm(lambda x: x - 1e-3 * x.mean(0)), precision=precision).failures
+    (failure,) = checked(
+        after_norm(lambda x: x - 1e-3 * x.mean(0)), precision=precision
+    ).failures
     assert "first in blocks.1.norm1.1 (Layer)" in failure
 
 
@@ -222,7 +238,10 @@ class Summed(nn.Module):
 def test_other_kernels_for_other_sizes_pass(dtype: torch.dtype, precision: str) -> None:
     module = vit()
     for block in module.blocks:
-        block.mlp.fc1, block.mlp.fc2 = Summed(block.mlp.fc1, dtype), Summed(block.mlp.fc2, dtype)
+        block.mlp.fc1, block.mlp.fc2 = (
+            Summed(block.mlp.fc1, dtype),
+            Summed(block.mlp.fc2, dtype),
+        )
     result = checked(module, precision=precision)
     assert result.failures == []
     assert 0 < result.figures["batches"]["max"] < 0.1
@@ -312,8 +331,12 @@ def test_features_that_change_from_run_to_run_are_refused(case: str) -> None:
 def test_blocks_left_out_at_random_are_said_before_there_is_a_table() -> None:
     torch.manual_seed(3)
     module = vit()
-    module.blocks = nn.Sequential(*[LayerDrop(block) for block in vit().blocks for _ in range(4)])
-    with pytest.raises(ChangingModelError, match="changes from run to run, first in blocks"):
+    module.blocks = nn.Sequential(
+        *[LayerDrop(block) for block in vit().blocks for _ in range(4)]
+    )
+    with pytest.raises(
+        ChangingModelError, match="changes from run to run, first in blocks"
+    ):
         site_table(own_model(module, TRANSFORM, name="mine"))
 
 
@@ -324,11 +347,17 @@ def test_the_difference_of_fingerprints_is_that_of_tokens() -> None:
     changed[1, 3] += 0.01 * tokens[0, 0]
     gaps = (tokens - changed).norm(dim=-1)
     expected = float(gaps.max() / tokens.square().sum(-1).mean().sqrt())
-    assert expected / 2 < difference(fingerprint(tokens), fingerprint(changed)) < 2 * expected
+    assert (
+        expected / 2
+        < difference(fingerprint(tokens), fingerprint(changed))
+        < 2 * expected
+    )
 
 
 def test_differences_by_hand() -> None:
-    short = torch.tensor([[3.0, 4.0], [0.0, 5.0]])  # no longer than the directions are many
+    short = torch.tensor(
+        [[3.0, 4.0], [0.0, 5.0]]
+    )  # no longer than the directions are many
     assert short.shape[-1] <= N_DIRECTIONS
     assert torch.equal(fingerprint(short), short)
     assert difference(short, short + torch.tensor([0.0, 0.5])) == pytest.approx(0.5 / 5)

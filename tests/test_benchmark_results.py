@@ -33,10 +33,14 @@ def page(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def recorded(folder: Path, rows: str = ROWS) -> subprocess.CompletedProcess[str]:
-    script = SCRIPT.format(benchmarks=str(ROOT / "benchmarks"), rows=rows, folder=str(folder))
+    script = SCRIPT.format(
+        benchmarks=str(ROOT / "benchmarks"), rows=rows, folder=str(folder)
+    )
     command = [sys.executable, "-c", script]
     environment = {"OMP_NUM_THREADS": "1", "PATH": ""}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
 
 
 def test_the_committed_page_is_what_the_script_prints() -> None:
@@ -88,5 +92,7 @@ def test_what_is_no_result_is_not_recorded(tmp_path: Path, rows: str) -> None:
 def test_another_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     done = page("--print", "--results", str(tmp_path))
-    assert done.returncode == 1 and "x.json was not written by common.record" in done.stderr
+    assert (
+        done.returncode == 1 and "x.json was not written by common.record" in done.stderr
+    )
     assert done.stdout == "" and "Traceback" not in done.stderr

@@ -41,7 +41,13 @@ def scores(
 ) -> list[dict[str, Any]]:
     """One row a layer."""
     return [
-        {"store": store, "model": f"demo:{store}", "site": site, "depth": i, "rel_depth": i / 3}
+        {
+            "store": store,
+            "model": f"demo:{store}",
+            "site": site,
+            "depth": i,
+            "rel_depth": i / 3,
+        }
         | {"metric": metric, "value": value, "low": value - 0.1, "high": value + 0.1}
         | {"n_images": 50}
         | more
@@ -85,7 +91,9 @@ def test_the_largest_value_and_its_layer(tmp_path: Path) -> None:
 
 def test_results_by_path(tmp_path: Path) -> None:
     """In a notebook: one path, several, or some that were read before."""
-    paths = [write(tmp_path / f"{c}.csv", scores([0.5, c, 0.7]), "knn") for c in (0.6, 0.9)]
+    paths = [
+        write(tmp_path / f"{c}.csv", scores([0.5, c, 0.7]), "knn") for c in (0.6, 0.9)
+    ]
     expected = run(read(paths))
     mixed: list[Any] = [*read(paths[:1]), paths[1]]
     for given in (paths, [*map(str, paths)], mixed):
@@ -128,7 +136,9 @@ def test_ties_gaps_and_nothing(tmp_path: Path) -> None:
 
 
 def test_tasks_join_over_files_and_part_over_repetitions(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.csv", scores([0.1, 0.2]) + scores([0.5], metric="top5"), "probe")
+    first = write(
+        tmp_path / "a.csv", scores([0.1, 0.2]) + scores([0.5], metric="top5"), "probe"
+    )
     other = write(tmp_path / "b.csv", scores([0.3, 0.2], store="cnn"), "probe")
     again = write(tmp_path / "c.csv", scores([0.7, 0.2], shots=10), "probe")
     twice = write(tmp_path / "d.csv", scores([0.8, 0.2]), "probe")
@@ -146,24 +156,38 @@ def test_tasks_join_over_files_and_part_over_repetitions(tmp_path: Path) -> None
 
 def test_metrics_and_classes(tmp_path: Path) -> None:
     rows = [row | {"class": ""} for row in scores([0.1, 0.2])]
-    rows += [row | {"class": c} for c in ("cat", "7") for row in scores([0.5], metric="top1_class")]
+    rows += [
+        row | {"class": c}
+        for c in ("cat", "7")
+        for row in scores([0.5], metric="top1_class")
+    ]
     files = read([write(tmp_path / "r.csv", rows)])
     assert list(tasks(files)) == ["top1"]
     assert list(tasks(files, ["top1_class"])) == [
         "top1_class, class = cat",
         "top1_class, class = 7",
     ]
-    with pytest.raises(VitseeError, match=r"no result has the metric 'iou'; they have top1, top1_"):
+    with pytest.raises(
+        VitseeError, match=r"no result has the metric 'iou'; they have top1, top1_"
+    ):
         run(files, ["iou"])
 
 
 def test_poolings_are_tasks(tmp_path: Path) -> None:
-    rows = [row | {"token": t, "row": ""} for t in ("cls", "mean") for row in scores([0.1, 0.2])]
+    rows = [
+        row | {"token": t, "row": ""}
+        for t in ("cls", "mean")
+        for row in scores([0.1, 0.2])
+    ]
     both = write(tmp_path / "both.csv", rows)
     assert list(tasks(read([both]))) == ["top1, token = cls", "top1, token = mean"]
     assert list(tasks(read([write(tmp_path / "one.csv", rows[:2])]))) == ["top1"]
     # --tokens 0,0 --tokens 1,0: no mean over all tokens stands for the layer
-    some = [row | {"token": f"{i},0", "row": i, "col": 0} for i in (0, 1) for row in scores([0.1])]
+    some = [
+        row | {"token": f"{i},0", "row": i, "col": 0}
+        for i in (0, 1)
+        for row in scores([0.1])
+    ]
     found = tasks(read([write(tmp_path / "some.csv", some)]))
     assert list(found) == ["top1, token = 0,0", "top1, token = 1,0"]
 
@@ -193,8 +217,13 @@ def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
         assert each["store"].tolist() == ["vit", "cnn"]
         assert each["value"].tolist() == [0.6, 0.5]
         assert [*dict.fromkeys(each["site"])] == [scores([0, 0])[1]["site"]]
-        assert [*dict.fromkeys(table["task"])] == ["top1, token = cls", "top1, token = each"]
-        assert any("left out: 8 rows about single" in said for said in table.notes["remarks"])
+        assert [*dict.fromkeys(table["task"])] == [
+            "top1, token = cls",
+            "top1, token = each",
+        ]
+        assert any(
+            "left out: 8 rows about single" in said for said in table.notes["remarks"]
+        )
         curve = plot(table, files).axes[1].lines[0]
         assert np.asarray(curve.get_ydata()).tolist() == [0.5, 0.6]
         best = run(files, best_token=True)
@@ -208,9 +237,13 @@ def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
 def test_a_site_measured_with_and_without_a_token(tmp_path: Path) -> None:
     """`lens --patches`: the class token's row, the mean over patches, and every patch."""
     rows = [row | {"token": "", "row": None, "col": None} for row in scores([0.3, 0.8])]
-    rows += [row | {"token": "patches", "row": None, "col": None} for row in scores([0.1, 0.2])]
     rows += [
-        row | {"token": "", "row": 0, "col": i} for i in range(2) for row in scores([1.0, 1.0])
+        row | {"token": "patches", "row": None, "col": None} for row in scores([0.1, 0.2])
+    ]
+    rows += [
+        row | {"token": "", "row": 0, "col": i}
+        for i in range(2)
+        for row in scores([1.0, 1.0])
     ]
     table = run(read([write(tmp_path / "lens.csv", rows)]))
     assert table["task"].tolist() == ["top1", "top1, token = patches"]
@@ -218,7 +251,9 @@ def test_a_site_measured_with_and_without_a_token(tmp_path: Path) -> None:
 
 
 def test_best_token_through_the_command(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.csv", probed("vit", {"a": [0.9, 0.1], "b": [0.6, 0.6]}, cls=False))
+    path = write(
+        tmp_path / "r.csv", probed("vit", {"a": [0.9, 0.1], "b": [0.6, 0.6]}, cls=False)
+    )
     result = best_layer_command(path, "--best-token")
     assert result.exit_code == 0 and "token = best" in result.stdout
     refused = best_layer_command(path, "--best-token", "--paired", "layers")
@@ -230,7 +265,9 @@ def test_best_token_through_the_command(tmp_path: Path) -> None:
 
 def test_read_result(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
-    path.write_text('store,site,depth,k,value,metric,class\n5,"a,b",0,,,x,\n5,c,1,3,2,x,1\n')
+    path.write_text(
+        'store,site,depth,k,value,metric,class\n5,"a,b",0,,,x,\n5,c,1,3,2,x,1\n'
+    )
     file = read_result(path)
     assert (file.command, file.sidecar) == ("", {})
     columns = file.table.frame.to_dict(as_series=False)
@@ -262,10 +299,16 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
     for names, phrase in (
         (["empty.csv"], "empty.csv has no rows"),
         (["picture.csv"], "is no CSV text"),
-        (["other.csv"], r"has the columns name, age; expected store, site, depth, metric, value"),
+        (
+            ["other.csv"],
+            r"has the columns name, age; expected store, site, depth, metric, value",
+        ),
         ([""], "is a folder"),
         (["cka.csv"], "only CKA results"),
-        (["good.csv", "crossed.csv"], r"compares cnn, vit with each other; .*vitsee cka STORE"),
+        (
+            ["good.csv", "crossed.csv"],
+            r"compares cnn, vit with each other; .*vitsee cka STORE",
+        ),
         (["good.csv", "good.csv"], "good.csv is given twice"),
     ):
         with pytest.raises(VitseeError, match=phrase):
@@ -319,12 +362,16 @@ def test_cka_to_the_last_layer(half: bool) -> None:
 
 def test_the_redundancy_panel(tmp_path: Path) -> None:
     rows = scores([0.1, 0.6, 0.7, 0.7]) + scores([0.5] * 4, store="cnn")
-    files = read([write(tmp_path / "r.csv", rows), write(tmp_path / "cka.csv", self_cka())])
+    files = read(
+        [write(tmp_path / "r.csv", rows), write(tmp_path / "cka.csv", self_cka())]
+    )
     figure = plot(run(files), files)
     panel = figure.axes[1]
     assert panel.get_title(loc="left").startswith("vit")
     lines = {str(line.get_label()): np.asarray(line.get_ydata()) for line in panel.lines}
-    assert lines["CKA with the last layer"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert lines["CKA with the last layer"].tolist() == pytest.approx(
+        [0.7, 0.8, 0.9, 1.0]
+    )
     assert lines["top-1 accuracy"].tolist() == [0.1, 0.6, 0.7, 0.7]
 
 
@@ -357,21 +404,28 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     ).frame
     looks = curve_looks(everything)
     kinds = {"vit": ("out", "head", "norm1"), "cnn": ("out",)}
-    assert {*looks} == {Curve(store, (), kind) for store in kinds for kind in kinds[store]}
+    assert {*looks} == {
+        Curve(store, (), kind) for store in kinds for kind in kinds[store]
+    }
     # The colour is the store's, the stroke the kind's.
     tints = {curve: look["color"] for curve, look in looks.items()}
     assert tints == {curve: colour(int(curve.store == "cnn")) for curve in looks}
     assert (
-        looks[Curve("vit", (), "norm1")]["linestyle"] != looks[Curve("vit", (), "out")]["linestyle"]
+        looks[Curve("vit", (), "norm1")]["linestyle"]
+        != looks[Curve("vit", (), "out")]["linestyle"]
     )
     axes = new_figure(4, 3).add_subplot()
-    draw_depth_curves(axes, everything.filter(store="cnn"), among=everything, ylabel="top1")
+    draw_depth_curves(
+        axes, everything.filter(store="cnn"), among=everything, ylabel="top1"
+    )
     full = [line for line in axes.lines if len(np.asarray(line.get_xdata()))]
     lines = {str(line.get_label()): line for line in full}
     assert np.asarray(lines["cnn, block output"].get_ydata()).tolist() == [0.3] * 4
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything)
-    point = next(line for line in axes.lines if np.asarray(line.get_ydata()).tolist() == [0.9])
+    point = next(
+        line for line in axes.lines if np.asarray(line.get_ydata()).tolist() == [0.9]
+    )
     assert float(np.asarray(point.get_xdata())[0]) > 1 and point.get_color() == colour(0)
     assert [text.get_text() for text in axes.get_xticklabels()][-1] == "logits"
     assert axes.get_ylim()[0] == 0
@@ -388,7 +442,9 @@ def test_one_point_has_its_baseline_and_interval() -> None:
 
 
 def test_panels_and_stars(tmp_path: Path) -> None:
-    rows = scores([0.1, 0.6, 0.7, 0.65], k=20) + scores([0.5, 0.4, 0.3, 0.2], store="cnn", k=20)
+    rows = scores([0.1, 0.6, 0.7, 0.65], k=20) + scores(
+        [0.5, 0.4, 0.3, 0.2], store="cnn", k=20
+    )
     rows += [{**row, "metric": "top5"} for row in rows]
     rows += [{**rows[3], "site": "logits", "value": 0.95}]
     files = read([write(tmp_path / "r.csv", rows, "knn")])
@@ -400,7 +456,10 @@ def test_panels_and_stars(tmp_path: Path) -> None:
     texts = (text.get_text() for text in figure.axes[0].get_xticklabels())
     ticks = dict(zip(texts, figure.axes[0].get_xticks(), strict=True))
     assert places == [([ticks["logits"]], [0.95]), ([0.0], [0.5]), ([], [])]
-    written = [cell.get_text().get_text() for cell in figure.axes[2].tables[0].get_celld().values()]
+    written = [
+        cell.get_text().get_text()
+        for cell in figure.axes[2].tables[0].get_celld().values()
+    ]
     assert "0.950 (logits)" in written and "0.500 (0)" in written
 
 
@@ -419,7 +478,9 @@ def test_command(tmp_path: Path) -> None:
     result = best_layer_command(knn, cka, "-o", csv, "--png", png)
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
-    assert lines[0].startswith("store,model,site,depth,rel_depth,task,k,file,metric,value,low,")
+    assert lines[0].startswith(
+        "store,model,site,depth,rel_depth,task,k,file,metric,value,low,"
+    )
     assert lines[1].startswith("vit,demo:vit,blocks.0.out,1,")
     sidecar = json.loads((tmp_path / "best.csv.json").read_text())
     assert [Path(r["path"]).name for r in sidecar["results"]] == ["knn.csv", "cka.csv"]
@@ -431,11 +492,16 @@ def test_command(tmp_path: Path) -> None:
 
 
 def test_a_figure_where_no_file_has_intervals(tmp_path: Path) -> None:
-    rows = [{k: v for k, v in r.items() if k not in ("low", "high")} for r in scores([0.5, 0.7])]
+    rows = [
+        {k: v for k, v in r.items() if k not in ("low", "high")}
+        for r in scores([0.5, 0.7])
+    ]
     files = read([write(tmp_path / "cluster.csv", rows, "cluster")])
     table = run(files)
     assert "low" not in table.frame.columns
-    stars = [line for line in plot(table, files).axes[0].lines if line.get_marker() == "*"]
+    stars = [
+        line for line in plot(table, files).axes[0].lines if line.get_marker() == "*"
+    ]
     assert [y for line in stars for y in np.asarray(line.get_ydata()).tolist()] == [0.7]
 
 
@@ -462,13 +528,31 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metric", "side"),
     [
-        *((m, "higher") for m in ("top1", "top5", "top1_class", "purity", "nmi", "ari", "iou")),
-        *((m, "higher") for m in ("map", "map_hard", "map@100", "map@100_public", "mp@10_easy")),
-        *((m, "higher") for m in ("pck@0.1", "pck_point@0.05", "pck_image@1e-2", "jf", "j_recall")),
-        *((m, "higher") for m in ("segment_ari", "lens_top1", "lens_agreement", "agreement")),
+        *(
+            (m, "higher")
+            for m in ("top1", "top5", "top1_class", "purity", "nmi", "ari", "iou")
+        ),
+        *(
+            (m, "higher")
+            for m in ("map", "map_hard", "map@100", "map@100_public", "mp@10_easy")
+        ),
+        *(
+            (m, "higher")
+            for m in ("pck@0.1", "pck_point@0.05", "pck_image@1e-2", "jf", "j_recall")
+        ),
+        *(
+            (m, "higher")
+            for m in ("segment_ari", "lens_top1", "lens_agreement", "agreement")
+        ),
         *((m, "lower") for m in ("lens_rank", "j_decay", "f_decay", "kl")),
-        *((m, "none") for m in ("distance_px", "norm_ratio", "cka", "mutual_knn", "alpha")),
-        *((m, "none") for m in ("top", "maps", "map@", "purity_", "radius50_px", "", "rankme")),
+        *(
+            (m, "none")
+            for m in ("distance_px", "norm_ratio", "cka", "mutual_knn", "alpha")
+        ),
+        *(
+            (m, "none")
+            for m in ("top", "maps", "map@", "purity_", "radius50_px", "", "rankme")
+        ),
     ],
 )
 def test_directions(metric: str, side: str) -> None:
@@ -494,9 +578,13 @@ def test_what_has_no_better_side_is_left_out_and_named(tmp_path: Path) -> None:
     assert table["task"].tolist() == ["knn top1"]
     said = "left out, as neither side is better: distance_px"
     assert table.notes["remarks"][0] == said
-    with pytest.raises(VitseeError, match="no layer is the best by distance_px: neither a higher"):
+    with pytest.raises(
+        VitseeError, match="no layer is the best by distance_px: neither a higher"
+    ):
         run(read([px, knn]), ["distance_px"])
-    with pytest.raises(VitseeError, match=r"no result has a metric of which one side .*distance"):
+    with pytest.raises(
+        VitseeError, match=r"no result has a metric of which one side .*distance"
+    ):
         run(read([px]))
 
 
@@ -518,7 +606,9 @@ def test_ties_overlaps_and_gaps_are_said(tmp_path: Path) -> None:
 
 
 def test_equal_heads_of_one_layer_are_told_apart(tmp_path: Path) -> None:
-    rows = [row | {"head": h, "baseline": ""} for h in (0, 1) for row in scores([0.3, 0.7])]
+    rows = [
+        row | {"head": h, "baseline": ""} for h in (0, 1) for row in scores([0.3, 0.7])
+    ]
     table = run(read([write(tmp_path / "r.csv", rows, "saliency")]))
     assert (table["site"][0], table["head"][0]) == ("blocks.0.out", 0)
     assert table["ties"].tolist() == ["blocks.0.out head 1"]
@@ -541,7 +631,12 @@ def test_saliency_s_baselines_stand_beside_each_token(tmp_path: Path) -> None:
         ("cls", 0, "head", "", 0.4), ("mean", 0, "head", "", 0.4), ("", None, "", "random", 0.2),
         ("cls", None, "image", "", 0.9),
     ):  # fmt: skip
-        about: dict[str, Any] = {"token": token, "head": head, "best": best, "baseline": baseline}
+        about: dict[str, Any] = {
+            "token": token,
+            "head": head,
+            "best": best,
+            "baseline": baseline,
+        }
         rows += scores([value / 2, value], metric="iou", **about)
     files = read([write(tmp_path / "iou.csv", rows, "saliency")])
     table = run(files)
@@ -549,5 +644,7 @@ def test_saliency_s_baselines_stand_beside_each_token(tmp_path: Path) -> None:
     assert table["task"].tolist() == expected
     assert table["baseline"].tolist() == ["", "random"] * 2
     assert table["value"].tolist() == [0.4, 0.2] * 2  # never the images' own best heads
-    titles = [axes.get_title() or axes.get_title(loc="left") for axes in plot(table, files).axes]
+    titles = [
+        axes.get_title() or axes.get_title(loc="left") for axes in plot(table, files).axes
+    ]
     assert sum("saliency" in title for title in titles) == 2

@@ -22,11 +22,25 @@ from vitsee_stores.errors import VitseeError
 SITES = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
 
 
-def curve(store: str, metric: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
+def curve(
+    store: str, metric: str, values: list[float], **more: Any
+) -> list[dict[str, Any]]:
     """A value per layer, with an interval of a hundredth to either side."""
-    of_store = {"store": store, "model": store, "block": "", "metric": metric, "baseline": ""}
+    of_store = {
+        "store": store,
+        "model": store,
+        "block": "",
+        "metric": metric,
+        "baseline": "",
+    }
     return [
-        {"low": value - 0.01, "high": value + 0.01, **of_store, "site": site, "depth": depth}
+        {
+            "low": value - 0.01,
+            "high": value + 0.01,
+            **of_store,
+            "site": site,
+            "depth": depth,
+        }
         | {"rel_depth": depth / 3, "value": value}
         | more
         for depth, (site, value) in enumerate(zip(SITES, values, strict=True))
@@ -37,7 +51,9 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> Path:
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w") as file:
         Table.from_rows(rows, names).to_csv(file)
-    path.with_name(path.name + ".json").write_text(f'{{"command": ["vitsee", "{command}"]}}')
+    path.with_name(path.name + ".json").write_text(
+        f'{{"command": ["vitsee", "{command}"]}}'
+    )
     return path
 
 
@@ -78,7 +94,9 @@ def results(folder: Path) -> list[str]:
 def rim(png: bytes) -> int:
     """The darkest pixel of a picture's outermost ones."""
     pixels = np.asarray(Image.open(BytesIO(png)).convert("L"))
-    return int(min(edge.min() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])))
+    return int(
+        min(edge.min() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
+    )
 
 
 def vitsee(*arguments: Any) -> Result:
@@ -90,7 +108,10 @@ def test_a_row_a_model_and_a_column_a_task(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     lines = (tmp_path / "t.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:6]]
-    table = {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in [*rows[2:], rows[0]]}
+    table = {
+        row[0]: dict(zip(rows[0][1:], row[1:], strict=True))
+        for row in [*rows[2:], rows[0]]
+    }
     assert rows[0] == [
         *("model", "ROx: mean average precision (medium) ↑"),
         *("RPar: mean average precision (medium) ↑", "propagate: mean of J and F ↑"),
@@ -149,7 +170,9 @@ def test_bold_only_where_intervals_lie_apart(tmp_path: Path) -> None:
         path = write(tmp_path / "r.csv", rows, "knn")
         printed = BestTable.of(run([path]))
         assert [row[1].bold for row in printed.models] == expected
-        tied = "Not told apart by 95 % intervals: knn: top-1 accuracy: a, b." in printed.note
+        tied = (
+            "Not told apart by 95 % intervals: knn: top-1 accuracy: a, b." in printed.note
+        )
         assert tied == (not any(expected))
 
 
@@ -199,8 +222,16 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     for code, phrase, arguments in (
         (1, "expected a name that ends in .md, .tex", ["--table", tmp_path / "t.html"]),
         (1, "exists", ["--table", tmp_path / "there.md"]),
-        (1, "named for two outputs", ["--table", tmp_path / "t.png", "--png", tmp_path / "t.png"]),
-        (2, "--paired has no such table", ["--table", tmp_path / "t.md", "--paired", "layers"]),
+        (
+            1,
+            "named for two outputs",
+            ["--table", tmp_path / "t.png", "--png", tmp_path / "t.png"],
+        ),
+        (
+            2,
+            "--paired has no such table",
+            ["--table", tmp_path / "t.md", "--paired", "layers"],
+        ),
     ):
         result = vitsee("best-layer", path, *arguments)
         assert (result.exit_code, result.stdout) == (code, ""), result.stderr

@@ -52,7 +52,9 @@ def supported(monkeypatch: pytest.MonkeyPatch) -> None:
         return OnTheCpu(device) if precision == "bf16" else matmul_backend(device)
 
     monkeypatch.setattr("vitsee_core.similarity.products.matmul_backend", backend)
-    monkeypatch.setattr("vitsee_core.similarity.estimate.require_bfloat16", lambda device: None)
+    monkeypatch.setattr(
+        "vitsee_core.similarity.estimate.require_bfloat16", lambda device: None
+    )
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def store(tmp_path: Path) -> Store:
     return write_sites(tmp_path / "a.zarr", SITES)
 
 
-def compare(store: Store, precision: str, estimator: str = "exact", **kwargs: Any) -> Array:
+def compare(
+    store: Store, precision: str, estimator: str = "exact", **kwargs: Any
+) -> Array:
     sites = [Representation(store, site) for site in store.select(["all"])]
     how = Estimator(estimator)
     h = hsic(sites, estimator=how, options=GramOptions(precision=precision, **kwargs))
@@ -96,7 +100,9 @@ def test_factors_are_rounded_to_8_bits_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 3), (300, 7), (257, 5000), (520, 4097)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_products_are_those_of_rounded_factors(shape: tuple[int, int], symmetric: bool) -> None:
+def test_products_are_those_of_rounded_factors(
+    shape: tuple[int, int], symmetric: bool
+) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=shape), None if symmetric else rng.normal(size=(33, shape[1]))
     other = x if y is None else y
@@ -104,7 +110,9 @@ def test_products_are_those_of_rounded_factors(shape: tuple[int, int], symmetric
     pieces = [slice(k, k + BF16_COLUMNS) for k in range(0, shape[1], BF16_COLUMNS)]
     want = f @ g.T
     # each call's result is rounded to 8 bits, by a 256th of itself at most
-    most = 2**-8 * sum(np.abs(f[:, k] @ g[:, k].T) for k in pieces) + 1e-6 * np.abs(f) @ np.abs(g.T)
+    most = 2**-8 * sum(np.abs(f[:, k] @ g[:, k].T) for k in pieces) + 1e-6 * np.abs(
+        f
+    ) @ np.abs(g.T)
     error = np.abs(multiply(x, y) - want)
     assert (error <= most).all() and error.max() > 0
 
@@ -153,7 +161,9 @@ def test_matrices_of_both_precisions_are_kept_apart(store: Store) -> None:
     headers = [Header.load(path.read_bytes()) for path in folder.glob("*.json")]
     keys = sorted(header.key for header in headers if header is not None)
     sites = sorted(SITES)
-    assert keys == sorted([(s, "all") for s in sites] + [(s, "all", "bf16") for s in sites])
+    assert keys == sorted(
+        [(s, "all") for s in sites] + [(s, "all", "bf16") for s in sites]
+    )
     made = {path.name for path in folder.iterdir()}
     assert np.array_equal(compare(store, "fp32"), single)
     assert np.array_equal(compare(store, "bf16"), half)
@@ -173,7 +183,16 @@ def test_the_sidecar_says_it(store: Store) -> None:
 
 def test_a_cpu_is_refused(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "r.csv"
-    args = ["cka", str(store.path), "--sites", "all", "--precision", "bf16", "-o", str(out)]
+    args = [
+        "cka",
+        str(store.path),
+        "--sites",
+        "all",
+        "--precision",
+        "bf16",
+        "-o",
+        str(out),
+    ]
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 1 and done.stdout == "" and not out.exists()
     assert "--precision bf16 is slower than fp32 on a CPU; leave it out" in done.stderr

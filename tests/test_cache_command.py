@@ -34,7 +34,11 @@ def test_what_is_cached_is_listed_and_removed(
     assert vitsee("-q", "cka", "a.zarr").exit_code == 0
     assert vitsee("-q", "cka", "b.zarr", "--cache", "kept").exit_code == 0
     of_a, of_b = listed()
-    assert (of_a["folder"], of_a["store_id"], of_a["n_matrices"]) == ("a.zarr.grams", ids["a"], "3")
+    assert (of_a["folder"], of_a["store_id"], of_a["n_matrices"]) == (
+        "a.zarr.grams",
+        ids["a"],
+        "3",
+    )
     assert (of_b["folder"], of_b["store_id"]) == ("kept", ids["b"])
     size = sum(file.stat().st_size for file in (tmp_path / "a.zarr.grams").iterdir())
     assert int(of_a["size_bytes"]) == size

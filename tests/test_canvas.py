@@ -49,7 +49,9 @@ def test_sizes_of_other_multiples() -> None:
 
 
 def test_which_images_fill_the_canvas() -> None:
-    sizes = np.array([[480, 1152], [480, 854], [0, 0], [960, 2304], [1152, 480]], np.int32)
+    sizes = np.array(
+        [[480, 1152], [480, 854], [0, 0], [960, 2304], [1152, 480]], np.int32
+    )
     assert B4.filled(sizes).tolist() == [True, False, True, True, False]
     assert B4.filled(np.zeros((0, 2), np.int32)).tolist() == []
 
@@ -82,7 +84,9 @@ def test_cells_on_the_image() -> None:
     # centres decide: half a cell and more belongs to it; what is cropped has no cell
     on = Placement(-8.0, 4.0, 20.1, 19.9).on_image(layout)
     assert np.flatnonzero(on.any(1)).tolist() == [0, 1, 2]
-    assert np.flatnonzero(on.any(0)).tolist() == [1]  # centres 4 and 20 are at or beyond its edges
+    assert np.flatnonzero(on.any(0)).tolist() == [
+        1
+    ]  # centres 4 and 20 are at or beyond its edges
     shifted = replace(layout, offset_px=(-4.0, 3.0))
     assert Placement(0.0, 0.0, 9.0, 16.0).on_image(shifted).sum() == 2 * 2 - 2 * 1 + 0
     with pytest.raises(ValueError, match="no cells"):
@@ -152,7 +156,10 @@ def on_canvas(path: Path, sizes: list[tuple[int, int]], **more: Any) -> Store:
     values: dict[str, Any] = {}
     for site in sites:
         x = rng.normal(size=(n, 2, 3, 4)).astype(np.float32)
-        values |= {f"acts/{site.name}/grid": x, f"pooled/{site.name}/mean": x.mean((1, 2))}
+        values |= {
+            f"acts/{site.name}/grid": x,
+            f"pooled/{site.name}/mean": x.mean((1, 2)),
+        }
     plan = StorePlan(n, 8, "none", sites, canvas=Canvas((32, 48), 32, 16, (32, 32)))
     labels = more.pop("labels", np.arange(n) % 2)
     return write(path, plan, values, sizes=sizes, labels=labels, **more)
@@ -170,7 +177,12 @@ def test_readers_refuse_images_that_do_not_fill_the_canvas(tmp_path: Path) -> No
     assert store.acts("blocks.0.out", "mean")[:].shape == (4, 4)
     with pytest.raises(SiteError, match=line):
         next(store.slabs()).acts("blocks.0.out")
-    assert next(store.slabs()).acts("blocks.0.out", "patches", partial=True).shape == (4, 2, 3, 4)
+    assert next(store.slabs()).acts("blocks.0.out", "patches", partial=True).shape == (
+        4,
+        2,
+        3,
+        4,
+    )
     whole = on_canvas(tmp_path / "b.zarr", [(100, 150), (50, 75)])
     assert whole.acts("blocks.0.out", "patches")[:].shape == (2, 2, 3, 4)
     # an unreadable image hinders nobody
@@ -192,7 +204,9 @@ def test_every_analysis_of_tokens_refuses_them(command: str, tmp_path: Path) -> 
     on_canvas(path, sizes, labels=labels)
     stores = [str(path)]
     if command in ("knn", "probe"):
-        on_canvas(tmp_path / "b.zarr", sizes, labels=labels, hash_offset=100, name="other")
+        on_canvas(
+            tmp_path / "b.zarr", sizes, labels=labels, hash_offset=100, name="other"
+        )
         stores.append(str(tmp_path / "b.zarr"))
     refused = CliRunner().invoke(
         main, [command, *stores, "--tokens", "patches" if command == "cka" else "rest"]

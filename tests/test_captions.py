@@ -16,7 +16,11 @@ CAPTIONS = captions()
 @pytest.mark.parametrize("command", CAPTIONS)
 def test_captions_are_whole_sentences_with_a_source(command: str) -> None:
     one = CAPTIONS[command]
-    assert one.question[0].isupper() and one.question.endswith("?") and len(one.question) < 75
+    assert (
+        one.question[0].isupper()
+        and one.question.endswith("?")
+        and len(one.question) < 75
+    )
     assert one.title and not one.title.endswith(".") and len(one.title) < 60
     assert re.search(r"\b(19|20)\d\d\b", one.source), "a source has a year"
     assert one.reading.endswith(".") and 60 < len(one.reading) < 500
@@ -28,4 +32,6 @@ def test_figures_of_several_kinds() -> None:
     assert {*analysis.readings} == {kind.replace("-", "_") for kind in attn_map.KINDS}
     table = Table.from_rows([{"metric": "mean_cls"}], notes={"kind": "mean-cls"})
     assert caption(analysis, table).reading == analysis.readings["mean_cls"]
-    assert caption(analysis, Table.from_rows([{"metric": "x"}])).reading == analysis.reading
+    assert (
+        caption(analysis, Table.from_rows([{"metric": "x"}])).reading == analysis.reading
+    )

@@ -31,7 +31,9 @@ def resnet() -> tuple[LoadedModel, SiteTable]:
 
 
 def n_hooks(module: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()
+    )
 
 
 def test_hooks_stay_for_many_batches_and_go(vit: tuple[LoadedModel, SiteTable]) -> None:
@@ -56,11 +58,18 @@ def test_hooks_stay_for_many_batches_and_go(vit: tuple[LoadedModel, SiteTable]) 
     assert n_hooks(model.module) == 0
 
 
-def test_a_batch_does_not_depend_on_its_neighbours(vit: tuple[LoadedModel, SiteTable]) -> None:
+def test_a_batch_does_not_depend_on_its_neighbours(
+    vit: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = vit
-    x, chosen = images(model, 3), {"sites": [table["blocks.1.mid"]], "attention": table.attention}
+    x, chosen = (
+        images(model, 3),
+        {"sites": [table["blocks.1.mid"]], "attention": table.attention},
+    )
     together, alone = (captured(model, table, part, **chosen) for part in (x, x[1:2]))
-    torch.testing.assert_close(together.tokens("blocks.1.mid")[1:2], alone.tokens("blocks.1.mid"))
+    torch.testing.assert_close(
+        together.tokens("blocks.1.mid")[1:2], alone.tokens("blocks.1.mid")
+    )
     torch.testing.assert_close(together.scores["blocks.2"][1:2], alone.scores["blocks.2"])
 
 
@@ -102,10 +111,14 @@ def test_aliases_are_not_delivered(vit: tuple[LoadedModel, SiteTable]) -> None:
     assert list(keeper.sites) == ["blocks.0.out"]
 
 
-def test_branches_come_before_the_in_place_sum(resnet: tuple[LoadedModel, SiteTable]) -> None:
+def test_branches_come_before_the_in_place_sum(
+    resnet: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = resnet
     blocks = select_names(["blocks"], table.sites)
-    keeper = captured(model, table, images(model), sites=blocks, sublayers=table.sublayers)
+    keeper = captured(
+        model, table, images(model), sites=blocks, sublayers=table.sublayers
+    )
     for sublayer in table.sublayers:
         z, f = keeper.branches[sublayer.name]
         assert torch.equal((z + f).relu(), keeper.tokens(f"{sublayer.name}.out"))
@@ -130,10 +143,14 @@ class Stopping(Keeper):
         raise KeyboardInterrupt
 
 
-def test_an_observer_that_stops_leaves_no_trace(vit: tuple[LoadedModel, SiteTable]) -> None:
+def test_an_observer_that_stops_leaves_no_trace(
+    vit: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = vit
     x, keeper = images(model), Keeper()
-    capture = Capture(model, table, sites=[table["blocks.0.out"]], attention=table.attention)
+    capture = Capture(
+        model, table, sites=[table["blocks.0.out"]], attention=table.attention
+    )
     with torch.inference_mode(), capture:
         with pytest.raises(KeyboardInterrupt):
             capture.run(x, Stopping())

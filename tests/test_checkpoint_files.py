@@ -32,7 +32,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "zip": {},
     "zip of protocol 4": {"pickle_protocol": 4},
     "legacy": {"_use_new_zipfile_serialization": False},
-    "legacy of protocol 4": {"_use_new_zipfile_serialization": False, "pickle_protocol": 4},
+    "legacy of protocol 4": {
+        "_use_new_zipfile_serialization": False,
+        "pickle_protocol": 4,
+    },
 }
 
 
@@ -109,7 +112,12 @@ def objects(tmp_path: Path) -> dict[Any, Any]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_tensors_beside_objects_of_all_kinds(tmp_path: Path, form: str) -> None:
     state = tensors()
-    content = {"model": state, "epoch": np.int64(12), "loss": np.float32(0.5), **objects(tmp_path)}
+    content = {
+        "model": state,
+        "epoch": np.int64(12),
+        "loss": np.float32(0.5),
+        **objects(tmp_path),
+    }
     if form.startswith("legacy"):  # older torch knows no such type
         del state["float8"]
     torch.save(content, tmp_path / "w.pth", **FORMATS[form])
@@ -138,7 +146,9 @@ def test_what_torch_itself_reads_is_the_same(tmp_path: Path, form: str) -> None:
 
 def test_a_state_dict_of_a_class_of_its_own(tmp_path: Path) -> None:
     torch.save({"state_dict": Settings(tensors())}, tmp_path / "w.pth")
-    assert torch.equal(read_file(tmp_path / "w.pth")["state_dict"]["weight"], tensors()["weight"])
+    assert torch.equal(
+        read_file(tmp_path / "w.pth")["state_dict"]["weight"], tensors()["weight"]
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -203,13 +213,18 @@ def test_functions_of_ours_are_not_changed(tmp_path: Path) -> None:
 def test_a_whole_model_is_refused_by_its_class(tmp_path: Path) -> None:
     for content in (torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "epoch": 3}):
         torch.save(content, tmp_path / "w.pth")
-        with pytest.raises(ModelError, match=r"tensors and plain values \(torch\.nn\..*Linear\)"):
+        with pytest.raises(
+            ModelError, match=r"tensors and plain values \(torch\.nn\..*Linear\)"
+        ):
             read_file(tmp_path / "w.pth")
 
 
 def test_huge_numbers_in_a_small_file(tmp_path: Path) -> None:
     """Python's own unpickler in C would set aside 32 GB for this memo, or 8 for the bytes."""
-    for data in (b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x05\x96\x00\x00\x00\x00\x02\x00\x00\x00."):
+    for data in (
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x05\x96\x00\x00\x00\x00\x02\x00\x00\x00.",
+    ):
         with zipfile.ZipFile(tmp_path / "w.pth", "w") as archive:
             archive.writestr("w/data.pkl", data)
         with suppress(pickle.UnpicklingError, EOFError):
@@ -247,7 +262,10 @@ POINTER = (
     "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
     "size 346293852\n"
 )
-INDEX = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "x.bin"}}
+INDEX = {
+    "metadata": {},
+    "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "x.bin"},
+}
 
 
 def tarred(path: Path) -> bytes:
@@ -271,7 +289,10 @@ def zipped(path: Path) -> bytes:
         (b"<!DOCTYPE html><html><body>Sign in</body></html>", "is an HTML page"),
         (b"\n  <HTML lang=en>", "is an HTML page"),
         (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "is XML"),
-        (json.dumps(INDEX).encode(), "is the index of a model's weights in 2 files (model-00001"),
+        (
+            json.dumps(INDEX).encode(),
+            "is the index of a model's weights in 2 files (model-00001",
+        ),
         (json.dumps({"architecture": "vit"}).encode(), "is JSON"),
         (b"[" * 100_000, "is text"),
         (b'{"error": "not found', "is text"),
@@ -289,7 +310,9 @@ def zipped(path: Path) -> bytes:
 def test_a_file_of_another_kind_is_named(
     tmp_path: Path, content: bytes | Callable[[Path], bytes], phrase: str, name: str
 ) -> None:
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content(tmp_path))
+    (tmp_path / name).write_bytes(
+        content if isinstance(content, bytes) else content(tmp_path)
+    )
     with pytest.raises(ModelError) as refusal:
         read_file(tmp_path / name)
     assert phrase in str(refusal.value)
@@ -302,7 +325,9 @@ def test_a_folder_and_a_shard_are_named(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(3)}
     for name in ("model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin"):
         save_file(state, tmp_path / name)
-        with pytest.raises(ModelError, match=r"is file \d of the 2 with one model's weights"):
+        with pytest.raises(
+            ModelError, match=r"is file \d of the 2 with one model's weights"
+        ):
             read_file(tmp_path / name)
     for name in ("model-00001-of-00001.safetensors", "step-5-of-9.pt"):
         save_file(state, tmp_path / name)

@@ -84,7 +84,9 @@ def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", sites, slab=40)
     command = [sys.executable, "-m", "vitsee_cli", "cka", str(store.path), "-o"]
     process = subprocess.Popen(
-        [*command, str(tmp_path / "out.csv")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*command, str(tmp_path / "out.csv")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     folder = tmp_path / "a.zarr.grams"
     while process.poll() is None and not list(folder.glob("*.json")):
@@ -132,7 +134,9 @@ def test_one_store_against_a_loop(folder: Path) -> None:
 def test_few_images_are_summed_in_float64() -> None:
     """From the same float32 Gram matrices CKA is exact, and so is its jackknife."""
     rng = np.random.default_rng(0)
-    grams = [x @ x.T for x in (rng.standard_normal((16, 40), np.float32) + 0.3 for _ in "abc")]
+    grams = [
+        x @ x.T for x in (rng.standard_normal((16, 40), np.float32) + 0.3 for _ in "abc")
+    ]
     blocks = Partition(np.arange(16), 16, crossing=True)
     rows = [InMemory(16, gram.copy) for gram in grams]
     (totals,), diagonals = pair_totals(rows, None, [blocks], device="cpu", tile=16)
@@ -183,8 +187,12 @@ def test_rotated_scaled_and_shifted_features_are_the_same(tmp_path: Path) -> Non
     assert table["value"][1] == pytest.approx(1, abs=TOLERANCE)
     assert table["value"][2] < 0.99
     order = np.random.default_rng(1).permutation(N)
-    moved = write_model(tmp_path / "b.zarr", {name: v[order] for name, v in sites.items()})
-    assert run(moved, no_cache=True)["value"] == pytest.approx(table["value"], abs=TOLERANCE)
+    moved = write_model(
+        tmp_path / "b.zarr", {name: v[order] for name, v in sites.items()}
+    )
+    assert run(moved, no_cache=True)["value"] == pytest.approx(
+        table["value"], abs=TOLERANCE
+    )
 
 
 def test_constant_features_are_said_and_drawn(
@@ -215,7 +223,11 @@ def test_each_side_has_its_own_sites(folder: Path) -> None:
     ]
     assert [*dict.fromkeys(table["site_b"])] == ["layer1.1.out"]
     one_side = compare(folder, "vit", "cnn", sites_a=["norms"])
-    assert [*dict.fromkeys(one_side["site_b"])] == ["stem", "layer1.0.out", "layer1.1.out"]
+    assert [*dict.fromkeys(one_side["site_b"])] == [
+        "stem",
+        "layer1.0.out",
+        "layer1.1.out",
+    ]
     same = compare(folder, "vit", sites_a=["embed"], sites_b=["blocks.*.mid"])
     assert same["site_b"].tolist() == ["blocks.0.mid", "blocks.1.mid"]
     assert same["store_b"].tolist() == ["vit", "vit"]
@@ -227,10 +239,18 @@ THREE = ("vit", "other", "cnn")
 @pytest.mark.parametrize(
     ("stores", "choice", "line"),
     [
-        ("vit", {"sites": ["norms"], "sites_a": ["embed"], "sites_b": ["embed"]}, "leave --sites"),
+        (
+            "vit",
+            {"sites": ["norms"], "sites_a": ["embed"], "sites_b": ["embed"]},
+            "leave --sites",
+        ),
         (THREE, {}, r"blocks chooses 3 of vit, 3 of other, 3 of cnn .*-1"),
         (THREE, {"sites_a": ["pooled"]}, "--sites-a and --sites-b"),
-        (("vit", "cnn"), {"sites": ["blocks", "layer9.*"]}, r"no site matches 'layer9\.\*'"),
+        (
+            ("vit", "cnn"),
+            {"sites": ["blocks", "layer9.*"]},
+            r"no site matches 'layer9\.\*'",
+        ),
         (("vit", "cnn"), {"sites": ["norms"]}, "no site matches 'norms'"),
         (("vit", "cnn"), {"sites_b": ["norms", "blocks"]}, "no site matches 'norms'"),
         (
@@ -246,12 +266,24 @@ THREE = ("vit", "other", "cnn")
             "--batch belongs to .* minibatch, not to exact",
         ),
         ("vit", {"batch": 8}, "--batch belongs to --estimator minibatch: give that too"),
-        ("vit", {"examples": 16}, "--examples belongs to --estimator minibatch: give that too"),
-        ("vit", {"repeats": 2}, "--repeats belongs to --estimator minibatch: give that too"),
+        (
+            "vit",
+            {"examples": 16},
+            "--examples belongs to --estimator minibatch: give that too",
+        ),
+        (
+            "vit",
+            {"repeats": 2},
+            "--repeats belongs to --estimator minibatch: give that too",
+        ),
         ("vit", {"estimator": "linear"}, r"^no .*; expected "),
         ("vit", {"preset": "nguyen"}, r"^no .*; expected "),
         ("vit", {"pairs": "diagonal"}, r"^no .*; expected "),
-        ("vit", {"preset": "vit_analysis"}, r"vit holds them shuffled; .*--order dataset"),
+        (
+            "vit",
+            {"preset": "vit_analysis"},
+            r"vit holds them shuffled; .*--order dataset",
+        ),
         ("vit", {"images": 3}, "expected at least 4"),
     ],
 )
@@ -261,10 +293,14 @@ def test_refused(folder: Path, stores: Any, choice: dict[str, Any], line: str) -
 
 
 def test_models_are_compared_by_one_site_each(folder: Path) -> None:
-    table = compare(folder, "vit", "other", "cnn", sites=["blocks.-1.out", "layer1.-1.out"])
+    table = compare(
+        folder, "vit", "other", "cnn", sites=["blocks.-1.out", "layer1.-1.out"]
+    )
     assert len(table) == 9
     assert table["store_a"].tolist() == ["vit"] * 3 + ["other"] * 3 + ["cnn"] * 3
-    assert table["site_b"].tolist() == ["blocks.1.out", "blocks.1.out", "layer1.1.out"] * 3
+    assert (
+        table["site_b"].tolist() == ["blocks.1.out", "blocks.1.out", "layer1.1.out"] * 3
+    )
     found = matrix(table)
     assert np.array_equal(found, found.T)
     assert np.diag(found) == pytest.approx([1, 1, 1])
@@ -285,7 +321,11 @@ def test_same_depth(folder: Path) -> None:
         whole = np.diag(matrix(compare(folder, "vit", other)))
         assert table["value"][3 * k : 3 * k + 3] == pytest.approx(whole, abs=TOLERANCE)
     alone = compare(
-        folder, "vit", pairs="same-depth", sites_a=["blocks.*.mid"], sites_b=["blocks.*.out"]
+        folder,
+        "vit",
+        pairs="same-depth",
+        sites_a=["blocks.*.mid"],
+        sites_b=["blocks.*.out"],
     )
     assert alone["site_b"].tolist() == ["blocks.0.out", "blocks.1.out"]
 
@@ -304,9 +344,14 @@ def test_skips_against_branches(folder: Path) -> None:
     table = compare(folder, "vit", pairs="branch")
     skips = ["blocks.0.in", "blocks.0.in", "blocks.1.in", "blocks.1.in"]
     assert table["site_a"].tolist()[:4] == skips
-    assert table["site_b"].tolist()[:4] == ["blocks.0.attn.branch", "blocks.1.attn.branch"] * 2
+    assert (
+        table["site_b"].tolist()[:4]
+        == ["blocks.0.attn.branch", "blocks.1.attn.branch"] * 2
+    )
     assert table["site_a"].tolist()[4:] == [f"blocks.{i}.mid" for i in (0, 0, 1, 1)]
-    assert table["site_b"].tolist()[4:] == ["blocks.0.mlp.branch", "blocks.1.mlp.branch"] * 2
+    assert (
+        table["site_b"].tolist()[4:] == ["blocks.0.mlp.branch", "blocks.1.mlp.branch"] * 2
+    )
     for k in range(8):
         a, b = table["site_a"][k], table["site_b"][k]
         expected = loop_cka(values_of(VIT, a), values_of(VIT, b))
@@ -317,7 +362,9 @@ def test_skips_against_branches(folder: Path) -> None:
 
 def test_shortcuts_of_a_cnn(folder: Path) -> None:
     table = compare(folder, "cnn", pairs="branch")
-    assert table["site_a"].tolist() == ["layer1.0.shortcut"] * 2 + ["layer1.1.shortcut"] * 2
+    assert (
+        table["site_a"].tolist() == ["layer1.0.shortcut"] * 2 + ["layer1.1.shortcut"] * 2
+    )
     assert table["site_b"].tolist() == ["layer1.0.branch", "layer1.1.branch"] * 2
     assert flat(title(plot(table).axes[0])) == "branch: all tokens, n = 24"
 
@@ -333,8 +380,14 @@ def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
         ("blocks.0.mid", "blocks.0.channel.branch"),
     ]
     titles = [flat(title(axes)) for axes in plot(table).axes[:2]]
-    assert titles == ["token mixing: all tokens, n = 24", "channel mixing: all tokens, n = 24"]
-    sites = {f"blocks.0.{name}": activations(N, seed=k) for k, name in enumerate(("in", "branch"))}
+    assert titles == [
+        "token mixing: all tokens, n = 24",
+        "channel mixing: all tokens, n = 24",
+    ]
+    sites = {
+        f"blocks.0.{name}": activations(N, seed=k)
+        for k, name in enumerate(("in", "branch"))
+    }
     table = run(write_model(tmp_path / "p.zarr", sites), pairs="branch", no_cache=True)
     assert table["site_a"].tolist() == ["blocks.0.in"]
 
@@ -349,12 +402,16 @@ def test_branches_that_are_missing(tmp_path: Path) -> None:
         run(swin, pairs="branch")
     sites = {"blocks.0.mlp.branch": activations(N)}
     half = write_model(tmp_path / "c.zarr", sites)
-    with pytest.raises(MissingInput, match=r"without its skip blocks\.0\.mid; run: .*residual"):
+    with pytest.raises(
+        MissingInput, match=r"without its skip blocks\.0\.mid; run: .*residual"
+    ):
         run(half, pairs="branch")
 
 
 def test_aliases_keep_the_name_that_was_given(folder: Path) -> None:
-    table = compare(folder, "vit", sites_a=["blocks.1.in"], sites_b=["blocks.0.out", "embed"])
+    table = compare(
+        folder, "vit", sites_a=["blocks.1.in"], sites_b=["blocks.0.out", "embed"]
+    )
     assert table["site_a"].tolist() == ["blocks.1.in"] * 2
     assert table["depth_a"].tolist() == [1, 1]
     assert table["site_b"].tolist() == ["embed", "blocks.0.out"]
@@ -365,7 +422,12 @@ def test_aliases_keep_the_name_that_was_given(folder: Path) -> None:
 
 
 def test_minibatches_are_noisy_and_say_so(folder: Path) -> None:
-    sizes: dict[str, Any] = {"estimator": "minibatch", "batch": 8, "examples": 16, "repeats": 5}
+    sizes: dict[str, Any] = {
+        "estimator": "minibatch",
+        "batch": 8,
+        "examples": 16,
+        "repeats": 5,
+    }
     table = compare(folder, "vit", **sizes)
     assert set(table["spread"].tolist()) == {"repeats"}
     assert np.isfinite(table["std"]).all() and np.isnan(table["low"]).all()
@@ -385,9 +447,13 @@ def test_presets(folder: Path, tmp_path: Path) -> None:
     )
     assert choose_estimator([vit], "raghu", "minibatch") == raghu
     for other in ("exact", "biased"):
-        with pytest.raises(VitseeError, match=f"--estimator {other} excludes it; leave one of"):
+        with pytest.raises(
+            VitseeError, match=f"--estimator {other} excludes it; leave one of"
+        ):
             choose_estimator([vit], "raghu", other)
-    assert choose_estimator([vit], "walmer", images=17) == Estimator("minibatch", 17, 17, 1)
+    assert choose_estimator([vit], "walmer", images=17) == Estimator(
+        "minibatch", 17, 17, 1
+    )
     ordered = write_model(tmp_path / "ordered.zarr", {"embed": activations(2050, 1)},
                           slab=2050, order="dataset")  # fmt: skip
     three = Estimator("minibatch", 683, 2050, 1)  # equal batches
@@ -412,7 +478,9 @@ def test_walmers_text(folder: Path) -> None:
 def test_walmers_code_rescales_each_batch(tmp_path: Path) -> None:
     n = 30  # the last short batch is left out
     x, y = activations(n, seed=1), activations(n, seed=2)
-    store = write_model(tmp_path / "a.zarr", {"embed": x, "blocks.0.out": y}, order="dataset")
+    store = write_model(
+        tmp_path / "a.zarr", {"embed": x, "blocks.0.out": y}, order="dataset"
+    )
     table = run(store, preset="vit_analysis", no_cache=True)
 
     def grams(values: Array) -> list[Array]:
@@ -429,11 +497,15 @@ def test_walmers_code_rescales_each_batch(tmp_path: Path) -> None:
     assert table.notes["rescaled"]
     bar = plot(table).axes[0].images[0].colorbar
     assert bar is not None
-    assert flat(bar.ax.get_ylabel()).startswith("CKA (debiased, rescaled Grams), colours from")
+    assert flat(bar.ax.get_ylabel()).startswith(
+        "CKA (debiased, rescaled Grams), colours from"
+    )
 
 
 @pytest.mark.parametrize("choice", [{}, {"preset": "walmer"}, {"pairs": "same-depth"}])
-def test_stores_of_other_images(folder: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
+def test_stores_of_other_images(
+    folder: Path, tmp_path: Path, choice: dict[str, Any]
+) -> None:
     write_model(tmp_path / "vit.zarr", VIT, name="photo")
     stores = [*opened(folder, "cnn"), open_store(tmp_path / "vit.zarr")]
     with pytest.raises(StoreMismatch, match="cnn and vit do not pair"):
@@ -464,7 +536,15 @@ def test_figure_of_one_store(folder: Path) -> None:
     assert axes.get_ylim()[0] < axes.get_ylim()[1]  # the input is at the bottom
     assert axes.get_xlabel() == axes.get_ylabel() == "vit, block"
     texts = [text.get_text() for text in axes.get_xticklabels()]
-    assert texts == ["embedding", "0 norm 1", "0 norm 2", "0", "1 norm 1", "1 norm 2", "1"]
+    assert texts == [
+        "embedding",
+        "0 norm 1",
+        "0 norm 2",
+        "0",
+        "1 norm 1",
+        "1 norm 2",
+        "1",
+    ]
     assert len(axes.lines) == 2 * 2  # around block 0: after embed, before block 1
     assert title(axes) == "all tokens, n = 24"
 
@@ -514,7 +594,12 @@ def test_figure_over_depth(folder: Path) -> None:
         "against cnn, block (layer.block)",
         "95 % interval over images",
     ]
-    sizes: dict[str, Any] = {"estimator": "minibatch", "batch": 8, "examples": 16, "repeats": 3}
+    sizes: dict[str, Any] = {
+        "estimator": "minibatch",
+        "batch": 8,
+        "examples": 16,
+        "repeats": 3,
+    }
     noisy = compare(folder, "vit", "other", pairs="same-depth", **sizes)
     texts = [text.get_text() for text in plot(noisy).legends[0].get_texts()]
     assert texts[-1] == "std over minibatch repeats (the estimator's noise)"
@@ -523,7 +608,14 @@ def test_figure_over_depth(folder: Path) -> None:
 def made_table(rows: list[str], cols: list[str], value: Any, **notes: Any) -> Table:
     return Table.from_rows(
         (
-            {"store_a": "a", "site_a": a, "depth_a": i, "store_b": "b", "site_b": b, "depth_b": j}
+            {
+                "store_a": "a",
+                "site_a": a,
+                "depth_a": i,
+                "store_b": "b",
+                "site_b": b,
+                "depth_b": j,
+            }
             | {"metric": "cka", "value": value(i, j)}
             | {"std": 0.1, "low": 0.0, "high": 1.0, "spread": "jackknife"}
             | {"n_images": 50}

@@ -74,7 +74,8 @@ def compare(folder: Path, **kwargs: Any) -> Table:
 def outputs_of(heads: str) -> Array:
     """What those heads say, concatenated."""
     return np.concatenate(
-        [OUTPUTS[..., h * WIDTH : (h + 1) * WIDTH] for h in map(int, heads.split())], axis=-1
+        [OUTPUTS[..., h * WIDTH : (h + 1) * WIDTH] for h in map(int, heads.split())],
+        axis=-1,
     )
 
 
@@ -109,7 +110,9 @@ def test_groups_are_concatenated_features(folder: Path) -> None:
 
 def test_cumulative_groups_end_with_all_heads(folder: Path) -> None:
     table = compare(folder, cumulative=True, sites_b=["layer1.1.out"])
-    assert table["heads"].tolist() == [" ".join(map(str, ORDER[: k + 1])) for k in range(HEADS)]
+    assert table["heads"].tolist() == [
+        " ".join(map(str, ORDER[: k + 1])) for k in range(HEADS)
+    ]
     assert table["distance_px"] == pytest.approx([10, 15, 20, 25, 30, 35], rel=1e-6)
     # all heads are the whole site, in whatever order
     assert table["value"][-1] == pytest.approx(
@@ -144,12 +147,18 @@ def test_biased_and_minibatch_groups(folder: Path) -> None:
     biased = compare(folder, window=3, estimator="biased", sites_b=["stem"])
     expected = loop_cka(outputs_of(biased["heads"][0]), site("stem"), loop_hsic0)
     assert biased["value"][0] == pytest.approx(expected, abs=TOLERANCE)
-    noisy = compare(folder, window=3, estimator="minibatch", batch=8, examples=16, repeats=4)
+    noisy = compare(
+        folder, window=3, estimator="minibatch", batch=8, examples=16, repeats=4
+    )
     assert set(noisy["spread"].tolist()) == {"repeats"}
     assert np.isfinite(noisy["std"]).all()
     # one batch of everything is the exact value
-    once = compare(folder, window=3, estimator="minibatch", batch=N, examples=N, repeats=1)
-    assert once["value"] == pytest.approx(compare(folder, window=3)["value"], abs=TOLERANCE)
+    once = compare(
+        folder, window=3, estimator="minibatch", batch=N, examples=N, repeats=1
+    )
+    assert once["value"] == pytest.approx(
+        compare(folder, window=3)["value"], abs=TOLERANCE
+    )
 
 
 def test_group_algebra_by_hand() -> None:
@@ -172,11 +181,15 @@ def test_both_count_the_images_of_both_stores(tmp_path: Path) -> None:
     skewed = distances()
     skewed[5, 0, 3] = 1e4  # the most local head, in an image that only vit can read
     a = vit(tmp_path / "vit.zarr", distances=skewed, valid=[i != 9 for i in range(N)])
-    b = write_model(tmp_path / "cnn.zarr", CNN_SITES, layout=CNN, valid=[i != 5 for i in range(N)])
+    b = write_model(
+        tmp_path / "cnn.zarr", CNN_SITES, layout=CNN, valid=[i != 5 for i in range(N)]
+    )
     table = run(a, b, window=1, no_cache=True)
     keep = [i for i in range(N) if i not in (5, 9)]
     assert table["heads"][0] == "3"
-    assert table["distance_px"][0] == pytest.approx(distances()[keep, 0, 3].mean(), rel=1e-6)
+    assert table["distance_px"][0] == pytest.approx(
+        distances()[keep, 0, 3].mean(), rel=1e-6
+    )
     expected = loop_cka(outputs_of("3")[keep], site("stem")[keep])
     assert table["value"][0] == pytest.approx(expected, abs=TOLERANCE)
     assert set(table["n_images"].tolist()) == {N - 2}
@@ -249,7 +262,11 @@ def test_notes(folder: Path) -> None:
     assert notes["batch"] == 8
     assert "Raghu" in notes["preset"]
     assert json.loads(json.dumps(notes)) == notes
-    assert compare(folder, cumulative=True).notes["groups"].startswith("the most local heads")
+    assert (
+        compare(folder, cumulative=True)
+        .notes["groups"]
+        .startswith("the most local heads")
+    )
 
 
 @pytest.mark.slow
@@ -257,9 +274,13 @@ def test_figure(folder: Path) -> None:
     table = compare(folder, window=2)
     figure = plot(table)
     axes = figure.axes[0]
-    curves = [line for line in axes.lines if line.get_linestyle() == "-"]  # beside error bars' caps
+    curves = [
+        line for line in axes.lines if line.get_linestyle() == "-"
+    ]  # beside error bars' caps
     assert len(curves) == 2
-    assert np.asarray(curves[0].get_xdata()).tolist() == table["distance_px"][::2].tolist()
+    assert (
+        np.asarray(curves[0].get_xdata()).tolist() == table["distance_px"][::2].tolist()
+    )
     assert np.asarray(curves[1].get_ydata()).tolist() == table["value"][1::2].tolist()
     assert axes.get_title(loc="left").startswith("windows of 2 heads, n = ")
     assert "(px)" in axes.get_xlabel() and "vit, block 0" in axes.get_xlabel()
@@ -268,7 +289,9 @@ def test_figure(folder: Path) -> None:
     assert texts == ["cnn, stem", "cnn, layer1.0"]
     figure_bytes(figure)
     plot(Table(table.frame))
-    noisy = plot(compare(folder, window=2, estimator="minibatch", batch=8, examples=16, repeats=3))
+    noisy = plot(
+        compare(folder, window=2, estimator="minibatch", batch=8, examples=16, repeats=3)
+    )
     assert "std over minibatch repeats" in noisy.axes[0].get_title(loc="left")
 
 

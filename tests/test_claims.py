@@ -100,7 +100,9 @@ def test_a_claim_of_an_ended_process_is_lost_at_once(
     assert Claims(files, {}).take([0, 1, 2], 2) == [0, 1]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff", b"[" * 5000, b'{"process": 3}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[1]", b"\xff", b"[" * 5000, b'{"process": 3}']
+)
 def test_a_claim_that_says_nothing_waits_its_time(files: Folder, text: bytes) -> None:
     (files.place / "commits" / ".claim.4.json").write_bytes(text)
     one = Claims(files, {})
@@ -198,7 +200,9 @@ def test_two_processes_share_what_is_there(
 
 
 def test_others_are_looked_at_soon_then_rarely() -> None:
-    assert list(islice(sharding.pauses(), 7)) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
+    assert list(islice(sharding.pauses(), 7)) == pytest.approx(
+        [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]
+    )
 
 
 @pytest.mark.slow

@@ -62,7 +62,10 @@ def test_cityscapes_has_nineteen_classes(sets: Path) -> None:
     assert all(key.endswith("_leftImg8bit.png") for key in maps.keys)
     assert len(maps.keys) == 4  # instanceIds beside them are none
     found = maps.read(0)
-    assert set(np.unique(found)) <= {IGNORED, *(list(OFFICIAL).index(v) for v in CITYSCAPES)}
+    assert set(np.unique(found)) <= {
+        IGNORED,
+        *(list(OFFICIAL).index(v) for v in CITYSCAPES),
+    }
     assert (found == IGNORED).any()
 
 
@@ -78,7 +81,9 @@ def test_coco_s_panoptic_segments_and_objects(sets: Path) -> None:
     assert not (found == IGNORED).any()
     objects = open_class_maps(annotations / "instances_val2017.json")
     assert objects.classes[0] == "background"
-    things = np.isin(found, [list(panoptic.classes).index(n) for n in objects.classes[1:]])
+    things = np.isin(
+        found, [list(panoptic.classes).index(n) for n in objects.classes[1:]]
+    )
     assert ((objects.read(0) > 0) == things).all()
     crowded = objects.read(3)  # every fourth image has a crowd
     assert (crowded == IGNORED).any()
@@ -89,7 +94,9 @@ def test_coco_s_panoptic_segments_and_objects(sets: Path) -> None:
         [annotations / "panoptic_val2017.json", annotations / "panoptic_train2017.json"]
     )
     assert len(both.keys) == 8
-    assert (both.read(4) == open_class_maps(annotations / "panoptic_train2017.json").read(0)).all()
+    assert (
+        both.read(4) == open_class_maps(annotations / "panoptic_train2017.json").read(0)
+    ).all()
 
 
 def test_a_plain_folder_s_values_are_classes(tmp_path: Path) -> None:

@@ -28,7 +28,17 @@ from vitsee_stores.errors import VitseeError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 MODULES = [*pkgutil.iter_modules(analyses.__path__)]
-HEAVY = ("torch", "torchvision", "timm", "matplotlib", "scipy", "zarr", "rich", "PIL", "polars")
+HEAVY = (
+    "torch",
+    "torchvision",
+    "timm",
+    "matplotlib",
+    "scipy",
+    "zarr",
+    "rich",
+    "PIL",
+    "polars",
+)
 
 
 class Resumable(VitseeError):
@@ -64,10 +74,19 @@ def raising(error: BaseException) -> Callable[[], None]:
     [
         (VitseeError("no site 'x'\n  here"), "vitsee probe: no site 'x' here"),
         (Resumable("stopped by SIGTERM"), "vitsee probe: stopped by SIGTERM"),
-        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: permission denied"),
-        (OSError(errno.ENOSPC, "No space left on device"), "probe: no space left on device"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/b"),
+            "/a/b: permission denied",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "probe: no space left on device",
+        ),
         (OSError(errno.EROFS, "Read-only file system", "/a"), "read-only file system"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/a"), "/a: no such"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/a"),
+            "/a: no such",
+        ),
         (MemoryError(), "vitsee probe: out of memory"),
         (KeyboardInterrupt(), "vitsee probe: interrupted"),
     ],
@@ -79,7 +98,9 @@ def test_what_a_user_can_cause_is_one_line(error: BaseException, line: str) -> N
     assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x"), OSError(errno.EBADF, "Bad")])
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), KeyError("x"), OSError(errno.EBADF, "Bad")]
+)
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     assert run(raising(error)).exception is error
 
@@ -112,13 +133,17 @@ def test_head_ends_quietly(tmp_path: Path) -> None:
         "Group('vitsee')(['many'])\n"
     )
     command = f"{sys.executable} {script} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["0", "0"]
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_rich_does_not_end_the_program_on_a_broken_pipe(tmp_path: Path, stream: str) -> None:
+def test_rich_does_not_end_the_program_on_a_broken_pipe(
+    tmp_path: Path, stream: str
+) -> None:
     """rich would exit with 1: to `vitsee info X | head -1`, to an extraction `2>&1 | head -1`."""
     script = tmp_path / "many.py"
     script.write_text(
@@ -137,14 +162,20 @@ def test_rich_does_not_end_the_program_on_a_broken_pipe(tmp_path: Path, stream: 
     pipe = "|" if stream == "stdout" else "2>&1 >/dev/null |"
     command = f"{sys.executable} {script} {pipe} true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=True, env=ENVIRONMENT
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
     # What is written for nobody ends at once; the command whose remarks nobody reads does its work.
     assert (tmp_path / "end").exists() == (stream == "stderr")
 
 
-def shell(command: str, store: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(
+    command: str, store: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A line of bash in which `vitsee` is this one and $S the store; its status is the result's."""
     script = f'vitsee() {{ "{sys.executable}" -m vitsee_cli "$@"; }}; {command}'
     return subprocess.run(
@@ -169,7 +200,9 @@ def test_closed_stdout_is_said(make_store: Callable[..., Path], command: str) ->
 
 
 @pytest.mark.slow
-def test_closed_streams_that_nobody_needs(make_store: Callable[..., Path], tmp_path: Path) -> None:
+def test_closed_streams_that_nobody_needs(
+    make_store: Callable[..., Path], tmp_path: Path
+) -> None:
     store = make_store()
     # Quiet: on a slow machine its progress is said.
     done = shell(f"vitsee -q attn-dist $S -o {tmp_path}/r.csv >&- <&-", store)
@@ -217,7 +250,9 @@ class PanicException(BaseException):
     [
         RuntimeError("can't start new thread"),
         BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-        PanicException("could not spawn threads: ThreadPoolBuildError { code: 11, WouldBlock }"),
+        PanicException(
+            "could not spawn threads: ThreadPoolBuildError { code: 11, WouldBlock }"
+        ),
         PanicException("OS can't spawn worker thread: Resource temporarily unavailable"),
     ],
 )
@@ -250,7 +285,11 @@ def test_other_panics_keep_their_traceback() -> None:
 @pytest.mark.slow
 def test_a_terminal_without_the_letters(make_store: Callable[..., Path]) -> None:
     store = make_store("größe.zarr")
-    for command in ("vitsee info $S", "vitsee attn-dist größe=$S | head -2", "vitsee info $S/nö"):
+    for command in (
+        "vitsee info $S",
+        "vitsee attn-dist größe=$S | head -2",
+        "vitsee info $S/nö",
+    ):
         done = shell(command, store, PYTHONIOENCODING="ascii", LC_ALL="C")
         assert "Traceback" not in done.stderr
         assert r"gr\xf6\xdfe" in done.stdout + done.stderr
@@ -291,7 +330,9 @@ def test_help_lists_every_command_file_and_analysis() -> None:
     for package in (commands, analyses):
         for module in pkgutil.iter_modules(package.__path__):
             assert f"\n  {module.name.replace('_', '-')} " in result.stdout
-    assert "..." not in result.stdout.split(QUESTIONS[0])[1], "a summary is too long for its line"
+    assert "..." not in result.stdout.split(QUESTIONS[0])[1], (
+        "a summary is too long for its line"
+    )
 
 
 def test_help_groups_the_commands_by_question() -> None:
@@ -306,9 +347,9 @@ def test_help_groups_the_commands_by_question() -> None:
     assert tuple(listed) == QUESTIONS, "their order, and no command without a question"
     attention = ["attn-dist", "attn-map", "head-importance", "head-types", "saliency"]
     assert listed["Where attention looks"] == attention
-    assert sorted(name for names in listed.values() for name in names) == main.list_commands(
-        click.Context(main)
-    )
+    assert sorted(
+        name for names in listed.values() for name in names
+    ) == main.list_commands(click.Context(main))
     assert len(columns) == 1
 
 
@@ -316,7 +357,9 @@ def test_a_command_without_a_question_is_listed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read from the file, which is not imported: a command's own imports cost the list nothing."""
-    (tmp_path / "my_own.py").write_text('raise ImportError\ndef command():\n    """Do it. So."""')
+    (tmp_path / "my_own.py").write_text(
+        'raise ImportError\ndef command():\n    """Do it. So."""'
+    )
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     shown = CliRunner().invoke(main, ["--help"]).stdout
     assert re.search(r"Other commands:\n  my-own +Do it.\n", shown)
@@ -324,7 +367,11 @@ def test_a_command_without_a_question_is_listed_too(
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("validat", "did you mean validate?"), ("attn_dist", "attn-dist"), ("zzzz", "commands: ")],
+    [
+        ("validat", "did you mean validate?"),
+        ("attn_dist", "attn-dist"),
+        ("zzzz", "commands: "),
+    ],
 )
 def test_unknown_command_suggests(typed: str, hint: str) -> None:
     result = CliRunner().invoke(main, [typed])
@@ -356,7 +403,11 @@ def test_every_command_documents_itself(name: str) -> None:
     assert command is not None
     assert f"vitsee {name}" in (command.help or ""), "no example"
     for option in command.params:
-        if not isinstance(option, click.Option) or option.name in ("verbose", "quiet", "help"):
+        if not isinstance(option, click.Option) or option.name in (
+            "verbose",
+            "quiet",
+            "help",
+        ):
             continue
         assert option.help, f"{option.opts} is not described"
         shown = "[default" in option.help or option.show_default or option.required
@@ -367,7 +418,11 @@ def heavy(code: str, modules: tuple[str, ...] = HEAVY) -> list[str]:
     """Which of the modules a fresh interpreter has imported after `code`."""
     code += f"\nimport sys; print(*[m for m in {modules!r} if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.splitlines()[-1].split()
 
@@ -384,8 +439,12 @@ def test_help_imports_nothing_heavy() -> None:
         shown(*words, "--help") for words in ((), ("info",), ("validate",), ("demo",))
     )
     assert heavy(light, ("numpy", *HEAVY)) == []
-    helps = "\n".join(shown(name, "--help") for name in main.list_commands(click.Context(main)))
-    loaded = "".join(f"\nassert '{analyses.__name__}.{m.name}' in sys.modules" for m in MODULES)
+    helps = "\n".join(
+        shown(name, "--help") for name in main.list_commands(click.Context(main))
+    )
+    loaded = "".join(
+        f"\nassert '{analyses.__name__}.{m.name}' in sys.modules" for m in MODULES
+    )
     assert set(heavy(f"{helps}\nimport sys{loaded}", (*HEAVY, "sklearn"))) <= {"PIL"}
 
 
@@ -399,13 +458,17 @@ def test_a_command_shows_and_takes_the_defaults_of_its_analysis() -> None:
     def run(store: str, mass: float = 0.6, kinds: tuple[str, ...] = ("a", "b")) -> None:
         pass
 
-    def plot(table: str, deep: bool = True, n: int | None = None, scale: str = "shared") -> None:
+    def plot(
+        table: str, deep: bool = True, n: int | None = None, scale: str = "shared"
+    ) -> None:
         pass
 
     @click.command()
     @options.defaults_of(run, plot)
     @click.option("--mass", type=float)
-    @click.option("--kind", "kinds", multiple=True, type=click.Choice("abc"), show_default="both")
+    @click.option(
+        "--kind", "kinds", multiple=True, type=click.Choice("abc"), show_default="both"
+    )
     @click.option("--deep/--shallow")
     @click.option("--n", type=int, show_default="all")
     @click.option("--scale", default="head", show_default=True)
@@ -420,11 +483,19 @@ def test_a_command_shows_and_takes_the_defaults_of_its_analysis() -> None:
     text = CliRunner().invoke(command, ["--help"]).stdout
     for default in ("0.6", "(both)", "deep", "(all)", "head"):
         assert f"[default: {default}]" in text
-    given = CliRunner().invoke(command, ["--mass", "1", "--kind", "c", "--shallow"]).stdout
-    assert ast.literal_eval(given) == values | {"mass": 1.0, "kinds": ("c",), "deep": False}
+    given = (
+        CliRunner().invoke(command, ["--mass", "1", "--kind", "c", "--shallow"]).stdout
+    )
+    assert ast.literal_eval(given) == values | {
+        "mass": 1.0,
+        "kinds": ("c",),
+        "deep": False,
+    }
 
 
-def test_a_switch_takes_the_default_of_its_analysis_with_older_releases_of_click() -> None:
+def test_a_switch_takes_the_default_of_its_analysis_with_older_releases_of_click() -> (
+    None
+):
     """They give a switch without a default False, newer ones their own word for none."""
 
     def run(residual: bool = True) -> None:
@@ -444,7 +515,11 @@ def test_a_switch_takes_the_default_of_its_analysis_with_older_releases_of_click
 
 @pytest.mark.parametrize(
     ("flags", "seen"),
-    [([], ["remark", "warning: careful"]), (["-q"], ["warning: careful"]), (["-v"], None)],
+    [
+        ([], ["remark", "warning: careful"]),
+        (["-q"], ["warning: careful"]),
+        (["-v"], None),
+    ],
 )
 def test_verbosity(flags: list[str], seen: list[str] | None) -> None:
     def body() -> None:
@@ -456,7 +531,9 @@ def test_verbosity(flags: list[str], seen: list[str] | None) -> None:
     for args in ([*flags, "probe"], ["probe", *flags]):
         result = run(body, *args)
         assert result.stdout == "result\n"
-        assert result.stderr.splitlines() == (seen or ["detail", "remark", "warning: careful"])
+        assert result.stderr.splitlines() == (
+            seen or ["detail", "remark", "warning: careful"]
+        )
 
 
 def test_remarks_are_printed_as_they_are() -> None:
@@ -488,7 +565,9 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def body() -> None:
         monkeypatch.setattr(
-            console, "stderr", lambda: Console(stderr=True, force_terminal=True, width=100)
+            console,
+            "stderr",
+            lambda: Console(stderr=True, force_terminal=True, width=100),
         )
         reporter = console.Reporter("b16.zarr", after=0.0)
         reporter.start(64)
@@ -505,15 +584,21 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
-def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(own: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}]
+)
+def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(
+    own: dict[str, str],
+) -> None:
     environ = {"HOME": "/home/x", **own}
     share_cores(environ)
     assert environ == {"HOME": "/home/x", **(own or {"GOMP_SPINCOUNT": "1000"})}
 
 
 def test_command_line_is_what_was_typed() -> None:
-    result = run(lambda: console.out(json.dumps(console.command_line())), "-q", "probe", "-v")
+    result = run(
+        lambda: console.out(json.dumps(console.command_line())), "-q", "probe", "-v"
+    )
     assert json.loads(result.stdout) == ["vitsee", "-q", "probe", "-v"]
 
 
@@ -521,12 +606,28 @@ def test_options_under_headings() -> None:
     """Every option once, below its heading, in the order in which they were given."""
 
     @click.command("x", cls=SectionedCommand)
-    @section("First", click.option("--one", help="One."), click.option("--two", help="Two."))
+    @section(
+        "First", click.option("--one", help="One."), click.option("--two", help="Two.")
+    )
     @click.option("--loose", help="Loose.")
     @section("Second", click.option("--three", help="Three."))
     def command() -> None:
         """Say nothing."""
 
-    lines = [line.strip() for line in CliRunner().invoke(command, ["--help"]).stdout.splitlines()]
-    words = [line.split()[0] for line in lines if line.startswith("-") or line.endswith(":")]
-    assert words == ["First:", "--one", "--two", "Second:", "--three", "Other", "--loose", "--help"]
+    lines = [
+        line.strip()
+        for line in CliRunner().invoke(command, ["--help"]).stdout.splitlines()
+    ]
+    words = [
+        line.split()[0] for line in lines if line.startswith("-") or line.endswith(":")
+    ]
+    assert words == [
+        "First:",
+        "--one",
+        "--two",
+        "Second:",
+        "--three",
+        "Other",
+        "--loose",
+        "--help",
+    ]

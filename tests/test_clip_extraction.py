@@ -35,7 +35,16 @@ from vitsee_stores.plan import Clip
 
 CLIPS, FRAMES = 5, 3
 BROKEN = 3  # clip c3 has a frame that is none
-ALL = ("--sites", "all", "--attention", "rows", "--inputs", "--grams", "--order", "dataset")
+ALL = (
+    "--sites",
+    "all",
+    "--attention",
+    "rows",
+    "--inputs",
+    "--grams",
+    "--order",
+    "dataset",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +61,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=[pytest.param("vit", marks=pytest.mark.slow), "resnet"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("vit", marks=pytest.mark.slow), "resnet"]
+)
 def both(
     request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Store, Store]:
@@ -60,9 +71,15 @@ def both(
     folder = tmp_path_factory.mktemp(request.param)
     model = VIT if request.param == "vit" else RESNET
     clips, images = folder / "clips.zarr", folder / "images.zarr"
-    keep = [word for word in ALL if request.param == "vit" or word not in ("--attention", "rows")]
+    keep = [
+        word
+        for word in ALL
+        if request.param == "vit" or word not in ("--attention", "rows")
+    ]
     size = ("--slab", 2, "--batch-size", 2)
-    extracted(*model, "--data", root / "frames", "--frames", FRAMES, *keep, *size, "-o", clips)
+    extracted(
+        *model, "--data", root / "frames", "--frames", FRAMES, *keep, *size, "-o", clips
+    )
     size = ("--slab", 2 * FRAMES, "--batch-size", 2 * FRAMES)
     extracted(*model, "--data", root / "frames.txt", *keep, *size, "-o", images)
     assert validate(clips, deep=True) == []
@@ -105,7 +122,9 @@ def test_tokens_are_those_of_the_frames_to_the_bit(both: tuple[Store, Store]) ->
         assert_array_equal(found, wanted.reshape(found.shape), strict=True)
         if own.prefix:
             wanted = by_kind(of_frames(images.acts(site.name, "prefix")[:]))
-            assert_array_equal(clips.acts(site.name, "prefix")[valid_clips()], wanted, strict=True)
+            assert_array_equal(
+                clips.acts(site.name, "prefix")[valid_clips()], wanted, strict=True
+            )
         for kind in ("cls", "mean"):
             if images.has(f"pooled/{site.name}/{kind}"):
                 values = of_frames(images.pooled(site.name, kind)[:]).astype(np.float64)
@@ -117,7 +136,9 @@ def test_tokens_are_those_of_the_frames_to_the_bit(both: tuple[Store, Store]) ->
         n += 1
     assert n > 3
     assert_array_equal(
-        clips.array("input")[valid_clips()], of_frames(images.array("input")[:]), strict=True
+        clips.array("input")[valid_clips()],
+        of_frames(images.array("input")[:]),
+        strict=True,
     )
 
 
@@ -142,7 +163,9 @@ def whole_attention(rows: NDArray[Any], n: int) -> NDArray[Any]:
     for clip in rows:
         tokens = [clip[t, ..., p] / FRAMES for p in range(n) for t in range(FRAMES)]
         tokens += [
-            clip[t, ..., k] / FRAMES for t in range(FRAMES) for k in range(n, clip.shape[-1])
+            clip[t, ..., k] / FRAMES
+            for t in range(FRAMES)
+            for k in range(n, clip.shape[-1])
         ]
         out.append(np.stack(tokens, -1))
     return np.stack(out)
@@ -160,7 +183,9 @@ def test_attention_is_that_of_the_frames(both: tuple[Store, Store]) -> None:
     for name in ("distance_px", "distance_unit", "distance_px_raw", "prefix_mass", "entropy",
                  "query_std", "qk_nmi", "head_std"):  # fmt: skip
         wanted = of_frames(images.attention(name)[:]).mean(1)
-        assert_allclose(clips.attention(name)[valid_clips()], wanted, **single, err_msg=name)
+        assert_allclose(
+            clips.attention(name)[valid_clips()], wanted, **single, err_msg=name
+        )
     n_queries = of_frames(images.attention("n_queries")[:])
     assert_array_equal(clips.attention("n_queries")[valid_clips()], n_queries.sum(1))
     assert (clips.attention("distance_frames")[valid_clips()] == 0).all()
@@ -168,18 +193,27 @@ def test_attention_is_that_of_the_frames(both: tuple[Store, Store]) -> None:
     assert np.isnan(clips.attention("frame_mass")[BROKEN]).all()
     assert (clips.attention("received_argmax")[BROKEN] == -1).all()
     for name in ("received_rows", "cls_rows", "rollout"):
-        wanted = whole_attention(of_frames(images.attention(name)[:]), own.layout.n_prefix)
+        wanted = whole_attention(
+            of_frames(images.attention(name)[:]), own.layout.n_prefix
+        )
         found = clips.attention(name)[valid_clips()].astype(np.float32)
         assert_allclose(found, wanted, rtol=2e-3, atol=1e-5, err_msg=name)
     received = clips.attention("received_rows")[valid_clips()].astype(np.float32)
     largest = clips.attention("received_max")[valid_clips()]
     assert_allclose(largest, received.max(-1), rtol=1e-3)
     at = clips.attention("received_argmax")[valid_clips()]
-    assert_allclose(np.take_along_axis(received, at[..., None], -1)[..., 0], largest, rtol=1e-3)
+    assert_allclose(
+        np.take_along_axis(received, at[..., None], -1)[..., 0], largest, rtol=1e-3
+    )
     valid = np.repeat(valid_clips(), FRAMES)
-    sums = {name: np.asarray(clips.attention_sums(name)).sum(0) for name in ("received", "cls_map")}
+    sums = {
+        name: np.asarray(clips.attention_sums(name)).sum(0)
+        for name in ("received", "cls_map")
+    }
     for name, rows in (("received", "received_rows"), ("cls_map", "cls_rows")):
-        wanted = whole_attention(of_frames(images.attention(rows)[:]), own.layout.n_prefix).sum(0)
+        wanted = whole_attention(
+            of_frames(images.attention(rows)[:]), own.layout.n_prefix
+        ).sum(0)
         assert_allclose(sums[name], wanted, rtol=2e-3, atol=1e-4)
         assert_allclose(sums[name].sum(-1), valid_clips().sum(), rtol=1e-3)
     # Those of the image store have the frames of the damaged clip that can be read: taken off.
@@ -208,7 +242,9 @@ def test_layouts_go_both_ways() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "frames"), [("VideoMAEModel", 6), ("TimesformerModel", 3)])
+@pytest.mark.parametrize(
+    ("name", "frames"), [("VideoMAEModel", 6), ("TimesformerModel", 3)]
+)
 def test_models_of_clips_against_the_library(
     videos: Path, tmp_path: Path, name: str, frames: int
 ) -> None:
@@ -219,7 +255,15 @@ def test_models_of_clips_against_the_library(
 
     library_model(name).save_pretrained(tmp_path / "model")
     path = tmp_path / "a.zarr"
-    options = ("--sites", "embed,blocks", "--dtype", "float32", "--inputs", "--data", videos)
+    options = (
+        "--sites",
+        "embed,blocks",
+        "--dtype",
+        "float32",
+        "--inputs",
+        "--data",
+        videos,
+    )
     extracted(f"transformers:{tmp_path / 'model'}", *options, "-o", path)
     assert validate(path, deep=True) == []
     store = open_store(path)
@@ -234,7 +278,9 @@ def test_models_of_clips_against_the_library(
     for site, state in (("embed", 0), ("blocks.1.out", 2)):
         wanted, found = states.hidden_states[state].numpy(), store.acts(site)[:]
         if name == "TimesformerModel":
-            body = wanted[:, 1:].reshape(len(wanted), 4, 4, 3, -1).transpose(0, 3, 1, 2, 4)
+            body = (
+                wanted[:, 1:].reshape(len(wanted), 4, 4, 3, -1).transpose(0, 3, 1, 2, 4)
+            )
             wanted = np.concatenate([wanted[:, :1], body.reshape(len(wanted), 48, -1)], 1)
         assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     groups = store.attention_blocks
@@ -244,7 +290,9 @@ def test_models_of_clips_against_the_library(
     for group in groups:
         share = store.attention("frame_mass", group.prefix)[:]
         alone = group.window == (1, 4, 4)
-        assert_allclose(share, 1, rtol=1e-5) if alone else np.testing.assert_array_less(share, 1)
+        assert_allclose(share, 1, rtol=1e-5) if alone else np.testing.assert_array_less(
+            share, 1
+        )
 
 
 def invoked(*words: object) -> str:
@@ -265,7 +313,16 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-SMALL = [*VIT, "--sites", "blocks.-1.out", "--attention", "none", "--no-residual", "--frames", "2"]
+SMALL = [
+    *VIT,
+    "--sites",
+    "blocks.-1.out",
+    "--attention",
+    "none",
+    "--no-residual",
+    "--frames",
+    "2",
+]
 
 
 def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
@@ -275,7 +332,12 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     assert "5 clips in 3 slabs" in made and " clips/s" in made and " images" not in made
     store, record = open_store(path), describe(path)
     assert record["features"] == ["clips", "pixel_hash"]
-    assert record["clip"] == {"frames": 2, "every": 3, "time": "shuffled", "by_frame": True}
+    assert record["clip"] == {
+        "frames": 2,
+        "every": 3,
+        "time": "shuffled",
+        "by_frame": True,
+    }
     about = {"frames": 2, "every": 3, "time": "shuffled", "seed": 4}
     assert store.manifest.identity["transform"]["clip"] == about
     assert store.manifest.transform["clip"] == about
@@ -283,7 +345,10 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     assert_allclose(store.array("seconds")[:], 0.3, rtol=1e-6)
     assert store.samples.label.tolist() == [int(name[5]) for name in store.samples.id]
     said = invoked("info", path)
-    assert "clips      5 clips, 5 of them stored and readable" in said and "images" not in said
+    assert (
+        "clips      5 clips, 5 of them stored and readable" in said
+        and "images" not in said
+    )
     assert "frames     2 frames of each, every 3, shuffled, one by one" in said
     assert "2x4x6  cls x 2" in said
     # Repeated, with its choices left out, and with others.
@@ -300,7 +365,9 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
         assert said in refused.output
 
 
-def test_clips_resume_and_grow_to_what_they_are_at_once(videos: Path, tmp_path: Path) -> None:
+def test_clips_resume_and_grow_to_what_they_are_at_once(
+    videos: Path, tmp_path: Path
+) -> None:
     """A lost slab is made again; more clips, and more sites, are added: the same bytes."""
     order = ("--order", "dataset", "--slab", 2, "--batch-size", 1)
     whole, grown = tmp_path / "whole.zarr", tmp_path / "grown.zarr"
@@ -312,7 +379,9 @@ def test_clips_resume_and_grow_to_what_they_are_at_once(videos: Path, tmp_path: 
     extracted(*SMALL, "--data", videos, *order, "--images", 2, "-o", grown)
     extracted(*SMALL, "--data", videos, *order, "--images", 5, "-o", grown)
     assert validate(grown, deep=True) == []
-    extracted(*SMALL, "--data", videos, *order, "--images", 5, "--sites", "embed", "-o", grown)
+    extracted(
+        *SMALL, "--data", videos, *order, "--images", 5, "--sites", "embed", "-o", grown
+    )
     assert validate(grown, deep=True) == []
     one, two = open_store(whole), open_store(grown)
     for path in one.arrays:
@@ -328,7 +397,9 @@ def test_shards_make_the_same_store(videos: Path, tmp_path: Path) -> None:
     order = ("--order", "dataset", "--slab", 2, "--batch-size", 1, "--data", videos)
     extracted(*SMALL, *order, "-o", tmp_path / "a.zarr")
     for shard in ("0/2", "1/2"):
-        extracted(*SMALL, *order, "--shard", shard, "--workers", 2, "-o", tmp_path / "b.zarr")
+        extracted(
+            *SMALL, *order, "--shard", shard, "--workers", 2, "-o", tmp_path / "b.zarr"
+        )
     assert array_bytes(tmp_path / "a.zarr") == array_bytes(tmp_path / "b.zarr")
 
 
@@ -336,10 +407,26 @@ def test_shards_make_the_same_store(videos: Path, tmp_path: Path) -> None:
 def test_a_killed_run_is_resumed_to_the_same_bytes(videos: Path, tmp_path: Path) -> None:
     rows = [f"{videos}/class0/0.mp4,{k}" for k in range(60)]
     (tmp_path / "list.csv").write_text("\n".join(["path,id", *rows]))
-    words = [*SMALL, "--data", tmp_path / "list.csv", "--slab", 1, "--batch-size", 1, "-o"]
+    words = [
+        *SMALL,
+        "--data",
+        tmp_path / "list.csv",
+        "--slab",
+        1,
+        "--batch-size",
+        1,
+        "-o",
+    ]
     extracted(*words, tmp_path / "whole.zarr")
     killed = tmp_path / "killed.zarr"
-    command = [sys.executable, "-m", "vitsee_cli", "extract", *map(str, words), str(killed)]
+    command = [
+        sys.executable,
+        "-m",
+        "vitsee_cli",
+        "extract",
+        *map(str, words),
+        str(killed),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
     until = time.monotonic() + 120
     while not (killed / "commits" / "c.2.0").exists() and time.monotonic() < until:
@@ -356,7 +443,9 @@ def test_slabs_are_sized_by_what_a_clip_has(videos: Path, tmp_path: Path) -> Non
     many = tmp_path / "list.csv"
     rows = [f"{videos}/class0/0.mp4,{k}" for k in range(40)]
     many.write_text("\n".join(["path,id", *rows]))
-    result = extracted(*SMALL[:-1], 10, "--data", many, "--dry-run", "-o", tmp_path / "a.zarr")
+    result = extracted(
+        *SMALL[:-1], 10, "--data", many, "--dry-run", "-o", tmp_path / "a.zarr"
+    )
     assert "40 clips in slabs of 25" in result.output
 
 
@@ -367,8 +456,14 @@ def test_slabs_are_sized_by_what_a_clip_has(videos: Path, tmp_path: Path) -> Non
         (("--every", 2), "--every is about frames of clips: give --frames N too"),
         (("--time", "still"), "--time is about frames of clips: give --frames N too"),
         (("--frames", 2, "--erf", 2), "--erf is not supported with clips (--frames)"),
-        (("--frames", 2, "--short-side", 64, "--tiles"), "--short-side is not supported with clip"),
-        (("--frames", 2, "--attention", "full"), "--attention full is not supported: an image"),
+        (
+            ("--frames", 2, "--short-side", 64, "--tiles"),
+            "--short-side is not supported with clip",
+        ),
+        (
+            ("--frames", 2, "--attention", "full"),
+            "--attention full is not supported: an image",
+        ),
         (("--frames", 99), "none of the first 5 clips can be read"),
         (
             ("--frames", 2, "--ablate-heads", "blocks.0:0=zero"),
@@ -385,7 +480,9 @@ def test_what_does_not_go_is_said_in_a_line(
     assert not (tmp_path / "a.zarr").exists()
 
 
-def test_an_own_module_of_clips_without_a_number_of_frames(videos: Path, tmp_path: Path) -> None:
+def test_an_own_module_of_clips_without_a_number_of_frames(
+    videos: Path, tmp_path: Path
+) -> None:
     """The refusal says what is missing; with --frames it goes on, and what is stated in full is not
     called assumed."""
     (tmp_path / "model.py").write_text(
@@ -403,7 +500,14 @@ def test_an_own_module_of_clips_without_a_number_of_frames(videos: Path, tmp_pat
         "    return Clips()\n"
     )
     stated = ("--img-size", 32, "--img-mean", 0.5, "--img-std", 0.5, "--sites", "all")
-    words = (f"{tmp_path / 'model.py'}:build", "--data", videos, *stated, "-o", tmp_path / "a.zarr")
+    words = (
+        f"{tmp_path / 'model.py'}:build",
+        "--data",
+        videos,
+        *stated,
+        "-o",
+        tmp_path / "a.zarr",
+    )
     result = extract(*words)
     assert result.exit_code == 1 and result.output.count("\n") == 1
     assert "does not run on images of 32 x 32 pixels" in result.output
@@ -424,11 +528,15 @@ def test_python_has_the_same_options(videos: Path, tmp_path: Path) -> None:
     tokens = store.acts(store.plan.stored[0].name, "patches")[:]
     assert tokens.shape[:2] == (2, 2)
     assert_array_equal(tokens[:, 0], tokens[:, 1])
-    with pytest.raises(vitsee.VitseeError, match="time is 'later'; expected ordered, shuffled"):
+    with pytest.raises(
+        vitsee.VitseeError, match="time is 'later'; expected ordered, shuffled"
+    ):
         vitsee.extract("test_vit", videos, tmp_path / "b.zarr", frames=2, time="later")
 
 
-def test_manifests_of_image_stores_have_no_word_of_clips(root: Path, tmp_path: Path) -> None:
+def test_manifests_of_image_stores_have_no_word_of_clips(
+    root: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "a.zarr"
     extracted(*VIT, "--data", root / "frames.txt", "--images", 2, "--attention", "none",
               "--no-residual", "--sites", "head", "-o", path)  # fmt: skip
@@ -443,7 +551,9 @@ def test_manifests_of_image_stores_have_no_word_of_clips(root: Path, tmp_path: P
 def test_frames_count_by_their_queries() -> None:
     """Clips of two frames, one head: 3 queries of mean distance 4 and 1 of 8 have a mean of 5; a
     frame without queries has no part in it, and a clip without any has no value."""
-    kind: Any = type("OfTwo", (FrameObserver,), {"_frames": 2, "_sum_dtype": torch.float64})
+    kind: Any = type(
+        "OfTwo", (FrameObserver,), {"_frames": 2, "_sum_dtype": torch.float64}
+    )
     observer: Any = kind.__new__(kind)
     counts = torch.tensor([[3], [1], [2], [0], [0], [0]])
     distance = torch.tensor([[4.0], [8.0], [7.0], [np.nan], [np.nan], [np.nan]])

@@ -32,16 +32,24 @@ from tests.clip_stores import (
 )
 from tests.printed_text import flaws
 from tests.stores import write, write_residuals, write_sites
-from vitsee_core.analyses import attn_map, concepts, cosine_map, normratio, norms, pca, spectrum
+from vitsee_core.analyses import (
+    attn_map,
+    concepts,
+    cosine_map,
+    normratio,
+    norms,
+    pca,
+    spectrum,
+)
 from vitsee_core.analyses.norms.stream_norms import neighbour_cosines
 from vitsee_core.attention.head_maps import per_query
 from vitsee_core.attention.heads import StoredAttention, even_shares
 from vitsee_core.figures.clip_strips import Moment
 from vitsee_core.figures.head_tiles import tile_table
 from vitsee_core.figures.panels import drawn_for
-from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.figures.patch_maps.photos import evenly_with
 from vitsee_core.figures.patch_maps.views import View
+from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.pages.report.captions import caption, headline
 from vitsee_core.runtime.progress import Silent
 from vitsee_core.tables.results import Table
@@ -100,7 +108,9 @@ def test_a_patch_without_a_frame_is_in_the_middle_of_time(tmp_path: Path) -> Non
     tokens = dict(table.frame.select("at", "token").unique(maintain_order=True).rows())
     assert tokens == {"1,3": "2,1,3", "9,17px": "2,2,1", "middle": "2,2,2"}
     assert [mark["time"] for mark in table.notes["marks"]] == [0.625] * 3
-    with pytest.raises(SiteError, match=r"has no token 4,0,0: .* a grid of 4 x 4 at 4 times"):
+    with pytest.raises(
+        SiteError, match=r"has no token 4,0,0: .* a grid of 4 x 4 at 4 times"
+    ):
         cosine_map.run(store, image=["0"], at=["4,0,0"])
 
 
@@ -117,7 +127,11 @@ def test_offsets_are_those_within_frames(tmp_path: Path) -> None:
     """Means by offset of a clip are those of its frames as images, over all pairs."""
     clips = write_clips(tmp_path / "clips.zarr")
     table = cosine_map.run(clips, offsets=True, sites=["blocks.0.out"])
-    x = square_tokens(noise=0.3, seed=0).reshape(N, TIMES, SIDE, SIDE, DIM).astype(np.float64)
+    x = (
+        square_tokens(noise=0.3, seed=0)
+        .reshape(N, TIMES, SIDE, SIDE, DIM)
+        .astype(np.float64)
+    )
     x /= np.linalg.norm(x, axis=-1, keepdims=True)
     for row, col, value in table.frame.select("row", "col", "value").rows():
         found = [
@@ -146,7 +160,9 @@ def test_components_are_of_all_frames(tmp_path: Path) -> None:
     assert scores[on].min() > scores[~on].max() or scores[on].max() < scores[~on].min()
 
 
-def test_colours_of_grids_with_other_times_are_turned_to_each_other(tmp_path: Path) -> None:
+def test_colours_of_grids_with_other_times_are_turned_to_each_other(
+    tmp_path: Path,
+) -> None:
     """A layer on half the times is compared with the reference at the times in between."""
     rng = np.random.default_rng(0)
     coarse = dataclasses.replace(LAYOUT, frames=2, stride_frames=4.0)
@@ -186,7 +202,8 @@ def test_norms_of_every_patch_of_every_frame(tmp_path: Path) -> None:
     x = square_tokens(noise=0.3, seed=0).astype(np.float64)
     length = np.linalg.norm(x, axis=-1)
     found = filled(
-        table.with_frame(table.frame.filter(table.frame["row"].is_not_null())), metric="norm"
+        table.with_frame(table.frame.filter(table.frame["row"].is_not_null())),
+        metric="norm",
     )
     assert np.allclose(found, length.mean(0).reshape(MAP), rtol=1e-6)
     rows = table.frame.filter(table.frame["row"].is_not_null(), metric="outlier_share")
@@ -254,7 +271,9 @@ def test_rollout_over_frames(attended: Any) -> None:
 
 
 def test_attention_of_one_clip(attended: Any) -> None:
-    table = attn_map.run(attended, image=["clip1.mp4"], query=[(1, 2, 2)], sites=["blocks.1"])
+    table = attn_map.run(
+        attended, image=["clip1.mp4"], query=[(1, 2, 2)], sites=["blocks.1"]
+    )
     a = moving_attention()[1]
     own = filled(table, token="mean", head=1, metric="attention")
     assert np.allclose(own, a[1].mean(0).reshape(MAP), rtol=1e-3)  # stored in float16
@@ -263,7 +282,9 @@ def test_attention_of_one_clip(attended: Any) -> None:
     assert asked[1].sum() == pytest.approx(1, rel=1e-3) and asked[[0, 2, 3]].sum() == 0
     assert np.allclose(filled(table, token="1,2,2", head=0), square_mask()[1] / TIMES)
     clip = table.notes["sheet"]["images"]["clip1.mp4"]
-    assert list(clip["pictures"]) == ["1", "3", "5", "7"] and clip["seconds"] == pytest.approx(0.04)
+    assert list(clip["pictures"]) == ["1", "3", "5", "7"] and clip[
+        "seconds"
+    ] == pytest.approx(0.04)
     with pytest.raises(SiteError, match="has no token 2,2"):
         attn_map.run(attended, image=["0"], query=[(2, 2)])
 
@@ -277,7 +298,9 @@ def test_offsets_add_up_the_times() -> None:
         for q, k in np.ndindex(LAYOUT.n_body, LAYOUT.n_body):
             dy = k // SIDE % SIDE - q // SIDE % SIDE
             dx = k % SIDE - q % SIDE
-            aligned[n, :, h, dy + SIDE - 1, dx + SIDE - 1] += a[n, h, q, k] / LAYOUT.n_body
+            aligned[n, :, h, dy + SIDE - 1, dx + SIDE - 1] += (
+                a[n, h, q, k] / LAYOUT.n_body
+            )
     assert np.allclose(aligned.sum((-2, -1)), 1)
     assert np.allclose(per_query(aligned[:, :, 1]), 1 / SIDE**2)
 
@@ -285,9 +308,14 @@ def test_offsets_add_up_the_times() -> None:
 # ---------------------------------------------------------------- strips
 
 
-@pytest.mark.parametrize("medium", [pytest.param("page", marks=pytest.mark.slow), "column"])
+@pytest.mark.parametrize(
+    "medium", [pytest.param("page", marks=pytest.mark.slow), "column"]
+)
 def test_strips_are_legible(tmp_path: Path, attended: Any, medium: str) -> None:
-    store, other = write_clips(tmp_path / "a.zarr"), write_clips(tmp_path / "b.zarr", noise=(0.1,))
+    store, other = (
+        write_clips(tmp_path / "a.zarr"),
+        write_clips(tmp_path / "b.zarr", noise=(0.1,)),
+    )
     cosines = cosine_map.run(store, other, image=["0"], at=["1,0,1"])
     maps = [
         (attn_map, attn_map.run(attended, kind="mean-spatial")),
@@ -330,7 +358,9 @@ def test_times_that_are_shown() -> None:
     assert evenly_with([2, 5], 13, {7}) == [2, 5]
 
 
-@pytest.mark.parametrize("time, said", [("shuffled", "random order"), ("still", "one frame")])
+@pytest.mark.parametrize(
+    "time, said", [("shuffled", "random order"), ("still", "one frame")]
+)
 def test_the_caption_says_the_order(tmp_path: Path, time: str, said: str) -> None:
     clip = dataclasses.replace(CLIP, time=time)
     store = write_clips(tmp_path / "s.zarr", clip=clip)
@@ -356,7 +386,9 @@ def test_the_squares_frames_are_those_of_the_clip(tmp_path: Path) -> None:
 def test_no_attention_is_recomputed_frame_by_frame(tmp_path: Path) -> None:
     clip = dataclasses.replace(CLIP, by_frame=True)
     store = write_clip_attention(tmp_path / "s.zarr", level="summary", clip=clip)
-    with pytest.raises(MissingInput, match="s holds clips that an image model saw frame by frame"):
+    with pytest.raises(
+        MissingInput, match="s holds clips that an image model saw frame by frame"
+    ):
         attn_map.run(store, image=["0"])
 
 
@@ -409,7 +441,9 @@ def divided(path: Path, cls: float) -> Store:
     )
     n = cells * times
     time = np.full((N, 1, 2, n), 1 / n)
-    space = np.concatenate([np.full((N, 1, 2, 1), cls), np.full((N, 1, 2, n), (1 - cls) / n)], -1)
+    space = np.concatenate(
+        [np.full((N, 1, 2, 1), cls), np.full((N, 1, 2, n), (1 - cls) / n)], -1
+    )
     values = {"input": square_pixels()}
     for group, received in zip(groups, (time, space), strict=True):
         values |= {
@@ -418,14 +452,18 @@ def divided(path: Path, cls: float) -> Store:
             f"{group.folder}received_max": received.max(-1),
             f"{group.folder}received_argmax": received.argmax(-1),
             f"{group.folder}entropy": np.full((N, 1, 2), 1.0 + len(group.layout.prefix)),
-            f"{group.folder}aligned": np.full((N, 1, 2, 2 * SIDE - 1, 2 * SIDE - 1), 1 / 49),
+            f"{group.folder}aligned": np.full(
+                (N, 1, 2, 2 * SIDE - 1, 2 * SIDE - 1), 1 / 49
+            ),
         }
     there = arrays(plan)
     kept = {name: own for name, own in values.items() if name in there}
     return write(path, plan, kept, ids=[f"clip{i}.mp4" for i in range(N)])
 
 
-def test_a_token_that_all_windows_see_is_a_sink_above_its_even_share(tmp_path: Path) -> None:
+def test_a_token_that_all_windows_see_is_a_sink_above_its_even_share(
+    tmp_path: Path,
+) -> None:
     """Even attention within a frame of 16 cells gives the class token 1/17, not 1/65: a score of
     1, as each cell's is, which gets 16/17 of 64."""
     for cls, score in ((1 / 17, 1.0), (10.5 / 17, 10.5)):
@@ -463,7 +501,9 @@ def test_both_attentions_of_a_block_are_drawn(tmp_path: Path) -> None:
     store = divided(tmp_path / "s.zarr", 1 / 17)
     table = attn_map.run(store, kind="aligned")
     (tiles,) = tile_table(table.frame)
-    assert tiles.row_labels == ["block 0, time", "block 0, space"] and len(tiles.maps) == 4
+    assert (
+        tiles.row_labels == ["block 0, time", "block 0, space"] and len(tiles.maps) == 4
+    )
     attn_map.plot(table)
     figure = attn_map.plot(attn_map.run(store, kind="entropy"))
     left, right = figure.axes[:2]
@@ -498,7 +538,8 @@ def test_clips_are_called_clips(tmp_path: Path) -> None:
     assert not any("images" in text for text in texts)
     about = {"examples": "clips"}
     assert (
-        said_of("of 1 image, images/a.mp4, a/images", about) == "of 1 clip, images/a.mp4, a/images"
+        said_of("of 1 image, images/a.mp4, a/images", about)
+        == "of 1 clip, images/a.mp4, a/images"
     )
     assert said_of("95 % over images. An image", about) == "95 % over clips. An image"
     assert said_of("over images", {}) == "over images"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.clip_files import grey, which, write_frames, write_video
 from vitsee_core.images import Batch, DataError, Selection, batches, open_source, select
-from vitsee_core.images.sources.base import Asked
+from vitsee_core.images.sources.base import SourceRequest
 
 TRANSFORM: dict[str, Any] = {
     "input_size": (3, 32, 32),
@@ -27,7 +27,10 @@ TRANSFORM: dict[str, Any] = {
 
 
 def transform(frames: int, every: int | None = None, **more: Any) -> dict[str, Any]:
-    return {**TRANSFORM, "clip": {"frames": frames, "every": every, "time": "ordered", **more}}
+    return {
+        **TRANSFORM,
+        "clip": {"frames": frames, "every": every, "time": "ordered", **more},
+    }
 
 
 def in_order(data: Path | str, **options: Any) -> Selection:
@@ -122,7 +125,9 @@ def test_folders_of_frames(tmp_path: Path) -> None:
     assert np.isnan(batch.seconds).all()
     assert "its frame 00003.png: not an image" in batch.errors[0][2]
     assert "several sizes: 60 x 48 and 64 x 48; expected one" in batch.errors[1][2]
-    assert loaded(selection, transform(3)).valid.tolist() == [True, False, True], "frames 1, 3, 5"
+    assert loaded(selection, transform(3)).valid.tolist() == [True, False, True], (
+        "frames 1, 3, 5"
+    )
     each = [
         hashlib.blake2b((root / "bear" / f"{k}.png").read_bytes(), digest_size=8).digest()
         for k in range(12)
@@ -135,7 +140,10 @@ def test_class_folders_of_folders_of_frames(tmp_path: Path) -> None:
     for name in ("up/a", "up/b", "down/a"):
         write_frames(tmp_path / "data" / name, [grey(k) for k in range(2)])
     samples = in_order(tmp_path / "data").samples
-    assert (samples.ids, samples.labels.tolist()) == (["down/a", "up/a", "up/b"], [0, 1, 1])
+    assert (samples.ids, samples.labels.tolist()) == (
+        ["down/a", "up/a", "up/b"],
+        [0, 1, 1],
+    )
 
 
 def test_lists_of_videos_and_folders(videos: Path) -> None:
@@ -175,7 +183,11 @@ def test_tars_and_zips(videos: Path) -> None:
 def test_a_changed_length_is_one_unreadable_clip(videos: Path) -> None:
     batch = loaded(in_order(videos), transform(13))
     assert batch.valid.tolist() == [False, True, True, True, False]
-    assert batch.errors[0] == (0, "class0/0.mp4", "it has 12 frames; 13 frames were asked for")
+    assert batch.errors[0] == (
+        0,
+        "class0/0.mp4",
+        "it has 12 frames; 13 frames were asked for",
+    )
     with pytest.raises(Exception, match=r"class0/0\.mp4.*12 frames"):
         list(batches(in_order(videos), transform(13), [slice(0, 5)], on_error="fail"))
 
@@ -217,10 +229,14 @@ def test_images_are_no_clips_and_are_listed_as_before(
     assert open_source(str(videos)).ids == ["class0/moving.gif", "class1/poster.jpg"]
     assert caplog.messages == [f"5 files are left out of {videos} by the ending: 5 .mp4"]
     (videos / "class1" / "poster.jpg").unlink()  # GIFs alone may be meant as clips
-    n = len([path for path in videos.rglob("*.*") if path.suffix in (".mp4", ".mov", ".webm")])
+    n = len(
+        [path for path in videos.rglob("*.*") if path.suffix in (".mp4", ".mov", ".webm")]
+    )
     assert open_source(str(videos)).ids == ["class0/moving.gif"]
-    assert f"{n} videos beside GIFs in {videos} are left out: of clips give" in caplog.text
-    asked = Asked("x")
+    assert (
+        f"{n} videos beside GIFs in {videos} are left out: of clips give" in caplog.text
+    )
+    asked = SourceRequest("x")
     assert asked.wants("a/b.png")
     assert not asked.wants("a/b.mp4")
     shutil.rmtree(videos)

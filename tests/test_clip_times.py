@@ -84,12 +84,18 @@ def test_orders() -> None:
     assert Sampling(5, time="still").order("a") == [2] * 5
     assert Sampling(1, time="shuffled").order("a") == [0]
     orders = [Sampling(3, time="shuffled", seed=4).order(f"clip {k}") for k in range(300)]
-    assert orders == [Sampling(3, time="shuffled", seed=4).order(f"clip {k}") for k in range(300)]
+    assert orders == [
+        Sampling(3, time="shuffled", seed=4).order(f"clip {k}") for k in range(300)
+    ]
     assert {tuple(order) for order in orders} == {
         (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)
     }, "every permutation but the order of time"  # fmt: skip
-    assert orders != [Sampling(3, time="shuffled", seed=5).order(f"clip {k}") for k in range(300)]
-    assert {tuple(Sampling(2, time="shuffled").order(f"{k}")) for k in range(50)} == {(1, 0)}
+    assert orders != [
+        Sampling(3, time="shuffled", seed=5).order(f"clip {k}") for k in range(300)
+    ]
+    assert {tuple(Sampling(2, time="shuffled").order(f"{k}")) for k in range(50)} == {
+        (1, 0)
+    }
 
 
 def test_seconds() -> None:

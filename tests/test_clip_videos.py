@@ -39,7 +39,9 @@ def all_frames(path: Path) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_gives_the_frames_that_are_asked_for(tmp_path: Path, name: str) -> None:
+def test_every_kind_gives_the_frames_that_are_asked_for(
+    tmp_path: Path, name: str
+) -> None:
     path = write_video(tmp_path / name, 24, **KINDS[name])
     whole, video = all_frames(path), opened(path)
     assert len(video.line) == len(whole) == 24
@@ -59,7 +61,9 @@ def test_only_what_lies_behind_the_last_keyframe_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keyframes at 0, 8, 16, ...: frame 90 of 96 costs 3 frames, 3 and 91 cost 8."""
-    path = write_video(tmp_path / "a.mp4", 96, frames=[grey(k % 24) for k in range(96)], bf="0")
+    path = write_video(
+        tmp_path / "a.mp4", 96, frames=[grey(k % 24) for k in range(96)], bf="0"
+    )
     video, decoded = opened(path), list[int]()
     opened_as = av.open
 
@@ -94,7 +98,9 @@ def test_times_of_a_varying_rate(tmp_path: Path) -> None:
     for name in ("a.mp4", "a.mkv"):
         video = opened(write_video(tmp_path / name, 10, at_ms=at))
         assert video.line.tick_seconds is not None
-        seconds = [round(start * video.line.tick_seconds, 4) for start in video.line.starts]
+        seconds = [
+            round(start * video.line.tick_seconds, 4) for start in video.line.starts
+        ]
         assert seconds == [ms / 1000 for ms in at]
         assert [which(image) for image in video.frames([5, 6, 9])] == [5, 6, 9]
 
@@ -102,7 +108,9 @@ def test_times_of_a_varying_rate(tmp_path: Path) -> None:
 def test_a_clip_cut_out_of_a_longer_one(tmp_path: Path) -> None:
     """Cut without decoding at a keyframe in whose frames earlier ones lean: the first that can be
     decoded stands for those, the others are right."""
-    lean = "open-gop=1:bframes=3:b-adapt=0:scenecut=0:keyint=8:min-keyint=8:log-level=none"
+    lean = (
+        "open-gop=1:bframes=3:b-adapt=0:scenecut=0:keyint=8:min-keyint=8:log-level=none"
+    )
     given: dict[str, Any] = {"codec": "libx265", "x265-params": lean}
     whole = write_video(tmp_path / "whole.mkv", 24, **given)
     path = tmp_path / "cut.mkv"
@@ -127,7 +135,11 @@ def test_a_clip_cut_out_of_a_longer_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("matrix", "quarters", "mirrored"),
     [
-        *[((1, 0, 0, 1), 0, False), ((0, 1, -1, 0), 3, False), ((-1, 0, 0, -1), 2, False)],
+        *[
+            ((1, 0, 0, 1), 0, False),
+            ((0, 1, -1, 0), 3, False),
+            ((-1, 0, 0, -1), 2, False),
+        ],
         *[((0, -1, 1, 0), 1, False), ((-1, 0, 0, 1), 0, True), ((1, 0, 0, -1), 2, True)],
         *[((0, 1, 1, 0), 1, True), ((0, -1, -1, 0), 3, True)],
     ],
@@ -198,10 +210,14 @@ def test_without_pictures(tmp_path: Path) -> None:
         opened(write_sound(tmp_path / "b.mp4"))
 
 
-def test_frames_too_large_to_be_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_too_large_to_be_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_video(tmp_path / "a.mp4", 3)
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 64 * 48 - 1)
-    with pytest.raises(ImageError, match="too many pixels: 64 x 48 a frame, expected at most 3071"):
+    with pytest.raises(
+        ImageError, match="too many pixels: 64 x 48 a frame, expected at most 3071"
+    ):
         opened(path)
 
 

@@ -28,7 +28,10 @@ IMAGES_ONLY = {
     *("localize", "erf", "dense-probe", "keypoints", "saliency"),
     *("head-importance", "logit-attribution"),
 }
-ASKED: dict[str, dict[str, Any]] = {"keypoints": {"pairs": "none"}, "saliency": {"masks": "none"}}
+ASKED: dict[str, dict[str, Any]] = {
+    "keypoints": {"pairs": "none"},
+    "saliency": {"masks": "none"},
+}
 # Analysis -> its options, for a store or for two of the same clips.
 ONE: dict[str, dict[str, Any]] = {
     "cka": {},
@@ -43,7 +46,11 @@ ONE: dict[str, dict[str, Any]] = {
     "head_types": {},
     "spatial": {},
 }
-TWO: dict[str, dict[str, Any]] = {"cka": {"tokens": "mean"}, "similarity": {}, "effect": {}}
+TWO: dict[str, dict[str, Any]] = {
+    "cka": {"tokens": "mean"},
+    "similarity": {},
+    "effect": {},
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +108,9 @@ def test_clips_beside_themselves_shuffled(root: Path, label: str, name: str) -> 
         # The mean over frames that are seen one by one is blind to their order.
         store, shuffled = opened(pair[0]), opened(pair[1])
         for site in ("blocks.0.out", "blocks.5.out"):
-            np.testing.assert_allclose(store.pooled(site)[:], shuffled.pooled(site)[:], atol=1e-4)
+            np.testing.assert_allclose(
+                store.pooled(site)[:], shuffled.pooled(site)[:], atol=1e-4
+            )
     registry.load(name).plot(table)
 
 
@@ -139,7 +148,9 @@ def test_what_is_of_images_says_so(root: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_other_refusals(root: Path) -> None:
-    with pytest.raises(VitseeError, match="reads one frame, and the store holds clips frame by"):
+    with pytest.raises(
+        VitseeError, match="reads one frame, and the store holds clips frame by"
+    ):
         run("lens", root / "image.zarr")
     with pytest.raises(VitseeError, match="srss compares masks with images"):
         run("spatial", root / "image.zarr", masks=[root])

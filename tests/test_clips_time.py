@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 from tests.stores import write_attention, write_sites
 from vitsee_core.analyses import attn_dist, head_types, spatial
-from vitsee_core.analyses.head_types.head_geometry import Thresholds, classify_time, measure_time
+from vitsee_core.analyses.head_types.head_geometry import (
+    Thresholds,
+    classify_time,
+    measure_time,
+)
 from vitsee_core.analyses.spatial.structure import IN_TIME
 from vitsee_core.attention.heads import (
     StoredAttention,
@@ -29,8 +33,15 @@ from vitsee_stores.plan import Clip
 Array = NDArray[Any]
 TIMES, ROWS, COLS = 4, 2, 3
 CELLS = [(t, r, c) for t in range(TIMES) for r in range(ROWS) for c in range(COLS)]
-LAYOUT = TokenLayout((), (ROWS, COLS), stride_px=(16.0, 8.0), frames=TIMES, stride_frames=2.0)
-WINDOWS = {"joint": None, "within": (1, ROWS, COLS), "over": (TIMES, 1, 1), "halves": (2, 2, 2)}
+LAYOUT = TokenLayout(
+    (), (ROWS, COLS), stride_px=(16.0, 8.0), frames=TIMES, stride_frames=2.0
+)
+WINDOWS = {
+    "joint": None,
+    "within": (1, ROWS, COLS),
+    "over": (TIMES, 1, 1),
+    "halves": (2, 2, 2),
+}
 Cell = tuple[int, int, int]  # time, row, column
 See = Callable[[Cell, Cell], bool]
 
@@ -50,11 +61,15 @@ def summaries(a: Array) -> dict[str, Any]:
     """The summaries that extract keeps of one head's attention, by loops over queries and keys."""
     pairs = [(i, q, j, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)]
     n = len(CELLS)
-    px = sum(a[i, j] * math.hypot(16 * (k[1] - q[1]), 8 * (k[2] - q[2])) for i, q, j, k in pairs)
+    px = sum(
+        a[i, j] * math.hypot(16 * (k[1] - q[1]), 8 * (k[2] - q[2]))
+        for i, q, j, k in pairs
+    )
     found: dict[str, Any] = {
         "distance_px": px / n,
         "distance_px_raw": px / n,
-        "distance_frames": sum(a[i, j] * 2 * abs(k[0] - q[0]) for i, q, j, k in pairs) / n,
+        "distance_frames": sum(a[i, j] * 2 * abs(k[0] - q[0]) for i, q, j, k in pairs)
+        / n,
         "frame_mass": sum(a[i, j] for i, q, j, k in pairs if k[0] == q[0]) / n,
         "entropy": -sum(x * math.log(x) for x in a.ravel() if x > 0) / n,
         "aligned": np.zeros((2 * ROWS - 1, 2 * COLS - 1)),
@@ -85,7 +100,9 @@ def store_of(
         found = [summaries(a) for a in own]
         for what in found[0]:
             of_heads = np.stack([one[what] for one in found])
-            values[group.folder + what] = np.broadcast_to(of_heads, (n, 1, *of_heads.shape))
+            values[group.folder + what] = np.broadcast_to(
+                of_heads, (n, 1, *of_heads.shape)
+            )
         for what in ("prefix_mass", "query_std", "distance_unit"):
             values[group.folder + what] = np.zeros((n, 1, len(own)))
         values[f"{group.folder}head_std"] = np.zeros((n, 1))
@@ -107,7 +124,9 @@ def rows_of(table: Any, **where: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_uniform_attention_within_each_window_is_at_its_baseline(tmp_path: Path, name: str) -> None:
+def test_uniform_attention_within_each_window_is_at_its_baseline(
+    tmp_path: Path, name: str
+) -> None:
     a = attention_of(same_window(WINDOWS[name]))
     store = store_of(tmp_path / "a.zarr", {name: [a]})
     (block,) = attention_blocks(store)
@@ -121,7 +140,12 @@ def test_uniform_attention_within_each_window_is_at_its_baseline(tmp_path: Path,
     frames = {"joint": 2 * 15 / 12, "within": 0, "over": 2 * 15 / 12, "halves": 2 * 3 / 6}
     share = {"joint": 1 / 4, "within": 1, "over": 1 / 4, "halves": 1 / 2}
     assert uniform_in_time(block) == pytest.approx((frames[name], share[name]))
-    texts = {"joint": None, "within": "1 x 2 x 3", "over": "4 x 1 x 1", "halves": "2 x 2 x 2"}
+    texts = {
+        "joint": None,
+        "within": "1 x 2 x 3",
+        "over": "4 x 1 x 1",
+        "halves": "2 x 2 x 2",
+    }
     assert block.window_text == texts[name]
     assert ("window" in table.frame.columns) == (name != "joint")
     attn_dist.plot(table)
@@ -138,7 +162,9 @@ def test_a_moving_square_by_hand(tmp_path: Path) -> None:
 
     heads = [attention_of(before), attention_of(lambda q, k: k[1:] == q[1:])]
     seconds = [0.1, 0.1, 0.2, math.nan]
-    table = attn_dist.run(store_of(tmp_path / "a.zarr", {"joint": heads}, seconds=seconds))
+    table = attn_dist.run(
+        store_of(tmp_path / "a.zarr", {"joint": heads}, seconds=seconds)
+    )
     # Of three columns 0 is left of 1 by 8 px; from 0 the square came in from 2, 16 px away.
     mean_px = 3 / 4 * (8 + 8 + 16) / 3
     wanted = {
@@ -154,7 +180,9 @@ def test_a_moving_square_by_hand(tmp_path: Path) -> None:
     (uniform,) = {row["uniform"] for row in rows_of(table, metric="distance_seconds")}
     assert uniform == pytest.approx(2.5 * 0.4 / 3, rel=1e-6)
     answers = [text for _, text in attn_dist.headline(table)]
-    assert any("own frame: blocks.0 0.250 (spread evenly: 0.250)" in text for text in answers)
+    assert any(
+        "own frame: blocks.0 0.250 (spread evenly: 0.250)" in text for text in answers
+    )
 
 
 def test_stores_of_images_have_no_columns_of_time(tmp_path: Path) -> None:
@@ -169,13 +197,17 @@ def test_stores_of_images_have_no_columns_of_time(tmp_path: Path) -> None:
     assert tuple(table.frame.columns) == attn_dist.COLUMNS
     assert "uniform" not in table.notes
     assert not {*attn_dist.IN_TIME} & {*table["metric"]}
-    with pytest.raises(MissingInput, match="image holds images, which have no frame_mass; expec"):
+    with pytest.raises(
+        MissingInput, match="image holds images, which have no frame_mass; expec"
+    ):
         attn_dist.run(store, metrics=["frame_mass"])
     clips = store_of(tmp_path / "clips.zarr", {"joint": [attention_of(lambda *_: True)]})
     both = attn_dist.run(store, clips)
     assert {row["uniform"] for row in rows_of(both, store="image")} == {None}
     attn_dist.plot(both)
-    with pytest.raises(MissingInput, match="do not say their frame rate; expected distance_frames"):
+    with pytest.raises(
+        MissingInput, match="do not say their frame rate; expected distance_frames"
+    ):
         attn_dist.run(clips, metrics=["distance_seconds"])
     attn_dist.plot(attn_dist.run(clips, metrics=["frame_mass"]))
 
@@ -183,7 +215,9 @@ def test_stores_of_images_have_no_columns_of_time(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- slowness
 
 
-def moving(n: int, times: int, rows: int, cols: int, dim: int = 5, seed: int = 0) -> Array:
+def moving(
+    n: int, times: int, rows: int, cols: int, dim: int = 5, seed: int = 0
+) -> Array:
     """Tokens that stay much the same from time to time, some of length 0."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, 1, rows, cols, dim)) + 0.5 * rng.normal(
@@ -196,9 +230,13 @@ def moving(n: int, times: int, rows: int, cols: int, dim: int = 5, seed: int = 0
 def written(path: Path, x: Array, **more: Any) -> Store:
     """A store of one site with these tokens, (clips, times, rows, cols, dim)."""
     n, times, rows, cols, dim = x.shape
-    layout = TokenLayout((), (rows, cols), stride_px=(8.0, 8.0), frames=times, stride_frames=1.0)
+    layout = TokenLayout(
+        (), (rows, cols), stride_px=(8.0, 8.0), frames=times, stride_frames=1.0
+    )
     flat = x.reshape(n, -1, dim)
-    return write_sites(path, {"blocks.0.out": flat}, layout=layout, clip=Clip(times), **more)
+    return write_sites(
+        path, {"blocks.0.out": flat}, layout=layout, clip=Clip(times), **more
+    )
 
 
 def cosine(a: Array, b: Array) -> float | None:
@@ -210,7 +248,11 @@ def loop_in_time(x: Array) -> dict[str, float]:
     """Means over clips of means over pairs, by loops over all pairs of tokens."""
     n, times, rows, cols, _ = x.shape
     places = [(r, c) for r in range(rows) for c in range(cols)]
-    found: dict[str, list[float]] = {"next_cos": [], "next_other_cos": [], "any_frame_cos": []}
+    found: dict[str, list[float]] = {
+        "next_cos": [],
+        "next_other_cos": [],
+        "any_frame_cos": [],
+    }
     others = []
     for i in range(n):
         own: dict[str, list[float | None]] = {name: [] for name in found}
@@ -245,7 +287,9 @@ def test_slowness_against_loops_over_all_pairs(tmp_path: Path) -> None:
     assert row["null"] == rows_of(table, metric="any_frame_cos")[0]["value"]
     # Structure in space is that of the frames, as of images.
     image = written(tmp_path / "one.zarr", x[:, :1])
-    frames = [spatial.run(written(tmp_path / f"{t}.zarr", x[:, t : t + 1])) for t in range(3)]
+    frames = [
+        spatial.run(written(tmp_path / f"{t}.zarr", x[:, t : t + 1])) for t in range(3)
+    ]
     for metric in ("rmsc", "mean_cos"):
         each = [rows_of(of, metric=metric)[0]["value"] for of in frames]
         (whole,) = rows_of(table, metric=metric)
@@ -293,7 +337,9 @@ def test_images_have_no_slowness(tmp_path: Path) -> None:
     layout = TokenLayout((), (2, 2), stride_px=(8.0, 8.0))
     store = write_sites(tmp_path / "image.zarr", {"blocks.0.out": x}, layout=layout)
     assert not {*IN_TIME} & {*spatial.run(store)["metric"]}
-    with pytest.raises(MissingInput, match="image holds images, which have no slowness; expected"):
+    with pytest.raises(
+        MissingInput, match="image holds images, which have no slowness; expected"
+    ):
         spatial.run(store, metrics=["slowness"])
 
 
@@ -323,7 +369,11 @@ TEMPORAL: dict[str, tuple[See, str, str]] = {
     ),  # half have no such key
     "itself": (lambda q, k: q == k, "same frame", "strict local"),
     "own frame": (lambda q, k: q[0] == k[0], "same frame", "global"),
-    "place elsewhere": (lambda q, k: q[1:] == k[1:] and q[0] != k[0], "same place", "strict local"),
+    "place elsewhere": (
+        lambda q, k: q[1:] == k[1:] and q[0] != k[0],
+        "same place",
+        "strict local",
+    ),
     "near": (lambda q, k: abs(q[0] - k[0]) <= 1, "near frames", "global"),
     "everything": (lambda q, k: True, "all frames", "global"),
 }
@@ -331,15 +381,23 @@ TEMPORAL: dict[str, tuple[See, str, str]] = {
 
 def test_heads_of_known_type_in_time(tmp_path: Path) -> None:
     heads = [attention_of(see) for see, _, _ in TEMPORAL.values()]
-    table = head_types.run(store_of(tmp_path / "a.zarr", {"joint": heads}, n=12), radius=1)
+    table = head_types.run(
+        store_of(tmp_path / "a.zarr", {"joint": heads}, n=12), radius=1
+    )
     assert tuple(table.written.columns) == head_types.CLIP_COLUMNS
     for head, (name, (_, time, kind)) in enumerate(TEMPORAL.items()):
         rows = {row["metric"]: row for row in rows_of(table, head=head)}
-        assert (rows["self_mass"]["time"], rows["self_mass"]["type"]) == (time, kind), name
+        assert (rows["self_mass"]["time"], rows["self_mass"]["type"]) == (time, kind), (
+            name
+        )
         a = heads[head]
         # By loops over queries and keys.
-        pairs = [(a[i, j], q, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)]
-        elsewhere = sum(x for x, q, k in pairs if q[1:] == k[1:] and q[0] != k[0]) / len(CELLS)
+        pairs = [
+            (a[i, j], q, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)
+        ]
+        elsewhere = sum(x for x, q, k in pairs if q[1:] == k[1:] and q[0] != k[0]) / len(
+            CELLS
+        )
         near = sum(x for x, q, k in pairs if abs(k[0] - q[0]) <= 1) / len(CELLS)
         assert rows["near_frames_mass"]["value"] == pytest.approx(near, abs=1e-6)
         assert rows["place_elsewhere"]["value"] <= elsewhere + 1e-6  # a bound
@@ -373,9 +431,13 @@ def test_an_offset_that_most_queries_have_is_one() -> None:
 
 @pytest.mark.parametrize(("name", "type_", "time"), [("within", "global", "same frame"),
                          ("over", "strict local", "all frames")])  # fmt: skip
-def test_what_a_window_decides_is_said_so(tmp_path: Path, name: str, type_: str, time: str) -> None:
+def test_what_a_window_decides_is_said_so(
+    tmp_path: Path, name: str, type_: str, time: str
+) -> None:
     """Within a frame all heads are of the same frame, over time at a place all are strict local."""
-    store = store_of(tmp_path / "a.zarr", {name: [attention_of(same_window(WINDOWS[name]))]})
+    store = store_of(
+        tmp_path / "a.zarr", {name: [attention_of(same_window(WINDOWS[name]))]}
+    )
     (row,) = rows_of(head_types.run(store, radius=1), metric="self_mass")
     assert (row["type"], row["time"], row["window"]) == (
         *(type_, time), " x ".join(map(str, WINDOWS[name] or ()))

@@ -81,7 +81,9 @@ def test_agreement_by_hand() -> None:
     assert found["purity"] == 4 / 6
     # H = ln 2 each; joint: 1/3, 1/6, 1/6, 1/3
     joint = 2 / 3 * math.log(3) + 1 / 3 * math.log(6)
-    assert found["nmi"] == pytest.approx((2 * math.log(2) - joint) / math.log(2), rel=1e-12)
+    assert found["nmi"] == pytest.approx(
+        (2 * math.log(2) - joint) / math.log(2), rel=1e-12
+    )
     # 15 pairs, 6 in a cluster, 6 in a class, 2 in both: (2 - 2.4) / (6 - 2.4)
     assert found["ari"] == pytest.approx(-1 / 9, rel=1e-12)
 
@@ -98,7 +100,9 @@ def test_agreement_against_loops(n: int, k: int, n_classes: int, seed: int) -> N
     assert found["ari"] == pytest.approx(loop_ari(clusters, labels), rel=1e-9, abs=1e-12)
     # names of clusters and classes say nothing
     renamed = agreement(rng.permutation(k)[clusters], rng.permutation(n_classes)[labels])
-    assert list(renamed.values()) == pytest.approx(list(found.values()), rel=1e-9, abs=1e-9)
+    assert list(renamed.values()) == pytest.approx(
+        list(found.values()), rel=1e-9, abs=1e-9
+    )
 
 
 def test_the_ends_of_the_scale() -> None:
@@ -138,7 +142,11 @@ def made(path: Path, n: int = 40, **kwargs: Any) -> Store:
     centres = rng.normal(size=(4, 1, 4))
     sites = {
         name: weight * centres[labels] + 0.5 * rng.normal(size=(n, 3, 4))
-        for name, weight in (("embed", 0.0), ("blocks.0.out", 1.0), ("blocks.1.out", 20.0))
+        for name, weight in (
+            ("embed", 0.0),
+            ("blocks.0.out", 1.0),
+            ("blocks.1.out", 20.0),
+        )
     }
     return write_labelled(path, sites, labels, **{"slab": 8, **kwargs})
 
@@ -151,9 +159,13 @@ def test_what_is_not_clustered_is_not_counted(
     store = made(tmp_path / "a.zarr")
     ends = {}
     for k in ("1", "4"):
-        result = CliRunner().invoke(main, ["cluster", str(store.path), "--k", k, "--seeds", "1"])
+        result = CliRunner().invoke(
+            main, ["cluster", str(store.path), "--k", k, "--seeds", "1"]
+        )
         assert result.exit_code == 0, result.stderr
-        (ends[k],) = (line for line in result.stderr.splitlines() if "images x sites" in line)
+        (ends[k],) = (
+            line for line in result.stderr.splitlines() if "images x sites" in line
+        )
     assert ends["1"].startswith("cluster: 0/0 images x sites")
     assert ends["4"].startswith("cluster: 160/160 images x sites")
 
@@ -200,13 +212,17 @@ def test_values_are_means_over_seeds(tmp_path: Path) -> None:
             scores.append([loop(clusters, against) for loop in loops])
         rows = having(table, baseline=baseline)
         assert rows["value"] == pytest.approx(np.mean(scores, 0), rel=1e-9, abs=1e-12)
-        assert rows["std"] == pytest.approx(np.std(scores, 0, ddof=1), rel=1e-7, abs=1e-12)
+        assert rows["std"] == pytest.approx(
+            np.std(scores, 0, ddof=1), rel=1e-7, abs=1e-12
+        )
     one = run(store, n_seeds=1)
     assert np.isnan(one["std"]).all() and not np.isnan(one["value"]).any()
     plot(one)
 
 
-def test_k_counts_the_classes_that_occur(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_k_counts_the_classes_that_occur(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Four classes of a data set that names twelve: four clusters."""
     store = made(tmp_path / "a.zarr", classes=list("abcdefghijkl"))
     with caplog.at_level(logging.INFO):
@@ -253,8 +269,16 @@ def test_refusals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "k", "said"),
     [
-        ([0] * 6, 2, "there is one class among its images, with which all clusters agree"),
-        ([0, 0, 1, 1, 2, 2], 6, "k is the number of images (6), so that each is a cluster of its"),
+        (
+            [0] * 6,
+            2,
+            "there is one class among its images, with which all clusters agree",
+        ),
+        (
+            [0, 0, 1, 1, 2, 2],
+            6,
+            "k is the number of images (6), so that each is a cluster of its",
+        ),
         ([0, 1, 2, 3, 4, 5], 3, "each of the 6 images has a class of its own"),
         ([0, 0, 1, 1, 2, 2], 1, "k is 1, so that all images are one cluster"),
         ([0], 1, "there is one image, with which all clusters agree"),
@@ -266,14 +290,20 @@ def test_what_no_features_could_change_has_no_value(
     # That it is so: two kinds of features agree with the labels alike.
     rng, n = np.random.default_rng(0), len(labels)
     one, other = (
-        agreement(k_means(rng.normal(size=(n, 4)).astype(np.float32), k, 0), np.array(labels))
+        agreement(
+            k_means(rng.normal(size=(n, 4)).astype(np.float32), k, 0), np.array(labels)
+        )
         for _ in range(2)
     )
     assert one["purity"] == other["purity"]
-    store = write_labelled(tmp_path / "a.zarr", {"embed": rng.normal(size=(n, 3, 4))}, labels)
+    store = write_labelled(
+        tmp_path / "a.zarr", {"embed": rng.normal(size=(n, 3, 4))}, labels
+    )
     table = run(store, k=k, n_seeds=1)
     assert np.isnan(table["value"]).all() and np.isnan(table["std"]).all()
-    assert table["baseline"].tolist() == [name for name in ("", *BASELINES) for _ in METRICS]
+    assert table["baseline"].tolist() == [
+        name for name in ("", *BASELINES) for _ in METRICS
+    ]
     assert f"a: no value: {said}" in caplog.text
 
 
@@ -285,8 +315,12 @@ def test_two_classes_have_values(tmp_path: Path) -> None:
         assert np.isfinite(run(store, k=k, n_seeds=1, baselines=[])["value"]).all()
 
 
-def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = write_labelled(tmp_path / "a.zarr", {"embed": np.ones((12, 3, 4))}, [0, 1, 2] * 4)
+def test_constant_features_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = write_labelled(
+        tmp_path / "a.zarr", {"embed": np.ones((12, 3, 4))}, [0, 1, 2] * 4
+    )
     with caplog.at_level("INFO"):
         table = run(store, baselines=[])
     assert table["value"].tolist() == [1 / 3, 0, 0]
@@ -303,7 +337,9 @@ def test_curves(tmp_path: Path) -> None:
     cnn = write_labelled(tmp_path / "b.zarr", {"stem": b}, [0, 1, 2] * 4, layout=CNN_PAIR)
     both = run(a, cnn, n_seeds=1)
     table = run(a, n_seeds=1)
-    assert equal(both.filter(store="a"), table) and unique(both.filter(store="b"), "k") == [3]
+    assert equal(both.filter(store="a"), table) and unique(
+        both.filter(store="b"), "k"
+    ) == [3]
     assert both.notes["tokens"]["b"] == {"stem": "mean"}
     for axes, metric in zip(plot(both).axes, METRICS, strict=True):
         lines = {str(line.get_label()): line for line in axes.lines}
@@ -321,13 +357,17 @@ def cluster_command(*args: str | Path) -> Result:
 def test_command(tmp_path: Path) -> None:
     csv, png = tmp_path / "r.csv", tmp_path / "r.png"
     store = made(tmp_path / "small.zarr", 16)
-    result = cluster_command(f"mine={store.path}", "-o", csv, "--png", png, "--seeds", "2")
+    result = cluster_command(
+        f"mine={store.path}", "-o", csv, "--png", png, "--seeds", "2"
+    )
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS) and len(lines) == 1 + 27
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["baselines"] == ["shuffled", "random"]
-    assert sidecar["notes"]["seeds"] == [0, 1] and "n_init 10" in sidecar["notes"]["method"]
+    assert (
+        sidecar["notes"]["seeds"] == [0, 1] and "n_init 10" in sidecar["notes"]["method"]
+    )
     assert png.read_bytes()[1:4] == b"PNG"
     text = io.StringIO()
     run(store, n_seeds=1, baselines=[]).to_csv(text)
@@ -337,13 +377,18 @@ def test_command(tmp_path: Path) -> None:
 
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     store = made(tmp_path / "a.zarr")
-    plain = write_labelled(tmp_path / "plain.zarr", {"embed": np.ones((4, 3, 4))}, [-1] * 4)
+    plain = write_labelled(
+        tmp_path / "plain.zarr", {"embed": np.ones((4, 3, 4))}, [-1] * 4
+    )
     csv = tmp_path / "r.csv"
     for args, phrase in (
         ((plain.path,), "plain has no label"),
         ((store.path, "--k", "99"), "at most 40"),
         ((store.path, "--memory", "500"), "reading a chunk of"),
-        ((store.path, "--seed", "4294967295", "--seeds", "2"), "k-means takes 0 to 4294967295"),
+        (
+            (store.path, "--seed", "4294967295", "--seeds", "2"),
+            "k-means takes 0 to 4294967295",
+        ),
         ((store.path, "--tokens", "5,5"), "5,5"),
         ((tmp_path / "none.zarr",), "none.zarr"),
     ):

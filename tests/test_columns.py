@@ -18,7 +18,18 @@ from vitsee_core.tables.columns import block_of_sublayer
 # Written out anew, as a reader of the documentation has them.
 SITE = ["store", "model", "weights", "site", "block", "depth", "rel_depth"]
 PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
-ABOUT = ["token", "frame", "row", "col", "head", "class", "query", "video", "object", "segment"]
+ABOUT = [
+    "token",
+    "frame",
+    "row",
+    "col",
+    "head",
+    "class",
+    "query",
+    "video",
+    "object",
+    "segment",
+]
 VALUES = ["metric", "value", "std", "low", "high", "spread"]
 NULL = ["null_mean", "tau", "p", "p_family", "calibrated"]
 
@@ -46,7 +57,9 @@ def tables() -> list[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("what", "columns"), tables())
-def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str, ...]) -> None:
+def test_every_analysis_names_its_columns_in_order(
+    what: str, columns: tuple[str, ...]
+) -> None:
     assert list(columns) == in_order(columns), what
     assert {"metric", "value"} <= {*columns}
     assert columns[:7] == tuple(SITE) or columns[:14] == tuple(PAIR) or what == "weights"
@@ -78,7 +91,9 @@ def check_blocks(row: dict[str, str]) -> None:
         assert row[f"weights{side}"].partition(",")[0] == "random 0"
 
 
-def test_tables_join_on_store_and_block(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_join_on_store_and_block(
+    everything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(everything)
     tables = [
         {
@@ -96,7 +111,11 @@ def test_tables_join_on_store_and_block(everything: Path, monkeypatch: pytest.Mo
 
 def test_the_block_of_a_sublayer() -> None:
     blocks = {
-        **{"blocks.3.attn": "blocks.3", "blocks.3.mlp": "blocks.3", "layer1.0": "layer1.0"},
+        **{
+            "blocks.3.attn": "blocks.3",
+            "blocks.3.mlp": "blocks.3",
+            "layer1.0": "layer1.0",
+        },
         **{"stages.0.blocks.1.token": "stages.0.blocks.1", "blocks.11": "blocks.11"},
     }
     assert {name: block_of_sublayer(name) for name in blocks} == blocks

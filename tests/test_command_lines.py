@@ -10,18 +10,30 @@ from vitsee_core.runtime.command_lines import resuming, without_options
 
 
 def test_options_in_every_form() -> None:
-    words = ["vitsee", "extract", "m", "--plan", "slurm", "-v", "--data=x", "-oa", "--shard=0/2"]
+    words = [
+        "vitsee",
+        "extract",
+        "m",
+        "--plan",
+        "slurm",
+        "-v",
+        "--data=x",
+        "-oa",
+        "--shard=0/2",
+    ]
     kept = ("vitsee", "extract", "m", "-v", "--data=x")
     assert without_options(words, ["--plan", "--shard", "-o"]) == kept
     assert without_options(["x", "--plan"], ["--plan"]) == ("x",)
-    assert without_options(["--planned", "y", "-p", "--output", "a"], ["--plan", "-o"]) == (
-        *("--planned", "y", "-p", "--output", "a"),
-    )
+    assert without_options(
+        ["--planned", "y", "-p", "--output", "a"], ["--plan", "-o"]
+    ) == (*("--planned", "y", "-p", "--output", "a"),)
 
 
 @pytest.mark.parametrize("output", ["-o old.zarr", "-oold.zarr", "--output=old.zarr"])
 def test_what_resumes_a_store_deletes_nothing_and_does_all(output: str) -> None:
-    line = resuming(f"vitsee -q extract m --data 'my images' {output} --force --shard 1/8", "a b")
+    line = resuming(
+        f"vitsee -q extract m --data 'my images' {output} --force --shard 1/8", "a b"
+    )
     assert line == "vitsee -q extract m --data 'my images' -o 'a b'"
 
 
@@ -33,7 +45,8 @@ def test_a_store_names_no_second_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "vitsee.extract", "rm -rf x", "vitsee info s", "vitsee extract 'm", "vitsee"]
+    "command",
+    ["", "vitsee.extract", "rm -rf x", "vitsee info s", "vitsee extract 'm", "vitsee"],
 )
 def test_what_no_command_line_made(command: str) -> None:
     assert resuming(command, "s") is None

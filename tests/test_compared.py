@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from tests.stores import CNN_PAIR, VIT, write_labelled, write_sites
-from vitsee_core.analyses import cka, cka_heads, knn, localize, probe, retrieve, similarity
+from vitsee_core.analyses import (
+    cka,
+    cka_heads,
+    knn,
+    localize,
+    probe,
+    retrieve,
+    similarity,
+)
 from vitsee_core.features import compared, require_comparable
 from vitsee_stores import Store
 from vitsee_stores.errors import StoreMismatch
@@ -23,9 +31,16 @@ def made(path: Path, *, tokens: int = 3, seed: int = 0, **identity: Any) -> Stor
     """A store of 12 images of three classes; identity: what is unlike other stores'."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(12, tokens, 4))
-    x[:, -2:] += np.eye(4)[LABELS][:, None] * 9  # patches show the class, the class token does not
+    x[:, -2:] += (
+        np.eye(4)[LABELS][:, None] * 9
+    )  # patches show the class, the class token does not
     more: dict[str, Any] = {} if tokens == 3 else {"layout": CNN_PAIR}
-    whole = {"model": {"architecture": "vit"}, "weights": "w", "transform": TRANSFORM, **identity}
+    whole = {
+        "model": {"architecture": "vit"},
+        "weights": "w",
+        "transform": TRANSFORM,
+        **identity,
+    }
     return write_labelled(
         path, {"embed": x, "blocks.0.out": 2 * x}, LABELS, hash_offset=100 * seed,
         model="vit", identity=whole, **more,
@@ -33,7 +48,10 @@ def made(path: Path, *, tokens: int = 3, seed: int = 0, **identity: Any) -> Stor
 
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "weights": ({"weights": "v"}, r"different weights \(both vit\); extract both in the same way"),
+    "weights": (
+        {"weights": "v"},
+        r"different weights \(both vit\); extract both in the same way",
+    ),
     "architecture": (
         {"model": {"architecture": "deit"}},
         r"different models \(architecture: vit against deit\)",
@@ -63,14 +81,20 @@ def test_train_and_test_are_refused(tmp_path: Path, name: str) -> None:
         with pytest.raises(StoreMismatch, match=f"^train and o were made with {phrase}"):
             run(train, same, other, **options)
     of_none = "o .vit. is of none of the models that are searched with"
-    with pytest.raises(StoreMismatch, match=phrase if "transforms" in phrase else of_none):
+    with pytest.raises(
+        StoreMismatch, match=phrase if "transforms" in phrase else of_none
+    ):
         retrieve.run(train, queries=[other])
 
 
 def test_model_names_come_first(tmp_path: Path) -> None:
     a = made(tmp_path / "a.zarr")
-    b = write_labelled(tmp_path / "b.zarr", {"embed": np.ones((2, 3, 4))}, [0, 1], model="cnn")
-    with pytest.raises(StoreMismatch, match=r"a and b .* different models \(vit against cnn\)"):
+    b = write_labelled(
+        tmp_path / "b.zarr", {"embed": np.ones((2, 3, 4))}, [0, 1], model="cnn"
+    )
+    with pytest.raises(
+        StoreMismatch, match=r"a and b .* different models \(vit against cnn\)"
+    ):
         require_comparable(a, [b])
 
 
@@ -103,7 +127,9 @@ def test_one_token_for_all_stores(
             queries, *more = tests
             return retrieve.run(train, queries=[queries], distractors=more, **options)
         own = {"ks": (3,)} if command == "knn" else {"l2": [1.0]}
-        return (knn.run if command == "knn" else probe.run)(train, *tests, **own, **options)
+        return (knn.run if command == "knn" else probe.run)(
+            train, *tests, **own, **options
+        )
 
     def note(table: Any) -> Any:
         found = table.notes["compared"]
@@ -133,14 +159,24 @@ def test_comparisons_of_models_say_what_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = made(tmp_path / "a.zarr")
-    b = made(tmp_path / "b.zarr", transform={**TRANSFORM, "crop_pct": 0.5}, weights="v" * 64)
-    c = made(tmp_path / "c.zarr", transform=TRANSFORM | {"crop_mode": "squash"}, precision="bf16")
+    b = made(
+        tmp_path / "b.zarr", transform={**TRANSFORM, "crop_pct": 0.5}, weights="v" * 64
+    )
+    c = made(
+        tmp_path / "c.zarr",
+        transform=TRANSFORM | {"crop_mode": "squash"},
+        precision="bf16",
+    )
     with caplog.at_level(logging.INFO):
         table = cka.run(a, b, c, sites=["embed"], no_cache=True)
     lines = ["crop_mode: center (a, b), squash (c)", "crop_pct: 0.9 (a, c), 0.5 (b)"]
-    assert f"the transforms of the compared stores differ: {'; '.join(lines)}" in caplog.messages
-    assert "the precisions of the compared stores differ: precision: fp32 (a, b), bf16 (c)" in (
-        caplog.messages
+    assert (
+        f"the transforms of the compared stores differ: {'; '.join(lines)}"
+        in caplog.messages
+    )
+    assert (
+        "the precisions of the compared stores differ: precision: fp32 (a, b), bf16 (c)"
+        in (caplog.messages)
     )
     found = table.notes["compared"]
     assert found["stores"] == ["a", "b", "c"] and found["tokens"] == "all"
@@ -151,7 +187,9 @@ def test_comparisons_of_models_say_what_differs(
     assert "transform" not in found and "precision" not in found
     again = similarity.run(a, b, sites=["embed"], k=3, no_cache=True).notes["compared"]
     assert again == compared([a, b], "all")
-    assert cka.run(a, sites=["embed"], no_cache=True).notes["compared"]["differences"] == []
+    assert (
+        cka.run(a, sites=["embed"], no_cache=True).notes["compared"]["differences"] == []
+    )
 
 
 @pytest.mark.parametrize("command", ["localize", "cka-heads"])

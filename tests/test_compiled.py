@@ -26,7 +26,9 @@ def add_up(x: Any) -> float:
     return total
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, asked = numba.njit, list[bool]()
 
     def without_cache(function: Any, **options: Any) -> Any:
@@ -87,7 +89,9 @@ def test_a_compiled_function_runs_no_code_of_another() -> None:
     the caller's copy runs, and they round differently."""
     x = np.arange(5.0)
     assert add_twice(x) == pytest.approx(2 * add_in_lanes(x, x, x))
-    caller: Any = vars(add_twice)["made"](True)  # not from the cache, whose code cannot be read
+    caller: Any = vars(add_twice)["made"](
+        True
+    )  # not from the cache, whose code cannot be read
     caller(x)
     text = next(iter(caller.inspect_llvm().values()))
     defined = re.findall(r"^define\b[^@]*@(\S+?)\(", text, re.MULTILINE)
@@ -102,11 +106,24 @@ def test_stores_are_equal_to_the_bit_from_the_first_run_on(tmp_path: Path) -> No
     model = [*VIT[:3], "--img-size", "112", *VIT[5:]]
     for n_threads in (1, 2):
         store = tmp_path / f"{n_threads}.zarr"
-        words = [*model, "--data", data, "--attention", "rows", "--slab", "12", "-o", store]
+        words = [
+            *model,
+            "--data",
+            data,
+            "--attention",
+            "rows",
+            "--slab",
+            "12",
+            "-o",
+            store,
+        ]
         subprocess.run(
             [sys.executable, "-m", "vitsee_cli", "extract", *map(str, words)],
             env=os.environ
-            | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": str(n_threads)},
+            | {
+                "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+                "OMP_NUM_THREADS": str(n_threads),
+            },
             check=True,
         )
         stores.append(array_bytes(store))
@@ -119,7 +136,9 @@ def test_the_cache_notices_changes_of_the_files_of_callees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules as they are in processes one after another: numba keeps what it loaded."""
-    caller = "from callee import more\nfrom vitsee_core.kernels.compiled import compiled\n\n\n"
+    caller = (
+        "from callee import more\nfrom vitsee_core.kernels.compiled import compiled\n\n\n"
+    )
     caller += "@compiled\ndef twice_more(x):\n    return more(more(x))\n"
     (tmp_path / "caller.py").write_text(caller)
     monkeypatch.syspath_prepend(str(tmp_path))

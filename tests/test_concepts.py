@@ -19,9 +19,9 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
 from vitsee_core.analyses.concepts import _crop
 from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
-from vitsee_core.sae.dictionary import Dictionary, read_dictionary
 from vitsee_core.figures.patch_maps.photos import Photograph
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.sae.dictionary import Dictionary, read_dictionary
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -29,7 +29,9 @@ from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 Array = NDArray[Any]
 N, K, D, SITE = 60, 4, 12, "blocks.0.out"
 LAYOUT = TokenLayout(("cls",), (2, 3), stride_px=(16.0, 16.0))
-NEGATIVE = np.random.default_rng(0).normal(size=(N, LAYOUT.n_tokens, D)).astype(np.float32)
+NEGATIVE = (
+    np.random.default_rng(0).normal(size=(N, LAYOUT.n_tokens, D)).astype(np.float32)
+)
 
 
 def planted(method: str, seed: int = 0) -> tuple[Array, Array]:
@@ -38,7 +40,9 @@ def planted(method: str, seed: int = 0) -> tuple[Array, Array]:
     kinds = np.arange(N) % K
     shape = (N, LAYOUT.n_tokens)
     if method == "kmeans":
-        x = 5 * rng.normal(size=(K, D))[kinds][:, None] + 0.05 * rng.normal(size=(*shape, D))
+        x = 5 * rng.normal(size=(K, D))[kinds][:, None] + 0.05 * rng.normal(
+            size=(*shape, D)
+        )
     elif method == "nmf":
         directions = np.zeros((K, D))
         for j in range(K):
@@ -75,7 +79,9 @@ def test_planted_concepts_are_found_in_both_halves(tmp_path: Path, method: str) 
     if method != "pca":
         assert value(table, "purity") == 1
         assert value(table, "purity", "shuffled") < 0.6
-        assert table.filter(metric="share")["value"].astype(float) == pytest.approx([0.25] * K)
+        assert table.filter(metric="share")["value"].astype(float) == pytest.approx(
+            [0.25] * K
+        )
 
 
 def test_metrics_are_chosen(tmp_path: Path) -> None:
@@ -109,7 +115,9 @@ def test_numbers_are_those_of_the_definitions(
     labels[5] = -1
     file = tmp_path / "d.safetensors"
     store = store_of(tmp_path, x, labels, valid=valid)
-    table = concepts.run(store, method=method, k=K, sites=[SITE], save=file, top=3, **more)
+    table = concepts.run(
+        store, method=method, k=K, sites=[SITE], save=file, top=3, **more
+    )
     d = read_dictionary(file)
     patches = d.target(x[valid][:, 1:].reshape(-1, D))
     codes = d.encode(patches)
@@ -128,7 +136,9 @@ def test_numbers_are_those_of_the_definitions(
             share[best] += 1
             if label >= 0:
                 table_of[best, label] += 1
-    assert value(table, "purity") == pytest.approx(table_of.max(1).sum() / table_of.sum(), abs=0.01)
+    assert value(table, "purity") == pytest.approx(
+        table_of.max(1).sum() / table_of.sum(), abs=0.01
+    )
     found = table.filter(metric="share")["value"].astype(float)
     assert found == pytest.approx(share / share.sum(), abs=0.01)
     activation = d.activation(patches, codes).reshape(58, 6, K)
@@ -140,7 +150,9 @@ def test_numbers_are_those_of_the_definitions(
     for image, r, c, v in zip(
         *(top[name].tolist() for name in ("image", "row", "col", "value")), strict=True
     ):
-        assert activation[ids.index(image), 3 * int(r) + int(c), 1] == pytest.approx(v, abs=1e-3)
+        assert activation[ids.index(image), 3 * int(r) + int(c), 1] == pytest.approx(
+            v, abs=1e-3
+        )
 
 
 def cosine(a: Any, b: Any, kind: str = "nnls", mean: float = 0) -> float:
@@ -148,8 +160,12 @@ def cosine(a: Any, b: Any, kind: str = "nnls", mean: float = 0) -> float:
     halves = []
     for rows in (np.asarray(a, np.float32), np.asarray(b, np.float32)):
         zeros = np.zeros(rows.shape[1], np.float32)
-        halves.append(Dictionary(kind, rows, zeros, rows.T, np.zeros(len(rows), np.float32)))
-    return matched_cosine(Fitted(halves[0], (halves[0], halves[1]), zeros + np.float32(mean)))
+        halves.append(
+            Dictionary(kind, rows, zeros, rows.T, np.zeros(len(rows), np.float32))
+        )
+    return matched_cosine(
+        Fitted(halves[0], (halves[0], halves[1]), zeros + np.float32(mean))
+    )
 
 
 @pytest.mark.parametrize("kind", ["nnls", "linear"])
@@ -181,11 +197,15 @@ def test_equal_seeds_give_equal_tables(tmp_path: Path) -> None:
     store = store_of(tmp_path, np.abs(NEGATIVE))
     for method in ("kmeans", "nmf", "pca"):
         first, again = (
-            concepts.run(store, method=method, k=K, sites=[SITE], execution=Execution(jobs=jobs))
+            concepts.run(
+                store, method=method, k=K, sites=[SITE], execution=Execution(jobs=jobs)
+            )
             for jobs in (1, 3)
         )
         assert first["value"].tolist() == again["value"].tolist()
-    other = concepts.run(store, method="pca", k=K, sites=[SITE], execution=Execution(seed=1))
+    other = concepts.run(
+        store, method="pca", k=K, sites=[SITE], execution=Execution(seed=1)
+    )
     assert other["value"].tolist() != first["value"].tolist()
 
 
@@ -207,10 +227,19 @@ def test_crops_are_white_beyond_the_image() -> None:
         ({"method": "ica"}, "no method 'ica'; expected kmeans, nmf, pca"),
         ({"k": 0}, "k is 0, epochs 2, top 6; expected 1 or more of each"),
         ({"epochs": 0}, "epochs 0"),
-        ({"execution": Execution(seed=2**32)}, "the seed is 4294967296; scikit-learn takes 0 to"),
+        (
+            {"execution": Execution(seed=2**32)},
+            "the seed is 4294967296; scikit-learn takes 0 to",
+        ),
         ({"method": "nmf"}, rf"{SITE} of a has negative numbers \(-.*give --clamp"),
-        ({"k": 200}, "200 concepts were asked for, but half of the images of .* has 180 patches"),
-        ({"method": "pca", "k": 13}, "12 channels and so no more axes; --k 13 were asked for"),
+        (
+            {"k": 200},
+            "200 concepts were asked for, but half of the images of .* has 180 patches",
+        ),
+        (
+            {"method": "pca", "k": 13},
+            "12 channels and so no more axes; --k 13 were asked for",
+        ),
         ({"sites": ["pooled"]}, "pooled of a has no grid of patches"),
         ({"sites": ["blocks.9.out"]}, "blocks.9.out"),
         ({"save": "d.npz"}, "expected a name that ends in .safetensors"),
@@ -231,14 +260,18 @@ def test_refusals(tmp_path: Path, more: dict[str, Any], message: str) -> None:
 def test_more_refusals(tmp_path: Path) -> None:
     two: dict[str, Site] = {"blocks.0.out": NEGATIVE, "blocks.1.out": NEGATIVE}
     store = write_model(tmp_path / "two.zarr", two, layout=LAYOUT)
-    with pytest.raises(VitseeError, match="--save takes the dictionary of one site; 2 are chosen"):
+    with pytest.raises(
+        VitseeError, match="--save takes the dictionary of one site; 2 are chosen"
+    ):
         concepts.run(store, sites=["blocks"], save=tmp_path / "d.safetensors")
     pooled = write_model(tmp_path / "pooled.zarr", two, layout=LAYOUT, tokens="pooled")
     with pytest.raises((MissingInput, SiteError)):
         concepts.run(pooled)
     infinite = NEGATIVE.copy()
     infinite[3, 4] = np.inf
-    damaged = write_model(tmp_path / "inf.zarr", {"blocks.0.out": infinite}, layout=LAYOUT)
+    damaged = write_model(
+        tmp_path / "inf.zarr", {"blocks.0.out": infinite}, layout=LAYOUT
+    )
     with pytest.raises(VitseeError, match="not finite"):
         concepts.run(damaged, k=K)
 
@@ -253,7 +286,16 @@ def test_what_is_saved_is_what_encode_reads(tmp_path: Path) -> None:
     store = store_of(tmp_path, NEGATIVE)
     file, codes = tmp_path / "d.safetensors", tmp_path / "codes.zarr"
     run = CliRunner()
-    words = ["concepts", str(store.path), "--method", "pca", "--k", str(D), "--sites", SITE]
+    words = [
+        "concepts",
+        str(store.path),
+        "--method",
+        "pca",
+        "--k",
+        str(D),
+        "--sites",
+        SITE,
+    ]
     words += ["--save", str(file), "-o", str(tmp_path / "c.csv")]
     file.write_bytes(b"mine")
     refused = run.invoke(main, words)

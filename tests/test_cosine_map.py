@@ -19,10 +19,15 @@ from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.cosine_map import plot, run
-from vitsee_core.analyses.cosine_map.cosines import Spot, map_statistics, offset_means, unit_vectors
+from vitsee_core.analyses.cosine_map.cosines import (
+    Spot,
+    map_statistics,
+    offset_means,
+    unit_vectors,
+)
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.figures.patch_sheets import MARK
 from vitsee_core.figures.plotting import GREY, figure_bytes
-from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -42,7 +47,9 @@ def tokens(layout: TokenLayout = GRID, seed: int = 0) -> Array:
 def map_of(table: Table, grid: tuple[int, int], **where: Any) -> Array:
     found = np.full(grid, np.nan)
     rows = having(table, metric="cosine", **where)
-    for r, c, value in zip(*(rows[name].tolist() for name in ("row", "col", "value")), strict=True):
+    for r, c, value in zip(
+        *(rows[name].tolist() for name in ("row", "col", "value")), strict=True
+    ):
         assert math.isnan(found[r, c])
         found[r, c] = value
     return found
@@ -115,7 +122,9 @@ def test_spots(text: str, cell: Any, pixel: Any) -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "3,5,7,9", "-1,2", "3.5,2px", "px", "center"])
 def test_no_spots(text: str) -> None:
-    with pytest.raises(VitseeError, match=r"no patch .*; expected ROW,COL of the token grid"):
+    with pytest.raises(
+        VitseeError, match=r"no patch .*; expected ROW,COL of the token grid"
+    ):
         Spot.parse(text)
 
 
@@ -136,7 +145,9 @@ def test_maps_are_scikit_learns(tmp_path: Path) -> None:
                 # scikit-learn divides in single precision.
                 assert np.allclose(found.ravel(), expected, atol=1e-6)
                 assert set(having(table, **where)["token"].tolist()) == {at}
-            own = map_of(table, (3, 4), query=f"image{query}", at=at, image=f"image{query}")
+            own = map_of(
+                table, (3, 4), query=f"image{query}", at=at, image=f"image{query}"
+            )
             assert own.ravel()[cell] == pytest.approx(1, abs=1e-12)
             numbers = having(table, query=f"image{query}", at=at, metric="cosine_mean")
             others = np.delete(own.ravel(), cell)
@@ -154,7 +165,10 @@ def test_one_place_in_every_grid(tmp_path: Path) -> None:
     sites: dict[str, Any] = {"embed": (tokens(), GRID), "next": (tokens(FINE), FINE)}
     store = write_sites(tmp_path / "a.zarr", sites, transform=transform, sizes=(24, 48))
     table = run(store, sites="*", image=["0"], at=["13,2px"])
-    assert dict(zip(table["site"], table["token"], strict=True)) == {"embed": "0,0", "next": "0,1"}
+    assert dict(zip(table["site"], table["token"], strict=True)) == {
+        "embed": "0,0",
+        "next": "0,1",
+    }
     (mark,) = table.notes["marks"]
     assert mark["place"] == pytest.approx([2.5 / 24, 13.5 / 48])
     middle = run(store, sites="*", image=["0"])
@@ -196,14 +210,18 @@ def test_patches_without_length(tmp_path: Path, caplog: pytest.LogCaptureFixture
     other = map_of(table, (3, 4), at="1,1")
     assert np.isnan(other[0, 0]) and np.isnan(other).sum() == 1
     sheet, _ = plot(table).axes
-    assert len(sheet.patches) == 4 + 2  # two photographs, two maps with the patch in a frame
+    assert (
+        len(sheet.patches) == 4 + 2
+    )  # two photographs, two maps with the patch in a frame
 
 
 @pytest.mark.slow
 def test_offsets_are_means_over_images(tmp_path: Path) -> None:
     x = tokens()
     valid = [1, 1, 0, 1, 1]
-    expected = np.stack([loop_offsets(x[i, 1:], np.ones(12, bool), (3, 4)) for i in (0, 1, 3, 4)])
+    expected = np.stack(
+        [loop_offsets(x[i, 1:], np.ones(12, bool), (3, 4)) for i in (0, 1, 3, 4)]
+    )
     for slab in (2, 5):
         path = tmp_path / f"a{slab}.zarr"
         store = write_sites(path, {"embed": x}, layout=GRID, slab=slab, valid=valid)
@@ -230,7 +248,18 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
         sites = {"embed": tokens(), "next": 2 * tokens()}
         write_sites(tmp_path / f"{name}.zarr", sites, layout=GRID)
-    words = ["a.zarr", "b.zarr", "--sites", "*", "--image", "1", "--at", "1,2", "--to", "0"]
+    words = [
+        "a.zarr",
+        "b.zarr",
+        "--sites",
+        "*",
+        "--image",
+        "1",
+        "--at",
+        "1,2",
+        "--to",
+        "0",
+    ]
     said(tmp_path, "cosine-map", *words, "-o", "t.csv", "--png", "t.png")
     table = Table.read(tmp_path / "t.csv")
     figure = plot(table)
@@ -238,7 +267,11 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     # Two lines of a photograph and two models with two layers, all framed, and a bar.
     sheet, _ = figure.axes
     frames, marked = (
-        [bounds(patch) for patch in sheet.patches if same_color(patch.get_edgecolor(), edge)]
+        [
+            bounds(patch)
+            for patch in sheet.patches
+            if same_color(patch.get_edgecolor(), edge)
+        ]
         for edge in (GREY, MARK)
     )
     assert len(frames) == 2 * (1 + 2 * 2)
@@ -249,7 +282,9 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
         assert at / frames[0][2:] == pytest.approx(np.array([2.5 / 4, 1.5 / 3]))
     for frame, cell in zip(frames[1:5], marked, strict=True):
         assert cell[2:] / frame[2:] == pytest.approx(np.array([1 / 4, 1 / 3]))
-        assert (cell[:2] - frame[:2]) / frame[2:] == pytest.approx(np.array([2 / 4, 1 / 3]))
+        assert (cell[:2] - frame[:2]) / frame[2:] == pytest.approx(
+            np.array([2 / 4, 1 / 3])
+        )
     drawn = sheet.images[-8].get_array()
     assert drawn is not None
     expected = map_of(table, (3, 4), store="a", site="embed", image="image1")
@@ -266,9 +301,15 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     write_sites(tmp_path / "pooled.zarr", {"embed": x}, layout=GRID, tokens="pooled")
     write_sites(tmp_path / "other.zarr", {"embed": x}, layout=GRID, name="photo")
     cases = {
-        ("pooled.zarr",): "pooled keeps embed pooled only: extract it with --tokens embed=all",
+        (
+            "pooled.zarr",
+        ): "pooled keeps embed pooled only: extract it with --tokens embed=all",
         ("a.zarr", "--sites", "pooled"): "pooled of a has no grid of patches to map",
-        ("a.zarr", "--at", "9,9"): "a: embed has no token 9,9: it has prefix cls and a grid of 3 x",
+        (
+            "a.zarr",
+            "--at",
+            "9,9",
+        ): "a: embed has no token 9,9: it has prefix cls and a grid of 3 x",
         ("a.zarr", "--image", "dog.png"): "a has no image 'dog.png'",
         ("a.zarr", "--to", "dog.png"): "a has no image 'dog.png'",
         ("a.zarr", "other.zarr"): "other has no image 'image0'",

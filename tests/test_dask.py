@@ -47,7 +47,17 @@ distributed = pytest.importorskip("distributed")
 # Commands that compute nothing from stores, a few numbers (erf, weights), hand out what they hold,
 # run a model (head-importance), or run other commands.
 WITHOUT = {
-    *("best-layer", "cache", "demo", "encode", "erf", "explore", "export", "import", "findings"),
+    *(
+        "best-layer",
+        "cache",
+        "demo",
+        "encode",
+        "erf",
+        "explore",
+        "export",
+        "import",
+        "findings",
+    ),
     *("head-importance", "info", "models", "plot", "report", "rerun", "sites", "study"),
     *("validate", "weights"),
 }
@@ -154,11 +164,15 @@ def test_results_come_in_order_and_a_bounded_number_ahead(two: DaskMap) -> None:
 def test_a_large_function_goes_once(two: DaskMap) -> None:
     data = os.urandom(1 << 20)
     sent = two.sent
-    assert list(two(partial(long_bytes, data), range(20))) == [(1 << 20, k) for k in range(20)]
+    assert list(two(partial(long_bytes, data), range(20))) == [
+        (1 << 20, k) for k in range(20)
+    ]
     assert two.sent - sent < 2.1 * (1 << 20)  # to each of two workers
 
 
-def test_a_worker_that_comes_later_is_given_a_large_function(two: DaskMap, tmp_path: Path) -> None:
+def test_a_worker_that_comes_later_is_given_a_large_function(
+    two: DaskMap, tmp_path: Path
+) -> None:
     work = partial(killed_once_with, os.urandom(1 << 20), tmp_path)
     before = set(two.client.run(n_plugins).values())
     assert list(two(work, range(12))) == list(range(12))
@@ -180,7 +194,11 @@ def test_a_store_that_only_this_machine_has(two: DaskMap, tmp_path: Path) -> Non
 
 
 def test_errors_travel_whatever_their_constructors_take() -> None:
-    for error in (DamagedGram(Path("a"), 1, "gone"), MissingInput("no residuals"), VitseeError()):
+    for error in (
+        DamagedGram(Path("a"), 1, "gone"),
+        MissingInput("no residuals"),
+        VitseeError(),
+    ):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error)
         assert again.__dict__ == error.__dict__
@@ -234,8 +252,12 @@ def test_spread_passes_progress_and_remarks_on(
     assert here.count == 7
 
 
-def test_a_fold_is_equal_to_the_bit_and_moves_little(two: DaskMap, tmp_path: Path) -> None:
-    store = write_heads(tmp_path / "a.zarr", [random_attention(layout(), 48, (2, 2))], slab=8)
+def test_a_fold_is_equal_to_the_bit_and_moves_little(
+    two: DaskMap, tmp_path: Path
+) -> None:
+    store = write_heads(
+        tmp_path / "a.zarr", [random_attention(layout(), 48, (2, 2))], slab=8
+    )
     sent, received = two.sent, two.received
     found, expected = attn_dist.run(store, map=two), attn_dist.run(store)
     assert equal(found, expected)
@@ -247,10 +269,17 @@ def test_a_fold_is_equal_to_the_bit_and_moves_little(two: DaskMap, tmp_path: Pat
 
 def test_addresses() -> None:
     assert parse_address("local:3") == 3 and parse_address("local") == n_cores()
-    for text in ("tcp://10.0.0.7:8786", "tls://[::1]:1", "node7.cluster:8786", "localhost:1"):
+    for text in (
+        "tcp://10.0.0.7:8786",
+        "tls://[::1]:1",
+        "node7.cluster:8786",
+        "localhost:1",
+    ):
         assert parse_address(text) == text
     for text in ("local:0", "local:x", "node7", "", "tcp://", "local:-1", "http//x:y"):
-        with pytest.raises(DaskError, match=r"expected local:N .* or a scheduler's address"):
+        with pytest.raises(
+            DaskError, match=r"expected local:N .* or a scheduler's address"
+        ):
             parse_address(text)
 
 
@@ -265,7 +294,9 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_no_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
     monkeypatch.setattr(module, "WORKER_SECONDS", 1.5)
     cluster = distributed.LocalCluster(
@@ -300,10 +331,14 @@ def test_other_versions() -> None:
     answers: dict[str, Any] = {"tcp://w:1": ours}
     made.check_versions()
     answers = {"tcp://v:1": ours, "tcp://w:1": {**ours, "torch": "0.1", "numpy": "1.0"}}
-    with pytest.raises(DaskError, match=r"w:1 has numpy 1\.0, torch 0\.1; here: numpy .* \(start"):
+    with pytest.raises(
+        DaskError, match=r"w:1 has numpy 1\.0, torch 0\.1; here: numpy .* \(start"
+    ):
         made.check_versions()
     answers = {"tcp://w:1": ModuleNotFoundError("No module named 'vitsee_core'")}
-    with pytest.raises(DaskError, match=r"cannot run vitsee .*No module named 'vitsee_core'"):
+    with pytest.raises(
+        DaskError, match=r"cannot run vitsee .*No module named 'vitsee_core'"
+    ):
         made.check_versions()
     with pytest.raises(DaskError, match="cannot run vitsee"):
         list(made(squared, [1]))
@@ -337,7 +372,9 @@ def test_a_worker_of_other_code_that_joins_during_the_work(tmp_path: Path) -> No
     folder = tmp_path / "checkout"
     for package in (vitsee_core, vitsee_stores):
         (source,) = package.__path__
-        shutil.copytree(source, folder / Path(source).name, ignore=shutil.ignore_patterns("*.npz"))
+        shutil.copytree(
+            source, folder / Path(source).name, ignore=shutil.ignore_patterns("*.npz")
+        )
     changed = folder / "vitsee_core" / "__init__.py"
     changed.write_text(changed.read_text() + "# changed")
     with two_workers() as made, ExitStack() as stack:
@@ -374,7 +411,9 @@ def test_processes_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a full disk."""
 
     def full(**_: Any) -> None:
-        raise RuntimeError("Cluster failed to start: [Errno 28] No space left on device: '/tmp/x'")
+        raise RuntimeError(
+            "Cluster failed to start: [Errno 28] No space left on device: '/tmp/x'"
+        )
 
     monkeypatch.setattr("distributed.LocalCluster", full)
     line = "no Dask processes on this machine: Cluster failed to start: .*No space left on device"
@@ -396,13 +435,17 @@ def test_progress_says_by_how_many_workers(
         reporter.start(4)
         reporter.advance(1)
         reporter.stop()
-    assert re.search(r"vitsee x: 1/4 images, .* left, 2 workers\n", capsys.readouterr().err)
+    assert re.search(
+        r"vitsee x: 1/4 images, .* left, 2 workers\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_processes_of_this_machine(tmp_path: Path) -> None:
     """Nobody else on the machine can reach them."""
-    store = write_heads(tmp_path / "a.zarr", [random_attention(layout(), 16, (2, 2))], slab=8)
+    store = write_heads(
+        tmp_path / "a.zarr", [random_attention(layout(), 16, (2, 2))], slab=8
+    )
     with dask_map("local:1") as alone:
         assert (alone.local, alone.n_threads(), alone.n_workers()) == (1, 1, 1)
         assert address(alone).startswith("tls://127.0.0.1:")

@@ -38,11 +38,11 @@ from vitsee_core.analyses import (
     spectrum,
 )
 from vitsee_core.analyses.similarity import comparing
-from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_core.runtime.dask_map import DaskMap
 from vitsee_core.runtime.progress import Tally
 from vitsee_core.similarity import comparison
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
@@ -82,10 +82,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture(scope="module")
 def test(tmp_path_factory: pytest.TempPathFactory) -> Store:
     path = tmp_path_factory.mktemp("dask") / "test.zarr"
-    return write_labelled(path, acts(1, 60), np.arange(60) % 3, layout=VIT, hash_offset=1000)
+    return write_labelled(
+        path, acts(1, 60), np.arange(60) % 3, layout=VIT, hash_offset=1000
+    )
 
 
-def check(two: DaskMap, run: Callable[..., Table], to: float = 0.0, most: int = SITE_BYTES) -> None:
+def check(
+    two: DaskMap, run: Callable[..., Table], to: float = 0.0, most: int = SITE_BYTES
+) -> None:
     """What `run` gives here, to the bit (or within `to`) what it gives by workers; and what moved
     is little."""
     here = run()
@@ -132,8 +136,12 @@ def test_localize(two: DaskMap, store: Store, summary: str | None) -> None:
     check(two, run, to=1e-5)
 
 
-@pytest.mark.parametrize("how", [{}, {"estimator": "minibatch", "batch": 16, "repeats": 2}])
-def test_gram_matrices(two: DaskMap, store: Store, tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"estimator": "minibatch", "batch": 16, "repeats": 2}]
+)
+def test_gram_matrices(
+    two: DaskMap, store: Store, tmp_path: Path, how: dict[str, Any]
+) -> None:
     folders = iter((tmp_path / "here", tmp_path / "there"))
 
     def run(**more: Any) -> Table:
@@ -152,7 +160,11 @@ def test_similarity(two: DaskMap, store: Store, tmp_path: Path) -> None:
     check(
         two,
         lambda **more: similarity.run(
-            store, metrics=("mutual-knn", "rsa"), calibrate=19, cache=next(folders), **more
+            store,
+            metrics=("mutual-knn", "rsa"),
+            calibrate=19,
+            cache=next(folders),
+            **more,
         ),
     )
 
@@ -162,7 +174,9 @@ def test_segments(two: DaskMap, tmp_path: Path, choice: dict[str, Any]) -> None:
     store, path = by_kind(tmp_path, n=40)
     masks = Segmentation(path, **choice)
     check(two, lambda **more: cluster.run(store, masks=masks, n_seeds=1, **more))
-    assert len(pickle.dumps(masks.open())) < 500 < path.stat().st_size, "workers read it themselves"
+    assert len(pickle.dumps(masks.open())) < 500 < path.stat().st_size, (
+        "workers read it themselves"
+    )
 
 
 def test_masks(two: DaskMap, whole: Store, tmp_path: Path) -> None:
@@ -186,7 +200,17 @@ def test_relative_paths_of_masks(
     """Workers have another working folder; the sidecar has the path as it was given."""
     by_kind(tmp_path)
     monkeypatch.chdir(tmp_path)
-    command = ["cluster", "a.zarr", "--masks", "a.json", "--seeds", "1", "-o", "a.csv", "--dask"]
+    command = [
+        "cluster",
+        "a.zarr",
+        "--masks",
+        "a.json",
+        "--seeds",
+        "1",
+        "-o",
+        "a.csv",
+        "--dask",
+    ]
     result = CliRunner().invoke(main, [*command, two.client.scheduler.address])
     assert result.exit_code == 0, result.stderr
     sidecar = json.loads(Path("a.csv.json").read_text())
@@ -211,13 +235,17 @@ class Three:
 CALIBRATED: dict[str, Any] = {"images": 40, "calibrate": 19, "cache": Path("grams")}
 
 
-def test_permutations(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permutations(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of every measure, to the bit, from Gram matrices at a relative path."""
     monkeypatch.chdir(tmp_path)
     here = similarity.run(store, metrics=similarity.MEASURES, **CALIBRATED)
     for local in (3, 0):
         three = Three(local)
-        there = similarity.run(store, metrics=similarity.MEASURES, map=three, **CALIBRATED)
+        there = similarity.run(
+            store, metrics=similarity.MEASURES, map=three, **CALIBRATED
+        )
         assert equal(here, there) and np.isfinite(here["p"]).all()
         ranges = [(one.start, one.stop) for one in three.items]
         assert ranges == len(similarity.MEASURES) * [(0, 6), (6, 12), (12, 19)]
@@ -229,7 +257,10 @@ def test_permutations_whose_states_do_not_fit_the_memory(
     """Of any measure: they stay here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "STATES", 1e-9)
-    how = {"metrics": similarity.MEASURES, "sites": ("blocks.0.out", "blocks.2.out")} | CALIBRATED
+    how = {
+        "metrics": similarity.MEASURES,
+        "sites": ("blocks.0.out", "blocks.2.out"),
+    } | CALIBRATED
     here = similarity.run(store, **how)
     for local in (3, 0):
         three = Three(local)
@@ -241,7 +272,10 @@ def test_permutations_where_workers_have_no_files(store: Store, tmp_path: Path) 
     how: dict[str, Any] = {"metrics": ("rsa",), "images": 40, "calibrate": 19}
     far = Three(0)
     here = similarity.run(store, no_cache=True, **how)
-    assert equal(here, similarity.run(store, no_cache=True, map=far, **how)) and not far.items
+    assert (
+        equal(here, similarity.run(store, no_cache=True, map=far, **how))
+        and not far.items
+    )
     similarity.run(store, cache=tmp_path / "a", **how)
 
     def elsewhere(function: Any, items: Any) -> Iterator[Any]:
@@ -249,7 +283,9 @@ def test_permutations_where_workers_have_no_files(store: Store, tmp_path: Path) 
             (tmp_path / "a").rename(tmp_path / "b")
         yield from pickled(function, items)
 
-    with pytest.raises(VitseeError, match="not on a worker's disk: --dask needs a --cache DIR"):
+    with pytest.raises(
+        VitseeError, match="not on a worker's disk: --dask needs a --cache DIR"
+    ):
         similarity.run(store, cache=tmp_path / "a", map=elsewhere, **how)
 
 
@@ -265,7 +301,9 @@ def test_workers_with_another_disk(
             path.rename(tmp_path / path.name)
             yield path, tally
 
-    with pytest.raises(VitseeError, match="--dask needs a --cache DIR that all machines share"):
+    with pytest.raises(
+        VitseeError, match="--dask needs a --cache DIR that all machines share"
+    ):
         cka.run(store, cache=tmp_path / "cache", map=elsewhere)
 
 
@@ -280,7 +318,16 @@ def test_a_pair_of_stores(two: DaskMap, store: Store, tmp_path: Path) -> None:
 
 GRAMS = ("cka", "effect", "similarity")
 PLAIN = (
-    *("attn_dist", "cka", "effect", "erf", "head_types", "lens", "localize", "logit_attribution"),
+    *(
+        "attn_dist",
+        "cka",
+        "effect",
+        "erf",
+        "head_types",
+        "lens",
+        "localize",
+        "logit_attribution",
+    ),
     *("normratio", "norms", "pca", "retrieve", "similarity", "spatial", "spectrum"),
 )
 
@@ -306,7 +353,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with everything that analyses read."""
     folder = tmp_path_factory.mktemp("whole")
     plant_images(folder / "photos", 12)
-    how = ["--slab", 4, "--device", "cpu", "--inputs", "--attention", "rows", "--head-weights"]
+    how = [
+        "--slab",
+        4,
+        "--device",
+        "cpu",
+        "--inputs",
+        "--attention",
+        "rows",
+        "--head-weights",
+    ]
     how += ["--sites", "all", "--erf", 4, "--model-arg", "num_classes=2"]
     extracted(*VIT_MODEL, "--data", folder / "photos", *how, "-o", folder / "a.zarr")
     return open_store(folder / "a.zarr")

@@ -46,7 +46,9 @@ distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.slow  # workers are processes
 
 N, SLAB = 12, 2
-MODEL = ModelOptions("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+MODEL = ModelOptions(
+    "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+)
 KEEP = KeepOptions(slab=SLAB, inputs=True)
 
 
@@ -80,7 +82,9 @@ class Killing:
     def n_threads(self) -> int:
         return 2
 
-    def __call__(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterator[Any]:
+    def __call__(
+        self, function: Callable[[Any], Any], items: Iterable[Any], /
+    ) -> Iterator[Any]:
         for k, result in enumerate(self.inner(function, items)):
             if k == 1:
                 pids = list(self.inner.client.run(os.getpid).values())
@@ -89,7 +93,9 @@ class Killing:
             yield result
 
 
-def run_by_workers(output: str | Path, photos: Path, map: Any, progress: Any = None) -> Outcome:
+def run_by_workers(
+    output: str | Path, photos: Path, map: Any, progress: Any = None
+) -> Outcome:
     data, run = DataOptions(str(photos)), RunOptions(parse_place(output), device="cpu")
     return extract_by_workers(Request(MODEL, data, KEEP, run), map, progress or Tally())
 
@@ -156,7 +162,11 @@ def test_the_command(two: DaskMap, photos: Path, tmp_path: Path) -> None:
 
 def test_in_python(two: DaskMap, photos: Path, tmp_path: Path) -> None:
     """As by one process; a torch module and a shard are refused."""
-    own: dict[str, Any] = {"random_init": 0, "img_size": (32, 48), "model_args": {"patch_size": 8}}
+    own: dict[str, Any] = {
+        "random_init": 0,
+        "img_size": (32, 48),
+        "model_args": {"patch_size": 8},
+    }
     own |= {"slab": SLAB, "device": "cpu", "tokens": "pooled"}
     stores = [
         vitsee.extract("test_vit", photos, tmp_path / f"{name}.zarr", map=map, **own)
@@ -165,7 +175,9 @@ def test_in_python(two: DaskMap, photos: Path, tmp_path: Path) -> None:
     assert stores[1].complete
     assert array_bytes(tmp_path / "there.zarr") == array_bytes(tmp_path / "here.zarr")
     with pytest.raises(OptionError, match="no torch module"):
-        vitsee.extract(torch.nn.Identity(), photos, tmp_path / "m.zarr", map=two, name="m")
+        vitsee.extract(
+            torch.nn.Identity(), photos, tmp_path / "m.zarr", map=two, name="m"
+        )
     with pytest.raises(OptionError, match="leave out shard"):
         vitsee.extract("test_vit", photos, tmp_path / "s.zarr", map=two, shard="0/2")
     assert not list(tmp_path.glob("[ms].zarr"))
@@ -176,20 +188,29 @@ def test_options_mean_the_same_elsewhere(
 ) -> None:
     monkeypatch.chdir(photos.parent)
     model = ModelOptions("local-dir:m", checkpoint=Path("c.pth"))
-    data, run = DataOptions(photos.name, only=Path("l")), RunOptions(Path("s.zarr"), force=True)
+    data, run = (
+        DataOptions(photos.name, only=Path("l")),
+        RunOptions(Path("s.zarr"), force=True),
+    )
     work = by_absolute_paths(Request(model, data, KEEP, run))
     asked, placed = work.asked, work.asked.model
-    assert isinstance(placed, ModelOptions) and placed.checkpoint == photos.parent / "c.pth"
+    assert (
+        isinstance(placed, ModelOptions) and placed.checkpoint == photos.parent / "c.pth"
+    )
     assert placed.name == f"local-dir:{photos.parent / 'm'}"
     assert asked.data.data == str(photos) and asked.data.only == photos.parent / "l"
     assert asked.run.output == photos.parent / "s.zarr"
-    demo = by_absolute_paths(Request(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run))
+    demo = by_absolute_paths(
+        Request(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run)
+    )
     assert (demo.asked.model.name, demo.asked.data.data) == ("demo:vit", "demo:test")
 
 
 @pytest.mark.parametrize("more", [["--shard", "0/2"], ["--dry-run"], ["--plan", "slurm"]])
 def test_options_that_exclude_it(photos: Path, tmp_path: Path, more: list[str]) -> None:
-    result = extract(*VIT, "--data", photos, "-o", tmp_path / "a", "--dask", "local:2", *more)
+    result = extract(
+        *VIT, "--data", photos, "-o", tmp_path / "a", "--dask", "local:2", *more
+    )
     assert result.exit_code == 2 and "leave out" in result.stderr
     assert not (tmp_path / "a").exists()
 
@@ -209,7 +230,9 @@ def test_a_worker_without_the_files(photos: Path, tmp_path: Path, lost: str) -> 
     out, data = tmp_path / "a.zarr", tmp_path / "data"
     if lost == "images":
         plain(out, photos)
-    work = by_absolute_paths(Request(MODEL, DataOptions(str(data)), KEEP, RunOptions(out)))
+    work = by_absolute_paths(
+        Request(MODEL, DataOptions(str(data)), KEEP, RunOptions(out))
+    )
     line = rf"^on the Dask worker at .*: .*{out if lost == 'store' else data}.* \(workers need"
     with pytest.raises(DaskError, match=line):
         work(Execution(), [0])
@@ -218,14 +241,18 @@ def test_a_worker_without_the_files(photos: Path, tmp_path: Path, lost: str) -> 
 def test_claims_of_the_same_run_are_taken_over_at_once(tmp_path: Path) -> None:
     (tmp_path / "commits").mkdir()
     files = Folder(tmp_path, durable=False)
-    lost, again, other = (Claims(files, about) for about in ({"run": "a"}, {"run": "a"}, {}))
+    lost, again, other = (
+        Claims(files, about) for about in ({"run": "a"}, {"run": "a"}, {})
+    )
     assert lost.take([0, 1], 2) == [0, 1]
     assert other.take([0, 1], 2) == []
     assert again.take([0, 1], 2) == [0, 1]
     assert Claims(files, {"run": "b"}).take([0, 1], 2) == []
 
 
-@pytest.mark.parametrize(("local", "said"), [(2, "committed; "), (0, "(workers finish what they ")])
+@pytest.mark.parametrize(
+    ("local", "said"), [(2, "committed; "), (0, "(workers finish what they ")]
+)
 def test_who_goes_on_when_the_driver_is_stopped(
     photos: Path, tmp_path: Path, local: int, said: str
 ) -> None:
@@ -240,7 +267,9 @@ def test_who_goes_on_when_the_driver_is_stopped(
             os.kill(os.getpid(), signal.SIGINT)
             yield from ()
 
-    with pytest.raises(Interrupted, match=rf"by SIGINT with 0 of 6 slabs .*{re.escape(said)}"):
+    with pytest.raises(
+        Interrupted, match=rf"by SIGINT with 0 of 6 slabs .*{re.escape(said)}"
+    ):
         run_by_workers(tmp_path / "a.zarr", photos, Interrupting())
 
 

@@ -68,7 +68,9 @@ def test_fields_of_a_group_are_given_by_their_names() -> None:
     call: Any = paint
     table = call(size=3, shade="dark", names="red")
     assert table.frame.rows() == [("dark", 3.0, "red")]
-    assert call().frame.row(0) == ("light", 1.0, None), "the defaults are those of its fields"
+    assert call().frame.row(0) == ("light", 1.0, None), (
+        "the defaults are those of its fields"
+    )
     assert dict(table.made_by[1]) == {"size": 3, "shade": "dark", "names": ("red",)}
     assert [*inspect.signature(paint).parameters] == ["size", "shade", "names"]
     assert "    shade: Light or dark." in (inspect.getdoc(paint) or "")

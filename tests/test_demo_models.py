@@ -15,7 +15,16 @@ import torch
 from click.testing import CliRunner
 from demo_recipes import RECIPES, MaskedAutoencoder, Recipe, build, patch_targets, rate_at
 from safetensors.torch import load_file, save_file
-from train_demo_models import Split, Training, add_probe, augment, part_of, rounded, save, to_input
+from train_demo_models import (
+    Split,
+    Training,
+    add_probe,
+    augment,
+    part_of,
+    rounded,
+    save,
+    to_input,
+)
 
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import images, redraw
@@ -45,7 +54,9 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plant(folder: Path, **more: Any) -> Path:
     """An untrained test_vit, every weight of weight redrawn."""
     folder.mkdir()
-    source = load_model("test_vit", random_init=4, img_size=32, model_args={"patch_size": 8})
+    source = load_model(
+        "test_vit", random_init=4, img_size=32, model_args={"patch_size": 8}
+    )
     redraw(source.module, 4)
     save_file(source.module.state_dict(), folder / "model.safetensors")
     config = {
@@ -58,7 +69,9 @@ def plant(folder: Path, **more: Any) -> Path:
 
 
 @torch.no_grad()
-def by_hand(model: Any, x: torch.Tensor, *, cut: dict[int, tuple[bool, bool]]) -> torch.Tensor:
+def by_hand(
+    model: Any, x: torch.Tensor, *, cut: dict[int, tuple[bool, bool]]
+) -> torch.Tensor:
     """test_vit's logits, for block i without the skip of (attention, MLP) where cut[i] says so."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(x)))
     for i, block in enumerate(model.blocks):
@@ -84,7 +97,10 @@ def test_a_model_is_a_folder(room: Path) -> None:
     assert load_model("demo:vit-gap").weights["source"] == "local-dir"
     with pytest.raises(VitseeError) as error:
         load_model("demo:empty")
-    assert str(error.value) == "no demo model 'empty'; the demo's models: demo:one, demo:vit-gap"
+    assert (
+        str(error.value)
+        == "no demo model 'empty'; the demo's models: demo:one, demo:vit-gap"
+    )
     with pytest.raises(DataError, match="demo:vit-gap is a model; the demo's data"):
         open_source("demo:vit-gap")
 
@@ -111,7 +127,9 @@ def test_trained_without_a_skip_runs_without_it(room: Path) -> None:
     ]
     x, gone = images(cut), {1: (True, True), 3: (False, True)}
     with torch.no_grad():
-        torch.testing.assert_close(cut.module(x), by_hand(plain.module, x, cut=gone), **CLOSE)
+        torch.testing.assert_close(
+            cut.module(x), by_hand(plain.module, x, cut=gone), **CLOSE
+        )
         assert not torch.allclose(cut.module(x), plain.module(x), atol=0.1)
     assert plain.ablate_skip == () and plain.notes() == []
 
@@ -123,17 +141,28 @@ def test_skips_of_the_command_come_on_top(room: Path) -> None:
     assert both.ablate_skip == ("blocks.0.attn", "blocks.1.attn", "blocks.1.mlp")
     x, gone = images(both), {0: (True, False), 1: (True, True)}
     with torch.no_grad():
-        torch.testing.assert_close(both.module(x), by_hand(both.module, x, cut=gone), **CLOSE)
+        torch.testing.assert_close(
+            both.module(x), by_hand(both.module, x, cut=gone), **CLOSE
+        )
     # Fresh weights are of the same architecture: it has no such skips.
-    assert load_model("demo:cut", random_init=0).ablate_skip == ("blocks.1.attn", "blocks.1.mlp")
+    assert load_model("demo:cut", random_init=0).ablate_skip == (
+        "blocks.1.attn",
+        "blocks.1.mlp",
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "phrase"),
     [
-        ("blocks.1", "ablate_skip in its config.json is 'blocks.1'; expected a list of blocks"),
+        (
+            "blocks.1",
+            "ablate_skip in its config.json is 'blocks.1'; expected a list of blocks",
+        ),
         ([3], "ablate_skip in its config.json is '[3]'; expected a list of blocks"),
-        (["blocks.9"], "ablate_skip of its config.json: blocks.9: demo:cut has no residual block"),
+        (
+            ["blocks.9"],
+            "ablate_skip of its config.json: blocks.9: demo:cut has no residual block",
+        ),
     ],
 )
 def test_a_configuration_that_is_wrong(room: Path, value: Any, phrase: str) -> None:
@@ -159,7 +188,9 @@ def test_extract_says_it_and_the_store_brings_it_back(room: Path, tmp_path: Path
     store = open_store(path)
     x = torch.from_numpy(np.asarray(store.inputs()))
     wanted = by_hand(model_of(store).module, x, cut={1: (True, True)})
-    np.testing.assert_allclose(np.asarray(store.vectors("logits")), wanted.numpy(), **CLOSE)
+    np.testing.assert_allclose(
+        np.asarray(store.vectors("logits")), wanted.numpy(), **CLOSE
+    )
     config = json.loads((room / "cut" / "config.json").read_text()) | {"ablate_skip": []}
     (room / "cut" / "config.json").write_text(json.dumps(config))
     result = extract(*command, "--dtype", "float32", "--seed", "0")
@@ -252,7 +283,9 @@ def test_resumed_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
     first.keep(tmp_path / "state" / "x.pt")
     second.go_on_from(tmp_path / "state" / "x.pt")
     second.epoch(split, test)
-    assert [p["train_loss"] for p in second.curve] == [p["train_loss"] for p in whole.curve]
+    assert [p["train_loss"] for p in second.curve] == [
+        p["train_loss"] for p in whole.curve
+    ]
     for key, tensor in whole.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[key], tensor), key
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["x.pt"]
@@ -275,7 +308,9 @@ def test_what_is_saved_is_what_was_trained(name: str, room: Path) -> None:
     floats = {t.dtype for t in weights.values() if t.is_floating_point()}
     assert floats == {torch.float16}
     model, again = load_model(f"demo:{name}"), rounded(training.model)[1].eval()
-    assert model.ablate_skip == (("blocks.3.attn", "blocks.3.mlp") if name == "vit-noskip" else ())
+    assert model.ablate_skip == (
+        ("blocks.3.attn", "blocks.3.mlp") if name == "vit-noskip" else ()
+    )
     with torch.no_grad():
         logits = model.module(to_input(test[0]))
         torch.testing.assert_close(logits, again(to_input(test[0])), **CLOSE)
@@ -294,7 +329,9 @@ def test_gap_has_no_class_token_and_a_norm_before_the_mean() -> None:
     with torch.no_grad():
         tokens = model.forward_features(x)
         assert tokens.shape == (2, 64, 96)
-        np.testing.assert_allclose(tokens.mean(-1), 0, atol=1e-5)  # normalised, then averaged
+        np.testing.assert_allclose(
+            tokens.mean(-1), 0, atol=1e-5
+        )  # normalised, then averaged
         torch.testing.assert_close(model(x), model.head(tokens.mean(1)))
 
 
@@ -342,7 +379,9 @@ def test_the_probe_is_where_its_gradient_vanishes() -> None:
     redraw(model, 1)
     pictures, labels = random_split(60)
     features: list[torch.Tensor] = []
-    handle = model.head.register_forward_pre_hook(lambda _m, given: features.append(given[0]))
+    handle = model.head.register_forward_pre_hook(
+        lambda _m, given: features.append(given[0])
+    )
     add_probe(model, (pictures, labels), bf16=False)
     with torch.no_grad():
         logits = model(to_input(pictures)).double().numpy()

@@ -24,14 +24,19 @@ from vitsee_core.analyses.dense_probe.metrics import (
     Counts,
     accuracy,
     class_ious,
-    counted,
+    count_confusions,
     mean_iou,
     rare_classes,
 )
-from vitsee_core.analyses.dense_probe.pixels import CellSums, Pixels, labelled_pixels, near_boundary
+from vitsee_core.analyses.dense_probe.pixels import (
+    CellSums,
+    Pixels,
+    labelled_pixels,
+    near_boundary,
+)
 from vitsee_core.images.placement import Placement
-from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -41,7 +46,9 @@ STEP = 4  # pixels of a token
 SIZES = [(17, 23), (8, 8), (31, 9), (12, 12)]  # of images, in turn
 
 
-def layout(rows: int, cols: int, step: float = STEP, prefix: Sequence[str] = ()) -> TokenLayout:
+def layout(
+    rows: int, cols: int, step: float = STEP, prefix: Sequence[str] = ()
+) -> TokenLayout:
     return TokenLayout(tuple(prefix), (rows, cols), stride_px=(step, step))
 
 
@@ -56,7 +63,9 @@ def class_map(size: tuple[int, int], seed: int, classes: Sequence[int]) -> Array
     """Blobs of classes and of ignored pixels."""
     rng = np.random.default_rng(seed)
     coarse = rng.choice([*classes, IGNORED], (3, 4)).astype(np.uint8)
-    return np.asarray(Image.fromarray(coarse).resize(size[::-1], Image.Resampling.NEAREST))
+    return np.asarray(
+        Image.fromarray(coarse).resize(size[::-1], Image.Resampling.NEAREST)
+    )
 
 
 def made(
@@ -79,7 +88,9 @@ def made(
     masks = folder / f"{name}-masks"
     masks.mkdir(parents=True)
     for i, size in enumerate(sizes):
-        Image.fromarray(class_map(size, 100 * seed + i, classes)).save(masks / f"{name}{i}.png")
+        Image.fromarray(class_map(size, 100 * seed + i, classes)).save(
+            masks / f"{name}{i}.png"
+        )
     tokens: dict[str, Any] = {
         site: (np.float32(rng.normal(3, 1 + k, (n, grid[0] * grid[1], dim))), where)
         for k, site in enumerate(sites)
@@ -99,7 +110,9 @@ def made(
 def upsampled(tokens: Array, size: tuple[int, int]) -> Array:
     """(pixels, dim) by torch, of tokens (rows, cols, dim) that cover the image."""
     maps = torch.from_numpy(np.asarray(tokens, np.float64)).permute(2, 0, 1)[None]
-    found = torch.nn.functional.interpolate(maps, size, mode="bilinear", align_corners=False)
+    found = torch.nn.functional.interpolate(
+        maps, size, mode="bilinear", align_corners=False
+    )
     return np.asarray(found[0].permute(1, 2, 0).reshape(-1, tokens.shape[-1]))
 
 
@@ -115,11 +128,15 @@ def explicit_ridge(x: Array, labels: Array, l2: float) -> tuple[Array, Array, Ar
     return classes, weights, y.mean(0) - x.mean(0) @ weights
 
 
-def every_pixel(store: Store, site: str, masks: Path, rows: Sequence[int]) -> tuple[Array, Array]:
+def every_pixel(
+    store: Store, site: str, masks: Path, rows: Sequence[int]
+) -> tuple[Array, Array]:
     """Features and labels of all labelled pixels of squashed images."""
     xs, ys = [], []
     for row in rows:
-        labels = np.asarray(Image.open(masks / store.samples.id[row].replace("jpg", "png")))
+        labels = np.asarray(
+            Image.open(masks / store.samples.id[row].replace("jpg", "png"))
+        )
         x = upsampled(store.acts(site, "patches")[row : row + 1][0], labels.shape)
         keep = labels.ravel() != IGNORED
         xs.append(x[keep])
@@ -128,20 +145,30 @@ def every_pixel(store: Store, site: str, masks: Path, rows: Sequence[int]) -> tu
 
 
 def summed(
-    store: Store, masks: Path, rows: Sequence[int], grid: tuple[int, int], shift: float = 0
+    store: Store,
+    masks: Path,
+    rows: Sequence[int],
+    grid: tuple[int, int],
+    shift: float = 0,
 ) -> PixelSums:
     """Sums over the pixels of squashed images at the first site."""
     sums, size = PixelSums.empty(5), (STEP * grid[0], STEP * grid[1])
     for row in rows:
         labels = np.asarray(Image.open(masks / f"a{row}.png"))
-        pixels = labelled_pixels(labels, Placement(0, 0, *size), layout(*grid), size, "label")
-        tokens = store.acts("blocks.0.out", "patches")[row : row + 1][0].astype(np.float64)
+        pixels = labelled_pixels(
+            labels, Placement(0, 0, *size), layout(*grid), size, "label"
+        )
+        tokens = store.acts("blocks.0.out", "patches")[row : row + 1][0].astype(
+            np.float64
+        )
         sums.count(tokens - shift, CellSums.of(pixels))
     return sums
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (1, 5), (1, 1), (6, 2)])
-def test_weights_equal_those_of_explicit_pixels(tmp_path: Path, grid: tuple[int, int]) -> None:
+def test_weights_equal_those_of_explicit_pixels(
+    tmp_path: Path, grid: tuple[int, int]
+) -> None:
     store, masks = made(tmp_path, 8, grid=grid)
     x, labels = every_pixel(store, "blocks.0.out", masks, range(8))
     sums = summed(store, masks, range(8), grid, shift=2.5)
@@ -176,7 +203,9 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     table = run(train, test, masks=[masks, others], l2_relative=[0.01], per_class=True)
     assert tuple(table.written.columns) == COLUMNS
     for site in ("blocks.0.out", "blocks.1.out"):
-        classes, weights, bias = explicit_ridge(*every_pixel(train, site, masks, range(9)), 0.01)
+        classes, weights, bias = explicit_ridge(
+            *every_pixel(train, site, masks, range(9)), 0.01
+        )
         x, truth = every_pixel(test, site, others, range(7))
         predicted = classes[(x @ weights + bias).argmax(1)]
         own = having(table, site=site, baseline="")
@@ -184,7 +213,9 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
         each = jaccard_score(truth, predicted, labels=present, average=None)
         assert own.filter(metric="miou")["value"] == pytest.approx(each.mean(), abs=1e-12)
         right = (truth == predicted).mean()
-        assert own.filter(metric="pixel_accuracy")["value"] == pytest.approx(right, abs=1e-12)
+        assert own.filter(metric="pixel_accuracy")["value"] == pytest.approx(
+            right, abs=1e-12
+        )
         by_class = own.filter(metric="iou_class")
         assert by_class["class"].tolist() == [str(number) for number in present]
         assert by_class["value"] == pytest.approx(each, abs=1e-12)
@@ -196,7 +227,12 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
     train, masks = made(tmp_path, 6)
     test, others = made(tmp_path, 6, name="b", seed=1)
     table = run(
-        train, test, masks=[masks, others], l2_relative=[0.01], sites=["last"], metrics=["miou"]
+        train,
+        test,
+        masks=[masks, others],
+        l2_relative=[0.01],
+        sites=["last"],
+        metrics=["miou"],
     )
     without = []
     for row in range(6):
@@ -207,7 +243,12 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
             picture = name.replace("jpg", "png")
             (folder / picture).write_bytes((others / picture).read_bytes())
         part = run(
-            train, test, masks=[masks, folder], l2_relative=[0.01], sites=["last"], metrics=["miou"]
+            train,
+            test,
+            masks=[masks, folder],
+            l2_relative=[0.01],
+            sites=["last"],
+            metrics=["miou"],
         )
         without.append(having(part, baseline="")["value"][0])
     assert table.replicates is not None
@@ -244,7 +285,7 @@ def test_a_probe_of_separable_tokens_is_perfect(tmp_path: Path) -> None:
 def test_counts_and_ious_by_hand() -> None:
     labels = np.array([[0, 0, 1, IGNORED]], np.uint8)
     found = np.array([[0, 1, 1, IGNORED]], np.uint8)
-    counts = counted(found, labels)
+    counts = count_confusions(found, labels)
     assert counts[:, :3].tolist() == [[1, 1, 0], [1, 2, 0], [2, 1, 0]]
     ious = class_ious(counts)
     assert ious[:2].tolist() == [0.5, 0.5]
@@ -263,7 +304,9 @@ def test_boundaries_equal_erosion_by_a_loop() -> None:
         rows, cols = (range(at - reach, at + reach + 1) for at in (r, c))
         inside = rows[0] >= 0 and cols[0] >= 0
         inside &= rows[-1] < labels.shape[0] and cols[-1] < labels.shape[1]
-        near = labels[max(r - reach, 0) : r + reach + 1, max(c - reach, 0) : c + reach + 1]
+        near = labels[
+            max(r - reach, 0) : r + reach + 1, max(c - reach, 0) : c + reach + 1
+        ]
         expected[r, c] = not inside or bool((near != labels[r, c]).any())
     assert (near_boundary(labels) == expected).all()
 
@@ -274,7 +317,9 @@ def test_boundaries_equal_erosion_by_a_loop() -> None:
 def test_what_was_cropped_has_no_class() -> None:
     """A wide image of which the model saw the middle square."""
     labels = np.arange(16, dtype=np.uint8)[None].repeat(8, 0)
-    pixels = labelled_pixels(labels, Placement(0, -4, 8, 12), layout(2, 2), (8, 8), "label")
+    pixels = labelled_pixels(
+        labels, Placement(0, -4, 8, 12), layout(2, 2), (8, 8), "label"
+    )
     assert (pixels.labels[0] == [*[IGNORED] * 4, *range(4, 12), *[IGNORED] * 4]).all()
     # pixel 6 has its middle on that of the first cell but half a pixel
     assert pixels.across[6].tolist() == [0.875, 0.125]
@@ -285,17 +330,23 @@ def test_what_was_cropped_has_no_class() -> None:
 def test_cells_beside_the_image_have_no_part() -> None:
     labels = np.zeros((8, 8), np.uint8)
     for resolution in ("label", "input"):
-        pixels = labelled_pixels(labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), resolution)
+        pixels = labelled_pixels(
+            labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), resolution
+        )
         assert not pixels.across[:, 2:].any()
         counted_columns = (pixels.labels != IGNORED).all(0)
-        assert counted_columns.tolist() == [True] * 8 + [False] * (len(counted_columns) - 8)
+        assert counted_columns.tolist() == [True] * 8 + [False] * (
+            len(counted_columns) - 8
+        )
     cells = labelled_pixels(labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), "patch")
     assert cells.labels.tolist() == [[0, 0, IGNORED, IGNORED]] * 2
 
 
 def test_patches_have_their_most_frequent_class() -> None:
     labels = np.array([[0, 1, 1, IGNORED], [1, 2, IGNORED, IGNORED]], np.uint8)
-    pixels = labelled_pixels(labels, Placement(0, 0, 2, 4), layout(1, 2, 2), (2, 4), "patch")
+    pixels = labelled_pixels(
+        labels, Placement(0, 0, 2, 4), layout(1, 2, 2), (2, 4), "patch"
+    )
     assert pixels.labels.tolist() == [[1, IGNORED]]
 
 
@@ -303,14 +354,18 @@ def test_the_map_on_the_input_is_pillow_s_nearest() -> None:
     rng = np.random.default_rng(0)
     for size in ((5, 7), (24, 30), (13, 16), (8, 8)):
         labels = rng.integers(0, 9, size).astype(np.uint8)
-        seen = labelled_pixels(labels, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "input")
+        seen = labelled_pixels(
+            labels, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "input"
+        )
         expected = Image.fromarray(labels).resize((16, 12), Image.Resampling.NEAREST)
         assert (seen.labels == np.asarray(expected)).all()
 
 
 def test_sums_of_an_image_without_a_class_are_zero() -> None:
     at = np.arange(4.0), np.arange(6.0)
-    nothing = Pixels(np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)), at)
+    nothing = Pixels(
+        np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)), at
+    )
     sums = CellSums.of(nothing)
     assert sums.present == []
     assert sums.targets.shape == (0, 1, 1)
@@ -343,7 +398,9 @@ def test_one_class_and_constant_tokens(tmp_path: Path) -> None:
     """One class is no task, in which everything would score 1; constant tokens know what is most
     frequent."""
     store, masks = made(tmp_path, 6, classes=(7,))
-    with pytest.raises(VitseeError, match="are of the class 7; expected two classes at least"):
+    with pytest.raises(
+        VitseeError, match="are of the class 7; expected two classes at least"
+    ):
         run(store, masks=masks, holdout=0.5, metrics=["miou", "pixel_accuracy"])
     flat_store = write_sites(
         tmp_path / "flat.zarr", {"blocks.0.out": (np.ones((6, 12, 2), np.float32), layout(3, 4))},
@@ -386,7 +443,12 @@ def test_the_chosen_l2_is_that_of_held_out_images(tmp_path: Path) -> None:
     assert having(table, baseline="")["l2_relative"].tolist() == [100.0]
     assert table.notes["train"]["held_out_images"] == 3
     several = run(
-        store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"], l2_relative=[0.1, 1.0]
+        store,
+        masks=masks,
+        holdout=0.3,
+        sites=["first"],
+        metrics=["miou"],
+        l2_relative=[0.1, 1.0],
     )
     assert having(several, baseline="")["l2_relative"].tolist() == [0.1, 1.0]
 
@@ -398,7 +460,9 @@ def test_figures(tmp_path: Path) -> None:
         figure = plot(Table(table.written, json.loads(json.dumps(table.notes))))
         pictures = [axes for axes in figure.axes if axes.images]
         assert len(pictures) == (6 if "show" in more else 0)  # no photographs: no data
-        assert all(axes.yaxis_inverted() for axes in pictures), "the first row is at the top"
+        assert all(axes.yaxis_inverted() for axes in pictures), (
+            "the first row is at the top"
+        )
 
 
 def command(*args: object) -> Result:
@@ -410,7 +474,16 @@ def test_a_user_s_run(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8, splits=["train"] * 5 + ["val"] * 3)
     (tmp_path / "val.txt").write_text("a5\na6\na7\n")
     png = tmp_path / "r.png"
-    same = ("--masks", masks, "--ignore", "0", "--resolution", "input", "--metric", "miou")
+    same = (
+        "--masks",
+        masks,
+        "--ignore",
+        "0",
+        "--resolution",
+        "input",
+        "--metric",
+        "miou",
+    )
     tables = []
     for split, more in (("val", ("--png", png)), (tmp_path / "val.txt", ("--force",))):
         out = ("-o", tmp_path / "r.csv", *more)
@@ -432,9 +505,11 @@ def test_rare_classes_are_a_remark() -> None:
         labels = np.zeros((4, 4), np.uint8)
         labels[0] = 1 if block < 5 else 0
         labels[1] = 2 if block >= 16 else 0
-        counts.whole[block] += counted(labels, labels)
+        counts.whole[block] += count_confusions(labels, labels)
     (remark,) = rare_classes(counts)
-    assert remark.startswith("1 of 3 classes are labelled in fewer than 5 of the 20 blocks")
+    assert remark.startswith(
+        "1 of 3 classes are labelled in fewer than 5 of the 20 blocks"
+    )
     common = Counts(counts.whole[:4], counts.edge)
     assert len(rare_classes(common)) == 1  # four blocks are fewer than five
     counts.whole[:, :, 2] = 0

@@ -20,8 +20,8 @@ from vitsee_core.analyses.dense_probe.work import eigen_crop
 from vitsee_core.demo.depths import miniatures, write_depths
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.sources import open_source
-from vitsee_core.truth.masks.depth_maps import open_depth_maps
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.depth_maps import open_depth_maps
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -65,7 +65,9 @@ def by_image(found: list[Array], truth: list[Array]) -> Array:
 
 def values(table: Table, baseline: str = "", **wanted: Any) -> Array:
     rows = having(table, site=SITE, baseline=baseline, **wanted)
-    return np.array([having(rows, metric=m)["value"][0] for m in ("rmse", "abs_rel", "a1")])
+    return np.array(
+        [having(rows, metric=m)["value"][0] for m in ("rmse", "abs_rel", "a1")]
+    )
 
 
 def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
@@ -74,9 +76,17 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     for own in others.glob("*.png"):
         (depths / own.name).write_bytes(own.read_bytes())
     table = run(
-        train, test, depth=depths, depth_scale=1000, max_depth=10, l2_relative=[0.01], sites=[SITE]
+        train,
+        test,
+        depth=depths,
+        depth_scale=1000,
+        max_depth=10,
+        l2_relative=[0.01],
+        sites=[SITE],
     )
-    assert tuple(table.written.columns) == tuple(name for name in COLUMNS if name != "class")
+    assert tuple(table.written.columns) == tuple(
+        name for name in COLUMNS if name != "class"
+    )
     x, y = (np.concatenate(part) for part in every_pixel(train, depths))
     centred = x - x.mean(0)
     scatter = centred.T @ centred + 0.01 * len(x) * centred.var(0).mean() * np.eye(5)
@@ -103,7 +113,14 @@ def test_errors_by_hand() -> None:
 
 def test_errors_above_one_have_intervals_above_one(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 12)
-    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, sites=[SITE], l2_relative=[1.0])
+    table = run(
+        store,
+        depth=depths,
+        depth_scale=1000,
+        holdout=0.5,
+        sites=[SITE],
+        l2_relative=[1.0],
+    )
     row = having(table, metric="rmse", baseline="")
     assert row["low"][0] < row["value"][0] < row["high"][0]
     assert row["value"][0] > 1
@@ -116,7 +133,9 @@ def test_neighbours_give_the_mean_of_their_pixels(tmp_path: Path) -> None:
         resolution="input", holdout=0.4, metrics=["rmse"],
     )  # fmt: skip
     assert np.isfinite(table["value"].astype(float)).all()
-    three = np.array([[[1, np.nan, np.nan], [3, np.nan, 5], [np.nan, np.nan, 6]]], np.float32)
+    three = np.array(
+        [[[1, np.nan, np.nan], [3, np.nan, 5], [np.nan, np.nan, 6]]], np.float32
+    )
     assert mean_depths(three).tolist() == [[2, 3.75, 5.5]]
 
 
@@ -135,8 +154,12 @@ def test_the_crop_of_eigen() -> None:
     found = eigen_crop("x", depths)
     assert np.isfinite(found).sum() == (471 - 45) * (601 - 41)
     assert found[45, 41] == depths[45, 41]
-    assert np.isnan(found[44, 41]) and np.isnan(found[471, 41]) and np.isnan(found[45, 601])
-    with pytest.raises(VitseeError, match="x is 5 x 4 pixels; --eigen-crop expects NYU's 640 x"):
+    assert (
+        np.isnan(found[44, 41]) and np.isnan(found[471, 41]) and np.isnan(found[45, 601])
+    )
+    with pytest.raises(
+        VitseeError, match="x is 5 x 4 pixels; --eigen-crop expects NYU's 640 x"
+    ):
         eigen_crop("x", np.zeros((4, 5), np.float32))
 
 
@@ -159,7 +182,9 @@ def test_only_testing_is_cropped(tmp_path: Path) -> None:
         "holdout": 0.5,
         "l2_relative": [1.0],
     }
-    whole, cropped = (values(run(store, **choice, eigen_crop=crop)) for crop in (False, True))
+    whole, cropped = (
+        values(run(store, **choice, eigen_crop=crop)) for crop in (False, True)
+    )
     mean = values_.mean() / 1000
     np.testing.assert_allclose(cropped[:2], [mean - 2, (mean - 2) / 2], rtol=1e-5)
     assert whole[0] > cropped[0]
@@ -186,7 +211,9 @@ def test_the_labelled_file_of_nyu(tmp_path: Path) -> None:
     assert list(maps.keys) == [f"{i:04d}" for i in range(1, 7)]
     assert maps.max_depth == 10
     truth = next(miniatures(0, 6)).depths
-    np.testing.assert_allclose(maps.read(0), np.where(truth > 0, truth, np.nan), rtol=1e-6)
+    np.testing.assert_allclose(
+        maps.read(0), np.where(truth > 0, truth, np.nan), rtol=1e-6
+    )
     assert maps.where(2) == f"depth map 3 of {path}"
 
 

@@ -33,14 +33,21 @@ def patches(store: Store, site: str) -> Any:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_sites_side_by_side_are_one_of_their_channels(tmp_path: Path, solver: str) -> None:
+def test_sites_side_by_side_are_one_of_their_channels(
+    tmp_path: Path, solver: str
+) -> None:
     store, masks = made(tmp_path, 10, sites=SITES)
     joined = np.concatenate([patches(store, site) for site in SITES[1:]], -1)
     other = write_sites(
         tmp_path / "b.zarr", {"blocks.2.out": (joined, layout(3, 4))}, slab=5, sizes=store.sizes,
         ids=store.samples.id.tolist(), transform=transform(12, 16),
     )  # fmt: skip
-    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "solver": solver, **SOLVERS[solver]}
+    choice: dict[str, Any] = {
+        "masks": masks,
+        "holdout": 0.4,
+        "solver": solver,
+        **SOLVERS[solver],
+    }
     table, plain = run(store, concat=2, **choice), run(other, **choice)
     assert set(table["site"].tolist()) == {"blocks.1.out+blocks.2.out"}
     assert table["value"].tolist() == plain["value"].tolist()
@@ -51,14 +58,20 @@ def test_sites_side_by_side_are_one_of_their_channels(tmp_path: Path, solver: st
 def test_wrong_sites_side_by_side_are_refused(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 6)
     choice: dict[str, Any] = {"masks": masks, "holdout": 0.4}
-    with pytest.raises(SiteError, match=r"--concat last4: a has 2 of the chosen sites with a grid"):
+    with pytest.raises(
+        SiteError, match=r"--concat last4: a has 2 of the chosen sites with a grid"
+    ):
         run(store, concat=4, **choice)
     mixed, _ = strided(tmp_path / "more")
-    with pytest.raises(SiteError, match=r"the grids of stages.0.out and stages.1.out differ"):
+    with pytest.raises(
+        SiteError, match=r"the grids of stages.0.out and stages.1.out differ"
+    ):
         run(mixed, concat=2, sites=["stages.*"], **choice)
 
 
-def strided(folder: Path, garbage: float | None = None, mode: str = "squash") -> tuple[Store, Path]:
+def strided(
+    folder: Path, garbage: float | None = None, mode: str = "squash"
+) -> tuple[Store, Path]:
     """Sites of strides 4 and 8 over inputs of 16 x 24 px; garbage: in cells beside the images."""
     rng = np.random.default_rng(0)
     n, sizes = 12, [(16, 24), (4, 20), (24, 8)] * 4
@@ -88,7 +101,12 @@ def strided(folder: Path, garbage: float | None = None, mode: str = "squash") ->
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_each_stride_is_probed_as_if_alone(tmp_path: Path, solver: str) -> None:
     store, masks = strided(tmp_path)
-    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "solver": solver, **SOLVERS[solver]}
+    choice: dict[str, Any] = {
+        "masks": masks,
+        "holdout": 0.4,
+        "solver": solver,
+        **SOLVERS[solver],
+    }
     table = run(store, sites=["stages.*"], **choice)
     for site in ("stages.0.out", "stages.1.out"):
         alone = run(store, sites=[site], **choice)
@@ -97,7 +115,9 @@ def test_each_stride_is_probed_as_if_alone(tmp_path: Path, solver: str) -> None:
 
 @pytest.mark.parametrize("mode", ["border", "corner"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_cells_beside_an_image_have_no_part(tmp_path: Path, solver: str, mode: str) -> None:
+def test_cells_beside_an_image_have_no_part(
+    tmp_path: Path, solver: str, mode: str
+) -> None:
     choice: dict[str, Any] = {"holdout": 0.4, "sites": ["stages.*"], "solver": solver}
     found = []
     for name, garbage in (("zero", 0.0), ("large", 1000.0)):

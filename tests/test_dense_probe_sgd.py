@@ -31,7 +31,9 @@ STEPS = 130  # both parts of the schedule; depth without and with its variance
 def bilinear(n: int, cells: int) -> Array:
     """(n, cells) weights, by torch."""
     eye = torch.eye(cells)[None]
-    return np.asarray(nn.functional.interpolate(eye, n, mode="linear", align_corners=False)[0].T)
+    return np.asarray(
+        nn.functional.interpolate(eye, n, mode="linear", align_corners=False)[0].T
+    )
 
 
 def batches(of_depth: bool) -> Iterator[Batch]:
@@ -47,7 +49,11 @@ def batches(of_depth: bool) -> Iterator[Batch]:
         down, across = (torch.from_numpy(bilinear(n * SIDE, n)) for n in (ROWS, COLS))
         every = torch.ones(IMAGES, ROWS, COLS, dtype=torch.bool)
         yield Batch(
-            tokens, every, labels, down.expand(IMAGES, -1, -1), across.expand(IMAGES, -1, -1)
+            tokens,
+            every,
+            labels,
+            down.expand(IMAGES, -1, -1),
+            across.expand(IMAGES, -1, -1),
         )
 
 
@@ -72,8 +78,12 @@ def depths_of(scores: Tensor) -> Tensor:
 def loss_of(scores: Tensor, labels: Tensor, step: int, of_depth: bool) -> Tensor:
     size = labels.shape[1:]
     if not of_depth:
-        pixels = nn.functional.interpolate(scores, size, mode="bilinear", align_corners=False)
-        each = nn.functional.cross_entropy(pixels, labels, ignore_index=-100, reduction="none")
+        pixels = nn.functional.interpolate(
+            scores, size, mode="bilinear", align_corners=False
+        )
+        each = nn.functional.cross_entropy(
+            pixels, labels, ignore_index=-100, reduction="none"
+        )
         return each.mean()
     found = nn.functional.interpolate(
         depths_of(scores), size, mode="bilinear", align_corners=False
@@ -115,7 +125,9 @@ def test_steps_equal_those_of_a_plain_loop(of_depth: bool) -> None:
     tokens = next(batches(of_depth)).tokens[:1]
     with torch.no_grad():
         expected = head(tokens)
-        expected = (depths_of(expected) if of_depth else expected)[0].permute(1, 2, 0).numpy()
+        expected = (
+            (depths_of(expected) if of_depth else expected)[0].permute(1, 2, 0).numpy()
+        )
     found = scores(tokens[0].double().numpy())
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
@@ -132,7 +144,9 @@ def test_cells_beside_the_image_have_no_part() -> None:
                 down[:, :, 2] = 0
                 batch.on_image[:, 2] = False
                 batch.tokens[:, 2] = value
-                yield Batch(batch.tokens, batch.on_image, batch.labels, down, batch.across)
+                yield Batch(
+                    batch.tokens, batch.on_image, batch.labels, down, batch.across
+                )
 
         *_, scores = train(spoilt(), DIM, ClassRecipe(N), 5, 0, torch.device("cpu"))
         assert callable(scores)
@@ -142,7 +156,9 @@ def test_cells_beside_the_image_have_no_part() -> None:
 
 def test_the_rate_rises_and_falls() -> None:
     """By hand: a warm-up of 1,500 of 40,000 steps, and a third of those of depth."""
-    rates = [ClassRecipe(2).schedule(step, 40_000)[0] for step in (0, 1, 751, 1501, 39_999)]
+    rates = [
+        ClassRecipe(2).schedule(step, 40_000)[0] for step in (0, 1, 751, 1501, 39_999)
+    ]
     expected = [1e-6, 1e-6, 0.5 * (1 - 750 / 40_000), 0.9965, 0]
     np.testing.assert_allclose(rates, expected, atol=1e-4)
     rate, momentum = DepthRecipe((0.001, 10)).schedule(0, 38_400)

@@ -33,8 +33,8 @@ from vitsee_core.analyses.dense_probe.bank import (
 from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, cross_entropy, fit
 from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
-from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -132,7 +132,9 @@ def test_logistic_equals_that_of_explicit_pixels(pair: Pair) -> None:
         one.fit(pixels, truth)
         np.testing.assert_allclose(found[l2][:-1], one.coef_.T, atol=1e-6)
         bias = found[l2][-1] - found[l2][-1].mean()
-        np.testing.assert_allclose(bias, one.intercept_ - one.intercept_.mean(), atol=1e-6)
+        np.testing.assert_allclose(
+            bias, one.intercept_ - one.intercept_.mean(), atol=1e-6
+        )
         own = np.arange(len(truth)), np.searchsorted(pair.classes, truth)
         expected = -np.log(one.predict_proba(pixels)[own]).mean()
         assert cross_entropy(targets, found[l2]) == pytest.approx(expected, abs=1e-7)
@@ -184,7 +186,9 @@ def test_knn_against_a_loop(pair: Pair, preset: str | None) -> None:
                 votes = every[:, pixel]
                 votes = votes[votes != IGNORED]
                 found[i, pixel] = np.bincount(votes).argmax() if len(votes) else most
-        assert value(table, k=k) == pytest.approx(miou(truth.ravel(), found.ravel()), abs=1e-12)
+        assert value(table, k=k) == pytest.approx(
+            miou(truth.ravel(), found.ravel()), abs=1e-12
+        )
 
 
 def test_hummingbird_against_torch(pair: Pair) -> None:
@@ -212,7 +216,9 @@ def test_votes_are_torch_s_mode() -> None:
 
 def test_the_bank_keeps_patches_with_rare_classes() -> None:
     """The rule of the released code, by a loop, with the same noise."""
-    labels = np.random.default_rng(0).choice([0, 0, 0, 1, IGNORED], (20, 6)).astype(np.uint8)
+    labels = (
+        np.random.default_rng(0).choice([0, 0, 0, 1, IGNORED], (20, 6)).astype(np.uint8)
+    )
     labels[3] = IGNORED
     labels[7] = 4
     there = [i for i in range(20) if (labels[i] != IGNORED).any()]
@@ -234,7 +240,9 @@ def test_a_bounded_bank(tmp_path: Path) -> None:
     assert table.notes["train"]["patches"] <= 18
     again = run(store, solver="hummingbird", bank=18, jobs=3, **choice)
     assert again["value"].tolist() == table["value"].tolist()
-    with pytest.raises(VitseeError, match=r"the bank has \d+ patches with a class; --k 500"):
+    with pytest.raises(
+        VitseeError, match=r"the bank has \d+ patches with a class; --k 500"
+    ):
         run(store, solver="knn", **{**choice, "ks": [500]})
     with pytest.raises(VitseeError, match="do not fit into the memory"):
         run(store, solver="knn", bank=10**9, **choice)
@@ -265,7 +273,12 @@ def test_cells_have_to_be_whole_pixels() -> None:
 @pytest.mark.slow
 def test_protocols_list_what_differs(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 10)
-    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "sites": [SITE], "metrics": ["miou"]}
+    choice: dict[str, Any] = {
+        "masks": masks,
+        "holdout": 0.4,
+        "sites": [SITE],
+        "metrics": ["miou"],
+    }
     capi = run(store, preset="capi", ks=[1, 3], **choice)
     unlike = capi.notes["protocol"]["differences"]
     assert "an input of 16 x 12 px, not 224 x 224" in unlike
@@ -276,7 +289,9 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
     assert "3 steps, not 40,000; the warm-up is shorter in proportion" in unlike
     closed = run(store, preset="dinov3", solver="logistic", **choice)
     for table in (dino, closed):
-        assert any("no sliding window" in line for line in table.notes["protocol"]["differences"])
+        assert any(
+            "no sliding window" in line for line in table.notes["protocol"]["differences"]
+        )
     assert dino.notes["solver"]["resolution"] == "label"
     birds = run(store, preset="hummingbird", bank=60, **choice)
     assert having(birds, baseline="")["k"].tolist() == [30]
@@ -289,14 +304,28 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
 
 def test_best_layer_compares_every_k_with_its_baselines(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 10)
-    args = ("--holdout", 0.4, "--masks", masks, "--metric", "miou", "-o", tmp_path / "r.csv")
+    args = (
+        "--holdout",
+        0.4,
+        "--masks",
+        masks,
+        "--metric",
+        "miou",
+        "-o",
+        tmp_path / "r.csv",
+    )
     for more, tasks in (
         (("--solver", "knn", "--k", 1, "--k", 3), {"k = 1", "k = 3"}),
-        (("--l2-relative", 0.1, "--l2-relative", 1), {"l2_relative = 0.1", "l2_relative = 1.0"}),
+        (
+            ("--l2-relative", 0.1, "--l2-relative", 1),
+            {"l2_relative = 0.1", "l2_relative = 1.0"},
+        ),
         ((), {"dense-probe miou"}),
     ):
         assert command(store.path, *args, *more, "--force").exit_code == 0
-        found = CliRunner().invoke(main, ["best-layer", str(tmp_path / "r.csv"), "-o", "-"])
+        found = CliRunner().invoke(
+            main, ["best-layer", str(tmp_path / "r.csv"), "-o", "-"]
+        )
         assert found.exit_code == 0, found.output
         rows = list(csv.DictReader(io.StringIO(found.stdout)))
         assert {row["task"].removeprefix("dense-probe miou, ") for row in rows} == tasks
@@ -322,7 +351,9 @@ def test_capi_chooses_k_and_distance(tmp_path: Path, distance: str) -> None:
     assert value(again) == own["value"][0]
     fixed = run(train, test, distance=distance, **choice)
     assert fixed.notes["train"]["chosen"][SITE]["distance"] == distance
-    best = max(chosen["miou_held_out"], fixed.notes["train"]["chosen"][SITE]["miou_held_out"])
+    best = max(
+        chosen["miou_held_out"], fixed.notes["train"]["chosen"][SITE]["miou_held_out"]
+    )
     assert best == chosen["miou_held_out"]
 
 
@@ -380,7 +411,9 @@ def test_balanced_classes_weigh_alike(pair: Pair) -> None:
     np.testing.assert_allclose(level, 1 / len(classes))
     scatter = (centred.T * w) @ centred
     ridge = 0.01 * np.trace(scatter) / x.shape[1]
-    weights = np.linalg.solve(scatter + ridge * np.eye(x.shape[1]), (centred.T * w) @ (y - level))
+    weights = np.linalg.solve(
+        scatter + ridge * np.eye(x.shape[1]), (centred.T * w) @ (y - level)
+    )
     z, truth = every_pixel(pair.test, SITE, pair.masks[1], range(5))
     found = classes[((z - mean) @ weights + level).argmax(1)]
     assert value(table) == pytest.approx(miou(truth, found), abs=1e-12)

@@ -62,9 +62,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             labels[0, 0] = 7 if i else value
             Image.fromarray(labels).save(path / place / name.format(i))
     names = "".join(f"{k}\t0.1\t1\t1\t0\tclass {k}\n" for k in range(1, 11))
-    (path / "ade/objectInfo150.txt").write_text(f"Idx\tRatio\tTrain\tVal\tStuff\tName\n{names}")
+    (path / "ade/objectInfo150.txt").write_text(
+        f"Idx\tRatio\tTrain\tVal\tStuff\tName\n{names}"
+    )
     (path / "unnamed/objectInfo150.txt").write_text("Idx\tName\n7\twall\n")
-    for name, value, first in (("binary", 255, "a"), ("blank", 0, "a"), ("blank-b", 0, "b")):
+    for name, value, first in (
+        ("binary", 255, "a"),
+        ("blank", 0, "a"),
+        ("blank-b", 0, "b"),
+    ):
         (path / name).mkdir()
         for i, size in enumerate(store.sizes.tolist()):
             labels = np.zeros(size, np.uint8)

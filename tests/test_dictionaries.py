@@ -31,7 +31,9 @@ def made(kind: str, seed: int = 0, **more: Any) -> Dictionary:
     parts: dict[str, Any] = {
         name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
     }
-    return Dictionary(kind, **{**parts, "threshold": rng.normal(size=K).astype(np.float32), **more})
+    return Dictionary(
+        kind, **{**parts, "threshold": rng.normal(size=K).astype(np.float32), **more}
+    )
 
 
 def tokens(seed: int = 1) -> Array:
@@ -62,7 +64,9 @@ def loop(d: Dictionary, x: Array) -> Array:
                 assert d.threshold is not None
                 codes[i, j] = h[j] if h[j] > 0 and h[j] > d.threshold[j] else 0
             else:
-                distances = [((row - centre) ** 2).sum() for centre in d.w_dec.astype(float)]
+                distances = [
+                    ((row - centre) ** 2).sum() for centre in d.w_dec.astype(float)
+                ]
                 codes[i, int(np.argmin(distances))] = 1
     return codes
 
@@ -94,7 +98,9 @@ def test_codes_are_those_of_a_loop(kind: str, more: dict[str, Any], centre: bool
 
 def test_top_two_by_hand() -> None:
     eye = np.eye(3, dtype=np.float32)
-    d = Dictionary("topk", eye, np.zeros(3, np.float32), eye, np.zeros(3, np.float32), k=2)
+    d = Dictionary(
+        "topk", eye, np.zeros(3, np.float32), eye, np.zeros(3, np.float32), k=2
+    )
     x = np.array([[3, 1, 2], [-1, -3, -2]], np.float32)
     np.testing.assert_array_equal(d.encode(x), [[3, 0, 2], [0, 0, 0]])
 
@@ -123,7 +129,9 @@ def named(d: Dictionary, *, threshold: bool = False) -> dict[str, Array]:
     return {name: np.ascontiguousarray(v) for name, v in parts.items() if v is not None}
 
 
-@pytest.mark.parametrize("kind", ["linear", "relu", "topk", "batchtopk", "jumprelu", "nearest"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "relu", "topk", "batchtopk", "jumprelu", "nearest"]
+)
 def test_our_own_file_brings_back_the_dictionary(tmp_path: Path, kind: str) -> None:
     d = made(kind, k=3, centre=True, positive=False, clamp=True, site="blocks.3.out")
     save_dictionary(d, tmp_path / "d.safetensors")
@@ -137,12 +145,19 @@ def test_our_own_file_brings_back_the_dictionary(tmp_path: Path, kind: str) -> N
 def test_saelens(tmp_path: Path) -> None:
     d = made("jumprelu", centre=True)
     save_file(named(d, threshold=True), tmp_path / "sae_weights.safetensors")
-    config = {"architecture": "jumprelu", "d_in": D, "d_sae": K, "apply_b_dec_to_input": True}
+    config = {
+        "architecture": "jumprelu",
+        "d_in": D,
+        "d_sae": K,
+        "apply_b_dec_to_input": True,
+    }
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     found = read_dictionary(tmp_path / "sae_weights.safetensors")
     np.testing.assert_array_equal(found.encode(tokens()), d.encode(tokens()))
     config = {"architecture": "topk", "k": 2, "rescale_acts_by_decoder_norm": True}
-    (tmp_path / "cfg.json").write_text(json.dumps(config | {"apply_b_dec_to_input": False}))
+    (tmp_path / "cfg.json").write_text(
+        json.dumps(config | {"apply_b_dec_to_input": False})
+    )
     rescaled = read_dictionary(tmp_path / "sae_weights.safetensors")
     assert d.w_enc is not None and d.b_enc is not None
     h = (tokens() @ d.w_enc + d.b_enc) * np.linalg.norm(d.w_dec, axis=1)
@@ -185,7 +200,9 @@ def test_overcomplete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "normalised to length 1, overcomplete's default" in caplog.text
     with pytest.raises(VitseeError, match=r"does not say its kind; give --kind"):
         read_dictionary(tmp_path / "o.safetensors")
-    save_file({**state, "thresholds": np.full(K, -3, np.float32)}, tmp_path / "j.safetensors")
+    save_file(
+        {**state, "thresholds": np.full(K, -3, np.float32)}, tmp_path / "j.safetensors"
+    )
     jump = read_dictionary(tmp_path / "j.safetensors")
     assert jump.kind == "jumprelu"
     assert jump.threshold == pytest.approx(np.full(K, np.exp(-3)))
@@ -207,9 +224,15 @@ def test_overcomplete_itself(tmp_path: Path) -> None:
 
 def test_saev_itself(tmp_path: Path) -> None:
     modeling = pytest.importorskip("saev.nn.modeling", reason="saev is not installed")
-    for activation in (modeling.TopK(top_k=3), modeling.BatchTopK(top_k=3), modeling.Relu()):
+    for activation in (
+        modeling.TopK(top_k=3),
+        modeling.BatchTopK(top_k=3),
+        modeling.Relu(),
+    ):
         torch.manual_seed(0)
-        config = modeling.SparseAutoencoderConfig(d_model=D, d_sae=K, activation=activation)
+        config = modeling.SparseAutoencoderConfig(
+            d_model=D, d_sae=K, activation=activation
+        )
         model = modeling.SparseAutoencoder(config).eval()
         if hasattr(model.activation, "threshold"):
             model.activation.threshold += 0.2
@@ -229,7 +252,9 @@ def test_saev_itself(tmp_path: Path) -> None:
 def file_of(tmp_path: Path, tensors: dict[str, Array], cfg: Any = None) -> Path:
     save_file(tensors, tmp_path / "d.safetensors")
     if cfg is not None:
-        (tmp_path / "cfg.json").write_text(cfg if isinstance(cfg, str) else json.dumps(cfg))
+        (tmp_path / "cfg.json").write_text(
+            cfg if isinstance(cfg, str) else json.dumps(cfg)
+        )
     return tmp_path / "d.safetensors"
 
 
@@ -261,7 +286,11 @@ STANDARD = {"architecture": "standard"}
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused_in_one_line(
-    tmp_path: Path, tensors: dict[str, Array], cfg: Any, more: dict[str, Any], message: str
+    tmp_path: Path,
+    tensors: dict[str, Array],
+    cfg: Any,
+    more: dict[str, Any],
+    message: str,
 ) -> None:
     path = file_of(tmp_path, tensors, cfg)
     with pytest.raises(VitseeError, match=message) as error:
@@ -278,7 +307,9 @@ def test_wrong_files_are_refused_in_one_line(
         ("missing.pt", None, "cannot read"),
     ],
 )
-def test_damaged_files(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
+def test_damaged_files(
+    tmp_path: Path, name: str, data: bytes | None, message: str
+) -> None:
     if data is not None:
         (tmp_path / name).write_bytes(data)
     with pytest.raises(VitseeError, match=message):

@@ -45,7 +45,9 @@ def test_nothing_is_loaded_from_a_network(site: Path) -> None:
         r"""|<link\b[^>]*\bhref=["'](?:https?:)?//|url\(["']?(?:https?:)?//|@import"""
     )
     assert loads.search('<script src="https://x.org/a.js">')
-    assert loads.search("url(//x.org/font.woff)") and loads.search('<link href="http://x">')
+    assert loads.search("url(//x.org/font.woff)") and loads.search(
+        '<link href="http://x">'
+    )
     files = [path for end in ("html", "css") for path in site.rglob(f"*.{end}")]
     assert len(files) > 60
     for path in files:
@@ -59,11 +61,20 @@ def test_pages_fit_a_phone_and_a_desk(site: Path, tmp_path: Path) -> None:
     with Browser(tmp_path / "profile") as browser:
         for width in (360, 1400):
             browser.look(width)
-            for name in ("index", "gallery", "guide/extraction", "analyses/cka", "performance"):
+            for name in (
+                "index",
+                "gallery",
+                "guide/extraction",
+                "analyses/cka",
+                "performance",
+            ):
                 browser.open(site / f"{name}.html")
-                assert browser.run("document.documentElement.scrollWidth <= innerWidth"), name
+                assert browser.run(
+                    "document.documentElement.scrollWidth <= innerWidth"
+                ), name
                 wide = (
-                    "[...document.images].filter(i => i.getBoundingClientRect().right > innerWidth)"
+                    "[...document.images].filter(i => i.getBoundingClientRect().right > "
+                    "innerWidth)"
                 )
                 assert browser.run(f"{wide}.length") == 0
                 assert browser.errors == []
@@ -129,7 +140,9 @@ def test_links_point_into_the_site_or_become_text() -> None:
         "[a](/gpu.md#x) [b](https://e.org) ![c](/pictures/cka-vit.png) `tests/faults` "
         "[e](#here) [f](/findings.csv) [g](/guide/dask.md) [h](/analyses/cka.md)"
     )
-    inside = "[f](../../stores/vitsee_stores/FORMAT.md) [r](../../README.md#a) [c](cka.md) "
+    inside = (
+        "[f](../../stores/vitsee_stores/FORMAT.md) [r](../../README.md#a) [c](cka.md) "
+    )
     inside += "[d](../../vitsee_core/analyses/attn_map.py)"
     assert docs_source.relinked(inside, ROOT / "docs" / "analyses") == (
         "[f](/format.md) [r](/index.md#a) [c](/analyses/cka.md) "
@@ -146,9 +159,14 @@ def test_the_gallery_says_how_each_picture_was_made() -> None:
         )
     assert {*made} == {path.stem for path in (ROOT / "docs").glob("*.png")}
     long = f"vitsee cka {'a' * 60}.zarr b.zarr --sites c"
-    assert docs_source.folded(long) == f"vitsee cka {'a' * 60}.zarr b.zarr \\\n    --sites c"
+    assert (
+        docs_source.folded(long) == f"vitsee cka {'a' * 60}.zarr b.zarr \\\n    --sites c"
+    )
     assert made["erf"].startswith("vitsee erf stores/vit.zarr stores/resnet.zarr")
-    assert made["attn-sinks"].count("\nvitsee attn-map ") == 1 and "--force" not in made["erf"]
+    assert (
+        made["attn-sinks"].count("\nvitsee attn-map ") == 1
+        and "--force" not in made["erf"]
+    )
 
 
 def test_a_function_as_the_code_writes_it() -> None:
@@ -165,7 +183,9 @@ def test_a_function_as_the_code_writes_it() -> None:
 
     def analysis(execution: Execution = DEFAULT) -> None: ...
 
-    assert docs_source.signature(analysis) == "(execution: Execution = Execution()) -> None"
+    assert (
+        docs_source.signature(analysis) == "(execution: Execution = Execution()) -> None"
+    )
     name = "a_function_with_quite_a_long_name_and_more_of_it_for_the_line"
     assert docs_source.documented(function, name).splitlines()[1:7] == [
         f"{name}(",

@@ -65,8 +65,12 @@ def test_arrays_are_those_of_an_extraction(
 
 
 @pytest.mark.slow
-def test_where_shapes_do_not_suffice_weights_are_made(folder: Path, tmp_path: Path) -> None:
-    model = ModelOptions("crossvit_tiny_240", random_init=0, model_args={"depth": ((1, 1, 0),)})
+def test_where_shapes_do_not_suffice_weights_are_made(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = ModelOptions(
+        "crossvit_tiny_240", random_init=0, model_args={"depth": ((1, 1, 0),)}
+    )
     data, run = DataOptions(str(folder)), RunOptions(tmp_path / "s.zarr")
     found = dry_run(Request(model, data, KeepOptions(), run))
     assert UNCHECKED not in found.notes and not (tmp_path / "s.zarr").exists()
@@ -79,9 +83,13 @@ def test_stand_ins_keep_the_weights_that_a_model_keeps(head: bool | None) -> Non
     false = stand_in("test_vit", {}, table)
     wanted, found = small_weights(real, table, head), small_weights(false, table, head)
     assert found.shapes == wanted.shapes
-    assert found.record["input_weights"]["sites"] == wanted.record["input_weights"]["sites"]
+    assert (
+        found.record["input_weights"]["sites"] == wanted.record["input_weights"]["sites"]
+    )
     for key in ("site", "pool", "norm", "norm_first"):
-        assert found.record["head_weights"].get(key) == wanted.record["head_weights"].get(key)
+        assert found.record["head_weights"].get(key) == wanted.record["head_weights"].get(
+            key
+        )
 
 
 def test_stand_ins_take_the_memory_of_the_largest_layer() -> None:
@@ -112,7 +120,10 @@ def test_weights_that_cannot_be_read_are_left_to_the_extraction(
     (tmp_path / "no.pt").write_bytes(b"no weights")
     command = [VIT[0], "--checkpoint", tmp_path / "no.pt", *VIT[3:], "--data", folder]
     command += ["-o", tmp_path / "s.zarr"]
-    assert "no weights were read, so whether they are" in extracted(*command, "--dry-run").stderr
+    assert (
+        "no weights were read, so whether they are"
+        in extracted(*command, "--dry-run").stderr
+    )
     refused = extract(*command)
     assert refused.exit_code == 1 and "no.pt" in refused.stderr
 
@@ -144,7 +155,9 @@ def test_refusals_that_need_no_weights(
 
 
 @pytest.mark.slow
-def test_a_store_that_is_joined_is_compared_with_the_weights(folder: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_joined_is_compared_with_the_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     command = [*VIT[3:], "--data", folder, "-o", tmp_path / "s.zarr", "--sites", "embed"]
     extracted("test_vit", "--random-init", 0, *command)
     other = extract("test_vit", "--random-init", 1, *command, "--dry-run")

@@ -21,10 +21,10 @@ from tests.stores import CNN, VIT, write_labelled
 from vitsee_cli.main import main
 from vitsee_core.analyses.effect import COLUMNS, METRICS, changes, headline, plot, run
 from vitsee_core.analyses.effect.changes import cosines
-from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.statistics.shares import difference_interval, mcnemar
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -35,7 +35,9 @@ LABELS = np.arange(N) % CLASSES
 SITES = ("embed", "blocks.0.out", "blocks.1.out")
 
 
-def values(seed: int, near: dict[str, Any] | None = None, by: float = 0.5) -> dict[str, Any]:
+def values(
+    seed: int, near: dict[str, Any] | None = None, by: float = 0.5
+) -> dict[str, Any]:
     """Tokens and logits, drawn anew or near to others."""
     rng = np.random.default_rng(seed)
     drawn: dict[str, Any] = {s: rng.normal(size=(N, VIT.n_tokens, DIM)) for s in SITES}
@@ -53,7 +55,9 @@ def store(path: Path, sites: dict[str, Any], labels: Any = LABELS, **more: Any) 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Store, Store]:
     base = values(0)
-    return store(tmp_path / "base.zarr", base), store(tmp_path / "cut.zarr", values(1, base))
+    return store(tmp_path / "base.zarr", base), store(
+        tmp_path / "cut.zarr", values(1, base)
+    )
 
 
 def number(table: Table, metric: str, site: str = "logits", name: str = "cut") -> Any:
@@ -122,7 +126,12 @@ def test_layers_against_loops(two: tuple[Store, Store], tokens: str) -> None:
 def _chosen(tokens: Array, how: str) -> Array:
     if how == "mean":
         return tokens[:, 1:].mean(1, keepdims=True)
-    parts = {"all": slice(0, 7), "cls": slice(0, 1), "patches": slice(1, 7), "1,2": slice(6, 7)}
+    parts = {
+        "all": slice(0, 7),
+        "cls": slice(0, 1),
+        "patches": slice(1, 7),
+        "1,2": slice(6, 7),
+    }
     return tokens[:, parts[how]]
 
 
@@ -166,7 +175,9 @@ def test_the_interval_of_a_difference_by_hand() -> None:
 
 def test_divergence_by_hand() -> None:
     u = np.log([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]])
-    v = np.log([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]) + 7  # softmax forgets what is added
+    v = (
+        np.log([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]) + 7
+    )  # softmax forgets what is added
     found = compare_outputs(u, v, np.array([0, -1]))
     # 0.5 log 2 + 0.25 log 0.5
     assert found["kl"] == pytest.approx([0.25 * math.log(2), 0], abs=1e-15)
@@ -187,7 +198,9 @@ def test_cosines_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_nothing_changed(tmp_path: Path, dtype: str) -> None:
-    base, same = (store(tmp_path / f"{n}.zarr", values(0), dtype=dtype) for n in ("base", "cut"))
+    base, same = (
+        store(tmp_path / f"{n}.zarr", values(0), dtype=dtype) for n in ("base", "cut")
+    )
     table = run(base, same, no_cache=True)
     assert number(table, "top1_difference") == number(table, "kl") == 0
     assert number(table, "agreement") == 1
@@ -203,7 +216,9 @@ def test_scaled_and_rotated_features(tmp_path: Path) -> None:
     turned = np.linalg.qr(np.random.default_rng(5).normal(size=(DIM, DIM)))[0]
     other = {**base, SITES[0]: 3 * base[SITES[0]], SITES[1]: base[SITES[1]] @ turned}
     other["logits"] = base["logits"] + 5
-    table = run(*(store(tmp_path / f"{n}.zarr", v) for n, v in (("base", base), ("cut", other))))
+    table = run(
+        *(store(tmp_path / f"{n}.zarr", v) for n, v in (("base", base), ("cut", other)))
+    )
     assert number(table, "cosine", SITES[0]) == pytest.approx(1)
     assert number(table, "cosine", SITES[1]) < 0.9
     assert [number(table, "cka", s) for s in SITES] == pytest.approx([1] * 3, abs=1e-6)
@@ -265,7 +280,11 @@ def test_images_without_labels(tmp_path: Path) -> None:
     ("labels", "classes", "said"),
     [
         (np.full(N, -1), ("a", "b", "c"), "no top1: base has no labels"),
-        (LABELS, "abcd", "no top1: base has labels of 4 classes, its classifier 3: not the same"),
+        (
+            LABELS,
+            "abcd",
+            "no top1: base has labels of 4 classes, its classifier 3: not the same",
+        ),
     ],
 )
 def test_labels_that_are_not_the_heads(
@@ -285,7 +304,9 @@ def test_a_store_without_outputs_or_with_other_tokens(tmp_path: Path) -> None:
     base = values(0)
     first = store(tmp_path / "base.zarr", base)
     bare = store(tmp_path / "cut.zarr", {s: base[s] for s in SITES[:2]})
-    other = store(tmp_path / "other.zarr", {**base, SITES[1]: (base[SITES[1]][:, :4], CNN)})
+    other = store(
+        tmp_path / "other.zarr", {**base, SITES[1]: (base[SITES[1]][:, :4], CNN)}
+    )
     table = run(first, bare, other)
     less, rest = table.filter(store="cut"), table.filter(store="other")
     assert [*dict.fromkeys(less["metric"])] == ["cka", "cosine"]
@@ -294,7 +315,9 @@ def test_a_store_without_outputs_or_with_other_tokens(tmp_path: Path) -> None:
     assert [*dict.fromkeys(rest.filter(metric="cka")["site"])] == [*SITES]
     said = table.notes["remarks"]
     assert any(r.startswith("no outputs: cut keeps no logits") for r in said)
-    assert any(r.startswith("other: no cosine at blocks.0.out, whose tokens") for r in said)
+    assert any(
+        r.startswith("other: no cosine at blocks.0.out, whose tokens") for r in said
+    )
     assert number(table, "agreement", name="other") == 1
 
 
@@ -309,8 +332,16 @@ def test_one_line_says_what_is_wrong(two: tuple[Store, Store], tmp_path: Path) -
 
     refused(VitseeError, "no changed store to compare with the base", base)
     shutil.copytree(base.path, tmp_path / "copy.zarr")
-    for again in (open_store(base.path, label="other"), open_store(tmp_path / "copy.zarr")):
-        refused(VitseeError, rf"base\.zarr and .*{again.place.name} are one store, so", *two, again)
+    for again in (
+        open_store(base.path, label="other"),
+        open_store(tmp_path / "copy.zarr"),
+    ):
+        refused(
+            VitseeError,
+            rf"base\.zarr and .*{again.place.name} are one store, so",
+            *two,
+            again,
+        )
     few = {name: x[:12] for name, x in made.items()}
     refused(StoreMismatch, "do not pair: 30 images against 12",
             base, store(tmp_path / "few.zarr", few, LABELS[:12]))  # fmt: skip
@@ -343,7 +374,11 @@ def test_one_metric_alone(
     """Its rows are those of all metrics; what only others need is not computed."""
     whole = run(*two).filter(metric=metric)
     needed = {"cka": "hsic", "cosine": "cosines"}.get(metric, "compare_outputs")
-    for name, where in (("hsic", changes), ("cosines", changes), ("compare_outputs", changes)):
+    for name, where in (
+        ("hsic", changes),
+        ("cosines", changes),
+        ("compare_outputs", changes),
+    ):
         if name != needed:
             monkeypatch.delattr(where, name)
     found = run(*two, metrics=[metric])
@@ -354,12 +389,15 @@ def test_one_metric_alone(
 
 
 def test_metrics_that_cannot_be_had(two: tuple[Store, Store], tmp_path: Path) -> None:
-    with pytest.raises(VitseeError, match="no metric 'x'; metrics of effect: top1, top1_differ"):
+    with pytest.raises(
+        VitseeError, match="no metric 'x'; metrics of effect: top1, top1_differ"
+    ):
         run(*two, metrics=["x"])
     with pytest.raises(MissingInput, match="nothing to compare: no sites"):
         run(*two, sites=(), metrics=["cka"])
     bare = [
-        store(tmp_path / f"{name}.zarr", values(3), np.full(N, -1)) for name in ("bare", "other")
+        store(tmp_path / f"{name}.zarr", values(3), np.full(N, -1))
+        for name in ("bare", "other")
     ]
     with pytest.raises(MissingInput, match="no top1: no top1: "):
         run(*bare, metrics=["top1"])
@@ -380,7 +418,9 @@ def test_table_figure_and_headline(two: tuple[Store, Store]) -> None:
     ]  # fmt: skip
     assert len(figure.axes) == 5 and len(plot(run(*two, sites=())).axes) == 3
     ((name, text),) = headline(table)
-    assert name == "cut" and text.startswith("top-1 changed by -0.") and "lowest CKA" in text
+    assert (
+        name == "cut" and text.startswith("top-1 changed by -0.") and "lowest CKA" in text
+    )
     directions = {"agreement": "higher", "kl": "lower", "top1_difference": "none"}
     assert {metric: direction(metric) for metric in directions} == directions
 
@@ -397,7 +437,9 @@ def test_the_command_on_an_ablated_model(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     table = Table.read(tmp_path / "e.csv")
     assert any("without blocks.1.attn" in w for w in table["weights"])
-    before = table.filter(pl.col("site").is_in(["embed", "blocks.0.out"]), metric="cosine")
+    before = table.filter(
+        pl.col("site").is_in(["embed", "blocks.0.out"]), metric="cosine"
+    )
     assert before["value"].tolist() == [1, 1]
     assert number(table, "cosine", "blocks.1.out") < 1
     assert (tmp_path / "e.png").exists() and (tmp_path / "e.replicates.csv").exists()

@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def effect(folder: Path, *args: str) -> Result:
-    names = [str(folder / f"{arg}.zarr") if not arg.startswith("-") else arg for arg in args]
+    names = [
+        str(folder / f"{arg}.zarr") if not arg.startswith("-") else arg for arg in args
+    ]
     out = ["-o", str(folder / "effect.csv"), "--force", "--tokens", "mean"]
     return CliRunner().invoke(main, ["effect", *names, *out])
 
@@ -101,7 +103,9 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (path / "data" / f"clip{k}" / kind).rmdir()
     for name, (options, _) in CONTROLS.items():
         sites = ["--sites", "blocks,logits", "--attention", "none"]
-        extracted(*VIT, "--data", path / "data", *sites, *options, "-o", path / f"{name}.zarr")
+        extracted(
+            *VIT, "--data", path / "data", *sites, *options, "-o", path / f"{name}.zarr"
+        )
     return path
 
 
@@ -128,4 +132,7 @@ def test_the_effect_of_a_control_in_time_is_asked_for(clips: Path, name: str) ->
     if name != "two":
         asked = effect(clips, "four", name, "--other-transform")
         assert asked.exit_code == 0, asked.output
-        assert Table.read(clips / "effect.csv")["weights"][-1] == f"random 0, {CONTROLS[name][1]}"
+        assert (
+            Table.read(clips / "effect.csv")["weights"][-1]
+            == f"random 0, {CONTROLS[name][1]}"
+        )

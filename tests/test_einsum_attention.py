@@ -50,7 +50,9 @@ def heads_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1).transpose(-2, -1)
+    weights = (
+        (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1).transpose(-2, -1)
+    )
     return torch.einsum("bhji,bhjd->bihd", weights, v)
 
 
@@ -114,11 +116,16 @@ def test_heads_mixed_after_the_softmax_are_said() -> None:
 
     table = site_table(own_model(with_attention(mixed), TRANSFORM, name="mine"))
     assert not table.attention
-    assert "not multiplied by the softmax as it is" in table.left_out["blocks.0 attention"]
+    assert (
+        "not multiplied by the softmax as it is" in table.left_out["blocks.0 attention"]
+    )
 
 
 def test_an_einsum_is_laid_out_as_products() -> None:
-    scores, value = torch.randn(2, 3, 4, 5), torch.randn(2, 5, 6)  # values that heads share
+    scores, value = (
+        torch.randn(2, 3, 4, 5),
+        torch.randn(2, 5, 6),
+    )  # values that heads share
     weights = scores.softmax(-1)
     result = torch.einsum("bhqk,bkd->bqhd", weights, value)
     product = read_einsum(("bhqk,bkd->bqhd", weights, value), scores, 0, False, result)

@@ -15,10 +15,10 @@ from tests.stores import VIT, write_model
 from tests.test_dictionaries import D, K, made
 from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, pca
+from vitsee_core.runtime.execution import Execution
 from vitsee_core.sae import encoding
 from vitsee_core.sae.dictionary import Dictionary, Overrides, for_sites, save_dictionary
 from vitsee_core.sae.encoding import encode_store
-from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, StoreWriter, open_store, require_paired
 from vitsee_stores.errors import IdentityMismatch, MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -58,7 +58,9 @@ def test_codes_of_every_token_are_stored(
     wanted[store.valid] = d.encode(x[store.valid].reshape(-1, D)).reshape(-1, 7, K)
     np.testing.assert_allclose(all_tokens(codes), wanted, atol=1e-6)
     np.testing.assert_allclose(codes.pooled(SITE, "cls")[:], wanted[:, 0], atol=1e-6)
-    np.testing.assert_allclose(codes.pooled(SITE, "mean")[:], wanted[:, 1:].mean(1), atol=1e-6)
+    np.testing.assert_allclose(
+        codes.pooled(SITE, "mean")[:], wanted[:, 1:].mean(1), atol=1e-6
+    )
     assert require_paired(store, codes).tolist() == store.valid.tolist()
     assert codes.manifest.identity["weights"].startswith("codes of"), "extract refuses it"
     assert codes.site(SITE).depth == store.site(SITE).depth
@@ -102,10 +104,14 @@ def test_a_whole_basis_loses_nothing(store: Store, tmp_path: Path) -> None:
 
 def test_vectors_and_several_sites(store: Store, tmp_path: Path) -> None:
     first, second = made("relu"), made("topk", 3, k=2)
-    codes, _ = encode_store(store, {"blocks.0.out": first, "pooled": second}, tmp_path / "c.zarr")
+    codes, _ = encode_store(
+        store, {"blocks.0.out": first, "pooled": second}, tmp_path / "c.zarr"
+    )
     pooled = np.asarray(store.vectors("pooled")[:], np.float32)
     np.testing.assert_allclose(
-        codes.vectors("pooled")[:][store.valid], second.encode(pooled[store.valid]), atol=1e-6
+        codes.vectors("pooled")[:][store.valid],
+        second.encode(pooled[store.valid]),
+        atol=1e-6,
     )
     assert list(codes.sites) == ["blocks.0.out", "pooled"]
 
@@ -161,12 +167,27 @@ def test_analyses_read_codes(tmp_path: Path) -> None:
     ("sites", "d", "more", "message"),
     [
         ({"logits": "relu"}, D, {}, "no site logits|logits"),
-        ({SITE: "relu"}, D + 1, {}, rf"the dictionary has {D + 1} channels and {SITE} of a {D}"),
-        ({SITE: "relu"}, D, {"execution": Execution(memory=10)}, "of memory; --memory is"),
+        (
+            {SITE: "relu"},
+            D + 1,
+            {},
+            rf"the dictionary has {D + 1} channels and {SITE} of a {D}",
+        ),
+        (
+            {SITE: "relu"},
+            D,
+            {"execution": Execution(memory=10)},
+            "of memory; --memory is",
+        ),
     ],
 )
 def test_refusals(
-    store: Store, tmp_path: Path, sites: dict[str, str], d: int, more: dict[str, Any], message: str
+    store: Store,
+    tmp_path: Path,
+    sites: dict[str, str],
+    d: int,
+    more: dict[str, Any],
+    message: str,
 ) -> None:
     eye = np.eye(d, dtype=np.float32)
     one = Dictionary("linear", eye, eye[0], eye, eye[0])
@@ -187,9 +208,13 @@ def test_pooled_only_and_numbers_of_dictionaries(store: Store, tmp_path: Path) -
     plain, own = tmp_path / "d.safetensors", tmp_path / "own.safetensors"
     assert [*for_sites(store, [own], [], Overrides())] == [SITE]
     assert len(for_sites(store, [plain], ["blocks"], Overrides())) == 3
-    with pytest.raises(SiteError, match="does not say which site it was fitted on; give --sites"):
+    with pytest.raises(
+        SiteError, match="does not say which site it was fitted on; give --sites"
+    ):
         for_sites(store, [plain], [], Overrides())
-    with pytest.raises(VitseeError, match="2 dictionaries for 3 sites; expected one, or one for"):
+    with pytest.raises(
+        VitseeError, match="2 dictionaries for 3 sites; expected one, or one for"
+    ):
         for_sites(store, [plain, own], ["blocks"], Overrides())
     pooled = write_model(tmp_path / "p.zarr", {SITE: SITES[SITE]}, tokens="pooled")
     with pytest.raises(MissingInput):
@@ -209,5 +234,7 @@ def test_the_command(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "t.csv").read_text().count("\n") == 4
     more = CliRunner().invoke(main, [*words, "--force", "--k", "3"])
     assert more.exit_code == 0, more.output
-    checked = CliRunner().invoke(main, ["validate", str(tmp_path / "codes.zarr"), "--deep"])
+    checked = CliRunner().invoke(
+        main, ["validate", str(tmp_path / "codes.zarr"), "--deep"]
+    )
     assert checked.exit_code == 0, checked.output

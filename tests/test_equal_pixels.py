@@ -22,10 +22,14 @@ N = 12
 def pictures(seed: int) -> list[Image.Image]:
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (N, 6, 5, 3), dtype=np.uint8)
-    return [Image.fromarray(one).resize((60, 50), Image.Resampling.BICUBIC) for one in small]
+    return [
+        Image.fromarray(one).resize((60, 50), Image.Resampling.BICUBIC) for one in small
+    ]
 
 
-def save(folder: Path, ending: str, seed: int = 0, name: str = "", level: int = 6) -> Path:
+def save(
+    folder: Path, ending: str, seed: int = 0, name: str = "", level: int = 6
+) -> Path:
     """The pictures of a seed in one folder a class, as files of a format."""
     for i, picture in enumerate(pictures(seed)):
         path = folder / CLASSES[i % 2] / f"{name}{i:02d}{ending}"
@@ -38,7 +42,15 @@ def save(folder: Path, ending: str, seed: int = 0, name: str = "", level: int = 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stores of pictures as PNG (train), saved anew, and of others."""
     path = tmp_path_factory.mktemp("pixels")
-    options = ("--sites", "blocks,head", "--tokens", "pooled", "--attention", "none", "--inputs")
+    options = (
+        "--sites",
+        "blocks,head",
+        "--tokens",
+        "pooled",
+        "--attention",
+        "none",
+        "--inputs",
+    )
     places = {
         "train": save(path / "train", ".png"),
         "bmp": save(path / "bmp", ".bmp", name="other"),
@@ -62,7 +74,9 @@ def run(folder: Path, command: str, test: str, *words: str) -> Result:
     stores = [str(folder / f"{name}.zarr") for name in ("train", test)]
     more = ("--k", "3") if command == "knn" else ("--l2", "1")
     out = str(folder / f"{command}-{test}.csv")
-    return CliRunner().invoke(main, [command, *stores, *more, *words, "-o", out, "--force"])
+    return CliRunner().invoke(
+        main, [command, *stores, *more, *words, "-o", out, "--force"]
+    )
 
 
 def test_what_a_store_keeps_of_pixels(folder: Path) -> None:
@@ -79,7 +93,9 @@ def test_what_a_store_keeps_of_pixels(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["probe", "knn"])
 @pytest.mark.parametrize("test", ["bmp", "packed"])
-def test_the_same_pictures_saved_anew_are_refused(folder: Path, command: str, test: str) -> None:
+def test_the_same_pictures_saved_anew_are_refused(
+    folder: Path, command: str, test: str
+) -> None:
     result = run(folder, command, test)
     assert result.exit_code == 1
     (line,) = result.stderr.strip().splitlines()
@@ -117,4 +133,7 @@ def test_one_picture_of_both(folder: Path, tmp_path: Path) -> None:
     extracted(*VIT, "--data", data, *options, "-o", folder / "mixed.zarr")
     result = run(folder, "probe", "mixed")
     assert result.exit_code == 1
-    assert "1 of the 13 test images of mixed are in train too (cat/again.tiff" in result.stderr
+    assert (
+        "1 of the 13 test images of mixed are in train too (cat/again.tiff"
+        in result.stderr
+    )

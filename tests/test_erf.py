@@ -19,7 +19,15 @@ from tests.random_stores import PLANS, create, expected, slab_of, tokens_site
 from tests.random_stores import write as write_random
 from tests.tables import having, unique
 from vitsee_core.analyses import erf
-from vitsee_core.analyses.erf import COLUMNS, METRICS, centre_of_mass, offset, plot, radius, run
+from vitsee_core.analyses.erf import (
+    COLUMNS,
+    METRICS,
+    centre_of_mass,
+    offset,
+    plot,
+    radius,
+    run,
+)
 from vitsee_core.figures.fitting import all_axes
 from vitsee_core.figures.panels import small_maps
 from vitsee_core.statistics.moments import t_quantile
@@ -47,7 +55,8 @@ def write(
     """A store with these fields, site -> (slabs, H, W) sums over `counts` images."""
     n_erf = len(counts) * slab
     sites = tuple(
-        tokens_site(name, GRID, dim=2, depth=i, tokens="pooled") for i, name in enumerate(SITES)
+        tokens_site(name, GRID, dim=2, depth=i, tokens="pooled")
+        for i, name in enumerate(SITES)
     )
     alias = tokens_site("blocks.1.in", GRID, dim=2, alias_of="blocks.0.out")
     size = next(iter(fields.values())).shape[1:]
@@ -124,8 +133,15 @@ def test_two_box_filters_and_a_disc() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0.5, 0.9]))
-def test_radius_against_a_loop_and_its_invariances(seed: int, h: int, w: int, p: float) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([0.5, 0.9]),
+)
+def test_radius_against_a_loop_and_its_invariances(
+    seed: int, h: int, w: int, p: float
+) -> None:
     rng = np.random.default_rng(seed)
     field = rng.random((h, w)) * (rng.random((h, w)) < 0.7)
     field[h // 2, w // 2] += 0.1
@@ -192,8 +208,12 @@ def test_jackknife_over_slabs(tmp_path: Path) -> None:
         value = function(field.sum(0))
         assert table["value"][row] == pytest.approx(value, rel=1e-6)
         assert table["std"][row] == pytest.approx(error * math.sqrt(43), rel=1e-5)
-        assert table["low"][row] == pytest.approx(value - t_quantile(10) * error, rel=1e-5)
-        assert table["high"][row] == pytest.approx(value + t_quantile(10) * error, rel=1e-5)
+        assert table["low"][row] == pytest.approx(
+            value - t_quantile(10) * error, rel=1e-5
+        )
+        assert table["high"][row] == pytest.approx(
+            value + t_quantile(10) * error, rel=1e-5
+        )
 
 
 def test_choosing_images_and_sites(tmp_path: Path) -> None:
@@ -202,7 +222,9 @@ def test_choosing_images_and_sites(tmp_path: Path) -> None:
     some = run(store, images=5, metrics=["radius50_px"])
     assert set(some["n_images"].tolist()) == {7}
     assert some.notes["images"]["a"]["chosen"] == "5, rounded up to 2 whole slabs"
-    first = write(tmp_path / "b.zarr", {n: f[:2] for n, f in blobs(4).items()}, counts[:2])
+    first = write(
+        tmp_path / "b.zarr", {n: f[:2] for n, f in blobs(4).items()}, counts[:2]
+    )
     assert some["value"].tolist() == run(first, metrics=["radius50_px"])["value"].tolist()
     assert set(run(store, images=99)["n_images"].tolist()) == {15}
     ordered = write(tmp_path / "c.zarr", blobs(4), counts, order="dataset")
@@ -222,7 +244,9 @@ def test_committed_slabs_only(tmp_path: Path) -> None:
     counts = np.array([4, 3, 4])
     fields = blobs(3)
     store = write(tmp_path / "a.zarr", fields, counts, slabs=[0, 2])
-    both = write(tmp_path / "b.zarr", {n: f[[0, 2]] for n, f in fields.items()}, counts[[0, 2]])
+    both = write(
+        tmp_path / "b.zarr", {n: f[[0, 2]] for n, f in fields.items()}, counts[[0, 2]]
+    )
     assert run(store)["value"].tolist() == run(both)["value"].tolist()
     assert set(run(store)["n_images"].tolist()) == {8}
 
@@ -233,7 +257,10 @@ def test_a_branch_that_is_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     fields["blocks.0.attn.branch"][:] = 0
     store = write(tmp_path / "a.zarr", fields, np.array([4, 4]))
     table = run(store)
-    assert "a: the gradient is 0 everywhere at blocks.0.attn.branch: no radius" in caplog.text
+    assert (
+        "a: the gradient is 0 everywhere at blocks.0.attn.branch: no radius"
+        in caplog.text
+    )
     zero = table.filter(site="blocks.0.attn.branch")
     assert np.isnan(zero.filter(metric="radius50_px")["value"].astype(float)).all()
     assert not zero.filter(metric="gradient")["value"].astype(float).any()
@@ -301,7 +328,11 @@ def test_missing_input_and_mistakes(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", blobs(2), np.array([4, 4]))
     out = ["-o", tmp_path / "r.csv", "--png", tmp_path / "r.png"]
     for args, code, line in (
-        (["plain.zarr"], 1, "plain holds no receptive fields (extract it with --erf 256 -o NEW"),
+        (
+            ["plain.zarr"],
+            1,
+            "plain holds no receptive fields (extract it with --erf 256 -o NEW",
+        ),
         (["a.zarr", "--sites", "embed"], 1, "extract it with --erf 256"),
         (["a.zarr", "--sites", "nothing"], 1, "no site matches 'nothing'"),
         (["a.zarr", "--metric", "nothing"], 2, "Invalid value for '--metric'"),

@@ -75,7 +75,9 @@ def residuals(folder: Path) -> tuple[Store, ...]:
     return (write_residuals(folder / "residuals.zarr", products),)
 
 
-WORK: dict[str, tuple[Callable[..., Table], Callable[[Path], tuple[Store, ...]], dict[str, Any]]]
+WORK: dict[
+    str, tuple[Callable[..., Table], Callable[[Path], tuple[Store, ...]], dict[str, Any]]
+]
 WORK = {
     "attn-dist": (attn_dist.run, heads, {}),
     "attn-map": (attn_map.run, heads, {"kind": "mean-cls"}),
@@ -83,23 +85,39 @@ WORK = {
     "attn-map entropy": (attn_map.run, heads, {"kind": "entropy"}),
     "cka": (cka.run, labelled, {"sites": "embed", "no_cache": True}),
     "cluster": (cluster.run, labelled, {"sites": "embed", "n_seeds": 2}),
-    "cosine-map": (cosine_map.run, lambda f: labelled(f)[:1], {"sites": "embed", "to": ("1",)}),
+    "cosine-map": (
+        cosine_map.run,
+        lambda f: labelled(f)[:1],
+        {"sites": "embed", "to": ("1",)},
+    ),
     "cosine-map by offset": (
         *(cosine_map.run, lambda f: labelled(f)[:1], {"sites": "embed", "offsets": True}),
     ),
-    "effect": (effect.run, lambda f: 2 * labelled(f), {"sites": "embed", "no_cache": True}),
+    "effect": (
+        effect.run,
+        lambda f: 2 * labelled(f),
+        {"sites": "embed", "no_cache": True},
+    ),
     "head-types": (head_types.run, heads, {}),
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "normratio": (normratio.run, residuals, {}),
     "pca": (pca.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "pca of a foreground": (
-        *(pca.run, lambda f: labelled(f)[:1], {"sites": "embed", "foreground": "positive"}),
+        *(
+            pca.run,
+            lambda f: labelled(f)[:1],
+            {"sites": "embed", "foreground": "positive"},
+        ),
     ),
     "spatial": (spatial.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum": (spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum of tokens": (
-        *(spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed", "tokens": "patches"}),
+        *(
+            spectrum.run,
+            lambda f: labelled(f)[:1],
+            {"sites": "embed", "tokens": "patches"},
+        ),
     ),
     "probe": (probe.run, lambda f: labelled(f, 2), {"sites": "embed", "l2": (1.0,)}),
 }
@@ -131,7 +149,9 @@ def test_keywords_are_fields_of_the_execution(tmp_path: Path) -> None:
     assert few.notes["images"]["rows"] == 4
     assert not np.array_equal(few["value"], whole["value"])
     same = attn_map.run(store, kind="entropy", execution=Execution(images=4))
-    both = attn_map.run(store, kind="entropy", execution=Execution(images=9, seed=3), images=4)
+    both = attn_map.run(
+        store, kind="entropy", execution=Execution(images=9, seed=3), images=4
+    )
     for other in (same, both):
         np.testing.assert_array_equal(other["value"], few["value"])
     assert both.notes["seed"] == 3
@@ -163,7 +183,9 @@ def test_a_bar_appears_without_an_advance(monkeypatch: pytest.MonkeyPatch) -> No
     from rich.console import Console
 
     console.setup(0)
-    monkeypatch.setattr(console, "stderr", lambda: Console(stderr=True, force_terminal=True))
+    monkeypatch.setattr(
+        console, "stderr", lambda: Console(stderr=True, force_terminal=True)
+    )
     monkeypatch.setenv("TERM", "xterm")
     reporter = console.Reporter("knn", after=0.01)
     with counting(reporter, 4, "rows"):

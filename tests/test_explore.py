@@ -23,6 +23,8 @@ from tests.extractions import extracted
 from tests.stores import write_sites
 from tests.tables import groups_of, having
 from vitsee_cli.main import main
+from vitsee_core.figures.patch_maps.colours import Colours
+from vitsee_core.models.weights import stored_classifier
 from vitsee_core.pages import html
 from vitsee_core.pages.explore import choose_images, tokens
 from vitsee_core.pages.explore.contents import short_name, within, without_folders
@@ -42,8 +44,6 @@ from vitsee_core.pages.explore.tokens import (
     pooled_side,
     unit_directions,
 )
-from vitsee_core.models.weights import stored_classifier
-from vitsee_core.figures.patch_maps.colours import Colours
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -82,7 +82,9 @@ def exact(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def packed(x: np.ndarray[Any, Any], *, most: float = MOST_BYTES) -> PackedTokens:
-    (found,) = pack_tokens([SiteTokens(x.astype(np.float32), np.ones(len(x), bool))], most)
+    (found,) = pack_tokens(
+        [SiteTokens(x.astype(np.float32), np.ones(len(x), bool))], most
+    )
     return found
 
 
@@ -107,7 +109,10 @@ def test_the_error_is_that_of_all_pairs(mean: float) -> None:
     off = np.abs(exact(x) - v @ v.T)[np.triu_indices(300, 1)]
     assert found.error.n_pairs == 300 * 299 // 2
     assert found.error.largest == pytest.approx(off.max(), abs=1e-5)
-    assert found.error.p99 == pytest.approx(np.percentile(off, 99), abs=1e-5) and off.max() < 0.1
+    assert (
+        found.error.p99 == pytest.approx(np.percentile(off, 99), abs=1e-5)
+        and off.max() < 0.1
+    )
     assert found.error.p99 <= WITHIN and len(found.codes) < 96
 
 
@@ -119,7 +124,8 @@ def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
     site = SiteTokens(x, np.ones(200, bool))
     precision = site.precision(0.02)
     errors = [
-        site.packed(Precision(precision.step, k, 0)).error.p99 for k in range(1, precision.dims + 1)
+        site.packed(Precision(precision.step, k, 0)).error.p99
+        for k in range(1, precision.dims + 1)
     ]
     assert errors[-1] <= 0.02 < min(errors[:-1])
     kept = site.packed(precision)
@@ -133,7 +139,10 @@ def test_all_sites_share_the_bytes_of_a_page_and_one_error(
 ) -> None:
     monkeypatch.setattr(tokens, "LEAST_BYTES", 0)
     rng = np.random.default_rng(1)
-    white, thin = rng.normal(size=(400, 192)), rng.normal(size=(400, 192)) * 0.5 ** np.arange(192)
+    white, thin = (
+        rng.normal(size=(400, 192)),
+        rng.normal(size=(400, 192)) * 0.5 ** np.arange(192),
+    )
     sites = [SiteTokens(x.astype(np.float32), np.ones(400, bool)) for x in (white, thin)]
     best, small = pack_tokens(sites), pack_tokens(sites, 30_000)
     assert len(best[0].codes) > 150 > 20 > len(best[1].codes)
@@ -173,7 +182,10 @@ def test_large_grids_are_means_of_squares(grid: tuple[int, int]) -> None:
     """Cell by cell, of the cells that count."""
     layout = TokenLayout((), grid, stride_px=(4.0, 4.0), offset_px=(-2.0, 0.0))
     side, small = pooled_side(layout), coarse_layout(layout)
-    assert small.grid == (-(-grid[0] // side), -(-grid[1] // side)) and max(small.grid) <= MOST_SIDE
+    assert (
+        small.grid == (-(-grid[0] // side), -(-grid[1] // side))
+        and max(small.grid) <= MOST_SIDE
+    )
     assert small.stride_px == (4 * side, 4 * side) and small.offset_px == (-2, 0)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, grid[0] * grid[1], 3)).astype(np.float32)
@@ -186,14 +198,18 @@ def test_large_grids_are_means_of_squares(grid: tuple[int, int]) -> None:
         at = np.s_[i, row * side : (row + 1) * side, col * side : (col + 1) * side]
         assert known.ravel()[k] == on[at].any()
         if on[at].any():
-            assert means.reshape(-1, 3)[k] == pytest.approx(cells[at][on[at]].mean(0), abs=1e-5)
+            assert means.reshape(-1, 3)[k] == pytest.approx(
+                cells[at][on[at]].mean(0), abs=1e-5
+            )
 
 
 def test_small_grids_stay_as_they_are() -> None:
     layout = TokenLayout(("cls",), (37, 40), stride_px=(14.0, 14.0))
     x, counts = np.zeros((1, 37 * 40, 2), np.float32), np.ones((1, 37 * 40), bool)
     assert pooled_side(layout) == 1 and coarse_layout(layout) is layout
-    assert all(a is b for a, b in zip(pooled(x, counts, layout), (x, counts), strict=True))
+    assert all(
+        a is b for a, b in zip(pooled(x, counts, layout), (x, counts), strict=True)
+    )
 
 
 def test_upper_halves_of_numbers() -> None:
@@ -201,7 +217,9 @@ def test_upper_halves_of_numbers() -> None:
     values = np.random.default_rng(0).lognormal(0, 5, 1000)
     back = (bfloat16(values).astype(np.uint32) << 16).view(np.float32)
     assert np.abs(back / values - 1).max() <= 1 / 256
-    assert np.isnan((bfloat16(np.array([np.nan])).astype(np.uint32) << 16).view(np.float32)).all()
+    assert np.isnan(
+        (bfloat16(np.array([np.nan])).astype(np.uint32) << 16).view(np.float32)
+    ).all()
 
 
 # ---------------------------------------------------------------- the same as the analyses
@@ -247,15 +265,22 @@ def test_colours_are_those_of_pca(page: Page, everything: Path) -> None:
     for k, store in enumerate(("vit", "cnn")):
         for own in page.sites[k]:
             rows = having(table, store=store, site=own.about["name"], metric="score")
-            share = having(table, store=store, site=own.about["name"], metric="explained_variance")
+            share = having(
+                table, store=store, site=own.about["name"], metric="explained_variance"
+            )
             assert own.about["explained"] == pytest.approx(share["value"].sum(), abs=1e-3)
             colours = Colours.read(table.notes["colours"][store][own.about["name"]])
             for name, cells in groups_of(rows, "image"):
-                scores = np.stack([having(cells, component=c)["value"] for c in (1, 2, 3)], 1)
+                scores = np.stack(
+                    [having(cells, component=c)["value"] for c in (1, 2, 3)], 1
+                )
                 found = own.colours
                 assert found is not None
                 shown = found[page.image(str(name))] / 255
-                assert np.abs(shown - colours(scores.astype(float))).max() <= 0.5 / 255 + 2e-3
+                assert (
+                    np.abs(shown - colours(scores.astype(float))).max()
+                    <= 0.5 / 255 + 2e-3
+                )
                 checked += 1
     assert checked == 8 * sum(len(sites) for sites in page.sites)
 
@@ -270,7 +295,9 @@ def test_norms_are_those_of_the_tokens(page: Page, everything: Path) -> None:
 
 def test_attention_is_that_of_attn_map(page: Page, everything: Path) -> None:
     names = [one["id"] for one in page.about["images"]][:2]
-    table = vitsee.attn_map(everything / "vit.zarr", image=names, query=[(2, 3)], sites="blocks")
+    table = vitsee.attn_map(
+        everything / "vit.zarr", image=names, query=[(2, 3)], sites="blocks"
+    )
     rows = table.filter(metric="attention")
     for own in page.blocks[0]:
         assert own.about["queries"] == [*range(16)], "a grid of 4 x 4 is not thinned"
@@ -278,7 +305,9 @@ def test_attention_is_that_of_attn_map(page: Page, everything: Path) -> None:
             of = having(rows, site=own.about["name"], image=name)
             heads = of.filter(token="cls")["value"].astype(float).reshape(-1, 16)
             shown = own.heads[page.image(name)]
-            assert (np.abs(shown - heads) <= heads.max(1, keepdims=True) / 500 + 1e-4).all()
+            assert (
+                np.abs(shown - heads) <= heads.max(1, keepdims=True) / 500 + 1e-4
+            ).all()
             mean = of.filter(token="2,3")["value"].astype(float).reshape(-1, 16).mean(0)
             assert own.patches is not None
             query = own.patches[page.image(name), 2 * 4 + 3]
@@ -290,8 +319,13 @@ def test_answers_are_those_of_lens(page: Page, everything: Path) -> None:
     head = stored_classifier(store)
     answered = [own for own in page.sites[0] if own.classes is not None]
     assert len(answered) == len(page.sites[0]), "all are as wide as the classifier"
-    assert "channels, which none of the shown sites has" in page.about["models"][1]["lens"]
-    rows = [int(np.flatnonzero(store.samples.id == one["id"])[0]) for one in page.about["images"]]
+    assert (
+        "channels, which none of the shown sites has" in page.about["models"][1]["lens"]
+    )
+    rows = [
+        int(np.flatnonzero(store.samples.id == one["id"])[0])
+        for one in page.about["images"]
+    ]
     for own in answered:
         tokens = store.acts(own.about["name"])[rows].astype(np.float64)
         layout = store.site(own.about["name"]).layout
@@ -359,8 +393,12 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     asked = {"site": 3, "image": 3, "cells": [5]}
     (tmp_path / "page.html").write_text(page.text)
     lead = 'import { readFileSync } from "node:fs";\n'
-    code = html.script(*(f"pages/explore/assets/{name}.js" for name in ("maps", "packed", "state")))
-    about = f"const page = readFileSync('page.html', 'utf8'), asked = {json.dumps(asked)};\n"
+    code = html.script(
+        *(f"pages/explore/assets/{name}.js" for name in ("maps", "packed", "state"))
+    )
+    about = (
+        f"const page = readFileSync('page.html', 'utf8'), asked = {json.dumps(asked)};\n"
+    )
     (tmp_path / "check.mjs").write_text(lead + code + about + CHECK)
     done = subprocess.run(
         [NODE, "check.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -387,7 +425,9 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     assert found["places"] == [1 * 4 + 3, -1, [0, 1, 4, 5], [5]]
     assert found["coarse"] == [0, 0, 48]
     assert found["depths"] == [0, 0.3333, 0.5, 1] and found["nearest"] == 1
-    assert found["text"] == "#image=2&patch=5&layer=4&view=lens&scale=map&box=1,0,2,3&head=1"
+    assert (
+        found["text"] == "#image=2&patch=5&layer=4&view=lens&scale=map&box=1,0,2,3&head=1"
+    )
     assert found["again"] == {"image": 2, "patch": 5, "box": [1, 0, 2, 3], "layer": 4,
                               "view": "lens", "scale": "map", "head": 1, "step": -1}  # fmt: skip
     assert found["hostile"] == {"image": 7, "patch": 0, "box": None, "layer": 0, "view": "cosine",
@@ -414,10 +454,14 @@ def test_modules_become_one_script(place: str) -> None:
     assert len(names) > 15 and len({*names}) == len(names)
 
 
-@pytest.mark.skipif(shutil.which("tsc") is None, reason="no tsc here (npm install -g typescript)")
+@pytest.mark.skipif(
+    shutil.which("tsc") is None, reason="no tsc here (npm install -g typescript)"
+)
 def test_types() -> None:
     folder = Path(html.__file__).parent / "assets"
-    done = subprocess.run(["tsc", "-p", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["tsc", "-p", str(folder)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -425,8 +469,14 @@ def test_types() -> None:
 
 
 def test_rows_of_attention_by_hand() -> None:
-    most, values = pack_rows(np.array([[0.5, 0.25, 0.0], [0, 0, 0], [np.nan] * 3], np.float32))
-    assert most.tolist() == [32768, 0, 0] and values.tolist() == [[255, 127, 0], [0] * 3, [0] * 3]
+    most, values = pack_rows(
+        np.array([[0.5, 0.25, 0.0], [0, 0, 0], [np.nan] * 3], np.float32)
+    )
+    assert most.tolist() == [32768, 0, 0] and values.tolist() == [
+        [255, 127, 0],
+        [0] * 3,
+        [0] * 3,
+    ]
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 4), (8, 8), (14, 14), (7, 20), (37, 37)])
@@ -487,7 +537,9 @@ def test_picks(tmp_path: Path) -> None:
     (last,) = store.select(["blocks"])
     (diverse,) = choose_images([store], last, (), 3, "diverse", 0)
     groups = [{0, 3, 4, 5}, {1, 6, 7, 8}, {2}]
-    assert sorted(k for row in diverse for k, group in enumerate(groups) if row in group) == [
+    assert sorted(
+        k for row in diverse for k, group in enumerate(groups) if row in group
+    ) == [
         0,
         1,
         2,
@@ -517,7 +569,9 @@ def test_stores_pair_by_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     page = page_of(tmp_path / "p.html", first.path, turned.path, "--images", 9)
     a, b = (page.site(k, "blocks.0.out") for k in (0, 1))
     assert (a.codes == b.codes).all() and (a.norms == b.norms).all()
-    others = write_sites(tmp_path / "c.zarr", {"blocks.0.out": x}, layout=GRID, name="other")
+    others = write_sites(
+        tmp_path / "c.zarr", {"blocks.0.out": x}, layout=GRID, name="other"
+    )
     with pytest.raises(StoreMismatch, match="no image is in all of"):
         choose_images([first, others], last, (), 9, "random", 0)
     done = explore(first.path, others.path, "--image", "a", "-o", tmp_path / "q.html")
@@ -533,7 +587,9 @@ def test_only_rows_that_are_shown_are_read(tmp_path: Path) -> None:
             path.write_bytes(b"damaged")
     page = page_of(tmp_path / "p.html", store.path, "--image", "image4")
     assert [one["id"] for one in page.about["images"]] == ["image4"]
-    assert explore(store.path, "--image", "image3", "-o", tmp_path / "q.html").exit_code == 1
+    assert (
+        explore(store.path, "--image", "image3", "-o", tmp_path / "q.html").exit_code == 1
+    )
 
 
 # ---------------------------------------------------------------- what is missing, who may name it
@@ -557,7 +613,9 @@ def test_rows_that_are_not_finite_are_empty(tmp_path: Path) -> None:
     x[2, 5] = 0
     store = write_sites(tmp_path / "a.zarr", {"blocks.0.out": x}, layout=GRID)
     done = explore(store.path, "-o", tmp_path / "p.html")
-    assert done.exit_code == 0 and "16 of the shown patches of blocks.0.out" in done.stderr
+    assert (
+        done.exit_code == 0 and "16 of the shown patches of blocks.0.out" in done.stderr
+    )
     (site,) = read_page(tmp_path / "p.html").sites[0]
     assert np.isnan(site.norms[1]).all() and site.norms[2, 4] == 0
     assert np.isnan(site.cosines(0, [0], 1)).all()
@@ -566,9 +624,15 @@ def test_rows_that_are_not_finite_are_empty(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(3, 17, 6))
-    store = write_sites(tmp_path / "a.zarr", {"blocks.0.out": x, "pooled": x[:, 0]}, layout=GRID)
-    pooled = write_sites(tmp_path / "b.zarr", {"blocks.0.out": x}, layout=GRID, tokens="pooled")
-    invalid = write_sites(tmp_path / "c.zarr", {"blocks.0.out": x}, layout=GRID, valid=[0, 0, 0])
+    store = write_sites(
+        tmp_path / "a.zarr", {"blocks.0.out": x, "pooled": x[:, 0]}, layout=GRID
+    )
+    pooled = write_sites(
+        tmp_path / "b.zarr", {"blocks.0.out": x}, layout=GRID, tokens="pooled"
+    )
+    invalid = write_sites(
+        tmp_path / "c.zarr", {"blocks.0.out": x}, layout=GRID, valid=[0, 0, 0]
+    )
     out = tmp_path / "p.html"
     (tmp_path / "there.html").write_text("mine")
     (tmp_path / "ids.txt").write_text("image1\n\nnobody\n")
@@ -576,9 +640,17 @@ def test_refusals(tmp_path: Path) -> None:
         ((store.path, "--images", 0), 2, "0 is not in the range"),
         ((store.path, "--image", "nobody"), 1, "a has no image 'nobody'"),
         ((store.path, "--ids", tmp_path / "ids.txt"), 1, "a has no image 'nobody'"),
-        ((store.path, "--ids", tmp_path / "none.txt"), 1, "--ids expects a list of images"),
+        (
+            (store.path, "--ids", tmp_path / "none.txt"),
+            1,
+            "--ids expects a list of images",
+        ),
         ((store.path, "--image", "0", "--images", 2), 2, "--images has no effect"),
-        ((store.path, "--device", "cpu"), 2, "--device has no effect without --recompute"),
+        (
+            (store.path, "--device", "cpu"),
+            2,
+            "--device has no effect without --recompute",
+        ),
         ((store.path, "--sites", "pooled"), 1, "has no grid of patches"),
         ((pooled.path,), 1, "keeps blocks.0.out pooled only"),
         ((invalid.path,), 1, "holds no readable image"),
@@ -590,7 +662,9 @@ def test_refusals(tmp_path: Path) -> None:
         done = explore(*args, *more)
         assert (done.exit_code, done.stdout) == (code, ""), done.output
         last = done.stderr.splitlines()[-1]
-        assert line in last and (code == 2 or last.startswith("vitsee explore: ")), done.stderr
+        assert line in last and (code == 2 or last.startswith("vitsee explore: ")), (
+            done.stderr
+        )
         assert not out.exists()
     assert (tmp_path / "there.html").read_text() == "mine"
 
@@ -615,7 +689,10 @@ def test_names_are_inert(tmp_path: Path) -> None:
                         '<script type="module">'}  # fmt: skip
     assert kinds.count('<script type="module">') == 1 == kinds.count(kinds[0])
     assert "<img" not in page.text and "\u202e" not in page.text
-    assert page.about["labels"]["1"] == "</script>" and page.about["models"][0]["name"] == "<b>x"
+    assert (
+        page.about["labels"]["1"] == "</script>"
+        and page.about["models"][0]["name"] == "<b>x"
+    )
     assert HOSTILE.replace("\u202e", r"\u202e") == page.about["title"]
 
 
@@ -630,7 +707,10 @@ def test_the_report_leads_to_pages_beside_it(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, report)
     assert done.exit_code == 0 and "nothing has changed" not in done.stderr
     text = (tmp_path / "report.html").read_text()
-    assert 'href="my%20page.html">Explore patches of <bdi>A &lt;b&gt; &amp; c</bdi></a>' in text
+    assert (
+        'href="my%20page.html">Explore patches of <bdi>A &lt;b&gt; &amp; c</bdi></a>'
+        in text
+    )
     assert text.count("Explore patches of") == 1
     assert "nothing has changed" in CliRunner().invoke(main, report).stderr
 
@@ -642,17 +722,31 @@ def test_in_python(tmp_path: Path, everything: Path) -> None:
     page = read_page(made.place)
     assert made.p99 == pytest.approx(page.sites[0][0].about["error"]["p99"], abs=1e-6)
     with pytest.raises(TypeError, match="no keyword 'image_ids'"):
-        vitsee.explore(everything / "vit.zarr", output=tmp_path / "q.html", image_ids=["0"])
+        vitsee.explore(
+            everything / "vit.zarr", output=tmp_path / "q.html", image_ids=["0"]
+        )
 
 
 @pytest.mark.slow
-def test_what_a_store_lacks_is_computed_with_its_model(tmp_path: Path, everything: Path) -> None:
+def test_what_a_store_lacks_is_computed_with_its_model(
+    tmp_path: Path, everything: Path
+) -> None:
     """The same as of a store that keeps it."""
     from tests.every_command import vitsee as run
 
-    model = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]
+    model = [
+        "test_vit",
+        "--random-init",
+        "0",
+        "--img-size",
+        "32",
+        "--model-arg",
+        "patch_size=8",
+    ]
     run("extract", *model, "--data", everything / "data", "-o", tmp_path / "bare.zarr")
-    plain = page_of(tmp_path / "a.html", tmp_path / "bare.zarr", "--image", "0", "--image", "1")
+    plain = page_of(
+        tmp_path / "a.html", tmp_path / "bare.zarr", "--image", "0", "--image", "1"
+    )
     assert "--recompute" in plain.about["models"][0]["attention"]
     made = page_of(tmp_path / "b.html", tmp_path / "bare.zarr", "--image", "0", "--image", "1",
                    "--recompute")  # fmt: skip
@@ -661,13 +755,19 @@ def test_what_a_store_lacks_is_computed_with_its_model(tmp_path: Path, everythin
                    *shown)  # fmt: skip
     for a, b in zip(made.blocks[0], kept.blocks[0], strict=True):
         assert a.patches is not None and b.patches is not None
-        assert np.abs(a.heads - b.heads).max() < 2e-3 and np.abs(a.patches - b.patches).max() < 2e-3
+        assert (
+            np.abs(a.heads - b.heads).max() < 2e-3
+            and np.abs(a.patches - b.patches).max() < 2e-3
+        )
 
 
 def test_which_stores_are_steps_of_one_training() -> None:
     three = ["vit-step0", "vit-step1000", "vit-step20"]
     assert steps_of(three) == {"unit": "step", "numbers": [0, 1000, 20]}
-    assert steps_of(["a-epoch1", "a-epoch2", "a-epoch3"]) == {"unit": "epoch", "numbers": [1, 2, 3]}
+    assert steps_of(["a-epoch1", "a-epoch2", "a-epoch3"]) == {
+        "unit": "epoch",
+        "numbers": [1, 2, 3],
+    }
     assert steps_of(three[:2]) is None and steps_of(["vit", "resnet", "mixer"]) is None
     assert steps_of(["vit-step0", "cnn-step10", "vit-step20"]) is None
     assert steps_of(["vit-step1", "vit-step1", "vit-step2"]) is None

@@ -128,7 +128,9 @@ def test_nothing_overflows_and_nothing_fails(
     assert (red < 60) if dark else (red > 200)
 
 
-def test_a_click_shows_the_cosines_of_that_patch(browser: Browser, page: Page, place: Path) -> None:
+def test_a_click_shows_the_cosines_of_that_patch(
+    browser: Browser, page: Page, place: Path
+) -> None:
     """The colours of the map are those of the numbers that the analyses give."""
     browser.look(1280)
     open_page(browser, place, "#image=2&layer=3&scale=map")
@@ -143,7 +145,9 @@ def test_a_click_shows_the_cosines_of_that_patch(browser: Browser, page: Page, p
         shown = browser.run(f"{PIXEL}('#stage canvas', 1, {u}, {v})")
         share = (values[cell] - others.min()) / (others.max() - others.min())
         assert np.abs(np.array(shown) - viridis(share)).max() <= 5, cell
-    assert "patch 1,2 of 4 × 4" in browser.run("document.getElementById('said').textContent")
+    assert "patch 1,2 of 4 × 4" in browser.run(
+        "document.getElementById('said').textContent"
+    )
     assert browser.run("performance.getEntriesByName('explore:answer').length") >= 2
 
 
@@ -157,7 +161,9 @@ def test_a_tile_of_a_strip_chooses_patch_and_layer(
     tile = browser.run("document.querySelector('#strips canvas').clientHeight") - 21
     click(browser, x + 3 + 2 * (tile + 6) + 0.9 * tile, y + 3 + 0.9 * tile)
     state = dict(part.split("=") for part in browser.run("location.hash")[1:].split("&"))
-    depths = sorted({round(s.about["rel_depth"], 4) for sites in page.sites for s in sites})
+    depths = sorted(
+        {round(s.about["rel_depth"], 4) for sites in page.sites for s in sites}
+    )
     third = round(page.sites[0][2].about["rel_depth"], 4)
     assert state["patch"] == "15" and depths[int(state["layer"])] == third
 
@@ -171,7 +177,9 @@ def test_a_box_by_mouse_and_by_keys(browser: Browser, page: Page, place: Path) -
     browser.point("mouseReleased", *photo_at(browser, 1, 2))
     browser.run(DRAWN)
     assert "box=0,0,1,2" in browser.run("location.hash")
-    assert "mean of 6 patches" in browser.run("document.getElementById('said').textContent")
+    assert "mean of 6 patches" in browser.run(
+        "document.getElementById('said').textContent"
+    )
     browser.run("document.getElementById('photo').focus()")
     browser.press("Escape")
     browser.press("ArrowRight")
@@ -190,7 +198,9 @@ def test_a_box_by_mouse_and_by_keys(browser: Browser, page: Page, place: Path) -
     assert "arrow keys move it" in label and page.about["images"][1]["id"] in label
 
 
-def test_an_address_leads_to_what_it_names(browser: Browser, page: Page, place: Path) -> None:
+def test_an_address_leads_to_what_it_names(
+    browser: Browser, page: Page, place: Path
+) -> None:
     browser.look(1280)
     open_page(browser, place, "#image=3&patch=9&layer=1&view=norms")
     pressed = "[...document.querySelectorAll('#film button')].map(b => b.ariaPressed)"
@@ -211,7 +221,10 @@ def test_an_address_leads_to_what_it_names(browser: Browser, page: Page, place: 
 def test_heads_are_marked_in_the_block_that_is_shown(page: Page) -> None:
     """Attention has the depth of its block's output."""
     for sites, blocks in zip(page.sites, page.blocks, strict=True):
-        ends = {one.about["name"].removesuffix(".out"): one.about["rel_depth"] for one in sites}
+        ends = {
+            one.about["name"].removesuffix(".out"): one.about["rel_depth"]
+            for one in sites
+        }
         assert [one.about["rel_depth"] for one in blocks] == [
             ends[one.about["name"]] for one in blocks
         ]
@@ -226,12 +239,20 @@ def test_a_screen_reader_has_a_name_for_everything(browser: Browser, two: Path) 
         open_page(browser, two, f"#view={view}")
         scroll_through(browser)
         nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]
-        seen = [node for node in nodes if not node["ignored"] and node["role"]["value"] in spoken]
-        nameless = [n["role"]["value"] for n in seen if not n.get("name", {}).get("value")]
+        seen = [
+            node
+            for node in nodes
+            if not node["ignored"] and node["role"]["value"] in spoken
+        ]
+        nameless = [
+            n["role"]["value"] for n in seen if not n.get("name", {}).get("value")
+        ]
         assert len(seen) > 25 and not nameless, (view, nameless)
     captions = "[...document.querySelectorAll('figure')].every(f => f.querySelector('figcaption'))"
     assert browser.run(captions)
-    headings = browser.run("[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")
+    headings = browser.run(
+        "[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)"
+    )
     assert headings[0] == "H1" and headings.count("H1") == 1 and len(headings) > 4
 
 
@@ -255,11 +276,16 @@ def test_heads_other_images_and_numbers(browser: Browser, two: Path) -> None:
     page = read_page(two)
     browser.look(1280)
     open_page(browser, two, "#image=0&patch=5")
-    assert browser.run("document.querySelectorAll('#elsewhere canvas, #curves svg').length") == 0
+    assert (
+        browser.run("document.querySelectorAll('#elsewhere canvas, #curves svg').length")
+        == 0
+    )
     scroll_through(browser)
     assert "softmax" in browser.run("document.getElementById('matrices').textContent")
     assert browser.run("document.querySelectorAll('#elsewhere canvas').length") == 2
-    assert "most similar: " in browser.run("document.getElementById('elsewhere').textContent")
+    assert "most similar: " in browser.run(
+        "document.getElementById('elsewhere').textContent"
+    )
     browser.run("document.getElementById('numbers').open = true")
     browser.run("new Promise(r => setTimeout(r, 100))")
     rows = browser.run("document.querySelectorAll('#numbers tbody tr').length")
@@ -277,13 +303,19 @@ def test_heads_other_images_and_numbers(browser: Browser, two: Path) -> None:
 def test_the_view_as_a_picture(browser: Browser, page: Page, place: Path) -> None:
     browser.look(1280)
     open_page(browser, place)
-    browser.run("HTMLAnchorElement.prototype.click = function () { window.saved = this; }")
+    browser.run(
+        "HTMLAnchorElement.prototype.click = function () { window.saved = this; }"
+    )
     browser.run("document.getElementById('save').click()")
     browser.wait("window.saved !== undefined")
     size = browser.run("""(async () => {
       const image = new Image(); image.src = window.saved.href; await image.decode();
       return [image.naturalWidth, window.saved.download]; })()""")
-    assert size[0] > 2000 and size[1].startswith("explore-cosine-0-") and browser.errors == []
+    assert (
+        size[0] > 2000
+        and size[1].startswith("explore-cosine-0-")
+        and browser.errors == []
+    )
 
 
 def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
@@ -292,8 +324,15 @@ def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
     browser.look(360)
     open_page(browser, out)
     after(browser, OPEN_ALL)
-    assert browser.run("window.pwned === undefined && document.title.startsWith('<script>')")
-    assert browser.run("document.querySelectorAll('[onerror], iframe, body img, h1 b').length") == 0
+    assert browser.run(
+        "window.pwned === undefined && document.title.startsWith('<script>')"
+    )
+    assert (
+        browser.run(
+            "document.querySelectorAll('[onerror], iframe, body img, h1 b').length"
+        )
+        == 0
+    )
     assert browser.errors == [] and browser.run(BEYOND) == []
 
 

@@ -29,18 +29,20 @@ from tests.clip_stores import (
 )
 from tests.stores import write_sites
 from tests.test_explore_browser import after, open_page
+from vitsee_core.figures.patch_maps.photos import SheetImages
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.pages.explore import explore
 from vitsee_core.pages.explore.contents import read_sites
 from vitsee_core.pages.explore.readouts import attention_of, query_cells
-from vitsee_core.figures.patch_maps.photos import Shown
-from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.runtime.progress import SILENT
 from vitsee_stores.errors import SiteError, StoreMismatch
 from vitsee_stores.layout import TokenLayout
 
 
 def about_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page.read_text(), re.DOTALL)
+    found = re.search(
+        r'<script[^>]*id="data"[^>]*>(.*?)</script>', page.read_text(), re.DOTALL
+    )
     assert found is not None
     about: dict[str, Any] = json.loads(found[1])
     return about
@@ -66,7 +68,7 @@ def test_tokens_are_those_of_each_frame(tmp_path: Path) -> None:
     store = write_clips(tmp_path / "s.zarr", noise=(0.3,))
     sites = store.select(["blocks"])
     rows = [row for row in (0, 2) for _ in range(TIMES)]
-    shown = Shown(store, View.of(store, sites), rows, sites, TIMES)
+    shown = SheetImages(store, View.of(store, sites), rows, sites, TIMES)
     (own,) = read_sites(shown, 0, lambda _: None)
     x = square_tokens(noise=0.3, seed=0)[[0, 2]].reshape(2 * TIMES, SIDE * SIDE, DIM)
     assert np.allclose(own.norms, np.linalg.norm(x, axis=-1), rtol=1e-5)
@@ -78,10 +80,14 @@ def test_attention_of_each_frame(tmp_path: Path) -> None:
     store = write_clip_attention(tmp_path / "s.zarr")
     a = moving_attention().reshape(N, 2, TIMES, SIDE**2, TIMES, SIDE**2)
     rows = [row for row in (1, 2) for _ in range(TIMES)]
-    shown = Shown(store, View({}, None, (CELL * SIDE, CELL * SIDE)), rows, [], TIMES)
+    shown = SheetImages(
+        store, View({}, None, (CELL * SIDE, CELL * SIDE)), rows, [], TIMES
+    )
     found = attention_of(shown, None, "cpu", SILENT)[1]
     assert found.heads.shape == (2 * TIMES, 2, SIDE**2) and found.patches is not None
-    for k, (row, time) in enumerate((row, time) for row in (1, 2) for time in range(TIMES)):
+    for k, (row, time) in enumerate(
+        (row, time) for row in (1, 2) for time in range(TIMES)
+    ):
         mean = a[row].mean((1, 2))[:, time]
         assert np.allclose(found.heads[k], mean, atol=1e-3)
         for i, cell in enumerate(query_cells((SIDE, SIDE))):
@@ -98,10 +104,16 @@ def test_other_times_are_refused(tmp_path: Path) -> None:
     about: Any = {"clip": CLIP, "pixels": square_pixels()}
     both: Any = {"blocks.0.out": (tokens, LAYOUT), "blocks.1.out": (of_half, half)}
     mixed = write_sites(tmp_path / "m.zarr", both, **about)
-    with pytest.raises(SiteError, match=r"m: blocks\.0\.out has 4 places in time and blocks\.1"):
+    with pytest.raises(
+        SiteError, match=r"m: blocks\.0\.out has 4 places in time and blocks\.1"
+    ):
         explore(mixed, output=tmp_path / "p.html")
-    first = write_sites(tmp_path / "a.zarr", {"blocks.0.out": tokens}, layout=LAYOUT, **about)
-    other = write_sites(tmp_path / "b.zarr", {"blocks.0.out": of_half}, layout=half, **about)
+    first = write_sites(
+        tmp_path / "a.zarr", {"blocks.0.out": tokens}, layout=LAYOUT, **about
+    )
+    other = write_sites(
+        tmp_path / "b.zarr", {"blocks.0.out": of_half}, layout=half, **about
+    )
     with pytest.raises(StoreMismatch, match="a and b have 4 and 2 places in time"):
         explore(first, other, output=tmp_path / "p.html")
     assert not (tmp_path / "p.html").exists()
@@ -111,7 +123,9 @@ def test_a_page_of_images_has_no_time(tmp_path: Path) -> None:
     layout = TokenLayout((), (SIDE, SIDE), stride_px=(CELL, CELL))
     tokens = square_tokens().reshape(N * TIMES, SIDE * SIDE, DIM)
     pixels = square_pixels()[:, ::2].reshape(N * TIMES, 3, CELL * SIDE, CELL * SIDE)
-    store = write_sites(tmp_path / "s.zarr", {"blocks.0.out": tokens}, layout=layout, pixels=pixels)
+    store = write_sites(
+        tmp_path / "s.zarr", {"blocks.0.out": tokens}, layout=layout, pixels=pixels
+    )
     explore(store, output=tmp_path / "p.html", images=2)
     assert "times" not in about_of(tmp_path / "p.html")
     assert 'id="time"' not in (tmp_path / "p.html").read_text()
@@ -130,5 +144,7 @@ def test_the_slider_goes_through_one_clip(tmp_path: Path) -> None:
         assert "image=7" in browser.run("location.hash")
         said = browser.run("document.getElementById('said').textContent")
         assert said.startswith("clip1.mp4, frame 6–7")
-        assert browser.run("document.getElementById('at-time').textContent") == "frame 6–7"
+        assert (
+            browser.run("document.getElementById('at-time').textContent") == "frame 6–7"
+        )
         assert browser.errors == []

@@ -152,7 +152,8 @@ def test_every_token_comes_once_in_an_epoch(store: Store, workers: int) -> None:
     batches = list(DataLoader(data, batch_size=None, num_workers=workers))
     assert sum(map(len, batches)) == data.n_tokens == 20 * 6
     assert all(
-        batch.dtype == torch.float32 and batch.shape[1] == data.dim == 4 for batch in batches
+        batch.dtype == torch.float32 and batch.shape[1] == data.dim == 4
+        for batch in batches
     )
     patches = rows(SITES["blocks.0.out"])[:, 1:].astype(np.float16).astype(np.float32)
     expected = np.array(sorted(as_rows([patches.reshape(-1, 4)])))
@@ -177,7 +178,9 @@ def test_processes_share_the_slabs(store: Store) -> None:
         for k in range(2)
     ]
     assert min(map(len, parts)) > 0
-    assert sorted(parts[0] + parts[1]) == sorted(as_rows(TokenDataset(store, "blocks.0.out")))
+    assert sorted(parts[0] + parts[1]) == sorted(
+        as_rows(TokenDataset(store, "blocks.0.out"))
+    )
     with pytest.raises(VitseeError, match="rank 2 of 2 processes; expected 0 to 1"):
         TokenDataset(store, "blocks.0.out", rank=2, world=2)
     with pytest.raises(VitseeError, match="batches of 0"):
@@ -191,9 +194,15 @@ def test_the_example_trains_a_sparse_autoencoder(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(12, 8))
     active = (rng.random((64, 7, 12)) < 0.15) * rng.random((64, 7, 12))
-    store = write_model(tmp_path / "a.zarr", {"blocks.0.out": active @ directions}, slab=16)
-    example = runpy.run_path(str(Path(__file__).parents[1] / "examples/sparse_autoencoder.py"))
-    model, explained = example["train"](open_store(store.path), "blocks.0.out", 24, epochs=60)
+    store = write_model(
+        tmp_path / "a.zarr", {"blocks.0.out": active @ directions}, slab=16
+    )
+    example = runpy.run_path(
+        str(Path(__file__).parents[1] / "examples/sparse_autoencoder.py")
+    )
+    model, explained = example["train"](
+        open_store(store.path), "blocks.0.out", 24, epochs=60
+    )
     assert explained[-1] > 0.8
     assert explained[-1] > explained[0]
     assert model.decoder.weight.shape == (8, 24)

@@ -64,7 +64,9 @@ def test_every_number_of_a_vit_store_against_a_forward_pass_by_hand(
     sums = dict.fromkeys(("aligned", "received", "cls_map"), 0.0)
     for row, name in enumerate(store.samples.id):
         pixels = transform(Image.open(folder / name).convert("RGB"))[None]
-        np.testing.assert_allclose(store.inputs()[row], pixels[0].numpy(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            store.inputs()[row], pixels[0].numpy(), rtol=0, atol=1e-6
+        )
         with torch.inference_mode():
             head_means = _compare_image(store, model, pixels, row, sums)
             expected = model(pixels)[0]
@@ -83,7 +85,9 @@ def _compare_image(
     """One image through the model's own layers, block by block; every site on the way."""
 
     def same(site: str, value: torch.Tensor) -> None:
-        np.testing.assert_allclose(store.acts(site)[row], value[0].numpy(), **HALF, err_msg=site)
+        np.testing.assert_allclose(
+            store.acts(site)[row], value[0].numpy(), **HALF, err_msg=site
+        )
 
     x = model.norm_pre(model._pos_embed(model.patch_embed(pixels)))
     same("embed", x)
@@ -109,11 +113,15 @@ def _compare_image(
         _compare_products(store, f"blocks.{b}.mlp", row, x, branch)
         x = x + branch
         same(f"blocks.{b}.out", x)
-        np.testing.assert_allclose(store.pooled(f"blocks.{b}.out", "cls")[row], x[0, 0], **SINGLE)
+        np.testing.assert_allclose(
+            store.pooled(f"blocks.{b}.out", "cls")[row], x[0, 0], **SINGLE
+        )
         np.testing.assert_allclose(
             store.pooled(f"blocks.{b}.out", "mean")[row], x[0, 1:].mean(0), **SINGLE
         )
-        summary = reference.attention(attention.double().numpy(), 1, (4, 6), (8.0, 8.0), 0)
+        summary = reference.attention(
+            attention.double().numpy(), 1, (4, 6), (8.0, 8.0), 0
+        )
         for field in dataclasses.fields(summary):
             if field.name in sums:
                 stack = np.zeros((len(model.blocks), *getattr(summary, field.name).shape))
@@ -124,21 +132,33 @@ def _compare_image(
             elif field.name != "head_mean":
                 kept = store.attention(field.name)[row, b]
                 np.testing.assert_allclose(
-                    kept, getattr(summary, field.name), rtol=2e-4, atol=1e-5, err_msg=field.name
+                    kept,
+                    getattr(summary, field.name),
+                    rtol=2e-4,
+                    atol=1e-5,
+                    err_msg=field.name,
                 )
-        np.testing.assert_allclose(store.attention("cls_rows")[row, b], attention[:, 0], **HALF)
-        np.testing.assert_allclose(store.attention(f"full/blocks.{b}")[row], attention, **HALF)
+        np.testing.assert_allclose(
+            store.attention("cls_rows")[row, b], attention[:, 0], **HALF
+        )
+        np.testing.assert_allclose(
+            store.attention(f"full/blocks.{b}")[row], attention, **HALF
+        )
         head_means.append(attention.double().mean(0).numpy())
     same("norm", model.norm(x))
     return head_means
 
 
-def _compare_products(store: Store, name: str, row: int, z: torch.Tensor, f: torch.Tensor) -> None:
+def _compare_products(
+    store: Store, name: str, row: int, z: torch.Tensor, f: torch.Tensor
+) -> None:
     expected = reference.residual_products(z.double().numpy(), f.double().numpy())[0]
     np.testing.assert_allclose(store.residual(name)[row], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_resnet_store_holds_the_blocks_own_outputs(folder: Path, tmp_path: Path) -> None:
+def test_a_resnet_store_holds_the_blocks_own_outputs(
+    folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "resnet.zarr"
     extracted(*RESNET, "--data", folder, "-o", path, "--slab", SLAB)
     store = open_store(path)
@@ -167,7 +187,18 @@ def test_batch_size_and_workers_do_not_change_rows(
     path = tmp_path / "other.zarr"
     extracted(
         *VIT,
-        *("--data", folder, "-o", path, "--slab", SLAB, "--batch-size", 2, "--workers", 2),
+        *(
+            "--data",
+            folder,
+            "-o",
+            path,
+            "--slab",
+            SLAB,
+            "--batch-size",
+            2,
+            "--workers",
+            2,
+        ),
         *("--sites", "all", "--attention", "full", "--inputs"),
     )
     a, b = open_store(vit_store), open_store(path)
@@ -213,24 +244,32 @@ def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) 
     assert np.isnan(b.attention("distance_px")[row]).all()
     assert (b.attention("received_argmax")[row] == -1).all()
     assert (b.attention("n_queries")[row] == 0).all()
-    np.testing.assert_allclose(outs[rest], a.acts("blocks.1.out")[:][rest], rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        outs[rest], a.acts("blocks.1.out")[:][rest], rtol=2e-3, atol=1e-4
+    )
     slab = row // SLAB
     others = np.flatnonzero((np.arange(N) // SLAB == slab) & (np.arange(N) != row))
     mass = np.asarray(b.attention_sums("aligned"))[slab].sum(axis=(-1, -2))
     np.testing.assert_allclose(mass, len(others), rtol=1e-5)  # one image's map has mass 1
-    failed = extract(*VIT, "--data", data, "-o", tmp_path / "x.zarr", "--on-error", "fail")
+    failed = extract(
+        *VIT, "--data", data, "-o", tmp_path / "x.zarr", "--on-error", "fail"
+    )
     assert failed.exit_code == 1
     assert "class0/004.png" in failed.stderr
     assert failed.stdout == ""
 
 
 @pytest.mark.slow
-def test_dry_run_prints_the_arrays_and_makes_nothing(folder: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_arrays_and_makes_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "no.zarr"
     options = [*VIT, "--data", folder, "-o", path, "--slab", SLAB]
     short, long = (extracted(*options, "--dry-run", *more) for more in ([], ["-v"]))
     assert not path.exists()
-    (total, folders), (same, arrays) = (dry_run_rows(result.stdout) for result in (short, long))
+    (total, folders), (same, arrays) = (
+        dry_run_rows(result.stdout) for result in (short, long)
+    )
     assert same == total
     assert arrays["acts/blocks.0.out/grid"][:2] == ["10x4x6x64", "float16"]
     assert set(folders) >= {"acts/", "attention/", "residual/", "pooled/", "valid"}
@@ -242,7 +281,9 @@ def test_dry_run_prints_the_arrays_and_makes_nothing(folder: Path, tmp_path: Pat
         chunks = [file for file in files if file.name != "zarr.json"]
         assert sum(f.stat().st_size for f in chunks) == int(size), name
         assert int(per_image) == round(int(size) / N)
-        groups = [f for f in files if f.name == "zarr.json" and not list(f.parent.glob("c.*"))]
+        groups = [
+            f for f in files if f.name == "zarr.json" and not list(f.parent.glob("c.*"))
+        ]
         assert int(n_files) == len(files) - len(groups), name
     everything = [file for file in path.rglob("*") if file.is_file()]
     assert int(total[4]) == len(everything)
@@ -262,7 +303,9 @@ def dry_run_rows(text: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 @pytest.mark.slow
-def test_a_site_that_overflows_float16_is_stored_in_float32(folder: Path, tmp_path: Path) -> None:
+def test_a_site_that_overflows_float16_is_stored_in_float32(
+    folder: Path, tmp_path: Path
+) -> None:
     path, checkpoint = tmp_path / "big.zarr", tmp_path / "big.pt"
     state = load_model(
         "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
@@ -296,9 +339,15 @@ def test_an_overflow_after_the_first_images_stops_with_the_option_that_helps(
 
 
 @pytest.mark.slow
-def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: Path) -> None:
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
-    state = {k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")}
+def test_weights_and_pixels_that_are_not_used_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
+    state = {
+        k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")
+    }
     torch.save({**state, "extra.weight": torch.zeros(3)}, tmp_path / "headless.pt")
     data = ["--data", folder, "--images", 2, "--sites", "embed", "-o"]
     headless = [VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:]]

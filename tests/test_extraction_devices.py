@@ -42,8 +42,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ("error", "told"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
-        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
+        (
+            RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
+            ),
+            True,
+        ),
         (MemoryError(), True),
         (RuntimeError("derivative for aten::_fused is not implemented"), False),
     ],
@@ -58,7 +66,9 @@ def passes_of_a_vit() -> tuple[ErfPasses, Tensor]:
     return ErfPasses(model, table, [table["blocks.0.out"]], CPU), images(model, 2)
 
 
-def test_no_memory_for_a_field_is_not_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_field_is_not_the_models_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     passes, x = passes_of_a_vit()
     tried = []
 

@@ -50,7 +50,10 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The unreadable image is to be among those of the fields.
     more = ["--slab", SLAB, "--erf", ERF, "--inputs", "--order", "dataset"]
     said = extracted(*options(folder, path, *more, "--batch-size", 3)).stderr
-    assert "receptive fields of 6 images at 12 sites: 36 backward passes over at most 3 " in said
+    assert (
+        "receptive fields of 6 images at 12 sites: 36 backward passes over at most 3 "
+        in said
+    )
     assert "erf" in said.splitlines()[-2] + said.splitlines()[-1]  # its seconds
     return path
 
@@ -95,7 +98,9 @@ def oracle(
     return np.asarray(gradient[0].abs().sum(0).numpy())
 
 
-def summed(store: Store, module: nn.Module, site: str, tap: tuple[str, bool]) -> NDArray[Any]:
+def summed(
+    store: Store, module: nn.Module, site: str, tap: tuple[str, bool]
+) -> NDArray[Any]:
     """(slabs, H, W) over the valid rows that count."""
     layout, plan = store.layout(site), store.plan
     assert layout is not None and layout.grid is not None and plan.erf is not None
@@ -109,12 +114,16 @@ def summed(store: Store, module: nn.Module, site: str, tap: tuple[str, bool]) ->
 
 
 def near(found: Any, wanted: NDArray[Any]) -> None:
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=SINGLE * wanted.max())
+    np.testing.assert_allclose(
+        np.asarray(found), wanted, rtol=0, atol=SINGLE * wanted.max()
+    )
 
 
 def test_vit_against_loops(whole: Path) -> None:
     store = open_store(whole)
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     module = model.module.double()
     taps = {
         "embed": ("blocks.0", True),
@@ -141,7 +150,11 @@ def test_resnet_against_loops(size: str, folder: Path, tmp_path: Path) -> None:
     sites = ["--sites", "stem", "--sites", "layer1.0.*", "--sites", "layer4.0.out"]
     extracted(*given, *sites, "--erf", 2, "--inputs")
     store = open_store(path)
-    module = load_model("test_resnet", random_init=0, img_size=store.plan.erf.size).module.double()  # type: ignore[union-attr]
+    module = load_model(
+        "test_resnet",
+        random_init=0,
+        img_size=store.plan.erf.size,  # type: ignore[union-attr]
+    ).module.double()  # type: ignore[union-attr]
     last = "bn3" if hasattr(module.layer1[0], "bn3") else "bn2"  # type: ignore[index,union-attr]
     for site, tap in (
         ("stem", ("layer1.0", True)),
@@ -164,7 +177,9 @@ class Boxes(nn.Module):
             nn.Conv2d(3, 1, 3, padding=1, bias=False),
             nn.Conv2d(1, 1, 3, padding=1, bias=False),
         ]
-        self.blocks = nn.Sequential(*(nn.Sequential(conv, nn.Identity()) for conv in sums))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(conv, nn.Identity()) for conv in sums)
+        )
         self.mask = nn.Threshold(1e9, 0.0) if constant else nn.Identity()
         for conv in sums:
             nn.init.ones_(conv.weight)
@@ -174,7 +189,9 @@ class Boxes(nn.Module):
         return self.mask(self.blocks(x)).flatten(1).mean(1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def toy(module: nn.Module, size: tuple[int, int]) -> tuple[LoadedModel, SiteTable, list[SiteSpec]]:
+def toy(
+    module: nn.Module, size: tuple[int, int]
+) -> tuple[LoadedModel, SiteTable, list[SiteSpec]]:
     module.eval().requires_grad_(False)
     model = LoadedModel("toy", module, (3, *size), {}, {}, "toy")
     table = site_table(model)
@@ -216,7 +233,9 @@ def test_sites_that_do_not_depend_on_the_input() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             """As before, and nothing times the table."""
-            added: Tensor = super().forward(x) + 0 * self.table(torch.ones_like(x[:, :1])).mean()
+            added: Tensor = (
+                super().forward(x) + 0 * self.table(torch.ones_like(x[:, :1])).mean()
+            )
             return added
 
     model, table, sites = toy(Positions(), (9, 9))
@@ -226,7 +245,9 @@ def test_sites_that_do_not_depend_on_the_input() -> None:
     assert cost.left_out == {"table": "does not depend on the input by gradient"}
     assert "table" not in passes.without(cost.left_out).names
     model, table, sites = toy(Boxes(constant=True), (9, 9))
-    masked = ErfPasses(model, table, [table["mask"]], CPU).fields(images(model, 2))["mask"]
+    masked = ErfPasses(model, table, [table["mask"]], CPU).fields(images(model, 2))[
+        "mask"
+    ]
     assert masked is not None  # the gradient is there, and 0
     assert not masked.any()
 
@@ -235,10 +256,14 @@ def test_sites_that_do_not_depend_on_the_input() -> None:
 
 
 @pytest.mark.slow
-def test_batches_slabs_shards_and_resuming(whole: Path, folder: Path, tmp_path: Path) -> None:
+def test_batches_slabs_shards_and_resuming(
+    whole: Path, folder: Path, tmp_path: Path
+) -> None:
     def run(name: str, *more: object) -> Path:
         path = tmp_path / name
-        extracted(*options(folder, path, "--erf", ERF, "--inputs", "--order", "dataset", *more))
+        extracted(
+            *options(folder, path, "--erf", ERF, "--inputs", "--order", "dataset", *more)
+        )
         return path
 
     store = open_store(whole)
@@ -267,7 +292,9 @@ def test_nothing_else_changes(whole: Path, folder: Path, tmp_path: Path) -> None
     more = ["--slab", SLAB, "--inputs", "--order", "dataset", "--batch-size", 3]
     extracted(*options(folder, path, *more))
     without = ("erf/", "checksums/")
-    kept = {p: data for p, data in array_bytes(whole).items() if not p.startswith(without)}
+    kept = {
+        p: data for p, data in array_bytes(whole).items() if not p.startswith(without)
+    }
     plain = array_bytes(path)
     assert {p: data for p, data in plain.items() if not p.startswith(without)} == kept
     assert not any(p.startswith("erf/") for p in plain)
@@ -291,7 +318,17 @@ def test_ablated_skips_leave_the_field(folder: Path, tmp_path: Path) -> None:
     fields = []
     for more in ([], ["--ablate-skip", "blocks.0"]):
         path = tmp_path / f"{len(more)}.zarr"
-        given = [*VIT, "--data", folder, "-o", path, "--images", 4, "--sites", "blocks.0.out"]
+        given = [
+            *VIT,
+            "--data",
+            folder,
+            "-o",
+            path,
+            "--images",
+            4,
+            "--sites",
+            "blocks.0.out",
+        ]
         extracted(*given, "--erf", 2, *SMALL, *more)
         fields.append(np.asarray(open_store(path).erf("blocks.0.out"))[0])
     share = [field[8:24, 16:32].sum() / field.sum() for field in fields]
@@ -331,7 +368,9 @@ def test_plain_attention_where_the_fused_kernel_has_no_backward_pass(
         raise RuntimeError("no derivative at all")
 
     monkeypatch.setattr(torch.autograd, "grad", never)
-    with pytest.raises(VitseeError, match=r"--erf is not supported: .*no derivative at all"):
+    with pytest.raises(
+        VitseeError, match=r"--erf is not supported: .*no derivative at all"
+    ):
         ErfPasses(model, table, sites, CPU).probe(x)
 
 
@@ -344,7 +383,10 @@ def test_cost_in_words_and_batches_that_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert cost.batch_size(CPU, 4) == 4
     assert ErfCost(0.25, 10**6, {}).batch_size(CPU, 32) == 1
     said = cost.describe([10, 10, 5], 3)
-    assert "9 backward passes over at most 10 images, about 6.25 s and 1.0 kB of memory" in said
+    assert (
+        "9 backward passes over at most 10 images, about 6.25 s and 1.0 kB of memory"
+        in said
+    )
 
 
 def test_a_gradient_that_is_not_finite_and_a_signal() -> None:
@@ -372,13 +414,19 @@ def test_left_out_and_refused(whole: Path, folder: Path, tmp_path: Path) -> None
     store = open_store(whole)
     left_out = store.manifest.left_out
     assert left_out["logits erf"] == left_out["pooled erf"] == "no image grid"
-    with pytest.raises(MissingInput, match=r"no receptive field of logits \(left out: no image"):
+    with pytest.raises(
+        MissingInput, match=r"no receptive field of logits \(left out: no image"
+    ):
         store.erf("logits")
     plain = tmp_path / "plain.zarr"
     extracted(*VIT, "--data", folder, "-o", plain, "--sites", "embed", *SMALL)
-    with pytest.raises(MissingInput, match=r"receptive field of embed \(extract it with --erf 256"):
+    with pytest.raises(
+        MissingInput, match=r"receptive field of embed \(extract it with --erf 256"
+    ):
         open_store(plain).erf("embed")
-    with pytest.raises(MissingInput, match=r"plain keeps no receptive fields .*--erf 256"):
+    with pytest.raises(
+        MissingInput, match=r"plain keeps no receptive fields .*--erf 256"
+    ):
         open_store(plain).erf_counts()
     path = tmp_path / "no.zarr"
     result = extract(*VIT, "--data", folder, "-o", path, "--sites", "logits", "--erf", 4)
@@ -412,10 +460,14 @@ def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     assert "ablate_skip is []" in extract(*command, "--ablate-skip", "blocks.0").stderr
 
 
-def test_more_than_there_are_dry_run_and_info(whole: Path, folder: Path, tmp_path: Path) -> None:
+def test_more_than_there_are_dry_run_and_info(
+    whole: Path, folder: Path, tmp_path: Path
+) -> None:
     many = options(folder, tmp_path / "no.zarr", "--slab", SLAB, "--erf", 256)
     result = extracted(*many, "--dry-run", "-v")
-    rows = {line.split(",")[0]: line.split(",")[1:] for line in result.stdout.splitlines()}
+    rows = {
+        line.split(",")[0]: line.split(",")[1:] for line in result.stdout.splitlines()
+    }
     assert rows["erf/embed"][:3] == ["3x32x48", "float32", str(3 * (32 * 48 * 4 + 4))]
     assert rows["erf/count"][:2] == ["3", "int64"]
     assert "erf/logits" not in rows
@@ -427,4 +479,6 @@ def test_more_than_there_are_dry_run_and_info(whole: Path, folder: Path, tmp_pat
     named = json.loads(CliRunner().invoke(main, ["info", str(whole), "-f", "erf"]).stdout)
     assert named["n_images"] == ERF
     assert named["size"] == [32, 48]
-    assert dataclasses.asdict(open_store(whole).plan.erf)["sites"] == tuple(named["sites"])  # type: ignore[arg-type]
+    assert dataclasses.asdict(open_store(whole).plan.erf)["sites"] == tuple(  # type: ignore[arg-type]
+        named["sites"]
+    )  # type: ignore[arg-type]

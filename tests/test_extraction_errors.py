@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(result: Result, *phrases: str, exit_code: int = 1) -> None:
     assert result.exit_code == exit_code, result.output
     assert result.stdout == ""
-    lines = [line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")]
+    lines = [
+        line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")
+    ]
     assert len(lines) == 1, result.stderr
     for phrase in phrases:
         assert phrase in lines[0]
@@ -75,7 +77,10 @@ def test_options_that_cannot_be_served(
         (["--tokens", "some"], "--tokens is 'some'"),
         (["--dtype", "bfloat16"], "--dtype is 'bfloat16'"),
         (["--dtype", "=float32"], "--dtype is '=float32'"),
-        (["--tokens", "all", "--tokens", "pooled"], "is both all and pooled for all sites"),
+        (
+            ["--tokens", "all", "--tokens", "pooled"],
+            "is both all and pooled for all sites",
+        ),
         (
             ["--dtype", "norms=float32", "--dtype", "norms=float16"],
             "is both float32 and float16 for norms",
@@ -111,8 +116,18 @@ def test_a_store_of_another_model(folder: Path, tmp_path: Path) -> None:
 def test_other_weights_are_named_by_the_options_that_chose_them(
     folder: Path, tmp_path: Path
 ) -> None:
-    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), tmp_path / "w.pth")
-    base = ["test_vit", "--data", folder, "-o", tmp_path / "store.zarr", "--tokens", "pooled"]
+    torch.save(
+        timm.create_model("test_vit", img_size=32).state_dict(), tmp_path / "w.pth"
+    )
+    base = [
+        "test_vit",
+        "--data",
+        folder,
+        "-o",
+        tmp_path / "store.zarr",
+        "--tokens",
+        "pooled",
+    ]
     size, drawn = ["--img-size", "32"], ["--random-init", "0"]
     extracted(*base, *size, *drawn)
     for other, expected in (
@@ -131,7 +146,10 @@ def test_empty_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--data "$UNSET"` gives; the current folder is not meant."""
     monkeypatch.chdir(plant_images(tmp_path / "here", 2))
     for data in ("", " "):
-        refused(extract(*VIT, "--data", data, "-o", tmp_path / "store.zarr"), "--data is empty")
+        refused(
+            extract(*VIT, "--data", data, "-o", tmp_path / "store.zarr"),
+            "--data is empty",
+        )
     assert not (tmp_path / "store.zarr").exists()
 
 
@@ -148,7 +166,9 @@ def test_an_image_of_very_many_pixels_is_a_line_with_its_name(
         warnings.simplefilter("always")
         said = extracted(*options, "-o", path, "--workers", 0).stderr
     assert not raw
-    assert "class0/big.png (too many pixels: 60 x 50, expected at most 2000; make it" in said
+    assert (
+        "class0/big.png (too many pixels: 60 x 50, expected at most 2000; make it" in said
+    )
     assert open_store(path).valid.sum() == 5
 
 
@@ -158,7 +178,9 @@ def test_one_image_is_no_plural(folder: Path, tmp_path: Path) -> None:
     command = [*VIT, "--data", folder, "-o", path, "--images", 1, "--sites", "logits"]
     for said in (extracted(*command).stderr, extracted(*command).stderr):
         assert re.search(r"\b1 image\b", said)
-        assert not re.search(r"(?<![\d.])1 (images|slabs)\b", said)  # "40.1 images/s" is a rate
+        assert not re.search(
+            r"(?<![\d.])1 (images|slabs)\b", said
+        )  # "40.1 images/s" is a rate
 
 
 def test_missing_data_and_data_without_images(tmp_path: Path) -> None:
@@ -174,7 +196,10 @@ def test_none_of_the_images_can_be_read(tmp_path: Path) -> None:
     for file in folder.rglob("*.png"):
         file.write_bytes(b"")
     path = tmp_path / "store.zarr"
-    refused(extract(*VIT, "--data", folder, "-o", path), "none of the first 4 images can be read")
+    refused(
+        extract(*VIT, "--data", folder, "-o", path),
+        "none of the first 4 images can be read",
+    )
     assert not path.exists()
 
 
@@ -209,18 +234,33 @@ def test_more_than_the_free_disk_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     "more",
     [
-        ["--slab", 5, "--attention", "rows", "--inputs", "--head-weights", "--sites", "all"],
+        [
+            "--slab",
+            5,
+            "--attention",
+            "rows",
+            "--inputs",
+            "--head-weights",
+            "--sites",
+            "all",
+        ],
         ["--slab", 1, "--tokens", "pooled", "--grams"],
     ],
 )
 def test_what_a_store_takes_of_a_disk(
-    more: list[object], codec: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: list[object],
+    codec: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Files and folders take whole blocks: with small chunks several times the numbers' bytes."""
     path = tmp_path / "store.zarr"
     command = [*VIT, "--data", folder, "--codec", codec, *more, "-o", path]
     extracted(*command)
-    blocks = sum(-(-file.stat().st_size // BLOCK) * BLOCK for file in (path, *path.rglob("*")))
+    blocks = sum(
+        -(-file.stat().st_size // BLOCK) * BLOCK for file in (path, *path.rglob("*"))
+    )
     manifest = open_store(path).manifest
     need = max_disk_bytes(manifest, BLOCK)
     assert blocks <= need < (1.1 if codec == "none" else 1.5) * blocks
@@ -256,7 +296,9 @@ def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     with pytest.raises(StoreError):
         open_store(path)
-    extracted(*VIT, "--data", folder, "-o", path, "--slab", "6")  # space again: it resumes
+    extracted(
+        *VIT, "--data", folder, "-o", path, "--slab", "6"
+    )  # space again: it resumes
     assert np.isfinite(open_store(path).acts("blocks.0.out")[:]).all()
 
 
@@ -272,5 +314,7 @@ def test_defaults_that_a_model_has_not_are_left_out(folder: Path, tmp_path: Path
     assert next(site.name for site in store.select("blocks")) == "stem"
     again = extracted(*bare, "--data", folder, "-o", out)
     assert "nothing to do" in again.stderr
-    asked = extract(*bare, "--sites", "head", "--data", folder, "-o", tmp_path / "other.zarr")
+    asked = extract(
+        *bare, "--sites", "head", "--data", folder, "-o", tmp_path / "other.zarr"
+    )
     refused(asked, "no site matches 'head'")

@@ -39,10 +39,27 @@ from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, StorePlan, n_bytes
 
 N, SLAB, BAD = 10, 4, "class0/004.png"
-SITES = ["--sites", "embed", "--sites", "blocks.0.*", "--sites", "blocks.1.in", "--sites", "head"]
+SITES = [
+    "--sites",
+    "embed",
+    "--sites",
+    "blocks.0.*",
+    "--sites",
+    "blocks.1.in",
+    "--sites",
+    "head",
+]
 SMALL = ["--attention", "none", "--no-residual"]
 MIXER = ["mixer_s32_224", "--random-init", "0", "--img-size", "64"]
-CAIT = ["cait_xxs24_224", "--random-init", "0", "--img-size", "64", "--model-arg", "depth=1"]
+CAIT = [
+    "cait_xxs24_224",
+    "--random-init",
+    "0",
+    "--img-size",
+    "64",
+    "--model-arg",
+    "depth=1",
+]
 # Of the mean diagonal: one sum of float32 products; features rounded once to float16.
 SINGLE, HALF = 2e-6, 1e-3
 
@@ -53,7 +70,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(folder: Path, path: Path, *more: object) -> list[object]:
-    return [*VIT, "--data", folder, "-o", path, "--slab", SLAB, *SITES, *SMALL, "--grams", *more]
+    return [
+        *VIT,
+        "--data",
+        folder,
+        "-o",
+        path,
+        "--slab",
+        SLAB,
+        *SITES,
+        *SMALL,
+        "--grams",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +115,9 @@ def check(store: Store, source: Store, tolerance: float) -> list[SiteSpec]:
     for site in sites:
         found, wanted = np.asarray(store.grams(site.name)), oracle(source, site.name)
         assert found.dtype == np.float32
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), err_msg=site.name)
+        np.testing.assert_array_equal(
+            np.isnan(found), np.isnan(wanted), err_msg=site.name
+        )
         scale = np.nanmean(np.diagonal(wanted, axis1=1, axis2=2))
         error = np.nanmax(np.abs(found - wanted))
         assert error <= tolerance * scale + 1e-12, f"{site.name}: {error} of {scale}"
@@ -100,7 +131,11 @@ def check(store: Store, source: Store, tolerance: float) -> list[SiteSpec]:
 def test_every_site_against_loops(whole: Path) -> None:
     store = open_store(whole)
     sites = check(store, store, SINGLE)
-    assert {site.name for site in sites} >= {"embed", "blocks.0.out", "blocks.0.mlp.hidden"}
+    assert {site.name for site in sites} >= {
+        "embed",
+        "blocks.0.out",
+        "blocks.0.mlp.hidden",
+    }
     assert {site.kind for site in sites} == {"tokens"}  # the logits have none
     assert validate(whole, deep=True) == []
     row = list(store.samples.id).index(BAD)
@@ -125,7 +160,11 @@ def test_pooled_stores_by_every_way(
     path = tmp_path / "pooled.zarr"
     pooled = ["--tokens", "pooled", "--batch-size", batch]
     said = extracted(*options(folder, path, *pooled)).stderr
-    phrase = {"forward": "one forward pass", "memory": "host memory", "file": "scratch file of"}
+    phrase = {
+        "forward": "one forward pass",
+        "memory": "host memory",
+        "file": "scratch file of",
+    }
     assert phrase[where] in said.split("Gram matrices of")[1].splitlines()[0]
     assert "grams" in said.splitlines()[-1]  # its seconds
     store = open_store(path)
@@ -168,11 +207,27 @@ def test_memory_and_file_give_the_same_bytes_as_do_shards_and_resuming(
     ],
 )
 def test_other_kinds_of_sites(
-    model: list[str], sites: list[str], kinds: set[str], batch: int, folder: Path, tmp_path: Path
+    model: list[str],
+    sites: list[str],
+    kinds: set[str],
+    batch: int,
+    folder: Path,
+    tmp_path: Path,
 ) -> None:
     chosen = [part for site in sites for part in ("--sites", site)]
     path = tmp_path / "store.zarr"
-    given = [*model, "--data", folder, "-o", path, "--slab", 4, "--images", 6, "--batch-size"]
+    given = [
+        *model,
+        "--data",
+        folder,
+        "-o",
+        path,
+        "--slab",
+        4,
+        "--images",
+        6,
+        "--batch-size",
+    ]
     extracted(*given, batch, *chosen, "--grams", "--dtype", "float32")
     store = open_store(path)
     assert {site.kind for site in check(store, store, SINGLE)} == kinds
@@ -181,7 +236,9 @@ def test_other_kinds_of_sites(
 @pytest.mark.slow
 def test_a_slab_of_one_image_and_one_without_any(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "ones.zarr"
-    extracted(*VIT, "--data", folder, "-o", path, "--slab", 1, "--grams", "--sites", "embed")
+    extracted(
+        *VIT, "--data", folder, "-o", path, "--slab", 1, "--grams", "--sites", "embed"
+    )
     store = open_store(path)
     values = np.asarray(store.grams("embed")).ravel()
     np.testing.assert_array_equal(values, np.where(store.valid, 0, np.nan))
@@ -216,7 +273,9 @@ def test_chunks_parts_layout_offset_and_autocast(monkeypatch: pytest.MonkeyPatch
     with torch.autocast("cpu", torch.bfloat16):
         for seen in (body, body.permute(0, 2, 3, 1)):
             found = products.gram([prefix, seen], valid).numpy()
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * wanted.diagonal().mean())
+            np.testing.assert_allclose(
+                found, wanted, rtol=0, atol=1e-4 * wanted.diagonal().mean()
+            )
             np.testing.assert_array_equal(found, found.T)
 
 
@@ -224,16 +283,22 @@ def test_chunks_parts_layout_offset_and_autocast(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     table, cpu = site_table(model), torch.device("cpu")
 
-    def way(slab: int, batch: int | None, memory: float, tokens: str = "pooled") -> GramStrategy:
+    def way(
+        slab: int, batch: int | None, memory: float, tokens: str = "pooled"
+    ) -> GramStrategy:
         monkeypatch.setattr(slab_grams, "memory_bytes", lambda: int(memory))
         sites = tuple(dataclasses.replace(site, tokens=tokens) for site in table.sites)
         plan = StorePlan(4 * slab, slab, "none", sites, grams=True)
         return choose_strategy(plan, table, cpu, batch, 32)
 
-    assert way(32, None, 1e12) == GramStrategy(32, FORWARD)  # the default batch is the slab
+    assert way(32, None, 1e12) == GramStrategy(
+        32, FORWARD
+    )  # the default batch is the slab
     assert way(256, None, 1e12) == GramStrategy(256, FORWARD)
     assert way(256, None, 1e5).name == "file"  # no room for 256 images at once
     assert way(256, 256, 1e5) == GramStrategy(256, FORWARD)  # as asked
@@ -245,7 +310,9 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     short = way(256, 32, 4 * 0.9 * size)
     assert short == GramStrategy(32, FILE, 1, size)
     assert (short.scratch_bytes, large.scratch_bytes) == (size, 0)
-    assert way(256, None, 1e5, "all") == GramStrategy(32, MEMORY, 2, 0)  # the buffers are enough
+    assert way(256, None, 1e5, "all") == GramStrategy(
+        32, MEMORY, 2, 0
+    )  # the buffers are enough
     plain = StorePlan(512, 256, "none", table.sites)
     assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 
@@ -303,7 +370,9 @@ def test_reading(whole: Path, folder: Path, tmp_path: Path) -> None:
         store.grams("logits")
     plain = tmp_path / "plain.zarr"
     extracted(*VIT, "--data", folder, "-o", plain, "--sites", "embed", *SMALL)
-    with pytest.raises(MissingInput, match=r"plain has no Gram matrices of embed.*--grams"):
+    with pytest.raises(
+        MissingInput, match=r"plain has no Gram matrices of embed.*--grams"
+    ):
         open_store(plain).grams("embed")
 
 
@@ -334,10 +403,14 @@ def test_dry_run_and_info(whole: Path, folder: Path, tmp_path: Path) -> None:
 
     from vitsee_cli.main import main
 
-    lines = extracted(*options(folder, tmp_path / "no.zarr"), "--dry-run", "-v").stdout.splitlines()
+    lines = extracted(
+        *options(folder, tmp_path / "no.zarr"), "--dry-run", "-v"
+    ).stdout.splitlines()
     rows = {line.split(",")[0]: line.split(",")[1:] for line in lines}
     assert rows["grams/embed/all"][:3] == ["3x4x4", "float32", str(3 * (4 * 4 * 4 + 4))]
-    assert not any(name.startswith(("grams/logits", "grams/blocks.1.in")) for name in rows)
+    assert not any(
+        name.startswith(("grams/logits", "grams/blocks.1.in")) for name in rows
+    )
     sites = open_store(whole).plan.gram_sites
     said = CliRunner().invoke(main, ["info", str(whole)]).stdout
     assert f"grams      {len(sites)} sites, within slabs of 4 images" in said
@@ -348,7 +421,9 @@ def test_dry_run_and_info(whole: Path, folder: Path, tmp_path: Path) -> None:
 def test_the_bytes_of_a_slab_count_its_gram_matrices() -> None:
     from vitsee_core.extraction.plan import slab_bytes
 
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     plan = StorePlan(64, 32, "none", site_table(model).sites)
     more = dataclasses.replace(plan, grams=True)
     per_slab = len(more.gram_sites) * 32 * 32 * 4

@@ -75,15 +75,22 @@ def test_one_image_is_named_and_has_no_row(model: str, row: int, tmp_path: Path)
     data = black_among(tmp_path / "data", row)
     store, said = made(model, data)
     name = store.samples.id[row]
-    assert f"1 of 7 images make the model give NaN or inf: {name} (NaN or inf at embed)" in said
+    assert (
+        f"1 of 7 images make the model give NaN or inf: {name} (NaN or inf at embed)"
+        in said
+    )
     assert store.valid.tolist() == [k != row for k in range(7)]
     whole, _ = made(model, plant_images(tmp_path / "whole", 7))
     others = np.arange(7) != row
     expected = numbers(whole)
     for site, values in numbers(store).items():
         assert np.isnan(values[row]).all()
-        np.testing.assert_allclose(values[others], expected[site][others], rtol=1e-3, atol=1e-5)
-    extracted(model, "--data", data, "-o", store.path, "--order", "dataset")  # nothing to do
+        np.testing.assert_allclose(
+            values[others], expected[site][others], rtol=1e-3, atol=1e-5
+        )
+    extracted(
+        model, "--data", data, "-o", store.path, "--order", "dataset"
+    )  # nothing to do
 
 
 def test_sums_of_a_slab_leave_it_out(model: str, tmp_path: Path) -> None:
@@ -91,7 +98,9 @@ def test_sums_of_a_slab_leave_it_out(model: str, tmp_path: Path) -> None:
     store, _ = made(model, black_among(tmp_path / "data", 4))
     received = store.zarr["attention/received"][1]
     whole, _ = made(model, plant_images(tmp_path / "whole", 7), "--attention", "rows")
-    rows = np.asarray(whole.zarr["attention/received_rows"][3:6], np.float64)[[0, 2]].sum(0)
+    rows = np.asarray(whole.zarr["attention/received_rows"][3:6], np.float64)[[0, 2]].sum(
+        0
+    )
     np.testing.assert_allclose(received, rows, rtol=2e-3)
     assert store.zarr["n_valid"][:].tolist() == [3, 2, 1]
 
@@ -112,7 +121,9 @@ def test_on_error_fail_names_it(model: str, tmp_path: Path) -> None:
     options = ["--slab", 3, "--order", "dataset", "--on-error", "fail"]
     result = extract(model, "--data", data, "-o", path, *options)
     assert result.exit_code == 1
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")]
+    (line,) = [
+        line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")
+    ]
     assert ".png: NaN or inf at embed" in line
     assert not open_store(path, allow_partial=True).complete
 

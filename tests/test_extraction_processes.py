@@ -36,7 +36,9 @@ def whole(run: Server, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def n_committed(path: Path) -> int:
-    return len([f for f in (path / "commits").glob("c.*") if not f.name.endswith(".partial")])
+    return len(
+        [f for f in (path / "commits").glob("c.*") if not f.name.endswith(".partial")]
+    )
 
 
 def wait_for_commits(process: Process, path: Path, n: int) -> None:
@@ -64,7 +66,9 @@ def test_shards_started_together_fill_one_store(
 def test_a_signal_ends_between_batches_and_the_same_command_resumes(
     run: Server, sent: signal.Signals, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    for attempt in range(5):  # on a busy machine the run may end before the signal is sent
+    for attempt in range(
+        5
+    ):  # on a busy machine the run may end before the signal is sent
         path = tmp_path / f"store{attempt}.zarr"
         process = run.start("extract", *options(folder, path))
         wait_for_commits(process, path, 2)
@@ -82,9 +86,23 @@ def test_a_signal_ends_between_batches_and_the_same_command_resumes(
 
 
 @pytest.mark.slow
-def test_a_joining_process_takes_the_stores_defaults(folder: Path, tmp_path: Path) -> None:
+def test_a_joining_process_takes_the_stores_defaults(
+    folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "store.zarr"
-    first = [*VIT, "--data", folder, "-o", path, "--slab", 16, "--seed", 3, "--dtype", "float32"]
+    first = [
+        *VIT,
+        "--data",
+        folder,
+        "-o",
+        path,
+        "--slab",
+        16,
+        "--seed",
+        3,
+        "--dtype",
+        "float32",
+    ]
     extracted(*first, "--sites", "blocks", "--shard", "0/2")
     assert not StoreWriter.join(path).complete  # type: ignore[union-attr]
     extracted(*VIT, "--data", folder, "-o", path, "--shard", "1/2")

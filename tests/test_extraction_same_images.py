@@ -67,15 +67,31 @@ def refused(data: Path, path: Path, *phrases: str) -> None:
     assert array_bytes(path) == before
 
 
-def test_other_images_do_not_fill_the_rest(clean: Path, blurred: Path, tmp_path: Path) -> None:
+def test_other_images_do_not_fill_the_rest(
+    clean: Path, blurred: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "store.zarr"
     extracted(*options(clean, path), "--shard", "0/3")
     first = open_store(path, allow_partial=True).samples.id[0]
-    refused(blurred, path, "made from other images of the same names", first, "4 of 4 compared")
+    refused(
+        blurred,
+        path,
+        "made from other images of the same names",
+        first,
+        "4 of 4 compared",
+    )
 
 
-def test_nor_do_they_pass_for_those_of_a_complete_store(made: Path, blurred: Path) -> None:
-    refused(blurred, made, "made from other images", f"and {N - 3} more", f"{N} of {N} compared")
+def test_nor_do_they_pass_for_those_of_a_complete_store(
+    made: Path, blurred: Path
+) -> None:
+    refused(
+        blurred,
+        made,
+        "made from other images",
+        f"and {N - 3} more",
+        f"{N} of {N} compared",
+    )
 
 
 def test_nor_before_the_first_slab(clean: Path, blurred: Path, tmp_path: Path) -> None:
@@ -100,7 +116,9 @@ def test_two_arrays_of_one_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_images_in_another_folder_go_on(clean: Path, made: Path, tmp_path: Path) -> None:
+def test_the_same_images_in_another_folder_go_on(
+    clean: Path, made: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(clean, tmp_path / "moved")
     path = tmp_path / "store.zarr"
     extracted(*options(clean, path), "--shard", "0/2")
@@ -134,7 +152,12 @@ def test_unreadable_images_are_not_compared(clean: Path, tmp_path: Path) -> None
     for name in (ids[1], ids[6]):  # a check image, and another
         (data / name).write_bytes(b"no picture")
     extracted(*options(data, path), "--shard", "0/3")
-    assert open_store(path, allow_partial=True).valid[:4].tolist() == [True, False, True, True]
+    assert open_store(path, allow_partial=True).valid[:4].tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
     extracted(*options(data, path), "--shard", "1/3")
     for name in (ids[1], ids[6]):
         shutil.copy(clean / name, data / name)
@@ -160,7 +183,12 @@ def test_another_decoder_is_refused_with_its_version(
         return result
 
     monkeypatch.setattr(loading, "load_into", brighter)
-    refused(clean, made, "the same image files come out with other pixels here", "same versions")
+    refused(
+        clean,
+        made,
+        "the same image files come out with other pixels here",
+        "same versions",
+    )
     here = store_versions()
     monkeypatch.setattr(same_origin, "store_versions", lambda: {**here, "pillow": "99.1"})
     refused(clean, made, f"pillow {here['pillow']} then, 99.1 here")
@@ -217,7 +245,9 @@ def test_hashes_without_decoding_are_those_with(tmp_path: Path) -> None:
     from vitsee_core.images.image_source import join
 
     folder = open_source(str(plant(tmp_path / "data", "a/1.png", "b/2.png")))
-    np.savez(tmp_path / "rows.npz", images=np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3))
+    np.savez(
+        tmp_path / "rows.npz", images=np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3)
+    )
     rows = open_source(str(tmp_path / "rows.npz"))
     shutil.make_archive(str(tmp_path / "rolled"), "tar", tmp_path / "data")
     tar = open_source(str(tmp_path / "rolled.tar"))

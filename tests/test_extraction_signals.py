@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images"), 8)
 
 
-def stopped_at(module: str, sent: signal.Signals, *args: object) -> tuple[int, str, list[str]]:
+def stopped_at(
+    module: str, sent: signal.Signals, *args: object
+) -> tuple[int, str, list[str]]:
     """`vitsee ARGS` in a process that gets a signal once it has imported `module`; its exit code,
     stdout, and what it said on stderr."""
     process = subprocess.Popen(
@@ -52,7 +54,10 @@ def stopped_at(module: str, sent: signal.Signals, *args: object) -> tuple[int, s
 @pytest.mark.parametrize(
     ("module", "sent"),
     [
-        ("difflib", signal.SIGTERM),  # the first that is imported after the program's first lines
+        (
+            "difflib",
+            signal.SIGTERM,
+        ),  # the first that is imported after the program's first lines
         ("torch._C", signal.SIGINT),  # half-way through torch
         ("vitsee_core.models.selfcheck", signal.SIGTERM),
     ],
@@ -61,7 +66,9 @@ def test_before_anything_is_stored(
     module: str, sent: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "store.zarr"
-    code, out, lines = stopped_at(module, sent, "extract", *VIT, "--data", folder, "-o", path)
+    code, out, lines = stopped_at(
+        module, sent, "extract", *VIT, "--data", folder, "-o", path
+    )
     assert code == 75, lines
     assert lines == [
         f"vitsee extract: stopped by {sent.name} before its first slab: nothing is stored yet by "
@@ -76,16 +83,22 @@ def test_nothing_is_imported_before_the_first_handler() -> None:
     the script that pip writes."""
     code = "import re, sys; before = {*sys.modules}; import vitsee_cli.__main__; "
     code += "print(*sorted({*sys.modules} - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     own = ["vitsee_cli", "vitsee_cli.__main__", "vitsee_cli.signals"]
     assert done.stdout.split() == ["__future__", "signal", *own]
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_other_commands_end_as_a_shell_expects(
     sent: signal.Signals, expected: int, tmp_path: Path
 ) -> None:
-    code, out, lines = stopped_at("click", sent, "-q", "attn-dist", tmp_path / "none.zarr")
+    code, out, lines = stopped_at(
+        "click", sent, "-q", "attn-dist", tmp_path / "none.zarr"
+    )
     assert (code, out, lines) == (expected, "", ["vitsee attn-dist: interrupted"])
 
 
@@ -97,7 +110,9 @@ def test_the_exit_code_of_a_command_that_has_ended_stands(sent: signal.Signals) 
         f"atexit.register(os.kill, os.getpid(), {int(sent)}); "
         "from vitsee_cli.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -109,13 +124,17 @@ def test_the_exit_code_of_a_command_that_has_ended_stands(sent: signal.Signals) 
         (Shard(claims=True), " until now (other processes with --shard go on)"),
     ],
 )
-def test_others_may_commit_more(shard: Shard, others: str, make_store: Callable[..., Path]) -> None:
+def test_others_may_commit_more(
+    shard: Shard, others: str, make_store: Callable[..., Path]
+) -> None:
     writer = StoreWriter.join(make_store(slabs=[0, 2]))
     assert writer is not None
     stop = StopRequest()
     stop.signal_name = "SIGTERM"
     line = str(run.stopped(stop, writer, shard.others))
-    expected = f"stopped by SIGTERM with 2 of 3 slabs committed{others}; repeat the command"
+    expected = (
+        f"stopped by SIGTERM with 2 of 3 slabs committed{others}; repeat the command"
+    )
     assert line.startswith(expected)
 
 

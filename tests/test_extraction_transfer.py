@@ -37,7 +37,9 @@ def copies() -> HostCopies:
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_copies_arrive_when_waited_for(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_arrive_when_waited_for(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, pinned)
     way, out = copies(), torch.zeros(5, 3, dtype=torch.float16)
     value = torch.arange(15.0).view(5, 3)
@@ -71,7 +73,9 @@ def test_at_most_two_batches_are_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert stream.n_waits == 4
 
 
-def test_memory_that_is_not_pinned_takes_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_pinned_takes_two_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, pinned=False)
     way, stream = copies(), FakeStream.made[-1]
     outs = [torch.zeros(n, dtype=torch.float64) for n in (4, 2, 8, 8, 1)]
@@ -132,7 +136,9 @@ def test_other_devices_take_what_is_loaded() -> None:
         feed.take()
 
 
-def test_pinned_memory_is_as_large_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_as_large_as_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = install(monkeypatch)
     shapes = {
         "a": ((3, 5), torch.float32),
@@ -165,7 +171,9 @@ def test_products_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
     shapes: list[int] = []
 
-    def watched(true: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def watched(
+        true: Callable[[Tensor, Tensor], Tensor],
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         def product(a: Tensor, b: Tensor) -> Tensor:
             shapes.append(a.shape[-1])
             return true(a, b)
@@ -208,7 +216,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images") / "data", N)
 
 
-ASKED = ["--slab", SLAB, "--attention", "rows", "--grams", "--inputs", "--sites", "blocks"]
+ASKED = [
+    "--slab",
+    SLAB,
+    "--attention",
+    "rows",
+    "--grams",
+    "--inputs",
+    "--sites",
+    "blocks",
+]
 ASKED += ["--tokens", "pooled"]
 
 
@@ -235,7 +252,11 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_store_made_with_copies_under_way(
-    pinned: bool, plain: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: bool,
+    plain: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     as_on_cuda(monkeypatch, pinned)
     path = tmp_path / "other.zarr"
@@ -269,11 +290,15 @@ def test_gram_matrices_wait_for_what_is_held(
     arrived: list[bool] = []
 
     def gram(self: GramProducts, parts: Any, valid: Tensor) -> Tensor:
-        arrived.append(all(stream.done == len(stream.queue) for stream in FakeStream.made))
+        arrived.append(
+            all(stream.done == len(stream.queue) for stream in FakeStream.made)
+        )
         return true(self, parts, valid)
 
     monkeypatch.setattr(GramProducts, "gram", gram)
-    extracted(*VIT, "--data", folder, "-o", tmp_path / "a.zarr", "--batch-size", 3, *ASKED)
+    extracted(
+        *VIT, "--data", folder, "-o", tmp_path / "a.zarr", "--batch-size", 3, *ASKED
+    )
     assert arrived and all(arrived)
     want = np.asarray(open_store(plain).grams("blocks.0.out"))
     found = np.asarray(open_store(tmp_path / "a.zarr").grams("blocks.0.out"))
@@ -281,7 +306,9 @@ def test_gram_matrices_wait_for_what_is_held(
 
 
 @pytest.mark.slow
-def test_sums_are_single_precision_where_the_model_is_not(folder: Path, tmp_path: Path) -> None:
+def test_sums_are_single_precision_where_the_model_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "half.zarr"
     extracted(
         *(*VIT, "--data", folder, "-o", path, "--slab", SLAB, "--precision", "bf16"),

@@ -34,7 +34,11 @@ from vitsee_core.models.provenance import model_of
 from vitsee_stores.errors import IdentityMismatch, MissingInput
 
 ANALYSES = {m.name for m in pkgutil.iter_modules(vitsee_core.analyses.__path__)}
-SIZE: dict[str, Any] = {"random_init": 0, "img_size": (32, 48), "model_args": {"patch_size": 8}}
+SIZE: dict[str, Any] = {
+    "random_init": 0,
+    "img_size": (32, 48),
+    "model_args": {"patch_size": 8},
+}
 
 # ---------------------------------------------------------------- names
 
@@ -54,9 +58,22 @@ def test_every_analysis_is_there_under_its_name() -> None:
 
 def test_importing_it_imports_nothing() -> None:
     code = "import sys, vitsee; dir(vitsee); print([m for m in {} if m in sys.modules])"
-    heavy = ["torch", "timm", "zarr", "matplotlib", "scipy", "sklearn", "click", "rich", "numpy"]
+    heavy = [
+        "torch",
+        "timm",
+        "zarr",
+        "matplotlib",
+        "scipy",
+        "sklearn",
+        "click",
+        "rich",
+        "numpy",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code.format(heavy)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "[]\n"
 
@@ -100,13 +117,17 @@ def test_a_table_that_was_made_in_python_has_a_sidecar(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_extract_by_name_is_the_commands(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 6)
-    extracted(*VIT, "--data", data, "-o", tmp_path / "a.zarr", "--slab", 4, "--sites", "blocks")
+    extracted(
+        *VIT, "--data", data, "-o", tmp_path / "a.zarr", "--slab", 4, "--sites", "blocks"
+    )
     store = vitsee.extract(
         "test_vit", data, str(tmp_path / "b.zarr"), **SIZE, slab=4, sites="blocks"
     )
     assert isinstance(store, vitsee.Store)
     assert array_bytes(tmp_path / "a.zarr") == array_bytes(store.path)
-    identity = [vitsee.open_store(tmp_path / s).manifest.identity for s in ("a.zarr", "b.zarr")]
+    identity = [
+        vitsee.open_store(tmp_path / s).manifest.identity for s in ("a.zarr", "b.zarr")
+    ]
     assert identity[0] == identity[1]
 
 
@@ -145,7 +166,12 @@ class Small(nn.Module):
 
 
 OWN = v1.Compose(
-    [v1.Resize(40), v1.CenterCrop(32), v1.ToTensor(), v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 1))]
+    [
+        v1.Resize(40),
+        v1.CenterCrop(32),
+        v1.ToTensor(),
+        v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 1)),
+    ]
 )
 
 
@@ -159,7 +185,12 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
     data, module = plant_images(tmp_path / "data", 6), small()
     store = vitsee.extract(
         *(module, data, tmp_path / "own.zarr"),
-        **{"transform": OWN, "name": "mine", "sites": ["blocks", "conv"], "dtype": "float32"},
+        **{
+            "transform": OWN,
+            "name": "mine",
+            "sites": ["blocks", "conv"],
+            "dtype": "float32",
+        },
     )
     assert {"conv", "blocks.0.out", "blocks.1.out"} <= set(store.sites)
     seen: dict[str, torch.Tensor] = {}
@@ -174,11 +205,16 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
         for site, name in (("conv", "conv"), ("blocks.1.out", "blocks.1")):
             expected = seen[name][0].permute(1, 2, 0).numpy()
             np.testing.assert_allclose(
-                store.acts(site)[row].reshape(expected.shape), expected, rtol=1e-5, atol=1e-6
+                store.acts(site)[row].reshape(expected.shape),
+                expected,
+                rtol=1e-5,
+                atol=1e-6,
             )
     table = vitsee.cka(store, sites="blocks", no_cache=True)
     assert set(table["model_a"]) == {"mine"}
-    np.testing.assert_allclose(table["value"][table["site_a"] == table["site_b"]], 1, atol=1e-6)
+    np.testing.assert_allclose(
+        table["value"][table["site_a"] == table["site_b"]], 1, atol=1e-6
+    )
 
 
 def test_the_module_decides_which_store_it_is(tmp_path: Path) -> None:
@@ -199,7 +235,10 @@ def test_the_module_decides_which_store_it_is(tmp_path: Path) -> None:
     [
         ({"image": 3}, "no option 'image' of extract; did you mean images"),
         ({"xyzzy": 3}, "options: checkpoint, "),
-        ({"attention": "some"}, "attention is 'some'; expected none, summary, rows, full"),
+        (
+            {"attention": "some"},
+            "attention is 'some'; expected none, summary, rows, full",
+        ),
         ({"images": 0}, "images is 0; expected a whole number above 0"),
         ({"slab": True}, "slab is True; expected a whole number above 0"),
         ({"sites": [3]}, r"sites is \(3,\); expected texts"),
@@ -207,7 +246,9 @@ def test_the_module_decides_which_store_it_is(tmp_path: Path) -> None:
         ({"shard": "3/2"}, "shards count from 0"),
     ],
 )
-def test_options_that_do_not_exist(tmp_path: Path, options: dict[str, Any], line: str) -> None:
+def test_options_that_do_not_exist(
+    tmp_path: Path, options: dict[str, Any], line: str
+) -> None:
     with pytest.raises(OptionError, match=line):
         vitsee.extract("demo:vit", "demo:test", tmp_path / "s.zarr", **options)
     assert list(tmp_path.iterdir()) == []
@@ -217,7 +258,9 @@ def test_a_module_says_how_images_are_prepared(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="Small is not a timm model: give its transform"):
         vitsee.extract(small(), "demo:test", tmp_path / "s.zarr")
     with pytest.raises(OptionError, match="checkpoint belongs to a model's name"):
-        vitsee.extract(small(), "demo:test", tmp_path / "s.zarr", transform=OWN, checkpoint="x.pth")
+        vitsee.extract(
+            small(), "demo:test", tmp_path / "s.zarr", transform=OWN, checkpoint="x.pth"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,7 +295,9 @@ def test_modules_that_are_refused(tmp_path: Path, module: nn.Module, line: str) 
 
 TO_FLOAT = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 SQUASH = v1.Compose([v1.Resize((30, 44), v1.InterpolationMode.BICUBIC), v1.ToTensor()])
-ODD = v1.Compose([v1.Resize(235), v1.CenterCrop(224), v1.ToTensor()])  # 224 / (224 / 235) < 235
+ODD = v1.Compose(
+    [v1.Resize(235), v1.CenterCrop(224), v1.ToTensor()]
+)  # 224 / (224 / 235) < 235
 LATE = v2.Compose([v2.ToImage(), v2.Resize(40), v2.CenterCrop(32), TO_FLOAT])
 TWICE = v1.Compose([v1.CenterCrop(32), v1.Resize(40), v1.ToTensor()])
 GREY = v1.Compose([v1.Grayscale(), v1.Resize(32), v1.CenterCrop(28), v1.ToTensor()])
@@ -268,14 +313,20 @@ GREY = v1.Compose([v1.Grayscale(), v1.Resize(32), v1.CenterCrop(28), v1.ToTensor
         (v2.Compose([v2.Resize(40), v2.CenterCrop(32), TO_FLOAT]), (3, 32, 32)),
     ],
 )
-def test_a_transform_is_read_from_its_steps(transform: Any, size: tuple[int, int, int]) -> None:
+def test_a_transform_is_read_from_its_steps(
+    transform: Any, size: tuple[int, int, int]
+) -> None:
     """The input of a picture, by the transform and by the configuration that a store keeps."""
     config = transform_config(transform)
     assert config["input_size"] == size
-    image = Image.fromarray(np.random.default_rng(5).integers(0, 256, (61, 83, 3), np.uint8))
+    image = Image.fromarray(
+        np.random.default_rng(5).integers(0, 256, (61, 83, 3), np.uint8)
+    )
     pixels = torch.from_numpy(make_recipe(config).apply(image).copy())[None]
     expected = transform(image)
-    torch.testing.assert_close(normalise(pixels, config, "cpu")[0], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        normalise(pixels, config, "cpu")[0], expected, rtol=0, atol=1e-6
+    )
 
 
 def test_torchvisions_preset_is_read() -> None:
@@ -299,7 +350,10 @@ def test_a_mapping_is_completed() -> None:
         (v1.Compose([v1.ColorJitter(0.5), OWN]), "ColorJitter cannot be kept in a store"),
         (lambda image: image, "function cannot be kept"),
         (v1.Compose([v1.Resize(40), v1.ToTensor()]), "not bring every image to one size"),
-        (v1.Compose([v1.CenterCrop(40), v1.ToTensor()]), "not bring every image to one size"),
+        (
+            v1.Compose([v1.CenterCrop(40), v1.ToTensor()]),
+            "not bring every image to one size",
+        ),
         (LATE, "resize before the conversion to a tensor"),
         (TWICE, r"gives \(3, 40, 40\); expected \(3, 32, 32\)"),
         ({"mean": (0.5,)}, "needs input_size"),

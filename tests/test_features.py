@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
-from vitsee_core.features.matrix import Strip, _consecutive
+from vitsee_core.features.matrix import FeatureBlock, _consecutive
 from vitsee_core.features.reader import AT_ONCE, widened
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
@@ -35,7 +35,15 @@ def values(layout: TokenLayout) -> NDArray[np.float64]:
 def store_of(path: Path, layout: TokenLayout, **options: object) -> Store:
     valid = np.isin(np.arange(N), KEPT).astype(int)
     sites = {"blocks.0.out": values(layout)}
-    return write_labelled(path, sites, [0] * N, layout=layout, slab=4, valid=valid, **options)  # type: ignore[arg-type]
+    return write_labelled(
+        path,
+        sites,
+        [0] * N,
+        layout=layout,
+        slab=4,
+        valid=valid,
+        **options,  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]
 
 
 def expected(layout: TokenLayout, word: str) -> NDArray[np.float64]:
@@ -52,7 +60,9 @@ def expected(layout: TokenLayout, word: str) -> NDArray[np.float64]:
         "prefix": list(range(prefix)),
     }.get(word, list(range(n)))
     chosen = np.stack([x[:, token] for token in tokens], axis=1)
-    return chosen.mean(1, keepdims=True) if word in ("mean", "mean-all", "rest") else chosen
+    return (
+        chosen.mean(1, keepdims=True) if word in ("mean", "mean-all", "rest") else chosen
+    )
 
 
 def chosen(store: Store, word: str | None) -> SiteFeatures:
@@ -65,7 +75,9 @@ CASES = [(VIT, word) for word in (*VECTORS, *SEVERAL)] + [
 
 
 @pytest.mark.parametrize(("layout", "word"), CASES)
-def test_every_form_of_every_selection(tmp_path: Path, layout: TokenLayout, word: str) -> None:
+def test_every_form_of_every_selection(
+    tmp_path: Path, layout: TokenLayout, word: str
+) -> None:
     store = store_of(tmp_path / "a.zarr", layout)
     features, truth = chosen(store, word), expected(layout, word)
     mask = store.valid
@@ -79,7 +91,9 @@ def test_every_form_of_every_selection(tmp_path: Path, layout: TokenLayout, word
         assert [i for part in groups for i in range(part.start, part.stop)] == list(
             range(truth.shape[1])
         )
-        parts = [np.concatenate(list(features.blocks(mask, part, jobs=2))) for part in groups]
+        parts = [
+            np.concatenate(list(features.blocks(mask, part, jobs=2))) for part in groups
+        ]
         assert np.array_equal(np.concatenate(parts, axis=1), got)
     matrix = features.matrix()
     for columns in (1, 5, 1000):
@@ -87,7 +101,9 @@ def test_every_form_of_every_selection(tmp_path: Path, layout: TokenLayout, word
         assert max(strip.n_columns for strip in strips) <= columns
         whole = np.concatenate([strip.read(slice(0, N)) for strip in strips], axis=1)
         assert np.array_equal(whole[KEPT].astype(np.float32), got.reshape(len(KEPT), -1))
-        assert all(np.array_equal(in_pieces(strip), strip.read(FIRST)) for strip in strips)
+        assert all(
+            np.array_equal(in_pieces(strip), strip.read(FIRST)) for strip in strips
+        )
     if truth.shape[1] == 1:
         vectors = np.concatenate(list(features.vectors(mask, jobs=3, memory=1)))
         assert np.array_equal(vectors, got[:, 0])
@@ -96,7 +112,7 @@ def test_every_form_of_every_selection(tmp_path: Path, layout: TokenLayout, word
 FIRST = slice(0, 2)
 
 
-def in_pieces(strip: Strip) -> NDArray[np.float64]:
+def in_pieces(strip: FeatureBlock) -> NDArray[np.float64]:
     """Rows of the first slab, put together."""
     out = np.full((2, strip.n_columns), np.nan)
     for columns, values in strip.pieces(FIRST):
@@ -118,9 +134,13 @@ def test_columns_that_follow_each_other_by_hand() -> None:
     assert places((0, 1), (0, 2), (1, 4)) is None
 
 
-def test_strips_of_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_of_several_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vitsee_stores.layout.SMALL_CHUNK", 1)
-    monkeypatch.setattr("vitsee_stores.layout.LARGE_CHUNK", 4 * 3 * DIM * 4)  # a row of the grid
+    monkeypatch.setattr(
+        "vitsee_stores.layout.LARGE_CHUNK", 4 * 3 * DIM * 4
+    )  # a row of the grid
     store = store_of(tmp_path / "a.zarr", VIT)
     (strip,) = chosen(store, "patches").matrix().strips(1000)
     pieces = [columns for columns, _ in strip.pieces(FIRST)]
@@ -142,7 +162,14 @@ def test_tokens_are_named_in_order(tmp_path: Path) -> None:
     features = chosen(store_of(tmp_path / "a.zarr", VIT), "each")
     names = [token.name for token in features.tokens]
     assert names == ["cls", "reg0", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2"]
-    assert features.n_prefix == 2 and [t.row for t in features.tokens[2:]] == [0, 0, 0, 1, 1, 1]
+    assert features.n_prefix == 2 and [t.row for t in features.tokens[2:]] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_stack_takes_tokens_in_any_order(tmp_path: Path) -> None:
@@ -157,7 +184,9 @@ def test_a_stack_takes_tokens_in_any_order(tmp_path: Path) -> None:
 def test_channels_of_a_matrix(tmp_path: Path) -> None:
     store = store_of(tmp_path / "a.zarr", VIT)
     matrix = chosen(store, "all").matrix(slice(1, 3))
-    whole = np.concatenate([strip.read(slice(0, 3)) for strip in matrix.strips(7)], axis=1)
+    whole = np.concatenate(
+        [strip.read(slice(0, 3)) for strip in matrix.strips(7)], axis=1
+    )
     assert matrix.n_features == 8 * 2 and matrix.key[-1] == "channels 1-3"
     assert np.array_equal(whole, values(VIT)[:3, :, 1:].reshape(3, -1))
 
@@ -187,7 +216,9 @@ def test_refusals(tmp_path: Path) -> None:
         chosen(vit, "2,0")
     with pytest.raises(SiteError, match="no tokens 'flat'; expected all, "):
         chosen(vit, "flat")
-    with pytest.raises(SiteError, match=r"several tokens of blocks\.0\.out; expected one vector"):
+    with pytest.raises(
+        SiteError, match=r"several tokens of blocks\.0\.out; expected one vector"
+    ):
         choose_features(vit, vit.site("blocks.0.out"), "patches", one_vector=True)
     with pytest.raises(StoreMismatch, match="8 x 3 against 6 x 3"):
         check_alike(chosen(vit, "each"), chosen(cnn, "each"))
@@ -197,7 +228,7 @@ def test_a_site_without_tokens_is_read_as_it_is(tmp_path: Path) -> None:
     x = np.arange(10.0).reshape(5, 2)
     store = write_labelled(tmp_path / "a.zarr", {"pooled": x}, [0] * 5)
     features = choose_features(store, store.site("pooled"), "mean")
-    assert (features.selection, features.several, features.dim) == ("all", False, 2)
+    assert (features.selection, features.has_tokens, features.dim) == ("all", False, 2)
     assert np.array_equal(np.concatenate(list(features.vectors(store.valid))), x)
     assert math.prod(features.matrix().parts[0][0].shape) == 10
 
@@ -207,7 +238,9 @@ def test_float16_is_widened_bit_by_bit() -> None:
     finite = np.resize(every[np.isfinite(every)], (2 * AT_ONCE // 512 + 1, 512))
     found, all_finite = widened(finite)
     assert all_finite and found.shape == finite.shape
-    np.testing.assert_array_equal(found.view(np.uint32), finite.astype(np.float32).view(np.uint32))
+    np.testing.assert_array_equal(
+        found.view(np.uint32), finite.astype(np.float32).view(np.uint32)
+    )
     few, all_finite = widened(finite[:3, ::2])
     np.testing.assert_array_equal(few, finite[:3, ::2].astype(np.float32))
     assert all_finite

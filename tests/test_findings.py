@@ -19,10 +19,10 @@ from tests.reference_cka import loop_cka
 from tests.test_localize import write
 from vitsee_core import demo
 from vitsee_core.analyses import attn_dist
-from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.findings import estimates as of
 from vitsee_core.study.findings.model_tables import ModelTables
 from vitsee_core.study.findings.papers import DEPENDS, FINDINGS, Finding, verdict
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.tables.results import Table
 from vitsee_stores import TokenLayout, open_store
 from vitsee_stores.errors import MissingInput
@@ -34,9 +34,16 @@ def table(
     rows: Sequence[Mapping[str, Any]], without: Sequence[Sequence[float]] | None = None
 ) -> Table:
     """Rows with two replicates: by default value + 1 and value - 1."""
-    pairs = [[row["value"] + 1, row["value"] - 1] for row in rows] if without is None else without
+    pairs = (
+        [[row["value"] + 1, row["value"] - 1] for row in rows]
+        if without is None
+        else without
+    )
     return Table.from_rows(
-        [{**row, "replicates": np.array(own, float)} for row, own in zip(rows, pairs, strict=True)],
+        [
+            {**row, "replicates": np.array(own, float)}
+            for row, own in zip(rows, pairs, strict=True)
+        ],
         list(rows[0]),
     )
 
@@ -75,7 +82,9 @@ def values(estimate: of.Estimate) -> list[float]:
 
 def test_a_paired_difference_by_hand() -> None:
     """Replicates 2, 4 less 1, 1: 1, 3; error sqrt(1/2 (1 + 1)) = 1; t(0.975, 1) = 12.706."""
-    found = of.Estimate(3.0, np.array([2.0, 4.0])) - of.Estimate(1.0, np.array([1.0, 1.0]))
+    found = of.Estimate(3.0, np.array([2.0, 4.0])) - of.Estimate(
+        1.0, np.array([1.0, 1.0])
+    )
     assert values(found) == [2, 1, 3]
     std, low, high = found.interval()
     assert std == pytest.approx(1)
@@ -223,7 +232,10 @@ def test_the_least_head_may_change_with_the_images() -> None:
 def test_focus_beside_the_query() -> None:
     rows = [
         {"metric": metric, "value": value}
-        for metric, of_heads in (("focus_mass", (0.9, 0.4, 0.6)), ("offset_cells", (0.1, 1.0, 2.0)))
+        for metric, of_heads in (
+            ("focus_mass", (0.9, 0.4, 0.6)),
+            ("offset_cells", (0.1, 1.0, 2.0)),
+        )
         for value in of_heads
     ]
     assert values(of.offset_focus(table(rows)))[0] == pytest.approx(0.6)
@@ -233,7 +245,8 @@ def test_focus_beside_the_query() -> None:
 
 def test_ratios_in_logs() -> None:
     rows: list[dict[str, Any]] = [
-        {"block": f"b{i}", "value": math.exp(x)} for i, x in enumerate((4.0, 2.0, 1.0, 0.0))
+        {"block": f"b{i}", "value": math.exp(x)}
+        for i, x in enumerate((4.0, 2.0, 1.0, 0.0))
     ]
     found = table(rows, [[row["value"]] * 2 for row in rows])
     assert values(of.log_fall(found)) == pytest.approx([2.5, 2.5, 2.5])
@@ -241,7 +254,8 @@ def test_ratios_in_logs() -> None:
 
 def test_depths() -> None:
     rows = [
-        {"rel_depth": d, "value": v} for d, v in ((0.0, 1.0), (0.4, 2.0), (0.6, 3.0), (1.0, 8.0))
+        {"rel_depth": d, "value": v}
+        for d, v in ((0.0, 1.0), (0.4, 2.0), (0.6, 3.0), (1.0, 8.0))
     ]
     assert values(of.at_depth(table(rows), 0.5))[0] == 2
     assert values(of.at_depth(table(rows), 1))[0] == 8
@@ -302,14 +316,18 @@ def test_every_finding_is_in_the_table(finding: Finding) -> None:
         verdicts = set()
         assert bool(row["value_seed1"]) == ("vit" in finding.models)
         for suffix in ("", "_seed1") if "vit" in finding.models else ("",):
-            low, value, high = (float(row[f"{name}{suffix}"]) for name in ("low", "value", "high"))
+            low, value, high = (
+                float(row[f"{name}{suffix}"]) for name in ("low", "value", "high")
+            )
             assert low < value < high
             verdicts.add(verdict(low, high))
         assert row["verdict"] == (DEPENDS if len(verdicts) > 1 else verdicts.pop())
 
 
 def test_the_table_has_no_other_findings() -> None:
-    assert [row["name"] for row in rows_of_table()] == [finding.name for finding in FINDINGS]
+    assert [row["name"] for row in rows_of_table()] == [
+        finding.name for finding in FINDINGS
+    ]
     assert {row["verdict"] for row in rows_of_table()} <= {*VERDICTS}
 
 
@@ -360,7 +378,9 @@ def test_a_row_on_the_page() -> None:
     assert f"| {here} |  | **holds** | – | CKA |" in shown(found)
     assert "|  |  | **not trained** | – | CKA |" in shown(None)
     text = page([row(None)], {FINDINGS[0].name: row(of.negative(found))})
-    assert "| **not trained** | -0.500 (-0.997 to -0.003): **does not hold** | CKA |" in text
+    assert (
+        "| **not trained** | -0.500 (-0.997 to -0.003): **does not hold** | CKA |" in text
+    )
     assert "| does not hold | 0 | 1 |" in text and "| does not apply | 0 | 0 |" in text
 
 
@@ -392,9 +412,13 @@ def test_places_of_equal_size_against_a_loop(tmp_path: Path) -> None:
             "layer2.0.out": (alone, TokenLayout((), (1, 1), stride_px=(8.0, 8.0))),
         },
     }
-    made = {name: write(tmp_path / f"{name}.zarr", of, pixels) for name, of in stores.items()}
+    made = {
+        name: write(tmp_path / f"{name}.zarr", of, pixels) for name, of in stores.items()
+    }
     seen = made["vit"].inputs()[:].astype(float)
-    own = [seen[:, :, r : r + 4, c : c + 4].reshape(n, -1) for r in (0, 4) for c in (0, 4)]
+    own = [
+        seen[:, :, r : r + 4, c : c + 4].reshape(n, -1) for r in (0, 4) for c in (0, 4)
+    ]
     maps = fine.reshape(n, 4, 4, 5)
     means = [maps[:, r : r + 2, c : c + 2].mean((1, 2)) for r in (0, 2) for c in (0, 2)]
     same = np.eye(4, dtype=bool)
@@ -406,7 +430,10 @@ def test_places_of_equal_size_against_a_loop(tmp_path: Path) -> None:
     tables = ModelTables(made, {})
     found = tables.equal_places("vit", "cnn")
     sides = means, [coarse[:, i] for i in range(4)]
-    for value, keep in ((found.value, np.arange(n)), (found.without[3], np.arange(n) != 3)):
+    for value, keep in (
+        (found.value, np.arange(n)),
+        (found.without[3], np.arange(n) != 3),
+    ):
         a, b = (contrast(tokens, keep) for tokens in sides)
         assert value == pytest.approx(a - b, abs=1e-5)  # activations in float32
     with pytest.raises(MissingInput, match=r"layer2\.0\.out do not fill 4 x 4 places"):

@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stores(folder: Path, *labels: str) -> list[Store]:
     """`label` or `label=file`."""
     pairs = [label.rpartition("=") for label in labels]
-    return [open_store(folder / f"{file}.zarr", label=name or file) for name, _, file in pairs]
+    return [
+        open_store(folder / f"{file}.zarr", label=name or file) for name, _, file in pairs
+    ]
 
 
 def row(table: Table, name: str) -> dict[str, object]:
@@ -57,12 +59,16 @@ def test_numbers_are_those_of_the_analyses(folder: Path) -> None:
     assert rise["value"] == pytest.approx(values[3:].mean() - values[:3].mean(), rel=1e-9)
     assert rise["stores"] == "vit=a" and rise["reason"] is None and rise["n_blocks"] == 20
     scores = knn.run(train, vit).filter(pl.col("baseline").is_null(), metric="top1")
-    by_depth = dict(zip(scores["rel_depth"].tolist(), scores["value"].tolist(), strict=True))
+    by_depth = dict(
+        zip(scores["rel_depth"].tolist(), scores["value"].tolist(), strict=True)
+    )
     best = row(found, "best-classes")
     last = by_depth.pop(1.0)
     assert best["value"] == pytest.approx(last - max(by_depth.values()), abs=1e-12)
     uniform = row(found, "uniform")
-    assert uniform["stores"] == "vit=a resnet=c" and np.isfinite(float(str(uniform["value"])))
+    assert uniform["stores"] == "vit=a resnet=c" and np.isfinite(
+        float(str(uniform["value"]))
+    )
     for one in (rise, best, uniform):
         low, high = (float(str(one[name])) for name in ("low", "high"))
         expected = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
@@ -76,7 +82,9 @@ def test_numbers_are_those_of_the_analyses(folder: Path) -> None:
 def test_a_name_says_what_a_store_is(folder: Path) -> None:
     """Stores of one kind are looked at one by one; a named one for its own findings."""
     given = stores(folder, "a", "other=a", "vit-gap=a", "c")
-    found = run(*given, findings=["distance-rises", "uniform", "uniform-gap", "best-classes"])
+    found = run(
+        *given, findings=["distance-rises", "uniform", "uniform-gap", "best-classes"]
+    )
     assert list(zip(found["name"], found["stores"], strict=True)) == [
         ("uniform", "vit=a resnet=c"),
         ("uniform", "vit=other resnet=c"),
@@ -88,7 +96,8 @@ def test_a_name_says_what_a_store_is(folder: Path) -> None:
     ]
     assert found["value"][0] == found["value"][2], "the same store by another name"
     assert list(found["reason"][-2:]) == [
-        f"there is no store {name}-train of images to learn from" for name in ("a", "other")
+        f"there is no store {name}-train of images to learn from"
+        for name in ("a", "other")
     ]
 
 
@@ -96,17 +105,25 @@ def test_some_images_alone(folder: Path) -> None:
     """Also where an interval is made of attention that the store keeps."""
     (vit,) = stores(folder, "a")
     found = run(vit, findings=["distance-rises"], images=30)
-    few = attn_dist.run(vit, metrics="distance_relative", images=30)["value"].astype(float)
+    few = attn_dist.run(vit, metrics="distance_relative", images=30)["value"].astype(
+        float
+    )
     values = few.reshape(6, 4)
-    assert found["value"][0] == pytest.approx(values[3:].mean() - values[:3].mean(), rel=1e-9)
+    assert found["value"][0] == pytest.approx(
+        values[3:].mean() - values[:3].mean(), rel=1e-9
+    )
     assert found["low"][0] < found["value"][0] < found["high"][0]
 
 
 def test_what_cannot_be_looked_for(folder: Path) -> None:
     vit, cnn = stores(folder, "a", "c")
-    with pytest.raises(VitseeError, match="no finding 'nope'; findings: uniform, uniform-gap"):
+    with pytest.raises(
+        VitseeError, match="no finding 'nope'; findings: uniform, uniform-gap"
+    ):
         run(vit, findings=["nope"])
-    with pytest.raises(VitseeError, match="nothing to look for: uniform: no store is of a vit"):
+    with pytest.raises(
+        VitseeError, match="nothing to look for: uniform: no store is of a vit"
+    ):
         run(cnn, findings=["uniform"])
     assert {"vit", "resnet", "vit-gap"} < verdicts.ROLES
 
@@ -132,8 +149,13 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert tuple(rows[0]) == COLUMNS
     assert [one["verdict"] for one in rows][1] == "not measured" and not rows[1]["value"]
     out = tmp_path / "f.csv"
-    assert invoke("findings", f"x={a}", "--only", "distance-rises", "-o", out).exit_code == 0
-    assert Table.read(out)["stores"].tolist() == ["vit=x"] and out.with_name("f.csv.json").exists()
+    assert (
+        invoke("findings", f"x={a}", "--only", "distance-rises", "-o", out).exit_code == 0
+    )
+    assert (
+        Table.read(out)["stores"].tolist() == ["vit=x"]
+        and out.with_name("f.csv.json").exists()
+    )
     for words, code, expected in (
         ((a, "--only", "nope"), 1, "vitsee findings: no finding 'nope'"),
         ((tmp_path / "no.zarr",), 1, "no.zarr"),

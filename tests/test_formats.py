@@ -22,7 +22,14 @@ from vitsee_stores.errors import VitseeError
 def table() -> Table:
     """Text that could harm, whole numbers with a gap, words beside numbers, floats."""
     rows = [
-        {"store": "=a", "model": "m\x1b", "head": 0, "row": None, "l2": "0.5", "value": 0.1},
+        {
+            "store": "=a",
+            "model": "m\x1b",
+            "head": 0,
+            "row": None,
+            "l2": "0.5",
+            "value": 0.1,
+        },
         {"store": "b,\"'", "model": "m", "head": 1, "row": 3, "l2": "loo", "value": None},
         {"store": "5", "model": "m", "head": 2, "row": 4, "l2": None, "value": -1 / 3},
     ]
@@ -45,7 +52,14 @@ def test_the_text_of_each_format(tmp_path: Path) -> None:
     assert gzip.decompress(written[".csv.gz"]).decode() == expected
     assert written[".tsv"].decode().splitlines()[2] == '"b,""\'"\tm\t1\t3\tloo\t'
     assert json.loads(written[".json"]) == [
-        {"store": "=a", "model": "m\\x1b", "head": 0, "row": None, "l2": "0.5", "value": 0.1},
+        {
+            "store": "=a",
+            "model": "m\\x1b",
+            "head": 0,
+            "row": None,
+            "l2": "0.5",
+            "value": 0.1,
+        },
         {"store": "b,\"'", "model": "m", "head": 1, "row": 3, "l2": "loo", "value": None},
         {"store": "5", "model": "m", "head": 2, "row": 4, "l2": None, "value": -1 / 3},
     ]
@@ -75,7 +89,9 @@ def test_same_table_same_bytes_and_back(tmp_path: Path, ending: str) -> None:
     for name in read.written.columns:
         if name != "l2":
             values = table()[name]
-            shown = [v.replace("\x1b", r"\x1b") if isinstance(v, str) else v for v in values]
+            shown = [
+                v.replace("\x1b", r"\x1b") if isinstance(v, str) else v for v in values
+            ]
             np.testing.assert_array_equal(read[name], np.array(shown, values.dtype))
     # Words beside numbers are words.
     assert read["l2"].tolist() == ["0.5", "loo", ""]
@@ -106,7 +122,9 @@ def test_all_empty_and_no_rows(tmp_path: Path, ending: str) -> None:
         ("r.csv", b"store,value\na\0,1\n"),
     ],
 )
-def test_what_is_not_what_its_ending_says(tmp_path: Path, name: str, content: bytes) -> None:
+def test_what_is_not_what_its_ending_says(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(VitseeError, match=rf"{name} is no .*; expected a table that"):
         read_result(tmp_path / name)
@@ -119,7 +137,11 @@ def test_damage_of_any_kind_is_one_line(
     """Bytes flipped, cut out, put in, or the end cut off: the right reading or a refusal."""
     rng = np.random.default_rng(0)
     path = tmp_path / f"r{ending}"
-    rows = {"store": ["a", "b,'=x"] * 30, "value": rng.standard_normal(60), "row": np.arange(60)}
+    rows = {
+        "store": ["a", "b,'=x"] * 30,
+        "value": rng.standard_normal(60),
+        "row": np.arange(60),
+    }
     Table(rows).write(path)
     whole, refused = path.read_bytes(), 0
     for trial in range(120):
@@ -144,24 +166,34 @@ def test_damage_of_any_kind_is_one_line(
 
 def test_parquet_of_another_program(tmp_path: Path) -> None:
     """Numbers that name stores are text, as in a CSV; times and truth values are no numbers."""
-    path, own = tmp_path / "r.parquet", {"store": [5, 6], "site": ["a", "b"], "value": [1, 2]}
-    pl.DataFrame({**own, "when": [date(2026, 1, 1)] * 2, "ok": [True, False]}).write_parquet(path)
+    path, own = (
+        tmp_path / "r.parquet",
+        {"store": [5, 6], "site": ["a", "b"], "value": [1, 2]},
+    )
+    pl.DataFrame(
+        {**own, "when": [date(2026, 1, 1)] * 2, "ok": [True, False]}
+    ).write_parquet(path)
     table = read_result(path).table
     assert table["store"].tolist() == ["5", "6"] and table["value"].tolist() == [1.0, 2.0]
     for odd, kind in ((date(2026, 1, 1), "Date"), (True, "Boolean")):
         pl.DataFrame({**own, "value": [odd] * 2}).write_parquet(path)
         with pytest.raises(VitseeError) as caught:
             read_result(path)
-        assert str(caught.value) == f"{path}: column value is of type {kind}; expected numbers"
-    pl.DataFrame({**own, "value": pl.Series(["1.5", "2"], dtype=pl.Categorical())}).write_parquet(
-        path
-    )
+        assert (
+            str(caught.value)
+            == f"{path}: column value is of type {kind}; expected numbers"
+        )
+    pl.DataFrame(
+        {**own, "value": pl.Series(["1.5", "2"], dtype=pl.Categorical())}
+    ).write_parquet(path)
     assert read_result(path).table["value"].tolist() == [1.5, 2.0]
 
 
 @pytest.mark.parametrize("name", ["r.xlsx", "r", "r.csv.zip", ".csv", "r.gz", "r.csvx"])
 def test_other_endings_are_refused_before_work(tmp_path: Path, name: str) -> None:
-    with pytest.raises(VitseeError, match=r"ends in \.csv, \.csv\.gz, \.tsv, \.json or \.parquet"):
+    with pytest.raises(
+        VitseeError, match=r"ends in \.csv, \.csv\.gz, \.tsv, \.json or \.parquet"
+    ):
         check_outputs(Outputs(tmp_path / name))
 
 
@@ -235,7 +267,9 @@ def test_a_decimal_comma_is_none_where_commas_separate(tmp_path: Path) -> None:
     tabs that vitsee did not write, it is said or text."""
     path = tmp_path / "r.csv"
     path.write_text('store,value\na,"1,234"\nb,2\n')
-    with pytest.raises(VitseeError, match="column value has the text '1,234'; expected numbers"):
+    with pytest.raises(
+        VitseeError, match="column value has the text '1,234'; expected numbers"
+    ):
         read_result(path)
     path.write_text('store,own\na,"1,234"\nb,2\n')
     assert read_result(path).table["own"].tolist() == ["1,234", "2"]
@@ -252,7 +286,9 @@ def test_words_of_other_programs_for_no_number(tmp_path: Path) -> None:
     assert np.isnan(values[0]) and values[1:] == [np.inf, -np.inf]
     for word in ("NA", "n/a", "null", "-", "#DIV/0!"):
         path.write_text(f"store,value\na,{word}\nb,1\n")
-        with pytest.raises(VitseeError, match=f"column value has the text '{word}'; expected num"):
+        with pytest.raises(
+            VitseeError, match=f"column value has the text '{word}'; expected num"
+        ):
             read_result(path)
 
 
@@ -276,5 +312,7 @@ def test_a_header_with_line_ends(tmp_path: Path) -> None:
 def test_a_column_without_a_name_is_not_imported(tmp_path: Path) -> None:
     """pandas writes row numbers so; they would be a feature."""
     (tmp_path / "r.csv").write_text(",id,v\n0,a,1\n1,b,2\n")
-    with pytest.raises(VitseeError, match=r"a column has no name, .*\(to_csv\(index=False\)"):
+    with pytest.raises(
+        VitseeError, match=r"a column has no name, .*\(to_csv\(index=False\)"
+    ):
         read_arrays(tmp_path / "r.csv")

@@ -23,21 +23,30 @@ GLANCED = [name for name in own_names() if load(name).at_a_glance is not None]
 
 def test_values_are_evenly_spaced_in_each_store() -> None:
     rows = [
-        {"store": store, "site": f"{store}{i}", "head": None if i == 3 else i, "value": 1.0}
+        {
+            "store": store,
+            "site": f"{store}{i}",
+            "head": None if i == 3 else i,
+            "value": 1.0,
+        }
         for store, n in (("a", 5), ("b", 2))
         for i in range(n)
     ]
     table = Table.from_rows(rows, notes={"of": 1})
     assert some_of(table, site=3)["site"].tolist() == ["a0", "a2", "a4", "b0", "b1"]
     assert some_of(table, store=1, site=1)["site"].tolist() == ["a0"]
-    assert some_of(table, head=2)["site"].tolist() == ["a0", "a3", "a4", "b0"], "with what has none"
+    assert some_of(table, head=2)["site"].tolist() == ["a0", "a3", "a4", "b0"], (
+        "with what has none"
+    )
     assert some_of(table, nothing=1).frame.equals(table.frame)
     assert some_of(table, site=1).notes == {"of": 1}
 
 
 def test_the_image_whose_values_differ_most() -> None:
     values = {"x": [1.0, 1.0, 1.0], "y": [0.0, 9.0, 0.0], "z": [4.0, 5.0, 6.0]}
-    rows = pl.DataFrame([{"image": name, "value": v} for name in values for v in values[name]])
+    rows = pl.DataFrame(
+        [{"image": name, "value": v} for name in values for v in values[name]]
+    )
     assert most_varied(rows, "image")["value"].to_list() == values["y"]
 
 
@@ -62,7 +71,9 @@ def test_a_figure_of_few_rows_fits_a_card(
 
 @pytest.mark.slow
 def test_what_an_earlier_page_shows_is_not_drawn_again(
-    tables_of: Callable[[str], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables_of: Callable[[str], list[Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for ending in (".csv", ".csv.json"):
         made = tables_of("pca")[0].with_suffix(ending)

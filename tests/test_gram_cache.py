@@ -66,7 +66,9 @@ def views(store: Store) -> dict[str, GramView]:
     for path in folder_of(store).glob("*.json"):
         header = Header.load(path.read_bytes())
         assert header is not None
-        found[header.key[0]] = GramView(GramFile(path.with_suffix(".tiles"), header), header.rows)
+        found[header.key[0]] = GramView(
+            GramFile(path.with_suffix(".tiles"), header), header.rows
+        )
     return found
 
 
@@ -130,12 +132,16 @@ def test_the_cache_knows_the_features_themselves(store: Store) -> None:
         assert pearson(whole(view), view.shift) == pytest.approx(np.corrcoef(x), abs=1e-5)
 
 
-def test_groups_of_tiles_count_each_row_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_tiles_count_each_row_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
     of = products.StripPlan.of
     monkeypatch.setattr(
-        products.StripPlan, "of", lambda *a: products.StripPlan(2, min(5, of(*a).columns), 2)
+        products.StripPlan,
+        "of",
+        lambda *a: products.StripPlan(2, min(5, of(*a).columns), 2),
     )
     compare(store)
     view = views(store)["blocks.2.out"]
@@ -168,7 +174,9 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.hsic_sums.FEW", 0)
     monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
-    monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
+    monkeypatch.setattr(
+        "vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True
+    )
     found: list[tuple[Any, list[str]]] = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(machine, "n_cores", lambda n=cores: n)
@@ -182,7 +190,9 @@ def test_the_number_of_threads_changes_no_bit(
         assert np.array_equal(value, found[0][0]) and files == found[0][1]
 
 
-def test_a_failing_thread_ends_the_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_thread_ends_the_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "n_cores", lambda: 3)
     monkeypatch.setattr(products, "GOOD_COLUMNS", 4)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
@@ -324,7 +334,14 @@ def test_headers_survive_anything(store: Store) -> None:
         data[place // 8] ^= 1 << place % 8
         found = Header.load(bytes(data))
         assert found is None or found.dump() == whole_header.dump()
-    for other in (b"", b"[]", b"null", b"[" * 100_000, b'{"format": 2, "digest": 0}', b"\xff"):
+    for other in (
+        b"",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b'{"format": 2, "digest": 0}',
+        b"\xff",
+    ):
         assert Header.load(other) is None
 
 
@@ -382,7 +399,9 @@ def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> No
     tiles_ = [products.GramTile(places, places) for places in batches_]
     plan = products.StripPlan.of(features, 1_000_000, tiles_, 512 * 10**6, 4)
     assert plan.at_once == 22
-    assert plan.columns > 700  # 22 batches of 1024 rows, two lanes in 192 MB; of a million rows 23
+    assert (
+        plan.columns > 700
+    )  # 22 batches of 1024 rows, two lanes in 192 MB; of a million rows 23
 
 
 @pytest.mark.slow
@@ -392,7 +411,9 @@ def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     matrices = [InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
     partition = Partition(np.arange(n) * 20 // n, 20, crossing=True)
     tracemalloc.start()
-    found = leave_one_out(matrices, None, tile=64, partition=partition, biased=False, device="cpu")
+    found = leave_one_out(
+        matrices, None, tile=64, partition=partition, biased=False, device="cpu"
+    )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found) == 21

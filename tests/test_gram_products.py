@@ -22,7 +22,9 @@ def test_every_half_is_the_single_of_the_same_value() -> None:
     raw = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
     x, sums = np.full((64, 1030), 7, np.float32), np.zeros((64, 2), np.float32)
     shift_half(raw, np.zeros(1024, np.float32), x, 3, sums)
-    want = raw.view(np.float16).astype(np.float32)  # subnormal numbers, infinities and NaN among it
+    want = raw.view(np.float16).astype(
+        np.float32
+    )  # subnormal numbers, infinities and NaN among it
     assert np.array_equal(x[:, 3:1027], want, equal_nan=True)
     assert (x[:, :3] == 7).all() and (x[:, 1027:] == 7).all()
 
@@ -62,12 +64,16 @@ def test_compiled_shifts_change_no_bit_of_a_gram_matrix(tmp_path: Path) -> None:
     )
     assert np.array_equal(plain, fused)
     a, b = (origin.shift for origin in origins)
-    assert b.along == pytest.approx(a.along, rel=1e-5) and b.means == pytest.approx(a.means)
+    assert b.along == pytest.approx(a.along, rel=1e-5) and b.means == pytest.approx(
+        a.means
+    )
     y = x.astype(np.float16)[rows].reshape(N - 1, -1).astype(np.float64)
     assert raw_gram(fused, b) == pytest.approx(y @ y.T, rel=1e-5)
 
 
-def test_much_work_is_shifted_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_work_is_shifted_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     sites = {f"x{k}": rng.normal(size=(N, 7, 4)) for k in range(3)}
     store = write_sites(tmp_path / "h.zarr", sites, dtype="float16")
@@ -83,7 +89,9 @@ def test_much_work_is_shifted_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("vitsee_core.similarity.comparison.products", watch)
     few = compare()
-    monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
+    monkeypatch.setattr(
+        "vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True
+    )
     assert np.array_equal(compare(), few)
     assert asked == [False] * 3 + [True] * 3
 

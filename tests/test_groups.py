@@ -103,7 +103,11 @@ def test_attention_distances_of_groups_are_their_means() -> None:
         for i, store in enumerate(MODELS) for b in range(3) for h in range(2)
     ]  # fmt: skip
     figure = attn_dist.plot(Table.from_rows(rows))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["FS", "DINO", "no group"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "FS",
+        "DINO",
+        "no group",
+    ]
     (first, second) = figure.axes[0].lines[:2]
     assert np.allclose(first.get_ydata(), [0.05, 0.15, 0.25])  # the mean of two heads
     assert np.allclose(second.get_ydata(), [0.15, 0.25, 0.35])
@@ -138,7 +142,9 @@ def test_skips_of_many_models_have_a_panel_per_token() -> None:
     figure = draw_norm_ratios(Table.from_rows(rows))
     titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
     assert sorted(titles) == sorted(
-        f"{token}, {kind}" for token in ("class token", "patches") for kind in ("attention", "MLP")
+        f"{token}, {kind}"
+        for token in ("class token", "patches")
+        for kind in ("attention", "MLP")
     )
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [name for name in names if name.startswith("m")] == [f"m{i}" for i in range(8)]
@@ -153,7 +159,9 @@ def maps_of(n_layers: int, n_heads: int, images: list[str]) -> Table:
         own = rows.frame.with_columns(store=pl.lit(store))
         for image in images:
             more = {"image": image, "token": "cls", "metric": "attention"}
-            tables.append(own.with_columns(**{name: pl.lit(cell) for name, cell in more.items()}))
+            tables.append(
+                own.with_columns(**{name: pl.lit(cell) for name, cell in more.items()})
+            )
         if not images:
             tables.append(own)
     return Table.concat(tables)

@@ -22,7 +22,14 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.extraction.sharding import complete_plan
 from vitsee_core.tables.sidecars import describe_run
-from vitsee_stores import IncompleteStore, Store, StoreError, describe, open_store, validate
+from vitsee_stores import (
+    IncompleteStore,
+    Store,
+    StoreError,
+    describe,
+    open_store,
+    validate,
+)
 from vitsee_stores.generations import SEALS
 from vitsee_stores.validation import remedy
 
@@ -42,10 +49,14 @@ def sites(*names: str) -> list[object]:
     return [word for name in names for word in ("--sites", name)]
 
 
-def words(images: Path, path: object, n: int, *more: object, model: str = "vit") -> list[object]:
+def words(
+    images: Path, path: object, n: int, *more: object, model: str = "vit"
+) -> list[object]:
     """An extraction's words; options in `more` come in place of its own."""
     own = [*MODELS[model][1:], "--data", images, "--images", n, *HOW, "-o", path]
-    pairs = [pair for pair in zip(own[::2], own[1::2], strict=True) if pair[0] not in more]
+    pairs = [
+        pair for pair in zip(own[::2], own[1::2], strict=True) if pair[0] not in more
+    ]
     return [MODELS[model][0], *(word for pair in pairs for word in pair), *more]
 
 
@@ -103,7 +114,9 @@ def check_equal(grown: Store, at_once: Store) -> None:
 
 
 @pytest.mark.slow
-def test_sites_then_images_are_what_a_run_for_all_gives(third: Path, at_once: Path) -> None:
+def test_sites_then_images_are_what_a_run_for_all_gives(
+    third: Path, at_once: Path
+) -> None:
     store = open_store(third)
     assert (store.generation, store.n_images, store.complete) == (3, N, True)
     check_equal(store, open_store(at_once))
@@ -115,7 +128,9 @@ def test_sites_then_images_are_what_a_run_for_all_gives(third: Path, at_once: Pa
 
 def test_what_was_there_is_not_touched(first: Path, third: Path) -> None:
     def files(path: Path) -> dict[str, bytes]:
-        found = (p for p in path.rglob("*") if p.is_file() and "generations" not in p.parts)
+        found = (
+            p for p in path.rglob("*") if p.is_file() and "generations" not in p.parts
+        )
         return {str(p.relative_to(path)): p.read_bytes() for p in found}
 
     assert files(third) == files(first)
@@ -135,7 +150,9 @@ def test_images_then_sites_by_two_shards(
     for number, added in ((2, []), (3, more)):
         for shard in ("0/2", "1/2"):
             before = open_store(grown)
-            done = extracted(*words(images, grown, N, *added, "--shard", shard, model=model))
+            done = extracted(
+                *words(images, grown, N, *added, "--shard", shard, model=model)
+            )
             assert before.generation == number - 1
             assert ("is not complete yet" in done.stderr) == (shard == "0/2")
         assert open_store(grown).generation == number
@@ -144,7 +161,9 @@ def test_images_then_sites_by_two_shards(
 
 
 @pytest.mark.slow
-def test_whole_slabs_of_the_data_set_s_classes_pooled_only(images: Path, tmp_path: Path) -> None:
+def test_whole_slabs_of_the_data_set_s_classes_pooled_only(
+    images: Path, tmp_path: Path
+) -> None:
     """No slab is made again where the images before fill theirs; new sites have choices of their
     own."""
     grown, whole = tmp_path / "a.zarr", tmp_path / "b.zarr"
@@ -184,11 +203,17 @@ def test_info_lists_the_generations_and_validate_checks_all(third: Path) -> None
     added = re.findall(r"^generation (\d adds .*): vitsee .*$", shown.stdout, re.M)
     assert len(added) == 2, shown.stdout
     assert re.match(r"2 adds \d+ sites \(blocks\.0\.norm1, ", added[0])
-    assert re.match(rf"3 adds rows {FIRST} to {N - 1}, and has rows 8 to 9 anew", added[1])
+    assert re.match(
+        rf"3 adds rows {FIRST} to {N - 1}, and has rows 8 to 9 anew", added[1]
+    )
     record = describe(third)
     assert [one["rows"] for one in record["generations"]] == [[0, 9], [0, 9], [8, 13]]
     assert (record["n_slabs"], record["n_committed"], record["generation"]) == (4, 4, 3)
-    assert CliRunner().invoke(main, ["validate", "--deep", str(third)]).stdout.startswith("ok: ")
+    assert (
+        CliRunner()
+        .invoke(main, ["validate", "--deep", str(third)])
+        .stdout.startswith("ok: ")
+    )
 
 
 def test_a_result_says_of_which_generation_it_is(third: Path, first: Path) -> None:
@@ -215,12 +240,25 @@ def test_gram_matrices_are_kept_where_the_rows_stayed(store: Path, images: Path)
 
 
 @pytest.mark.slow
-def test_commands_of_earlier_generations_have_nothing_to_do(grown: Path, images: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()}
-    for n, more in ((FIRST, KEPT), (FIRST, sites("norms")), (N, []), (N, sites("hidden"))):
+def test_commands_of_earlier_generations_have_nothing_to_do(
+    grown: Path, images: Path
+) -> None:
+    before = {
+        path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()
+    }
+    for n, more in (
+        (FIRST, KEPT),
+        (FIRST, sites("norms")),
+        (N, []),
+        (N, sites("hidden")),
+    ):
         done = extracted(*words(images, grown, n, *more))
-        assert f"{grown} is complete ({N} images): nothing to do" in done.stderr, done.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()}
+        assert f"{grown} is complete ({N} images): nothing to do" in done.stderr, (
+            done.stderr
+        )
+    assert before == {
+        path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()
+    }
 
 
 def test_a_repeated_command_counts_what_was_added_since(
@@ -240,7 +278,9 @@ def test_a_repeated_command_counts_what_was_added_since(
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_be_added(store: Path, images: Path) -> None:
     done = extracted(*words(images, store, FIRST, *sites("norms"), "--dry-run"))
-    assert re.search(r"generation 2 of .* adds \d+ sites \(blocks\.0\.norm1, ", done.stderr)
+    assert re.search(
+        r"generation 2 of .* adds \d+ sites \(blocks\.0\.norm1, ", done.stderr
+    )
     total = int(done.stdout.splitlines()[1].split(",")[3])
     assert not (store / "generations").exists()
     extracted(*words(images, store, FIRST, *sites("norms")))
@@ -259,21 +299,32 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "another precision": (["--precision", "bf16"], "precision is fp32, given bf16"),
     "another slab": (["--slab", 5], "slab is 4, given 5"),
     "more attention": (["--attention", "full"], "attention is summary, given full"),
-    "fewer arrays": (["--no-grams"], "grams is True, given False|grams is true, given false"),
+    "fewer arrays": (
+        ["--no-grams"],
+        "grams is True, given False|grams is true, given false",
+    ),
     "another type of a stored site": (
         [*sites("blocks"), "--dtype", "float32"],
         "embed, blocks.* stored with dtype float16, given float32",
     ),
-    "an intervention": (["--ablate-heads", "blocks.0:0", *sites("norms")], "interventions is "),
+    "an intervention": (
+        ["--ablate-heads", "blocks.0:0", *sites("norms")],
+        "interventions is ",
+    ),
     "fewer images": (["--images", 9], "n_images is 10, given 9"),
-    "images and sites": (["--images", N, *sites("norms")], "one after the other, first with"),
+    "images and sites": (
+        ["--images", N, *sites("norms")],
+        "one after the other, first with",
+    ),
     "images of each class": (["--per-class", 6], "images can be added by --images only"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_grow_is_refused_untouched(first: Path, images: Path, name: str) -> None:
+def test_what_cannot_grow_is_refused_untouched(
+    first: Path, images: Path, name: str
+) -> None:
     given, line = REFUSED[name]
     own = words(images, first, FIRST, *given)
     if "--per-class" in given:
@@ -286,7 +337,9 @@ def test_what_cannot_grow_is_refused_untouched(first: Path, images: Path, name: 
 
 
 def test_more_images_are_asked_for_by_number(first: Path, images: Path) -> None:
-    own = [word for word in words(images, first, FIRST) if word not in ("--images", FIRST)]
+    own = [
+        word for word in words(images, first, FIRST) if word not in ("--images", FIRST)
+    ]
     done = extract(*own)
     assert done.exit_code == 1 and f"--images {N} would add the others" in done.stderr
 
@@ -296,7 +349,10 @@ def test_something_else_waits_for_what_is_being_added(store: Path, images: Path)
     extracted(*words(images, store, FIRST, *sites("norms"), "--shard", "0/2"))
     done = extract(*words(images, store, FIRST, *sites("hidden")))
     assert done.exit_code == 1
-    assert "generations/2 is unfinished (2 of 3 slabs), and this asks for something" in done.stderr
+    assert (
+        "generations/2 is unfinished (2 of 3 slabs), and this asks for something"
+        in done.stderr
+    )
     shown = CliRunner().invoke(main, ["info", str(store)], terminal_width=200).stdout
     assert "being added (2 of 3 slabs), not read yet" in shown
     done = extract(*words(images, store / "generations" / "2", FIRST))
@@ -347,11 +403,14 @@ def test_a_model_that_does_not_give_what_is_stored_is_refused(
     from vitsee_core.images import normalise
 
     monkeypatch.setattr(
-        "vitsee_core.models.same_origin.normalise", lambda x, *given: normalise(255 - x, *given)
+        "vitsee_core.models.same_origin.normalise",
+        lambda x, *given: normalise(255 - x, *given),
     )
     done = extract(*words(images, store, FIRST, *sites("norms")))
     assert done.exit_code == 1, done.output
-    assert re.search(r"does not give what .* has of .* on the first images: 0?\.?\d", done.stderr)
+    assert re.search(
+        r"does not give what .* has of .* on the first images: 0?\.?\d", done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -362,7 +421,9 @@ def test_damage_is_named_by_generation_and_made_again(
     data = bytearray(chunk.read_bytes())
     data[7] ^= 1
     chunk.write_bytes(data)
-    with pytest.raises(StoreError, match=r"generations/2 is damaged: acts/blocks.0.norm1/grid"):
+    with pytest.raises(
+        StoreError, match=r"generations/2 is damaged: acts/blocks.0.norm1/grid"
+    ):
         open_store(grown).acts("blocks.0.norm1")[:]
     open_store(grown).acts("blocks.0.out")[:]
     damage = validate(grown, deep=True)
@@ -370,12 +431,17 @@ def test_damage_is_named_by_generation_and_made_again(
     assert damage[0].startswith("generations/2: acts/blocks.0.norm1/grid, slab 1: ")
     assert remedy(damage).startswith("delete generations/2/commits/c.1.0, then repeat")
     (grown / "generations/2/commits/c.1.0").unlink()
-    with pytest.raises(IncompleteStore, match="generations/2 is incomplete: 2 of 3 slabs"):
+    with pytest.raises(
+        IncompleteStore, match="generations/2 is incomplete: 2 of 3 slabs"
+    ):
         open_store(grown)
     partly = open_store(grown, allow_partial=True)
     assert_array_equal(partly.committed, [True, False, True, True])
     done = extract(*words(images, grown, FIRST, *KEPT))
-    assert done.exit_code == 1 and "lacks 1 slab: repeat the command that made it" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "lacks 1 slab: repeat the command that made it" in done.stderr
+    )
     extracted(*words(images, grown, FIRST, *sites(*MORE["vit"])))
     assert validate(grown, deep=True) == []
     check_equal(open_store(grown), open_store(at_once))
@@ -387,11 +453,15 @@ def test_generations_are_of_one_store_and_without_a_gap(
 ) -> None:
     other = made(tmp_path / "b.zarr", images)
     shutil.copytree(grown / "generations", other / "generations")
-    with pytest.raises(StoreError, match=r"no generation of .*: it was not added to these"):
+    with pytest.raises(
+        StoreError, match=r"no generation of .*: it was not added to these"
+    ):
         open_store(other)
     assert any("was not added to these" in line for line in validate(other))
     shutil.rmtree(grown / "generations/2")
-    with pytest.raises(StoreError, match="generation 2 is missing, and generation 3 is built on"):
+    with pytest.raises(
+        StoreError, match="generation 2 is missing, and generation 3 is built on"
+    ):
         open_store(grown)
     shutil.rmtree(grown / "generations")
     assert open_store(grown).generation == 1, "the last ones can be removed"

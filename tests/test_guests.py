@@ -81,7 +81,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     tokens = np.random.default_rng(0).normal(size=(9, 7, 4))
-    return write_model(tmp_path / "a.zarr", {"embed": tokens, "blocks.0.out": 2 * tokens}).path
+    return write_model(
+        tmp_path / "a.zarr", {"embed": tokens, "blocks.0.out": 2 * tokens}
+    ).path
 
 
 def vitsee_(*args: object) -> Result:
@@ -111,7 +113,9 @@ def test_its_command_its_files_and_their_return(
     done("token-norm", store, "--order", "1", "-o", out, "--png", png)
     table = vitsee.Table.read(out)
     images = vitsee.open_store(store).acts("blocks.0.out")[:].astype(float)
-    expected = np.mean([sum(abs(x) for x in token) for image in images for token in image])
+    expected = np.mean(
+        [sum(abs(x) for x in token) for image in images for token in image]
+    )
     assert table["value"].tolist()[-1] == pytest.approx(expected, rel=1e-6)
 
     sidecar = json.loads(Path(f"{out}.json").read_text())
@@ -148,11 +152,14 @@ def test_help_and_completion_import_none(install: Install) -> None:
     result = vitsee_("--help")
     assert result.exit_code == 0 and result.stderr == ""
     below = result.stdout.split("What flows through the layers:")[1].split("\n\n")[0]
-    assert re.search(r"\n  token-norm +Measure the mean norm of tokens \[some-guest\]$", below)
+    assert re.search(
+        r"\n  token-norm +Measure the mean norm of tokens \[some-guest\]$", below
+    )
     ctx = click.Context(main)
     (item,) = main.shell_complete(ctx, "token-n")
     assert (
-        item.value == "token-norm" and item.help == "Measure the mean norm of tokens [some-guest]"
+        item.value == "token-norm"
+        and item.help == "Measure the mean norm of tokens [some-guest]"
     )
     assert "of_some_guest" not in sys.modules
 
@@ -160,7 +167,11 @@ def test_help_and_completion_import_none(install: Install) -> None:
 def test_its_own_help_and_completion_of_its_options(install: Install) -> None:
     install("some-guest", "token_norm")
     shown = done("token-norm", "--help")
-    assert "--order [1|2|inf]" in shown and "--dask" in shown and "Columns: store, model" in shown
+    assert (
+        "--order [1|2|inf]" in shown
+        and "--dask" in shown
+        and "Columns: store, model" in shown
+    )
     command = main.get_command(click.Context(main), "token-norm")
     assert command is not None
     assert {"--order", "--sites", "--png"} <= {o for p in command.params for o in p.opts}
@@ -190,7 +201,9 @@ def test_a_step_of_a_study(install: Install, tmp_path: Path) -> None:
     install("two", "apart", two)
     masks = '    masks: Annotated[str, api.Option("Masks.")],\n'
     install(
-        "asks", "thing", changed("    execution: Annotated[", f"{masks}    execution: Annotated[")
+        "asks",
+        "thing",
+        changed("    execution: Annotated[", f"{masks}    execution: Annotated["),
     )
     assert needs_of_analyses()["token-norm"] == ("sites",)
     models = [survey(name, f"demo:{name}") for name in ("vit", "resnet")]
@@ -217,8 +230,23 @@ def test_a_study_runs_it(install: Install, tmp_path: Path) -> None:
         "bad",
         changed("    selected = api", "    1 / 0\n    selected = api"),
     )
-    words = ["demo:vit", "--data", "demo:test", "--images", "6", "--analyses", "token-norm"]
-    words += ["--analyses", "bad", "--set", "token-norm.order=inf", "-o", str(tmp_path / "out")]
+    words = [
+        "demo:vit",
+        "--data",
+        "demo:test",
+        "--images",
+        "6",
+        "--analyses",
+        "token-norm",
+    ]
+    words += [
+        "--analyses",
+        "bad",
+        "--set",
+        "token-norm.order=inf",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     result = vitsee_("study", *words)
     assert result.exit_code == 1 and "1 of 4 steps failed: bad" in result.stderr
     assert "ZeroDivisionError" in result.stderr
@@ -264,7 +292,11 @@ def test_a_module_in_a_package(install: Install, store: Path, tmp_path: Path) ->
     done("in-pack", store, "-o", tmp_path / "r.csv")
     assert hasattr(sys, "imported_pack")
     assert vitsee.in_pack(store).plot().axes
-    assert registry.code_digest("pack.norms") != registry.code_digest("of_nothing") == "missing"
+    assert (
+        registry.code_digest("pack.norms")
+        != registry.code_digest("of_nothing")
+        == "missing"
+    )
     for name in ("imported_pack",):
         delattr(sys, name)
     for name in [m for m in sys.modules if m == "pack" or m.startswith("pack.")]:
@@ -460,7 +492,8 @@ def test_names_that_are_refused(install: Install, store: Path) -> None:
         "too, and comes first"
     ) in result.stderr
     assert (
-        "'of_object:run' is no module; expected of_object = 'mypackage.of_object'" in result.stderr
+        "'of_object:run' is no module; expected of_object = 'mypackage.of_object'"
+        in result.stderr
     )
     assert result.stderr.count("\n") == len(REFUSED) + 2
     assert "[a-first]" in result.stdout and "[z-last]" not in result.stdout
@@ -479,7 +512,10 @@ def test_ours_is_run_and_the_other_named(install: Install, store: Path) -> None:
     assert result.stderr == ""
     install("dashed", "my-own")
     result = vitsee_("my-own", store)
-    assert result.exit_code == 2 and "the analysis my-own of the package dashed" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "the analysis my-own of the package dashed" in result.stderr
+    )
 
 
 def test_ours_are_all_reserved() -> None:
@@ -509,7 +545,9 @@ def test_help_of_any_length_and_content(install: Install) -> None:
     too_long = "Measure " + "very " * 300_000 + "much."
     install("too-long", "longer", changed("Measure the mean norm of tokens.", too_long))
     install(
-        "steers", "steering", changed("Measure the mean norm", "Measure \\x1b[31m the mean norm")
+        "steers",
+        "steering",
+        changed("Measure the mean norm", "Measure \\x1b[31m the mean norm"),
     )
     install("computed", "computed", changed('help="""', 'help="" or """'))
     install("escapes", "escapes", changed("Measure the mean", "Measure \\\\d the mean"))
@@ -524,7 +562,9 @@ def test_help_of_any_length_and_content(install: Install) -> None:
     assert "\\d the mean" in lines["escapes"]
 
 
-def test_its_bug_keeps_its_traceback_and_names_the_package(install: Install, store: Path) -> None:
+def test_its_bug_keeps_its_traceback_and_names_the_package(
+    install: Install, store: Path
+) -> None:
     install("buggy", "token_norm", changed("    norms = {}\n", "    norms = {}['x']\n"))
     for result in (vitsee_("token-norm", store), vitsee_("token-norm", store, "-q")):
         assert isinstance(result.exception, KeyError)
@@ -610,7 +650,9 @@ def test_a_figure_of_another_metric_is_one_line(
 ) -> None:
     source, line = WRONG_FIGURES[name]
     install("wrong", "wrong_plot", source)
-    result = vitsee_("wrong-plot", store, "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png")
+    result = vitsee_(
+        "wrong-plot", store, "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png"
+    )
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert line in result.stderr
     assert not (tmp_path / "r.csv").exists() and not (tmp_path / "r.png").exists()
@@ -659,7 +701,8 @@ def test_stdout_is_for_the_table(install: Install, store: Path) -> None:
 
 def test_its_log_lines_are_shown(install: Install, store: Path) -> None:
     source = changed(
-        "    selected = api", "    logging.getLogger(__name__).info('so far')\n    selected = api"
+        "    selected = api",
+        "    logging.getLogger(__name__).info('so far')\n    selected = api",
     )
     install(
         "says",
@@ -738,9 +781,13 @@ def imported(source: str) -> set[str]:
 
 
 def test_the_public_names_are_those_of_the_page() -> None:
-    public = {name for name in vars(api) if not name.startswith("_") and name != "annotations"}
+    public = {
+        name for name in vars(api) if not name.startswith("_") and name != "annotations"
+    }
     assert public == {*api.__all__} and len(public) < 50
-    listed = re.findall(r"^\| (`.*?) \| ", PAGE.partition("## What it may")[2], re.MULTILINE)
+    listed = re.findall(
+        r"^\| (`.*?) \| ", PAGE.partition("## What it may")[2], re.MULTILINE
+    )
     named = [name for cell in listed for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(named) == sorted(public)
 
@@ -774,7 +821,9 @@ def test_the_page_from_the_first_line_to_the_last(tmp_path: Path) -> None:
     place = tmp_path / "env"
     venv.create(place, with_pip=False)
     site = next((place / "lib").glob("python*/site-packages"))
-    (site / "ours.pth").write_text("\n".join(p for p in sys.path if p and Path(p).is_dir()))
+    (site / "ours.pth").write_text(
+        "\n".join(p for p in sys.path if p and Path(p).is_dir())
+    )
     python = place / "bin" / "python"
     offline = "--no-index --no-deps --no-build-isolation"
     for name, line in {
@@ -789,7 +838,9 @@ def test_the_page_from_the_first_line_to_the_last(tmp_path: Path) -> None:
     environ["PATH"] = f"{place / 'bin'}{os.pathsep}{environ['PATH']}"
     environ.pop("PYTHONPATH", None)
     blocks = re.findall(
-        r"^(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+        r"^(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)^```$",
+        PAGE,
+        re.MULTILINE | re.DOTALL,
     )
     assert len(blocks) == 6
     for file, language, text in blocks:
@@ -797,9 +848,16 @@ def test_the_page_from_the_first_line_to_the_last(tmp_path: Path) -> None:
             assert text == (EXAMPLE / Path(file).name).read_text()
             (tmp_path / file).write_text(text)
             continue
-        how = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [str(python), "-c"]}[language]
+        how = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [str(python), "-c"]}[
+            language
+        ]
         result = subprocess.run(
-            [*how, text], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+            [*how, text],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
     assert (tmp_path / "norm.png").read_bytes().startswith(b"\x89PNG")

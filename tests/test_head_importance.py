@@ -31,7 +31,9 @@ from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 
 N, CLASSES = 9, 2
 SMALL = {"num_classes": CLASSES, "depth": 2, "num_heads": 4, "embed_dim": 32}
-WORDS = [word for key, value in SMALL.items() for word in ("--model-arg", f"{key}={value}")]
+WORDS = [
+    word for key, value in SMALL.items() for word in ("--model-arg", f"{key}={value}")
+]
 
 
 def made(folder: Path, *more: object) -> Store:
@@ -54,7 +56,10 @@ def number(table: Table, metric: str, block: str, head: int) -> float:
 def by_hooks(store: Store, block: int, head: int, by: str) -> tuple[Any, Any]:
     """Logits of the whole model and without a head, whose input to the projection is replaced."""
     module: Any = load_model(
-        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8, **SMALL}
+        "test_vit",
+        random_init=0,
+        img_size=(32, 48),
+        model_args={"patch_size": 8, **SMALL},
     ).module
     x = torch.from_numpy(np.asarray(store.inputs()))
     width = SMALL["embed_dim"] // SMALL["num_heads"]
@@ -85,7 +90,9 @@ def test_against_hooks_and_loops(store: Store, by: str) -> None:
             same += v.index(max(v)) == u.index(max(u))
         name = f"blocks.{block}"
         assert total > 1e-7, "the change has to be seen"
-        assert number(table, "kl", name, head) == pytest.approx(total / N, rel=1e-2, abs=1e-9)
+        assert number(table, "kl", name, head) == pytest.approx(
+            total / N, rel=1e-2, abs=1e-9
+        )
         assert number(table, "top1_difference", name, head) == pytest.approx(gained / N)
         assert number(table, "agreement", name, head) == pytest.approx(same / N)
         distances = store.attention("distance_px")[:, block, head].astype(float)
@@ -126,7 +133,9 @@ def test_rank_correlation_by_hand() -> None:
     assert rank_correlation(x, y, np.array([0, 0, 0, 1, 1, 1])) == pytest.approx([-1])
     assert np.isnan(rank_correlation(x, np.ones_like(x)))
     gone = np.where(np.arange(6)[:, np.newaxis] == 0, np.nan, y)
-    assert rank_correlation(x, gone) == pytest.approx(spearmanr(x[1:, 0], y[1:, 0]).statistic)
+    assert rank_correlation(x, gone) == pytest.approx(
+        spearmanr(x[1:, 0], y[1:, 0]).statistic
+    )
     assert np.isnan(rank_correlation(x, np.full_like(x, np.nan)))
 
 
@@ -134,12 +143,20 @@ def test_a_head_that_says_nothing_is_not_needed(store: Store) -> None:
     """What is the same in all images is its own mean: over one image nothing changes."""
     table = run(store, images=1, device="cpu")
     assert {*table.filter(metric="agreement")["value"].tolist()} == {1}
-    assert table.filter(metric="kl")["value"].tolist() == pytest.approx([0] * 8, abs=1e-12)
+    assert table.filter(metric="kl")["value"].tolist() == pytest.approx(
+        [0] * 8, abs=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_table_figure_and_headline(store: Store, tmp_path: Path) -> None:
-    out = ["-o", str(tmp_path / "h.csv"), "--png", str(tmp_path / "h.png"), "--replicates"]
+    out = [
+        "-o",
+        str(tmp_path / "h.csv"),
+        "--png",
+        str(tmp_path / "h.png"),
+        "--replicates",
+    ]
     words = ["head-importance", str(store.path), "--sites", "blocks.1", *out]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
@@ -169,15 +186,27 @@ def test_one_line_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
         run(store, sites="blocks.7")
     for name, more, phrase in (
         ("bare", ["--attention", "none"], "a has no attention summaries"),
-        ("none", ["--model-arg", "num_classes=0"], "the model of a has no classifier whose answer"),
-        ("cut", ["--ablate-heads", "blocks.0:1"], "nothing is recomputed of a changed model"),
+        (
+            "none",
+            ["--model-arg", "num_classes=0"],
+            "the model of a has no classifier whose answer",
+        ),
+        (
+            "cut",
+            ["--ablate-heads", "blocks.0:1"],
+            "nothing is recomputed of a changed model",
+        ),
     ):
         with pytest.raises(MissingInput, match=phrase):
             run(made(tmp_path / name, *more), device="cpu")
     gone = made(tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone" / "images")
-    with pytest.raises(VitseeError, match="the images of a cannot be read again") as caught:
+    with pytest.raises(
+        VitseeError, match="the images of a cannot be read again"
+    ) as caught:
         run(gone, device="cpu")
     assert "\n" not in str(caught.value)
-    result = CliRunner().invoke(main, ["head-importance", str(store.path), "--by", "noise"])
+    result = CliRunner().invoke(
+        main, ["head-importance", str(store.path), "--by", "noise"]
+    )
     assert result.exit_code == 2 and "'mean', 'zero'" in result.output

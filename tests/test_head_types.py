@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from tests.attention_maps import Attention, Float, aligned, layout, random_attention, write
+from tests.attention_maps import (
+    Attention,
+    Float,
+    aligned,
+    layout,
+    random_attention,
+    write,
+)
 from tests.stores import write_attention
 from vitsee_cli.main import main
 from vitsee_core.analyses.head_types import AGREEMENT, COLUMNS, SCORES, plot, run
@@ -53,9 +60,13 @@ def attention(grid: tuple[int, int], kernel: Kernel) -> Float:
     return np.asarray(a / a.sum(1, keepdims=True))
 
 
-def gauss(sigma: float, y: float = 0, x: float = 0, across: float | None = None) -> Kernel:
+def gauss(
+    sigma: float, y: float = 0, x: float = 0, across: float | None = None
+) -> Kernel:
     other = sigma if across is None else across
-    return lambda dy, dx: np.exp(-((dx - x) ** 2) / (2 * sigma**2) - (dy - y) ** 2 / (2 * other**2))
+    return lambda dy, dx: np.exp(
+        -((dx - x) ** 2) / (2 * sigma**2) - (dy - y) ** 2 / (2 * other**2)
+    )
 
 
 def aligned_map(grid: tuple[int, int], kernel: Kernel) -> Float:
@@ -72,7 +83,11 @@ KNOWN: dict[str, tuple[str, str, Kernel]] = {
     "column": ("axial local", "column", gauss(0.4, across=1.8)),
     "both sides": ("axial local", "row", lambda dy, dx: (dy == 0) & (abs(dx) == 1)),
     "whole row": ("axial local", "row", lambda dy, dx: dy == 0),
-    "cross": ("axial local", "cross", lambda dy, dx: (dy * dx == 0) & (abs(dy) + abs(dx) < 4)),
+    "cross": (
+        "axial local",
+        "cross",
+        lambda dy, dx: (dy * dx == 0) & (abs(dy) + abs(dx) < 4),
+    ),
     "left": ("offset local", "left", lambda dy, dx: (dy == 0) & (dx == -1)),
     "two down": ("offset local", "down", lambda dy, dx: (dy == 2) & (dx == 0)),
     "diagonal": ("offset local", "up-right", lambda dy, dx: (dy == -1) & (dx == 1)),
@@ -192,7 +207,9 @@ def test_symmetries(seed: int, grid: tuple[int, int]) -> None:
     scores = measure(p)
     turned = measure(p.T).values
     expected = swapped(scores)
-    assert [turned[n] for n in SHAPE_SCORES] == pytest.approx([expected[n] for n in SHAPE_SCORES])
+    assert [turned[n] for n in SHAPE_SCORES] == pytest.approx(
+        [expected[n] for n in SHAPE_SCORES]
+    )
     for name in ("focus_mass", "row_mass", "column_mass", "cross_mass", "self_mass"):
         assert 0 <= scores.values[name] <= 1 + 1e-12
 
@@ -219,7 +236,9 @@ def test_repetition_of_known_patterns() -> None:
     alone = np.array([rng.permutation(shared) for _ in range(100)])
     share, repeated = spread_of(alone, 0)
     assert share == pytest.approx(0.03)
-    assert repeated == pytest.approx(0, abs=0.2)  # the mean of deviations is below their square's
+    assert repeated == pytest.approx(
+        0, abs=0.2
+    )  # the mean of deviations is below their square's
     share, repeated = spread_of(np.eye(100), 0)
     assert share == pytest.approx(0.01)
     assert repeated == pytest.approx(0, abs=0.02)
@@ -279,7 +298,12 @@ def test_the_table(tmp_path: Path) -> None:
     table = run(store)
     assert tuple(table.written.columns) == COLUMNS
     steady = table.filter(metric="same_type_thresholds")
-    assert steady["type"].tolist() == ["strict local", "soft local", "offset local", "global"]
+    assert steady["type"].tolist() == [
+        "strict local",
+        "soft local",
+        "offset local",
+        "global",
+    ]
     assert steady["detail"].tolist() == ["", "", "up-right", ""]
     assert table.filter(metric="same_type_slabs")["value"].tolist() == [1.0] * 4
     for site, head, metrics in (("blocks.0", 0, SCORES), ("blocks.1", 1, AGREEMENT)):
@@ -294,7 +318,9 @@ def test_the_table(tmp_path: Path) -> None:
             value = own.filter(metric=name)["value"][0]
             assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
         px = 8 * math.hypot(expected["offset_dy"], expected["offset_dx"])
-        assert own.filter(metric="offset_px")["value"][0] == pytest.approx(px, rel=1e-3, abs=1e-4)
+        assert own.filter(metric="offset_px")["value"][0] == pytest.approx(
+            px, rel=1e-3, abs=1e-4
+        )
         assert set(own["n_images"].tolist()) == {8}
     example = table.filter(metric="aligned", type="offset local")
     assert len(example) == 13 * 13
@@ -337,9 +363,9 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
     for head in range(2):
         values = np.array(
             [
-                measure(np.delete(maps[:, head], [2 * k, 2 * k + 1], 0).mean(0), 1).values[
-                    "row_mass"
-                ]
+                measure(
+                    np.delete(maps[:, head], [2 * k, 2 * k + 1], 0).mean(0), 1
+                ).values["row_mass"]
                 for k in range(20)
             ]
         )
@@ -350,12 +376,16 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
         half = t_quantile(19) * error
         assert own["high"][0] - own["value"][0] == pytest.approx(half, rel=1e-3)
     assert table.notes["blocks"] == {"a": 20}
-    ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).filter(metric="row_mass")
+    ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).filter(
+        metric="row_mass"
+    )
     left = [np.delete(maps[:, 0], range(4 * k, 4 * k + 4), 0).mean(0) for k in range(10)]
     masses = np.array([measure(one, 1).values["row_mass"] for one in left])
     error = float(standard_error(masses))
     assert ten["std"][0] == pytest.approx(error, rel=1e-3)
-    assert ten["value"][0] - ten["low"][0] == pytest.approx(t_quantile(9) * error, rel=1e-3)
+    assert ten["value"][0] - ten["low"][0] == pytest.approx(
+        t_quantile(9) * error, rel=1e-3
+    )
     few = run(write(tmp_path / "b.zarr", [made], slab=5), radius=1)
     assert np.isnan(few["std"]).all() and np.isnan(few["high"]).all()
     assert not np.isnan(few.filter(metric="same_type_slabs")["value"]).any()
@@ -407,14 +437,18 @@ def test_sensitivity_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.slow
-def test_a_radius_beyond_the_grid_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_radius_beyond_the_grid_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     with caplog.at_level(logging.INFO):
         run(store, radius=2)
     assert "finds no focus" not in caplog.text
     with caplog.at_level(logging.INFO):
         table = run(store, radius=1000)
-    assert "--radius 1000 takes in every key of 7 x 7 tokens: it finds no focus" in (caplog.text)
+    assert "--radius 1000 takes in every key of 7 x 7 tokens: it finds no focus" in (
+        caplog.text
+    )
     # the square is the whole map, whose mass is 1 for every head
     focus = table.filter(metric="focus_mass")["value"]
     assert focus == pytest.approx(np.ones(len(focus)), abs=1e-6)
@@ -441,7 +475,9 @@ def test_several_grids_and_stores(tmp_path: Path) -> None:
     table = run(first, second, sites=["*"])
     assert [*dict.fromkeys(table["store"])] == ["a", "b"]
     heads = table.filter(store="a", metric="self_mass")
-    assert heads["site"].tolist() == ["blocks.0"] * 2 + ["blocks.1"] * 2 + ["grid_2x2.0"] * 3
+    assert (
+        heads["site"].tolist() == ["blocks.0"] * 2 + ["blocks.1"] * 2 + ["grid_2x2.0"] * 3
+    )
     figure = plot(table)
     assert len(figure.axes) == 2 * (1 + len(TYPES))
     counts, heights = figure.axes[1 + len(TYPES)], np.zeros(2)
@@ -488,6 +524,13 @@ def test_refusals(tmp_path: Path) -> None:
         ("keys", 1.01, "above 0, at most 1"),
         ("elongation", 0.5, "1 or more"),
     ):
-        with pytest.raises(VitseeError, match=f"^--{name} is {value:g}; expected {range_}$"):
+        with pytest.raises(
+            VitseeError, match=f"^--{name} is {value:g}; expected {range_}$"
+        ):
             run(store, thresholds=Thresholds(**{name: value}))
-    assert CliRunner().invoke(main, ["head-types", str(store.path), "--strict", "0"]).exit_code == 2
+    assert (
+        CliRunner()
+        .invoke(main, ["head-types", str(store.path), "--strict", "0"])
+        .exit_code
+        == 2
+    )

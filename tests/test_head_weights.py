@@ -17,14 +17,23 @@ from vitsee_core.extraction import prepare as keeping
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.weights import HeadWeights, stored_classifier
-from vitsee_core.models.weights.classifier import TOLERANCE, classifier_of, find_classifier
+from vitsee_core.models.weights.classifier import (
+    TOLERANCE,
+    classifier_of,
+    find_classifier,
+)
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout
 
 CASES: dict[str, tuple[str, Any, dict[str, Any], tuple[str, str, str, bool]]] = {
     # architecture, input size, arguments: site, pooling, norm, norm before pooling
-    "class token": ("vit_tiny_patch16_224", 32, VIT, ("blocks.2.out", "cls", "layer", True)),
+    "class token": (
+        "vit_tiny_patch16_224",
+        32,
+        VIT,
+        ("blocks.2.out", "cls", "layer", True),
+    ),
     "mean, then fc_norm": (
         *("vit_tiny_patch16_224", (32, 48), {**VIT, "global_pool": "avg"}),
         ("blocks.2.out", "mean", "layer", False),
@@ -41,10 +50,20 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], tuple[str, str, str, bool]]] = 
         ),
         ("blocks.2.out", "mean-all", "layer", True),
     ),
-    "registers": ("vit_small_patch14_reg4_dinov2", 32, VIT, ("blocks.2.out", "cls", "layer", True)),
+    "registers": (
+        "vit_small_patch14_reg4_dinov2",
+        32,
+        VIT,
+        ("blocks.2.out", "cls", "layer", True),
+    ),
     "resnet": ("test_resnet", 64, {}, ("layer4.0.out", "mean", "none", True)),
     "mixer": ("mixer_s32_224", 96, {}, ("blocks.7.out", "mean", "layer", True)),
-    "convnext": ("convnext_atto", 96, {}, ("stages.3.blocks.1.out", "mean", "layer", False)),
+    "convnext": (
+        "convnext_atto",
+        96,
+        {},
+        ("stages.3.blocks.1.out", "mean", "layer", False),
+    ),
     "after the blocks": ("mobilenetv3_small_050", 64, {}, ("act2", "mean", "none", True)),
     "batch norm": (
         *("levit_128s", 224, {"distilled": False}),
@@ -59,7 +78,9 @@ def found(model: LoadedModel) -> HeadWeights:
     return head
 
 
-def loop_logits(head: HeadWeights, tokens: NDArray[Any], layout: TokenLayout) -> list[float]:
+def loop_logits(
+    head: HeadWeights, tokens: NDArray[Any], layout: TokenLayout
+) -> list[float]:
     """One image's logits with nothing but loops."""
     body = [list(map(float, t)) for t in tokens[layout.n_prefix :]]
     everything = [list(map(float, t)) for t in tokens]
@@ -67,13 +88,19 @@ def loop_logits(head: HeadWeights, tokens: NDArray[Any], layout: TokenLayout) ->
     def norm(x: list[float]) -> list[float]:
         mean = sum(x) / len(x) if head.norm == "layer" else 0.0
         variance = sum((v - mean) ** 2 for v in x) / len(x)
-        scale = 1 / math.sqrt(variance + head.eps) if head.norm in ("layer", "rms") else 1.0
+        scale = (
+            1 / math.sqrt(variance + head.eps) if head.norm in ("layer", "rms") else 1.0
+        )
         out = [(v - mean) * scale for v in x]
         for name in ("head_norm_scale", "head_norm_bias"):
             own = head.arrays.get(name)
             for i, v in enumerate(out):
                 if own is not None:
-                    out[i] = v * float(own[i]) if name == "head_norm_scale" else v + float(own[i])
+                    out[i] = (
+                        v * float(own[i])
+                        if name == "head_norm_scale"
+                        else v + float(own[i])
+                    )
         return out
 
     def average(rows: list[list[float]]) -> list[float]:
@@ -137,14 +164,20 @@ def test_by_hand() -> None:
     assert head.logits(tokens, layout).tolist() == [[2.0, 8.0]]
     assert head.of_tokens(tokens[0, 0]).tolist() == [2.0, 8.0]
     # rms with eps 3 of (1, 3): mean square 5, so over sqrt(8)
-    rms = HeadWeights({"head_kernel": np.eye(2, dtype=np.float32)}, "x", "mean", "rms", 3.0, False)
+    rms = HeadWeights(
+        {"head_kernel": np.eye(2, dtype=np.float32)}, "x", "mean", "rms", 3.0, False
+    )
     means = np.array([[[5, 5], [0, 2], [2, 4]]], np.float32)  # patches: mean (1, 3)
     expected = [1 / math.sqrt(8), 3 / math.sqrt(8)]
     np.testing.assert_allclose(rms.logits(means, layout), [expected], rtol=1e-15)
-    largest = HeadWeights({"head_kernel": np.eye(2, dtype=np.float32)}, "x", "max", "none", 0, True)
+    largest = HeadWeights(
+        {"head_kernel": np.eye(2, dtype=np.float32)}, "x", "max", "none", 0, True
+    )
     assert largest.logits(means, layout).tolist() == [[2.0, 4.0]]
     all_tokens = HeadWeights(rms.arrays, "x", "mean-all", "none", 0.0, True)
-    np.testing.assert_allclose(all_tokens.logits(means, layout), [[7 / 3, 11 / 3]], rtol=1e-15)
+    np.testing.assert_allclose(
+        all_tokens.logits(means, layout), [[7 / 3, 11 / 3]], rtol=1e-15
+    )
 
 
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
@@ -154,7 +187,12 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "the logits are not head(norm(pool)) of a late site's tokens",
     ),
     "distilled": ("deit_tiny_distilled_patch16_224", 32, VIT, "2 classifiers"),
-    "headless": ("vit_tiny_patch16_224", 32, {**VIT, "num_classes": 0}, "has no classifier"),
+    "headless": (
+        "vit_tiny_patch16_224",
+        32,
+        {**VIT, "num_classes": 0},
+        "has no classifier",
+    ),
 }
 
 
@@ -180,16 +218,25 @@ def test_attention_pooling_is_the_models_modules(args: dict[str, Any]) -> None:
     assert head.width == table[head.site].dim
     x, site = images(model), table[head.site]
     keeper = captured(model, table, x, sites=[site])
-    logits, tokens = keeper.output.double().numpy(), keeper.tokens(head.site).double().numpy()
+    logits, tokens = (
+        keeper.output.double().numpy(),
+        keeper.tokens(head.site).double().numpy(),
+    )
     assert site.layout is not None
-    np.testing.assert_allclose(head.logits(tokens, site.layout), logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        head.logits(tokens, site.layout), logits, rtol=0, atol=1e-5
+    )
     by_loops = attention_logits(model.module, tokens[0], site.layout, args)
-    np.testing.assert_allclose(head.logits(tokens, site.layout)[0], by_loops, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        head.logits(tokens, site.layout)[0], by_loops, rtol=0, atol=1e-5
+    )
     # A token by itself: attention over one token is that token's value, whatever the query.
     alone = head.of_tokens(tokens[:, 3:5])
     no_prefix = TokenLayout((), (1, 1))
     for at in (0, 1):
-        expected = attention_logits(model.module, tokens[1, 3 + at][None], no_prefix, args)
+        expected = attention_logits(
+            model.module, tokens[1, 3 + at][None], no_prefix, args
+        )
         np.testing.assert_allclose(alone[1, at], expected, rtol=0, atol=1e-5)
 
 
@@ -200,13 +247,19 @@ def attention_logits(
     pool = module.attn_pool
 
     def linear(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
-        weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+        weight, bias = (
+            layer.weight.detach().double().numpy(),
+            layer.bias.detach().double().numpy(),
+        )
         return x @ weight.T + bias
 
     def norm(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
         if isinstance(layer, torch.nn.Identity):
             return x
-        scale, shift = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+        scale, shift = (
+            layer.weight.detach().double().numpy(),
+            layer.bias.detach().double().numpy(),
+        )
         rest = x - x.mean(-1, keepdims=True)
         return rest / np.sqrt(x.var(-1, keepdims=True) + layer.eps) * scale + shift
 
@@ -231,7 +284,15 @@ def attention_logits(
     return linear(module.head, norm(module.fc_norm, pooled))
 
 
-OWN = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+OWN = [
+    "test_vit",
+    "--random-init",
+    "0",
+    "--img-size",
+    "32x48",
+    "--model-arg",
+    "patch_size=8",
+]
 CLASSES = ["--model-arg", "num_classes=5"]
 
 
@@ -266,10 +327,14 @@ def test_a_large_one_is_kept_on_request(
     store = open_store(tmp_path / "a.zarr")
     assert not store.has("weights/head_kernel") and store.has("weights/filters")
     for read in (stored_classifier, lambda s: s.weights("head_kernel")):
-        with pytest.raises(MissingInput, match=r"it takes .* \(extract --head-weights keeps it\)"):
+        with pytest.raises(
+            MissingInput, match=r"it takes .* \(extract --head-weights keeps it\)"
+        ):
             read(store)
     extracted(*base, "--head-weights", "-o", tmp_path / "b.zarr")
-    assert stored_classifier(open_store(tmp_path / "b.zarr")).arrays["head_kernel"].shape == (5, 64)
+    assert stored_classifier(open_store(tmp_path / "b.zarr")).arrays[
+        "head_kernel"
+    ].shape == (5, 64)
     again = extract(*base, "--head-weights", "-o", tmp_path / "a.zarr")
     assert again.exit_code == 1 and "head_weights is null, given true" in again.stderr
     extracted(*base, "--no-head-weights", "-o", tmp_path / "c.zarr")

@@ -36,7 +36,10 @@ def make_store(path: Path, **kwargs: Any) -> Store:
 def test_places_in_the_model(tmp_path: Path, model_blocks: Any, places: Any) -> None:
     found = attention_blocks(make_store(tmp_path / "a.zarr", model_blocks=model_blocks))
     assert [(b.depth, b.rel_depth) for b in found] == places
-    assert [(b.site, b.row, b.n_heads) for b in found] == [("blocks.0", 0, 3), ("blocks.1", 1, 2)]
+    assert [(b.site, b.row, b.n_heads) for b in found] == [
+        ("blocks.0", 0, 3),
+        ("blocks.1", 1, 2),
+    ]
 
 
 def test_patterns_choose_blocks(tmp_path: Path) -> None:
@@ -48,7 +51,9 @@ def test_patterns_choose_blocks(tmp_path: Path) -> None:
     assert sites("blocks.-1") == ["blocks.1"]
     assert sites("blocks.1", "blocks.0") == list(BLOCKS)
     assert sites("blocks.?") == list(BLOCKS)
-    with pytest.raises(SiteError, match=r"no site matches 'blocks\.7'.*blocks\.0, blocks\.1"):
+    with pytest.raises(
+        SiteError, match=r"no site matches 'blocks\.7'.*blocks\.0, blocks\.1"
+    ):
         sites("blocks.7")
 
 
@@ -96,11 +101,16 @@ def test_uniform_attention_within_windows_by_hand() -> None:
     ]
     assert uniform_map((2, 4), (2, 2)) == pytest.approx(coverage / 4)
     each = per_query(uniform_map((2, 4), (2, 2)), (2, 2))
-    assert each[:, 2:5] == pytest.approx(np.full((3, 3), 0.25)) and np.isnan(each[:, :2]).all()
+    assert (
+        each[:, 2:5] == pytest.approx(np.full((3, 3), 0.25))
+        and np.isnan(each[:, :2]).all()
+    )
 
 
 @given(*[st.integers(1, 6)] * 4)
-def test_uniform_attention_within_windows_by_loops(rows: int, cols: int, a: int, b: int) -> None:
+def test_uniform_attention_within_windows_by_loops(
+    rows: int, cols: int, a: int, b: int
+) -> None:
     window = min(a, rows), min(b, cols)
     cells = [(y, x) for y in range(rows) for x in range(cols)]
     total, aligned = 0.0, np.zeros((2 * rows - 1, 2 * cols - 1))

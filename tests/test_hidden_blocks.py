@@ -36,7 +36,9 @@ def both_sides(model: Any, x: Tensor) -> Tensor:
 
 def four_corners(model: Any, x: Tensor) -> Tensor:
     corners = [x, x.roll(8, -1), x.roll(8, -2), x.flip(-2)]
-    averaged: Tensor = model(torch.stack(corners, 1).flatten(0, 1)).unflatten(0, (-1, 4)).mean(1)
+    averaged: Tensor = (
+        model(torch.stack(corners, 1).flatten(0, 1)).unflatten(0, (-1, 4)).mean(1)
+    )
     return averaged
 
 
@@ -66,7 +68,10 @@ def shared(in_a_list: bool) -> Any:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "doubled": (lambda: Around(both_sides), "its first dimension is 4 for 2 images"),
     "cropped": (lambda: Around(four_corners), "its first dimension is 8 for 2 images"),
-    "two passes": (lambda: Around(one_after_the_other), "called 2 times in one forward pass"),
+    "two passes": (
+        lambda: Around(one_after_the_other),
+        "called 2 times in one forward pass",
+    ),
     "shared by a loop": (lambda: shared(False), "called 5 times in one forward pass"),
     "shared by a list": (lambda: shared(True), "called 5 times in one forward pass"),
 }
@@ -77,7 +82,9 @@ def test_blocks_that_no_store_would_have_are_said(case: str) -> None:
     make, reason = CASES[case]
     model = own_model(make(), TRANSFORM, name="mine")
     table = site_table(model)
-    with pytest.raises(VitseeError, match="the model's blocks cannot be captured") as error:
+    with pytest.raises(
+        VitseeError, match="the model's blocks cannot be captured"
+    ) as error:
         choose(KeepOptions(), {}, table, model.input_size)
     assert reason in str(error.value)
     if table.sites:

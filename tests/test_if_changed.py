@@ -41,9 +41,12 @@ def test_it_writes_once_and_then_is_up_to_date(store: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "change", ["option", "figure", "table", "sidecar", "version", "store", "label", "partial"]
+    "change",
+    ["option", "figure", "table", "sidecar", "version", "store", "label", "partial"],
 )
-def test_it_works_again_where_something_changed(store: Path, tmp_path: Path, change: str) -> None:
+def test_it_works_again_where_something_changed(
+    store: Path, tmp_path: Path, change: str
+) -> None:
     table, figure = tmp_path / "r.csv", tmp_path / "r.png"
     words: list[object] = ["attn-dist", store, "-o", table, "--png", figure]
     ran(*words)
@@ -70,7 +73,9 @@ def test_it_works_again_where_something_changed(store: Path, tmp_path: Path, cha
         words += ["--allow-partial"]
     assert "up to date" not in ran(*words)
     assert ran(*words) == f"{table} is up to date\n"
-    assert figure.is_file() and (change in ("option", "label")) == (table.read_bytes() != before)
+    assert figure.is_file() and (change in ("option", "label")) == (
+        table.read_bytes() != before
+    )
 
 
 def test_files_that_options_name(store: Path, tmp_path: Path) -> None:
@@ -95,7 +100,10 @@ def test_files_that_options_name(store: Path, tmp_path: Path) -> None:
 def test_best_layers_of_results(store: Path, tmp_path: Path) -> None:
     scores = tmp_path / "knn.csv"
     columns = "store,model,weights,site,block,depth,rel_depth,k,metric,value,std,low,high,n_images"
-    rows = [f"a,m,w,blocks.{i}.out,blocks.{i},{i},{i / 2},1,top1,0.{i + 3},,,,9" for i in range(3)]
+    rows = [
+        f"a,m,w,blocks.{i}.out,blocks.{i},{i},{i / 2},1,top1,0.{i + 3},,,,9"
+        for i in range(3)
+    ]
     scores.write_text("\n".join([columns, *rows]) + "\n")
     words = ("best-layer", scores, "-o", tmp_path / "best.csv")
     assert "up to date" not in ran(*words)
@@ -110,5 +118,7 @@ def test_what_it_excludes(store: Path, tmp_path: Path) -> None:
     assert "--if-changed is about a table's file" in one_line(
         "attn-dist", store, "--if-changed", code=2
     )
-    line = one_line("attn-dist", store, "-o", tmp_path / "r.csv", "--if-changed", "--force", code=2)
+    line = one_line(
+        "attn-dist", store, "-o", tmp_path / "r.csv", "--if-changed", "--force", code=2
+    )
     assert line.endswith("--if-changed and --force exclude each other")

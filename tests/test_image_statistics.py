@@ -33,11 +33,15 @@ def test_statistics_against_loops(n: int, ties: bool, holes: float, seed: int) -
         of = statistic(x, estimator, labels)
         for t in range(3):
             row = x[t].tolist()
-            assert of.value[t] == pytest.approx(loop_statistic(row, metric), nan_ok=True, rel=1e-12)
+            assert of.value[t] == pytest.approx(
+                loop_statistic(row, metric), nan_ok=True, rel=1e-12
+            )
             if estimator == "median":
                 continue
             expected = [
-                loop_statistic([v for v, b in zip(row, labels, strict=True) if b != k], metric)
+                loop_statistic(
+                    [v for v, b in zip(row, labels, strict=True) if b != k], metric
+                )
                 for k in range(labels.max() + 1)
             ]
             assert of.trace[t] == pytest.approx(expected, nan_ok=True, rel=1e-12)

@@ -78,23 +78,45 @@ PIXELS = np.zeros((2, 4, 4), np.uint8)
     [
         ({"x": PIXELS}, "has 'x'; expected only: images"),
         ({"labels": np.zeros(2, int)}, "no array 'images'; found: labels"),
-        ({"images": PIXELS.astype(np.int16)}, "'images' of .* is int16 .* expected uint8 or float"),
-        ({"images": np.zeros((2, 2, 4, 4), np.uint8)}, r"is uint8 \(2, 2, 4, 4\); expected"),
+        (
+            {"images": PIXELS.astype(np.int16)},
+            "'images' of .* is int16 .* expected uint8 or float",
+        ),
+        (
+            {"images": np.zeros((2, 2, 4, 4), np.uint8)},
+            r"is uint8 \(2, 2, 4, 4\); expected",
+        ),
         ({"images": PIXELS[0]}, "expected uint8"),
-        ({"images": PIXELS - 0.5}, "float64, and image 0 goes from -0.5 to -0.5; expected 0"),
-        ({"images": np.stack([PIXELS[0], PIXELS[0] + 1.01])}, "1 goes from 1.01 to 1.01; .* not n"),
+        (
+            {"images": PIXELS - 0.5},
+            "float64, and image 0 goes from -0.5 to -0.5; expected 0",
+        ),
+        (
+            {"images": np.stack([PIXELS[0], PIXELS[0] + 1.01])},
+            "1 goes from 1.01 to 1.01; .* not n",
+        ),
         ({"images": PIXELS + np.nan}, "goes from nan to nan"),
         ({"images": np.zeros((2, 0, 4, 3), np.uint8)}, r"\(2, 0, 4, 3\): .* no pixels"),
         ({"images": np.array([None, 1], object)}, "Python objects"),
-        ({"images": PIXELS, "labels": np.zeros(3, int)}, "'labels' of .* expected integers"),
+        (
+            {"images": PIXELS, "labels": np.zeros(3, int)},
+            "'labels' of .* expected integers",
+        ),
         ({"images": PIXELS, "labels": np.zeros(2)}, "'labels' of .* is float64"),
         ({"images": PIXELS, "labels": np.array([0, -2])}, "go from -2 to 0"),
         (
-            {"images": PIXELS, "labels": np.array([0, 2]), "class_names": np.array(["a", "b"])},
+            {
+                "images": PIXELS,
+                "labels": np.array([0, 2]),
+                "class_names": np.array(["a", "b"]),
+            },
             "from 0 below 2",
         ),
         ({"images": PIXELS, "splits": np.array(["a"])}, "'splits' of .* expected text"),
-        ({"images": PIXELS, "class_names": np.array([1, 2])}, "'class_names' of .* expected text"),
+        (
+            {"images": PIXELS, "class_names": np.array([1, 2])},
+            "'class_names' of .* expected text",
+        ),
     ],
 )
 def test_bad_arrays(tmp_path: Path, arrays: dict[str, Any], phrase: str) -> None:
@@ -154,7 +176,9 @@ def test_folder_of_tars_and_tars_in_a_tar_are_class_folders(tmp_path: Path) -> N
         assert list(source.ids) == ["cat/1.png", "dog/0.png", "dog/1.png"]
         assert source.class_names == ["cat", "dog"]
         hashes = [source.read(k)[1] for k in range(3)]
-        assert hashes == [hash64(b) for b in (cats["1.png"], dogs["0.png"], dogs["1.png"])]
+        assert hashes == [
+            hash64(b) for b in (cats["1.png"], dogs["0.png"], dogs["1.png"])
+        ]
 
 
 def test_member_appended_again_replaces_the_first(tmp_path: Path) -> None:

@@ -62,7 +62,11 @@ LAYOUTS: dict[str, tuple[list[str], list[str | None], list[str]]] = {
         ["cat", "dog"],
         ["train", "val"],
     ),
-    "one split": (["train/cat/1.png", "train/dog/2.png"], ["cat", "dog"], ["train", "train"]),
+    "one split": (
+        ["train/cat/1.png", "train/dog/2.png"],
+        ["cat", "dog"],
+        ["train", "train"],
+    ),
     "one class": (["cat/1.png", "cat/2.png"], ["cat", "cat"], ["", ""]),
     "folders in classes": (["cat/a/1.png", "dog/2.png"], ["cat", "dog"], ["", ""]),
     "flat": (["1.png", "2.png"], [None, None], ["", ""]),
@@ -91,25 +95,36 @@ def test_the_first_folders_that_differ_are_the_classes(
 
 
 def test_backslashes_of_windows_and_folders_of_macos(tmp_path: Path) -> None:
-    names = ["pets\\cat\\1.png", "pets\\dog\\2.png", "__MACOSX/cat/x.png", "__MACOSX/pets/._1.png"]
+    names = [
+        "pets\\cat\\1.png",
+        "pets\\dog\\2.png",
+        "__MACOSX/cat/x.png",
+        "__MACOSX/pets/._1.png",
+    ]
     source = open_source(str(write_zip(tmp_path / "a.zip", names)))
     assert classes_of(source) == {"pets/cat/1.png": "cat", "pets/dog/2.png": "dog"}
     assert source.read(1)[0].getpixel((0, 0)) == (1, 0, 254)
     hidden = [".cache/cat/1.png", "cat/2.png", "dog/.hidden/3.png", "./dog//4.png"]
     for data in (
         write_zip(tmp_path / "b.zip", hidden),
-        write_tar(tmp_path / "b.tar", [(name, encoded(k)) for k, name in enumerate(hidden)]),
+        write_tar(
+            tmp_path / "b.tar", [(name, encoded(k)) for k, name in enumerate(hidden)]
+        ),
     ):
         source = open_source(str(data))
         assert classes_of(source) == {"cat/2.png": "cat", "dog/4.png": "dog"}
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_members_of_one_path_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_members_of_one_path_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = ["cat/1.png", "dog/2.png", "./cat/1.png", "dog/3.png"]
     archives = [
         write_zip(tmp_path / "a.zip", names),
-        write_tar(tmp_path / "a.tar", [(name, encoded(k)) for k, name in enumerate(names)]),
+        write_tar(
+            tmp_path / "a.tar", [(name, encoded(k)) for k, name in enumerate(names)]
+        ),
     ]
     for data in archives:
         caplog.clear()
@@ -176,15 +191,19 @@ def test_missing_labels_of_a_list_are_said(
     assert source.labels.tolist() == [0, -1, 1] and source.class_names == ["cat", "dog"]
     assert caplog.messages == ["labels that are nan (1 of 3) are taken for none"]
     (tmp_path / "l.csv").write_text("path,label\n1.png,0.5\n2.png,0.37\n3.png,1\n")
-    assert refused(tmp_path / "l.csv").startswith(f"{tmp_path}/l.csv: the label 0.5 is a number")
+    assert refused(tmp_path / "l.csv").startswith(
+        f"{tmp_path}/l.csv: the label 0.5 is a number"
+    )
 
 
 def test_values_that_are_labels() -> None:
-    assert [label_text(value) for value in (None, float("nan"), 3, 3.0, True, " cat ")] == [
-        *("", "", "3", "3.0", "True", "cat")
-    ]
+    assert [
+        label_text(value) for value in (None, float("nan"), 3, 3.0, True, " cat ")
+    ] == [*("", "", "3", "3.0", "True", "cat")]
     for value in ([1], {"a": 1}, b"x"):
-        with pytest.raises(DataError, match=f"is a {type(value).__name__}; expected one class"):
+        with pytest.raises(
+            DataError, match=f"is a {type(value).__name__}; expected one class"
+        ):
             label_text(value)
 
 
@@ -204,9 +223,18 @@ COLUMNS: dict[str, tuple[Any, list[int], list[str] | None]] = {
     ),
 }
 NO_CLASSES: dict[str, tuple[Any, str]] = {
-    "lists": (pyarrow.array([[1], [0, 2], []]), "has no labels in the column 'label', which is"),
-    "structs": (pyarrow.array([{"a": 1}] * 3), "has no labels in the column 'label', which is"),
-    "numbers": (pyarrow.array([0.37, 0.5, 1.0]), "the column 'label' of .*: the label 0.37 is a"),
+    "lists": (
+        pyarrow.array([[1], [0, 2], []]),
+        "has no labels in the column 'label', which is",
+    ),
+    "structs": (
+        pyarrow.array([{"a": 1}] * 3),
+        "has no labels in the column 'label', which is",
+    ),
+    "numbers": (
+        pyarrow.array([0.37, 0.5, 1.0]),
+        "the column 'label' of .*: the label 0.37 is a",
+    ),
     "tags": (pyarrow.array(["cat;dog", "cat", "dog"]), "'cat;dog' holds several classes"),
     "dates": (pyarrow.array([1, 2, 3], pyarrow.date32()), "which is date32"),
 }
@@ -272,7 +300,10 @@ def test_labels_in_json(
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ([[1, 2], [0]], r"0\.json: the label \[1, 2\] is a list; expected one class number"),
+        (
+            [[1, 2], [0]],
+            r"0\.json: the label \[1, 2\] is a list; expected one class number",
+        ),
         ([{"id": 3}, 1], r"0\.json: the label \{'id': 3\} is a dict"),
         ([0.37, 0.5], r"a\.tar: the label 0\.37 is a number and no class"),
     ],
@@ -300,7 +331,9 @@ def test_files_left_out_by_their_ending_are_counted_and_named(
     elif kind == "zip":
         data = write_zip(tmp_path / "d.zip", [*names, *beside])
     else:
-        data = write_tar(tmp_path / "d.tar", [(name, encoded(1)) for name in [*names, "README"]])
+        data = write_tar(
+            tmp_path / "d.tar", [(name, encoded(1)) for name in [*names, "README"]]
+        )
     for _ in range(2):  # the second time of an index that was kept, where there is one
         caplog.clear()
         source = open_source(str(data))

@@ -23,7 +23,9 @@ from vitsee_core.images.transform import make_recipe
 from vitsee_core.images.videos import Video
 from vitsee_core.pages.report.pictures import packed
 
-POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+POSTSCRIPT = (
+    b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+)
 SQUARE = {
     "input_size": (3, 4, 4),
     "crop_pct": 1.0,
@@ -59,7 +61,9 @@ def test_postscript_under_the_name_of_a_picture_starts_nothing(
     source = open_source(str(data))
     assert source.size(0) == (4, 6)
     for read in (source.read, source.size):
-        with pytest.raises(ImageError, match="not an image, or of a format other than AVIF"):
+        with pytest.raises(
+            ImageError, match="not an image, or of a format other than AVIF"
+        ):
             read(1)
     assert not ghostscript.exists()
     # Without the list of formats the program is started: the trace shows it.
@@ -71,7 +75,10 @@ def test_postscript_under_the_name_of_a_picture_starts_nothing(
 @pytest.mark.parametrize("kind", ["EPS", "PCX", "TGA", "ICO", "SGI", "DDS", "ICNS"])
 def test_formats_that_are_not_in_the_list_are_not_opened(kind: str) -> None:
     data = of_kind(kind)
-    for read in (lambda: decode("x.png", data), lambda: header_size("x.png", io.BytesIO(data))):
+    for read in (
+        lambda: decode("x.png", data),
+        lambda: header_size("x.png", io.BytesIO(data)),
+    ):
         with pytest.raises(ImageError, match="not an image, or of a format other than"):
             read()
 
@@ -95,7 +102,9 @@ def test_an_image_that_asks_for_too_much_memory_is_an_unreadable_one(
         raise MemoryError
 
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
-    with pytest.raises(ImageError, match=r"x\.png: it asks for more memory than there is"):
+    with pytest.raises(
+        ImageError, match=r"x\.png: it asks for more memory than there is"
+    ):
         decode("x.png", encoded(1))
 
 
@@ -121,9 +130,14 @@ def promise_rows(path: Path, n: int) -> None:
     data = bytearray(path.read_bytes())
     begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     n_rows = parquet.ParquetFile(path).metadata.num_rows
-    number = bytes([0x16, 2 * n_rows])  # an i64 of Thrift's compact protocol, one field further
+    number = bytes(
+        [0x16, 2 * n_rows]
+    )  # an i64 of Thrift's compact protocol, one field further
     places = [at for at in range(begin, len(data) - 8) if data[at : at + 2] == number]
-    for at in (places[0], places[-1]):  # of the file, and of the group; between them of columns
+    for at in (
+        places[0],
+        places[-1],
+    ):  # of the file, and of the group; between them of columns
         data[at + 1] = 2 * n
     path.write_bytes(data)
     assert parquet.ParquetFile(path).metadata.row_group(0).num_rows == n
@@ -141,12 +155,16 @@ def test_rows_that_a_row_group_lacks_are_unreadable_images(tmp_path: Path) -> No
             source.read(row)
 
 
-def test_labels_or_paths_of_fewer_rows_than_the_file_says_are_refused(tmp_path: Path) -> None:
+def test_labels_or_paths_of_fewer_rows_than_the_file_says_are_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.parquet"
     table = bytes_table(5).append_column("label", pyarrow.array([0, 1, 0, 1, 0]))
     parquet.write_table(table, path, store_schema=False)
     promise_rows(path, 7)
-    with pytest.raises(DataError, match=r"a\.parquet is damaged: 7 rows, and 5 in one of its"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet is damaged: 7 rows, and 5 in one of its"
+    ):
         open_source(str(path))
 
 
@@ -212,7 +230,9 @@ def test_a_size_that_no_machine_has_is_a_damaged_video(tmp_path: Path) -> None:
     path = flip(write_video(tmp_path / "a.mp4"), b"stts", 8, 4)
     with pytest.raises(MemoryError), av.open(str(path)) as container:
         list(container.demux())
-    with pytest.raises(ImageError, match=r"a\.mp4: not a video that FFmpeg reads \(cannot alloc"):
+    with pytest.raises(
+        ImageError, match=r"a\.mp4: not a video that FFmpeg reads \(cannot alloc"
+    ):
         Video("a.mp4", path.open("rb"))
 
 
@@ -223,7 +243,9 @@ def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_video(tmp_path: Path)
         stream: Any = container.add_stream("libx264", rate=10)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         for k in range(3):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey(k), format="rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(grey(k), format="rgb24"))
+            )
         container.mux(stream.encode(None))
     data = path.read_bytes()
     assert data.count(b"Zweiundzwanzig") == 1

@@ -24,7 +24,10 @@ def write_mnist(root: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
     images = rng.integers(0, 256, (8, 28, 28), np.uint8)
     labels = np.arange(8, dtype=np.uint8)
     for stem, rows in (("train", slice(0, 5)), ("t10k", slice(5, 8))):
-        for name, values in (("images-idx3", images[rows]), ("labels-idx1", labels[rows])):
+        for name, values in (
+            ("images-idx3", images[rows]),
+            ("labels-idx1", labels[rows]),
+        ):
             head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
             (raw / f"{stem}-{name}-ubyte").write_bytes(head + values.tobytes())
     return images, labels
@@ -54,7 +57,9 @@ def test_torchvision_image_folder(tmp_path: Path) -> None:
     assert source.labels.tolist() == [1]
 
 
-def test_torchvision_that_lists_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_that_lists_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = plant(tmp_path, "val/n01/a.png", "val/n02/b.png")
     listing = types.SimpleNamespace(
         root=str(root),
@@ -63,7 +68,9 @@ def test_torchvision_that_lists_files(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     import timm.data.dataset_factory
 
-    monkeypatch.setattr(timm.data.dataset_factory, "create_dataset", lambda *_, **__: listing)
+    monkeypatch.setattr(
+        timm.data.dataset_factory, "create_dataset", lambda *_, **__: listing
+    )
     source = open_source(f"torch/imagenet:{root}", split="val")
     assert source.ids == ["val/val/n01/a.png", "val/val/n02/b.png"]
     assert source.class_names == ["tench", "goldfish"]
@@ -86,7 +93,11 @@ class Rows(list[dict[str, Any]]):
     features: dict[str, Any]
 
     def __getitem__(self, key: Any) -> Any:
-        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+        return (
+            [row[key] for row in self]
+            if isinstance(key, str)
+            else super().__getitem__(key)
+        )
 
     def select_columns(self, columns: list[str]) -> Rows:
         return self

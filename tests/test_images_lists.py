@@ -111,7 +111,9 @@ def test_bad_lists(tmp_path: Path, text: str, phrase: str) -> None:
         ("x/a b.png n01978287\nc.png n01440764\n", [1, 0], ["n01440764", "n01978287"]),
     ],
 )
-def test_text_lists(tmp_path: Path, text: str, labels: list[int], names: list[str] | None) -> None:
+def test_text_lists(
+    tmp_path: Path, text: str, labels: list[int], names: list[str] | None
+) -> None:
     plant(tmp_path, "x/a b.png", "c.png")
     (tmp_path / "l.txt").write_text(text)
     source = open_source(str(tmp_path / "l.txt"))
@@ -146,7 +148,11 @@ def test_boxes_are_cut_out(tmp_path: Path) -> None:
     source = open_source(str(write_list(tmp_path / "l.csv", rows)))
     assert source.ids == ["a#1,2,5,7", "a", "a#0.4,0,2.5,3.6", "whole#0,0,9,7"]
     whole, value = source.read(1)
-    for row, (x0, y0, x1, y1) in ((0, (1, 2, 5, 7)), (2, (0, 0, 2, 4)), (3, (0, 0, 9, 7))):
+    for row, (x0, y0, x1, y1) in (
+        (0, (1, 2, 5, 7)),
+        (2, (0, 0, 2, 4)),
+        (3, (0, 0, 9, 7)),
+    ):
         image, same = source.read(row)
         np.testing.assert_array_equal(np.asarray(image), np.asarray(whole)[y0:y1, x0:x1])
         assert same == value == source.hash(row)  # of the file's bytes
@@ -158,12 +164,18 @@ def test_boxes_are_cut_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("box", "phrase"),
     [
-        ("1 2 1 7", r"line 3 of .*l\.csv: the box 1 2 1 7 is empty; expected x0 y0 x1 y1 with"),
+        (
+            "1 2 1 7",
+            r"line 3 of .*l\.csv: the box 1 2 1 7 is empty; expected x0 y0 x1 y1 with",
+        ),
         ("5 2 1 7", "is empty"),
         ("1 2 3", "line 3 of .*: the box '1 2 3' is not x0 y0 x1 y1 in pixels"),
         ("a b c d", "is not x0 y0 x1 y1"),
         ("0 0 inf 4", "is not x0 y0 x1 y1"),
-        ("-1 0 4 4", "line 3 of .*: the box -1 0 4 4 reaches out of its image, which has 9 x 7"),
+        (
+            "-1 0 4 4",
+            "line 3 of .*: the box -1 0 4 4 reaches out of its image, which has 9 x 7",
+        ),
         ("0 0 10 7", "reaches out of its image"),
         ("0.0 0 4 4", "repeats the id 'a.png#0,0,4,4'"),
     ],
@@ -196,11 +208,15 @@ def test_a_store_of_boxes(tmp_path: Path) -> None:
     assert boxes is not None
     for row, box in enumerate(boxes):
         part = whole if np.isnan(box).any() else whole.crop(tuple(box.tolist()))
-        seen = np.asarray(part.resize((48, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+        seen = np.asarray(part.resize((48, 32), Image.Resampling.BICUBIC)).transpose(
+            2, 0, 1
+        )
         np.testing.assert_array_equal(store.array("input")[row], seen)
     assert validate(tmp_path / "s.zarr", deep=True) == []
     rows[1][1] = "1 2 5 6"
-    other = extract(*VIT, "--data", write_list(data, rows), "-o", tmp_path / "s.zarr", *options)
+    other = extract(
+        *VIT, "--data", write_list(data, rows), "-o", tmp_path / "s.zarr", *options
+    )
     assert other.exit_code == 1 and "samples_fingerprint is" in other.stderr
 
 
@@ -242,7 +258,9 @@ def test_imagenets_development_kit(tmp_path: Path, inner: str) -> None:
     assert source.labels.tolist() == [0, 1, 0]
     assert all(source.read(k)[0].size == (6, 4) for k in range(3))
     truth.write_text("2\n7\n")
-    with pytest.raises(DataError, match=r"has the class 7, which .*meta\.mat does not name"):
+    with pytest.raises(
+        DataError, match=r"has the class 7, which .*meta\.mat does not name"
+    ):
         open_source(str(truth))
     (data / "meta.mat").write_bytes(b"no matlab")
     with pytest.raises(DataError, match=r"meta\.mat is not ImageNet's meta\.mat"):

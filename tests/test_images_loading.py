@@ -47,7 +47,12 @@ def bomb() -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
 
     head = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", b"")
+        + chunk(b"IEND", b"")
+    )
 
 
 def break_some(folder: Path) -> dict[str, str]:
@@ -130,7 +135,9 @@ def test_fail_names_the_first_bad_row(folder: Path, workers: int) -> None:
 @pytest.mark.slow
 def test_arrays_reach_the_workers(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (N, 20, 22, 3), np.uint8)
-    np.savez(tmp_path / "d.npz", images=images, splits=np.array(["a"] * 9 + ["b"] * (N - 9)))
+    np.savez(
+        tmp_path / "d.npz", images=images, splits=np.array(["a"] * 9 + ["b"] * (N - 9))
+    )
     selection = select(open_source(str(tmp_path / "d.npz"), split="b+a"))
     results = load(selection, 2)
     assert_equal(load(selection, 0), results)
@@ -188,7 +195,8 @@ def loading_threads() -> int:
 
 
 needs_proc = pytest.mark.skipif(
-    not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux's /proc"
+    not Path(f"/proc/self/task/{os.getpid()}/children").exists(),
+    reason="needs Linux's /proc",
 )
 
 
@@ -220,7 +228,9 @@ def test_reading_ahead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch)
         return load_one(self, location)
 
     monkeypatch.setattr(opener, "_load", counted)
-    found: Any = batches(selection, TRANSFORM, [slice(k, k + 1) for k in range(N)], workers=0)
+    found: Any = batches(
+        selection, TRANSFORM, [slice(k, k + 1) for k in range(N)], workers=0
+    )
     next(found)
     deadline = time.monotonic() + 20
     while len(loaded) < 4 and time.monotonic() < deadline:
@@ -244,7 +254,9 @@ for k, batch in enumerate(found):
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Signals) -> None:
+def test_no_worker_outlives_an_interrupted_process(
+    folder: Path, how: signal.Signals
+) -> None:
     """The signal reaches the process group, as Ctrl-C and job schedulers send it."""
     script = SCRIPT.format(transform=TRANSFORM, folder=str(folder))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -298,11 +310,16 @@ def test_a_killed_worker_is_said(folder: Path) -> None:
 
 def test_workers_import_neither_torch_nor_timm() -> None:
     code = (
-        "import sys, vitsee_core.images.loading; print({'torch', 'timm', 'zarr'} & {*sys.modules})"
+        "import sys, vitsee_core.images.loading; print({'torch', 'timm', 'zarr'} & "
+        "{*sys.modules})"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     assert result.stdout == "set()\n"
 

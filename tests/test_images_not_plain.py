@@ -43,7 +43,12 @@ from vitsee_core.images.videos import Sampling
 from vitsee_core.models.provenance import Pictures, source_of
 
 RECIPE = make_recipe(
-    {"input_size": (3, 4, 4), "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "nearest"}
+    {
+        "input_size": (3, 4, 4),
+        "crop_pct": 1.0,
+        "crop_mode": "squash",
+        "interpolation": "nearest",
+    }
 )
 KINDS = ("JPEG", "PNG", "WEBP")
 # Where the pixel in the upright image's first row and first column lies in the file, by EXIF 2.3,
@@ -88,7 +93,9 @@ def near(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_each_orientation_is_left_alone_or_turned_upright(kind: str, orientation: int) -> None:
+def test_each_orientation_is_left_alone_or_turned_upright(
+    kind: str, orientation: int
+) -> None:
     data, raw = photo(kind, orientation), corners()
     as_it_is, value = decode("x", data)
     assert near(np.asarray(as_it_is)[0, 0], raw[0, 0]) and as_it_is.size == (24, 16)
@@ -136,7 +143,9 @@ def test_every_source_of_files_turns_its_images(tmp_path: Path) -> None:
         packed.write(tmp_path / "d" / "a.jpg", "a.jpg")
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         tar.add(tmp_path / "d" / "a.jpg", "a.jpg")
-    parquet.write_table(pyarrow.table({"image": [photo("JPEG", 6)]}), tmp_path / "p.parquet")
+    parquet.write_table(
+        pyarrow.table({"image": [photo("JPEG", 6)]}), tmp_path / "p.parquet"
+    )
     for name in ("d", "z.zip", "t.tar", "p.parquet", "d/*.jpg"):
         source = open_source(f"{tmp_path}/{name}", exif=True)
         assert source.size(0) == (24, 16), name
@@ -146,7 +155,9 @@ def test_every_source_of_files_turns_its_images(tmp_path: Path) -> None:
 
 
 def test_boxes_are_in_the_pixels_of_the_upright_image(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(photo("JPEG", 6))  # 24 x 16 in the file, 16 x 24 upright
+    (tmp_path / "a.jpg").write_bytes(
+        photo("JPEG", 6)
+    )  # 24 x 16 in the file, 16 x 24 upright
     (tmp_path / "l.csv").write_text("path,box\na.jpg,0 12 16 24\n")
     source = open_source(str(tmp_path / "l.csv"), exif=True)
     assert source.size(0) == (12, 16)
@@ -154,7 +165,9 @@ def test_boxes_are_in_the_pixels_of_the_upright_image(tmp_path: Path) -> None:
     upright, _ = decode("a.jpg", photo("JPEG", 6), exif=True)
     np.testing.assert_array_equal(np.asarray(image), np.asarray(upright)[12:24, 0:16])
     assert remarks_on(image) == (EXIF_APPLIED,)  # kept by cropping
-    with pytest.raises(vitsee.VitseeError, match="reaches out of its image, which has 24 x 16"):
+    with pytest.raises(
+        vitsee.VitseeError, match="reaches out of its image, which has 24 x 16"
+    ):
         open_source(str(tmp_path / "l.csv"))
 
 
@@ -186,7 +199,10 @@ def png_16_bits(n_channels: int) -> bytes:
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+            struct.pack(">I", len(data))
+            + name
+            + data
+            + struct.pack(">I", zlib.crc32(name + data))
         )
 
     colour = {1: 0, 2: 4, 3: 2, 4: 6}[n_channels]
@@ -194,7 +210,11 @@ def png_16_bits(n_channels: int) -> bytes:
     head = struct.pack(">IIBBBBB", 6, 4, 16, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         chunk(name, data)
-        for name, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+        for name, data in (
+            (b"IHDR", head),
+            (b"IDAT", zlib.compress(rows)),
+            (b"IEND", b""),
+        )
     )
 
 
@@ -284,7 +304,9 @@ def _warn_as_pillow(text: str) -> None:
     warnings.warn_explicit(text, UserWarning, "Image.py", 1, module="PIL.Image")
 
 
-def test_a_warning_is_a_remark_each_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_a_remark_each_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Pillow warns as it converts a palette with several transparent entries."""
     image = Image.new("P", (6, 4))
     image.putpalette([k for k in range(256) for _ in range(3)])
@@ -356,17 +378,27 @@ def test_a_store_says_that_its_images_were_turned(
         "1 of 6 images have an alpha channel, which was dropped",
         "1 of 6 images have several frames or pages, of which the first was taken",
     ]
-    assert "exif" not in plain.manifest.transform and "exif" not in plain.manifest.info["data"]
+    assert (
+        "exif" not in plain.manifest.transform
+        and "exif" not in plain.manifest.info["data"]
+    )
     caplog.clear()
-    turned = vitsee.extract("demo:vit", photos, tmp_path / "turned.zarr", exif=True, **options)
-    assert "2 of 6 images have an EXIF orientation and were turned upright" in caplog.messages
+    turned = vitsee.extract(
+        "demo:vit", photos, tmp_path / "turned.zarr", exif=True, **options
+    )
+    assert (
+        "2 of 6 images have an EXIF orientation and were turned upright"
+        in caplog.messages
+    )
     assert turned.manifest.transform == {**plain.manifest.transform, "exif": True}
     assert turned.manifest.info["data"]["exif"] is True
     rows = {name: k for k, name in enumerate(turned.samples.id.tolist())}
     assert turned.sizes[rows["c.jpg"]].tolist() == [24, 16]
     assert plain.sizes[rows["c.jpg"]].tolist() == [16, 24]
     differs = [
-        not np.array_equal(plain.acts("head")[rows[name]], turned.acts("head")[rows[name]])
+        not np.array_equal(
+            plain.acts("head")[rows[name]], turned.acts("head")[rows[name]]
+        )
         for name in ("a.png", "c.jpg", "d.jpg", "e.png")
     ]
     assert differs == [False, True, True, False]
@@ -389,7 +421,9 @@ def test_whoever_reads_the_images_again_turns_them(tmp_path: Path, photos: Path)
     row = store.samples.id.tolist().index("c.jpg")
     assert source.read(source.ids.index("c.jpg"))[0].size == (16, 24)
     stored = Pictures(store)(np.array([row]))
-    batch = next(batches(select(source, order="dataset"), store.manifest.transform, [(0, 6)]))
+    batch = next(
+        batches(select(source, order="dataset"), store.manifest.transform, [(0, 6)])
+    )
     np.testing.assert_array_equal(batch.pixels[2].numpy(), stored[0])
 
 

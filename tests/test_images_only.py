@@ -13,7 +13,12 @@ from vitsee_core.images import DataError, open_source, select
 from vitsee_core.images.selection import named_only
 from vitsee_stores import open_store
 
-VIDEOS = ["480p/bear/00000.jpg", "480p/bear/00001.jpg", "480p/bus/00000.jpg", "480p/sub/bear.jpg"]
+VIDEOS = [
+    "480p/bear/00000.jpg",
+    "480p/bear/00001.jpg",
+    "480p/bus/00000.jpg",
+    "480p/sub/bear.jpg",
+]
 
 
 def lines(path: Path, *texts: str) -> Path:
@@ -47,15 +52,26 @@ def test_lines_by_hand(text: str, places: list[int], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "phrase"),
     [
-        (["bus", "cow"], "line 2 of .*val.txt, 'cow', names no image of DAVIS; expected ids as"),
-        (["cow", "bus", "cat", "bu"], "line 1 of .*, 'cow', .* DAVIS, and 2 more lines; expected"),
+        (
+            ["bus", "cow"],
+            "line 2 of .*val.txt, 'cow', names no image of DAVIS; expected ids as",
+        ),
+        (
+            ["cow", "bus", "cat", "bu"],
+            "line 1 of .*, 'cow', .* DAVIS, and 2 more lines; expected",
+        ),
         (["0000"], "names no image"),
-        (["00000"], r"names 2 images of DAVIS: 480p/bear/00000\.jpg and 480p/bus/00000\.jpg;"),
+        (
+            ["00000"],
+            r"names 2 images of DAVIS: 480p/bear/00000\.jpg and 480p/bus/00000\.jpg;",
+        ),
         (["bear\\00000"], "names no image"),
         ([" ", ""], "is empty; --only expects a list"),
     ],
 )
-def test_every_line_names_something(texts: list[str], phrase: str, tmp_path: Path) -> None:
+def test_every_line_names_something(
+    texts: list[str], phrase: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=phrase) as caught:
         named_only(lines(tmp_path / "val.txt", *texts), VIDEOS, "DAVIS")
     assert "\n" not in str(caught.value)

@@ -23,7 +23,9 @@ CLOSE = 0.02  # px: 8-bit grey levels move a centroid so far
 Size = tuple[int, int]
 
 
-def transform(mode: str, size: Size = (224, 224), pct: float = 1.0, **more: Any) -> dict[str, Any]:
+def transform(
+    mode: str, size: Size = (224, 224), pct: float = 1.0, **more: Any
+) -> dict[str, Any]:
     return {
         "input_size": (3, *size), "interpolation": "bicubic", "crop_pct": pct, "crop_mode": mode,
         "mean": (0.0,) * 3, "std": (1.0,) * 3, **more,
@@ -50,12 +52,24 @@ def centre(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
     [
         # height, width -> top, left, bottom, right, by hand
         ((333, 500), "squash", (0, 0, 224, 224)),
-        ((333, 500), "border", (37, 0, 186, 224)),  # 333 * 224 / 500 = 149.18, 75 rows to fill
+        (
+            (333, 500),
+            "border",
+            (37, 0, 186, 224),
+        ),  # 333 * 224 / 500 = 149.18, 75 rows to fill
         ((500, 333), "border", (0, 37, 224, 186)),
         ((334, 500), "border", (37, 0, 187, 224)),  # 149.6: 150 rows, 74 to fill
-        ((333, 500), "center", (0, -56, 224, 280)),  # 224 * 500 / 333 = 336.3, 112 too many
+        (
+            (333, 500),
+            "center",
+            (0, -56, 224, 280),
+        ),  # 224 * 500 / 333 = 336.3, 112 too many
         ((500, 333), "center", (-56, 0, 280, 224)),
-        ((224, 225), "center", (0, 0, 224, 225)),  # half a column is rounded to the even side
+        (
+            (224, 225),
+            "center",
+            (0, 0, 224, 225),
+        ),  # half a column is rounded to the even side
         ((224, 227), "center", (0, -2, 224, 225)),
     ],
 )
@@ -68,10 +82,14 @@ def test_points_by_hand() -> None:
         np.array([[0, 0], [79, 19], [39.5, 9.5]]), (20, 80)
     )
     # half the size: the first pixel's centre comes to a quarter of a pixel less than its edge's
-    np.testing.assert_allclose(found, [[-0.25, 9.75], [39.25, 19.25], [19.5, 14.5]], atol=1e-12)
+    np.testing.assert_allclose(
+        found, [[-0.25, 9.75], [39.25, 19.25], [19.5, 14.5]], atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("size", [(333, 500), (500, 333), (334, 500), (301, 407), (224, 224)])
+@pytest.mark.parametrize(
+    "size", [(333, 500), (500, 333), (334, 500), (301, 407), (224, 224)]
+)
 @pytest.mark.parametrize("target", [(224, 224), (225, 225), (160, 256)])
 @pytest.mark.parametrize("mode", ["squash", "border", "center"])
 @pytest.mark.parametrize("more", [{}, {"pct": 0.875}, {"crop_border_pixels": 7}])
@@ -103,7 +121,9 @@ def test_a_box_is_cut_out_first() -> None:
     seen = make_recipe(settings).apply(image.crop(box))  # type: ignore[arg-type]
     np.testing.assert_allclose(centre(seen[0]), expected[0], atol=CLOSE)
     # the part fills the input of its own size, the whole lies around it
-    assert place(transform("squash", (280, 300)), size, box) == Placement(-20, -101, 313, 399)
+    assert place(transform("squash", (280, 300)), size, box) == Placement(
+        -20, -101, 313, 399
+    )
     assert box_pixels(box, size) == (20, 101, 300, 401)
 
 
@@ -115,7 +135,9 @@ def test_a_box_is_cut_out_first() -> None:
     pct=st.floats(0.3, 1.2),
     mode=st.sampled_from(["center", "squash", "border"]),
 )
-def test_a_white_image_shows_its_edges(size: Size, target: Size, pct: float, mode: str) -> None:
+def test_a_white_image_shows_its_edges(
+    size: Size, target: Size, pct: float, mode: str
+) -> None:
     """What is white on the input is what `place` says, to the pixel."""
     chosen = transform(mode, target, pct, interpolation="nearest")
     image = Image.new("RGB", size[::-1], "white")
@@ -135,7 +157,10 @@ def test_a_white_image_shows_its_edges(size: Size, target: Size, pct: float, mod
 @pytest.mark.parametrize(
     ("box", "phrase"),
     [
-        ((10, 10, 10, 20), "the box 10 10 10 20 is empty; expected x0 y0 x1 y1 with x0 < x1"),
+        (
+            (10, 10, 10, 20),
+            "the box 10 10 10 20 is empty; expected x0 y0 x1 y1 with x0 < x1",
+        ),
         ((10, 20, 30, 10), "is empty"),
         ((-1, 0, 30, 10), "reaches out of its image, which has 50 x 40 pixels"),
         ((0, 0, 50, 41), "reaches out of its image"),
@@ -160,5 +185,7 @@ def test_a_store_says_its_sizes(tmp_path: Path) -> None:
     assert store.sizes.tolist() == [[333, 500], [500, 333], [0, 0]]
     assert store.sizes.dtype == np.int32
     without = write_sites(tmp_path / "b.zarr", sites)
-    with pytest.raises(MissingInput, match=r"^b does not say how large its .* extract anew"):
+    with pytest.raises(
+        MissingInput, match=r"^b does not say how large its .* extract anew"
+    ):
         _ = without.sizes

@@ -85,7 +85,9 @@ FORMS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_a_bucket_has_the_images_of_the_folder(form: str, faulty: Proxy, root: Path) -> None:
+def test_a_bucket_has_the_images_of_the_folder(
+    form: str, faulty: Proxy, root: Path
+) -> None:
     assert_same(open_source(f"s3://tests/in1k/{form}"), open_source(str(root / "folder")))
 
 
@@ -97,7 +99,9 @@ def test_videos_from_a_bucket_are_those_of_the_folder(faulty: Proxy, root: Path)
         selection = select(open_source(data, clips=True), order="dataset")
         (batch,) = batches(selection, about, [slice(0, 3)])
         assert batch.valid.all(), batch.errors
-        found.append((selection.samples.ids, batch.hash.tolist(), batch.pixels.numpy().tobytes()))
+        found.append(
+            (selection.samples.ids, batch.hash.tolist(), batch.pixels.numpy().tobytes())
+        )
     assert found[0] == found[1]
 
 
@@ -143,19 +147,33 @@ def test_stores_from_a_bucket_pair_with_the_folders(
     """Half of the answers fail once; workers ask for themselves."""
     faulty.faults = [Fault("500", lambda method, path: hash(path) % 2 == 0, times=1)]
     forms = ("shards/*.tar", "data/*.parquet", "folder")
-    for k, data in enumerate([str(root / "folder"), *(f"s3://tests/in1k/{f}" for f in forms)]):
+    for k, data in enumerate(
+        [str(root / "folder"), *(f"s3://tests/in1k/{f}" for f in forms)]
+    ):
         done = extract(data, tmp_path / f"{k}.zarr", "--workers", str(2 * (k % 2)))
         assert done.exit_code == 0, done.output
     stores = [open_store(tmp_path / f"{k}.zarr") for k in range(4)]
     for store in stores[1:]:
         assert require_paired(stores[0], store).all()
         for site in ("embed", "blocks.1.out"):
-            assert (store.pooled(site, "cls")[:] == stores[0].pooled(site, "cls")[:]).all()
+            assert (
+                store.pooled(site, "cls")[:] == stores[0].pooled(site, "cls")[:]
+            ).all()
     # A store does not choose a server by itself.
-    words = ["attn-map", str(tmp_path / "1.zarr"), "--image", "0", "-o", str(tmp_path / "m.csv")]
+    words = [
+        "attn-map",
+        str(tmp_path / "1.zarr"),
+        "--image",
+        "0",
+        "-o",
+        str(tmp_path / "m.csv"),
+    ]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 1
-    assert "was made from s3://tests/in1k/shards/*.tar, which a store may not open" in done.stderr
+    assert (
+        "was made from s3://tests/in1k/shards/*.tar, which a store may not open"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -188,7 +206,9 @@ def test_a_server_that_stays_silent_ends_the_extraction_not_the_image(
         assert extract(data, store, "--workers", workers).exit_code == 0
         assert open_store(store).valid.all()
     faulty.faults = [broken]
-    with pytest.raises(DataError, match=r"in1k-0003.tar cannot be read: the server .*3 tries"):
+    with pytest.raises(
+        DataError, match=r"in1k-0003.tar cannot be read: the server .*3 tries"
+    ):
         open_source(data)
 
 
@@ -215,7 +235,9 @@ def test_every_request_fails_at_first(
         assert not ours.errors
 
 
-def test_too_few_bytes_are_asked_for_again(faulty: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_bytes_are_asked_for_again(
+    faulty: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that sends less than a range, and calls it whole."""
     source = open_source("s3://tests/in1k/shards/*.tar")
     get_range, sent = obstore.get_range, []
@@ -254,7 +276,9 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "vitsee_core.images.sources.remote.importlib.util.find_spec", lambda _: None
     )
-    with pytest.raises(DataError, match=r"needs obstore; run: pip install 'vitsee\[remote\]'"):
+    with pytest.raises(
+        DataError, match=r"needs obstore; run: pip install 'vitsee\[remote\]'"
+    ):
         open_source("s3://tests/a.tar")
 
 
@@ -272,10 +296,17 @@ class _Site(http.server.SimpleHTTPRequestHandler):
             root = Path(self.directory, "datasets/org/pets/resolve/main")
             files = [p for p in sorted((root / below).rglob("*")) if p.is_file()]
             listed = [
-                {"type": "file", "path": p.relative_to(root).as_posix(), "size": 1, "oid": "0"}
+                {
+                    "type": "file",
+                    "path": p.relative_to(root).as_posix(),
+                    "size": 1,
+                    "oid": "0",
+                }
                 for p in files
             ]
-            self._send(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
+            self._send(
+                200, json.dumps(listed).encode(), {"Content-Type": "application/json"}
+            )
             return
         path = Path(self.translate_path(self.path))
         if not path.is_file():
@@ -311,7 +342,9 @@ def site(root: Path) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(
         (HOST, 0), functools.partial(_Site, directory=str(top))
     ) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(
+            target=made.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         thread.start()
         yield f"http://{HOST}:{made.server_port}"
         made.shutdown()
@@ -326,19 +359,27 @@ def test_a_web_server(site: str, root: Path, monkeypatch: pytest.MonkeyPatch) ->
     below = f"{site}/datasets/org/pets/resolve/main"
     for form in ("shards/in1k-{0000..0007}.tar", "data/{a,b}.parquet"):
         assert_same(open_source(f"{below}/{form}"), folder)
-    with pytest.raises(DataError, match="cannot be listed: a web server has no list; name its fil"):
+    with pytest.raises(
+        DataError, match="cannot be listed: a web server has no list; name its fil"
+    ):
         open_source(f"{below}/shards/*.tar")
     with pytest.raises(DataError, match=r"cannot read .*/x.tar: no such object"):
         open_source(f"{below}/x.tar")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["data", "shards/*.tar", "folder", "@main/data/*.parquet"])
+@pytest.mark.parametrize(
+    "form", ["data", "shards/*.tar", "folder", "@main/data/*.parquet"]
+)
 def test_a_data_set_of_the_hub(
     form: str, site: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", HOST)
     monkeypatch.setenv("HF_ENDPOINT", site)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    url = f"hf://datasets/org/pets{form}" if form[0] == "@" else f"hf://datasets/org/pets/{form}"
+    url = (
+        f"hf://datasets/org/pets{form}"
+        if form[0] == "@"
+        else f"hf://datasets/org/pets/{form}"
+    )
     assert_same(open_source(url), open_source(str(root / "folder")))

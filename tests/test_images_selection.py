@@ -80,7 +80,9 @@ def test_per_class_is_balanced_nested_and_free_of_unlabelled_samples() -> None:
 def test_small_classes_are_named_in_one_line() -> None:
     chosen = select(make([0, 0, 0, 1, 2, 2], ["cat", "dog", "emu", "fox"]), per_class=3)
     assert np.bincount(chosen.samples.labels).tolist() == [3, 1, 2]
-    assert chosen.notes == ("fewer than 3 images in 3 classes: dog (1), emu (2), fox (0)",)
+    assert chosen.notes == (
+        "fewer than 3 images in 3 classes: dog (1), emu (2), fox (0)",
+    )
     bare = select(make([0, 0, 0, 7, 9, 9]), per_class=3)
     assert bare.notes == ("fewer than 3 images in 2 classes: 7 (1), 9 (2)",)
     many = select(make(list(range(40))), per_class=2)

@@ -87,13 +87,28 @@ def test_every_form_has_the_images_of_the_folder(tmp_path: Path) -> None:
     for name, data in every_form(tmp_path).items():
         source = open_source(data)
         assert_same(source, folder)
-        assert select(source, images=7, seed=3).samples.fingerprint() == chosen.fingerprint(), name
+        assert (
+            select(source, images=7, seed=3).samples.fingerprint() == chosen.fingerprint()
+        ), name
         part = open_source(data, split="all[5:9]")
-        assert list(part.ids) == list(folder.ids)[5:9] and part.read(2)[1] == folder.read(7)[1]
+        assert (
+            list(part.ids) == list(folder.ids)[5:9]
+            and part.read(2)[1] == folder.read(7)[1]
+        )
 
 
 def extract(data: str, store: Path, *more: str) -> None:
-    words = ["extract", "demo:vit", "--data", data, "-o", str(store), "--slab", "8", *more]
+    words = [
+        "extract",
+        "demo:vit",
+        "--data",
+        data,
+        "-o",
+        str(store),
+        "--slab",
+        "8",
+        *more,
+    ]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
 
@@ -114,7 +129,12 @@ def test_stores_of_every_form_are_equal_and_pair(tmp_path: Path) -> None:
     expected = contents(tmp_path / "folder.zarr")
     assert len(expected) > 20
     forms = every_form(tmp_path)
-    for name, workers in (("one tar", 0), ("8 tars", 2), ("one parquet", 2), ("parquets", 0)):
+    for name, workers in (
+        ("one tar", 0),
+        ("8 tars", 2),
+        ("one parquet", 2),
+        ("parquets", 0),
+    ):
         store = tmp_path / f"{name.replace(' ', '-')}.zarr"
         extract(forms[name], store, "--workers", str(workers))
         found = contents(store)
@@ -124,7 +144,9 @@ def test_stores_of_every_form_are_equal_and_pair(tmp_path: Path) -> None:
         require_paired(open_store(store), open_store(tmp_path / "folder.zarr"))
     only = tmp_path / "only.txt"
     only.write_text("c1\nc2/002.png\n")
-    extract(forms["8 tars"], tmp_path / "only.zarr", "--only", str(only), "--tokens", "pooled")
+    extract(
+        forms["8 tars"], tmp_path / "only.zarr", "--only", str(only), "--tokens", "pooled"
+    )
     chosen = {path for path in IMAGES if path.startswith("c1")} | {"c2/002.png"}
     assert set(open_store(tmp_path / "only.zarr").samples.id) == chosen
     # Another form resumes what one began, as it would a folder that moved.
@@ -134,10 +156,17 @@ def test_stores_of_every_form_are_equal_and_pair(tmp_path: Path) -> None:
 
 
 def test_labels_as_names_and_by_key(tmp_path: Path) -> None:
-    about = [{"label": None, "class": "dog", "id": 7}, {"class": "cat", "id": 7}, {"id": 9}]
+    about = [
+        {"label": None, "class": "dog", "id": 7},
+        {"class": "cat", "id": 7},
+        {"id": 9},
+    ]
     members = []
     for k, record in enumerate(about):
-        members += [(f"{k}.jpg", encoded(k, "JPEG")), (f"{k}.json", json.dumps(record).encode())]
+        members += [
+            (f"{k}.jpg", encoded(k, "JPEG")),
+            (f"{k}.json", json.dumps(record).encode()),
+        ]
         members += [(f"{k}.txt", b"a photo"), (f"{k}.seg.png", encoded(9))]
     data = str(write_tar(tmp_path / "a.tar", members))
     source = open_source(data)
@@ -157,30 +186,48 @@ def test_labels_that_come_before_after_and_far_from_their_images(tmp_path: Path)
     members = with_labels(IMAGES)
     order = np.random.default_rng(0).permutation(len(members))
     data = write_tar(tmp_path / "a.tar", [members[k] for k in order])
-    assert_same(open_source(str(data)), open_source(str(write_folder(tmp_path / "f", IMAGES))))
+    assert_same(
+        open_source(str(data)), open_source(str(write_folder(tmp_path / "f", IMAGES)))
+    )
 
 
 def test_paths_of_two_shards_that_are_alike_get_the_shards_names(tmp_path: Path) -> None:
     for k in range(2):
         write_tar(tmp_path / f"s{k}.tar", [("0.cls", b"1"), ("0.png", encoded(k))])
     source = open_source(f"{tmp_path}/s{{0,1}}.tar")
-    assert list(source.ids) == ["s0/0.png", "s1/0.png"] and source.labels.tolist() == [1, 1]
+    assert list(source.ids) == ["s0/0.png", "s1/0.png"] and source.labels.tolist() == [
+        1,
+        1,
+    ]
     assert source.read(1)[1] == hash64(encoded(1))
 
 
-@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize(
+    "form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]
+)
 def test_members_are_where_tarfile_finds_them(form: int, tmp_path: Path) -> None:
     """Long names, names outside ASCII, folders, links; and an oracle that reads all of it."""
     long = "d" * 90 + "/" + "n" * 90 + ".png"
-    names = ["a.png", long, "ü/" + "é" * 20 + ".png", "deep/" * 12 + "x.png", "./dot/y.png"]
-    path = write_tar(tmp_path / "a.tar", [(n, noise(k)) for k, n in enumerate(names)], form)
+    names = [
+        "a.png",
+        long,
+        "ü/" + "é" * 20 + ".png",
+        "deep/" * 12 + "x.png",
+        "./dot/y.png",
+    ]
+    path = write_tar(
+        tmp_path / "a.tar", [(n, noise(k)) for k, n in enumerate(names)], form
+    )
     (tmp_path / "last.png").write_bytes(noise(9))
     with tarfile.open(path, "a", format=form) as tar:
         tar.add(tmp_path, "folder.png", recursive=False)
         link = tarfile.TarInfo("link.png")
         link.type, link.linkname = tarfile.SYMTYPE, "a.png"
         tar.addfile(link)
-        link.type, link.size = tarfile.LNKTYPE, 5000  # of the file that it is, not of what follows
+        link.type, link.size = (
+            tarfile.LNKTYPE,
+            5000,
+        )  # of the file that it is, not of what follows
         tar.addfile(link)
         tar.add(path.with_name("last.png"), "z/last.png")
     with tarfile.open(path) as tar:
@@ -219,7 +266,9 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(
     changed = tmp_path / "s" / "in1k-0002.tar"
     old = changed.stat()
     part = dict(list(IMAGES.items())[2::4])
-    write_tar(changed, [(n, d[::-1] if n.endswith("cls") else d) for n, d in with_labels(part)])
+    write_tar(
+        changed, [(n, d[::-1] if n.endswith("cls") else d) for n, d in with_labels(part)]
+    )
     os.utime(changed, ns=(old.st_atime_ns, old.st_mtime_ns + 10))
     assert_same(open_source(data), first)
     assert read[4:] == ["in1k-0002.tar"]
@@ -269,7 +318,11 @@ def test_parquet_columns_names_and_rows(tmp_path: Path) -> None:
     table = pyarrow.table(
         {
             "raw": [encoded(1), None, encoded(3)],
-            "pic": [{"bytes": encoded(4), "path": None}, {"bytes": b"x", "path": None}, None],
+            "pic": [
+                {"bytes": encoded(4), "path": None},
+                {"bytes": b"x", "path": None},
+                None,
+            ],
             "kind": pyarrow.array([2, None, 0], pyarrow.int16()),
             "word": ["b", "a", None],
         }
@@ -280,12 +333,18 @@ def test_parquet_columns_names_and_rows(tmp_path: Path) -> None:
         parquet.write_table(table, tmp_path / name)
     source = open_source(str(tmp_path), label_column="kind", split="train")
     assert source.ids == ["train-0/0", "train-0/1", "train-0/2"]
-    assert source.class_names == ["cat", "dog", "emu"] and source.labels.tolist() == [2, -1, 0]
+    assert source.class_names == ["cat", "dog", "emu"] and source.labels.tolist() == [
+        2,
+        -1,
+        0,
+    ]
     assert source.read(0)[1] == hash64(encoded(4))
     for row, reason in ((1, "not an image"), (2, "the row has no image")):
         with pytest.raises(ImageError, match=rf"cannot read train-0/{row}: {reason}"):
             source.read(row)
-    source = open_source(f"{tmp_path}/t*.parquet", image_column="raw", label_column="word")
+    source = open_source(
+        f"{tmp_path}/t*.parquet", image_column="raw", label_column="word"
+    )
     assert source.class_names == ["a", "b"] and source.labels.tolist() == [1, 0, -1] * 2
     assert source.read(5)[1] == hash64(encoded(3))
     assert open_source(str(tmp_path)).labels.tolist() == [-1] * 6
@@ -297,7 +356,10 @@ def test_large_row_groups_are_reported(
     monkeypatch.setattr("vitsee_core.images.sources.parquet.LARGE_GROUP_BYTES", 100)
     with caplog.at_level("INFO"):
         open_source(str(write_parquet(tmp_path / "a.parquet", IMAGES, group=24)))
-    assert "row groups of up to" in caplog.text and "--order dataset reads each once" in caplog.text
+    assert (
+        "row groups of up to" in caplog.text
+        and "--order dataset reads each once" in caplog.text
+    )
 
 
 # names ----------------------------------------------------------------------------------------
@@ -479,12 +541,20 @@ def test_wrong_data_are_one_line(case: str, tmp_path: Path) -> None:
 
 OPTIONS = {
     "tars": (
-        ("label_key", "x", "no image .* has a label 'x' beside it; expected a field 'x' of KEY.js"),
+        (
+            "label_key",
+            "x",
+            "no image .* has a label 'x' beside it; expected a field 'x' of KEY.js",
+        ),
         ("image_column", "x", "--image-column is of .parquet files; .* has none"),
     ),
     "parquet": (
         ("label_key", "x", "--label-key is of .tar files; .* has none: leave it out"),
-        ("image_column", "x", r"has no column 'x' \(--image-column\); it has: image \(struct"),
+        (
+            "image_column",
+            "x",
+            r"has no column 'x' \(--image-column\); it has: image \(struct",
+        ),
         ("label_column", "x", r"has no column 'x' \(--label-column\); it has: image"),
         ("image_column", "label", "has no images in the column 'label', which is int64"),
         ("label_column", "image", "has no labels in the column 'image', which is struct"),
@@ -508,7 +578,10 @@ def test_wrong_options(tmp_path: Path) -> None:
 def test_a_stream_in_python_is_refused(tmp_path: Path) -> None:
     """As Hugging Face's `streaming=True` gives one."""
     for data, phrase in (
-        ((image for image in IMAGES), "data of the type generator is read from front to back"),
+        (
+            (image for image in IMAGES),
+            "data of the type generator is read from front to back",
+        ),
         ([1, 2], "data of the type list has no name; expected what --data takes"),
     ):
         with pytest.raises(DataError, match=phrase):
@@ -518,5 +591,7 @@ def test_a_stream_in_python_is_refused(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = str(write_parquet(tmp_path / "a.parquet", IMAGES))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(DataError, match=r"needs pyarrow; run: pip install 'vitsee.parquet.'"):
+    with pytest.raises(
+        DataError, match=r"needs pyarrow; run: pip install 'vitsee.parquet.'"
+    ):
         open_source(data)

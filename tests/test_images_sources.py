@@ -16,7 +16,9 @@ from vitsee_core.images.decoding import hash64
 
 
 def test_class_folders_give_sorted_ids_and_labels(tmp_path: Path) -> None:
-    source = open_source(str(plant(tmp_path, "b/2.png", "a/x.JPG", "b/deep/1.png", "a/10.png")))
+    source = open_source(
+        str(plant(tmp_path, "b/2.png", "a/x.JPG", "b/deep/1.png", "a/10.png"))
+    )
     assert source.ids == ["a/10.png", "a/x.JPG", "b/2.png", "b/deep/1.png"]
     assert source.labels.tolist() == [0, 0, 1, 1]
     assert source.class_names == ["a", "b"]

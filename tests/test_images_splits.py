@@ -43,14 +43,22 @@ def test_positions(expression: str, positions: list[int]) -> None:
 
 def test_a_sample_keeps_its_split_or_the_term_where_a_split_is_cut() -> None:
     assert apply_split("train[:1]+test[:1]", SPLITS, "data")[1] == ["train", "test"]
-    assert apply_split("train[:1]+train[9:]", SPLITS, "data")[1] == ["train[:1]", "train[9:]"]
+    assert apply_split("train[:1]+train[9:]", SPLITS, "data")[1] == [
+        "train[:1]",
+        "train[9:]",
+    ]
     assert apply_split("all[9:11]", SPLITS, "data")[1] == ["train", "test"]
 
 
 @given(n=st.integers(1, 400), cut=st.integers(1, 99))
-def test_neighbouring_percentages_share_nothing_and_leave_nothing(n: int, cut: int) -> None:
+def test_neighbouring_percentages_share_nothing_and_leave_nothing(
+    n: int, cut: int
+) -> None:
     low = int(Fraction(cut, 100) * n)
-    for expression, expected in ((f"a[:{cut}%]", range(low)), (f"a[{cut}%:]", range(low, n))):
+    for expression, expected in (
+        (f"a[:{cut}%]", range(low)),
+        (f"a[{cut}%:]", range(low, n)),
+    ):
         if expected:
             assert apply_split(expression, ["a"] * n, "data")[0] == list(expected)
 

@@ -66,7 +66,10 @@ def test_equal_to_timm(
     assert make_recipe(transform).whole is None
     for width, height in SIZES:
         image = photo(width, height)
-        assert torch.equal(ours(transform, image), timms(transform, image)), (width, height)
+        assert torch.equal(ours(transform, image), timms(transform, image)), (
+            width,
+            height,
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +83,11 @@ def test_equal_to_timm(
 def test_equal_to_timm_at_odd_sizes(
     width: int, height: int, side: int, crop_pct: float, mode: str
 ) -> None:
-    transform = BASE | {"input_size": (3, side, side), "crop_pct": crop_pct, "crop_mode": mode}
+    transform = BASE | {
+        "input_size": (3, side, side),
+        "crop_pct": crop_pct,
+        "crop_mode": mode,
+    }
     image = photo(width, height)
     try:
         expected = timms(transform, image)
@@ -200,7 +207,9 @@ def test_exif_orientation_is_left_alone() -> None:
 
 def test_a_thin_strip_does_not_eat_the_memory() -> None:
     with pytest.raises(ImageError, match="1 x 60000 pixels become"):
-        make_recipe(BASE | {"input_size": (3, 224, 224)}).apply(Image.new("RGB", (1, 60000)))
+        make_recipe(BASE | {"input_size": (3, 224, 224)}).apply(
+            Image.new("RGB", (1, 60000))
+        )
 
 
 def test_steps_that_are_not_known_run_as_timm_has_them() -> None:
@@ -216,7 +225,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(DataError, match="4 channels"):
         make_recipe(BASE | {"input_size": (4, 8, 8)})
     with pytest.raises(DataError, match="mean has 2 values for 3 channels"):
-        normalise(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), BASE | {"mean": (0.5, 0.5)}, "cpu")
+        normalise(
+            torch.zeros(1, 3, 2, 2, dtype=torch.uint8), BASE | {"mean": (0.5, 0.5)}, "cpu"
+        )
 
 
 def test_constants_serve_inside_and_outside_inference_mode() -> None:

@@ -25,7 +25,13 @@ def pack(path: Path, *names: str, method: int = zipfile.ZIP_DEFLATED) -> Path:
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_members_are_the_files(tmp_path: Path, method: int) -> None:
-    names = ["train/b/1.bmp", "train/a/2.bmp", "val/a/10.bmp", "notes.txt", "train/a/.hid.bmp"]
+    names = [
+        "train/b/1.bmp",
+        "train/a/2.bmp",
+        "val/a/10.bmp",
+        "notes.txt",
+        "train/a/.hid.bmp",
+    ]
     path = pack(tmp_path / "d.zip", *names, "__MACOSX/train/._1.bmp", method=method)
     source = open_source(str(path))
     assert source.ids == ["train/a/2.bmp", "train/b/1.bmp", "val/a/10.bmp"]
@@ -82,7 +88,9 @@ def test_damage_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ImageError, match=phrase):
             source.read(0)
     source = damaged(
-        pack(tmp_path / "s.zip", "1.bmp", method=zipfile.ZIP_STORED), slice(80, 81), b"\x07"
+        pack(tmp_path / "s.zip", "1.bmp", method=zipfile.ZIP_STORED),
+        slice(80, 81),
+        b"\x07",
     )
     with pytest.raises(ImageError, match="other bytes than it lists"):
         source.read(0)
@@ -107,7 +115,13 @@ def test_a_store_of_a_zip_is_that_of_its_files(tmp_path: Path) -> None:
         file.extractall(tmp_path / "d")
     for data, workers in ((path, 0), (path, 1), (tmp_path / "d", 0)):
         out = tmp_path / f"{data.name}{workers}.zarr"
-        extracted(*VIT, "--data", data, "-o", out, "--tokens", "pooled", "--workers", workers)
+        extracted(
+            *VIT, "--data", data, "-o", out, "--tokens", "pooled", "--workers", workers
+        )
     first = array_bytes(tmp_path / "d.zip0.zarr")
-    assert first == array_bytes(tmp_path / "d.zip1.zarr") == array_bytes(tmp_path / "d0.zarr")
+    assert (
+        first
+        == array_bytes(tmp_path / "d.zip1.zarr")
+        == array_bytes(tmp_path / "d0.zarr")
+    )
     assert np.frombuffer(first["samples/label/c.0"][:-4], np.int64).tolist().count(1) == 2

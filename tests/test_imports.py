@@ -70,13 +70,19 @@ def written(folder: Path, ending: str) -> Path:
 
         pq.write_table(pa.table({"id": IDS, "x": VECTORS.tolist()}), path)
     else:
-        table(path, ["id", *"abcde"], [[i, *row] for i, row in zip(IDS, VECTORS, strict=True)])
+        table(
+            path,
+            ["id", *"abcde"],
+            [[i, *row] for i, row in zip(IDS, VECTORS, strict=True)],
+        )
     return path
 
 
 def table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
     with open(path, "w", newline="") as file:
-        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([names, *rows])
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(
+            [names, *rows]
+        )
     return path
 
 
@@ -90,7 +96,9 @@ def ids(folder: Path, names: Sequence[str] = IDS) -> Path:
     "ending", [".npy", ".npz", ".pt", ".safetensors", ".csv", ".tsv", ".parquet"]
 )
 def test_every_kind_of_file_gives_the_same(ending: str, tmp_path: Path) -> None:
-    store = imported(written(tmp_path, ending), "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    store = imported(
+        written(tmp_path, ending), "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr"
+    )
     assert [*store.sites] == ["x"] and store.samples.id.tolist() == IDS
     assert np.array_equal(store.pooled("x")[:], VECTORS)
     assert store.samples.hash.all() and len({*store.samples.hash.tolist()}) == N
@@ -109,7 +117,9 @@ def test_tokens_of_other_images_in_their_order(like: Store, tmp_path: Path) -> N
     there = store.valid
     assert np.array_equal(store.acts("t", tokens="all")[:][there], TOKENS[::-1][there])
     mean = TOKENS[::-1, 1:].astype(np.float64).mean(1)
-    np.testing.assert_allclose(store.pooled("t", "mean")[:][there], mean[there], rtol=1e-6)
+    np.testing.assert_allclose(
+        store.pooled("t", "mean")[:][there], mean[there], rtol=1e-6
+    )
     assert np.array_equal(store.pooled("t", "cls")[:][there], TOKENS[::-1, 0][there])
     cka = vitsee.cka(like, store, tokens="all")
     assert cka["value"][0] == pytest.approx(1, abs=1e-6)
@@ -186,7 +196,11 @@ REFUSED: list[tuple[Any, str, str]] = [
     (np.zeros((N, 0)), "--ids IDS", "x is (30, 0); expected a number an image"),
     ("none.npy", "--ids IDS", "none.npy cannot be read: no such file"),
     ("junk.npz", "--ids IDS", "junk.npz cannot be read as .npz: it is no zip file"),
-    ("junk.safetensors", "--ids IDS", "junk.safetensors is no .safetensors file of numbers"),
+    (
+        "junk.safetensors",
+        "--ids IDS",
+        "junk.safetensors is no .safetensors file of numbers",
+    ),
     ("junk.pt", "--ids IDS", "junk.pt is no file of tensors alone"),
     ("junk.csv", "", "junk.csv is no .csv file of numbers: 'utf-8' codec can't decode"),
     (VECTORS, "--ids JUNK", "junk.csv is no .csv table: 'utf-8' codec can't decode"),
@@ -200,8 +214,12 @@ REFUSED: list[tuple[Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "more", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_what_is_refused(given: Any, more: str, said: str, like: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "more", "said"), REFUSED, ids=[said for *_, said in REFUSED]
+)
+def test_what_is_refused(
+    given: Any, more: str, said: str, like: Store, tmp_path: Path
+) -> None:
     if isinstance(given, str):
         path = tmp_path / given
         if given.startswith("junk"):
@@ -222,7 +240,12 @@ def test_what_is_refused(given: Any, more: str, said: str, like: Store, tmp_path
 
 def with_header(text: str) -> bytes:
     """An .npy file with this text for its header, and the numbers of VECTORS."""
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + VECTORS.tobytes()
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", len(text))
+        + text.encode()
+        + VECTORS.tobytes()
+    )
 
 
 CUT = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 5), \n"
@@ -238,7 +261,11 @@ HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 500000000000000),
         (".npz", with_header(CUT), "x.npz cannot be read as .npz"),
         (".npz", with_header(HUGE), "x.npz cannot be read as .npz: Unable to allocate"),
         (".npz", b"no array", "x in it is no array"),
-        (".csv", b"id,a\ni,\0" + b"9" * 200_000, "x.csv is no .csv file of numbers: it holds zero"),
+        (
+            ".csv",
+            b"id,a\ni,\0" + b"9" * 200_000,
+            "x.csv is no .csv file of numbers: it holds zero",
+        ),
     ],
 )
 def test_damaged_headers(ending: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -253,7 +280,9 @@ def test_damaged_headers(ending: str, content: bytes, said: str, tmp_path: Path)
     assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "s.zarr").exists()
 
 
-@pytest.mark.parametrize("ending", [".npy", ".npz", ".pt", ".safetensors", ".csv", ".parquet"])
+@pytest.mark.parametrize(
+    "ending", [".npy", ".npz", ".pt", ".safetensors", ".csv", ".parquet"]
+)
 def test_any_damage_is_a_line(
     ending: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -265,7 +294,10 @@ def test_any_damage_is_a_line(
     for turn in range(60):
         path = tmp_path / f"{turn}{ending}"
         if ending in (".npz", ".pt") and turn % 3:
-            with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w") as new:
+            with (
+                zipfile.ZipFile(io.BytesIO(whole)) as old,
+                zipfile.ZipFile(path, "w") as new,
+            ):
                 for name in old.namelist():
                     member = old.read(name)
                     hit = name.endswith(("x.npy", "data.pkl"))
@@ -283,7 +315,11 @@ def damaged(content: bytes, rng: np.random.Generator) -> bytes:
     data = bytearray(content)
     for _ in range(rng.integers(1, 4)):
         near = len(data) if rng.random() < 0.5 else min(200, len(data))
-        at = int(rng.integers(near)) if rng.random() < 0.5 else len(data) - 1 - rng.integers(near)
+        at = (
+            int(rng.integers(near))
+            if rng.random() < 0.5
+            else len(data) - 1 - rng.integers(near)
+        )
         n = int(rng.choice([1, 4, 30]))
         kind = rng.integers(5)
         if kind == 0:
@@ -303,7 +339,9 @@ def test_lists_of_different_lengths(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"id": ["a", "b"], "x": [[1.0], [1.0, 2.0]]}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({"id": ["a", "b"], "x": [[1.0], [1.0, 2.0]]}), tmp_path / "x.parquet"
+    )
     result = run(tmp_path / "x.parquet", "-o", tmp_path / "s.zarr")
     assert result.exit_code == 1, result.output
     assert "column x holds lists of different lengths" in result.stderr
@@ -312,7 +350,9 @@ def test_lists_of_different_lengths(tmp_path: Path) -> None:
 def test_a_tensor_with_more_numbers_than_its_file(tmp_path: Path) -> None:
     torch.save({"x": torch.zeros(N, 1).expand(N, 1 << 40)}, tmp_path / "x.pt")
     result = run(tmp_path / "x.pt", "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
-    assert result.exit_code == 1 and "expected all of its numbers" in result.stderr, result.output
+    assert result.exit_code == 1 and "expected all of its numbers" in result.stderr, (
+        result.output
+    )
 
 
 def test_a_file_that_would_run_code(tmp_path: Path) -> None:
@@ -334,8 +374,12 @@ def test_stores_of_two_makers_are_not_train_and_test(tmp_path: Path) -> None:
                       [[f"{name}{i}", i % 3] for i in range(N)])  # fmt: skip
         path = array(tmp_path, VECTORS, name)
         stores.append(
-            imported(path, "--as", "x", "--ids", names, *model, "-o", tmp_path / f"{name}.zarr")
+            imported(
+                path, "--as", "x", "--ids", names, *model, "-o", tmp_path / f"{name}.zarr"
+            )
         )
     with pytest.raises(VitseeError, match=r"different models \(a against b\)"):
         vitsee.knn(stores[0], stores[1])
-    assert (vitsee.knn(stores[0], stores[2], ks=[1]).filter(metric="top1")["value"] == 1).all()
+    assert (
+        vitsee.knn(stores[0], stores[2], ks=[1]).filter(metric="top1")["value"] == 1
+    ).all()

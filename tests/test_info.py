@@ -34,7 +34,13 @@ def test_for_people(make_store: MakeStore) -> None:
     assert result.stderr == ""
     for part in (
         *("tiny", "10 images", "3 of 3 slabs", "complete", "blocks.1.out", "7x4", "2x3"),
-        *("= blocks.0.out", "attention", "2 blocks", "residual", "1 sublayer"),  # = : the alias
+        *(
+            "= blocks.0.out",
+            "attention",
+            "2 blocks",
+            "residual",
+            "1 sublayer",
+        ),  # = : the alias
         "vitsee extract tiny",
     ):
         assert part in result.stdout, part
@@ -43,7 +49,9 @@ def test_for_people(make_store: MakeStore) -> None:
 @pytest.mark.parametrize(
     ("file", "unread"), [("checksums/c.1.0", "n_valid"), ("samples/label/c.0", "labels")]
 )
-def test_what_cannot_be_read_is_said(make_store: MakeStore, file: str, unread: str) -> None:
+def test_what_cannot_be_read_is_said(
+    make_store: MakeStore, file: str, unread: str
+) -> None:
     store = make_store()
     assert "damaged" not in info(store).stdout
     (store / file).write_bytes((store / file).read_bytes()[:-9])
@@ -85,12 +93,17 @@ def test_labels_and_their_counts(make_store: MakeStore) -> None:
     assert "labels     even 5, odd 5\n" in info(store).stdout
 
 
-@pytest.mark.parametrize(("each", "said"), [((3, 3), "3 images"), ((1, 4), "1 to 4 images")])
+@pytest.mark.parametrize(
+    ("each", "said"), [((3, 3), "3 images"), ((1, 4), "1 to 4 images")]
+)
 def test_many_labels_are_counted(each: tuple[int, int], said: str) -> None:
     labels = [
-        {"label": i, "name": str(i), "n_images": each[i % 2]} for i in range(SHOWN_LABELS + 1)
+        {"label": i, "name": str(i), "n_images": each[i % 2]}
+        for i in range(SHOWN_LABELS + 1)
     ]
-    assert _labels(labels, "images") == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
+    assert (
+        _labels(labels, "images") == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
+    )
 
 
 def test_a_long_field_has_lines(make_store: MakeStore) -> None:
@@ -111,7 +124,10 @@ def test_several_stores(make_store: MakeStore) -> None:
     assert lines[1].split()[:7] == [str(a), "tiny", "summary", "2", "10", "3/3", "5"]
     assert "1/3, unfinished" in lines[2]
     assert len(lines) == 3
-    assert [r["path"] for r in json.loads(info(a, b, "--json").stdout)] == [str(a), str(b)]
+    assert [r["path"] for r in json.loads(info(a, b, "--json").stdout)] == [
+        str(a),
+        str(b),
+    ]
     assert info(a, b, "-f", "n_committed").stdout == f"{a}\t3\n{b}\t1\n"
     for args in ([], ["--json"], ["-f", "complete"]):
         one_line("info", a, a.parent / "none.zarr", *args)
@@ -155,15 +171,28 @@ def test_unfinished_store(make_store: MakeStore) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_unfinished_store_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_unfinished_store_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command that began it, less its shard and --force, makes the rest."""
     monkeypatch.chdir(tmp_path)
-    words = ["demo:vit", "--data", "demo:test", "--images", "24", "--slab", "2", "--tokens"]
+    words = [
+        "demo:vit",
+        "--data",
+        "demo:test",
+        "--images",
+        "24",
+        "--slab",
+        "2",
+        "--tokens",
+    ]
     words += ["pooled", "--sites", "embed", "--attention", "none", "--no-residual"]
     extracted(*words, "-o", "s.zarr", "--shard", "1/3")
     record = json.loads(info("s.zarr", "--json").stdout)
     assert record["missing"] == [[0, 0], [2, 3], [5, 6], [8, 9], [11, 11]]
-    facts = dict(line.split(None, 1) for line in info("s.zarr").stdout.splitlines() if line)
+    facts = dict(
+        line.split(None, 1) for line in info("s.zarr").stdout.splitlines() if line
+    )
     assert facts["missing"] == "slabs 0, 2 to 3, 5 to 6, 8 to 9, 11"
     line = info("s.zarr").stdout.partition("resumed by ")[2].splitlines()[0]
     assert shlex.split(line) == ["vitsee", "extract", *words, "-o", "s.zarr"]
@@ -176,10 +205,15 @@ def test_what_an_unfinished_store_lacks(tmp_path: Path, monkeypatch: pytest.Monk
     extracted(*shlex.split(line)[2:])
     record = json.loads(info("s.zarr", "--json").stdout)
     assert (record["complete"], record["missing"]) == (True, [])
-    assert "missing" not in info("s.zarr").stdout and "resumed by" not in info("s.zarr").stdout
+    assert (
+        "missing" not in info("s.zarr").stdout
+        and "resumed by" not in info("s.zarr").stdout
+    )
 
 
-def test_many_holes_are_counted(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_holes_are_counted(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = vitsee_stores.describe(make_store(slabs=[0]))
     record["missing"] = [[3 * i, 3 * i + 1] for i in range(20)]
     monkeypatch.setattr(vitsee_stores, "describe", lambda path, report: record)
@@ -203,7 +237,9 @@ def test_imports_no_models_and_no_pictures(make_store: MakeStore) -> None:
         f"main(['info', {str(make_store())!r}], standalone_mode=False)\n"
         "print([m for m in ('torch', 'timm', 'matplotlib', 'zarr') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -218,7 +254,9 @@ def test_reads_each_slab_s_marker_once(
         names.append(name)
         return read(self, name, limit)
 
-    def count_chunk(self: Folder, name: str, check: Callable[[int], None]) -> memoryview[int]:
+    def count_chunk(
+        self: Folder, name: str, check: Callable[[int], None]
+    ) -> memoryview[int]:
         names.append(name)
         return read_chunk(self, name, check)
 
@@ -226,6 +264,10 @@ def test_reads_each_slab_s_marker_once(
     monkeypatch.setattr(Folder, "read", count)
     monkeypatch.setattr(Folder, "read_chunk", count_chunk)
     assert describe(store)["n_slabs"] == 3
-    of_slabs = [f"{array}/c.{k}" for array in ("commits", "checksums", "n_valid") for k in range(3)]
+    of_slabs = [
+        f"{array}/c.{k}"
+        for array in ("commits", "checksums", "n_valid")
+        for k in range(3)
+    ]
     expected = sorted(name if "n_valid" in name else f"{name}.0" for name in of_slabs)
     assert sorted(names) == sorted([*expected, "samples/label/c.0", "zarr.json"])

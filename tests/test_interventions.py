@@ -25,7 +25,14 @@ from vitsee_stores import Store, open_store, validate
 N = 7
 KEPT = ["--sites", "residual,blocks,head", "--dtype", "float32"]
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
-SMALL = ["--model-arg", "embed_dim=48", "--model-arg", "depth=3", "--model-arg", "num_heads=3"]
+SMALL = [
+    "--model-arg",
+    "embed_dim=48",
+    "--model-arg",
+    "depth=3",
+    "--model-arg",
+    "num_heads=3",
+]
 # Models, and the arguments that load_model makes the same of.
 REGISTERS = [
     *VIT, "--model-arg", "reg_tokens=2", *SMALL,
@@ -71,7 +78,9 @@ def run(model: list[str], folder: Path, path: Path, *more: object) -> Store:
 def module_of(model: list[str]) -> Any:
     pairs = list(zip(model[1::2], model[2::2], strict=True))
     sizes = dict(pairs)["--img-size"].split("x")
-    arguments = dict(value.split("=") for option, value in pairs if option == "--model-arg")
+    arguments = dict(
+        value.split("=") for option, value in pairs if option == "--model-arg"
+    )
     return load_model(
         model[0],
         random_init=0,
@@ -85,10 +94,15 @@ def plain_pass(
     model: list[str], base: Path, path: str, change: Any, *, enters: bool = False
 ) -> Any:
     """The model's logits with `change` of what comes from (or goes into) a module."""
-    module, pixels = module_of(model), torch.from_numpy(np.asarray(open_store(base).inputs()))
+    module, pixels = (
+        module_of(model),
+        torch.from_numpy(np.asarray(open_store(base).inputs())),
+    )
     child = module.get_submodule(path)
     if enters:
-        child.register_forward_pre_hook(lambda _m, args: (change(args[0].clone()), *args[1:]))
+        child.register_forward_pre_hook(
+            lambda _m, args: (change(args[0].clone()), *args[1:])
+        )
     else:
         child.register_forward_hook(lambda _m, _a, output: change(output.clone()))
     return module(pixels).numpy()
@@ -118,7 +132,9 @@ def putting(places: Any, values: Any) -> Any:
 @pytest.mark.slow
 def test_zero_class_token(bases: Bases, folder: Path, tmp_path: Path) -> None:
     store = run(VIT, folder, tmp_path / "a.zarr", "--replace", "cls@blocks.2.out=zero")
-    changed(store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", putting(0, 0.0)))
+    changed(
+        store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", putting(0, 0.0))
+    )
     assert not store.acts("blocks.2.out")[:, 0].any()
     before = open_store(bases["vit"]).acts("blocks.2.out")[:, 1:]
     np.testing.assert_array_equal(store.acts("blocks.2.out")[:, 1:], before)
@@ -157,8 +173,12 @@ def test_shuffle_of_an_in_place_sum(bases: Bases, folder: Path, tmp_path: Path) 
     plain = np.asarray(open_store(base).acts("blocks.1.mid"))
     found = np.asarray(store.acts("blocks.1.mid"))
     np.testing.assert_array_equal(found[:, 1:], plain[:, 1:])
-    partners = [int(np.flatnonzero((plain[:, 0] == own).all(1))[0]) for own in found[:, 0]]
-    assert sorted(partners) == list(range(N)) and all(p != i for i, p in enumerate(partners))
+    partners = [
+        int(np.flatnonzero((plain[:, 0] == own).all(1))[0]) for own in found[:, 0]
+    ]
+    assert sorted(partners) == list(range(N)) and all(
+        p != i for i, p in enumerate(partners)
+    )
     module = module_of(VIT)
     with torch.no_grad():
         mid = torch.from_numpy(found)
@@ -171,13 +191,17 @@ def test_shuffle_of_an_in_place_sum(bases: Bases, folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", pytest.param("mixer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["resnet", pytest.param("mixer", marks=pytest.mark.slow)]
+)
 def test_patches_of_models_without_prefix(
     bases: Bases, folder: Path, tmp_path: Path, name: str
 ) -> None:
     base, model = bases[name], MODELS[name]
     path = {"resnet": "layer2.0", "mixer": "blocks.0"}[name]
-    store = run(model, folder, tmp_path / "a.zarr", "--replace", f"patches@{path}.out=mean:{base}")
+    store = run(
+        model, folder, tmp_path / "a.zarr", "--replace", f"patches@{path}.out=mean:{base}"
+    )
     mean = torch.from_numpy(np.asarray(open_store(base).acts(f"{path}.out")).mean(0))
 
     def change(x: Tensor) -> Tensor:
@@ -200,7 +224,9 @@ def test_outliers_and_as_many_others(bases: Bases, folder: Path, tmp_path: Path)
         gone = ~np.asarray(store.acts("blocks.2.out"))[:, 1:].any(-1)
         assert (gone.sum(1) == 3).all()
         if kind == "outliers":
-            assert norms[gone].reshape(N, 3).min(1) == pytest.approx(np.sort(norms)[:, -3])
+            assert norms[gone].reshape(N, 3).min(1) == pytest.approx(
+                np.sort(norms)[:, -3]
+            )
         else:
             assert len(np.unique(gone, axis=0)) > 1
 
@@ -236,7 +262,9 @@ def test_heads(bases: Bases, folder: Path, tmp_path: Path, name: str, kind: str)
         x[:, :, channels] = own
         return x
 
-    changed(store, base, plain_pass(model, base, "blocks.1.attn.proj", change, enters=True))
+    changed(
+        store, base, plain_pass(model, base, "blocks.1.attn.proj", change, enters=True)
+    )
     assert store.manifest.model["interventions"] == [f"heads 0,{head}={kind} at blocks.1"]
 
 

@@ -16,7 +16,11 @@ from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.models_helpers import SMALL, images, small
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.intervention_spec import parse
-from vitsee_core.models.interventions.changes import BlockedAttention, blocked_pairs, prove
+from vitsee_core.models.interventions.changes import (
+    BlockedAttention,
+    blocked_pairs,
+    prove,
+)
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
@@ -39,7 +43,12 @@ def test_pairs_by_hand() -> None:
     np.testing.assert_array_equal(pairs("own"), np.eye(8, dtype=bool))
     assert pairs("cls,registers<-all").sum() == 16
     far = pairs("distance>2")  # of cells (0, 0) and (1, 2): sqrt(5)
-    assert {(int(q), int(k)) for q, k in np.argwhere(far)} == {(2, 7), (7, 2), (4, 5), (5, 4)}
+    assert {(int(q), int(k)) for q, k in np.argwhere(far)} == {
+        (2, 7),
+        (7, 2),
+        (4, 5),
+        (5, 4),
+    }
     assert not pairs("distance>3").any()
 
 
@@ -73,7 +82,9 @@ def test_masks_of_the_model_stay(kind: str) -> None:
         own = {"attn_mask": added}
     elif kind == "causal":
         own = {"is_causal": True}
-        added = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+        added = torch.zeros(4, 4).masked_fill(
+            torch.ones(4, 4).triu(1).bool(), float("-inf")
+        )
     with BlockedAttention(blocked.numpy()):
         found = functional.scaled_dot_product_attention(q, k, v, **own)
     scores = (q @ k.transpose(2, 3) * 8**-0.5 + added).masked_fill(blocked, float("-inf"))
@@ -97,7 +108,9 @@ def lively(name: str, fused: bool, **args: Any) -> LoadedModel:
 def with_changes(model: LoadedModel, *texts: str, x: Tensor) -> Tensor:
     """The model's output with attention blocked, proven as an extraction proves it."""
     table = site_table(model)
-    changes = Switch(model.name, table, parse(block_attention=texts)).changes(model.module)
+    changes = Switch(model.name, table, parse(block_attention=texts)).changes(
+        model.module
+    )
     changes.index = np.arange(len(x))
     prove(model, table, changes, x)
     with torch.inference_mode(), changes.applied():
@@ -115,7 +128,9 @@ def by_hand(module: nn.Module, blocked: NDArray[np.bool_], heads: int) -> None:
     def forward(x: Tensor, **_: Any) -> Tensor:
         own: Any = module
         n, tokens, dim = x.shape
-        q, k, v = own.qkv(x).reshape(n, tokens, 3, heads, dim // heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            own.qkv(x).reshape(n, tokens, 3, heads, dim // heads).permute(2, 0, 3, 1, 4)
+        )
         scores = own.q_norm(q) @ own.k_norm(k).transpose(2, 3) * (dim // heads) ** -0.5
         weights = scores.masked_fill(torch.from_numpy(blocked), float("-inf")).softmax(-1)
         joined = (weights @ v).transpose(1, 2).reshape(n, tokens, dim)
@@ -125,7 +140,9 @@ def by_hand(module: nn.Module, blocked: NDArray[np.bool_], heads: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("what", ["cls<-patches", "patches<-registers", "own", "distance>1.5"])
+@pytest.mark.parametrize(
+    "what", ["cls<-patches", "patches<-registers", "own", "distance>1.5"]
+)
 def test_timm_by_hand(what: str, fused: bool) -> None:
     model = lively("vit_tiny_patch16_224", fused, reg_tokens=2)
     x = images(model)
@@ -223,15 +240,29 @@ def test_stores(tmp_path: Path) -> None:
     folder = plant_images(tmp_path / "images", 3)
     given = [*VIT, "--data", folder, "--attention", "full", "--sites", "blocks,head"]
     extracted(*given, "-o", tmp_path / "plain.zarr")
-    extracted(*given, "-o", tmp_path / "same.zarr", "--block-attention", "distance>1000@blocks.*")
+    extracted(
+        *given,
+        "-o",
+        tmp_path / "same.zarr",
+        "--block-attention",
+        "distance>1000@blocks.*",
+    )
     assert array_bytes(tmp_path / "plain.zarr") == array_bytes(tmp_path / "same.zarr")
     same = open_store(tmp_path / "same.zarr")
     assert same.manifest.model["interventions"] == ["no distance>1000 at blocks.0-5"]
-    extracted(*given, "-o", tmp_path / "cut.zarr", "--block-attention", "cls<-patches@blocks.2..3")
+    extracted(
+        *given,
+        "-o",
+        tmp_path / "cut.zarr",
+        "--block-attention",
+        "cls<-patches@blocks.2..3",
+    )
     cut, plain = open_store(tmp_path / "cut.zarr"), open_store(tmp_path / "plain.zarr")
     for block in range(6):
         weights = np.asarray(cut.attention(f"full/blocks.{block}"), np.float32)
         np.testing.assert_allclose(weights.sum(-1), 1, atol=5e-3)
         assert (weights[:, :, 0, 1:].max() == 0) == (block in (2, 3))
         if block < 2:
-            np.testing.assert_array_equal(weights, plain.attention(f"full/blocks.{block}"))
+            np.testing.assert_array_equal(
+                weights, plain.attention(f"full/blocks.{block}")
+            )

@@ -32,7 +32,15 @@ from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.manifest import weights_name
 
 N = 6
-SITES = ["--sites", "blocks.0..1.out", "--attention", "none", "--no-residual", "--slab", 3]
+SITES = [
+    "--sites",
+    "blocks.0..1.out",
+    "--attention",
+    "none",
+    "--no-residual",
+    "--slab",
+    3,
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,9 @@ def test_it_does_not_depend_on_how_it_is_made(
     assert array_bytes(tmp_path / "d.zarr") == array_bytes(tmp_path / "e.zarr")
     # The values put there are equal in other batches and slabs, whatever the roundings of others.
     extracted(*bare, "--slab", 4, "-o", tmp_path / "c.zarr", "--batch-size", 1)
-    found = [np.asarray(open_store(tmp_path / f"{x}.zarr").acts("blocks.0.out")) for x in "ac"]
+    found = [
+        np.asarray(open_store(tmp_path / f"{x}.zarr").acts("blocks.0.out")) for x in "ac"
+    ]
     np.testing.assert_array_equal(found[0][:, 0], found[1][:, 0])
     np.testing.assert_allclose(found[0], found[1], atol=1e-2)
 
@@ -89,7 +99,9 @@ def test_a_store_says_what_was_changed(base: Path, folder: Path, tmp_path: Path)
     assert f"the model runs with {lines[0]}" in result.stderr
     assert "zero alone overstates" in result.stderr
     store = open_store(path)
-    assert store.manifest.identity["interventions"] == store.model["interventions"] == lines
+    assert (
+        store.manifest.identity["interventions"] == store.model["interventions"] == lines
+    )
     assert store.manifest.identity["reference_stores"] == [plain.manifest.store_id]
     assert not {"interventions", "reference_stores"} & {*plain.manifest.identity}
     assert weights_name(store.model) == f"random 0, {', '.join(lines)}"
@@ -97,7 +109,9 @@ def test_a_store_says_what_was_changed(base: Path, folder: Path, tmp_path: Path)
     (record,) = describe_run([store], command=(), parameters={})["stores"]
     assert record["interventions"] == lines
     mean = np.asarray(plain.acts("blocks.0.out"), np.float64)[:, 0].mean(0)
-    np.testing.assert_allclose(store.acts("blocks.0.out")[:, 0], np.tile(mean, (N, 1)), atol=1e-2)
+    np.testing.assert_allclose(
+        store.acts("blocks.0.out")[:, 0], np.tile(mean, (N, 1)), atol=1e-2
+    )
     # Whoever joins says the same, or is refused.
     assert "nothing to do" in extracted(*given, "--replace", three_of(base)).stderr
     for more in ([], ["--replace", f"cls@blocks.0.out=mean:{base}"]):
@@ -119,7 +133,11 @@ def three_of(base: Path) -> str:
 def test_extract_in_python(base: Path, folder: Path, tmp_path: Path) -> None:
     import timm
 
-    options: dict[str, Any] = {"sites": "blocks.0.out", "attention": "none", "residual": False}
+    options: dict[str, Any] = {
+        "sites": "blocks.0.out",
+        "attention": "none",
+        "residual": False,
+    }
     named = "test_vit?random-init=0&img-size=32x48&model-arg=patch_size=8"
     text = f"cls@blocks.0.out=mean:{base}"
     a = vitsee.extract(f"{named}&replace={text}", folder, tmp_path / "a.zarr", **options)
@@ -148,12 +166,16 @@ def test_sites_and_dry_run_say_it(folder: Path, tmp_path: Path) -> None:
 
 
 def test_options_in_a_name() -> None:
-    name, found = options_in_name("vit?replace=cls@last=zero&ablate-heads=blocks.1:0,1=zero")
+    name, found = options_in_name(
+        "vit?replace=cls@last=zero&ablate-heads=blocks.1:0,1=zero"
+    )
     assert name == "vit" and found["replace"] == ("cls@last=zero",)
     assert found["ablate_heads"] == ("blocks.1:0,1=zero",)
 
 
-def test_stores_by_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stores_by_absolute_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     same = ("cls@last=zero", "cls@last=noise:s3://b/a.zarr")
     found = placed(("cls@last=mean:a.zarr", "1:10@last=random:a.zarr", *same))
@@ -203,7 +225,9 @@ def test_malformed(options: dict[str, list[str]], phrase: str) -> None:
 
 
 def test_malformed_on_the_command_line(tmp_path: Path) -> None:
-    result = extract("demo:vit", "--data", "demo:test", "-o", tmp_path / "x", "--replace", "cls")
+    result = extract(
+        "demo:vit", "--data", "demo:test", "-o", tmp_path / "x", "--replace", "cls"
+    )
     assert result.exit_code == 2 and "expected TOKENS@SITES=VALUES" in result.stderr
     assert not (tmp_path / "x").exists()
 
@@ -219,23 +243,39 @@ def table() -> SiteTable:
     [
         ({"replace": ["cls@blocks.9.out=zero"]}, "no site matches 'blocks.9.out'"),
         ({"replace": ["cls@blocks.3..1.out=zero"]}, "'blocks.3..1.out' is no range"),
-        ({"replace": ["reg0@last=zero"]}, "no tokens 'reg0'; there are prefix tokens cls and 4x6"),
+        (
+            {"replace": ["reg0@last=zero"]},
+            "no tokens 'reg0'; there are prefix tokens cls and 4x6",
+        ),
         ({"replace": ["registers@last=zero"]}, "no tokens 'registers'"),
         ({"replace": ["head@last=zero"]}, "no tokens 'head'"),
-        ({"replace": ["outliers:25@last=zero"]}, "outliers:25, and there are 4x6 patches"),
+        (
+            {"replace": ["outliers:25@last=zero"]},
+            "outliers:25, and there are 4x6 patches",
+        ),
         ({"replace": ["cls@logits=zero"]}, "logits is a vector, without tokens"),
         ({"ablate_heads": ["blocks.1:2"]}, "blocks.1 has the heads 0 to 1, not 2"),
-        ({"ablate_heads": ["blocks.9:0"]}, "has no such block with token-to-token attention"),
-        ({"block_attention": ["cls<-all@blocks.5"]}, "cls would be left without any token"),
+        (
+            {"ablate_heads": ["blocks.9:0"]},
+            "has no such block with token-to-token attention",
+        ),
+        (
+            {"block_attention": ["cls<-all@blocks.5"]},
+            "cls would be left without any token",
+        ),
         ({"block_attention": ["dist<-cls@last"]}, "no tokens 'dist'"),
         ({"block_attention": ["own@norm"]}, "has no such block"),
     ],
 )
-def test_what_the_model_lacks(table: SiteTable, options: dict[str, list[str]], phrase: str) -> None:
+def test_what_the_model_lacks(
+    table: SiteTable, options: dict[str, list[str]], phrase: str
+) -> None:
     with pytest.raises(VitseeError) as caught:
         Switch("test_vit", table, parse(**options)).lines()
     assert phrase in str(caught.value) and "\n" not in str(caught.value)
-    assert next(iter(options.values()))[0].split("=")[0].split("@")[-1] in str(caught.value)
+    assert next(iter(options.values()))[0].split("=")[0].split("@")[-1] in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,9 +284,17 @@ def test_what_the_model_lacks(table: SiteTable, options: dict[str, list[str]], p
         ({"model": {"architecture": "other"}}, "mean", "has another model"),
         ({"weights": "0" * 64}, "noise", "has other weights (random 0)"),
         ({"ablate_skip": ["blocks.0.attn"]}, "mean", "has other skip connections"),
-        ({"interventions": ["cls=zero at blocks.0.out"]}, "mean", "has interventions of its own"),
+        (
+            {"interventions": ["cls=zero at blocks.0.out"]},
+            "mean",
+            "has interventions of its own",
+        ),
         ({"transform": {}}, "mean", "has another transform"),
-        ({"samples_fingerprint": "0" * 64}, "shuffle", "has other images, or the same in another"),
+        (
+            {"samples_fingerprint": "0" * 64},
+            "shuffle",
+            "has other images, or the same in another",
+        ),
     ],
 )
 def test_base_stores_of_something_else(
@@ -271,16 +319,28 @@ def test_base_stores_that_lack_something(
     pooled, one = tmp_path / "pooled.zarr", tmp_path / "one.zarr"
     extracted(*VIT, "--data", folder, "-o", pooled, *SITES, "--tokens", "pooled")
     extracted(*VIT, "--data", folder, "-o", one, *SITES, "--images", 1)
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     cases = [
         (1, f"cls@blocks.0.out=mean:{tmp_path}/none.zarr", "none.zarr"),
         (N, f"cls@blocks.3.out=mean:{base}", "extract adds it with --sites"),
         (N, f"cls@blocks.0.out=mean:{pooled}", "keeps blocks.0.out pooled only"),
-        (1, f"cls@blocks.0.out=shuffle:{one}", "another image's tokens, and there is one image"),
-        (1, f"cls@blocks.0.out=shuffle:{base}", "other images, or the same in another order"),
+        (
+            1,
+            f"cls@blocks.0.out=shuffle:{one}",
+            "another image's tokens, and there is one image",
+        ),
+        (
+            1,
+            f"cls@blocks.0.out=shuffle:{base}",
+            "other images, or the same in another order",
+        ),
     ]
     for images, text, phrase in cases:
-        identity = fixed_identity(model, chosen_images(DataOptions(str(folder), images=images), {}))
+        identity = fixed_identity(
+            model, chosen_images(DataOptions(str(folder), images=images), {})
+        )
         switch = Switch("test_vit", table, parse([text]), identity)
         with pytest.raises(VitseeError) as caught:
             switch.changes(model.module)
@@ -288,6 +348,16 @@ def test_base_stores_that_lack_something(
 
 
 def test_what_excludes_each_other(folder: Path, tmp_path: Path) -> None:
-    given = [*VIT, "--data", folder, "-o", tmp_path / "x.zarr", "--replace", "cls@last=zero"]
-    assert "--erf is not supported with cls@last=zero" in extract(*given, "--erf", 2).stderr
+    given = [
+        *VIT,
+        "--data",
+        folder,
+        "-o",
+        tmp_path / "x.zarr",
+        "--replace",
+        "cls@last=zero",
+    ]
+    assert (
+        "--erf is not supported with cls@last=zero" in extract(*given, "--erf", 2).stderr
+    )
     assert not (tmp_path / "x.zarr").exists()

@@ -31,9 +31,15 @@ def in_a_fresh_process(check: Callable[..., None], *args: object, **chosen: str)
 
     chosen: variables of the environment that a user has set; Dask's nannies leave theirs behind.
     """
-    call = f"from {__name__} import {check.__name__} as check; check(*{[*map(str, args)]!r})"
-    variables = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}
-    subprocess.run([sys.executable, "-c", call], env=variables | chosen, check=True, timeout=600)
+    call = (
+        f"from {__name__} import {check.__name__} as check; check(*{[*map(str, args)]!r})"
+    )
+    variables = {
+        name: value for name, value in os.environ.items() if name not in OF_THE_USER
+    }
+    subprocess.run(
+        [sys.executable, "-c", call], env=variables | chosen, check=True, timeout=600
+    )
 
 
 def resident_bytes() -> int:
@@ -72,7 +78,13 @@ def check_extraction(folder: str) -> None:
     vars(loop)["normalise"] = before_each_batch
     plant_images(Path(folder, "images"), 4)
     extracted(
-        *VIT, "--data", Path(folder, "images"), "-o", Path(folder, "s.zarr"), "--batch-size", 2
+        *VIT,
+        "--data",
+        Path(folder, "images"),
+        "-o",
+        Path(folder, "s.zarr"),
+        "--batch-size",
+        2,
     )
     assert len(found) == 2
     assert max(found) < 0.1
@@ -85,7 +97,9 @@ def test_freed_memory_stays_inside_and_goes_back_at_the_end() -> None:
 
 
 @needs_glibc
-@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"])
+@pytest.mark.parametrize(
+    "name", ["GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"]
+)
 def test_a_user_who_has_chosen_is_left_alone(name: str) -> None:
     value = "glibc.malloc.mmap_max=65536" if name == "GLIBC_TUNABLES" else "65536"
     in_a_fresh_process(check_the_user_s_choice, **{name: value})

@@ -24,8 +24,8 @@ from vitsee_core.runtime.kept_sums import (
     CHECKSUM,
     MAGIC,
     SIZE,
+    FoldCheckpoints,
     KeptSum,
-    KeptSums,
     NotPlain,
     read_plain,
     state_of,
@@ -37,7 +37,16 @@ from vitsee_stores import Slab
 # Commands whose work adds up over slabs, or is spread over sites.
 SUMS = ("attn-dist", "cka-heads", "dense-probe", "effect", "saliency", "spectrum")
 SPREAD = ("cluster", "knn", "localize", "probe", "retrieve")
-OTHERS = ("attn-map", "cosine-map", "keypoints", "lens", "norms", "pca", "propagate", "spatial")
+OTHERS = (
+    "attn-map",
+    "cosine-map",
+    "keypoints",
+    "lens",
+    "norms",
+    "pca",
+    "propagate",
+    "spatial",
+)
 
 
 def read_nothing(slab: Slab) -> dict[str, Any]:
@@ -69,7 +78,11 @@ def test_plain_data_comes_back_as_it_was() -> None:
             "\udcff/a",
             2**63,
         ],
-        "arrays": (np.arange(6.0).reshape(2, 3).T, np.float32(0.1), np.array(["a", "bc"])),
+        "arrays": (
+            np.arange(6.0).reshape(2, 3).T,
+            np.float32(0.1),
+            np.array(["a", "bc"]),
+        ),
         3: {"set": {1, 2}, "frozen": frozenset({"x"}), "slice": slice(1, None)},
         "objects": np.array([["a", None], [1, 2.0]], object),
         "nested": np.array([None, (1, [2])], object),
@@ -91,7 +104,15 @@ def test_plain_data_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [len, lambda: 0, object(), b"x", SlabMoments(read_nothing), io.BytesIO(), KeyError("x")],
+    [
+        len,
+        lambda: 0,
+        object(),
+        b"x",
+        SlabMoments(read_nothing),
+        io.BytesIO(),
+        KeyError("x"),
+    ],
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(NotPlain):
@@ -139,7 +160,9 @@ def hostile() -> dict[str, bytes]:
     deep = b"\x83\xa4type\xa5Items\xa4kind\xa4list\xa5items\x91" * 20_000 + b"\x01"
     return {
         "a function": made_by_hand(node("Instance", name="os:system", state={})),
-        "a class of others": made_by_hand(node("Instance", name="subprocess:Popen", state={})),
+        "a class of others": made_by_hand(
+            node("Instance", name="subprocess:Popen", state={})
+        ),
         "a function of ours": made_by_hand(
             node("Instance", name="vitsee_core.runtime.streaming:fold", state={})
         ),
@@ -152,7 +175,9 @@ def hostile() -> dict[str, bytes]:
         "a pickle": pickle.dumps(Trap()),
         "no such array": made_by_hand(array("<f8", [7])),
         "an array beyond memory": made_by_hand(array("<f8", [1 << 20, 1 << 30]), b"x"),
-        "an empty array beyond memory": made_by_hand(array("<f8", [1 << 62, 1 << 62, 0]), b""),
+        "an empty array beyond memory": made_by_hand(
+            array("<f8", [1 << 62, 1 << 62, 0]), b""
+        ),
         "an array of arrays": made_by_hand(array("(9,)f8", [1]), b"x" * 72),
         "a list as a key": made_by_hand(
             node("Pairs", items=[[node("Items", kind="list", items=[]), 1]])
@@ -203,8 +228,8 @@ def test_what_all_accumulators_share_is_not_kept() -> None:
     assert list(state_of(*made)) == ["_moments"]
 
 
-def sums_in(folder: Path) -> KeptSums:
-    return KeptSums(folder / "r.csv.partial", lambda: ["command"])
+def sums_in(folder: Path) -> FoldCheckpoints:
+    return FoldCheckpoints(folder / "r.csv.partial", lambda: ["command"])
 
 
 def test_nothing_is_written_before_the_first_interval(tmp_path: Path) -> None:
@@ -248,7 +273,10 @@ def test_another_key_is_replaced_with_a_line(
     for about, total in ((["two"], 3), (["one"], 4)):
         kept.offer(1, lambda: [1])
         assert sums_in(tmp_path).next_sum(about, "slabs", total).resume() is None
-        assert "another command, store, setting or version; the work begins anew" in caplog.text
+        assert (
+            "another command, store, setting or version; the work begins anew"
+            in caplog.text
+        )
         assert not (tmp_path / "r.csv.partial").exists()
         caplog.clear()
         kept._next = 0.0
@@ -288,7 +316,9 @@ def test_a_full_disk_is_a_warning(
     kept.resume()
     for done in (1, 2, 3):
         kept.offer(done, lambda: [1])
-    assert caplog.text.count("half of the work is not kept (no space left on device)") == 1
+    assert (
+        caplog.text.count("half of the work is not kept (no space left on device)") == 1
+    )
     assert not list((tmp_path / "r.csv.partial").iterdir())
 
 
@@ -347,7 +377,15 @@ def kept(everything: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 @pytest.mark.slow
 def test_a_dense_probe_goes_on_to_the_bit(kept: Kept, tmp_path: Path) -> None:
     """In its training pass, in its test pass, and after it."""
-    words = ("dense-probe", "vit.zarr", "--masks", "maps", "--holdout", "0.4", "--per-class")
+    words = (
+        "dense-probe",
+        "vit.zarr",
+        "--masks",
+        "maps",
+        "--holdout",
+        "0.4",
+        "--per-class",
+    )
     assert kept.check(words, tmp_path / "r.csv") == 4  # two passes over two slabs
 
 
@@ -359,7 +397,9 @@ def test_others_begin_anew(kept: Kept, tmp_path: Path, everything: Path) -> None
     words = ["dense-probe", "vit.zarr", "--masks", maps, "--holdout", "0.4", "-o", table]
     assert kept.run(*words, writings=2).exit_code == 75
     again = kept.run(*words, "--l2-relative", "1", writings=1)
-    assert again.exit_code == 75 and "is not used: it is of another command" in again.stderr
+    assert (
+        again.exit_code == 75 and "is not used: it is of another command" in again.stderr
+    )
     assert kept.run(*words, writings=1).exit_code == 75
     mask = next(maps.rglob("*.png"))
     mask.write_bytes(mask.read_bytes() + b"\0")
@@ -374,14 +414,16 @@ def test_short_commands_write_nothing(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(everything)
-    monkeypatch.setattr(KeptSums, "write", lambda *args: pytest.fail("written"))
+    monkeypatch.setattr(FoldCheckpoints, "write", lambda *args: pytest.fail("written"))
     done = invoke("attn-dist", "vit.zarr", "-o", tmp_path / "r.csv")
     assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [*SUMS, *SPREAD, *OTHERS])
-def test_every_command_goes_on_to_the_bit(kept: Kept, tmp_path: Path, command: str) -> None:
+def test_every_command_goes_on_to_the_bit(
+    kept: Kept, tmp_path: Path, command: str
+) -> None:
     stops = [
         kept.check((command, *words), tmp_path / f"{number}.csv")
         for number, words in enumerate(TABLES[command])
@@ -391,7 +433,9 @@ def test_every_command_goes_on_to_the_bit(kept: Kept, tmp_path: Path, command: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["dense-probe", "spectrum", "cluster"])
-def test_work_of_dasks_workers_goes_on_to_the_bit(kept: Kept, tmp_path: Path, command: str) -> None:
+def test_work_of_dasks_workers_goes_on_to_the_bit(
+    kept: Kept, tmp_path: Path, command: str
+) -> None:
     pytest.importorskip("distributed")
     words = (command, *TABLES[command][0], "--dask", "local:1")
     assert kept.check(words, tmp_path / "r.csv") > 1

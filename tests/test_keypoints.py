@@ -37,10 +37,10 @@ from vitsee_core.analyses.keypoints.scoring import KeypointScorer
 from vitsee_core.analyses.keypoints.search import find, sample, search, unit
 from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
 from vitsee_core.images.placement import place
-from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.runtime.progress import Tally
 from vitsee_core.statistics.shares import share_interval
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -58,7 +58,9 @@ def predictions(store: Store, folder: Path, **choices: Any) -> tuple[Any, Array]
     return located, found
 
 
-def made(path: Path, seed: int = 0, dim: int = 6, **more: Any) -> tuple[Store, Path, Array]:
+def made(
+    path: Path, seed: int = 0, dim: int = 6, **more: Any
+) -> tuple[Store, Path, Array]:
     """All pairs of two categories and random tokens for their images."""
     pairs, ids, sizes = all_pairs(seed=seed)
     grids = np.random.default_rng(seed).standard_normal((len(ids), GRID, GRID, dim))
@@ -106,8 +108,12 @@ def test_vit_analysis_is_the_released_algorithm(tmp_path: Path, seed: int) -> No
     store, folder, grids = made(tmp_path, seed)
     located, found = predictions(store, folder, preset="walmer", pairs_per_class=99)
     for point, pair in enumerate(located.pair.tolist()):
-        source, target = (grids[rows[pair]] for rows in (located.source_row, located.target_row))
-        expected = reference.vit_analysis(source, target, located.source[point].tolist(), SIZE)
+        source, target = (
+            grids[rows[pair]] for rows in (located.source_row, located.target_row)
+        )
+        expected = reference.vit_analysis(
+            source, target, located.source[point].tolist(), SIZE
+        )
         assert found[point].tolist() == list(expected)
 
 
@@ -117,7 +123,9 @@ def test_vit_analysis_lies_on_the_token_grid_and_at_the_border(tmp_path: Path) -
     centres = (np.arange(GRID) + 0.5) * STRIDE - 0.5
     beside = {0.0, *np.floor(centres)[1:], *np.ceil(centres)[1:]}
     assert set(found.ravel().tolist()) <= beside
-    assert (found == 0).any()  # in the first half cell the first pixel is taken, 3.5 too far out
+    assert (
+        found == 0
+    ).any()  # in the first half cell the first pixel is taken, 3.5 too far out
 
 
 def test_coordinates_of_vit_analysis_are_scaled_and_truncated(tmp_path: Path) -> None:
@@ -134,19 +142,27 @@ def test_coordinates_of_vit_analysis_are_scaled_and_truncated(tmp_path: Path) ->
 
 @pytest.mark.parametrize("where", ["image", "canvas", "box"])
 @pytest.mark.parametrize("match", ["smooth", "token"])
-def test_matches_are_those_of_a_loop_over_pixels(tmp_path: Path, match: str, where: str) -> None:
+def test_matches_are_those_of_a_loop_over_pixels(
+    tmp_path: Path, match: str, where: str
+) -> None:
     store, folder, grids = made(tmp_path, 1)
     located, found = predictions(store, folder, match=match, candidates=where)
     slow = getattr(reference, match)
     for point, pair in list(enumerate(located.pair.tolist()))[::3]:
         one = located.pairs[pair]
-        source, target = (grids[rows[pair]] for rows in (located.source_row, located.target_row))
+        source, target = (
+            grids[rows[pair]] for rows in (located.source_row, located.target_row)
+        )
         box = {
             "canvas": EVERY,
             "image": tuple(np.array(_edges(one.target_size)) - 0.5),
-            "box": tuple(_placed(np.array(one.box).reshape(2, 2), one.target_size).ravel()),
+            "box": tuple(
+                _placed(np.array(one.box).reshape(2, 2), one.target_size).ravel()
+            ),
         }[where]
-        at = _placed(one.source_xy, one.source_size)[point - np.argmax(located.pair == pair)]
+        at = _placed(one.source_xy, one.source_size)[
+            point - np.argmax(located.pair == pair)
+        ]
         np.testing.assert_allclose(located.source[point], at, atol=1e-9)
         expected = slow(source, target, at.tolist(), SIZE, box)
         np.testing.assert_allclose(found[point], expected, atol=1e-9)
@@ -181,10 +197,15 @@ def test_results_do_not_depend_on_slabs_and_pieces(
 
 
 @given(
-    n=st.integers(1, 6), stride=st.floats(1, 20), offset=st.floats(-8, 8), length=st.integers(1, 90)
+    n=st.integers(1, 6),
+    stride=st.floats(1, 20),
+    offset=st.floats(-8, 8),
+    length=st.integers(1, 90),
 )
 @settings(max_examples=60, deadline=None)
-def test_weights_and_corners_of_any_grid(n: int, stride: float, offset: float, length: int) -> None:
+def test_weights_and_corners_of_any_grid(
+    n: int, stride: float, offset: float, length: int
+) -> None:
     cells = Cells(n, stride, offset)
     pixels = np.arange(length, dtype=float)
     weights = cells.weights(pixels)
@@ -192,11 +213,15 @@ def test_weights_and_corners_of_any_grid(n: int, stride: float, offset: float, l
     assert ((weights > 0).sum(1) <= 2).all()
     np.testing.assert_allclose(weights @ np.arange(n), cells.places(pixels), atol=1e-9)
     # The largest of all pixels is at a corner, whatever the values.
-    layout = TokenLayout((), (n, n), stride_px=(stride, stride), offset_px=(offset, offset))
+    layout = TokenLayout(
+        (), (n, n), stride_px=(stride, stride), offset_px=(offset, offset)
+    )
     window = np.array([-0.5, -0.5, length, length])
     corners, _ = candidates(layout, (length, length), window, "vit_analysis")
     values = np.random.default_rng(n).standard_normal(n)
-    assert (corners.weights @ values).max() == pytest.approx((weights @ values).max(), abs=1e-9)
+    assert (corners.weights @ values).max() == pytest.approx(
+        (weights @ values).max(), abs=1e-9
+    )
 
 
 def test_a_window_without_candidates_has_the_nearest(tmp_path: Path) -> None:
@@ -210,10 +235,13 @@ def test_a_window_without_candidates_has_the_nearest(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is found, by hand
 
 
-def test_whole_patches_are_found_at_any_alpha_and_parts_by_smooth_alone(tmp_path: Path) -> None:
+def test_whole_patches_are_found_at_any_alpha_and_parts_by_smooth_alone(
+    tmp_path: Path,
+) -> None:
     colours = np.random.default_rng(0).standard_normal((GRID, GRID, 8))
     points = [
-        ((3 + 8 * c, 4 + 8 * r), (3 + 8 * (c + 2), 4 + 8 * (r + 1))) for r, c in ((1, 1), (4, 3))
+        ((3 + 8 * c, 4 + 8 * r), (3 + 8 * (c + 2), 4 + 8 * (r + 1)))
+        for r, c in ((1, 1), (4, 3))
     ]
     moved = np.roll(colours, (1, 2), (0, 1))
     for name in "ab":
@@ -224,7 +252,9 @@ def test_whole_patches_are_found_at_any_alpha_and_parts_by_smooth_alone(tmp_path
         table = run(store, pairs=folder, match=match, alphas=[0.015])
         assert value(table, "pck@0.015") == 1
     shift = (3, 2)
-    points = [((x, y), (x + 3, y + 2)) for x, y in ((20, 28), (36, 20), (28, 44), (44, 36))]
+    points = [
+        ((x, y), (x + 3, y + 2)) for x, y in ((20, 28), (36, 20), (28, 44), (44, 36))
+    ]
     store, folder = squares(tmp_path / "b", field(), field(shift), points)
     found = {
         match: value(run(store, pairs=folder, match=match, alphas=[0.045]), "pck@0.045")
@@ -245,7 +275,9 @@ def test_an_image_is_found_in_itself_to_the_pixel_by_smooth_alone(tmp_path: Path
     assert smooth.mean() < 1 < 2 < released.mean()
 
 
-def test_found_is_strictly_nearer_than_alpha_times_the_longer_side(tmp_path: Path) -> None:
+def test_found_is_strictly_nearer_than_alpha_times_the_longer_side(
+    tmp_path: Path,
+) -> None:
     colours = np.random.default_rng(0).standard_normal((GRID, GRID, 8))
     # The source is a token's centre, found at (19.5, 27.5); the keypoint lies 5 away from there.
     store, folder = squares(tmp_path, colours, colours, [((19.5, 27.5), (22.5, 31.5))])
@@ -263,7 +295,9 @@ def test_lengths_and_rotations_of_channels_change_nothing(tmp_path: Path) -> Non
     turn = np.linalg.qr(np.random.default_rng(0).standard_normal((6, 6)))[0]
     lengths = np.random.default_rng(1).uniform(0.5, 3, grids.shape[:3])[..., None]
     _, ids, sizes = all_pairs(seed=2)
-    other = write_store(tmp_path / "b.zarr", {"blocks.0.out": grids @ turn * lengths}, ids, sizes)
+    other = write_store(
+        tmp_path / "b.zarr", {"blocks.0.out": grids @ turn * lengths}, ids, sizes
+    )
     _, after = predictions(other, folder)
     np.testing.assert_array_equal(before, after)
 
@@ -305,7 +339,9 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     )  # fmt: skip
     folder = write_pairs(tmp_path / "s", pairs)
     scorer = KeypointScorer.of(locate(store, read_pairs(folder), choose_protocol()))
-    cells = {row["metric"]: row for row in scorer.rows(np.array([[1], [0], [1], [0]]), [0.1])}
+    cells = {
+        row["metric"]: row for row in scorer.rows(np.array([[1], [0], [1], [0]]), [0.1])
+    }
     assert cells["pck@0.1"]["value"] == pytest.approx((2 / 3 + 0) / 2)
     assert cells["pck_point@0.1"]["value"] == 0.5
     assert cells["pck_image@0.1"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
@@ -321,17 +357,23 @@ def scored(located: Any, found: Array) -> list[reference.Scored]:
     ]
 
 
-def test_values_and_errors_are_those_of_leaving_out_images_in_a_loop(tmp_path: Path) -> None:
+def test_values_and_errors_are_those_of_leaving_out_images_in_a_loop(
+    tmp_path: Path,
+) -> None:
     pairs, ids, sizes = all_pairs(sizes=(*SIZES, (30, 40), (44, 52)))
     del pairs[3], pairs[7]  # not every pair exists
-    pairs.append(annotation("cat1", "cat1", "cat", src_imsize=[40, 60, 3], trg_imsize=[40, 60, 3]))
+    pairs.append(
+        annotation("cat1", "cat1", "cat", src_imsize=[40, 60, 3], trg_imsize=[40, 60, 3])
+    )
     grids = np.ones((len(ids), GRID, GRID, 2))
     store = write_store(tmp_path / "a.zarr", {"blocks.0.out": grids}, ids, sizes)
     folder = write_pairs(tmp_path / "s", pairs)
     located = locate(store, draw_pairs(read_pairs(folder), None), choose_protocol())
     found = np.random.default_rng(0).integers(0, 2, (len(located), 2))
     lists = scored(located, found[:, 1])
-    cells = {row["metric"]: row for row in KeypointScorer.of(located).rows(found, [0.1, 0.05])}
+    cells = {
+        row["metric"]: row for row in KeypointScorer.of(located).rows(found, [0.1, 0.05])
+    }
     values, errors = reference.pck(lists), reference.jackknife(lists)
     for name in values:
         row = cells[f"{name}@0.05"]
@@ -346,7 +388,9 @@ def test_intervals_are_over_images_not_over_pairs(tmp_path: Path) -> None:
     """Images in which all is found or nothing: their pairs vary together."""
     n = 12
     ids = [f"cat/i{i}.jpg" for i in range(n)]
-    pairs = [annotation(f"i{a}", f"i{b}", "cat") for a in range(n) for b in range(n) if a != b]
+    pairs = [
+        annotation(f"i{a}", f"i{b}", "cat") for a in range(n) for b in range(n) if a != b
+    ]
     store = write_store(
         tmp_path / "a.zarr", {"blocks.0.out": np.ones((n, GRID, GRID, 2))}, ids, (40, 60)
     )
@@ -369,7 +413,11 @@ def test_intervals_are_over_images_not_over_pairs(tmp_path: Path) -> None:
 
 def test_baselines_against_loops(tmp_path: Path) -> None:
     store, folder, _ = made(tmp_path, 1)
-    for match, where in (("smooth", "image"), ("token", "canvas"), ("vit_analysis", "canvas")):
+    for match, where in (
+        ("smooth", "image"),
+        ("token", "canvas"),
+        ("vit_analysis", "canvas"),
+    ):
         table = run(store, pairs=folder, match=match, candidates=where, alphas=[0.2])
         located = locate(
             store, draw_pairs(read_pairs(folder), None),
@@ -394,7 +442,9 @@ def test_baselines_against_loops(tmp_path: Path) -> None:
         for name, values in (("chance", chance), ("grid", grid), ("still", still)):
             lists = scored(located, np.array(values))
             for metric, expected in reference.pck(lists).items():
-                assert value(table, f"{metric}@0.2", name) == pytest.approx(expected, abs=1e-12)
+                assert value(table, f"{metric}@0.2", name) == pytest.approx(
+                    expected, abs=1e-12
+                )
 
 
 def test_metrics_are_chosen(tmp_path: Path) -> None:
@@ -407,7 +457,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
         )
         assert found["value"].tolist() == rows["value"].tolist() and len(found)
         assert plot(found).axes
-    with pytest.raises(VitseeError, match="no metric 'x'; metrics of keypoints: pck, pck_point"):
+    with pytest.raises(
+        VitseeError, match="no metric 'x'; metrics of keypoints: pck, pck_point"
+    ):
         run(store, pairs=pairs, metrics=["x"])
 
 
@@ -417,9 +469,19 @@ def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     assert tuple(table.written.columns) == COLUMNS
     whole = having(table, **{"class": "", "group": ""})
     assert len(whole) == 3 * 4 and whole["n_pairs"].tolist() == [12] * 12
-    groups = {"viewpoint 0", "viewpoint 1", "viewpoint 2", "scale 0", "scale 1", "scale 2"}
+    groups = {
+        "viewpoint 0",
+        "viewpoint 1",
+        "viewpoint 2",
+        "scale 0",
+        "scale 1",
+        "scale 2",
+    }
     assert set(table["group"]) == {"", *groups}
-    kept = [json.loads(f.read_text()) for f in sorted((folder / "PairAnnotation/test").iterdir())]
+    kept = [
+        json.loads(f.read_text())
+        for f in sorted((folder / "PairAnnotation/test").iterdir())
+    ]
     for column, name, chosen in (
         ("class", "dog", [p for p in kept if p["category"] == "dog"]),
         ("group", "viewpoint 2", [p for p in kept if p["viewpoint_variation"] == 2]),
@@ -438,7 +500,10 @@ def test_replicates_are_the_values_without_each_image(tmp_path: Path) -> None:
     table = run(store, pairs=folder, alphas=[0.2])
     assert table.replicates is not None and table.replicates.shape == (12, 6)
     assert table.notes["replicates"]["a"]["n_blocks"] == 6
-    kept = [json.loads(f.read_text()) for f in sorted((folder / "PairAnnotation/test").iterdir())]
+    kept = [
+        json.loads(f.read_text())
+        for f in sorted((folder / "PairAnnotation/test").iterdir())
+    ]
     less = [p for p in kept if "dog2.jpg" not in (p["src_imname"], p["trg_imname"])]
     alone = run(store, pairs=write_pairs(tmp_path / "less", less), alphas=[0.2])
     np.testing.assert_allclose(table.replicates[:, 5], alone["value"], atol=1e-12)
@@ -470,7 +535,9 @@ def test_sites_without_a_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("match", ["smooth", "token", "vit_analysis"])
-def test_what_a_gpu_works_on_stays_there(match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_works_on_stays_there(
+    match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fake tensors refuse operands of several devices."""
     device = torch.device("cuda:0")
     rows, cols = candidates(LAYOUT, (SIZE, SIZE), np.array(EVERY), match)
@@ -512,7 +579,10 @@ def test_parts_of_the_images_by_other_processes(tmp_path: Path, n_sites: int) ->
     """To the bit: 3 parts of one site, 2 of two, 1 of three."""
     pairs, ids, sizes = all_pairs()
     rng = np.random.default_rng(0)
-    grids = {f"blocks.{k}.out": rng.standard_normal((len(ids), GRID, GRID, 6)) for k in range(3)}
+    grids = {
+        f"blocks.{k}.out": rng.standard_normal((len(ids), GRID, GRID, 6))
+        for k in range(3)
+    }
     store = write_store(tmp_path / "a.zarr", grids, ids, sizes, slab=2)
     folder = write_pairs(tmp_path / "SPair-71k", pairs)
     sites = list(grids)[:n_sites]
@@ -533,7 +603,9 @@ def test_random_features_are_a_baseline(tmp_path: Path, preset: str | None) -> N
     noise = [random_features(GRID * GRID, dim, (7, row)) for row in range(len(ids))]
     grids = np.stack([one.reshape(GRID, GRID, dim) for one in noise]).astype(np.float64)
     known = write_store(tmp_path / "n.zarr", {"blocks.0.out": grids}, ids, sizes)
-    own = {f"blocks.{i}.out": grids * 0 + np.arange(1.0 + i, dim + 1 + i) for i in range(2)}
+    own = {
+        f"blocks.{i}.out": grids * 0 + np.arange(1.0 + i, dim + 1 + i) for i in range(2)
+    }
     store = write_store(tmp_path / "a.zarr", own, ids, sizes)
     options = {"pairs": folder, "preset": preset, "seed": 7}
     drawn = run(store, baselines=["random"], **options).filter(baseline="random")

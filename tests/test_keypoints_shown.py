@@ -81,11 +81,17 @@ def one_line(store: Store | None, pairs: Path, *args: object) -> str:
             r"trg_kps\[1\] is \(62, 3\), outside of the image of 60 x",
         ),
         ({"src_kps": [[1, -2], [4, 3]]}, r"src_kps\[0\] is \(1, -2\), outside"),
-        ({"trg_bndbox": [10, 5, 10, 35]}, r"trg_bndbox is \[10.0, 5.0, 10.0, 35.0\].*with an area"),
+        (
+            {"trg_bndbox": [10, 5, 10, 35]},
+            r"trg_bndbox is \[10.0, 5.0, 10.0, 35.0\].*with an area",
+        ),
         ({"trg_bndbox": [10, 5, 35]}, "with an area"),
         ({"mirror": 1}, "mirror is set"),
         ({"trg_kps": [[1, 1], None]}, r"trg_kps\[1\] is null, expected a list"),
-        ({"trg_kps": [[1, 1], [1, float("nan")]]}, r"trg_kps\[1\]\[1\] is NaN, expected a number"),
+        (
+            {"trg_kps": [[1, 1], [1, float("nan")]]},
+            r"trg_kps\[1\]\[1\] is NaN, expected a number",
+        ),
         ({"trg_kps": [[1, 1], [True, 1]]}, r"is true, expected a number"),
         ({"trg_kps": {"0": [1, 1]}}, "trg_kps is an object, expected a list"),
         ({"trg_imsize": [0, 40, 3]}, "expected a whole number >= 1"),
@@ -114,7 +120,9 @@ def test_pairs_that_contradict_themselves(
         b" " * (spair.MOST_BYTES + 1),
     ],
 )  # fmt: skip
-def test_hostile_annotations_are_one_line(store: Store, tmp_path: Path, content: bytes) -> None:
+def test_hostile_annotations_are_one_line(
+    store: Store, tmp_path: Path, content: bytes
+) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
     (file,) = (folder / "PairAnnotation/test").iterdir()
     file.write_bytes(content)
@@ -122,7 +130,9 @@ def test_hostile_annotations_are_one_line(store: Store, tmp_path: Path, content:
     assert file.name in line and len(line) < 600
 
 
-def test_a_pipe_is_not_waited_for_and_a_pair_occurs_once(store: Store, tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for_and_a_pair_occurs_once(
+    store: Store, tmp_path: Path
+) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
     (file,) = (folder / "PairAnnotation/test").iterdir()
     write_pairs(folder, [annotation()], separator="_")
@@ -164,7 +174,11 @@ def test_folders_lists_and_splits(store: Store, tmp_path: Path) -> None:
 def test_images_that_the_store_lacks(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    more = [annotation("a0", "gone"), annotation(), annotation("a1", "a0", src_kps=[], trg_kps=[])]
+    more = [
+        annotation("a0", "gone"),
+        annotation(),
+        annotation("a1", "a0", src_kps=[], trg_kps=[]),
+    ]
     folder = write_pairs(tmp_path / "s", more)
     with caplog.at_level(logging.INFO):
         table = run(store, pairs=folder)
@@ -206,7 +220,9 @@ def test_images_are_known_by_their_folder(tmp_path: Path) -> None:
 
     assert set(run(write("a.zarr", ids), pairs=folder)["n_images"].tolist()) == {4}
     flat = write("b.zarr", ["a0.jpg", "a1.jpg", "x", "y"])
-    assert set(run(flat, pairs=folder)["n_images"].tolist()) == {4}  # twice in their categories
+    assert set(run(flat, pairs=folder)["n_images"].tolist()) == {
+        4
+    }  # twice in their categories
     line = one_line(write("c.zarr", ["p/a0.jpg", "q/a0.jpg", "a1.jpg", "x"]), folder)
     assert "c has several images called cat/a0.jpg" in line
     # a dog of that name is no cat
@@ -249,9 +265,14 @@ def test_tokens_that_are_pooled_or_not_finite(tmp_path: Path) -> None:
     grids = np.ones((2, GRID, GRID, 2))
     grids[1, 3, 3] = np.inf
     broken = write_store(
-        tmp_path / "b.zarr", {"blocks.0.out": grids}, ["cat/a0.jpg", "cat/a1.jpg"], (40, 60)
+        tmp_path / "b.zarr",
+        {"blocks.0.out": grids},
+        ["cat/a0.jpg", "cat/a1.jpg"],
+        (40, 60),
     )
-    assert "not finite, in row 1 (look at it with vitsee validate)" in one_line(broken, folder)
+    assert "not finite, in row 1 (look at it with vitsee validate)" in one_line(
+        broken, folder
+    )
 
 
 def test_choices_that_do_not_exist(store: Store, tmp_path: Path) -> None:
@@ -293,8 +314,13 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
         pair = json.loads(file.read_text())
         assert set(pair) == published
         number, both = file.stem.split("-", 1)
-        source, target = (pair[f"{side}_imname"].removesuffix(".jpg") for side in ("src", "trg"))
-        assert both == f"{source}-{target}:{pair['category']}" and int(number) == pair["pair_id"]
+        source, target = (
+            pair[f"{side}_imname"].removesuffix(".jpg") for side in ("src", "trg")
+        )
+        assert (
+            both == f"{source}-{target}:{pair['category']}"
+            and int(number) == pair["pair_id"]
+        )
         for side in ("src", "trg"):
             folder = tmp_path / "a/JPEGImages" / pair["category"]
             with Image.open(folder / pair[f"{side}_imname"]) as image:
@@ -314,7 +340,12 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
             for x, y in pair[f"{side}_kps"]:
                 assert mask[y, x] > 0  # on the object
             rows, cols = np.nonzero(mask)
-            assert own["bndbox"] == [cols.min(), rows.min(), cols.max() + 1, rows.max() + 1]
+            assert own["bndbox"] == [
+                cols.min(),
+                rows.min(),
+                cols.max() + 1,
+                rows.max() + 1,
+            ]
     colon, plain = (read_pairs(tmp_path / name) for name in "ab")
     assert [p.name.replace(":", "_") for p in colon] == [p.name for p in plain]
     assert {p.category for p in colon} == {name.lower() for name in CATEGORIES}
@@ -324,7 +355,9 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
     again = tmp_path / "c"
     write_spair(again)
     for file in again.rglob("*.*"):
-        assert file.read_bytes() == (tmp_path / "a" / file.relative_to(again)).read_bytes()
+        assert (
+            file.read_bytes() == (tmp_path / "a" / file.relative_to(again)).read_bytes()
+        )
 
 
 @pytest.mark.slow
@@ -340,7 +373,17 @@ def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
             "--crop-mode", "border", "--fill", "black", "--crop-pct", "1", "-o", stores[-1],
         )  # fmt: skip
     csv_file, png = tmp_path / "pck.csv", tmp_path / "pck.png"
-    args = ["--pairs", root, "-o", csv_file, "--png", png, "--by", "class", "--replicates"]
+    args = [
+        "--pairs",
+        root,
+        "-o",
+        csv_file,
+        "--png",
+        png,
+        "--by",
+        "class",
+        "--replicates",
+    ]
     result = command(*stores, *args)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(csv_file.open()))
@@ -359,7 +402,11 @@ def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
     other = command(stores[0], "--pairs", root, "--preset", "walmer", "--alpha", "0.1")
     assert other.exit_code == 0, other.output
     walmer = list(csv.DictReader(other.stdout.splitlines()))
-    assert {row["metric"] for row in walmer} == {"pck@0.1", "pck_point@0.1", "pck_image@0.1"}
+    assert {row["metric"] for row in walmer} == {
+        "pck@0.1",
+        "pck_point@0.1",
+        "pck_image@0.1",
+    }
 
 
 def test_panels_of_the_figure() -> None:
@@ -383,7 +430,13 @@ def test_panels_of_the_figure() -> None:
     ]  # fmt: skip
     assert {axes.get_title(loc="right") for axes in (near, far)} == {"n = 7 pairs"}
     drawn = [
-        sorted({y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()})
+        sorted(
+            {
+                y
+                for line in axes.lines
+                for y in np.asarray(line.get_ydata(), float).tolist()
+            }
+        )
         for axes in (near, far)
     ]
     assert drawn == [[0.1, 0.2, 0.3, 0.45], [0.001, 0.02]]
@@ -421,7 +474,9 @@ def test_images_of_several_sizes_on_one_canvas(tmp_path: Path) -> None:
     assert not store.fills.all()
     table = run(open_store(whole), store, pairs=root, match="token", alphas=[0.05])
     low, high = (
-        having(table, store=name, baseline="grid", metric="pck@0.05", site="embed")["value"][0]
+        having(table, store=name, baseline="grid", metric="pck@0.05", site="embed")[
+            "value"
+        ][0]
         for name in ("whole", "tiles")
     )
     assert high > 3 * low > 0

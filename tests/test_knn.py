@@ -48,13 +48,19 @@ def loop_neighbours(train: Array, test: Array, k: int) -> list[list[tuple[float,
 
 
 def loop_classes(
-    found: list[tuple[float, int]], labels: Array, n_classes: int, vote: str, temperature: float
+    found: list[tuple[float, int]],
+    labels: Array,
+    n_classes: int,
+    vote: str,
+    temperature: float,
 ) -> list[int]:
     """The classes that got a vote, most voted first, equal ones in ascending order."""
     votes = [0.0] * n_classes
     for cosine, row in found:
         votes[labels[row]] += math.exp(cosine / temperature) if vote == "softmax" else 1.0
-    return [c for c in sorted(range(n_classes), key=lambda c: (-votes[c], c)) if votes[c] > 0]
+    return [
+        c for c in sorted(range(n_classes), key=lambda c: (-votes[c], c)) if votes[c] > 0
+    ]
 
 
 # ---------------------------------------------------------------- the search
@@ -80,7 +86,9 @@ def test_threads_of_the_search_do_not_matter() -> None:
         assert np.array_equal(cosines, found[0][0]) and np.array_equal(rows, found[0][1])
 
 
-@pytest.mark.parametrize(("n", "cut", "tile"), [(60, 60, 0), (60, 7, 3), (200, 1, 0), (200, 90, 5)])
+@pytest.mark.parametrize(
+    ("n", "cut", "tile"), [(60, 60, 0), (60, 7, 3), (200, 1, 0), (200, 90, 5)]
+)
 def test_search_against_a_loop(n: int, cut: int, tile: int) -> None:
     train, test = gauss(n, 6, 1), gauss(9, 6, 2)
     cosines, rows = search(train, test, 5, cut, tile)
@@ -95,7 +103,8 @@ def test_search_against_a_loop(n: int, cut: int, tile: int) -> None:
 def test_vectors_that_float32_cannot_tell_apart(spread: float) -> None:
     """Around one vector: the rounding of float32 hides neighbours behind the candidates."""
     train, test = (
-        (1 + spread * gauss(n, 24, seed)).astype(np.float32) for n, seed in ((3000, 1), (6, 2))
+        (1 + spread * gauss(n, 24, seed)).astype(np.float32)
+        for n, seed in ((3000, 1), (6, 2))
     )
     for cut in (3000, 1024, 700):
         cosines, rows = search(train, test, 7, cut)
@@ -131,7 +140,9 @@ SIZES = st.integers(1, 30), st.integers(1, 4), st.integers(1, 8), st.integers(0,
 
 @given(*SIZES, st.floats(1e-3, 1e3))
 @settings(max_examples=25, deadline=None)
-def test_cuts_and_scale_do_not_matter(n: int, dim: int, cut: int, seed: int, scale: float) -> None:
+def test_cuts_and_scale_do_not_matter(
+    n: int, dim: int, cut: int, seed: int, scale: float
+) -> None:
     # whole numbers: many ties
     rng = np.random.default_rng(seed)
     train = rng.integers(-2, 3, (n, dim)).astype(np.float32)
@@ -157,7 +168,9 @@ def test_memory_does_not_matter(memory: int, passes: int) -> None:
 
     found = nearest(rows, lambda: [test], (150, 300, 6), k=3, device="cpu", memory=memory)
     whole = search(train, test, 3)
-    assert np.array_equal(found.rows, whole[1]) and np.array_equal(found.cosines, whole[0])
+    assert np.array_equal(found.rows, whole[1]) and np.array_equal(
+        found.cosines, whole[0]
+    )
     assert len(calls) == passes
     assert not found.constant
 
@@ -189,12 +202,16 @@ def test_equal_votes_go_to_the_lower_class() -> None:
     cosines = np.ones((1, 4), np.float32)
     voters = np.array([[3, 1, 3, 1]])
     for vote in VOTES:
-        assert [int(ranks(cosines, voters, np.array([c]), 4, vote)[0]) for c in (1, 3)] == [0, 1]
+        assert [
+            int(ranks(cosines, voters, np.array([c]), 4, vote)[0]) for c in (1, 3)
+        ] == [0, 1]
 
 
 def test_small_temperatures_stay_finite() -> None:
     cosines = np.array([[0.9, 0.2]], np.float32)
-    assert ranks(cosines, np.array([[1, 0]]), np.array([1]), 2, "softmax", 1e-4).tolist() == [0]
+    assert ranks(
+        cosines, np.array([[1, 0]]), np.array([1]), 2, "softmax", 1e-4
+    ).tolist() == [0]
     with warnings.catch_warnings(action="error"):
         found = ranks(cosines, np.array([[1, 0]]), np.array([1]), 2, "softmax", 1e-320)
     assert found.tolist() == [0]
@@ -212,7 +229,11 @@ def pair(path: Path, n: int = 40, m: int = 23, **kwargs: Any) -> tuple[Store, St
         noise = np.random.default_rng(seed + 10)
         sites = {
             site: centres[labels] * weight + noise.normal(size=(size, 3, 4))
-            for site, weight in (("embed", 0.3), ("blocks.0.out", 1.0), ("blocks.1.out", 2.0))
+            for site, weight in (
+                ("embed", 0.3),
+                ("blocks.0.out", 1.0),
+                ("blocks.1.out", 2.0),
+            )
         }
         sites["pooled"] = sites["blocks.1.out"].mean(1)
         options = {"slab": 8, "hash_offset": 10_000 * seed, **kwargs}
@@ -241,10 +262,14 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
         found = loop_neighbours(a, test.pooled(site, "cls")[:], 5)
         for k in (1, 5):
             votes = [loop_classes(one[:k], labels, 7, vote, 0.07) for one in found]
-            right = [c[0] == own for c, own in zip(votes, test.samples.label, strict=True)]
+            right = [
+                c[0] == own for c, own in zip(votes, test.samples.label, strict=True)
+            ]
             rows = having(table, site=site, k=k)
             assert rows.filter(metric="top1")["value"].tolist() == [np.mean(right)]
-            top5 = [own in c[:5] for c, own in zip(votes, test.samples.label, strict=True)]
+            top5 = [
+                own in c[:5] for c, own in zip(votes, test.samples.label, strict=True)
+            ]
             expected = [np.mean(top5)] if k >= 5 else []
             assert rows.filter(metric="top5")["value"].tolist() == expected
             classes = rows.filter(metric="top1_class")
@@ -260,7 +285,10 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     whole = run(train, test, ks=[5])
     for metric in unique(whole, "metric"):
-        rows, found = having(whole, metric=metric), run(train, test, ks=[5], metrics=[metric])
+        rows, found = (
+            having(whole, metric=metric),
+            run(train, test, ks=[5], metrics=[metric]),
+        )
         assert set(found["metric"].tolist()) == {metric}
         assert found["value"].tolist() == rows["value"].tolist()
     with pytest.raises(VitseeError, match="no metric 'map'; metrics of knn: top1, top5"):
@@ -281,7 +309,9 @@ def test_columns_and_places(tmp_path: Path) -> None:
     chance = table.filter(baseline="random", metric="top1")
     # one draw for each number of channels, and all sites have four
     assert len(chance) == 3 and len(set(chance["value"].tolist())) == 1
-    assert table.notes["compared"]["tokens"] == dict.fromkeys(real["site"].tolist(), "cls")
+    assert table.notes["compared"]["tokens"] == dict.fromkeys(
+        real["site"].tolist(), "cls"
+    )
 
 
 def test_separable_and_unlearnable(tmp_path: Path) -> None:
@@ -289,7 +319,9 @@ def test_separable_and_unlearnable(tmp_path: Path) -> None:
     labels = np.arange(n) % 6
     clear = np.eye(6)[labels] + 0.01 * gauss(n, 6, 0)
     noise = gauss(n, 6, 1)
-    train = write_labelled(tmp_path / "a.zarr", {"clear": clear, "noise": noise}, labels, slab=64)
+    train = write_labelled(
+        tmp_path / "a.zarr", {"clear": clear, "noise": noise}, labels, slab=64
+    )
     other = {"clear": np.eye(6)[labels] + 0.01 * gauss(n, 6, 2), "noise": gauss(n, 6, 3)}
     test = write_labelled(tmp_path / "b.zarr", other, labels, slab=64, hash_offset=1000)
     table = run(train, test, sites=["clear", "noise"], baselines=["random"])
@@ -330,7 +362,10 @@ def test_top5_needs_five_neighbours_and_six_classes(
 
 def test_cnn_one_test_image_and_one_neighbour(tmp_path: Path) -> None:
     a = write_labelled(
-        tmp_path / "a.zarr", {"stem": gauss(12, 8, 0).reshape(6, 2, 8)}, [0, 1] * 3, layout=CNN_PAIR
+        tmp_path / "a.zarr",
+        {"stem": gauss(12, 8, 0).reshape(6, 2, 8)},
+        [0, 1] * 3,
+        layout=CNN_PAIR,
     )
     b = write_labelled(
         tmp_path / "b.zarr", {"stem": a.acts("stem")[:1].reshape(1, 2, 8)}, [0],
@@ -344,7 +379,9 @@ def test_cnn_one_test_image_and_one_neighbour(tmp_path: Path) -> None:
     assert table.notes["compared"]["tokens"] == {"stem": "mean"}
 
 
-def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_constant_features_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     labels = [2, 1, 0] * 4
     values = {"pooled": np.ones((12, 3))}
     a = write_labelled(tmp_path / "a.zarr", values, labels)
@@ -380,8 +417,12 @@ def test_refusals(tmp_path: Path) -> None:
         run(train, train)
     assert run(train, train, ks=(1,), allow_shared=True)["value"].min() == 1.0
     fewer = {"embed": gauss(120, 4, 0).reshape(40, 3, 4)}
-    less = write_labelled(tmp_path / "less.zarr", fewer, train.samples.label, hash_offset=77777)
-    with pytest.raises(MissingInput, match=r"less: no site matches 'blocks.0.out'.*--sites"):
+    less = write_labelled(
+        tmp_path / "less.zarr", fewer, train.samples.label, hash_offset=77777
+    )
+    with pytest.raises(
+        MissingInput, match=r"less: no site matches 'blocks.0.out'.*--sites"
+    ):
         run(less, test)
 
 
@@ -394,14 +435,19 @@ def test_panels(tmp_path: Path) -> None:
     sites = ["blocks", "head"]
     table = run(train, test, sites=sites, ks=(1, 9), baselines=["random"])
     figure = plot(table)
-    assert [axes.get_ylabel() for axes in figure.axes] == ["top-1 accuracy", "top-5 accuracy"]
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "top-1 accuracy",
+        "top-5 accuracy",
+    ]
     lines = {str(line.get_label()): line for line in figure.axes[0].lines}
     assert {"test, k = 1", "test, k = 9", "baseline: random features"} <= set(lines)
     drawn = np.asarray(lines["test, k = 9"].get_ydata())
     curve = having(table, metric="top1", k=9, baseline="")
     assert drawn.tolist() == curve["value"][:3].tolist()
     # a curve has one colour in all panels
-    other = next(line for line in figure.axes[1].lines if line.get_label() == "test, k = 9")
+    other = next(
+        line for line in figure.axes[1].lines if line.get_label() == "test, k = 9"
+    )
     assert other.get_color() == lines["test, k = 9"].get_color()
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()][-1] == "pooled"
     plot(table.filter(site="pooled"))
@@ -416,11 +462,15 @@ def test_command(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     csv, png = tmp_path / "r.csv", tmp_path / "r.png"
     options = ["--k", "5", "--baseline", "random", "--device", "cpu"]
-    result = knn_command(train.path, f"mine={test.path}", "-o", csv, "--png", png, *options)
+    result = knn_command(
+        train.path, f"mine={test.path}", "-o", csv, "--png", png, *options
+    )
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
     assert lines[0] == ",".join(name for name in COLUMNS if name != "class")
-    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith("mine,tiny,,embed,,0,0.0,5,top1,")
+    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith(
+        "mine,tiny,,embed,,0,0.0,5,top1,"
+    )
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["ks"] == [5]
     assert [store["label"] for store in sidecar["stores"]] == ["train", "mine"]
@@ -436,7 +486,9 @@ def test_command(tmp_path: Path) -> None:
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     plain = write_labelled(tmp_path / "plain.zarr", {"pooled": gauss(4, 3, 0)}, [-1] * 4)
-    other = write_labelled(tmp_path / "other.zarr", {"pooled": gauss(4, 3, 0)}, [0, 1] * 2)
+    other = write_labelled(
+        tmp_path / "other.zarr", {"pooled": gauss(4, 3, 0)}, [0, 1] * 2
+    )
     csv = tmp_path / "r.csv"
     for args, phrase in (
         ((train.path, train.path), "--allow-shared"),

@@ -62,7 +62,9 @@ VECTORS: dict[str, Callable[[], Array]] = {
     "seven equal directions": lambda: with_spectrum(EQUAL, 40),
     "the same, 1000 elsewhere": lambda: with_spectrum(EQUAL, 40) + 1000 * np.eye(40)[0],
     "a power law": lambda: with_spectrum(LAW, 120),
-    "one direction": lambda: np.abs(with_spectrum(np.ones(1), 1)) * np.array([[1.0, 2.0]]),
+    "one direction": lambda: (
+        np.abs(with_spectrum(np.ones(1), 1)) * np.array([[1.0, 2.0]])
+    ),
 }
 # analysis, features, metric, answer, tolerance (of float32 stores and float16 none)
 LAYERS: list[tuple[str, str, str, float, float]] = [
@@ -93,15 +95,24 @@ LAYERS: list[tuple[str, str, str, float, float]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("analysis", "features", "metric", "answer", "tolerance"), LAYERS)
+@pytest.mark.parametrize(
+    ("analysis", "features", "metric", "answer", "tolerance"), LAYERS
+)
 def test_layers(
-    analysis: str, features: str, metric: str, answer: float, tolerance: float, tmp_path: Path
+    analysis: str,
+    features: str,
+    metric: str,
+    answer: float,
+    tolerance: float,
+    tmp_path: Path,
 ) -> None:
     if features in VECTORS:
         store = write_model(tmp_path / "a.zarr", {"pooled": VECTORS[features]()})
         table = vitsee.spectrum(store, sites=["pooled"], metrics=[metric])
     else:
-        store = write_model(tmp_path / "a.zarr", {"blocks.0.out": patches(features)}, layout=SQUARE)
+        store = write_model(
+            tmp_path / "a.zarr", {"blocks.0.out": patches(features)}, layout=SQUARE
+        )
         table = getattr(vitsee, analysis)(store, metrics=[metric])
     rows = table.filter(metric=metric)
     if "row" in table.frame.columns:  # of all patches, not of each
@@ -210,7 +221,9 @@ def fourier_high(x: Array) -> float:
     """Park et al. 2023: the diagonal from the middle of the shifted spectrum to its end."""
     side = math.isqrt(x.shape[1])
     maps = x.reshape(len(x), side, side, -1)
-    logs = np.log(np.abs(np.fft.fftshift(np.fft.fft2(maps, axes=(1, 2)), axes=(1, 2))) + 1e-6)
+    logs = np.log(
+        np.abs(np.fft.fftshift(np.fft.fft2(maps, axes=(1, 2)), axes=(1, 2))) + 1e-6
+    )
     diagonal = logs.mean((0, 3)).diagonal()[side // 2 :]
     return float(diagonal[-1] - diagonal[0])
 
@@ -227,7 +240,13 @@ DEMO: list[tuple[str, str, str, Callable[[Array], float], float]] = [
     ("spectrum", "participation_ratio", "cls", participation, 1e-8),
     ("spectrum", "anisotropy", "cls", anisotropy, 1e-5),
     ("spectrum", "twonn", "cls", two_nearest, 1e-5),
-    ("norms", "norm", "patches", lambda x: float(np.linalg.norm(x, axis=-1).mean()), 1e-5),
+    (
+        "norms",
+        "norm",
+        "patches",
+        lambda x: float(np.linalg.norm(x, axis=-1).mean()),
+        1e-5,
+    ),
     ("norms", "bimodality", "patches", bimodality, 1e-4),
     ("spatial", "lds", "patches", lds, 1e-5),
     ("spatial", "cds", "patches", cds, 1e-5),
@@ -239,7 +258,9 @@ DEMO: list[tuple[str, str, str, Callable[[Array], float], float]] = [
 
 @pytest.mark.parametrize("site", ["blocks.0.out", "blocks.5.out"])
 @pytest.mark.parametrize(
-    ("analysis", "metric", "tokens", "other", "tolerance"), DEMO, ids=[row[1] for row in DEMO]
+    ("analysis", "metric", "tokens", "other", "tolerance"),
+    DEMO,
+    ids=[row[1] for row in DEMO],
 )
 def test_the_demos_layers(
     analysis: str, metric: str, tokens: str, other: Callable[[Array], float], tolerance: float,
@@ -273,6 +294,11 @@ def test_the_demos_similarities(measure: str, demo: Store) -> None:
     sites = ["blocks.1.out", "blocks.4.out"]
     x, y = (demo.pooled(site, "cls")[:].astype(np.float64) for site in sites)
     table = vitsee.similarity(
-        demo, metrics=[measure], sites_a=sites[:1], sites_b=sites[1:], tokens="cls", no_cache=True
+        demo,
+        metrics=[measure],
+        sites_a=sites[:1],
+        sites_b=sites[1:],
+        tokens="cls",
+        no_cache=True,
     )
     assert table["value"][0] == pytest.approx(MEASURED[measure](x, y), abs=2e-4)

@@ -85,12 +85,16 @@ def test_the_first_rows_of_a_shuffled_store_and_a_split(tmp_path: Path) -> None:
     rows = labelled_rows(store, images=6, split="test")
     assert rows.rows.tolist() == [1, 3, 5]
     assert rows.how == "the first 6, of split test"
-    with pytest.raises(MissingInput, match="no split 'val'; its data has splits train, test"):
+    with pytest.raises(
+        MissingInput, match="no split 'val'; its data has splits train, test"
+    ):
         labelled_rows(store, split="val")
 
 
 def test_classes_are_those_of_the_data_set(tmp_path: Path) -> None:
-    named = write_labelled(tmp_path / "a.zarr", features(4), [0, 0, 1, 1], classes=list("xyz"))
+    named = write_labelled(
+        tmp_path / "a.zarr", features(4), [0, 0, 1, 1], classes=list("xyz")
+    )
     assert labelled_rows(named).classes == ["x", "y", "z"]
     plain = write_labelled(tmp_path / "b.zarr", features(4), [0, 0, 3, -1], classes=[])
     assert labelled_rows(plain, images=2).classes == ["0", "1", "2", "3"]
@@ -98,7 +102,9 @@ def test_classes_are_those_of_the_data_set(tmp_path: Path) -> None:
 
 def test_no_labels(tmp_path: Path) -> None:
     store = write_labelled(tmp_path / "a.zarr", features(4), [-1] * 4)
-    with pytest.raises(MissingInput, match=r"^a has no label for any of its 4 readable images"):
+    with pytest.raises(
+        MissingInput, match=r"^a has no label for any of its 4 readable images"
+    ):
         labelled_rows(store)
 
 
@@ -108,7 +114,9 @@ def test_no_labels(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_label_spaces(tmp_path: Path) -> None:
     def rows(name: str, labels: list[int], classes: list[str]) -> Any:
-        store = write_labelled(tmp_path / name, features(len(labels)), labels, classes=classes)
+        store = write_labelled(
+            tmp_path / name, features(len(labels)), labels, classes=classes
+        )
         return labelled_rows(store)
 
     a = rows("a.zarr", [0, 1, 2], ["cat", "dog", "eel"])
@@ -118,7 +126,12 @@ def test_label_spaces(tmp_path: Path) -> None:
     assert check_label_spaces(a, bare) == check_label_spaces(bare, a) == [said]
     assert check_label_spaces(bare, rows("g.zarr", [0, 1], [])) == []
     for name, labels, classes, line in (
-        ("d", [0, 1, 2], ["cat", "eel", "dog"], r"^a and d .*: class 1 is 'dog' against 'eel' \("),
+        (
+            "d",
+            [0, 1, 2],
+            ["cat", "eel", "dog"],
+            r"^a and d .*: class 1 is 'dog' against 'eel' \(",
+        ),
         ("e", [0, 1], ["cat", "dog"], r": 3 classes against 2 \("),
         ("f", [0, 5], [], r"f has label 5, a 3 classes"),
     ):
@@ -130,7 +143,9 @@ def test_shared_images(tmp_path: Path) -> None:
     train = write_labelled(tmp_path / "a.zarr", features(6), [0, 1] * 3)
     test = write_labelled(tmp_path / "b.zarr", features(8), [0, 1] * 4, hash_offset=4)
     a, b = labelled_rows(train), labelled_rows(test)
-    with pytest.raises(StoreMismatch, match=r"^2 of the 8 test images of b are in a too \(4-0, 4-"):
+    with pytest.raises(
+        StoreMismatch, match=r"^2 of the 8 test images of b are in a too \(4-0, 4-"
+    ):
         check_disjoint(a, b)
     assert check_disjoint(a, b, allow_shared=True) == 2
     # only rows that are used count
@@ -178,7 +193,9 @@ def test_each_token(tmp_path: Path) -> None:
 
 
 def test_pooled_stores_serve_cls_and_mean(tmp_path: Path) -> None:
-    store = write_labelled(tmp_path / "a.zarr", features(4), [0, 1, 0, 1], tokens="pooled")
+    store = write_labelled(
+        tmp_path / "a.zarr", features(4), [0, 1, 0, 1], tokens="pooled"
+    )
     for tokens in ("cls", "mean"):
         assert next(chosen(store, "embed", tokens).vectors(store.valid)).shape == (4, 4)
     with pytest.raises(MissingInput, match="--tokens embed=all"):
@@ -205,7 +222,9 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     values = features(6)
     values["pooled"][4, 1] = np.inf
     store = write_labelled(tmp_path / "a.zarr", values, [0, 1] * 3, slab=3)
-    with pytest.raises(VitseeError, match=r"numbers in pooled that are not finite, in rows 3 to 5"):
+    with pytest.raises(
+        VitseeError, match=r"numbers in pooled that are not finite, in rows 3 to 5"
+    ):
         list(chosen(store, "pooled").vectors(labelled_rows(store).mask))
 
 

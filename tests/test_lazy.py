@@ -38,7 +38,9 @@ VALUES = np.arange(np.prod(SHAPE)).reshape(SHAPE)
 
 def plain(n: int) -> st.SearchStrategy[Any]:
     ends = st.none() | st.integers(-n - 1, n + 1)
-    return st.integers(-n, n - 1) | st.builds(slice, ends, ends, st.sampled_from([None, 1, 2, -1]))
+    return st.integers(-n, n - 1) | st.builds(
+        slice, ends, ends, st.sampled_from([None, 1, 2, -1])
+    )
 
 
 def listed(n: int) -> st.SearchStrategy[Any]:
@@ -57,7 +59,9 @@ def indices(draw: st.DrawFn) -> tuple[Any, ...]:
     return tuple(parts[: draw(st.integers(axis + 1, len(SHAPE)))])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # the machine may be busy
 @given(indices())
 def test_as_numpy(index: tuple[Any, ...]) -> None:
     found, expected = InMemory(VALUES)[index], VALUES[_arrays(index)]
@@ -73,7 +77,9 @@ def _arrays(index: tuple[Any, ...]) -> tuple[Any, ...]:
 def test_by_hand() -> None:
     array = InMemory(VALUES)
     assert array[[7, 0], 1, 2, 3].tolist() == [7 * 60 + 15 + 10 + 3, 15 + 10 + 3]
-    assert array[0, :, [1, 2]].shape == (2, 4, 5), "an axis apart from an integer comes first"
+    assert array[0, :, [1, 2]].shape == (2, 4, 5), (
+        "an axis apart from an integer comes first"
+    )
     assert array[..., [0, -1]].shape == (10, 4, 3, 2)
 
 

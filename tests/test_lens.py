@@ -34,11 +34,20 @@ ARGS: dict[str, dict[str, Any]] = {
 }
 
 
-def store_of(folder: Path, args: dict[str, Any], *more: object, n_classes: int = 2) -> Store:
+def store_of(
+    folder: Path, args: dict[str, Any], *more: object, n_classes: int = 2
+) -> Store:
     folder.mkdir(exist_ok=True)
     images = plant_images(folder / "images", N)
     words = [w for key, value in args.items() for w in ("--model-arg", f"{key}={value}")]
-    options = ["--model-arg", f"num_classes={n_classes}", "--dtype", "float32", "--slab", "4"]
+    options = [
+        "--model-arg",
+        f"num_classes={n_classes}",
+        "--dtype",
+        "float32",
+        "--slab",
+        "4",
+    ]
     path = folder / "a.zarr"
     extracted(*VIT, *words, *options, "--data", images, *more, "-o", path)
     return open_store(path)
@@ -46,7 +55,9 @@ def store_of(folder: Path, args: dict[str, Any], *more: object, n_classes: int =
 
 def module_of(args: dict[str, Any]) -> Any:
     more = {"patch_size": 8, "num_classes": 2, **args}
-    return load_model("test_vit", random_init=0, img_size=(32, 48), model_args=more).module
+    return load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args=more
+    ).module
 
 
 def of_model(module: Any, tokens: Array, pooled: bool) -> Array:
@@ -61,7 +72,10 @@ def of_model(module: Any, tokens: Array, pooled: bool) -> Array:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
-    return {name: store_of(tmp_path_factory.mktemp("lens"), args) for name, args in ARGS.items()}
+    return {
+        name: store_of(tmp_path_factory.mktemp("lens"), args)
+        for name, args in ARGS.items()
+    }
 
 
 @pytest.mark.slow
@@ -189,7 +203,9 @@ def test_attention_pooling(tmp_path: Path) -> None:
         assert own["value"][0] == pytest.approx((logits.argmax(1) == labels).mean()), site
         right = alone.argmax(-1).reshape(N, -1) == labels[:, np.newaxis]
         assert own.filter(token="patches")["value"][0] == pytest.approx(right.mean())
-    last = table.filter(pl.col("row").is_null(), metric="lens_agreement", site=table["site"][-1])
+    last = table.filter(
+        pl.col("row").is_null(), metric="lens_agreement", site=table["site"][-1]
+    )
     assert last["value"][0] == 1
 
 
@@ -211,7 +227,9 @@ def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
     extracted(*words, *options, "--data", images, "-o", tmp_path / "b.zarr")
     checkpoint.rename(tmp_path / "moved.pth")
     moved = open_store(tmp_path / "b.zarr")
-    with pytest.raises(MissingInput, match=r"not asked for.*; the model of b cannot be loaded"):
+    with pytest.raises(
+        MissingInput, match=r"not asked for.*; the model of b cannot be loaded"
+    ):
         run(moved)
     given = ["--checkpoint", str(tmp_path / "moved.pth")]
     found = CliRunner().invoke(main, ["lens", str(moved.path), *given])
@@ -225,9 +243,25 @@ def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_leaves_narrow_stages_out(tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", N)
-    extracted(*RESNET, "--data", images, "--model-arg", "num_classes=2", "-o", tmp_path / "r.zarr")
-    out = ["-o", str(tmp_path / "l.csv"), "--png", str(tmp_path / "l.png"), "--replicates"]
-    result = CliRunner().invoke(main, ["lens", str(tmp_path / "r.zarr"), "--patches", *out])
+    extracted(
+        *RESNET,
+        "--data",
+        images,
+        "--model-arg",
+        "num_classes=2",
+        "-o",
+        tmp_path / "r.zarr",
+    )
+    out = [
+        "-o",
+        str(tmp_path / "l.csv"),
+        "--png",
+        str(tmp_path / "l.png"),
+        "--replicates",
+    ]
+    result = CliRunner().invoke(
+        main, ["lens", str(tmp_path / "r.zarr"), "--patches", *out]
+    )
     assert result.exit_code == 0, result.output
     assert "r: the classifier cannot read stem, " in result.stderr
     table = Table.read(tmp_path / "l.csv")

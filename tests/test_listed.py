@@ -13,7 +13,11 @@ from vitsee_cli.values import WholeNumber
 
 @click.command()
 @click.option(
-    "--k", cls=Listed, type=WholeNumber(min=1), default=(20,), help="How many. Repeatable."
+    "--k",
+    cls=Listed,
+    type=WholeNumber(min=1),
+    default=(20,),
+    help="How many. Repeatable.",
 )
 def command(k: tuple[int, ...]) -> None:
     click.echo(k)
@@ -21,7 +25,11 @@ def command(k: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "values"),
-    [([], "(20,)"), (["--k", "1,5"], "(1, 5)"), (["--k", "1", "--k", "5,9"], "(1, 5, 9)")],
+    [
+        ([], "(20,)"),
+        (["--k", "1,5"], "(1, 5)"),
+        (["--k", "1", "--k", "5,9"], "(1, 5, 9)"),
+    ],
 )
 def test_repeated_or_with_commas(words: list[str], values: str) -> None:
     assert CliRunner().invoke(command, words).output.strip() == values

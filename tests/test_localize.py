@@ -61,7 +61,9 @@ N = 30
 # Stores
 
 
-def pictures(n: int, height: int = 8, width: int = 12, seed: int = 0) -> NDArray[np.uint8]:
+def pictures(
+    n: int, height: int = 8, width: int = 12, seed: int = 0
+) -> NDArray[np.uint8]:
     """(n, 3, height, width)"""
     return np.random.default_rng(seed).integers(0, 256, (n, 3, height, width), np.uint8)
 
@@ -71,16 +73,23 @@ def normalised(pixels: Array) -> Float:
     return np.asarray((pixels / 255.0 - mean) / std)
 
 
-def tokens_of(pixels: Array, dim: int = 5, seed: int = 1, layout: TokenLayout = LAYOUT) -> Float:
+def tokens_of(
+    pixels: Array, dim: int = 5, seed: int = 1, layout: TokenLayout = LAYOUT
+) -> Float:
     """(n, tokens, dim): noise, and something of the whole image."""
     rng = np.random.default_rng(seed)
     flat = normalised(pixels).reshape(len(pixels), -1)
     mixed = flat @ rng.normal(size=(flat.shape[1], layout.n_tokens * dim)) / 10
-    return (mixed + rng.normal(size=mixed.shape)).reshape(len(pixels), layout.n_tokens, dim)
+    return (mixed + rng.normal(size=mixed.shape)).reshape(
+        len(pixels), layout.n_tokens, dim
+    )
 
 
 def write(
-    path: Path, sites: Mapping[str, tuple[Array, TokenLayout]], pixels: Array | None, **more: Any
+    path: Path,
+    sites: Mapping[str, tuple[Array, TokenLayout]],
+    pixels: Array | None,
+    **more: Any,
 ) -> Store:
     n = len(next(iter(sites.values()))[0])
     transform = {"mean": MEAN, "std": STD}
@@ -145,12 +154,22 @@ def test_by_hand(tmp_path: Path) -> None:
     assert set(table["spread"]) == {""}  # of four images none can be left out
     # both tokens are most similar to the other's patch: margin -1.5, rank 2 of 2, 1 px away
     table = run(open_store(tmp_path / "a.zarr"), summary="site")
-    values = dict(zip(table["metric"].tolist()[:-1], table["value"].tolist()[:-1], strict=True))
+    values = dict(
+        zip(table["metric"].tolist()[:-1], table["value"].tolist()[:-1], strict=True)
+    )
     assert values == pytest.approx(
-        {"own_top1": 0, "own_cka": -0.5, "own_rank": 2, "own_rank_relative": 1, "own_margin": -1.5}
+        {
+            "own_top1": 0,
+            "own_cka": -0.5,
+            "own_rank": 2,
+            "own_rank_relative": 1,
+            "own_margin": -1.5,
+        }
         | {"peak_distance_px": 1}
     )
-    assert table["value"][-1] == 0.5 and table["baseline"].tolist() == [""] * 6 + ["chance"]
+    assert table["value"][-1] == 0.5 and table["baseline"].tolist() == [""] * 6 + [
+        "chance"
+    ]
 
 
 def test_every_token_and_patch_is_the_double_loop(store: Store) -> None:
@@ -169,10 +188,14 @@ def test_chosen_tokens_and_the_class_token(tmp_path: Path, store: Store) -> None
     expected = [loop_cka(ACTS[:, 0], p) for p in cell_pixels(PIXELS, (2, 3), 4)]
     assert maps_of(table)[0] == pytest.approx(expected, abs=1e-6)
     # which pooled vectors have, too
-    pooled = write(tmp_path / "p.zarr", {"blocks.0.out": (ACTS, LAYOUT)}, PIXELS, tokens="pooled")
+    pooled = write(
+        tmp_path / "p.zarr", {"blocks.0.out": (ACTS, LAYOUT)}, PIXELS, tokens="pooled"
+    )
     found = run(pooled, tokens=["cls"])["value"]
     assert found == pytest.approx(maps_of(table)[0], abs=1e-6)
-    with pytest.raises(MissingInput, match=r"pooled only: extract it with --tokens blocks"):
+    with pytest.raises(
+        MissingInput, match=r"pooled only: extract it with --tokens blocks"
+    ):
         run(pooled)
 
 
@@ -189,7 +212,9 @@ def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
     by_metric = {name: rows["value"] for name, rows in groups_of(table, "metric")}
     assert by_metric["own_cka"] == pytest.approx(np.ones(6), abs=1e-5)
     assert by_metric["own_rank"].tolist() == [1] * 6
-    assert by_metric["own_rank_relative"].tolist() == by_metric["peak_distance_px"].tolist()
+    assert (
+        by_metric["own_rank_relative"].tolist() == by_metric["peak_distance_px"].tolist()
+    )
     assert by_metric["own_margin"].min() > 0.5
     table = run(store, summary="site")
     assert table.filter(metric="own_top1")["value"].tolist() == [1, pytest.approx(1 / 6)]
@@ -200,7 +225,9 @@ def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
 def test_metrics_are_chosen(store: Store, summary: str) -> None:
     names = [*["own_top1"] * (summary == "site"), *OWN_METRICS, "peak_distance_px"]
     rows = {metric: [metric] for metric in names}
-    check_chosen_metrics(partial(run, store, summary=summary), plot, rows, "localize --summary .*")
+    check_chosen_metrics(
+        partial(run, store, summary=summary), plot, rows, "localize --summary .*"
+    )
     for metric in ("own_rank_relative", "peak_distance_px"):  # not drawn among the others
         assert plot(run(store, summary=summary, metrics=[metric])).axes
     with pytest.raises(VitseeError, match="metrics are of summaries"):
@@ -250,7 +277,10 @@ def test_fractional_strides() -> None:
 
     layout = TokenLayout((), (3, 4), stride_px=(10 / 3, 2.5))
     patches = PatchPixels(None, Pixels(), layout)  # type: ignore[arg-type]
-    assert [edges.tolist() for edges in patches.bounds] == [[0, 3, 7, 10], [0, 2, 5, 8, 10]]
+    assert [edges.tolist() for edges in patches.bounds] == [
+        [0, 3, 7, 10],
+        [0, 2, 5, 8, 10],
+    ]
     assert patches.shape == (3, 4, 3)
 
 
@@ -283,12 +313,19 @@ def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
         plot(table).savefig(io.BytesIO(), dpi=40)
 
 
-@pytest.mark.parametrize("options", [{}, {"estimator": "minibatch", "batch": 10, "repeats": 2}])
-def test_what_differs_in_one_image_has_no_value(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"estimator": "minibatch", "batch": 10, "repeats": 2}]
+)
+def test_what_differs_in_one_image_has_no_value(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Its HSIC with itself is 0, as is any other: 0 / 0, of which rounding leaves 1e-5."""
     pixels, acts = PIXELS.copy(), ACTS.copy()
     pixels[:, :, :4, :4], acts[:, 2] = 77, 0.1
-    pixels[3, :, :4, :4], acts[5, 2] = np.arange(16).reshape(4, 4), np.arange(acts.shape[-1])
+    pixels[3, :, :4, :4], acts[5, 2] = (
+        np.arange(16).reshape(4, 4),
+        np.arange(acts.shape[-1]),
+    )
     store = write(tmp_path / "a.zarr", {"blocks.0.out": (acts, LAYOUT)}, pixels)
     maps = maps_of(run(store, **options))
     assert np.isnan(maps[:, 0]).all() and np.isnan(maps[1]).all()
@@ -331,8 +368,13 @@ def both_ways(store: Store, estimator: Estimator, **kwargs: Any) -> tuple[Hsic, 
     [Estimator("exact"), Estimator("biased"), Estimator("minibatch", 8, 24, 3)],
     ids=lambda e: e.kind,
 )
-def test_as_the_gram_matrices_on_disk(tmp_path: Path, estimator: Estimator, order: str) -> None:
-    sites = {"a.out": (tokens_of(PIXELS, 4, 2), LAYOUT), "b.out": (tokens_of(PIXELS, 3, 3), LAYOUT)}
+def test_as_the_gram_matrices_on_disk(
+    tmp_path: Path, estimator: Estimator, order: str
+) -> None:
+    sites = {
+        "a.out": (tokens_of(PIXELS, 4, 2), LAYOUT),
+        "b.out": (tokens_of(PIXELS, 3, 3), LAYOUT),
+    }
     valid = [int(k != 5) for k in range(N)]
     store = write(tmp_path / "a.zarr", sites, None, valid=valid, order=order)
     fast, slow = both_ways(store, estimator)
@@ -341,7 +383,9 @@ def test_as_the_gram_matrices_on_disk(tmp_path: Path, estimator: Estimator, orde
         assert one is not None and other is not None
         for name in ("cross", "rows", "cols"):
             expected = getattr(other, name)
-            assert getattr(one, name) == pytest.approx(expected, abs=1e-6 * np.abs(expected).max())
+            assert getattr(one, name) == pytest.approx(
+                expected, abs=1e-6 * np.abs(expected).max()
+            )
 
 
 def planned(store: Store, **kwargs: Any) -> tuple[Table, Any]:
@@ -359,10 +403,14 @@ def planned(store: Store, **kwargs: Any) -> tuple[Table, Any]:
 
 
 @pytest.mark.slow
-def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_tiles_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pixels = pictures(70)
     layout = TokenLayout((), (4, 6), stride_px=(2.0, 2.0))
-    sites = {f"blocks.{k}.out": (tokens_of(pixels, 4, k, layout), layout) for k in range(2)}
+    sites = {
+        f"blocks.{k}.out": (tokens_of(pixels, 4, k, layout), layout) for k in range(2)
+    }
     store = write(tmp_path / "a.zarr", sites, pixels)
     table, plan = planned(store, sites=["blocks"])
     assert (len(plan.rows), len(plan.cols), plan.tile) == (1, 1, 70)
@@ -376,7 +424,9 @@ def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "TILES_ALONG", 7)
     divide = engine._divide
     for kept in (99, 4, 3, 2):  # of five tiles' images
-        monkeypatch.setattr(engine, "_divide", lambda *args, k=kept: replace(divide(*args), kept=k))
+        monkeypatch.setattr(
+            engine, "_divide", lambda *args, k=kept: replace(divide(*args), kept=k)
+        )
         other, plan = planned(store, sites=["blocks"])
         assert (plan.tile, plan.kept) == (16, kept)
         assert other["value"] == pytest.approx(table["value"], abs=1e-6)
@@ -399,15 +449,28 @@ def test_each_byte_is_read_once_where_it_fits(
 
 
 def test_too_little_memory(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(VitseeError, match=r"maps of 6 tokens .* choose some with --tokens ROW,COL"):
+    with pytest.raises(
+        VitseeError, match=r"maps of 6 tokens .* choose some with --tokens ROW,COL"
+    ):
         run(store, tokens=["each"], memory=6_000)
     # 2419200 bytes are asked for, not rounded to 2.4 MB, and they are enough
-    options = ("--sites", "blocks.3.out", "--tokens", "0,0", "--tokens", "0,1", "--tokens", "1,1")
+    options = (
+        "--sites",
+        "blocks.3.out",
+        "--tokens",
+        "0,0",
+        "--tokens",
+        "0,1",
+        "--tokens",
+        "1,1",
+    )
     path = many(tmp_path).path
     asked = refused(path, *options, "--memory", "1M").split("--memory ")[1].strip()
     assert asked == "3M"
     assert invoke(path, *options, "--memory", asked).exit_code == 0
-    with pytest.raises(VitseeError, match=r"of memory are too few for 30 images; give --memory"):
+    with pytest.raises(
+        VitseeError, match=r"of memory are too few for 30 images; give --memory"
+    ):
         run(store, tokens=["0,0"], memory=50_000)
 
 
@@ -422,11 +485,15 @@ def test_sites_too_large_for_the_memory_are_left_out(
         sites[name] = tokens_of(pixels, 2, side, layout), layout
     store = write(tmp_path / "r.zarr", sites, pixels)
     too_little = 4 * 8 * 63 * 144**2 - 1
-    found = run(store, sites=["blocks"], tokens=["each"], summary="site", memory=too_little)
+    found = run(
+        store, sites=["blocks"], tokens=["each"], summary="site", memory=too_little
+    )
     alone = run(store, sites=["b.1.out"], summary="site")
     assert list(found["site"]) == list(alone["site"]) and "left_out" not in alone.notes
     np.testing.assert_array_equal(found["value"], alone["value"])
-    reason = "its maps of 144 tokens take 10.5 MB; choose some with --tokens ROW,COL, or give "
+    reason = (
+        "its maps of 144 tokens take 10.5 MB; choose some with --tokens ROW,COL, or give "
+    )
     assert found.notes["left_out"] == {"r b.0.out": f"{reason}--memory 42M"}
     assert f"r: left out: b.0.out: {reason}--memory 42M" in caplog.text
 
@@ -495,10 +562,15 @@ def test_spread_of_summaries(store: Store) -> None:
     table = run(store, summary="site")
     smooth = having(table, metric=["own_cka", "own_margin"])
     half = t_quantile(BLOCKS - 1) * smooth["std"]
-    for bound, by_hand in (("low", smooth["value"] - half), ("high", smooth["value"] + half)):
+    for bound, by_hand in (
+        ("low", smooth["value"] - half),
+        ("high", smooth["value"] + half),
+    ):
         np.testing.assert_allclose(smooth[bound], by_hand)
     assert (half > 0).all()
-    others = having(table, metric=["own_top1", "own_rank", "own_rank_relative", "peak_distance_px"])
+    others = having(
+        table, metric=["own_top1", "own_rank", "own_rank_relative", "peak_distance_px"]
+    )
     assert np.isnan(others["std"]).all()  # a jackknife has nothing to say of ranks
     repeats = run(store, summary="site", preset="raghu", batch=10, repeats=3)
     about = repeats.notes["stores"]["a"]
@@ -512,7 +584,9 @@ def test_spread_of_summaries(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_scales_of_the_summary_do_not_depend_on_how_alike_the_tokens_are(store: Store) -> None:
+def test_scales_of_the_summary_do_not_depend_on_how_alike_the_tokens_are(
+    store: Store,
+) -> None:
     table = run(store, summary="token")
     for value, margin in ((1.0, 0.0), (2.0, 0.5)):
         values = np.where(table["metric"] == "own_margin", margin, value)
@@ -539,9 +613,9 @@ def test_summaries_are_those_of_the_maps(store: Store) -> None:
             "peak_distance_px": 4 * math.hypot(peak[0] - row, peak[1] - col),
         }
         rows = having(table, token=f"{row},{col}")
-        assert dict(zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True)) == (
-            pytest.approx(expected, rel=1e-12)
-        )
+        assert dict(
+            zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True)
+        ) == (pytest.approx(expected, rel=1e-12))
         assert rows["row"].tolist() == [row] * 5 and rows["col"].tolist() == [col] * 5
     site = run(store, summary="site")
     first = np.mean(table.filter(metric="own_rank")["value"] == 1)
@@ -563,14 +637,21 @@ def test_ranks_of_equal_patches() -> None:
 
 
 @pytest.mark.slow
-def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_which_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     sites = {"blocks.0.out": (ACTS, LAYOUT)}
     store = write(tmp_path / "a.zarr", sites, PIXELS)
     table = run(store, images=12)
-    assert maps_of(table) == pytest.approx(loop_maps(ACTS[:12], PIXELS[:12], (2, 3), 4), abs=1e-6)
+    assert maps_of(table) == pytest.approx(
+        loop_maps(ACTS[:12], PIXELS[:12], (2, 3), 4), abs=1e-6
+    )
     monkeypatch.setattr(localize, "MOST_EXACT", 12)
     assert run(store)["value"] == pytest.approx(table["value"], rel=1e-12)
-    assert "a: 12 of its 30 images, as a sample; --images N takes more or fewer" in caplog.text
+    assert (
+        "a: 12 of its 30 images, as a sample; --images N takes more or fewer"
+        in caplog.text
+    )
     assert table.notes["remarks"] == run(store).notes["remarks"] == []
     (remark,) = run(store, images=5).notes["remarks"]
     assert re.fullmatch(
@@ -587,7 +668,9 @@ def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: A
     expected = loop_maps(ACTS[keep], PIXELS[keep], (2, 3), 4)
     assert maps_of(run(part)) == pytest.approx(expected, abs=1e-6)
     assert run(part)["n_images"][0] == len(keep)
-    with pytest.raises(VitseeError, match="a: 3 readable images chosen; CKA needs at least 4"):
+    with pytest.raises(
+        VitseeError, match="a: 3 readable images chosen; CKA needs at least 4"
+    ):
         run(store, images=3)
 
 
@@ -607,10 +690,16 @@ def refused(*args: object) -> str:
 @pytest.mark.slow
 def test_refusals(tmp_path: Path, store: Store) -> None:
     cnn = TokenLayout((), (2, 3), stride_px=(4.0, 4.0))
-    bare = write(tmp_path / "c.zarr", {"blocks.0.out": (tokens_of(PIXELS, 2, 0, cnn), cnn)}, PIXELS)
+    bare = write(
+        tmp_path / "c.zarr", {"blocks.0.out": (tokens_of(PIXELS, 2, 0, cnn), cnn)}, PIXELS
+    )
     without = write(tmp_path / "w.zarr", {"blocks.0.out": (ACTS, LAYOUT)}, None)
     cases: list[tuple[Store, dict[str, Any], str]] = [
-        (store, {"tokens": ["2,0"]}, "a: blocks.0.out has no token 2,0: it has prefix cls and a"),
+        (
+            store,
+            {"tokens": ["2,0"]},
+            "a: blocks.0.out has no token 2,0: it has prefix cls and a",
+        ),
         (bare, {"tokens": ["cls"]}, "has no class token"),
         (store, {"sites": ["pooled"]}, "pooled has no tokens on a grid"),
         (store, {"sites": ["blocks.7.out"]}, "no site"),
@@ -618,7 +707,11 @@ def test_refusals(tmp_path: Path, store: Store) -> None:
         (store, {"summary": "site", "tokens": ["cls"]}, "own patches of grid tokens"),
         (store, {"tokens": ["mean"]}, "no tokens 'mean'; expected each, cls or ROW,COL"),
         (store, {"summary": "block"}, "no summary"),
-        (without, {}, "w keeps no pixels: w does not say where its .*: vitsee extract .* --inputs"),
+        (
+            without,
+            {},
+            "w keeps no pixels: w does not say where its .*: vitsee extract .* --inputs",
+        ),
     ]
     for one, choice, line in cases:
         with pytest.raises(VitseeError, match=line):
@@ -626,7 +719,9 @@ def test_refusals(tmp_path: Path, store: Store) -> None:
     png = tmp_path / "r.png"
     assert "has no token 2,0" in refused(store.path, "--tokens", "2,0", "--png", png)
     assert invoke(store.path, "--tokens", "mean").exit_code == 2 and not png.exists()
-    result = invoke(store.path, "--sites", "blocks", "--sites", "pooled", "--tokens", "0,0")
+    result = invoke(
+        store.path, "--sites", "blocks", "--sites", "pooled", "--tokens", "0,0"
+    )
     assert result.exit_code == 0, result.output
     assert "left out, as no grid of the image: pooled" in result.stderr
 
@@ -648,7 +743,9 @@ def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = run(open_store(with_), images=7)
     assert np.array_equal(few["value"], again["value"], equal_nan=True)
     # an image that came to the folder since then moves the others on, and is none of the store's
-    shutil.copy(tmp_path / "data" / "class0" / "000.png", tmp_path / "data" / "class0" / "0.png")
+    shutil.copy(
+        tmp_path / "data" / "class0" / "000.png", tmp_path / "data" / "class0" / "0.png"
+    )
     table = run(open_store(without), sites=["blocks"])
     assert np.array_equal(table["value"], expected["value"], equal_nan=True)
     with edited(without) as manifest:
@@ -660,10 +757,15 @@ def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     line = refused(without)
     assert "without keeps no pixels: the images of without cannot be read again" in line
-    assert "no file or folder" in line and "--data" in line and "run: vitsee extract" in line
+    assert (
+        "no file or folder" in line and "--data" in line and "run: vitsee extract" in line
+    )
     moved = tmp_path / "elsewhere"
     found = invoke(without, "--data", moved)
-    assert (found.exit_code, found.stdout) == (0, invoke(with_).stdout.replace("with,", "without,"))
+    assert (found.exit_code, found.stdout) == (
+        0,
+        invoke(with_).stdout.replace("with,", "without,"),
+    )
     image = moved / "class1" / "007.png"
     Image.new("RGB", (60, 50), (9, 9, 9)).save(image)
     assert "class1/007.png' in" in (line := refused(without, "--data", moved))
@@ -706,12 +808,22 @@ def test_a_fine_grid_is_thinned_evenly(
     for k, cell in enumerate(chosen[:3]):
         expected = [loop_cka(acts[:, cell], patch) for patch in patches]
         np.testing.assert_allclose(maps_of(found)[k], expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(maps_of(found), maps_of(whole)[chosen], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        maps_of(found), maps_of(whole)[chosen], rtol=1e-4, atol=1e-5
+    )
     if every == 1:
-        assert np.array_equal(maps_of(found), maps_of(whole)) and "tokens" not in found.notes
+        assert (
+            np.array_equal(maps_of(found), maps_of(whole)) and "tokens" not in found.notes
+        )
         assert "every" not in caplog.text
         return
-    which = {"every": every, "rows": rows, "cols": cols, "n_tokens": len(chosen), "of": 132}
+    which = {
+        "every": every,
+        "rows": rows,
+        "cols": cols,
+        "n_tokens": len(chosen),
+        "of": 132,
+    }
     assert found.notes["stores"]["f"]["tokens"] == {"b.0.out": which}
     said = f"f: b.0.out: {len(chosen)} of its 132 tokens are compared, every {every}"
     assert said in caplog.text and "--tokens each takes all" in caplog.text
@@ -719,7 +831,9 @@ def test_a_fine_grid_is_thinned_evenly(
     assert set(having(of_site, baseline="")["n_tokens"].tolist()) == {len(chosen)}
     own = own_patch(maps_of(found), chosen)
     margin = of_site.filter(metric="own_margin")["value"]
-    assert margin[0] == pytest.approx(own[OWN_METRICS.index("own_margin")].mean(), rel=1e-6)
+    assert margin[0] == pytest.approx(
+        own[OWN_METRICS.index("own_margin")].mean(), rel=1e-6
+    )
     assert len(plot(of_site).axes) == 3 and plot(found).axes
     assert plot(run(store, sites=["b.0.out"], summary="token")).axes
 
@@ -758,13 +872,17 @@ def test_pictures_from_the_csv(tmp_path: Path, store: Store) -> None:
             table.to_csv(file)
         figure = plot(Table.read(tmp_path / "r.csv"))
         figure.savefig(io.BytesIO(), dpi=40)
-        titles = [a.get_title(loc=side) for a in figure.axes for side in ("left", "center")]
+        titles = [
+            a.get_title(loc=side) for a in figure.axes for side in ("left", "center")
+        ]
         titles = [flat(title) for title in titles]
         assert all(text in titles for text in texts)
 
 
 @pytest.mark.slow
-def test_a_mosaic_draws_every_token_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mosaic_draws_every_token_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = many(tmp_path)
     table = run(wide, sites=["blocks"])
     figure = plot(table)

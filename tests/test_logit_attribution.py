@@ -43,7 +43,9 @@ def words_of(args: dict[str, Any]) -> list[str]:
     return [w for key, value in args.items() for w in ("--model-arg", f"{key}={value}")]
 
 
-def store_of(folder: Path, *words: object, dtype: str = "float32", name: str = "a") -> Store:
+def store_of(
+    folder: Path, *words: object, dtype: str = "float32", name: str = "a"
+) -> Store:
     images = plant_images(folder / "images", N)
     path = folder / f"{name}.zarr"
     extracted(*words, *SITES, "--dtype", dtype, "--slab", 4, "--data", images, "-o", path)
@@ -126,9 +128,13 @@ def test_parts_add_up_to_the_logits(name: str, stores: dict[str, Store]) -> None
             parts = values_of(own)
             expected = logits if raw else logits - logits.mean(1, keepdims=True)
             whole = expected[:, int(str(c)[-1])].mean()
-            assert parts.pop(("logits", "logit")) == pytest.approx(whole, rel=1e-9, abs=1e-12)
+            assert parts.pop(("logits", "logit")) == pytest.approx(
+                whole, rel=1e-9, abs=1e-12
+            )
             assert abs(parts.pop(("logits", "residue"))) < 1e-5 * np.abs(logits).max()
-            assert sum(parts.values()) == pytest.approx(whole, abs=1e-5 * np.abs(logits).max())
+            assert sum(parts.values()) == pytest.approx(
+                whole, abs=1e-5 * np.abs(logits).max()
+            )
             assert ([*parts][:1], [*parts][-1]) == ([(base, "input")], ("logits", "bias"))
             assert len(parts) == n + 2
     labels = [" ".join(axes.get_ylabel().split()) for axes in plot(table).axes]
@@ -184,14 +190,20 @@ def slow(request: pytest.FixtureRequest, stores: dict[str, Store]) -> tuple[Stor
     name = request.param
     store = stores[name]
     args = {"patch_size": 8, **FAMILIES[name][1]}
-    module: Any = load_model("test_vit", random_init=0, img_size=(32, 48), model_args=args).module
+    module: Any = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args=args
+    ).module
     pixels = torch.from_numpy(store.array("input")[:])
     x = normalise(pixels, store.manifest.transform, torch.device("cpu"))
     # what leaves the layer scale, an Identity without one
-    kept = branches_by_hooks(module, x, [f"blocks.{i}.ls{k}" for i in range(6) for k in (1, 2)])
+    kept = branches_by_hooks(
+        module, x, [f"blocks.{i}.ls{k}" for i in range(6) for k in (1, 2)]
+    )
     assert kept[""] == pytest.approx(store.vectors("logits")[:], abs=1e-5)
     n_tokens = kept["in"].shape[1]
-    return store, Slow(module, kept, tuple(range(1, n_tokens)) if "mean" in name else (0,))
+    return store, Slow(
+        module, kept, tuple(range(1, n_tokens)) if "mean" in name else (0,)
+    )
 
 
 def test_sublayers_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
@@ -203,7 +215,9 @@ def test_sublayers_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
         for i in range(6):
             for end, kind in (("ls1", "attn"), ("ls2", "mlp")):
                 expected = model.part(model.kept[f"blocks.{i}.{end}"], c)
-                assert found[f"blocks.{i}.{kind}", kind] == pytest.approx(expected, abs=2e-6)
+                assert found[f"blocks.{i}.{kind}", kind] == pytest.approx(
+                    expected, abs=2e-6
+                )
         expected = model.part(model.kept["in"], c)
         assert found["embed", "input"] == pytest.approx(expected, abs=2e-6)
 
@@ -238,7 +252,9 @@ def moved_by_hand(slow: Slow, i: int, image: int) -> Array:
     logit of class 0: from the norm's output by q, k and v, head by head."""
     block = slow.module.blocks[i]
     attn = block.attn
-    before = [slow.kept["in"]] + [slow.kept[f"blocks.{b}.ls{k}"] for b in range(i) for k in (1, 2)]
+    before = [slow.kept["in"]] + [
+        slow.kept[f"blocks.{b}.ls{k}"] for b in range(i) for k in (1, 2)
+    ]
     x = torch.from_numpy(np.sum(before, axis=0)[image]).float()
     with torch.inference_mode():
         qkv = attn.qkv(block.norm1(x)).double().numpy()
@@ -280,7 +296,10 @@ def test_patches_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
                 branch[3, t] = kept[f"blocks.{i}.ls1"][3, t]
                 expected[n] = N * model.part(branch, 0)
         assert found["value"].astype(float) == pytest.approx(expected, abs=2e-6)
-        assert found["row"].tolist()[5:7] == [0, 1] and found["col"].tolist()[5:7] == [5, 0]
+        assert found["row"].tolist()[5:7] == [0, 1] and found["col"].tolist()[5:7] == [
+            5,
+            0,
+        ]
     parts = dict(groups_of(table, "part"))
     total = parts["patches"]["value"].astype(float)
     inner = table.filter(~pl.col("part").is_in(["patches", "rest", "logit"]))
@@ -309,7 +328,10 @@ def test_maps_of_several_models_and_of_a_cnn(stores: dict[str, Store]) -> None:
 
 
 def tiny(
-    folder: Path, patch: pytest.MonkeyPatch, shift: float = 0.0, labels: tuple[int, ...] = (0, 1)
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    shift: float = 0.0,
+    labels: tuple[int, ...] = (0, 1),
 ) -> Store:
     """Two channels, no norm, two images of a class token and a patch: x = embed + branch."""
     layout = TokenLayout(("cls",), (1, 1), stride_px=(16.0, 16.0))
@@ -318,12 +340,19 @@ def tiny(
     kernel = np.array([[1.0, 0.0], [0.0, 2.0]]) + shift
     bias = np.array([0.5, 0.0])
     logits = (embed + branch)[:, 0] @ kernel.T + bias
-    sites: dict[str, Site] = {"embed": embed, "blocks.0.in": "embed", "blocks.0.branch": branch}
+    sites: dict[str, Site] = {
+        "embed": embed,
+        "blocks.0.in": "embed",
+        "blocks.0.branch": branch,
+    }
     store = write_sites(
         folder / "t.zarr", {**sites, "blocks.0.out": embed + branch, "logits": (logits, None)},
         layout=layout, as_extracted=True, labels=np.array(labels), class_names=["cat", "dog"],
     )  # fmt: skip
-    arrays = {"head_kernel": kernel.astype(np.float32), "head_bias": bias.astype(np.float32)}
+    arrays = {
+        "head_kernel": kernel.astype(np.float32),
+        "head_bias": bias.astype(np.float32),
+    }
     head = HeadWeights(arrays, "blocks.0.out", "cls", "none", 0.0, True)
     patch.setattr(provenance, "stored_classifier", lambda _store: head)
     return store
@@ -336,7 +365,9 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = values_of(run(store, classes=("cat",), images=2, raw=True))
     assert raw[("embed", "input")] == pytest.approx((1 + 0) / 2)
     assert raw[("blocks.0", "block")] == pytest.approx((3 + 1) / 2)
-    assert raw[("logits", "bias")] == 0.5 and raw[("logits", "logit")] == pytest.approx(3.0)
+    assert raw[("logits", "bias")] == 0.5 and raw[("logits", "logit")] == pytest.approx(
+        3.0
+    )
     # image 0 of cat: 1 - 2.5 = -1.5; image 1 of dog: 2 - 1 = 1
     table = run(store)
     own = values_of(table)
@@ -349,9 +380,15 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own[("logits", "logit")] == pytest.approx((0.25 + 1.25) / 2)
     assert table["n_images"].tolist() == [2] * 5
     by_class = run(store, by_class=True).filter(site="embed")
-    assert dict(zip(by_class["class"], by_class["value"], strict=True)) == {"cat": -1.5, "dog": 1}
+    assert dict(zip(by_class["class"], by_class["value"], strict=True)) == {
+        "cat": -1.5,
+        "dog": 1,
+    }
     assert plot(table).axes[0].get_ylabel().split()[-2:] == ["the", "label"]
-    assert by_class["n_images"].tolist() == [1, 1] and np.isnan(by_class["low"].astype(float)).all()
+    assert (
+        by_class["n_images"].tolist() == [1, 1]
+        and np.isnan(by_class["low"].astype(float)).all()
+    )
     said = dict(headline(table))["t"]
     assert said.startswith("of a logit of 0.75, blocks.0 writes most: 1")
 
@@ -362,7 +399,9 @@ def test_a_constant_for_all_classes_changes_nothing(
     (tmp_path / "b").mkdir()
     plain = run(tiny(tmp_path, monkeypatch))
     moved = run(tiny(tmp_path / "b", monkeypatch, shift=3.0))
-    assert moved["value"].astype(float) == pytest.approx(plain["value"].astype(float), abs=1e-5)
+    assert moved["value"].astype(float) == pytest.approx(
+        plain["value"].astype(float), abs=1e-5
+    )
 
 
 def test_predictions_and_images_without_a_label(
@@ -379,7 +418,11 @@ def test_predictions_and_images_without_a_label(
 
 
 def test_the_readout_of_an_affine_norm() -> None:
-    numbers = {"head_kernel": [[1, 2]], "head_norm_scale": [2, 3], "head_norm_bias": [1, 1]}
+    numbers = {
+        "head_kernel": [[1, 2]],
+        "head_norm_scale": [2, 3],
+        "head_norm_bias": [1, 1],
+    }
     arrays = {name: np.array(own, np.float32) for name, own in numbers.items()}
     found = Readout.of(HeadWeights(arrays, "x", "mean", "affine", 0.0, False))
     assert found.vectors.tolist() == [[2.0, 6.0]] and found.offset.tolist() == [3.0]
@@ -459,7 +502,9 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
          "it was extracted without the skip connections blocks.3.mlp"),
     ],
 )  # fmt: skip
-def test_what_is_no_sum_of_branches(words: list[str], expected: str, tmp_path: Path) -> None:
+def test_what_is_no_sum_of_branches(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
     with pytest.raises(NotOffered, match=expected):
         run(store_of(tmp_path, *words))
 
@@ -469,11 +514,15 @@ def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) ->
     images = plant_images(tmp_path / "images", N)
     words = [*VIT, *words_of(TWO), "--data", images, "-o"]
     extracted(*words, tmp_path / "plain.zarr")
-    with pytest.raises(MissingInput, match=r"lacks the branches of blocks.5: extract with"):
+    with pytest.raises(
+        MissingInput, match=r"lacks the branches of blocks.5: extract with"
+    ):
         run(open_store(tmp_path / "plain.zarr"))
     extracted(*words, tmp_path / "no.zarr", "--no-head-weights", "--no-residual")
     (tmp_path / "images").rename(tmp_path / "elsewhere")
-    with pytest.raises(MissingInput, match=r"lacks the branches of blocks.5: extract with"):
+    with pytest.raises(
+        MissingInput, match=r"lacks the branches of blocks.5: extract with"
+    ):
         run(open_store(tmp_path / "no.zarr"))
     with pytest.raises(MissingInput, match=r"lacks blocks.0.attn.heads: extract with"):
         run(stores["mean, then norm"], heads=True)
@@ -493,7 +542,10 @@ def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"classes": ("dog",)}, "no class 'dog'; expected class0, class1 or a number"),
         ({"classes": ("2",)}, r"no class '2'; .* from 0 to 1"),
-        ({"classes": ("0",), "by_class": True}, "--by-class each image's own: give one of them"),
+        (
+            {"classes": ("0",), "by_class": True},
+            "--by-class each image's own: give one of them",
+        ),
         ({"classes": ("0",), "target": "label"}, "--target each image's own"),
         ({"patches": True, "heads": True}, "leave --heads and --by-class out"),
         ({"patches": True, "by_class": True}, "leave --heads and --by-class out"),
@@ -504,20 +556,35 @@ def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
         with pytest.raises(VitseeError, match=phrase):
             run(store, **options)
     other = store_of(tmp_path, *VIT, *words_of({"num_classes": 3}))
-    with pytest.raises(VitseeError, match=r"labels of 2 classes, its classifier 3: .* --target p"):
+    with pytest.raises(
+        VitseeError, match=r"labels of 2 classes, its classifier 3: .* --target p"
+    ):
         run(other, target="label")
     assert run(other).notes["target"] == {"a": "predicted"}
-    done = CliRunner().invoke(main, ["logit-attribution", str(store.path), "--target", "mine"])
-    assert done.exit_code == 2 and "'mine' is not one of 'label', 'predicted'" in done.output
+    done = CliRunner().invoke(
+        main, ["logit-attribution", str(store.path), "--target", "mine"]
+    )
+    assert (
+        done.exit_code == 2 and "'mine' is not one of 'label', 'predicted'" in done.output
+    )
 
 
 @pytest.mark.slow
 def test_the_command(stores: dict[str, Store], tmp_path: Path) -> None:
     out = tmp_path / "r.csv"
-    words = [str(stores["class token"].path), "--heads", "-o", str(out), "--png", str(out) + ".png"]
+    words = [
+        str(stores["class token"].path),
+        "--heads",
+        "-o",
+        str(out),
+        "--png",
+        str(out) + ".png",
+    ]
     done = CliRunner().invoke(main, ["logit-attribution", *words])
     assert done.exit_code == 0, done.output
     notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
     assert notes["target"] == {"class-token": "label"}
-    again = CliRunner().invoke(main, ["plot", str(out), "-o", str(tmp_path / "again.png")])
+    again = CliRunner().invoke(
+        main, ["plot", str(out), "-o", str(tmp_path / "again.png")]
+    )
     assert again.exit_code == 0, again.output

@@ -13,7 +13,7 @@ import torch
 
 from vitsee_core.extraction.run import default_workers
 from vitsee_core.runtime import machine
-from vitsee_core.runtime.machine import counted, local_processes, memory_bytes
+from vitsee_core.runtime.machine import local_processes, memory_bytes, plural
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,7 +31,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "3"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "-1"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "many"}, 1),
-        ({"SLURM_TASKS_PER_NODE": "8"}, 1),  # of the job: its script itself is one process
+        (
+            {"SLURM_TASKS_PER_NODE": "8"},
+            1,
+        ),  # of the job: its script itself is one process
         ({"LOCAL_WORLD_SIZE": "all"}, 1),
     ],
 )
@@ -43,7 +46,7 @@ def test_one_of_a_kind_and_several() -> None:
     one = {"images": "image", "Gram matrices": "Gram matrix", "queries": "query"}
     one |= {"classes": "class", "analyses": "analysis"}
     for nouns, noun in one.items():
-        assert (counted(1, nouns), counted(2, nouns)) == (f"1 {noun}", f"2 {nouns}")
+        assert (plural(1, nouns), plural(2, nouns)) == (f"1 {noun}", f"2 {nouns}")
 
 
 def test_they_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +61,11 @@ def test_they_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [(16, 16, 1, 14), (64, 64, 8, 6), (8, 64, 8, 6), (2, 2, 1, 1), (192, 192, 1, 32)],
 )
 def test_workers_by_cores(
-    cores: int, all_cores: int, processes: int, workers: int, monkeypatch: pytest.MonkeyPatch
+    cores: int,
+    all_cores: int,
+    processes: int,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
@@ -77,7 +84,9 @@ def test_workers_by_cores(
         (OSError(errno.ENOSPC, "No space left on device"), False),
     ],
 )
-def test_the_loader_s_words_for_too_little_memory(error: Exception, limited: bool) -> None:
+def test_the_loader_s_words_for_too_little_memory(
+    error: Exception, limited: bool
+) -> None:
     assert machine.is_limited_memory(error) == limited
 
 
@@ -87,8 +96,12 @@ def test_too_little_memory_for_a_library_is_a_line(tmp_path: Path) -> None:
     code = "from vitsee_cli.main import main; main()"
     command = f"{sys.executable} -c '{code}' extract demo:vit --data demo:test -o {tmp_path}/x.zarr"
     done = subprocess.run(
-        ["bash", "-c", f"ulimit -v 1500000; exec {command}"], capture_output=True, text=True
+        ["bash", "-c", f"ulimit -v 1500000; exec {command}"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("vitsee extract: out of memory, as this process may take only so")
+    assert done.stderr.startswith(
+        "vitsee extract: out of memory, as this process may take only so"
+    )
     assert done.stderr.count("\n") == 1 and not (tmp_path / "x.zarr").exists()

@@ -20,17 +20,29 @@ from vitsee_core.analyses.saliency.scoring import blind_overlaps, overlap, top_m
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, open_masks
 from vitsee_core.truth.masks.coco import pixels_of, unpack_counts
-from vitsee_core.truth.masks.mask_truth import as_seen, mask_recipe, match_names, token_labels
+from vitsee_core.truth.masks.mask_truth import (
+    as_seen,
+    mask_recipe,
+    match_names,
+    token_labels,
+)
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
 B, F, V = BACKGROUND, FOREGROUND, VOID
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 def transform(height: int, width: int, **more: Any) -> dict[str, Any]:
-    plain = {"interpolation": "bicubic", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    plain = {
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+    }
     return {"input_size": (3, height, width), **plain, **more}
 
 
@@ -82,7 +94,12 @@ def slow_iou(p: Array, labels: Array, mass: float) -> float:
 
 def test_top_mass_by_hand() -> None:
     # ascending 0.1 0.2 0.3 0.4, summed 0.1 0.3 0.6 1.0: the upper two are above 0.4
-    assert top_mass(np.array([0.3, 0.1, 0.4, 0.2]), 0.6).tolist() == [True, False, True, False]
+    assert top_mass(np.array([0.3, 0.1, 0.4, 0.2]), 0.6).tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert top_mass(np.array([3.0, 1, 4, 2]), 0.6).tolist() == [True, False, True, False]
     # 0.1 0.3 0.6 1.0 are all above 0.05
     assert top_mass(np.array([0.3, 0.1, 0.4, 0.2]), 0.95).all()
@@ -97,7 +114,9 @@ def test_an_even_map_keeps_its_last_tokens(n: int) -> None:
     kept = top_mass(np.full(n, 1 / n), 0.6)
     n_left = (4 * n) // 10
     assert kept.tolist() == [False] * n_left + [True] * (n - n_left)
-    assert np.array_equal(kept, top_mass(np.full(n, np.float16(1 / n)).astype(float), 0.6))
+    assert np.array_equal(
+        kept, top_mass(np.full(n, np.float16(1 / n)).astype(float), 0.6)
+    )
 
 
 def test_ties_at_the_threshold_keep_the_later_token() -> None:
@@ -131,19 +150,25 @@ def test_overlap_against_a_loop(seed: int, mass: float, digits: int) -> None:
     short = maps.astype(np.float16)
     assert np.array_equal(top_mass(short, mass), top_mass(short.astype(np.float64), mass))
     # a map's scale does not count
-    assert np.array_equal(found, overlap(top_mass(8 * maps, mass), labels), equal_nan=True)
+    assert np.array_equal(
+        found, overlap(top_mass(8 * maps, mass), labels), equal_nan=True
+    )
 
 
 def test_blind_maps() -> None:
     rng = np.random.default_rng(0)
-    labels = rng.permuted(np.repeat([[F] * 9 + [B] * 21], 400, 0), axis=1).astype(np.uint8)
+    labels = rng.permuted(np.repeat([[F] * 9 + [B] * 21], 400, 0), axis=1).astype(
+        np.uint8
+    )
     index = np.arange(400)
     found = blind_overlaps(labels, (5, 6), index, 0.6, 0)
     assert list(found) == ["uniform", "centre", "random"]
     # 18 of 30 tokens by chance, 9 of them foreground: hypergeometric, about 5.4 / (18 + 9 - 5.4)
     draws = [len({*rng.permutation(30)[:18]} & set(range(9))) for _ in range(4000)]
     by_chance = np.mean([k / (27 - k) for k in draws])
-    assert found["uniform"].mean() == pytest.approx(by_chance, abs=0.01)  # four standard errors
+    assert found["uniform"].mean() == pytest.approx(
+        by_chance, abs=0.01
+    )  # four standard errors
     assert found["random"].mean() < found["uniform"].mean()
     # an object in the middle is what the centred map covers, one at the rim is not
     middle = np.zeros((1, 5, 6), np.uint8)
@@ -178,7 +203,9 @@ def test_a_mask_goes_where_its_square_goes(
     size: tuple[int, int], target: tuple[int, int], more: dict[str, Any]
 ) -> None:
     pixels = np.zeros((*size, 3), np.uint8)
-    pixels[size[0] // 2 - 12 : size[0] // 2 + 4, size[1] // 2 - 4 : size[1] // 2 + 14] = 255
+    pixels[size[0] // 2 - 12 : size[0] // 2 + 4, size[1] // 2 - 4 : size[1] // 2 + 14] = (
+        255
+    )
     labels = (pixels[..., 0] > 0).astype(np.uint8)
     settings = transform(*target, mean=(0.0,) * 3, **more)
     seen = make_recipe(settings).apply(Image.fromarray(pixels))[0]
@@ -302,14 +329,19 @@ def test_png_values(tmp_path: Path) -> None:
     for i in (0, 1):
         assert masks.read(i).tolist() == [[B, F, F], [V, F, B]]
     assert set(masks.read(2).ravel().tolist()) <= {B, F}
-    assert open_masks(tmp_path / "masks", void="none").read(0).tolist() == [[B, F, F], [F, F, B]]
+    assert open_masks(tmp_path / "masks", void="none").read(0).tolist() == [
+        [B, F, F],
+        [F, F, B],
+    ]
     other = open_masks(tmp_path / "masks", background=(0, 1), void=7)
     assert other.read(0).tolist() == [[B, B, F], [F, V, B]]
     assert other.rules["background"] == "0, 1"
 
 
 def test_sixteen_bits(tmp_path: Path) -> None:
-    Image.fromarray(np.array([[0, 300], [255, 65535]], np.uint16)).save(tmp_path / "a.png")
+    Image.fromarray(np.array([[0, 300], [255, 65535]], np.uint16)).save(
+        tmp_path / "a.png"
+    )
     assert open_masks(tmp_path).read(0).tolist() == [[B, F], [V, F]]
     assert open_masks(tmp_path, void=65535).read(0).tolist() == [[B, F], [F, V]]
 
@@ -339,7 +371,10 @@ def coco(path: Path, annotations: list[dict[str, Any]], **more: Any) -> Path:
     return path
 
 
-SQUARE = {"segmentation": [[1, 1, 3, 1, 3, 3, 1, 3]], "iscrowd": 0}  # 2 x 2 pixels from 1, 1
+SQUARE = {
+    "segmentation": [[1, 1, 3, 1, 3, 3, 1, 3]],
+    "iscrowd": 0,
+}  # 2 x 2 pixels from 1, 1
 
 
 def test_coco_polygons_and_runs(tmp_path: Path) -> None:
@@ -388,7 +423,10 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "has list; expected a COCO file"),
         ('{"images": []}', "has images; expected a COCO file"),
-        ('{"images": [{"id": 1}], "annotations": []}', "cannot be read (KeyError: 'file_name')"),
+        (
+            '{"images": [{"id": 1}], "annotations": []}',
+            "cannot be read (KeyError: 'file_name')",
+        ),
         ('{"images": [1], "annotations": []}', "cannot be read (TypeError"),
         (
             '{"images": [{"id": 1, "file_name": "a", "height": 0, "width": -3}],'
@@ -396,7 +434,10 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
             "a is -3 x 0 pixels",
         ),
         ('{"images": [], "annotations": []}', "no segmentation in any"),
-        ('{"images": [], "annotations": [{"image_id": 1}]}', "none of its 1 annotations is of an"),
+        (
+            '{"images": [], "annotations": [{"image_id": 1}]}',
+            "none of its 1 annotations is of an",
+        ),
     ):
         path.write_text(text)
         assert phrase in refused(path)
@@ -415,11 +456,16 @@ def test_runs_are_read_as_pycocotools_reads_them() -> None:
     for share in (0.0, 0.02, 0.5, 0.98, 1.0):
         for size in ((1, 1), (7, 5), (60, 90)):
             pixels = (rng.random(size) < share).astype(np.uint8)
-            pixels = np.kron(pixels, np.ones((3, 40), np.uint8))  # runs of several characters
+            pixels = np.kron(
+                pixels, np.ones((3, 40), np.uint8)
+            )  # runs of several characters
             packed = mask.encode(np.asfortranarray(pixels))
             found = pixels_of(packed, pixels.shape)  # type: ignore[arg-type]
             assert np.array_equal(found, pixels == 1)
-            runs = {"counts": list(unpack_counts(packed["counts"])), "size": list(pixels.shape)}
+            runs = {
+                "counts": list(unpack_counts(packed["counts"])),
+                "size": list(pixels.shape),
+            }
             assert mask.frPyObjects(runs, *pixels.shape)["counts"] == packed["counts"]
 
 
@@ -433,9 +479,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "odd": ([[1, 1, 3, 1, 3, 3, 1]], "an outline has 7 numbers"),
     "three": ([[1, 1, 3]], "an outline has 3 numbers"),
     "deep": ([[[1, 1], [3, 1], [3, 3]]], "an outline has 6 numbers"),
-    "long": ([[1, 1, 5, 3] * 500_000], "an outline is 4000000 pixels long; at most 1677721"),
-    "sizes": ({"counts": [10**10], "size": [10**5, 10**5]}, "is of 100000 x 100000 pixels"),
-    "runs": ({"counts": [20, 10**9], "size": [4, 6]}, "its runs cover 1000000020 pixels, of 24"),
+    "long": (
+        [[1, 1, 5, 3] * 500_000],
+        "an outline is 4000000 pixels long; at most 1677721",
+    ),
+    "sizes": (
+        {"counts": [10**10], "size": [10**5, 10**5]},
+        "is of 100000 x 100000 pixels",
+    ),
+    "runs": (
+        {"counts": [20, 10**9], "size": [4, 6]},
+        "its runs cover 1000000020 pixels, of 24",
+    ),
     "huge runs": ({"counts": [20, 10**400], "size": [4, 6]}, "OverflowError"),
     "missing runs": ({"counts": [20], "size": [4, 6]}, "its runs cover 20 pixels, of 24"),
     "negative": ({"counts": [30, -6], "size": [4, 6]}, "no whole numbers from 0 on"),
@@ -453,7 +508,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_compiled_code_cannot_take_never_reaches_it(tmp_path: Path, name: str) -> None:
+def test_what_compiled_code_cannot_take_never_reaches_it(
+    tmp_path: Path, name: str
+) -> None:
     pytest.importorskip("pycocotools")
     shape, phrase = HOSTILE[name]
     line = refused(coco(tmp_path / "a.json", [{"segmentation": shape}, SQUARE]))

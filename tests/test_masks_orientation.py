@@ -11,16 +11,18 @@ from PIL import Image
 
 import vitsee
 from tests.test_images_not_plain import photo
+from vitsee_core.runtime.execution import DEFAULT
 from vitsee_core.truth.masks import FOREGROUND, ground_truth, open_masks
 from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.truth.masks.orientation import oriented_as
-from vitsee_core.runtime.execution import DEFAULT
 
 UPRIGHT = np.zeros((24, 16), np.uint8)
 UPRIGHT[:12] = 7  # the upper half of the upright image, 16 wide and 24 high
 
 
-def write_mask(path: Path, values: np.ndarray[Any, Any], orientation: int | None = None) -> Path:
+def write_mask(
+    path: Path, values: np.ndarray[Any, Any], orientation: int | None = None
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     exif = Image.Exif()
     if orientation is not None:
@@ -64,7 +66,9 @@ def test_masks_of_a_store_of_upright_images(tmp_path: Path) -> None:
     }
     masks = {
         "upright": open_masks(write_mask(tmp_path / "m" / "a.png", UPRIGHT)),
-        "turned": open_masks(write_mask(tmp_path / "n" / "a.png", np.ascontiguousarray(TURNED), 6)),
+        "turned": open_masks(
+            write_mask(tmp_path / "n" / "a.png", np.ascontiguousarray(TURNED), 6)
+        ),
     }
 
     def foreground(exif: bool, kind: str) -> Any:
@@ -81,7 +85,9 @@ def test_masks_of_a_store_of_upright_images(tmp_path: Path) -> None:
         grid = foreground(True, kind)
         half = len(grid) // 2
         assert grid[:half].all() and not grid[half:].any(), kind
-    left = foreground(False, "turned")  # as the pixels of the file: the upper half lies left
+    left = foreground(
+        False, "turned"
+    )  # as the pixels of the file: the upper half lies left
     assert left[:, : len(left) // 2].all() and not left[:, len(left) // 2 :].any()
     with pytest.raises(vitsee.VitseeError, match="one of both is turned by EXIF"):
         foreground(False, "upright")

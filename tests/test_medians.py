@@ -15,7 +15,11 @@ from tests.stores import write_sites
 from vitsee_core.analyses import norms
 from vitsee_core.analyses.normratio import TokenMean
 from vitsee_core.statistics.image_statistics import block_labels, statistic
-from vitsee_core.statistics.medians import median_ranks, medians_over_images, pooled_median
+from vitsee_core.statistics.medians import (
+    median_ranks,
+    medians_over_images,
+    pooled_median,
+)
 
 Array = NDArray[Any]
 
@@ -65,7 +69,11 @@ def test_a_median_s_interval_by_hand() -> None:
 
 def test_values_that_lack_and_values_that_tie() -> None:
     x = np.array(
-        [[5.0] * 8, [1, 2, np.nan, 4, 5, 6, 7, 9], [1, 2, np.nan, np.nan, 3, 4, np.nan, 5]]
+        [
+            [5.0] * 8,
+            [1, 2, np.nan, 4, 5, 6, 7, 9],
+            [1, 2, np.nan, np.nan, 3, 4, np.nan, 5],
+        ]
     )
     of = statistic(x, "median", block_labels(8, None)).estimates()
     assert of.value.tolist() == [5.0, 5.0, 3.0]
@@ -90,7 +98,8 @@ def loop_woodruff(values: Array) -> tuple[float, float, float]:
     pooled = sorted(float(v) for image in values for v in image)
     middle = float(np.median(pooled))
     shares = [
-        sum(1.0 if v < middle else 0.5 if v == middle else 0.0 for v in image) / len(image)
+        sum(1.0 if v < middle else 0.5 if v == middle else 0.0 for v in image)
+        / len(image)
         for image in values
     ]
     n = len(shares)
@@ -138,9 +147,16 @@ def test_the_class_token_s_median_norm(tmp_path: Any) -> None:
     x[:, 0, 0] = np.random.default_rng(0).permutation(np.arange(1.0, 21))
     x[:, 1:, 1] = np.random.default_rng(1).lognormal(size=(20, 6))
     x = x.astype(np.float32).astype(float)
-    table = norms.run(write_sites(tmp_path / "a.zarr", {"embed": x}), metrics=["norm_median"])
+    table = norms.run(
+        write_sites(tmp_path / "a.zarr", {"embed": x}), metrics=["norm_median"]
+    )
     row = table.filter(token="cls")
-    assert [row[name][0] for name in ("value", "low", "high", "n_images")] == [10.5, 6, 15, 20]
+    assert [row[name][0] for name in ("value", "low", "high", "n_images")] == [
+        10.5,
+        6,
+        15,
+        20,
+    ]
     patches = table.filter(token="patches")
     expected = loop_woodruff(np.linalg.norm(x[:, 1:], axis=2))
     ends = [patches[name][0] for name in ("value", "low", "high")]

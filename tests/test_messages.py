@@ -30,12 +30,18 @@ def test_what_is_no_number(tmp_path: Path) -> None:
 
 def test_a_store_for_a_model_and_the_reverse(make_store: Callable[..., Path]) -> None:
     store = make_store()
-    for words in (["sites", store], ["extract", store, "--data", "demo:test", "-o", "x.zarr"]):
+    for words in (
+        ["sites", store],
+        ["extract", store, "--data", "demo:test", "-o", "x.zarr"],
+    ):
         assert f"{store} is a store; expected a model" in one_line(*words)
     assert f"{store} is a store; expected a model" in one_line("models", store)
     line = one_line("attn-dist", "demo:vit")
     assert "no store at demo:vit" in line
-    assert "(run: vitsee extract demo:vit --data DATA -o NAME.zarr, if that is a model)" in line
+    assert (
+        "(run: vitsee extract demo:vit --data DATA -o NAME.zarr, if that is a model)"
+        in line
+    )
     assert "MODEL --data DATA -o x.zarr)" in one_line("attn-dist", "x.zarr")
 
 
@@ -45,12 +51,18 @@ def test_a_store_for_a_model_and_the_reverse(make_store: Callable[..., Path]) ->
         ({"model_type": "vit"}, "is a folder; expected transformers:{}"),
         ({"architectures": ["ViTModel"]}, "is a folder; expected transformers:{}"),
         ({"architecture": "vit_base_patch16_224"}, "is a folder; expected local-dir:{}"),
-        ({"other": 1}, "is a folder; expected a config.json of timm (local-dir:FOLDER) or"),
+        (
+            {"other": 1},
+            "is a folder; expected a config.json of timm (local-dir:FOLDER) or",
+        ),
         (None, "is a folder; expected a model's name, or a folder with config.json"),
     ],
 )
 def test_a_folder_for_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any] | None, phrase: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any] | None,
+    phrase: str,
 ) -> None:
     (tmp_path / "A" / "vit").mkdir(parents=True)
     (tmp_path / "B").mkdir()
@@ -88,7 +100,9 @@ def test_an_option_in_the_singular(make_store: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("command", ["probe", "knn"])
 def test_two_models_for_train_and_test(tmp_path: Path, command: str) -> None:
     def made(name: str, model: str) -> Store:
-        manifest = SimpleNamespace(model={"name": model}, info={}, identity={"model": model})
+        manifest = SimpleNamespace(
+            model={"name": model}, info={}, identity={"model": model}
+        )
         return SimpleNamespace(label=name, manifest=manifest)  # type: ignore[return-value]
 
     with pytest.raises(VitseeError) as refusal:
@@ -110,23 +124,40 @@ def test_a_key_of_a_file_that_is_one_state_dict(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.zeros(3, 3)}, path)
     words = ["--checkpoint-key", "ema", "--data", "demo:test", "-o", tmp_path / "x.zarr"]
     line = one_line("extract", "test_vit", "--checkpoint", path, *words)
-    assert f"{path} is itself one state dict" in line and "leave out --checkpoint-key" in line
+    assert (
+        f"{path} is itself one state dict" in line
+        and "leave out --checkpoint-key" in line
+    )
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     missing = tmp_path / "none"
-    assert f"{missing} is no folder; expected one with results" in one_line("report", missing)
+    assert f"{missing} is no folder; expected one with results" in one_line(
+        "report", missing
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [("b/2.jpg", 1), ("2", 2), ("3", 3), ("b/2", 1), ("2.jpg", 1), ("3.png", 2), ("10", 3)],
+    [
+        ("b/2.jpg", 1),
+        ("2", 2),
+        ("3", 3),
+        ("b/2", 1),
+        ("2.jpg", 1),
+        ("3.png", 2),
+        ("10", 3),
+    ],
 )
 def test_images_by_shorter_names(name: str, row: int) -> None:
     ids = np.array(["a/1.png", "b/2.jpg", "b/3.png", "c/10.png", "d/1.png"], object)
-    store: Any = SimpleNamespace(label="s", samples=SimpleNamespace(id=ids), valid=np.ones(5, bool))
+    store: Any = SimpleNamespace(
+        label="s", samples=SimpleNamespace(id=ids), valid=np.ones(5, bool)
+    )
     assert find_rows(store, [name]).tolist() == [row]
-    with pytest.raises(VitseeError, match=r"has 2 images '1\.png'; expected .*'a/1\.png' or 'd/1"):
+    with pytest.raises(
+        VitseeError, match=r"has 2 images '1\.png'; expected .*'a/1\.png' or 'd/1"
+    ):
         find_rows(store, ["1.png"])
     with pytest.raises(VitseeError, match=r"has no image '1\.jpg'"):
         find_rows(store, ["1.jpg"])

@@ -26,7 +26,9 @@ def test_each_repeat_draws_every_image_once() -> None:
     drawn = draw_batches(20_000, 1024, 19_456, 3, 0, shuffled=True)
     assert [len(cells) for cells in drawn] == [19] * 3
     for cells in drawn:
-        assert all(len(places) == 1024 and (np.diff(places) > 0).all() for places in cells)
+        assert all(
+            len(places) == 1024 and (np.diff(places) > 0).all() for places in cells
+        )
         places = np.concatenate(cells)
         assert len(np.unique(places)) == 19_456
         assert places.min() >= 0 and places.max() < 20_000
@@ -34,10 +36,14 @@ def test_each_repeat_draws_every_image_once() -> None:
 
 
 @pytest.mark.parametrize(("n", "shuffled"), [(16_384, True), (20_000, False)])
-def test_few_images_and_those_in_order_are_drawn_one_by_one(n: int, shuffled: bool) -> None:
+def test_few_images_and_those_in_order_are_drawn_one_by_one(
+    n: int, shuffled: bool
+) -> None:
     (cells,) = draw_batches(n, 1024, 2048, 1, 7, shuffled)
     order = np.random.default_rng(7).permutation(n)
-    np.testing.assert_array_equal(cells, [np.sort(order[:1024]), np.sort(order[1024:2048])])
+    np.testing.assert_array_equal(
+        cells, [np.sort(order[:1024]), np.sort(order[1024:2048])]
+    )
 
 
 def test_batches_of_a_window_lie_in_its_slabs() -> None:
@@ -45,7 +51,9 @@ def test_batches_of_a_window_lie_in_its_slabs() -> None:
     window = np.concatenate(cells[:16])
     # 16 runs of 1024 images, that is 64 slabs of 256; drawn one by one, nearly all 782.
     assert len(np.unique(window // 256)) == 64
-    assert len(np.unique(cells[0] // 1024)) == 16  # and one batch has images of all of them
+    assert (
+        len(np.unique(cells[0] // 1024)) == 16
+    )  # and one batch has images of all of them
 
 
 def test_every_image_is_as_likely_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +67,10 @@ def test_every_image_is_as_likely_in_every_batch(monkeypatch: pytest.MonkeyPatch
             counts[g, places] += 1
     chance = batch / n
     # 5 standard errors; the last run, of one image, comes as often as an image of the others
-    assert np.abs(counts / draws - chance).max() < 5 * np.sqrt(chance * (1 - chance) / draws) + 0.02
+    assert (
+        np.abs(counts / draws - chance).max()
+        < 5 * np.sqrt(chance * (1 - chance) / draws) + 0.02
+    )
 
 
 @pytest.mark.parametrize("n", [64, 128])

@@ -36,7 +36,13 @@ SERVED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "grouped queries": (
         "vit_small_patch16_dinov3",
         32,
-        {**VIT, "num_heads": 4, "num_kv_heads": 2, "qkv_fused": False, "attn_type": "rope"},
+        {
+            **VIT,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "qkv_fused": False,
+            "attn_type": "rope",
+        },
     ),
 }
 
@@ -93,7 +99,10 @@ def by_loops(q: Tensor, k: Tensor, mask: Any, causal: bool, scale: float) -> Ten
     shape = *q.shape[:3], k.shape[2]
     scores = torch.empty(shape, dtype=torch.float64)
     for i, h, a, b in np.ndindex(shape):
-        value = float(q[i, h, a].double() @ k[i, h // (shape[1] // k.shape[1]), b].double()) * scale
+        value = (
+            float(q[i, h, a].double() @ k[i, h // (shape[1] // k.shape[1]), b].double())
+            * scale
+        )
         if mask is not None and mask.dtype == torch.bool:
             value = value if mask.expand(shape)[i, h, a, b] else float("-inf")
         elif mask is not None:
@@ -103,7 +112,8 @@ def by_loops(q: Tensor, k: Tensor, mask: Any, causal: bool, scale: float) -> Ten
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "scale", "causal", "bool", "bias", "bias per image", "grouped", "half"]
+    "case",
+    ["plain", "scale", "causal", "bool", "bias", "bias per image", "grouped", "half"],
 )
 def test_kernel_arguments(case: str) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -115,7 +125,10 @@ def test_kernel_arguments(case: str) -> None:
     # Heads lie next to each other in memory, as a fused qkv projection leaves them.
     q, v = (draw(n, tokens, heads, dim).transpose(1, 2) for _ in range(2))
     k = draw(n, heads, tokens, dim)
-    given: dict[str, dict[str, Any]] = {"scale": {"scale": 0.3}, "causal": {"is_causal": True}}
+    given: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 0.3},
+        "causal": {"is_causal": True},
+    }
     options = given.get(case, {})
     masks = {
         "bool": (draw(n, 1, tokens, tokens) > -1) | torch.eye(tokens, dtype=torch.bool),
@@ -130,7 +143,9 @@ def test_kernel_arguments(case: str) -> None:
     out: list[Tensor] = []
 
     def attend() -> None:
-        out.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+        out.append(
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        )
 
     (event,) = seen(attend)
     assert event.call is not None and isinstance(event.call, KernelCall)
@@ -139,7 +154,9 @@ def test_kernel_arguments(case: str) -> None:
     assert event.n_keys == tokens
     scale = options.get("scale", dim**-0.5)
     expected = by_loops(q, k, mask, options.get("is_causal", False), scale)
-    torch.testing.assert_close(call.scores(slice(None)), expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        call.scores(slice(None)), expected.float(), rtol=1e-5, atol=1e-5
+    )
     buffer = torch.full((2, heads, tokens, tokens), 7.0)
     part = call.scores(slice(1, 3), out=buffer)
     assert part is buffer and part.dtype == torch.float32
@@ -185,7 +202,9 @@ def test_a_product_from_the_right_is_the_same_attention() -> None:
     assert event.call is not None and not event.mixed
     assert torch.equal(event.call.scores(slice(None)), scores)
     assert torch.equal(event.call.value, value.transpose(-2, -1))
-    torch.testing.assert_close(event.call.output, scores.softmax(-1) @ value.transpose(-2, -1))
+    torch.testing.assert_close(
+        event.call.output, scores.softmax(-1) @ value.transpose(-2, -1)
+    )
 
     def other() -> None:
         _ = value @ scores.softmax(-1)
@@ -202,7 +221,9 @@ def test_attention_of_maps_against_its_formula() -> None:
     block = table.attention[0]
     module = model.module.get_submodule(f"{block.name}.attn")
     found: list[Tensor] = []
-    handle = module.get_submodule("qkv").register_forward_hook(lambda _m, _a, x: found.append(x))
+    handle = module.get_submodule("qkv").register_forward_hook(
+        lambda _m, _a, x: found.append(x)
+    )
     x = images(model, 2)
     with torch.no_grad():
         model.module(x)
@@ -219,7 +240,11 @@ def test_attention_of_maps_against_its_formula() -> None:
 
 def test_where_heads_go_is_after_the_attention() -> None:
     """TinyViT's attention has a norm of its own before queries, keys and values."""
-    args = {"embed_dims": (16, 16, 16, 16), "num_heads": (2, 2, 2, 2), "depths": (1, 1, 1, 1)}
+    args = {
+        "embed_dims": (16, 16, 16, 16),
+        "num_heads": (2, 2, 2, 2),
+        "depths": (1, 1, 1, 1),
+    }
     table = site_table(small("tiny_vit_5m_224", 224, **args))
     assert [block.layout.grid for block in table.attention] == [(14, 14), (7, 7)]
     for block in table.attention:
@@ -229,7 +254,9 @@ def test_where_heads_go_is_after_the_attention() -> None:
 def test_softmax_that_weighs_nothing_is_mixed() -> None:
     def mix() -> None:
         weights = torch.randn(2, 3, 5, 5).softmax(-1)
-        _ = torch.einsum("bhqk,hg->bgqk", weights, torch.randn(3, 3)) @ torch.randn(2, 3, 5, 4)
+        _ = torch.einsum("bhqk,hg->bgqk", weights, torch.randn(3, 3)) @ torch.randn(
+            2, 3, 5, 4
+        )
 
     (event,) = seen(mix)
     assert event.mixed and event.call is None
@@ -265,10 +292,17 @@ def test_attention_that_is_not_token_to_token_is_refused(name: str) -> None:
 def test_blocks_are_refused_one_by_one() -> None:
     """Swin has windows in the batch dimension; one that covers the map is token to token."""
     model = small(
-        "swin_tiny_patch4_window7_224", 64, embed_dim=24, depths=(1, 1, 1, 1), window_size=4
+        "swin_tiny_patch4_window7_224",
+        64,
+        embed_dim=24,
+        depths=(1, 1, 1, 1),
+        window_size=4,
     )
     table = site_table(model)
-    assert [block.name for block in table.attention] == ["layers.2.blocks.0", "layers.3.blocks.0"]
+    assert [block.name for block in table.attention] == [
+        "layers.2.blocks.0",
+        "layers.3.blocks.0",
+    ]
     assert "16 per image" in table.left_out["layers.0.blocks.0 attention"]
     assert table.rollout_refusal == "attention lies on several grids"
     pooled = site_table(small("pvt_v2_b0", 64, depths=(1, 1, 1, 1)))
@@ -278,7 +312,9 @@ def test_blocks_are_refused_one_by_one() -> None:
 def test_another_shape_while_running_stops() -> None:
     model = small("vit_tiny_patch16_224", 32, **VIT, dynamic_img_size=True)
     table = site_table(model)
-    wrong = pytest.raises(CaptureError, match=r"blocks\.0: attention of sizes \(1, 3, 37\)")
+    wrong = pytest.raises(
+        CaptureError, match=r"blocks\.0: attention of sizes \(1, 3, 37\)"
+    )
     capture = Capture(model, table, sites=(), attention=table.attention)
     with torch.no_grad(), capture, wrong:
         capture.run(torch.randn(1, 3, 48, 48), Keeper())
@@ -313,7 +349,9 @@ def test_scores_are_those_of_a_kernel_under_autocast(gain: float) -> None:
 def test_both_ways_to_scores_agree(n_heads: int) -> None:
     """Image by image from interleaved queries and keys, as on a CPU, and in one call."""
     generator = torch.Generator().manual_seed(0)
-    both = torch.randn(4, 7, 2, n_heads, 5, generator=generator)  # images, tokens, which, heads
+    both = torch.randn(
+        4, 7, 2, n_heads, 5, generator=generator
+    )  # images, tokens, which, heads
     q, k = both.permute(2, 0, 3, 1, 4)
     want = q.double() @ k.double().transpose(2, 3) * 0.37
     for multiply in (_by_image, _at_once):

@@ -37,7 +37,12 @@ def rows(result: Result) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_a_vit() -> None:
     (row,) = rows(models(VIT))
-    assert (row["model"], row["height"], row["width"], row["n_blocks"]) == (VIT, "224", "224", "12")
+    assert (row["model"], row["height"], row["width"], row["n_blocks"]) == (
+        VIT,
+        "224",
+        "224",
+        "12",
+    )
     # Dosovitskiy's formula: embedding, class token and positions, 12 blocks, norm, classifier.
     d = 192
     block = 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (8 * d * d + 5 * d)
@@ -56,7 +61,16 @@ def test_a_resnet_says_what_it_lacks() -> None:
     (row,) = rows(models("test_resnet"))
     served = set(row["analyses"].split())
     assert row["heads"] == "" and int(row["flops"]) > 0 and "x" in row["grid"]
-    assert {"cka", "probe", "knn", "cluster", "normratio", "localize", "erf", "weights"} <= served
+    assert {
+        "cka",
+        "probe",
+        "knn",
+        "cluster",
+        "normratio",
+        "localize",
+        "erf",
+        "weights",
+    } <= served
     assert not served & ATTENTION
     assert "attn-dist attn-map" in row["left_out"]
     assert "no block has a softmax over tokens" in row["left_out"]
@@ -77,7 +91,9 @@ def test_a_glob_is_bounded(tmp_path: Path) -> None:
     result = models("*")
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
-    assert f"matches {len(timm.list_models())} architectures" in line and "--names" in line
+    assert (
+        f"matches {len(timm.list_models())} architectures" in line and "--names" in line
+    )
     result = models("vit_*", "--names", "-o", tmp_path / "vit.csv")
     assert (result.exit_code, result.stdout) == (0, "")
     lines = (tmp_path / "vit.csv").read_text().splitlines()
@@ -103,7 +119,9 @@ def test_a_demo_model() -> None:
     )
 
 
-def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_needs_values_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         torch.empty(1, device="meta").cpu()
 
@@ -111,7 +129,8 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
     (row,) = rows(models("test_vit"))
     assert (
         row["analyses"] == ""
-        and row["left_out"] == "unknown without weights: Cannot copy out of meta tensor; no data!"
+        and row["left_out"]
+        == "unknown without weights: Cannot copy out of meta tensor; no data!"
     )
     assert int(row["n_params"]) > 0
 
@@ -121,7 +140,10 @@ def test_every_analysis_says_what_it_needs() -> None:
     known = catalogue.offers(sketch(*sketched_module("test_resnet", {})))
     for needs in catalogue.needs_of_analyses().values():
         assert set(needs) <= known.keys()
-    listed = {module.name.replace("_", "-") for module in pkgutil.iter_modules(analyses.__path__)}
+    listed = {
+        module.name.replace("_", "-")
+        for module in pkgutil.iter_modules(analyses.__path__)
+    }
     silent = listed - catalogue.needs_of_analyses().keys() - {"best-layer"}
     assert not silent, f'give these analyses needs=("attention",): {silent}'
 

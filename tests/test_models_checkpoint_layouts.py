@@ -32,7 +32,11 @@ from vitsee_stores import open_store
 IMAGENET = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 OPENAI = OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 HALF = (0.5,) * 3, (0.5,) * 3
-PLAIN, BEIT, CLIP = "vit_tiny_patch16_224", "beit_base_patch16_224", "vit_base_patch16_clip_224"
+PLAIN, BEIT, CLIP = (
+    "vit_tiny_patch16_224",
+    "beit_base_patch16_224",
+    "vit_base_patch16_clip_224",
+)
 # BEiT's pretraining shares one table of relative positions among the blocks.
 SHARED: dict[str, Any] = {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False}
 SHARED["global_pool"] = "token"
@@ -56,7 +60,11 @@ def made(name: str, **args: Any) -> nn.Module:
 def dino() -> tuple[Any, dict[str, Any]]:
     state, head = body(trained(PLAIN)), {"head.last_layer.weight_v": torch.zeros(2, 2)}
     student = under("module.backbone.", state) | under("module.", head)
-    return {"student": student, "teacher": under("backbone.", state) | head, "epoch": 1}, {}
+    return {
+        "student": student,
+        "teacher": under("backbone.", state) | head,
+        "epoch": 1,
+    }, {}
 
 
 def moco() -> tuple[Any, dict[str, Any]]:
@@ -71,7 +79,10 @@ def moco() -> tuple[Any, dict[str, Any]]:
 
 
 def mae() -> tuple[Any, dict[str, Any]]:
-    extra = {"mask_token": torch.zeros(1, 1, 8), "decoder_pos_embed": torch.zeros(1, 17, 8)}
+    extra = {
+        "mask_token": torch.zeros(1, 1, 8),
+        "decoder_pos_embed": torch.zeros(1, 17, 8),
+    }
     extra |= {"decoder_embed.weight": torch.zeros(8, 48)}
     return {"model": body(trained(PLAIN)) | extra}, {}
 
@@ -98,7 +109,9 @@ def dinov2_registers() -> tuple[Any, dict[str, Any]]:
 def beit(version: int = 1) -> tuple[Any, dict[str, Any]]:
     state = body(trained(BEIT, **SHARED))
     extra = {"mask_token": torch.zeros(1, 1, 48), "lm_head.weight": torch.zeros(9, 48)}
-    extra |= {"rel_pos_bias.relative_position_index": torch.zeros(17, 17, dtype=torch.int64)}
+    extra |= {
+        "rel_pos_bias.relative_position_index": torch.zeros(17, 17, dtype=torch.int64)
+    }
     if version == 2:
         extra |= {"cls_pt_layers.0.norm1.weight": torch.zeros(48)}
     return {"model": state | extra}, SHARED
@@ -107,7 +120,9 @@ def beit(version: int = 1) -> tuple[Any, dict[str, Any]]:
 def openai() -> tuple[Any, dict[str, Any]]:
     raw = under("visual.", clip_names(trained(CLIP, act_layer="quick_gelu")))
     text = {"token_embedding.weight": torch.zeros(3, 3), "logit_scale": torch.zeros(())}
-    sizes = {x: torch.tensor(7) for x in ("input_resolution", "context_length", "vocab_size")}
+    sizes = {
+        x: torch.tensor(7) for x in ("input_resolution", "context_length", "vocab_size")
+    }
     return raw | text | sizes, {"act_layer": "quick_gelu"}
 
 
@@ -118,19 +133,29 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], str, Any, float, str]] = {
     "MAE": (mae, PLAIN, IMAGENET, 0.875, "bicubic"),
     "DeiT": (deit, "deit_tiny_distilled_patch16_224", IMAGENET, 0.875, "bicubic"),
     "DINOv2": (dinov2, "vit_small_patch14_dinov2", IMAGENET, 0.875, "bicubic"),
-    "DINOv2 ": (dinov2_registers, "vit_small_patch14_reg4_dinov2", IMAGENET, 0.875, "bicubic"),
+    "DINOv2 ": (
+        dinov2_registers,
+        "vit_small_patch14_reg4_dinov2",
+        IMAGENET,
+        0.875,
+        "bicubic",
+    ),
     "BEiT": (beit, BEIT, HALF, 0.875, "bicubic"),
     "BEiT v2": (lambda: beit(2), BEIT, IMAGENET, 0.875, "bicubic"),
     "OpenAI's CLIP": (openai, CLIP, OPENAI, 1.0, "bicubic"),
 }
 
 
-def gives(model: LoadedModel, name: str, state: State, normalisation: Any, **args: Any) -> None:
+def gives(
+    model: LoadedModel, name: str, state: State, normalisation: Any, **args: Any
+) -> None:
     """The activations are those of timm's model with this state, of images normalised so."""
     expected = made(name, **args)
     expected.load_state_dict(state)
     wanted = outputs(expected, dict(zip(("mean", "std"), normalisation, strict=True)))
-    torch.testing.assert_close(outputs(model.module, model.transform), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outputs(model.module, model.transform), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 def loaded(path: Path, name: str, **options: Any) -> LoadedModel:
@@ -163,20 +188,28 @@ def test_a_miniature_gives_timm_s_activations(layout: str, tmp_path: Path) -> No
     gives(model, name, trained(name, **args), (mean, std), **args)
     assert {key: model.model_args[key] for key in args} == args
     (note, *_) = model.notes()
-    assert note.startswith(f"weights.pth is a checkpoint of {layout.strip()}: mean {mean[0]:g}, ")
+    assert note.startswith(
+        f"weights.pth is a checkpoint of {layout.strip()}: mean {mean[0]:g}, "
+    )
 
 
 @pytest.mark.slow
 def test_what_was_given_wins(tmp_path: Path) -> None:
     """Also the 6 heads of timm, with which the shapes of MoCo's fit and other numbers come out."""
     path = saved(tmp_path / "w.pth", mae()[0])
-    given: dict[str, Any] = {"img_mean": (0.1,) * 3, "img_std": (0.2,) * 3, "crop_pct": 0.5}
+    given: dict[str, Any] = {
+        "img_mean": (0.1,) * 3,
+        "img_std": (0.2,) * 3,
+        "crop_pct": 0.5,
+    }
     transform = loaded(path, PLAIN, **given).transform
     assert (transform["mean"], transform["std"]) == ((0.1,) * 3, (0.2,) * 3)
     assert transform["crop_pct"] == 0.5
     path = saved(tmp_path / "moco.pth", moco()[0])
     own = {**VIT, **SMALL, "num_heads": 6}
-    six = load_model("vit_small_patch16_224", checkpoint=path, img_size=32, model_args=own)
+    six = load_model(
+        "vit_small_patch16_224", checkpoint=path, img_size=32, model_args=own
+    )
     assert six.module.blocks[0].attn.num_heads == 6  # type: ignore[union-attr, index]
     twelve = loaded(path, "vit_small_patch16_224")
     a, b = (outputs(model.module, model.transform) for model in (six, twelve))
@@ -215,7 +248,9 @@ def test_what_nothing_shows_is_assumed_and_said(
     (note,) = [line for line in model.notes() if "assumed" in line]
     known = f"may be {layout}" if layout else f"has no known layout: as {PLAIN} has them"
     texts = (", ".join(f"{x:g}" for x in values) for values in (mean, std))
-    assert note.startswith(f"dino.pth {known}, assumed are mean {next(texts)}; std {next(texts)}")
+    assert note.startswith(
+        f"dino.pth {known}, assumed are mean {next(texts)}; std {next(texts)}"
+    )
     assert "num_heads 3" in note and "--img-mean, --img-std" in note
     assert "--model-arg num_heads=N" in note
     # Whoever says all of it reads nothing of it.
@@ -247,7 +282,14 @@ def test_a_store_records_what_was_assumed(tmp_path: Path) -> None:
     assert "own.pth has no known layout" in result.stderr
     store = open_store(tmp_path / "a.zarr")
     assert store.manifest.model["weights"]["assumed"]["mean"] == [0.5, 0.5, 0.5]
-    given = ["--img-mean", "0.4,0.4,0.4", "--img-std", "0.2,0.2,0.2", "-o", tmp_path / "b.zarr"]
+    given = [
+        "--img-mean",
+        "0.4,0.4,0.4",
+        "--img-std",
+        "0.2,0.2,0.2",
+        "-o",
+        tmp_path / "b.zarr",
+    ]
     extracted(PLAIN, *options, *data[:2], *given)
     record = open_store(tmp_path / "b.zarr").manifest.model["weights"]
     assert "mean" not in record.get("assumed", {})
@@ -265,7 +307,9 @@ def test_a_dry_run_counts_the_heads_that_a_layout_brings(tmp_path: Path) -> None
         ("--random-init", 0, "--model-arg", "num_heads=12"),
         ("--random-init", 0),
     ):
-        planned = extracted("vit_small_patch16_224", *weights, *common).stdout.splitlines()
+        planned = extracted(
+            "vit_small_patch16_224", *weights, *common
+        ).stdout.splitlines()
         lines += [line for line in planned if line.startswith("attention/")]
     assert lines[0] == lines[1] != lines[2]
 
@@ -281,7 +325,9 @@ def test_other_clips_may_compute_either_activation(tmp_path: Path) -> None:
 
 def test_a_layout_for_another_architecture(tmp_path: Path) -> None:
     path = saved(tmp_path / "b.pth", beit()[0])
-    with pytest.raises(ModelError, match=r"b\.pth is a checkpoint of BEiT, but .* does not take"):
+    with pytest.raises(
+        ModelError, match=r"b\.pth is a checkpoint of BEiT, but .* does not take"
+    ):
         loaded(path, PLAIN)
 
 
@@ -337,7 +383,10 @@ class Evil:
 
 def rewritten(archive: Path, change: Mapping[str, bytes], compression: int = 0) -> Path:
     other = archive.with_name("other.pt")
-    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(other, "w", compression) as target:
+    with (
+        zipfile.ZipFile(archive) as source,
+        zipfile.ZipFile(other, "w", compression) as target,
+    ):
         for name in source.namelist():
             key = name.partition("/")[2]
             target.writestr(name, change.get(key, source.read(name)))
@@ -413,7 +462,10 @@ def test_dinov3_s_own_file(
 
 def test_siglip_of_open_clip(tmp_path: Path) -> None:
     state = trained(SIGLIP)
-    text = {"text.token_embedding.weight": torch.zeros(3, 3), "logit_scale": torch.zeros(())}
+    text = {
+        "text.token_embedding.weight": torch.zeros(3, 3),
+        "logit_scale": torch.zeros(()),
+    }
     file = under("visual.trunk.", state) | text | {"logit_bias": torch.zeros(())}
     model = loaded(saved(tmp_path / "siglip.pth", file), SIGLIP)
     assert model.weights["layout"] == "SigLIP"
@@ -429,5 +481,7 @@ def test_files_of_other_libraries_are_refused_in_a_line(tmp_path: Path) -> None:
     names = ("vision_model.embeddings.patch_embedding.weight", "vision_model.head.probe")
     path = saved(tmp_path / "hf.pth", {name: torch.zeros(2, 2) for name in names})
     for name in (SIGLIP, DINOV3):
-        with pytest.raises(ModelError, match=r"hf\.pth does not fit this model: missing: \d+"):
+        with pytest.raises(
+            ModelError, match=r"hf\.pth does not fit this model: missing: \d+"
+        ):
             loaded(path, name)

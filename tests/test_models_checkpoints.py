@@ -21,7 +21,9 @@ State = dict[str, Tensor]
 
 
 def weights(seed: int = 5, name: str = NAME, img_size: int = 32, **args: Any) -> State:
-    model = load_model(name, random_init=seed, img_size=img_size, model_args={**VIT, **args})
+    model = load_model(
+        name, random_init=seed, img_size=img_size, model_args={**VIT, **args}
+    )
     redraw(model.module, seed)
     return {key: x.clone() for key, x in model.module.state_dict().items()}
 
@@ -43,7 +45,9 @@ def saved(path: Path, content: Any) -> Path:
 def loaded(path: Path, name: str = NAME, **args: Any) -> Any:
     size, key = args.pop("img_size", 32), args.pop("checkpoint_key", None)
     own = {**VIT, **args}
-    return load_model(name, checkpoint=path, checkpoint_key=key, img_size=size, model_args=own)
+    return load_model(
+        name, checkpoint=path, checkpoint_key=key, img_size=size, model_args=own
+    )
 
 
 def holds(model: Any, state: Mapping[str, Tensor]) -> bool:
@@ -78,7 +82,9 @@ def test_dino_takes_the_teacher_and_says_so(tmp_path: Path) -> None:
 
 def test_moco_v3_takes_the_base_encoder(tmp_path: Path) -> None:
     base, momentum = body(weights(1)), body(weights(2))
-    state = under("module.momentum_encoder.", momentum) | under("module.base_encoder.", base)
+    state = under("module.momentum_encoder.", momentum) | under(
+        "module.base_encoder.", base
+    )
     state["module.base_encoder.head.0.weight"] = torch.zeros(3, 3)
     state["module.predictor.0.weight"] = torch.zeros(3, 3)
     model = loaded(saved(tmp_path / "moco.pth.tar", {"arch": "vit", "state_dict": state}))
@@ -92,7 +98,10 @@ def test_moco_v3_takes_the_base_encoder(tmp_path: Path) -> None:
 
 def test_mae_names_its_decoder(tmp_path: Path) -> None:
     state = body(weights())
-    extra = {"mask_token": torch.zeros(1, 1, 8), "decoder_embed.weight": torch.zeros(2, 2)}
+    extra = {
+        "mask_token": torch.zeros(1, 1, 8),
+        "decoder_embed.weight": torch.zeros(2, 2),
+    }
     model = loaded(saved(tmp_path / "mae.pth", {"model": state | extra}))
     assert holds(model, state)
     assert set(model.weights["unexpected"]) == set(extra)
@@ -186,7 +195,9 @@ def test_the_key_may_be_named_and_is_said(tmp_path: Path) -> None:
     model = loaded(both, checkpoint_key="model_ema")
     assert holds(model, averaged) and model.weights["key"] == "model_ema"
     _, note = model.notes()  # the first is about normalisation
-    assert note == ("both.pth: taken: model_ema; other copies: model (--checkpoint-key model)")
+    assert note == (
+        "both.pth: taken: model_ema; other copies: model (--checkpoint-key model)"
+    )
     assert "taken: model;" in loaded(both).notes()[1]
     alone = loaded(saved(tmp_path / "alone.pth", {"state_dict_ema": averaged}))
     assert alone.notes()[1:] == ["alone.pth: taken: state_dict_ema"]
@@ -215,7 +226,9 @@ def test_counters_of_batches_may_be_missing(tmp_path: Path) -> None:
         load_model("test_resnet", checkpoint=saved(path, state))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "net.encoder.trunk."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "model.", "net.encoder.trunk."]
+)
 def test_wrappers_are_stripped(tmp_path: Path, prefix: str) -> None:
     state = weights()
     model = loaded(saved(tmp_path / "w.pth", under(prefix, state)))
@@ -256,7 +269,9 @@ def refused(path: Path, **args: Any) -> str:
 @pytest.mark.slow
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     state = weights()
-    short = {key: x for key, x in state.items() if not key.startswith(("blocks.2.", "norm."))}
+    short = {
+        key: x for key, x in state.items() if not key.startswith(("blocks.2.", "norm."))
+    }
     for content, args, *phrases in (
         (short, {}, "missing: 14", "blocks.2"),
         (weights(depth=4), {}, "left over: 12 (blocks.3.norm1.weight"),
@@ -273,7 +288,9 @@ def test_another_number_of_classes_is_only_the_head(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path / "seven.pth", state))
     assert holds(model, body(state))
     assert model.weights["missing"] == HEAD
-    assert any("head.weight (7, 48) for (1000, 48)" in x for x in model.weights["unexpected"])
+    assert any(
+        "head.weight (7, 48) for (1000, 48)" in x for x in model.weights["unexpected"]
+    )
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -295,7 +312,9 @@ class Evil:
         return print, ("ran",)
 
 
-def test_a_strangers_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_code_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = refused(saved(tmp_path / "evil.pth", {"model": weights(), "x": Evil()}))
     assert "holds objects besides tensors" in text
     assert "ran" not in capsys.readouterr().out

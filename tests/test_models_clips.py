@@ -37,7 +37,11 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 DEPTH, HEADS, DIM, SIDE = 3, 4, 48, 32
 SMALL = {"hidden_size": DIM, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS}
 MORE = {"intermediate_size": 96, "image_size": SIDE}
-PREDICTOR = {"pred_hidden_size": 48, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1}
+PREDICTOR = {
+    "pred_hidden_size": 48,
+    "pred_num_attention_heads": 4,
+    "pred_num_hidden_layers": 1,
+}
 # Of a class: its configuration, and the cells of a clip in time, rows and columns.
 CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "VideoMAEModel": (
@@ -51,7 +55,10 @@ CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
         },
         (3, 4, 4),
     ),
-    "VivitModel": ({**SMALL, **MORE, "num_frames": 6, "tubelet_size": [2, 8, 8]}, (3, 4, 4)),
+    "VivitModel": (
+        {**SMALL, **MORE, "num_frames": 6, "tubelet_size": [2, 8, 8]},
+        (3, 4, 4),
+    ),
     "TimesformerModel": ({**SMALL, **MORE, "patch_size": 8, "num_frames": 3}, (3, 4, 4)),
     "VideoPrismVisionModel": (
         {
@@ -129,12 +136,16 @@ def in_order(name: str, x: Tensor, cells: tuple[int, int, int], block: int) -> T
                 found += [x[:, 1 + (i * cols + j) * times + t] for j in range(cols)]
         return torch.stack(found, 1)
     if name == "VideoPrismVisionModel" and block < 3:  # (clips x times, places, dim)
-        return torch.stack([torch.cat([*x[i : i + times]]) for i in range(0, len(x), times)])
+        return torch.stack(
+            [torch.cat([*x[i : i + times]]) for i in range(0, len(x), times)]
+        )
     if name == "VideoPrismVisionModel":  # (clips x places, times, dim)
         places = rows * cols
         return torch.stack(
             [
-                torch.stack([x[start + p, t] for t in range(times) for p in range(places)])
+                torch.stack(
+                    [x[start + p, t] for t in range(times) for p in range(places)]
+                )
                 for start in range(0, len(x), places)
             ]
         )
@@ -142,7 +153,9 @@ def in_order(name: str, x: Tensor, cells: tuple[int, int, int], block: int) -> T
 
 
 def close(x: Tensor, y: Tensor, allowed: float = 1e-5) -> bool:
-    return x.shape == y.shape and float((x - y).abs().max()) <= allowed * float(y.abs().max())
+    return x.shape == y.shape and float((x - y).abs().max()) <= allowed * float(
+        y.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -167,7 +180,9 @@ def test_sites_against_the_librarys_own_states(name: str) -> None:
     has_sums = name != "TimesformerModel"
     assert len(table.sublayers) == has_sums * 2 * DEPTH
     assert (table.residual_refusal is None) == has_sums
-    for sublayer in table.sublayers:  # their skips and branches add up (proven), here to the states
+    for (
+        sublayer
+    ) in table.sublayers:  # their skips and branches add up (proven), here to the states
         z, f = seen.branches[sublayer.name]
         if sublayer.kind == "mlp":
             total = seen.tokens(sublayer.name.replace(".mlp", ".out"))
@@ -223,7 +238,10 @@ def test_the_two_attentions_of_a_timesformer_block() -> None:
         kept[place] = output
 
     for i, layer in enumerate(library.encoder.layer):
-        for kind, module in (("time", layer.temporal_attention), ("space", layer.attention)):
+        for kind, module in (
+            ("time", layer.temporal_attention),
+            ("space", layer.attention),
+        ):
             module.attention.qkv.register_forward_hook(
                 lambda _m, _a, y, place=f"blocks.{i}.{kind}": keep(place, y)
             )
@@ -231,7 +249,9 @@ def test_the_two_attentions_of_a_timesformer_block() -> None:
         library(x)
     places = rows * cols
     for i in range(DEPTH):
-        time = own_attention(kept[f"blocks.{i}.time"])  # (clips x places, heads, times, times)
+        time = own_attention(
+            kept[f"blocks.{i}.time"]
+        )  # (clips x places, heads, times, times)
         expected = torch.zeros(2, HEADS, times * places, times * places)
         for clip in range(2):
             for p in range(places):
@@ -241,7 +261,9 @@ def test_the_two_attentions_of_a_timesformer_block() -> None:
                         expected[clip, :, t * places + p, u * places + p] = a
         got = seen.scores[f"blocks.{i}.time"].softmax(-1)
         assert float((got - expected).abs().max()) < 1e-5
-        space = own_attention(kept[f"blocks.{i}.space"])  # (clips x times, heads, 1 + places, ...)
+        space = own_attention(
+            kept[f"blocks.{i}.space"]
+        )  # (clips x times, heads, 1 + places, ...)
         n = 1 + times * places
         expected = torch.zeros(2, HEADS, n, n)
         for clip in range(2):
@@ -300,7 +322,10 @@ def test_a_clip_in_a_batch_equals_itself_alone(name: str) -> None:
         for site in alone.sites:
             assert close(alone.sites[site][1], together.sites[site][1][i : i + 1]), site
         for block, scores in alone.scores.items():
-            weights, others = scores.softmax(-1), together.scores[block][i : i + 1].softmax(-1)
+            weights, others = (
+                scores.softmax(-1),
+                together.scores[block][i : i + 1].softmax(-1),
+            )
             assert float((weights - others).abs().max()) < 1e-5
 
 
@@ -329,12 +354,16 @@ def test_folded_attention_by_hand() -> None:
     # Rows of a clip: class token and places of frame 0, then of frame 1.
     order = ClipOrder((2, 1, 2), torch.tensor([1, 2, 4, 5]), torch.tensor([[0, 3]]), 6, 2)
     key = torch.zeros(2, 1, 3, 1)
-    key[1, 0, :, 0] = torch.tensor([0.0, 0.0, 1.0]).log1p()  # frame 1: its second place, doubly
+    key[1, 0, :, 0] = torch.tensor(
+        [0.0, 0.0, 1.0]
+    ).log1p()  # frame 1: its second place, doubly
     query, value = torch.ones(2, 1, 3, 1), torch.arange(6.0).reshape(2, 1, 3, 1)
     value[1, 0, 0] = value[0, 0, 0]  # copies of the class token
     output = functional.scaled_dot_product_attention(query, key, value, scale=1.0)
     given = {"query": query, "key": key, "value": value, "scale": 1.0}
-    event = ClipCalls(order, 1).add(AttentionEvent((2, 1, 3), 3, call=KernelCall(given, output)))
+    event = ClipCalls(order, 1).add(
+        AttentionEvent((2, 1, 3), 3, call=KernelCall(given, output))
+    )
     assert (event.query, event.n_keys, event.window) == ((1, 1, 5), 5, (1, 1, 2))
     assert event.call is not None
     a = event.call.scores(slice(None))[0, 0].softmax(-1)
@@ -372,19 +401,33 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     cells = torch.stack([vectors[torch.arange(18), shown[i]] for i in range(n)])
     turn = torch.randperm(18, generator=generator)
     found = order_in(cells[:, turn], codes)
-    assert found is not None and found.grid == grid and torch.equal(found.index, turn.argsort())
-    assert torch.equal(found.laid(cells[:, turn]), cells)
+    assert (
+        found is not None
+        and found.grid == grid
+        and torch.equal(found.index, turn.argsort())
+    )
+    assert torch.equal(found.to_grid_order(cells[:, turn]), cells)
     still = torch.randn(8, generator=generator).expand(n, 1, 8)
     first = torch.cat([still, cells], 1)
     found = order_in(first, codes)
-    assert found is not None and found.plain and torch.equal(found.laid(first), first)
-    folded = torch.cat([still, cells[:, :9], still, cells[:, 9:]], 1).reshape(2 * n, 10, 8)
+    assert (
+        found is not None
+        and found.plain
+        and torch.equal(found.to_grid_order(first), first)
+    )
+    folded = torch.cat([still, cells[:, :9], still, cells[:, 9:]], 1).reshape(
+        2 * n, 10, 8
+    )
     found = order_in(folded, codes)
     assert found is not None and (found.folds, found.prefix.tolist()) == (2, [[0, 10]])
-    assert torch.allclose(found.laid(folded), first)
+    assert torch.allclose(found.to_grid_order(folded), first)
     as_map = cells.unflatten(1, grid).movedim(-1, 1)
     found = order_in(as_map, codes)
-    assert found is not None and found.channels and torch.equal(found.laid(as_map), cells)
+    assert (
+        found is not None
+        and found.channels
+        and torch.equal(found.to_grid_order(as_map), cells)
+    )
     twice = cells.clone()
     twice[:, 3] = twice[:, 4]
     mixed = cells + 0.3 * cells.roll(1, 1)
@@ -440,10 +483,14 @@ def test_a_module_of_images_stays_one() -> None:
 
 
 def test_what_takes_neither_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"takes neither images .* nor clips of 4 frames") as error:
+    with pytest.raises(
+        ModelError, match=r"takes neither images .* nor clips of 4 frames"
+    ) as error:
         recognise(Own(True), 4, (5, 32, 24), "own.py:build")
     assert "\n" not in str(error.value)
-    with pytest.raises(ModelError, match="does not run on clips of 4 frames of 30 x 30 pixels"):
+    with pytest.raises(
+        ModelError, match="does not run on clips of 4 frames of 30 x 30 pixels"
+    ):
         clip_cells(library_model("VideoMAEModel"), 4, (3, 30, 30))
 
 
@@ -453,7 +500,11 @@ SAVED = [
     ("VJEPA2ForVideoClassification", "VJEPA2Model", "VJEPA2VideoProcessor"),
     ("VivitModel", "VivitModel", "VivitImageProcessor"),
     ("VivitForVideoClassification", "VivitModel", "VivitVideoProcessor"),
-    ("TimesformerForVideoClassification", "TimesformerModel", "TimesformerVideoProcessor"),
+    (
+        "TimesformerForVideoClassification",
+        "TimesformerModel",
+        "TimesformerVideoProcessor",
+    ),
 ]
 
 
@@ -463,7 +514,9 @@ def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path)
     """`load_model` alone gives the same pixels as the library's own processor, and the same logits
     or states."""
     name, configured, processor_name = case
-    kind, processor_kind = (getattr(transformers, n, None) for n in (name, processor_name))
+    kind, processor_kind = (
+        getattr(transformers, n, None) for n in (name, processor_name)
+    )
     if kind is None or processor_kind is None:
         pytest.skip(f"transformers {transformers.__version__} has not both")
     torch.manual_seed(0)
@@ -509,7 +562,9 @@ def test_frames_other_than_the_configurations_own() -> None:
     layout = site_table(model)["blocks.0.out"].layout
     assert layout is not None and (layout.body, layout.stride_frames) == ((2, 4, 4), 2.0)
     model = load_model(name, random_init=0, model_args=arguments, frames=5)
-    with pytest.raises(ModelError, match=r"makes 2 x 4 x 4 tokens of 5 frames .* do not divide"):
+    with pytest.raises(
+        ModelError, match=r"makes 2 x 4 x 4 tokens of 5 frames .* do not divide"
+    ):
         site_table(model)
 
 
@@ -535,12 +590,22 @@ def test_a_store_of_divided_attention(tmp_path: Path) -> None:
     arguments = CLASSES["TimesformerModel"][0]
     words = "&".join(f"{key}={value}" for key, value in arguments.items())
     path, name = tmp_path / "t.zarr", f"transformers:TimesformerModel?{words}"
-    options = ["--random-init", 0, "--attention", "full", "--dtype", "float32", "--inputs"]
+    options = [
+        "--random-init",
+        0,
+        "--attention",
+        "full",
+        "--dtype",
+        "float32",
+        "--inputs",
+    ]
     result = extracted(name, "--data", tmp_path / "clips", *options, "-o", path)
     assert "rollout: attention is divided between time and space" in result.output
     store = open_store(path)
     groups = {group.blocks[0]: group for group in store.plan.attention}
-    assert {name: (g.prefix, g.window, g.layout.prefix) for name, g in groups.items()} == {
+    assert {
+        name: (g.prefix, g.window, g.layout.prefix) for name, g in groups.items()
+    } == {
         "blocks.0.time": ("", (3, 1, 1), ()),
         "blocks.0.space": ("grid_3x4x4_window_1x4x4", (1, 4, 4), ("cls",)),
     }
@@ -555,14 +620,20 @@ def test_a_store_of_divided_attention(tmp_path: Path) -> None:
             name: np.asarray(store.array(group.folder + name)[:])[:, 0]
             for name in ("distance_frames", "frame_mass")
         }
-        assert found["distance_frames"] == pytest.approx((a * apart).sum(-1).mean(-1), abs=2e-3)
-        assert found["frame_mass"] == pytest.approx((a * (apart == 0)).sum(-1).mean(-1), abs=2e-3)
+        assert found["distance_frames"] == pytest.approx(
+            (a * apart).sum(-1).mean(-1), abs=2e-3
+        )
+        assert found["frame_mass"] == pytest.approx(
+            (a * (apart == 0)).sum(-1).mean(-1), abs=2e-3
+        )
         by_offset = np.asarray(store.array(group.folder + "aligned_frames")[:]).sum(0)[0]
         for dt in range(1 - times, times):
             pairs = (time - time[:, None]) == dt
             mine = (a * pairs).sum((-2, -1)).sum(0) / n
             assert by_offset[:, dt + times - 1] == pytest.approx(mine, abs=5e-3)
-    model = load_model("transformers:TimesformerModel", random_init=0, model_args=arguments)
+    model = load_model(
+        "transformers:TimesformerModel", random_init=0, model_args=arguments
+    )
     pixels = torch.from_numpy(np.asarray(store.array("input")[:]))
     seen = captured(model, site_table(model), normalise(pixels, model.transform, "cpu"))
     for site in ("embed", "blocks.0.out", "blocks.2.out"):
@@ -584,12 +655,26 @@ def test_distances_of_a_store_are_those_of_the_librarys_attention(
         write_frames(tmp_path / "clips" / f"c{i}", list(pictures[i]))
     library = library_model(name, "eager")
     library.save_pretrained(tmp_path / "model")
-    processor = {"VideoMAEModel": "VideoMAEImageProcessor", "VJEPA2Model": "VJEPA2VideoProcessor"}
-    sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = {
+        "VideoMAEModel": "VideoMAEImageProcessor",
+        "VJEPA2Model": "VJEPA2VideoProcessor",
+    }
+    sizes = {
+        "size": {"shortest_edge": SIDE},
+        "crop_size": {"height": SIDE, "width": SIDE},
+    }
     kind = getattr(transformers, processor.get(name, "VivitImageProcessor"))
     kind(**sizes).save_pretrained(tmp_path / "model")
     path = tmp_path / "s.zarr"
-    words = ("--data", tmp_path / "clips", "--sites", "blocks.0.out", "--inputs", "-o", path)
+    words = (
+        "--data",
+        tmp_path / "clips",
+        "--sites",
+        "blocks.0.out",
+        "--inputs",
+        "-o",
+        path,
+    )
     extracted(f"transformers:{tmp_path / 'model'}", *words)
     store = open_store(path)
     pixels = torch.from_numpy(np.asarray(store.array("input")[:]))
@@ -608,7 +693,9 @@ def test_distances_of_a_store_are_those_of_the_librarys_attention(
         a = attention.double().numpy()[:, :, -len(t) :, -len(t) :]
         a = a / a.sum(-1, keepdims=True)
         for metric, distance in far.items():
-            found = table.filter(site=f"blocks.{block}", metric=metric).sort("head")["value"]
+            found = table.filter(site=f"blocks.{block}", metric=metric).sort("head")[
+                "value"
+            ]
             mine = (a * distance).sum(-1).mean((0, 2))
             assert found.to_list() == pytest.approx(mine.tolist(), rel=1e-4)
 

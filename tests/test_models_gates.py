@@ -45,7 +45,9 @@ class Gated(nn.Module):
         if self.kind == "adaln":  # of a timestep's embedding, a chunk for each branch
             first, second = self.modulate(nn.functional.silu(timestep)).chunk(2, dim=1)
             return first.unsqueeze(1), second.unsqueeze(1)
-        if self.kind == "adaln-single":  # one embedding for all blocks, and a table in each
+        if (
+            self.kind == "adaln-single"
+        ):  # one embedding for all blocks, and a table in each
             first, second = (self.table + timestep.unsqueeze(1)).chunk(2, dim=1)
             return first, second
         if self.kind == "tanh":
@@ -112,7 +114,9 @@ def test_gates_are_read_and_the_sum_is_exact(kind: str) -> None:
     given: dict[str, Tensor] = {}
     block: Any = model.module.get_submodule("blocks.1")
     block.attention.register_forward_hook(lambda _m, _a, f: given.update(attn=f.clone()))
-    block.feed_forward.register_forward_hook(lambda _m, _a, f: given.update(mlp=f.clone()))
+    block.feed_forward.register_forward_hook(
+        lambda _m, _a, f: given.update(mlp=f.clone())
+    )
     timestep: Any = model.module.timestep
     with torch.inference_mode():
         block(seen.tokens("blocks.0.out"), timestep.expand(len(x), -1))
@@ -200,7 +204,10 @@ def test_what_is_fitted_and_fails_is_left_out_and_the_run_goes_on(tmp_path: Path
     reason = "what it adds is not the output of blocks.0.lin, nor that times a factor per channel"
     assert f"no residual products of blocks.0.token: {reason}" in output
     store = open_store(tmp_path / "s.zarr")
-    assert [name for name, _ in store.plan.sublayers] == ["blocks.0.channel", "blocks.1.channel"]
+    assert [name for name, _ in store.plan.sublayers] == [
+        "blocks.0.channel",
+        "blocks.1.channel",
+    ]
     assert store.manifest.left_out["blocks.0.token"].startswith(reason)
     plain = extracted(*words[:-1], tmp_path / "p.zarr", "--no-residual").output
     assert "no residual products" not in plain

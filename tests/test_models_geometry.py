@@ -52,7 +52,12 @@ def grids(table: SiteTable) -> dict[tuple[int, int], TokenLayout]:
 MEASURED: dict[str, tuple[str, Any, dict[str, Any], list[tuple[Any, float, float]]]] = {
     "vit, 100 px": ("vit_tiny_patch16_224", 100, SMALL, [(6, 16, 0)]),
     "vit, 50 x 71 px": ("vit_tiny_patch16_224", (50, 71), VIT, [((6, 8), 8, 0)]),
-    "dinov2, 320 px": ("vit_small_patch14_dinov2", 320, {**SMALL, "depth": 1}, [(22, 14, 0)]),
+    "dinov2, 320 px": (
+        "vit_small_patch14_dinov2",
+        320,
+        {**SMALL, "depth": 1},
+        [(22, 14, 0)],
+    ),
     # Patches of 16 px every 8 px: a cell lies in the middle of its patch.
     "pit": ("pit_ti_224", None, TINY_PIT, [(27, 8, 4), (14, 16, 0), (7, 32, 0)]),
     "crossvit": (
@@ -85,7 +90,11 @@ def test_strides_and_offsets_by_hand(case: str) -> None:
 def test_grids_that_are_padded_on_the_way() -> None:
     """DaViT pads maps of odd sizes before it halves them: 26, 13 (14), 7 (8), 4 cells."""
     model = small(
-        "davit_tiny", 101, embed_dims=(8, 8, 8, 8), num_heads=(2, 2, 2, 2), depths=(1,) * 4
+        "davit_tiny",
+        101,
+        embed_dims=(8, 8, 8, 8),
+        num_heads=(2, 2, 2, 2),
+        depths=(1,) * 4,
     )
     found = grids(site_table(model))
     strides = {26: 4.0, 13: 8.0, 7: 16.0, 4: 32.0}
@@ -135,7 +144,11 @@ class Wide(nn.Module):
 
 
 def embedding(
-    size: tuple[int, int], kernel: int, stride: int, padding: Any = (0, 0, 0, 0), before: Any = None
+    size: tuple[int, int],
+    kernel: int,
+    stride: int,
+    padding: Any = (0, 0, 0, 0),
+    before: Any = None,
 ) -> LoadedModel:
     torch.manual_seed(0)
     module = Embedding(kernel, stride, padding, before or nn.Identity()).eval()
@@ -186,7 +199,9 @@ def test_an_image_that_is_resized_first() -> None:
     table = site_table(model)
     layout = table["blocks.0.out"].layout
     assert layout == TokenLayout((), (4, 6), stride_px=(10.0, 10.0), offset_px=(0.0, 0.0))
-    odd = site_table(embedding((45, 45), 8, 8, before=nn.Upsample(size=(32, 32), mode="bicubic")))
+    odd = site_table(
+        embedding((45, 45), 8, 8, before=nn.Upsample(size=(32, 32), mode="bicubic"))
+    )
     (patches,) = odd.patches
     assert patches.stride_px == (11.25, 11.25) and patches.offset_px == (0.0, 0.0)
 
@@ -197,7 +212,8 @@ def moved(table: SiteTable, **changes: Any) -> SiteTable:
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", pytest.param("crossvit_tiny_240", marks=pytest.mark.slow)]
+    "name",
+    ["vit_tiny_patch16_224", pytest.param("crossvit_tiny_240", marks=pytest.mark.slow)],
 )
 def test_the_self_check_proves_patches(name: str) -> None:
     """At a size that the patch does not divide; a pixel off is found, on either side."""
@@ -212,14 +228,22 @@ def test_the_self_check_proves_patches(name: str) -> None:
 
     assert failures(table) == []
     figures = self_check(model, table, x, sites=[table["embed"]]).figures["patches"]
-    assert [tuple(figure["grid"]) for figure in figures] == [p.grid for p in table.patches]
+    assert [tuple(figure["grid"]) for figure in figures] == [
+        p.grid for p in table.patches
+    ]
     first, length = table.patches[0].window[0]
     stride = table.patches[0].stride_px[0]
     for changes, phrase in (
         ({"stride_px": (stride + 1, stride)}, "cell"),
         ({"stride_px": (stride, stride - 1)}, "cell"),
-        ({"window": ((first + 4, length), (first, length))}, "answers to pixels outside its patch"),
-        ({"window": ((first, length), (first, length + 4))}, "not answer to the border of its"),
+        (
+            {"window": ((first + 4, length), (first, length))},
+            "answers to pixels outside its patch",
+        ),
+        (
+            {"window": ((first, length), (first, length + 4))},
+            "not answer to the border of its",
+        ),
     ):
         assert phrase in failures(moved(table, **changes))[0]
 
@@ -246,10 +270,15 @@ def test_strides_of_a_cnn_against_moved_images(site: str) -> None:
     stored = table[table[site].alias_of or site]
     batches = (big[None, :, start : start + 160] for start in (0, step, step // 2))
     here, moved_by_one, moved_by_half = (
-        captured(model, table, batch, sites=[stored]).sites[stored.name][1][0] for batch in batches
+        captured(model, table, batch, sites=[stored]).sites[stored.name][1][0]
+        for batch in batches
     )
-    torch.testing.assert_close(moved_by_one[middle], here[middle + 1], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(moved_by_half[middle], here[middle + 1], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        moved_by_one[middle], here[middle + 1], rtol=1e-4, atol=1e-4
+    )
+    assert not torch.allclose(
+        moved_by_half[middle], here[middle + 1], rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.slow
@@ -258,7 +287,17 @@ def test_a_store_says_where_its_cells_lie(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 3)
     out = tmp_path / "pit.zarr"
     args = [f"--model-arg={key}={value}" for key, value in TINY_PIT.items()]
-    options = ["--random-init", "0", "--img-size", "101", "--inputs", "--data", data, "-o", out]
+    options = [
+        "--random-init",
+        "0",
+        "--img-size",
+        "101",
+        "--inputs",
+        "--data",
+        data,
+        "-o",
+        out,
+    ]
     result = extracted("pit_ti_224", *args, *options)
     assert "patches cover 96x96 of 101x101 input pixels" in result.stderr
     store = open_store(out)
@@ -275,7 +314,10 @@ def test_a_store_says_where_its_cells_lie(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pixels_that_no_patch_covers_are_named() -> None:
     model = small("vit_tiny_patch16_224", (50, 64), **VIT)
-    assert "patches cover 48x64 of 50x64 input pixels" in unseen_pixels(model, site_table(model))[0]
+    assert (
+        "patches cover 48x64 of 50x64 input pixels"
+        in unseen_pixels(model, site_table(model))[0]
+    )
     for name, size, args in (("pit_ti_224", None, TINY_PIT), ("test_resnet", 50, {})):
         whole = small(name, size, **args)
         assert unseen_pixels(whole, site_table(whole)) == []

@@ -81,14 +81,20 @@ def test_tables_in_other_shapes() -> None:
     tnt = small("tnt_s_patch16_224", 64, embed_dim=48, inner_dim=8, depth=1)
     found = positions(tnt)  # and not `pixel_pos`, which is alike in every patch
     assert found.site == "patch_pos"
-    assert np.allclose(found.values, table(tnt, "patch_pos")[0, 1:].reshape(4, 4, -1), atol=1e-6)
+    assert np.allclose(
+        found.values, table(tnt, "patch_pos")[0, 1:].reshape(4, 4, -1), atol=1e-6
+    )
 
 
 def test_a_table_resampled_when_the_model_is_made() -> None:
     base = load_model("vit_tiny_patch16_224", random_init=3, model_args=VIT, img_size=32)
     state = base.module.state_dict()
-    other = load_model("vit_tiny_patch16_224", random_init=0, model_args=VIT, img_size=(24, 56))
-    resampled = resample_abs_pos_embed(state["pos_embed"], [3, 7], [4, 4], num_prefix_tokens=1)
+    other = load_model(
+        "vit_tiny_patch16_224", random_init=0, model_args=VIT, img_size=(24, 56)
+    )
+    resampled = resample_abs_pos_embed(
+        state["pos_embed"], [3, 7], [4, 4], num_prefix_tokens=1
+    )
     other.module.load_state_dict(state | {"pos_embed": resampled})
     expected = resampled[0, 1:].reshape(3, 7, -1).numpy()
     assert np.allclose(positions(other).values, expected, atol=1e-6)
@@ -101,7 +107,9 @@ def test_a_table_resampled_in_the_forward_pass() -> None:
     expected = resample_abs_pos_embed(table(model), [5, 7], [4, 4], num_prefix_tokens=1)
     found = positions(model)
     assert np.allclose(found.values, expected[0, 1:].reshape(5, 7, -1), atol=2e-6)
-    naflex = load_model("naflexvit_base_patch16_gap", random_init=0, model_args=SMALL_NAFLEX)
+    naflex = load_model(
+        "naflexvit_base_patch16_gap", random_init=0, model_args=SMALL_NAFLEX
+    )
     naflex.input_size = (3, 48, 32)
     found = positions(naflex)
     assert (found.site, found.values.shape) == ("embeds.pos_embed", (6, 4, 48))
@@ -150,7 +158,9 @@ def test_no_table_for_a_reason() -> None:
     rope = {"embed_dim": 48, "depth": 1, "num_heads": 3, "patch_size": 8}
     assert "by position (rope)" in refusal("vit_small_patch16_dinov3", **rope)
     swin = {"embed_dim": 24, "depths": (1, 1), "num_heads": (3, 3), "window_size": 4}
-    assert "relative position biases (layers.0." in refusal("swin_tiny_patch4_window7_224", **swin)
+    assert "relative position biases (layers.0." in refusal(
+        "swin_tiny_patch4_window7_224", **swin
+    )
     for name, args in (
         ("resnet18", {}),
         ("test_resnet", {}),
@@ -161,7 +171,9 @@ def test_no_table_for_a_reason() -> None:
         assert reason == "no position embedding is added to its features"
     # a square by chance: 16 blocks of 16 patches
     nest = refusal("nest_tiny", 64)
-    assert "levels.0.pos_embed is added to features (16 x 16 x 96) that do not lie" in nest
+    assert (
+        "levels.0.pos_embed is added to features (16 x 16 x 96) that do not lie" in nest
+    )
 
 
 # ---------------------------------------------------------------- filters
@@ -175,18 +187,29 @@ def test_no_table_for_a_reason() -> None:
         ("convnext_atto", 32, {"depths": (1, 1, 1, 1)}, "stem.0"),
         ("mixer_s16_224", 32, {}, "stem.proj"),
         ("tf_efficientnet_lite0", 32, {}, "conv_stem"),  # pads its input itself
-        ("vit_tiny_patch16_224", (32, 48), {**VIT, "patch_size": (8, 16)}, "patch_embed.proj"),
+        (
+            "vit_tiny_patch16_224",
+            (32, 48),
+            {**VIT, "patch_size": (8, 16)},
+            "patch_embed.proj",
+        ),
     ],
 )
-def test_filters_are_the_weights(name: str, size: Any, args: dict[str, Any], site: str) -> None:
+def test_filters_are_the_weights(
+    name: str, size: Any, args: dict[str, Any], site: str
+) -> None:
     model = small(name, size, **args)
     found = filters(model)
     assert found.site == site
-    assert np.array_equal(found.values, model.module.get_parameter(f"{site}.weight").numpy())
+    assert np.array_equal(
+        found.values, model.module.get_parameter(f"{site}.weight").numpy()
+    )
 
 
 def test_a_linear_layer_over_cut_patches() -> None:
-    model = load_model("naflexvit_base_patch16_gap", random_init=0, model_args=SMALL_NAFLEX)
+    model = load_model(
+        "naflexvit_base_patch16_gap", random_init=0, model_args=SMALL_NAFLEX
+    )
     model.input_size = (3, 48, 32)
     found = filters(model)
     assert (found.site, found.values.shape) == ("embeds.proj", (48, 3, 8, 8))
@@ -202,20 +225,26 @@ def test_standardised_weights_as_the_layer_uses_them() -> None:
     found = filters(model)
     assert found.site == "stem.conv"
     flat = model.module.get_parameter("stem.conv.weight").flatten(1).double()
-    expected = (flat - flat.mean(1, keepdim=True)) / flat.std(1, keepdim=True, unbiased=False)
+    expected = (flat - flat.mean(1, keepdim=True)) / flat.std(
+        1, keepdim=True, unbiased=False
+    )
     # the layer adds 1e-8 to the variance
     assert np.allclose(found.values.reshape(64, -1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_stem_of_a_hybrid() -> None:
-    found = filters(small("vit_tiny_r_s16_p8_224", 64, embed_dim=48, depth=1, num_heads=3))
+    found = filters(
+        small("vit_tiny_r_s16_p8_224", 64, embed_dim=48, depth=1, num_heads=3)
+    )
     assert found.site == "patch_embed.backbone.conv"
     assert found.values.shape == (64, 3, 7, 7)
 
 
 @pytest.mark.slow
 def test_pixels_in_another_order_and_parallel_branches() -> None:
-    folded = small("tresnet_m", 64, layers=(1, 1, 1, 1))  # 4 x 4 pixels to a cell, then 3 x 3 cells
+    folded = small(
+        "tresnet_m", 64, layers=(1, 1, 1, 1)
+    )  # 4 x 4 pixels to a cell, then 3 x 3 cells
     found = filters(folded)
     assert found.values.shape == (64, 3, 12, 12)
     image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -244,8 +273,16 @@ class Preprocessed(nn.Module):
 @pytest.mark.parametrize(
     ("prepare", "layer", "phrase"),
     [
-        (lambda x: x * 0.3, nn.Conv2d(3, 4, 3), "layer, layer, does not work on single pixels"),
-        (lambda x: x[:, :1].expand(-1, 3, -1, -1), nn.Conv2d(3, 4, 3), "does not work on single"),
+        (
+            lambda x: x * 0.3,
+            nn.Conv2d(3, 4, 3),
+            "layer, layer, does not work on single pixels",
+        ),
+        (
+            lambda x: x[:, :1].expand(-1, 3, -1, -1),
+            nn.Conv2d(3, 4, 3),
+            "does not work on single",
+        ),
         (lambda x: x, nn.Conv2d(3, 4, 3, dilation=2), "does not work on single pixels"),
         (lambda x: x, nn.ReLU(), "no convolution or linear layer"),
     ],

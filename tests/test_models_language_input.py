@@ -26,8 +26,18 @@ from vitsee_stores import open_store
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 
 TEXT = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
-    **{"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 900, "pad_token_id": 0},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 900,
+        "pad_token_id": 0,
+    },
 }
 VISION = {
     **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -64,7 +74,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"model_type": "gemma"},
         {"projection_dim": 64},
     ),
-    "lfm2_vl": ("Lfm2Vl", {"model_type": "siglip2_vision_model", "num_patches": 64}, FULL, {}),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        {"model_type": "siglip2_vision_model", "num_patches": 64},
+        FULL,
+        {},
+    ),
     "qwen2_5_vl": ("Qwen2_5_VL", PACKED, FULL, {}),
 }
 HALF = ("internvl", "idefics3", "smolvlm", "gemma3", "lfm2_vl", "qwen2_5_vl")
@@ -131,7 +146,9 @@ def test_language_in_against_the_librarys_own_features(kind: str, tmp_path: Path
     assert got.shape == expected.shape and got.shape[-1] == 64
     assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
     weights = own.state_dict()
-    assert all(torch.equal(x, weights[name]) for name, x in model.module.state_dict().items())
+    assert all(
+        torch.equal(x, weights[name]) for name, x in model.module.state_dict().items()
+    )
     assert not any("layers.1.mlp.gate" in name for name in model.module.state_dict())
     layout, tower = table["language-in"].layout, table["blocks.0.out"].layout
     assert layout is not None and tower is not None and layout.prefix == ()
@@ -148,7 +165,9 @@ def test_a_class_that_joins_tiles_gives_those_of_each(tmp_path: Path) -> None:
     model, table, got = features_of(place)
     assert table["language-in"].layout.grid == (8, 8)
     own, seen = whole(place), list[Tensor]()
-    own.multi_modal_projector.register_forward_hook(lambda _m, _a, left: seen.append(left))
+    own.multi_modal_projector.register_forward_hook(
+        lambda _m, _a, left: seen.append(left)
+    )
     x = torch.randn((2, *model.input_size), generator=torch.Generator().manual_seed(1))
     tiles = torch.cat([x, x[:1]])[None]
     with torch.inference_mode():
@@ -186,7 +205,9 @@ def renamed(place: Path, new: Callable[[str], str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_language_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_language_model_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files that hold only the language model stay closed, and none of its tensors is read; also
     for checkpoints with the hub's older names, which have one more level in the tower's."""
     place = saved("llava", tmp_path)
@@ -205,7 +226,9 @@ def test_the_language_model_is_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     model, _, got = features_of(place)
     assert torch.equal(got, expected) and "missing" not in model.weights
     files = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
-    needed = {file for name, file in files.items() if inner in name or "projector" in name}
+    needed = {
+        file for name, file in files.items() if inner in name or "projector" in name
+    }
     assert {*opened} == needed and {*files.values()} - needed
 
 
@@ -232,7 +255,9 @@ def whole_state(place: Path) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_random_weights_by_the_command(tmp_path: Path) -> None:
     """A class with arguments of its parts; the site is stored by default, beside the tower's."""
-    sizes = "hidden_size=48&num_hidden_layers=2&num_attention_heads=4&intermediate_size=96"
+    sizes = (
+        "hidden_size=48&num_hidden_layers=2&num_attention_heads=4&intermediate_size=96"
+    )
     name = f"transformers:LlavaModel#language-in?{sizes}&text_config.hidden_size=40"
     data = plant_images(tmp_path / "data", 4, (70, 90))
     path = tmp_path / "a.zarr"
@@ -270,7 +295,13 @@ def test_the_thumbnail_and_tiles(kind: str, tmp_path: Path) -> None:
     own = getattr(transformers, name)(**given)
     own.save_pretrained(place)
     data = plant_images(tmp_path / "data", 3, (64, 96))
-    words = [f"transformers:{place}#language-in", "--data", data, "--sites", "blocks,head"]
+    words = [
+        f"transformers:{place}#language-in",
+        "--data",
+        data,
+        "--sites",
+        "blocks,head",
+    ]
     result = extracted(*words, "-o", tmp_path / "a.zarr")
     cuts = "it gets the whole image alone" in result.output
     assert cuts == (kind == "llava_next")
@@ -290,17 +321,28 @@ def test_the_thumbnail_and_tiles(kind: str, tmp_path: Path) -> None:
         return found.reshape(len(x), -1, found.shape[-1])
 
     stored = torch.from_numpy(np.asarray(store.acts("language-in")))
-    assert torch.allclose(stored.float(), features(thumbnails), rtol=2e-3, atol=2e-3)  # float16
-    extracted(*words, "--short-side", 64, "--multiple", 32, "--tiles", "-o", tmp_path / "b.zarr")
+    assert torch.allclose(
+        stored.float(), features(thumbnails), rtol=2e-3, atol=2e-3
+    )  # float16
+    extracted(
+        *words, "--short-side", 64, "--multiple", 32, "--tiles", "-o", tmp_path / "b.zarr"
+    )
     tiled = open_store(tmp_path / "b.zarr")
     layout = {site.name: site.layout for site in tiled.manifest.plan.sites}["language-in"]
     side = 8 if kind == "llava_next" else 4
     assert layout is not None and layout.grid == (side, side * 3 // 2)
-    mean, std = (torch.tensor(model.transform[key]).view(3, 1, 1) for key in ("mean", "std"))
-    whole = torch.stack(
-        [(torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 - mean) / std for p in photos]
+    mean, std = (
+        torch.tensor(model.transform[key]).view(3, 1, 1) for key in ("mean", "std")
     )
-    left, right = (features(whole[..., at : at + 64]).reshape(3, side, side, -1) for at in (0, 32))
+    whole = torch.stack(
+        [
+            (torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 - mean) / std
+            for p in photos
+        ]
+    )
+    left, right = (
+        features(whole[..., at : at + 64]).reshape(3, side, side, -1) for at in (0, 32)
+    )
     expected = torch.cat([left, right[:, :, side // 2 :]], 2)
     got = torch.from_numpy(np.asarray(tiled.acts("language-in"))).float()
     assert torch.allclose(got.reshape(expected.shape), expected, rtol=2e-3, atol=2e-3)
@@ -314,13 +356,16 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
     place = saved("llava", tmp_path)
     assert "has #vision_tower, #language-in" in refusal(f"transformers:{place}#vision")
     text = {**TEXT, "vocab_size": 99}
-    transformers.CLIPConfig(vision_config=VISION, text_config=text).save_pretrained(tmp_path / "c")
+    transformers.CLIPConfig(vision_config=VISION, text_config=text).save_pretrained(
+        tmp_path / "c"
+    )
     assert "CLIPModel has no language model" in refusal(
         f"transformers:{tmp_path / 'c'}#language-in", random_init=0
     )
     transformers.ViTConfig(**VISION).save_pretrained(tmp_path / "v")
     assert (
-        "ViTModel" in (none := refusal(f"transformers:{tmp_path / 'v'}#language-in", random_init=0))
+        "ViTModel"
+        in (none := refusal(f"transformers:{tmp_path / 'v'}#language-in", random_init=0))
         and "has no get_image_features" in none
     )
     resampler = {"resampler_n_latents": 8, "resampler_depth": 1, "resampler_n_heads": 4}

@@ -91,7 +91,11 @@ def test_a_local_folder(tmp_path: Path) -> None:
 RANDOM = {"random_init": 0}
 SMALLER = "--img-size 3x3 is less than one patch of 16x16 pixels; choose a larger one"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "misspelt": ("vit_tny_patch16_224", {}, "no timm model is called 'vit_tny_patch16_224'; near"),
+    "misspelt": (
+        "vit_tny_patch16_224",
+        {},
+        "no timm model is called 'vit_tny_patch16_224'; near",
+    ),
     "empty": ("", {}, "no timm model is called ''"),
     "tag": (f"{NAME}.nobody", RANDOM, "Invalid pretrained tag"),
     "folder": ("local-dir:/nowhere/at/all", {}, "no such folder"),
@@ -126,7 +130,11 @@ def folder(path: Path, args: dict[str, Any] | None = None, **config: Any) -> str
     source = load_model("test_vit", random_init=4, model_args=args)
     redraw(source.module, 4)
     save_file(source.module.state_dict(), path / "model.safetensors")
-    written = {"architecture": "test_vit", "model_args": args or {}, "pretrained_cfg": config}
+    written = {
+        "architecture": "test_vit",
+        "model_args": args or {},
+        "pretrained_cfg": config,
+    }
     (path / "config.json").write_text(json.dumps(written))
     return f"local-dir:{path}"
 
@@ -152,7 +160,9 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     name = folder(tmp_path / "own")
     text = refusal(name, model_args={"depth": 3})
     assert "does not fit this model: left over: 36 (blocks.3." in text
-    assert "with depth=3" in text and "--random-init SEED" in text and "Error(s)" not in text
+    assert (
+        "with depth=3" in text and "--random-init SEED" in text and "Error(s)" not in text
+    )
     text = refusal(name, model_args={"embed_dim": 48})
     assert "do not fit embed_dim=48: of another size" in text
 
@@ -180,7 +190,10 @@ def test_a_folder_whose_configuration_is_wrong(tmp_path: Path, case: str) -> Non
         ("[" * 100_000, "its config.json is no JSON"),
         ("[]", "says architecture 'None'"),
         ('{"architecture": "nobody"}', "says architecture 'nobody'"),
-        ('{"architecture": "test_vit", "model_args": 3}', "model_args in its config.json"),
+        (
+            '{"architecture": "test_vit", "model_args": 3}',
+            "model_args in its config.json",
+        ),
         (
             '{"architecture": "test_vit", "model_args": {"checkpoint_path": "x.pth"}}',
             "model_args of its config.json: checkpoint_path=x.pth is not passed on",
@@ -216,7 +229,9 @@ def test_without_a_network_one_line_at_once(
     no_way_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the user's
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", False
+    )  # whatever the user's
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = hub_settings()
     text = refusal("test_vit")
@@ -245,7 +260,11 @@ def test_the_ways_out_are_open_again() -> None:
     before = hub.hf_hub_download, hub.download_url_to_file, torch.hub.download_url_to_file
     with local_only():
         assert hub.hf_hub_download is not before[0]
-    assert before == (hub.hf_hub_download, hub.download_url_to_file, torch.hub.download_url_to_file)
+    assert before == (
+        hub.hf_hub_download,
+        hub.download_url_to_file,
+        torch.hub.download_url_to_file,
+    )
 
 
 @pytest.mark.slow
@@ -261,12 +280,16 @@ def test_pretrained_weights_fitted_to_other_arguments_are_named(tmp_path: Path) 
     (line,) = other.weights["resampled"]
     assert line.startswith(f"pos_embed (1, {old}, ") and f"to (1, {new}, " in line
     (note,) = other.notes()
-    assert note.startswith("weights: not in these weights, so random: head.weight, head.bias; ")
+    assert note.startswith(
+        "weights: not in these weights, so random: head.weight, head.bias; "
+    )
     # The head is drawn with a seed of its own: the same again.
     again = load_model(name, img_size=96, model_args={"num_classes": 3})
     assert again.weights == other.weights
 
 
 def test_random_weights_have_nothing_missing() -> None:
-    model = load_model(NAME, random_init=0, img_size=32, model_args={**VIT, "num_classes": 3})
+    model = load_model(
+        NAME, random_init=0, img_size=32, model_args={**VIT, "num_classes": 3}
+    )
     assert model.notes() == [] and "missing" not in model.weights

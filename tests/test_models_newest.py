@@ -38,11 +38,15 @@ def by_kind(x: Tensor, n_scenes: int, n_prefix: int = 3) -> Tensor:
     the cells, by loops."""
     x = x.reshape(n_scenes, N_VIEWS, n_prefix + N_CELLS, -1)
     rows = [x[:, view, kind] for kind in range(n_prefix) for view in range(N_VIEWS)]
-    rows += [x[:, view, n_prefix + cell] for view in range(N_VIEWS) for cell in range(N_CELLS)]
+    rows += [
+        x[:, view, n_prefix + cell] for view in range(N_VIEWS) for cell in range(N_CELLS)
+    ]
     return torch.stack(rows, 1)
 
 
-def watched(model: LoadedModel, x: Tensor, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+def watched(
+    model: LoadedModel, x: Tensor, names: list[str]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """What enters and leaves modules, by hooks of one's own."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
@@ -82,10 +86,14 @@ def test_views_keep_their_cameras_and_registers(embed: bool) -> None:
         skip, stored = found.branches[f"{name}.attn"]
         assert torch.equal(skip, by_kind(entered, 2))
         assert torch.allclose(stored, by_kind(branch, 2), atol=1e-6)
-    assert {s.name for s in table.sublayers} >= {f"{n}.{s}" for n in names for s in ("attn", "mlp")}
+    assert {s.name for s in table.sublayers} >= {
+        f"{n}.{s}" for n in names for s in ("attn", "mlp")
+    }
     if embed:
         layout = outs[0].layout
-        assert layout is not None and layout.prefix == tuple(f"class.{i}" for i in range(N_VIEWS))
+        assert layout is not None and layout.prefix == tuple(
+            f"class.{i}" for i in range(N_VIEWS)
+        )
 
 
 def test_attention_within_a_view_and_over_all() -> None:
@@ -98,7 +106,9 @@ def test_attention_within_a_view_and_over_all() -> None:
         "frame_blocks.1": within, "global_blocks.1": None,
     }  # fmt: skip
     found, seen = captured(model, table, x), watched(model, x, list(windows))
-    order = by_kind(torch.arange(N_VIEWS * 19).reshape(1, -1, 1).float(), 1).flatten().long()
+    order = (
+        by_kind(torch.arange(N_VIEWS * 19).reshape(1, -1, 1).float(), 1).flatten().long()
+    )
     for name, window in windows.items():
         block: Any = model.module.get_submodule(name)
         with torch.inference_mode():
@@ -155,7 +165,9 @@ def stereo_encoder():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "hubconf.py").write_text(BUILD.format(root=str(Path(__file__).parents[1])))
+    (tmp_path / "hubconf.py").write_text(
+        BUILD.format(root=str(Path(__file__).parents[1]))
+    )
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "x.npz", images=rng.integers(0, 256, (4, 32, 32, 3), np.uint8))
     for scene in range(2):
@@ -189,7 +201,11 @@ def test_a_diffusion_transformer_at_a_timestep(timestep: int) -> None:
     check = self_check(model, table, x, sites=stored, sublayers=table.sublayers)
     assert check.ok and check.figures["sums"]["max"] == 0
     found = captured(model, table, x)
-    names = ["model.blocks.1.attn", "model.blocks.1.mlp", "model.blocks.1.adaLN_modulation"]
+    names = [
+        "model.blocks.1.attn",
+        "model.blocks.1.mlp",
+        "model.blocks.1.adaLN_modulation",
+    ]
     seen = watched(model, x, names)
     gates = seen[names[2]][1].chunk(6, dim=1)
     for name, gate in (("attn", gates[2]), ("mlp", gates[5])):
@@ -198,12 +214,23 @@ def test_a_diffusion_transformer_at_a_timestep(timestep: int) -> None:
 
 
 def test_a_hub_entry_of_an_encoder_and_its_predictor(folder: Path) -> None:
-    words = ["--data", folder / "scenes", "--frames", "4", "--img-size", "32", "--sites", "blocks"]
+    words = [
+        "--data",
+        folder / "scenes",
+        "--frames",
+        "4",
+        "--img-size",
+        "32",
+        "--sites",
+        "blocks",
+    ]
     name = f"torchhub:{folder}:vjepa_tiny"
     refused = extract(name, *words, "-o", folder / "n.zarr")
     assert refused.exit_code == 1 and not (folder / "n.zarr").exists()
     line = " ".join(refused.output.split())
-    assert "gives 2 networks: 0 (VideoEncoder), 1 (VideoPredictor); name one of them" in line
+    assert (
+        "gives 2 networks: 0 (VideoEncoder), 1 (VideoPredictor); name one of them" in line
+    )
     extracted(f"{name}?num_frames=4#0", *words, "-o", folder / "s.zarr")
     store = open_store(folder / "s.zarr")
     layout = store.plan.sites[-1].layout
@@ -218,7 +245,10 @@ def test_two_decoders_are_refused_in_a_line_and_the_encoder_runs(folder: Path) -
     words = ["--data", folder / "x.npz"]
     refused = extract(f"{folder}/hubconf.py:stereo", *words, "-o", folder / "n.zarr")
     line = " ".join(refused.output.split())
-    assert refused.exit_code == 1 and "missing 1 required positional argument: 'view2'" in line
+    assert (
+        refused.exit_code == 1
+        and "missing 1 required positional argument: 'view2'" in line
+    )
     assert "expected a module that takes a batch of images alone" in line
     extracted(f"{folder}/hubconf.py:stereo_encoder", *words, "-o", folder / "s.zarr")
     store = open_store(folder / "s.zarr")

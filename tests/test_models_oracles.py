@@ -73,7 +73,9 @@ def test_transformer_block_by_hand() -> None:
     normed = module.norm(stream)
     torch.testing.assert_close(got(kept, table, "norm"), normed, **CLOSE)
     torch.testing.assert_close(kept.sites["pooled"][1], normed[:, 0], **CLOSE)
-    torch.testing.assert_close(kept.sites["logits"][1], module.head(normed[:, 0]), **CLOSE)
+    torch.testing.assert_close(
+        kept.sites["logits"][1], module.head(normed[:, 0]), **CLOSE
+    )
 
 
 @torch.no_grad()
@@ -139,7 +141,9 @@ def test_mixer_block_by_hand() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "last"), [("resnet26", 3), ("resnet18", 2), ("seresnet18", 2)])
+@pytest.mark.parametrize(
+    ("name", "last"), [("resnet26", 3), ("resnet18", 2), ("seresnet18", 2)]
+)
 def test_resnet_block_by_hand(name: str, last: int) -> None:
     model = small(name, 64)
     table, x = site_table(model), images(model)
@@ -161,12 +165,16 @@ def test_resnet_block_by_hand(name: str, last: int) -> None:
         if block.se is not None:
             value = block.se(value)
         expected["branch"] = value.clone()
-        expected["shortcut"] = stream if block.downsample is None else block.downsample(stream)
+        expected["shortcut"] = (
+            stream if block.downsample is None else block.downsample(stream)
+        )
         stream = functional.relu(expected["branch"] + expected["shortcut"])
         expected[f"act{last}"] = expected["out"] = stream
         for part, wanted in expected.items():
             site = f"{path}.{part}"
-            torch.testing.assert_close(got(kept, table, site), flat(wanted), **CLOSE, msg=site)
+            torch.testing.assert_close(
+                got(kept, table, site), flat(wanted), **CLOSE, msg=site
+            )
         z, f = kept.branches[path]
         torch.testing.assert_close(z, flat(expected["shortcut"]), **CLOSE)
         torch.testing.assert_close(f, flat(expected["branch"]), **CLOSE)
@@ -191,7 +199,9 @@ def test_bit_block_by_hand() -> None:
         wanted = {"norm1": first, "norm2": second, "norm3": third, "branch": branch}
         for part, value in {**wanted, "shortcut": shortcut, "out": stream}.items():
             site = f"{path}.{part}"
-            torch.testing.assert_close(got(kept, table, site), flat(value), **CLOSE, msg=site)
+            torch.testing.assert_close(
+                got(kept, table, site), flat(value), **CLOSE, msg=site
+            )
 
 
 @pytest.mark.slow
@@ -243,7 +253,11 @@ HEADS: list[tuple[str, int | None, dict[str, Any]]] = [
     ("levit_128s", None, {}),
     ("repvit_m0_9", 64, {}),
     ("test_convnext", 64, {}),
-    ("convnext_atto", 64, {"head_hidden_size": 16, "depths": (1, 1, 1, 1), "dims": (8,) * 4}),
+    (
+        "convnext_atto",
+        64,
+        {"head_hidden_size": 16, "depths": (1, 1, 1, 1), "dims": (8,) * 4},
+    ),
     ("mobilenetv3_small_050", 64, {}),
     ("test_resnet", 64, {}),
     ("test_nfnet", 64, {}),
@@ -254,7 +268,9 @@ HEADS: list[tuple[str, int | None, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "args"), HEADS, ids=[head[0] for head in HEADS])
 @torch.no_grad()
-def test_pooled_is_timms_pre_logits(name: str, size: int | None, args: dict[str, Any]) -> None:
+def test_pooled_is_timms_pre_logits(
+    name: str, size: int | None, args: dict[str, Any]
+) -> None:
     model = small(name, size, **args)
     table, x = site_table(model), images(model)
     sites = [site for site in table.sites if site.name in ("pooled", "logits")]

@@ -64,8 +64,14 @@ def observed_order(module: nn.Module, names: list[str], x: Tensor) -> list[str]:
     [
         ("Alternating", ["frame_blocks.0", "global_blocks.0", "frame_blocks.1"]),
         ("FromTheEnd", ["blocks.2", "blocks.1", "blocks.0"]),
-        ("OnAnotherModel", ["patch_embed.blocks.1", "patch_embed.blocks.0", "frame_blocks.0"]),
-        ("UShape", ["in_blocks.0", "in_blocks.1", "mid_block", "out_blocks.0", "out_blocks.1"]),
+        (
+            "OnAnotherModel",
+            ["patch_embed.blocks.1", "patch_embed.blocks.0", "frame_blocks.0"],
+        ),
+        (
+            "UShape",
+            ["in_blocks.0", "in_blocks.1", "mid_block", "out_blocks.0", "out_blocks.1"],
+        ),
         ("DecoderFirst", ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]),
     ],
 )
@@ -95,11 +101,20 @@ def test_rollout_follows_execution(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "x.npz", images=rng.integers(0, 256, (3, 32, 32, 3), np.uint8))
     place = tmp_path / "s.zarr"
-    extracted(f"{built}:build?kind={kind}", "--data", tmp_path / "x.npz", "-o", place, "--inputs")
+    extracted(
+        f"{built}:build?kind={kind}",
+        "--data",
+        tmp_path / "x.npz",
+        "-o",
+        place,
+        "--inputs",
+    )
     store = open_store(place)
     torch.manual_seed(0)
     module = getattr(small_vits, kind)().eval()
-    pixels = torch.from_numpy(np.stack([store.array("input")[i] for i in range(3)])).float()
+    pixels = torch.from_numpy(
+        np.stack([store.array("input")[i] for i in range(3)])
+    ).float()
     with torch.no_grad():
         x = module.embed((pixels / 255 - 0.5) / 0.5)
         product = torch.eye(x.shape[1], dtype=torch.float64).repeat(3, 1, 1)
@@ -120,7 +135,9 @@ def test_blocks_that_join_are_said() -> None:
     )
     assert u_shape.rollout_refusal is None
     (remark,) = site_table(model_of(small_vits.DecoderFirst())).remarks
-    assert remark.startswith("branches join: decoder.1 takes what encoder.1 and decoder.0 give")
+    assert remark.startswith(
+        "branches join: decoder.1 takes what encoder.1 and decoder.0 give"
+    )
     towers = site_table(model_of(small_vits.Towers()))
     (remark,) = towers.remarks
     assert remark.startswith("branches run side by side: right.0 takes nothing of left.1")
@@ -154,7 +171,10 @@ def dependence(module: nn.Module, names: list[str], x: Tensor) -> list[set[int]]
             leaves.append(output.detach().requires_grad_())
             return leaves[-1]
 
-        handles += [child.register_forward_pre_hook(enter), child.register_forward_hook(leave)]
+        handles += [
+            child.register_forward_pre_hook(enter),
+            child.register_forward_hook(leave),
+        ]
     module(x)
     for handle in handles:
         handle.remove()
@@ -176,7 +196,9 @@ def test_the_remark_reaches_the_user(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", images=np.zeros((2, 32, 32, 3), np.uint8))
     name = f"{built}:build?kind=UShape"
     line = "branches join: out_blocks.0 takes what in_blocks.1 and mid_block give"
-    output = extracted(name, "--data", tmp_path / "x.npz", "-o", tmp_path / "s.zarr").output
+    output = extracted(
+        name, "--data", tmp_path / "x.npz", "-o", tmp_path / "s.zarr"
+    ).output
     assert output.count(line) == 1
     assert line not in vitsee("sites", name)  # stdout is the table alone
 
@@ -221,7 +243,9 @@ def test_a_block_that_joins_its_inputs_has_its_branches() -> None:
     given: dict[str, Tensor] = {}
     for name in ("joint", "attention"):
         child = model.module.get_submodule(f"out_blocks.1.{name}")
-        child.register_forward_hook(lambda _m, _a, y, name=name: given.update({name: y.clone()}))
+        child.register_forward_hook(
+            lambda _m, _a, y, name=name: given.update({name: y.clone()})
+        )
     found = captured(model, table, x)
     skip, branch = found.branches["out_blocks.1.attn"]
     assert torch.equal(skip, given["joint"]) and torch.equal(branch, given["attention"])

@@ -145,7 +145,9 @@ def test_a_single_network_needs_no_choice(built: Path) -> None:
     assert type(load_model(f"{built}:lone", img_size=32).module).__name__ == "Net"
     part = load_model(f"{built}:whole#blocks.0", img_size=32).module
     assert type(part).__name__ == "Sequential"
-    assert "Net has no module 'head'; it has: cut, blocks" in refusal(f"{built}:whole#head")
+    assert "Net has no module 'head'; it has: cut, blocks" in refusal(
+        f"{built}:whole#head"
+    )
     assert "gives tuple; expected a torch.nn.Module" in refusal(f"{built}:nothing")
     assert "gives 4 things; expected a module" in refusal(f"{built}:four")
 

@@ -22,11 +22,11 @@ from vitsee_core.features.compared import compared
 from vitsee_core.images.placement import place
 from vitsee_core.images.torch_transforms import largest_difference
 from vitsee_core.images.transform import crop_corner, make_recipe, normalise
-from vitsee_core.truth.masks.mask_truth import mask_recipe
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Pictures, model_of
 from vitsee_core.models.sources.processors import Processor, processor_config
+from vitsee_core.truth.masks.mask_truth import mask_recipe
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
@@ -46,7 +46,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "torchvision",
     ),
     "a share": ("ConvNextImageProcessor", {"size": {"shortest_edge": 64}}, "torchvision"),
-    "no share": ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}, "torchvision"),
+    "no share": (
+        "ConvNextImageProcessor",
+        {"size": {"shortest_edge": 384}},
+        "torchvision",
+    ),
     "a share with a crop": ("PoolFormerImageProcessor", {}, "torchvision"),
     "256 of 224": ("LevitImageProcessor", {}, "torchvision"),
     "unnormalised": ("ViTImageProcessor", {"do_normalize": False}, "torchvision"),
@@ -61,7 +65,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
 def photo(height: int, width: int) -> Image.Image:
     """Smooth colours with edges, which every filter treats in its own way."""
     y, x = np.mgrid[:height, :width]
-    planes = [np.sin(x / 9 + k) + np.cos(y / 7 - k) + ((x // 13 + y // 11) % 2) for k in range(3)]
+    planes = [
+        np.sin(x / 9 + k) + np.cos(y / 7 - k) + ((x // 13 + y // 11) % 2)
+        for k in range(3)
+    ]
     scaled = (np.stack(planes, -1) + 2) / 5 * 255
     return Image.fromarray(scaled.astype(np.uint8))
 
@@ -75,7 +82,8 @@ OFFERED = [
     (kind, backend)
     for kind, (name, *_) in KINDS.items()
     for backend in SUFFIXES
-    if hasattr(transformers, name + SUFFIXES[backend]) and (kind, backend) not in ANOTHER_CORNER
+    if hasattr(transformers, name + SUFFIXES[backend])
+    and (kind, backend) not in ANOTHER_CORNER
 ]
 
 
@@ -104,9 +112,15 @@ def test_pixels_are_those_of_the_processor(kind: str, backend: str) -> None:
     assert "processor" in processor.origin() and processor.origin()["backend"] == backend
     json.dumps(processor.origin())
     for size in ((91, 120), (130, 67), (32, 32), (20, 29)):
-        wanted = np.asarray(own(images=photo(*size), return_tensors="pt")["pixel_values"][0])
+        wanted = np.asarray(
+            own(images=photo(*size), return_tensors="pt")["pixel_values"][0]
+        )
         # Rounding a float to 8 bits changes it by half a level.
-        level = 0.5 / 255 / min(config["std"]) if config["processor"].endswith("float") else 0.0
+        level = (
+            0.5 / 255 / min(config["std"])
+            if config["processor"].endswith("float")
+            else 0.0
+        )
         np.testing.assert_allclose(
             given_to_the_model(photo(*size), config), wanted, rtol=0, atol=level + 2e-5
         )
@@ -124,7 +138,9 @@ def test_backends_and_timm_differ_where_they_should() -> None:
         name: make_recipe({**config, "processor": name}).apply(image).astype(int)
         for name in ("pil", "torchvision", "torchvision-float")
     }
-    timm = make_recipe({key: x for key, x in config.items() if key != "processor"}).apply(image)
+    timm = make_recipe({key: x for key, x in config.items() if key != "processor"}).apply(
+        image
+    )
     assert np.abs(pixels["pil"] - pixels["torchvision-float"]).max() in (1, 2)
     assert np.abs(pixels["torchvision"] - pixels["torchvision-float"]).max() <= 2
     # 37 pixels of the short side, floor(37 * 120 / 91) = 48 of the long one: 16 too many, and 5.
@@ -145,14 +161,20 @@ def test_points_and_masks_follow_the_corner() -> None:
         assert (found.top, found.left, found.bottom, found.right) == (-1, -1, 34, 34)
         mask = np.zeros((35, 35), np.uint8)
         mask[1, 1] = 1
-        seen = mask_recipe({**config, "processor": processor}).apply(Image.fromarray(mask))
+        seen = mask_recipe({**config, "processor": processor}).apply(
+            Image.fromarray(mask)
+        )
         assert seen[0, 0, 0] == 1 and seen.sum() == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments", "phrase"),
     [
-        ("MobileViTImageProcessor", {}, "does more than resize, crop and normalise"),  # BGR
+        (
+            "MobileViTImageProcessor",
+            {},
+            "does more than resize, crop and normalise",
+        ),  # BGR
         ("TextNetImageProcessor", {}, "the transform gives (3, 640, 7"),
         ("SamImageProcessor", {}, "which is no fixed size; give --transform timm"),
     ],
@@ -182,7 +204,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("vit", "sam", "bare"):
         model.save_pretrained(place / name)
     transformers.CLIPImageProcessor(**CLIP).save_pretrained(place / "vit")
-    transformers.SamImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(place / "sam")
+    transformers.SamImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(
+        place / "sam"
+    )
     code = place / "code"
     code.mkdir()
     (code / "own_model.py").write_text(CODE)
@@ -244,7 +268,9 @@ def test_the_default_is_the_processor_and_options_choose_others(folder: Path) ->
     assert model.origin["backend"] == Processor(own, name).backend
     assert model.origin["processor"]["size"] == {"shortest_edge": 37}
     assert load_model(name, processor="pil").transform["processor"] == "pil"
-    assert load_model(name, processor="torchvision").transform["processor"] == "torchvision"
+    assert (
+        load_model(name, processor="torchvision").transform["processor"] == "torchvision"
+    )
     timm = load_model(name, transform="timm").transform
     assert "processor" not in timm and timm["mean"] == model.transform["mean"]
     sized = load_model(name, img_size=48)
@@ -264,15 +290,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"transform": "timm", "processor": "pil"},
         "--transform timm and --processor exclude each other",
     ),
-    "no backend": ("transformers:{}/vit", {"processor": "cv2"}, "expected one of: pil, torch"),
+    "no backend": (
+        "transformers:{}/vit",
+        {"processor": "cv2"},
+        "expected one of: pil, torch",
+    ),
     "no transform": ("transformers:{}/vit", {"transform": "own"}, "'own'; expected timm"),
-    "no processor": ("transformers:{}/bare", {"processor": "pil"}, "has none; leave it out"),
+    "no processor": (
+        "transformers:{}/bare",
+        {"processor": "pil"},
+        "has none; leave it out",
+    ),
     "a class": (
         "transformers:ViTModel",
         {"processor": "pil", "random_init": 0},
         "transformers:ViTModel has none; leave it out",
     ),
-    "timm": ("test_vit", {"processor": "pil"}, "--processor is for models of transformers"),
+    "timm": (
+        "test_vit",
+        {"processor": "pil"},
+        "--processor is for models of transformers",
+    ),
     "torchvision": (
         "torchvision:resnet18",
         {"trust_remote_code": True},
@@ -292,24 +330,39 @@ def test_mistakes_are_one_line(folder: Path, case: str) -> None:
 
 
 @pytest.mark.slow
-def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Path) -> None:
+def test_stores_of_two_processors_pair_with_a_remark(
+    folder: Path, tmp_path: Path
+) -> None:
     name, names = f"transformers:{folder}/vit", ("pil", "torchvision")
     common = ("--data", "demo:test", "--images", "12", "--sites", "blocks", "--inputs")
     stores = []
     for backend in names:
-        vitsee("extract", name, "--processor", backend, *common, "-o", tmp_path / f"{backend}.zarr")
+        vitsee(
+            "extract",
+            name,
+            "--processor",
+            backend,
+            *common,
+            "-o",
+            tmp_path / f"{backend}.zarr",
+        )
         stores.append(open_store(tmp_path / f"{backend}.zarr"))
     vitsee("extract", f"{name}?transform=timm", *common, "-o", tmp_path / "timm.zarr")
     timm = open_store(tmp_path / "timm.zarr")
     record = compared([*stores, timm], "all")
-    assert record["differences"] == ["processor: pil (pil), torchvision (torchvision), timm (timm)"]
+    assert record["differences"] == [
+        "processor: pil (pil), torchvision (torchvision), timm (timm)"
+    ]
     table = tmp_path / "c.csv"
     vitsee("cka", *(store.place for store in stores), "-o", table)
     sidecar = json.loads(Path(f"{table}.json").read_text())
     assert "processor: pil (pil), torchvision (torchvision)" in json.dumps(sidecar)
     other = [*common[:-1], "--processor", "torchvision", "-o", tmp_path / "pil.zarr"]
     refused = CliRunner().invoke(main, ["extract", name, *map(str, other)])
-    assert refused.exit_code == 1 and "transform.processor is pil, given torch" in refused.stderr
+    assert (
+        refused.exit_code == 1
+        and "transform.processor is pil, given torch" in refused.stderr
+    )
     # What was stored, read again from the data by the store's own transform.
     bare = tmp_path / "bare.zarr"
     vitsee("extract", name, *common[:-1], "--processor", "torchvision", "-o", bare)
@@ -320,16 +373,37 @@ def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_workers_resize_as_the_process_does(folder: Path, tmp_path: Path) -> None:
-    common = (f"transformers:{folder}/vit", "--data", "demo:test", "--images", "8", "--inputs")
+    common = (
+        f"transformers:{folder}/vit",
+        "--data",
+        "demo:test",
+        "--images",
+        "8",
+        "--inputs",
+    )
     for workers in (0, 2):
-        vitsee("extract", *common, "--workers", workers, "-o", tmp_path / f"{workers}.zarr")
+        vitsee(
+            "extract", *common, "--workers", workers, "-o", tmp_path / f"{workers}.zarr"
+        )
     here, there = (open_store(tmp_path / f"{n}.zarr").array("input")[:] for n in (0, 2))
     assert np.array_equal(here, there)
 
 
-def test_code_of_a_repository_runs_on_a_users_word_alone(folder: Path, tmp_path: Path) -> None:
+def test_code_of_a_repository_runs_on_a_users_word_alone(
+    folder: Path, tmp_path: Path
+) -> None:
     name, out = f"transformers:{folder}/code", tmp_path / "own.zarr"
-    words = [name, "--data", "demo:test", "--images", "6", "--random-init", "0", "-o", str(out)]
+    words = [
+        name,
+        "--data",
+        "demo:test",
+        "--images",
+        "6",
+        "--random-init",
+        "0",
+        "-o",
+        str(out),
+    ]
     refused = CliRunner().invoke(main, ["extract", *words])
     assert refused.exit_code == 1 and not out.exists()
     assert "runs with --trust-remote-code alone (read it first)" in refused.stderr
@@ -362,7 +436,10 @@ def test_no_manifest_makes_a_file_run(tmp_path: Path) -> None:
     ran.unlink()
     again = ("attn-map", str(out), "--image", "0", "-o", str(tmp_path / "m.csv"))
     refused = CliRunner().invoke(main, again)
-    assert refused.exit_code == 1 and "repeat the command with --trust-store" in refused.stderr
+    assert (
+        refused.exit_code == 1
+        and "repeat the command with --trust-store" in refused.stderr
+    )
     assert not ran.exists() and not (tmp_path / "m.csv").exists()
     vitsee(*again, "--trust-store")
     assert ran.exists()
@@ -372,7 +449,9 @@ def test_numbers_of_a_record() -> None:
     """Two that are common: a fixed size, and a shortest edge with a crop."""
     clip = {"do_resize": True, "size": {"shortest_edge": 256}, "do_center_crop": True}
     clip |= {"crop_size": {"height": 224, "width": 224}, "resample": 3}
-    found = processor_config({**clip, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}, "m")
+    found = processor_config(
+        {**clip, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}, "m"
+    )
     assert found["input_size"] == (3, 224, 224) and found["crop_pct"] == 0.875
     assert found["crop_mode"] == "center" and found["interpolation"] == "bicubic"
     assert found["mean"] == (0.5,) * 3 and found["std"] == (0.25,) * 3

@@ -14,7 +14,7 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.survey.geometry import Geometry, whole_stride
+from vitsee_core.models.survey.geometry import ModelGeometry, whole_stride
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
 
@@ -37,7 +37,9 @@ def wrapped(module: nn.Module, size: tuple[int, int, int]) -> LoadedModel:
 
 
 def test_transformer_parts_in_order(vit: SiteTable) -> None:
-    parts = [s.part for s in vit.sites if s.block == "blocks.1" and "modules" not in s.groups]
+    parts = [
+        s.part for s in vit.sites if s.block == "blocks.1" and "modules" not in s.groups
+    ]
     assert parts == ["in", "attn.heads", "mid", "out"]
     every = [s.part for s in vit.sites if s.block == "blocks.1"]
     wanted = ["in", "norm1", "attn.heads", "attn.branch", "mid", "norm2"]
@@ -88,8 +90,16 @@ def test_depths_count_one_kind(vit: SiteTable) -> None:
         return vit[name].depth, round(vit[name].rel_depth, 3)
 
     assert depth("embed") == (0, 0.0)
-    assert [depth(f"blocks.{i}.out") for i in range(3)] == [(1, 0.333), (2, 0.667), (3, 1.0)]
-    assert [depth(f"blocks.{i}.norm2") for i in range(3)] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [depth(f"blocks.{i}.out") for i in range(3)] == [
+        (1, 0.333),
+        (2, 0.667),
+        (3, 1.0),
+    ]
+    assert [depth(f"blocks.{i}.norm2") for i in range(3)] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+    ]
     for name in ("norm", "pooled", "logits"):
         assert depth(name) == (3, 1.0)
 
@@ -110,9 +120,17 @@ def test_shapes_and_layouts(vit: SiteTable) -> None:
 PREFIXES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "cls": ("vit_tiny_patch16_224", VIT, ("cls",)),
     "distilled": ("deit_tiny_distilled_patch16_224", VIT, ("cls", "dist")),
-    "dinov2": ("vit_small_patch14_reg4_dinov2", VIT, ("cls", "reg0", "reg1", "reg2", "reg3")),
+    "dinov2": (
+        "vit_small_patch14_reg4_dinov2",
+        VIT,
+        ("cls", "reg0", "reg1", "reg2", "reg3"),
+    ),
     "dinov3": ("vit_small_patch16_dinov3", VIT, ("cls", "reg0", "reg1", "reg2", "reg3")),
-    "registers": ("vit_medium_patch16_reg4_gap_256", VIT, ("reg0", "reg1", "reg2", "reg3")),
+    "registers": (
+        "vit_medium_patch16_reg4_gap_256",
+        VIT,
+        ("reg0", "reg1", "reg2", "reg3"),
+    ),
     "siglip": ("vit_base_patch16_siglip_224", VIT, ()),
     "mixer": ("mixer_s32_224", {}, ()),
 }
@@ -139,7 +157,12 @@ def test_resnet_parts_and_strides(resnet: SiteTable) -> None:
     ]
     grids = [resnet[f"layer{s}.0.out"].layout for s in range(1, 5)]
     assert [x.grid for x in grids if x] == [(16, 16), (8, 8), (4, 4), (2, 2)]
-    assert [x.stride_px for x in grids if x] == [(4.0, 4.0), (8.0, 8.0), (16.0, 16.0), (32.0, 32.0)]
+    assert [x.stride_px for x in grids if x] == [
+        (4.0, 4.0),
+        (8.0, 8.0),
+        (16.0, 16.0),
+        (32.0, 32.0),
+    ]
     assert {"bn1", "layer1.0.bn1", "layer1.0.branch"} <= set(names(resnet, "norms"))
     stem = [resnet[name] for name in ("conv1", "bn1", "act1", "stem", "layer1.0.bn1")]
     assert [(site.depth, site.rel_depth) for site in stem] == [(0, 0.0)] * 5
@@ -154,7 +177,10 @@ def test_hybrid_counts_backbone_and_blocks_together() -> None:
     chosen = select_names(["blocks"], table.sites)
     assert chosen[0].name == "stem"
     assert chosen[1].name == "patch_embed.backbone.stages.0.blocks.0.out"
-    assert [site.name for site in chosen][-4:] == ["embed", *(f"blocks.{i}.out" for i in range(3))]
+    assert [site.name for site in chosen][-4:] == [
+        "embed",
+        *(f"blocks.{i}.out" for i in range(3)),
+    ]
     assert [site.depth for site in chosen] == list(range(len(chosen)))
     branch = table["patch_embed.backbone.stages.0.blocks.0.branch"]
     assert "residual" in branch.groups
@@ -173,15 +199,27 @@ def test_no_norm_where_it_is_an_identity() -> None:
 def test_parallel_blocks_have_one_branch() -> None:
     from timm.models.vision_transformer import ParallelScalingBlock
 
-    table = site_table(small("vit_tiny_patch16_224", 32, **VIT, block_fn=ParallelScalingBlock))
+    table = site_table(
+        small("vit_tiny_patch16_224", 32, **VIT, block_fn=ParallelScalingBlock)
+    )
     parts = [s.part for s in table.sites if s.block == "blocks.0"]
-    assert [part for part in parts if part in ("in", "branch", "out")] == ["in", "branch", "out"]
+    assert [part for part in parts if part in ("in", "branch", "out")] == [
+        "in",
+        "branch",
+        "out",
+    ]
     assert [s.name for s in table.sublayers] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_windows_and_repeated_modules_are_left_out_and_named() -> None:
     swin = site_table(
-        small("swin_tiny_patch4_window7_224", 64, embed_dim=24, depths=(1, 1, 1, 1), window_size=4)
+        small(
+            "swin_tiny_patch4_window7_224",
+            64,
+            embed_dim=24,
+            depths=(1, 1, 1, 1),
+            window_size=4,
+        )
     )
     assert "first dimension is" in swin.left_out["layers.0.blocks.0.attn.qkv"]
     beit = site_table(small("beit_base_patch16_224", 32, **VIT))
@@ -286,7 +324,10 @@ def test_a_block_whose_sums_do_not_hold_has_its_output_alone() -> None:
     module = Shuffled(torch.arange(64))
     module.blocks = nn.Sequential(Odd(), Odd())
     table = site_table(wrapped(module, (3, 32, 32)))
-    assert "blocks.0.in + blocks.0.attn.branch is not blocks.0.mid" in table.left_out["blocks.0"]
+    assert (
+        "blocks.0.in + blocks.0.attn.branch is not blocks.0.mid"
+        in table.left_out["blocks.0"]
+    )
     assert table.sublayers == () and table.residual_refusal is not None
     assert "blocks.0.attn.branch" not in table.points
     assert names(table, "blocks") == ["embed", "blocks.0.out", "blocks.1.out"]
@@ -309,10 +350,28 @@ def test_compiled_and_traced_models_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "made", "size", "args", "phrase"),
     [
-        ("vit_tiny_patch16_224", 32, (33, 32), VIT, "does not run on images of 33 x 32 pixels"),
-        ("mvitv2_tiny", 101, (101, 101), {}, "101 x 101 pixels: index 23 is out of bounds"),
+        (
+            "vit_tiny_patch16_224",
+            32,
+            (33, 32),
+            VIT,
+            "does not run on images of 33 x 32 pixels",
+        ),
+        (
+            "mvitv2_tiny",
+            101,
+            (101, 101),
+            {},
+            "101 x 101 pixels: index 23 is out of bounds",
+        ),
         # A layer that refuses without a word is named.
-        ("halonet_h1", None, (100, 100), {}, "pixels: stages.0.0.self_attn (HaloAttn) refuses"),
+        (
+            "halonet_h1",
+            None,
+            (100, 100),
+            {},
+            "pixels: stages.0.0.self_attn (HaloAttn) refuses",
+        ),
     ],
 )
 def test_an_image_size_that_the_model_cannot_take_is_one_line(
@@ -330,7 +389,9 @@ def test_an_image_size_that_the_model_cannot_take_is_one_line(
 def test_windows_are_counted_without_the_heads() -> None:
     """HaloNet has its heads in the batch dimension: 8 of them, and 4 windows of 8 x 8."""
     table = site_table(small("halonet26t", 256))
-    assert table.left_out["stages.2.1 attention"] == "attention within windows (4 per image)"
+    assert (
+        table.left_out["stages.2.1 attention"] == "attention within windows (4 per image)"
+    )
 
 
 @pytest.mark.slow
@@ -339,7 +400,10 @@ def test_heads_on_vectors_of_several_sizes_have_no_pooled_vector() -> None:
     for name in ("efficientvim_m1", "efficientvim_m1_dist"):
         table = site_table(small(name, None))
         assert names(table, "head") == ["logits"]
-        assert table.left_out["pooled"] == "several classifiers, on vectors of different sizes"
+        assert (
+            table.left_out["pooled"]
+            == "several classifiers, on vectors of different sizes"
+        )
 
 
 def wrapped_as_is(module: Any) -> LoadedModel:
@@ -347,7 +411,9 @@ def wrapped_as_is(module: Any) -> LoadedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", "test_maxvit"])
+@pytest.mark.parametrize(
+    "name", ["test_vit", "test_resnet", "test_convnext", "test_maxvit"]
+)
 def test_names_are_unique_and_the_table_repeats(name: str) -> None:
     model = small(name, 64)
     one, two = site_table(model), site_table(model)
@@ -374,11 +440,11 @@ def test_stride_and_grids_by_hand() -> None:
     assert whole_stride((225, 150), (14, 9)) == (16.0, 16.0)
     assert whole_stride((10, 10), (3, 3)) == (3.0, 3.0)
     assert whole_stride((240, 240), (224, 224)) is None
-    geometry = Geometry((32, 48))
+    geometry = ModelGeometry((32, 48))
     assert geometry.grid_of(24) == (4, 6)
     assert geometry.grid_of(23) is None
     assert geometry.token_layout(25) is None
-    with_cls = Geometry((32, 48), prefix=("cls",))
+    with_cls = ModelGeometry((32, 48), prefix=("cls",))
     layout = with_cls.token_layout(25)
     assert layout is not None and (layout.prefix, layout.grid) == (("cls",), (4, 6))
     without = with_cls.token_layout(24)

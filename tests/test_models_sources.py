@@ -141,22 +141,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     needy = place / "needy"
     needy.mkdir()
-    (needy / "hubconf.py").write_text("dependencies = ['torch', 'surely_not_installed']\n")
+    (needy / "hubconf.py").write_text(
+        "dependencies = ['torch', 'surely_not_installed']\n"
+    )
     return place
 
 
 def test_a_file_gives_module_transform_and_names(folder: Path) -> None:
     model = load_model(f"{folder}/mine.py:build", random_init=3, model_args={"width": 6})
     assert model.input_size == (3, 32, 32) and model.class_names == ["a", "b", "c"]
-    assert model.transform["mean"] == (0.5, 0.5, 0.5) and model.transform["std"] == (0.25,) * 3
-    assert model.architecture == "mine.py:build (Small)" and model.model_args == {"width": 6}
+    assert (
+        model.transform["mean"] == (0.5, 0.5, 0.5)
+        and model.transform["std"] == (0.25,) * 3
+    )
+    assert model.architecture == "mine.py:build (Small)" and model.model_args == {
+        "width": 6
+    }
     assert len(model.origin["sha256"]) == 64 and "notes" not in model.origin
     assert not model.module.training
     again = load_model(f"{folder}/mine.py:build", random_init=3, model_args={"width": 6})
     other = load_model(f"{folder}/mine.py:build", random_init=4, model_args={"width": 6})
     assert model.weights["sha256"] == again.weights["sha256"] != other.weights["sha256"]
     sized = load_model(f"{folder}/mine.py:build", random_init=3, img_size=48)
-    assert sized.input_size == (3, 48, 48) and sized.module(torch.zeros(1, 3, 48, 48)).shape[1] == 3
+    assert (
+        sized.input_size == (3, 48, 48)
+        and sized.module(torch.zeros(1, 3, 48, 48)).shape[1] == 3
+    )
 
 
 def test_what_a_file_does_not_say_is_assumed_and_said(folder: Path) -> None:
@@ -165,7 +175,9 @@ def test_what_a_file_does_not_say_is_assumed_and_said(folder: Path) -> None:
     assert model.transform["mean"] == (0.485, 0.456, 0.406)
     (note,) = model.notes()
     assert "says no transform: assumed are 224 x 224" in note
-    given = load_model(f"{folder}/mine.py:bare", img_size=32, img_mean=(0.5,), img_std=(0.5,))
+    given = load_model(
+        f"{folder}/mine.py:bare", img_size=32, img_mean=(0.5,), img_std=(0.5,)
+    )
     assert given.transform["mean"] == (0.5,) and given.input_size == (3, 32, 32)
 
 
@@ -176,18 +188,22 @@ def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) 
     assert own.weights["sha256"] != random.weights["sha256"]
     torch.save({"state_dict": own.module.state_dict()}, tmp_path / "w.pth")
     loaded = load_model(name, checkpoint=tmp_path / "w.pth")
-    assert loaded.weights["source"] == "checkpoint" and loaded.weights["key"] == "state_dict"
+    assert (
+        loaded.weights["source"] == "checkpoint" and loaded.weights["key"] == "state_dict"
+    )
     assert loaded.weights["sha256"] == own.weights["sha256"]
     # A function that sets the seed itself has no random weights, and needs none for a file's.
     name = f"{folder}/mine.py:fixed"
     fixed = load_model(name).module.state_dict()
     torch.save({key: x + 1 for key, x in fixed.items()}, tmp_path / "w.pth")
     loaded = load_model(name, checkpoint=tmp_path / "w.pth")
-    assert all(torch.equal(x, fixed[key] + 1) for key, x in loaded.module.state_dict().items())
+    assert all(
+        torch.equal(x, fixed[key] + 1) for key, x in loaded.module.state_dict().items()
+    )
     # Its sites are listed, also where shapes alone do not say them.
-    assert [site.name for site in list_sites(f"{folder}/mine.py:by_values").table.sites] == [
-        site.name for site in list_sites(name).table.sites
-    ]
+    assert [
+        site.name for site in list_sites(f"{folder}/mine.py:by_values").table.sites
+    ] == [site.name for site in list_sites(name).table.sites]
 
 
 @pytest.mark.parametrize("entry", ["tiny", "late"])
@@ -201,7 +217,9 @@ def test_a_local_clone_of_torch_hub(folder: Path, entry: str) -> None:
 def test_torchvision_by_name(tmp_path: Path) -> None:
     import torchvision
 
-    model = load_model("torchvision:resnet18", random_init=2, model_args={"num_classes": 4})
+    model = load_model(
+        "torchvision:resnet18", random_init=2, model_args={"num_classes": 4}
+    )
     assert model.architecture == "torchvision:resnet18"
     assert model.origin == {"library": "torchvision", "version": torchvision.__version__}
     assert model.transform["crop_pct"] == pytest.approx(224 / 256)
@@ -209,7 +227,9 @@ def test_torchvision_by_name(tmp_path: Path) -> None:
     assert model.module(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
     torch.save(model.module.state_dict(), tmp_path / "r.pth")
     loaded = load_model(
-        "torchvision:resnet18", checkpoint=tmp_path / "r.pth", model_args={"num_classes": 4}
+        "torchvision:resnet18",
+        checkpoint=tmp_path / "r.pth",
+        model_args={"num_classes": 4},
     )
     assert loaded.weights["sha256"] == model.weights["sha256"]
     vit = source_of("torchvision:vit_b_16").without_weights({"img_size": (64, 64)})
@@ -223,21 +243,49 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no function": ("{}/mine.py", {}, "names no function; expected FILE.py:NAME"),
     "no name": ("{}/mine.py:", {}, "names no function"),
     "no file": ("{}/yours.py:build", {}, "no file "),
-    "no such function": ("{}/mine.py:bild", {}, "has no function 'bild'; its functions: build"),
+    "no such function": (
+        "{}/mine.py:bild",
+        {},
+        "has no function 'bild'; its functions: build",
+    ),
     "no callable": ("{}/mine.py:value", {}, "has no function 'value'"),
     "nothing": ("{}/mine.py:nothing", {}, "gives NoneType; expected a torch.nn.Module"),
     "text": ("{}/mine.py:text", {}, "gives str; expected a torch.nn.Module"),
     "raises": ("{}/mine.py:fails", {}, "cannot be made: KeyError: 'weights.pth'"),
     "missing argument": ("{}/mine.py:needs", {}, "does not take these arguments"),
-    "alien argument": ("{}/mine.py:build", {"model_args": {"depth": 2}}, "does not take these"),
+    "alien argument": (
+        "{}/mine.py:build",
+        {"model_args": {"depth": 2}},
+        "does not take these",
+    ),
     "syntax": ("{}/broken.py:build", {}, "broken.py raises SyntaxError"),
-    "file raises": ("{}/raises.py:build", {}, "raises.py raises RuntimeError: no licence"),
+    "file raises": (
+        "{}/raises.py:build",
+        {},
+        "raises.py raises RuntimeError: no licence",
+    ),
     "file exits": ("{}/exits.py:build", {}, "exits.py raises SystemExit: 3"),
     "missing import": ("{}/lacks.py:build", {}, "No module named 'surely_not_installed'"),
-    "same weights": ("{}/mine.py:fixed", {"random_init": 1}, "the same weights for every seed"),
-    "no parameters": ("{}/mine.py:empty", {}, "gives a module without parameters; expected a net"),
-    "four things": ("{}/mine.py:four", {}, "gives 4 things; expected a module, or (module, trans"),
-    "no values": ("{}/mine.py:on_meta", {}, "parameters on the meta device, which have no values"),
+    "same weights": (
+        "{}/mine.py:fixed",
+        {"random_init": 1},
+        "the same weights for every seed",
+    ),
+    "no parameters": (
+        "{}/mine.py:empty",
+        {},
+        "gives a module without parameters; expected a net",
+    ),
+    "four things": (
+        "{}/mine.py:four",
+        {},
+        "gives 4 things; expected a module, or (module, trans",
+    ),
+    "no values": (
+        "{}/mine.py:on_meta",
+        {},
+        "parameters on the meta device, which have no values",
+    ),
     "a folder": ("{}:build", {}, "no timm model is called"),
     "broken weights": (
         "{}/mine.py:build",
@@ -247,26 +295,46 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a transform of code": ("{}/mine.py:odd_transform", {}, "cannot be kept in a store"),
     "names": ("{}/mine.py:odd_names", {}, "gives class names 'abc'; expected a list"),
     "mean": ("{}/mine.py:build", {"img_mean": (1.0, 2.0)}, "--img-mean has 2 numbers"),
-    "no checkpoint": ("{}/mine.py:build", {"checkpoint": Path("x.pth")}, "no checkpoint at x.pth"),
+    "no checkpoint": (
+        "{}/mine.py:build",
+        {"checkpoint": Path("x.pth")},
+        "no checkpoint at x.pth",
+    ),
     "both": (
         "{}/mine.py:build",
         {"random_init": 0, "checkpoint": Path("x.pth")},
         "exclude each other",
     ),
     "hub without entry": ("torchhub:{}/clone", {}, "names no entry of a repository"),
-    "hub entry": ("torchhub:{}/clone:huge", {}, "has no entry 'huge'; it has: tiny, own, late"),
+    "hub entry": (
+        "torchhub:{}/clone:huge",
+        {},
+        "has no entry 'huge'; it has: tiny, own, late",
+    ),
     "hub folder": ("torchhub:{}/nowhere:tiny", {}, "names no entry of a repository"),
     "no hubconf": ("torchhub:{}:tiny", {}, "has no hubconf.py"),
-    "hub dependency": ("torchhub:{}/needy:tiny", {}, "(pip install surely_not_installed)"),
+    "hub dependency": (
+        "torchhub:{}/needy:tiny",
+        {},
+        "(pip install surely_not_installed)",
+    ),
     "torchvision": ("torchvision:vit_b_61", {}, "of torchvision is called 'vit_b_61'"),
     "a detector": ("torchvision:ssd300_vgg16", {}, "no classifier of torchvision"),
-    "torchvision weights": ("torchvision:vit_b_16/V9", {}, "has no weights 'V9'; it has: IMAGENET"),
+    "torchvision weights": (
+        "torchvision:vit_b_16/V9",
+        {},
+        "has no weights 'V9'; it has: IMAGENET",
+    ),
     "torchvision argument": (
         "torchvision:resnet18",
         {"random_init": 0, "model_args": {"depth": 3}},
         "does not take these arguments",
     ),
-    "prefix": ("torchvison:vit_b_16", {}, "no timm model is called 'torchvison:vit_b_16'"),
+    "prefix": (
+        "torchvison:vit_b_16",
+        {},
+        "no timm model is called 'torchvison:vit_b_16'",
+    ),
 }
 
 
@@ -279,8 +347,14 @@ def test_mistakes_are_one_line(folder: Path, case: str) -> None:
 
 
 UNEXTRACTED = {
-    "two arguments": ("mine.py:two", "raises TypeError: Two.forward() missing 1 required"),
-    "its own fault": ("mine.py:lacks", "raises AttributeError: 'Lacks' object has no attribute"),
+    "two arguments": (
+        "mine.py:two",
+        "raises TypeError: Two.forward() missing 1 required",
+    ),
+    "its own fault": (
+        "mine.py:lacks",
+        "raises AttributeError: 'Lacks' object has no attribute",
+    ),
     "no blocks": ("mine.py:plain", "no site matches 'blocks'; sites of this model: none"),
     "two values": ("mine.py:build?width=6&width=8", "width takes one value"),
     "no value": ("mine.py:build?width", "expected MODEL?OPTION=VALUE"),
@@ -289,7 +363,9 @@ UNEXTRACTED = {
 
 
 @pytest.mark.parametrize("case", UNEXTRACTED)
-def test_what_cannot_be_extracted_leaves_nothing(folder: Path, tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_extracted_leaves_nothing(
+    folder: Path, tmp_path: Path, case: str
+) -> None:
     name, phrase = UNEXTRACTED[case]
     place, out = f"{folder}/{name}" if ".py" in name else name, tmp_path / "s.zarr"
     words = [place, "--data", "demo:test", "--images", "4", "-o", str(out)]
@@ -298,16 +374,22 @@ def test_what_cannot_be_extracted_leaves_nothing(folder: Path, tmp_path: Path, c
     assert isinstance(done.exception, SystemExit) and done.stdout == ""
 
 
-def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no network")
 
     monkeypatch.setattr("torch.hub.download_url_to_file", refuse)
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path))
-    with pytest.raises(ModelError, match="are not on this machine, and cannot be fetched"):
+    with pytest.raises(
+        ModelError, match="are not on this machine, and cannot be fetched"
+    ):
         load_model("torchvision:resnet18")
     monkeypatch.setattr("torch.hub.list", refuse)
-    with pytest.raises(ModelError, match="cannot be fetched from GitHub: no network; give a local"):
+    with pytest.raises(
+        ModelError, match="cannot be fetched from GitHub: no network; give a local"
+    ):
         load_model("torchhub:someone/repository:entry")
 
 
@@ -316,7 +398,17 @@ def test_a_store_of_a_file_and_what_it_may_not_do(folder: Path, tmp_path: Path) 
     from vitsee_core.models.provenance import model_of
 
     out, name = tmp_path / "m.zarr", f"{folder}/mine.py:build?width=6"
-    words = [name, "--data", "demo:test", "--images", "6", "-o", out, "--random-init", "0"]
+    words = [
+        name,
+        "--data",
+        "demo:test",
+        "--images",
+        "6",
+        "-o",
+        out,
+        "--random-init",
+        "0",
+    ]
     extracted(*words)
     store = open_store(out)
     assert store.manifest.model["args"] == {"width": 6}
@@ -326,7 +418,8 @@ def test_a_store_of_a_file_and_what_it_may_not_do(folder: Path, tmp_path: Path) 
     with pytest.raises(Exception, match="repeat the command with --trust-store"):
         model_of(store)
     assert (
-        model_of(store, trust=True).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+        model_of(store, trust=True).weights["sha256"]
+        == store.manifest.model["weights"]["sha256"]
     )
 
 
@@ -335,9 +428,14 @@ def test_no_sidecar_makes_code_run(folder: Path, tmp_path: Path) -> None:
     words = ["weights", f"{folder}/mine.py:bare", "--img-size", "32", "-o", str(table)]
     vitsee(*words)
     refused = CliRunner().invoke(main, ["rerun", str(table), "--force"])
-    assert refused.exit_code == 1 and "is not run again; copy it from there" in refused.stderr
+    assert (
+        refused.exit_code == 1
+        and "is not run again; copy it from there" in refused.stderr
+    )
     assert runs_code("a/b.py:build") and runs_code("torchhub:a/b:c")
-    assert not any(map(runs_code, ("vit_tiny_patch16_224", "demo:vit", "torchvision:vit_b_16")))
+    assert not any(
+        map(runs_code, ("vit_tiny_patch16_224", "demo:vit", "torchvision:vit_b_16"))
+    )
 
 
 def test_sites_and_models_of_a_file(folder: Path) -> None:
@@ -345,7 +443,10 @@ def test_sites_and_models_of_a_file(folder: Path) -> None:
     names = [site["site"] for site in json.loads(listed)["sites"]]
     assert "blocks.0.out" in names
     rows = json.loads(vitsee("models", "torchvision:vit_b_*", "--names", "--json"))
-    assert [row["model"] for row in rows] == ["torchvision:vit_b_16", "torchvision:vit_b_32"]
+    assert [row["model"] for row in rows] == [
+        "torchvision:vit_b_16",
+        "torchvision:vit_b_32",
+    ]
 
 
 def test_a_study_names_them(folder: Path) -> None:
@@ -364,7 +465,9 @@ def test_a_source_that_is_not_used_is_not_imported() -> None:
         "found = [m for m in sys.modules if m.startswith('vitsee_core.models.sources.')]; "
         "print(*(m.rpartition('.')[2] for m in found))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert not {"tagged", "python_file", "transformers"} & set(done.stdout.split())
 
 
@@ -374,7 +477,9 @@ def test_names_are_completed_without_torch_and_timm() -> None:
         "print('vit_tiny_patch16_224' in names and 'demo:vit' in names, "
         "{'torch', 'timm'} & sys.modules.keys())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "True set()"
 
 
@@ -403,11 +508,20 @@ def test_shards_and_a_resumed_run_make_the_same_store(
         torch.manual_seed(0)
         config = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
         config |= {"intermediate_size": 48, "image_size": 32, "patch_size": 8}
-        transformers.ViTModel(transformers.ViTConfig(**config)).save_pretrained(folder / "hf")
+        transformers.ViTModel(transformers.ViTConfig(**config)).save_pretrained(
+            folder / "hf"
+        )
         transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(
             folder / "hf"
         )
-    common = [name.replace("{}", str(folder)), "--data", "demo:test", "--images", "8", "--slab=4"]
+    common = [
+        name.replace("{}", str(folder)),
+        "--data",
+        "demo:test",
+        "--images",
+        "8",
+        "--slab=4",
+    ]
     runs: dict[str, list[list[str]]] = {
         "whole": [[]],
         "halves": [["--shard", "0/2"], ["--shard", "1/2"]],
@@ -419,11 +533,15 @@ def test_shards_and_a_resumed_run_make_the_same_store(
         for number, words in enumerate(several):
             extracted(*common, "-o", out, *words)
             last = number == len(several) - 1
-            assert open_store(out, allow_partial=True).committed.sum() == (2 if last else 1)
+            assert open_store(out, allow_partial=True).committed.sum() == (
+                2 if last else 1
+            )
         stores[label] = open_store(out)
     whole = stores.pop("whole")
     names = [site.name for site in whole.plan.sites if site.alias_of is None]
     assert names
     for other in stores.values():
         for site in names:
-            assert np.array_equal(whole.acts(site)[:], other.acts(site)[:], equal_nan=True), site
+            assert np.array_equal(
+                whole.acts(site)[:], other.acts(site)[:], equal_nan=True
+            ), site

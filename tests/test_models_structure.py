@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from tests.every_command import vitsee
 from tests.extractions import extracted
 from tests.models_helpers import captured, images, redraw
-from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch, without_fast_path
+from vitsee_core.models.attention_watch import (
+    AttentionEvent,
+    AttentionWatch,
+    without_fast_path,
+)
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.lasting_changes import ablate_skips
 from vitsee_core.models.load import load_model, own_model
@@ -57,7 +61,9 @@ def test_the_example_is_read_as_its_code_computes() -> None:
     table, x = site_table(model), images(model)
     seen, module = captured(model, table, x), cast(Any, model.module)
     tokens = module.cut(x).flatten(2).transpose(1, 2)
-    tokens = torch.cat([module.class_token.expand(len(x), -1, -1), tokens], 1) + module.places
+    tokens = (
+        torch.cat([module.class_token.expand(len(x), -1, -1), tokens], 1) + module.places
+    )
     for i, layer in enumerate(module.tower):
         normed = layer.before_mixing(tokens)
         branch, weights = layer.mixing(normed, normed, normed, average_attn_weights=False)
@@ -74,7 +80,9 @@ def test_the_example_is_read_as_its_code_computes() -> None:
     assert torch.allclose(seen.tokens("norm"), last, atol=1e-5)
     assert torch.allclose(seen.sites["pooled"][1], last[:, 0], atol=1e-5)
     assert torch.allclose(seen.sites["logits"][1], module.answer(last[:, 0]), atol=1e-5)
-    assert table["blocks.1.out"].layout == TokenLayout(("cls",), (4, 4), stride_px=(8.0, 8.0))
+    assert table["blocks.1.out"].layout == TokenLayout(
+        ("cls",), (4, 4), stride_px=(8.0, 8.0)
+    )
     assert table.rollout_refusal is None
 
 
@@ -83,7 +91,9 @@ def test_both_names_select(tmp_path: Path) -> None:
     table = site_table(own())
     assert table["blocks.1.attn.branch"].site_path == "tower.1.mixing"
     assert table["blocks.1.mid"].site_path == "tower.1.before_thinking.in"
-    assert table["blocks.1.out"].site_path == "tower.1" and table["norm"].site_path == "last"
+    assert (
+        table["blocks.1.out"].site_path == "tower.1" and table["norm"].site_path == "last"
+    )
 
     def chosen(pattern: str) -> list[str]:
         return [site.name for site in select_names([pattern], table.sites)]
@@ -109,7 +119,9 @@ class Layer(nn.Module):
         self.kind = kind
         self.a, self.b, self.c, self.d = (nn.LayerNorm(dim) for _ in range(4))
         self.look = nn.MultiheadAttention(dim, 3, batch_first=True)
-        self.think = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.think = nn.Sequential(
+            nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)
+        )
         self.one = nn.Parameter(torch.rand(dim))
         self.two = nn.Parameter(torch.rand(dim))
 
@@ -176,7 +188,9 @@ def test_two_branches_of_any_build(kind: str) -> None:
     assert torch.equal(skip, tokens) and torch.allclose(found, branch, atol=1e-5)
     mid = seen.tokens("blocks.1.mid")
     assert torch.allclose(mid, tokens + branch, atol=1e-5)
-    assert torch.allclose(mid + seen.branches["blocks.1.mlp"][1], seen.tokens("blocks.1.out"))
+    assert torch.allclose(
+        mid + seen.branches["blocks.1.mlp"][1], seen.tokens("blocks.1.out")
+    )
 
 
 @pytest.mark.parametrize("kind", ["doubled", "parallel", "by token"])
@@ -212,7 +226,9 @@ def test_one_factor_per_channel_is_found_and_no_other() -> None:
     skip, given = torch.randn(2, 3, 5, 4, generator=generator)
     factors = torch.randn(4, generator=generator)
     assert scaled_error(skip + factors * given, skip, given) <= 1
-    assert scaled_error(skip + torch.arange(5.0)[None, :, None] * given, skip, given) > 1000
+    assert (
+        scaled_error(skip + torch.arange(5.0)[None, :, None] * given, skip, given) > 1000
+    )
     # By hand: 1 + f * 2 = 7 and 1 + f * 4 = 13 have f = 3; 1 + f * 4 = 12 has not.
     one, two = torch.ones(1, 2, 1), torch.tensor([[[2.0], [4.0]]])
     assert scaled_error(torch.tensor([[[7.0], [13.0]]]), one, two) == 0
@@ -234,7 +250,11 @@ def test_multihead_attention_is_seen_to_the_bit(weights: bool, batch_first: bool
     assert torch.equal(plain, watched) and len(found) == 1
     (event,) = found
     n, tokens = (2, 5) if batch_first else (5, 2)
-    assert event.query == (n, 3, tokens) and event.n_keys == tokens and event.call is not None
+    assert (
+        event.query == (n, 3, tokens)
+        and event.n_keys == tokens
+        and event.call is not None
+    )
     assert torch.backends.mha.get_fastpath_enabled()
     torch_s = nn.MultiheadAttention(12, 3, batch_first=batch_first).train()
     torch_s.load_state_dict(layer.state_dict())  # whose fused path is for eval alone
@@ -249,7 +269,9 @@ def test_torch_s_own_encoder_layers() -> None:
     class Encoder(Tower):
         def __init__(self) -> None:
             super().__init__("post")
-            layer = nn.TransformerEncoderLayer(24, 4, 48, batch_first=True, norm_first=True)
+            layer = nn.TransformerEncoderLayer(
+                24, 4, 48, batch_first=True, norm_first=True
+            )
             self.list = nn.ModuleList(nn.TransformerEncoder(layer, 3).layers)
 
     model = wrapped(Encoder())
@@ -292,16 +314,26 @@ def test_tokens_before_images(weights: bool) -> None:
     model = wrapped(Sequences(weights))
     table = site_table(model)
     assert len(table.attention) == 3 and len(table.sublayers) == 6
-    assert table["blocks.1.out"].layout == TokenLayout(("cls",), (4, 4), stride_px=(8.0, 8.0))
+    assert table["blocks.1.out"].layout == TokenLayout(
+        ("cls",), (4, 4), stride_px=(8.0, 8.0)
+    )
     names = {site.name for site in table.sites}
-    assert {"blocks.2.attn.heads", "blocks.2.mlp.hidden", "norm", "pooled", "logits"} <= names
+    assert {
+        "blocks.2.attn.heads",
+        "blocks.2.mlp.hidden",
+        "norm",
+        "pooled",
+        "logits",
+    } <= names
     # As many images as tokens: the sizes alone say nothing.
     module, x = cast(Any, model.module), images(model, 17)
     seen = captured(model, table, x)
     tokens = seen.tokens("blocks.0.out")
     layer = module.list[1]
     normed = layer.norm1(tokens).transpose(0, 1)
-    branch, attention = layer.self_attn(normed, normed, normed, average_attn_weights=False)
+    branch, attention = layer.self_attn(
+        normed, normed, normed, average_attn_weights=False
+    )
     skip, found = seen.branches["blocks.1.attn"]
     assert torch.equal(skip, tokens)
     assert torch.allclose(found, branch.transpose(0, 1), atol=1e-6)
@@ -347,7 +379,9 @@ def test_an_activation_behind_the_sum(kind: str) -> None:
         start = seen.tokens(table[f"{path}.shortcut"].alias_of or f"{path}.shortcut")
         skip, branch = seen.branches[path]
         assert torch.equal(skip, start)
-        assert torch.allclose((skip + branch).relu(), seen.tokens(f"{path}.out"), atol=1e-5)
+        assert torch.allclose(
+            (skip + branch).relu(), seen.tokens(f"{path}.out"), atol=1e-5
+        )
         # The parts by themselves, of the block's input.
         below = paths[paths.index(path) - 1] if path != paths[0] else None
         entered = seen.sites[f"{below}.out"][1] if below else seen.sites["stem"][1]
@@ -364,7 +398,10 @@ def test_torchvision_s_towers() -> None:
 
     small: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 16, "depths": [1, 2]}
     small |= {"num_heads": [2, 2], "window_size": [4, 4]}
-    second = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+    second = {
+        "block": swin.SwinTransformerBlockV2,
+        "downsample_layer": swin.PatchMergingV2,
+    }
     setting = models.convnext.CNBlockConfig
     for module, n_blocks, n_sublayers, n_attention in (
         (models.VisionTransformer(32, 8, 2, 2, 32, 64), 2, 4, 2),

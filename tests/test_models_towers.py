@@ -44,9 +44,18 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 
 SMALL = {
     **{"depth": 4, "num_hidden_layers": 4, "num_heads": 4, "num_attention_heads": 4},
-    **{"hidden_size": 48, "embed_dim": 48, "intermediate_size": 96, "out_hidden_size": 40},
+    **{
+        "hidden_size": 48,
+        "embed_dim": 48,
+        "intermediate_size": 96,
+        "out_hidden_size": 40,
+    },
     **{"num_position_embeddings": 64, "image_size": 112, "num_key_value_heads": 4},
-    **{"fullatt_block_indexes": [1, 3], "window_size": 56, "deepstack_visual_indexes": [1, 2]},
+    **{
+        "fullatt_block_indexes": [1, 3],
+        "window_size": 56,
+        "deepstack_visual_indexes": [1, 2],
+    },
 }
 # Model folder, class; form of patches and side of the groups in which they come.
 TOWERS = [
@@ -71,7 +80,9 @@ CALLED = {case: case[0] for case in TOWERS}
 def library_tower(folder: str, name: str) -> nn.Module:
     """A tiny tower of the library as it is, weights and norms redrawn."""
     try:
-        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        module = importlib.import_module(
+            f"transformers.models.{folder}.modeling_{folder}"
+        )
     except ModuleNotFoundError:
         pytest.skip(f"transformers {transformers.__version__} has no {folder}")
     kind = getattr(module, name)
@@ -106,7 +117,9 @@ def patches_by_loop(images: Tensor, patch: int, frames: int, merge: int) -> Tens
             for b in range(0, cols, merge):
                 for i in range(a, a + merge):
                     for j in range(b, b + merge):
-                        one = image[:, i * patch : (i + 1) * patch, j * patch : (j + 1) * patch]
+                        one = image[
+                            :, i * patch : (i + 1) * patch, j * patch : (j + 1) * patch
+                        ]
                         found.append(torch.stack([one] * frames, 1).flatten())
     return torch.stack(found)
 
@@ -122,7 +135,9 @@ def cells_by_loop(grid: tuple[int, int], merge: int) -> list[int]:
     ]
 
 
-def run_library(case: tuple[str, str, str, int], x: Tensor) -> tuple[Any, list[Tensor], list[int]]:
+def run_library(
+    case: tuple[str, str, str, int], x: Tensor
+) -> tuple[Any, list[Tensor], list[int]]:
     """The library's own output for images, the states before and after each block (hidden states,
     of which the library puts its last layer's in the place of the last), and the cell of each
     token of an image in them."""
@@ -139,7 +154,9 @@ def run_library(case: tuple[str, str, str, int], x: Tensor) -> tuple[Any, list[T
     if folder == "video_llama_3":
         given["merge_sizes"] = torch.tensor([merge] * len(x))
     last: list[Tensor] = []
-    blocks = next(m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == 4)
+    blocks = next(
+        m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == 4
+    )
     blocks[-1].register_forward_hook(lambda _m, _a, left: last.append(left))
     with torch.inference_mode():
         output = tower(patches, **given, output_hidden_states=True)
@@ -178,7 +195,9 @@ def test_a_tower_against_the_librarys_own_states(case: tuple[str, str, str, int]
     x = torch.randn((2, *model.input_size), generator=torch.Generator().manual_seed(1))
     table, seen = sites_of(model, x)
     output, states, cells = run_library(case, x)
-    for site, state in zip(["embed", *(f"blocks.{i}.out" for i in range(4))], states, strict=True):
+    for site, state in zip(
+        ["embed", *(f"blocks.{i}.out" for i in range(4))], states, strict=True
+    ):
         assert close(seen.tokens(site), laid(state, 2, cells)), site
         layout, patch = table[site].layout, float(model.module.config.patch_size)  # type: ignore
         assert layout is not None and (layout.grid, layout.prefix) == ((8, 12), ())
@@ -213,7 +232,10 @@ def test_an_image_in_a_batch_equals_itself_alone(case: tuple[str, str, str, int]
         for name, (_, body) in alone.sites.items():
             assert close(body, together.sites[name][1][i : i + 1]), name
         for name, scores in alone.scores.items():
-            weights, others = scores.softmax(-1), together.scores[name][i : i + 1].softmax(-1)
+            weights, others = (
+                scores.softmax(-1),
+                together.scores[name][i : i + 1].softmax(-1),
+            )
             assert float((weights - others).abs().max()) < 1e-5
 
 
@@ -280,7 +302,11 @@ def in_window(grid: tuple[int, int], side: int) -> list[list[int]]:
     """The cells that each cell sees, by a loop over pairs."""
     cells = [(i, j) for i in range(grid[0]) for j in range(grid[1])]
     return [
-        [k for k, (a, b) in enumerate(cells) if (a // side, b // side) == (i // side, j // side)]
+        [
+            k
+            for k, (a, b) in enumerate(cells)
+            if (a // side, b // side) == (i // side, j // side)
+        ]
         for i, j in cells
     ]
 
@@ -319,11 +345,15 @@ def test_tables_of_attention_within_windows(checkpoint: Path, tmp_path: Path) ->
             mine = (a[:, head] * apart).sum(-1).mean()
             own = dict(rows.filter(head=head).select("metric", "value").iter_rows())
             assert own["distance_px"] == pytest.approx(mine, rel=1e-3)  # float16
-            assert own["distance_relative"] * uniform[block] == pytest.approx(own["distance_px"])
+            assert own["distance_relative"] * uniform[block] == pytest.approx(
+                own["distance_px"]
+            )
     kinds = vitsee.head_types(path).frame.filter(metric="keys_share", site="blocks.0")
     entropy = store.attention("entropy", "")[:, 0].mean(0)
     seen = np.mean([len(keys) for keys in sees])
-    assert kinds["value"].to_list() == pytest.approx([*(np.exp(entropy) / seen)], rel=1e-6)
+    assert kinds["value"].to_list() == pytest.approx(
+        [*(np.exp(entropy) / seen)], rel=1e-6
+    )
     maps = vitsee.attn_map(path, kind="aligned", coverage=True, sites="blocks.0").frame
     far = (pl.col("row").abs() > 3) | (pl.col("col").abs() > 3)
     assert maps.filter(far)["value"].null_count() == len(maps.filter(far)) > 0
@@ -336,7 +366,9 @@ def test_tables_of_attention_within_windows(checkpoint: Path, tmp_path: Path) ->
 
 def test_windows_are_tiles() -> None:
     """By hand: 2 x 3 windows over 4 x 5 cells, the last column cut."""
-    labels = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]])
+    labels = torch.tensor(
+        [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]]
+    )
     assert window_of(labels) == (2, 3)
     assert window_of(labels.clone().fill_(0)) is None  # one window
     labels[3, 4] = 0
@@ -368,7 +400,9 @@ def test_calls_that_are_no_images_are_not_joined() -> None:
     weights = within.call.scores(slice(None)).softmax(-1)
     assert weights.shape == (2, 2, 4, 4) and float(weights[:, :, :2, 2:].abs().max()) == 0
     first, own = events[2].call, weights[1, :, :2, :2]  # the second image's first window
-    assert first is not None and torch.allclose(own, first.scores(slice(None)).softmax(-1)[0])
+    assert first is not None and torch.allclose(
+        own, first.scores(slice(None)).softmax(-1)[0]
+    )
     uneven = JoinedCalls(order, 2)  # the second image has other windows
     events = [event(n) for n in (2, 2, 1, 3)]
     assert [uneven.add(one) for one in events] == [None] * 3 + [events[0]]
@@ -399,7 +433,7 @@ def test_the_order_of_tokens_by_codes() -> None:
     perm = torch.randperm(24, generator=torch.Generator().manual_seed(0))
     order = order_of(cells[:, perm].reshape(n * 24, 3), codes)
     assert order is not None and (order.grid, order.axis) == ((4, 6), 0)
-    assert torch.equal(order.laid(cells[:, perm].reshape(n * 24, 3)), cells)
+    assert torch.equal(order.to_grid_order(cells[:, perm].reshape(n * 24, 3)), cells)
     grouped = torch.tensor(cells_by_loop((4, 6), 2)).reshape(6, 4)[[3, 0, 5, 1, 2, 4]]
     merged = cells[:, grouped].sum(2).reshape(1, n * 6, 3)
     order = order_of(merged, codes)
@@ -433,7 +467,9 @@ def test_a_convolution_over_the_grid_keeps_the_order() -> None:
 
 class _Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None])
+        return nn.functional.scaled_dot_product_attention(
+            x[None, None], x[None, None], x[None]
+        )
 
 
 class _Tower(nn.Module):
@@ -447,7 +483,10 @@ class _Tower(nn.Module):
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
         x = self.embed(hidden_states)
         _, rows, cols = grid_thw[0].tolist()
-        image, cell = torch.arange(len(x)) // (rows * cols), torch.arange(len(x)) % (rows * cols)
+        image, cell = (
+            torch.arange(len(x)) // (rows * cols),
+            torch.arange(len(x)) % (rows * cols),
+        )
         positions = {
             "row": [cell // cols, cell % cols],
             "column": [cell % rows, cell // rows],
@@ -461,7 +500,9 @@ class _Tower(nn.Module):
 def test_positions_say_the_order_of_patches() -> None:
     assert accept_images(_Tower("row"), "rows").merge == 1
     for by in ("column", "cell", "image", "nothing"):
-        with pytest.raises(ModelError, match="no order of its patches gives its blocks positions"):
+        with pytest.raises(
+            ModelError, match="no order of its patches gives its blocks positions"
+        ):
             accept_images(_Tower(by), by)
 
 
@@ -520,7 +561,9 @@ def test_only_the_towers_weights_are_read(
     for name, value in model.module.state_dict().items():
         assert torch.equal(value, own[name]), name
     assert all("visual" in name for name in read) and "weights" not in model.notes()
-    language = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    language = json.loads((checkpoint / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     without = {*language.values()} - {f for k, f in language.items() if "visual" in k}
     assert without and not without & {*opened}
     assert model.input_size == (3, 112, 112) and model.transform["mean"][0] == 0.48145466
@@ -541,12 +584,17 @@ print(without, peak())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' own figures")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads Linux' own figures"
+)
 def test_no_language_model_in_memory(checkpoint: Path) -> None:
     """The language model's 152,000 words of 64 numbers are 39 MB: the peak of a tower with its
     weights is that of one with random weights and little more."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(checkpoint)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     without, peak = map(int, done.stdout.split())
     assert peak - without < 15e3, (without, peak)
@@ -556,14 +604,24 @@ def test_no_language_model_in_memory(checkpoint: Path) -> None:
 def test_a_tower_by_the_command(checkpoint: Path, tmp_path: Path) -> None:
     """Extracted as any model; resumed, sharded and grown stores are equal to one made at once."""
     data = plant_images(tmp_path / "data", 10, (70, 90))
-    words = [f"transformers:{checkpoint}#visual", "--data", data, "--slab", 4, "--img-size", 112]
+    words = [
+        f"transformers:{checkpoint}#visual",
+        "--data",
+        data,
+        "--slab",
+        4,
+        "--img-size",
+        112,
+    ]
     words += ["--batch-size", 3]
     sites = ["--sites", "blocks,merger"]
     at_once = tmp_path / "a.zarr"
     result = extracted(*words, *sites, "-o", at_once)
     assert "gets all images at one size" in result.output
     store = open_store(at_once)
-    grids = {site.name: site.layout and site.layout.grid for site in store.manifest.plan.sites}
+    grids = {
+        site.name: site.layout and site.layout.grid for site in store.manifest.plan.sites
+    }
     assert (grids["blocks.3.out"], grids["merger"]) == ((8, 8), (4, 4))
     sharded = tmp_path / "b.zarr"
     for shard in ("1/2", "0/2"):
@@ -585,7 +643,13 @@ def test_images_in_their_own_proportions(checkpoint: Path, tmp_path: Path) -> No
     """--short-side: the grid of the whole canvas, as that size by --img-size; --tiles: each cell as
     its tile gives it. Sides are multiples of patch x merge."""
     data = plant_images(tmp_path / "data", 3, (112, 168))
-    words = [f"transformers:{checkpoint}#visual", "--data", data, "--sites", "blocks,merger"]
+    words = [
+        f"transformers:{checkpoint}#visual",
+        "--data",
+        data,
+        "--sites",
+        "blocks,merger",
+    ]
     extracted(*words, "--short-side", 112, "-o", tmp_path / "a.zarr")
     size = ["--img-size", "112x168", "--crop-mode", "squash"]
     extracted(*words, *size, "-o", tmp_path / "b.zarr")
@@ -597,13 +661,20 @@ def test_images_in_their_own_proportions(checkpoint: Path, tmp_path: Path) -> No
     store = open_store(tmp_path / "c.zarr")
     layouts = {site.name: site.layout for site in store.manifest.plan.sites}
     assert layouts["merger"] is not None and layouts["merger"].grid == (4, 6)
-    photos = [np.asarray(Image.open(data / name).convert("RGB")) for name in store.samples.id]
+    photos = [
+        np.asarray(Image.open(data / name).convert("RGB")) for name in store.samples.id
+    ]
     model = load_model(f"transformers:{checkpoint}#visual", img_size=112)
     mean, std = (np.array(model.transform[key]) for key in ("mean", "std"))
-    pixels = torch.from_numpy((np.stack(photos) / 255 - mean) / std).permute(0, 3, 1, 2).float()
+    pixels = (
+        torch.from_numpy((np.stack(photos) / 255 - mean) / std)
+        .permute(0, 3, 1, 2)
+        .float()
+    )
     table = site_table(model)
     left, right = (
-        captured(model, table, pixels[..., at : at + 112]).sites["merger"][1] for at in (0, 56)
+        captured(model, table, pixels[..., at : at + 112]).sites["merger"][1]
+        for at in (0, 56)
     )
     expected = torch.cat([left, right[:, :, 2:]], 2).flatten(1, 2)
     got = torch.from_numpy(np.asarray(store.acts("merger"))).float()
@@ -616,12 +687,16 @@ def test_what_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     place = f"transformers:{checkpoint}"
     assert "no tower 'vision'; Qwen2_5_VLModel has #visual" in refusal(f"{place}#vision")
     whole = refusal(place)
-    assert "is a model of images and text" in whole and f"expected {place}#visual" in whole
+    assert (
+        "is a model of images and text" in whole and f"expected {place}#visual" in whole
+    )
     assert "100 x 100 pixels: 2 x 2 patches of 14 pixels are merged" in refusal(
         f"{place}#visual", img_size=100
     )
     assert "beyond its limits" in refusal(f"{place}#visual", img_size=28)
-    assert "14 x 14 pixels: 2 x 2 patches of 14" in refusal(f"{place}#visual", img_size=14)
+    assert "14 x 14 pixels: 2 x 2 patches of 14" in refusal(
+        f"{place}#visual", img_size=14
+    )
     long = refusal(f"{place}#visual", img_size=(28, 28 * 210))
     assert "refuses an image of 28 x 5880 pixels" in long and "aspect ratio" in long
     small = tmp_path / "small"
@@ -636,10 +711,15 @@ def test_what_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     transformers.BertConfig(
         num_hidden_layers=1, hidden_size=24, num_attention_heads=2
     ).save_pretrained(text)
-    assert "BertModel has none that takes images" in refusal(f"transformers:{text}#visual")
+    assert "BertModel has none that takes images" in refusal(
+        f"transformers:{text}#visual"
+    )
     remote = tmp_path / "remote"
     remote.mkdir()
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.M"}}
+    config = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.M"},
+    }
     (remote / "config.json").write_text(json.dumps(config))
     (remote / "own.py").write_text("raise SystemExit(3)")
     assert "--trust-remote-code" in refusal(f"transformers:{remote}#visual")

@@ -52,7 +52,9 @@ CLASSES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CLASSES, ids=lambda case: case[0])
-def test_a_class_against_its_own_outputs(script: ModuleType, case: tuple[Any, ...]) -> None:
+def test_a_class_against_its_own_outputs(
+    script: ModuleType, case: tuple[Any, ...]
+) -> None:
     """Hidden states to the bit, eager's attention to 1e-6, sums proven."""
     name, path, residual, attention, last = case
     row = script.attempt(name)
@@ -81,16 +83,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.ViTConfig(**TINY, id2label=labels, num_labels=4)
     transformers.ViTForImageClassification(config).save_pretrained(place / "vit")
     processor = transformers.ViTImageProcessor(
-        size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]
+        size={"height": 32, "width": 32},
+        image_mean=[0.1, 0.2, 0.3],
+        image_std=[0.4, 0.5, 0.6],
     )
     processor.save_pretrained(place / "vit")
-    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 50}
-    both = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=12)
+    text = {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "vocab_size": 50,
+    }
+    both = transformers.CLIPConfig(
+        vision_config=TINY, text_config=text, projection_dim=12
+    )
     transformers.CLIPModel(both).save_pretrained(place / "clip")
     for name, content in (
         (
             "remote",
-            {"model_type": "new", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}},
+            {
+                "model_type": "new",
+                "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"},
+            },
         ),
         ("unknown", {"model_type": "surely_unknown"}),
         ("no-json", None),
@@ -104,7 +118,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = place / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:300])
     config = place / "mismatched" / "config.json"
-    config.write_text(config.read_text().replace('"hidden_size": 24', '"hidden_size": 30'))
+    config.write_text(
+        config.read_text().replace('"hidden_size": 24', '"hidden_size": 30')
+    )
     return place
 
 
@@ -116,7 +132,12 @@ def test_the_name_of_a_folder_with_dots(
     for name in ("run.v2", "other.v2"):
         shutil.copytree(folder / "vit", tmp_path / name)
     shown = {}
-    for name in ("run.v2", "other.v2/", f"../{tmp_path.name}/run.v2", str(folder / "vit")):
+    for name in (
+        "run.v2",
+        "other.v2/",
+        f"../{tmp_path.name}/run.v2",
+        str(folder / "vit"),
+    ):
         model = load_model(f"transformers:{name}")
         shown[name] = weights_name({"weights": model.weights})
     assert [*shown.values()] == ["run.v2", "other.v2", "run.v2", "vit"]
@@ -128,7 +149,10 @@ def test_a_checkpoint_of_a_folder(folder: Path, tmp_path: Path) -> None:
     model = load_model(f"transformers:{folder}/vit")
     assert model.architecture == "transformers:ViTForImageClassification"
     assert model.class_names == ["a", "b", "c", "d"] and model.input_size == (3, 32, 32)
-    assert model.transform["mean"] == (0.1, 0.2, 0.3) and model.transform["crop_mode"] == "squash"
+    assert (
+        model.transform["mean"] == (0.1, 0.2, 0.3)
+        and model.transform["crop_mode"] == "squash"
+    )
     assert model.origin["processor"]["image_std"] == [0.4, 0.5, 0.6]
     plain = transformers.ViTForImageClassification.from_pretrained(folder / "vit").eval()
     x = torch.randn(2, 3, 32, 32)
@@ -167,7 +191,9 @@ def test_a_store_and_a_study_of_two_sources(folder: Path, tmp_path: Path) -> Non
     assert store.plan.attention and len(store.plan.sublayers) == 4
     assert store.manifest.model["origin"]["library"] == "transformers"
     paths = {site.name: site.site_path for site in store.plan.sites}
-    assert paths["blocks.1.out"] and paths["blocks.1.out"].endswith(("layers.1", "layer.1"))
+    assert paths["blocks.1.out"] and paths["blocks.1.out"].endswith(
+        ("layers.1", "layer.1")
+    )
     assert "complete" in extracted(*words, "-o", out).output
     extracted(*words, "-o", tmp_path / "n.zarr", "--dry-run")
     assert not (tmp_path / "n.zarr").exists()
@@ -178,9 +204,21 @@ def test_a_store_and_a_study_of_two_sources(folder: Path, tmp_path: Path) -> Non
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no name": ("transformers:", {}, "names no model"),
-    "no weights": ("transformers:ViTModel", {}, "is a class without weights; give --random-init"),
-    "no model": ("transformers:ViTConfig", {"random_init": 0}, "ViTConfig of transformers is no"),
-    "text": ("transformers:BertModel", {"random_init": 0}, "takes input_ids; expected a model of"),
+    "no weights": (
+        "transformers:ViTModel",
+        {},
+        "is a class without weights; give --random-init",
+    ),
+    "no model": (
+        "transformers:ViTConfig",
+        {"random_init": 0},
+        "ViTConfig of transformers is no",
+    ),
+    "text": (
+        "transformers:BertModel",
+        {"random_init": 0},
+        "takes input_ids; expected a model of",
+    ),
     "argument": (
         "transformers:ViTModel",
         {"random_init": 0, "model_args": {"depth": 3}},
@@ -201,15 +239,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "needs code of its repository, which runs with --trust-remote-code alone",
     ),
     "cut weights": ("transformers:{}/cut", {}, "cannot be loaded: SafetensorError"),
-    "other weights": ("transformers:{}/mismatched", {}, "does not fit this model: of another size"),
-    "revision of a folder": ("transformers:{}/vit@main", {}, "names the revision 'main' of a fol"),
+    "other weights": (
+        "transformers:{}/mismatched",
+        {},
+        "does not fit this model: of another size",
+    ),
+    "revision of a folder": (
+        "transformers:{}/vit@main",
+        {},
+        "names the revision 'main' of a fol",
+    ),
     "revision of a class": (
         "transformers:ViTModel@main",
         {"random_init": 0},
         "names the revision 'main' of a class; expected it of OWNER/NAME alone",
     ),
-    "near a class": ("transformers:VitModel", {"random_init": 0}, "(near names of classes: "),
-    "weights that are not there": ("transformers:{}/config-alone", {}, "cannot be loaded"),
+    "near a class": (
+        "transformers:VitModel",
+        {"random_init": 0},
+        "(near names of classes: ",
+    ),
+    "weights that are not there": (
+        "transformers:{}/config-alone",
+        {},
+        "cannot be loaded",
+    ),
 }
 
 
@@ -263,7 +317,10 @@ def test_open_clip() -> None:
     assert len(table.attention) == 2 and len(table.sublayers) == 4
     assert model.origin == {"library": "open_clip", "version": open_clip.__version__}
     for name, phrase in (
-        ("open_clip:ViT-B-23", "no model of open_clip is called 'ViT-B-23'; near names: ViT-B-32"),
+        (
+            "open_clip:ViT-B-23",
+            "no model of open_clip is called 'ViT-B-23'; near names: ViT-B-32",
+        ),
         ("open_clip:ViT-B-32/nobody", "has no weights 'nobody'; it has: openai"),
         ("open_clip:ViT-B-32", "names no weights: give open_clip:ViT-B-32/TAG (openai"),
     ):
@@ -274,7 +331,12 @@ def test_open_clip() -> None:
 
 def test_images_as_patches(script: ModuleType) -> None:
     """SigLIP 2 NaFlex: what transformers itself gives for patches that its own processor cuts."""
-    args = {"num_patches": 16, "patch_size": 8, "hidden_size": 24, "num_attention_heads": 3}
+    args = {
+        "num_patches": 16,
+        "patch_size": 8,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+    }
     args |= {"num_hidden_layers": 2, "intermediate_size": 48}
     name = "transformers:Siglip2VisionModel"
     model = load_model(name, random_init=0, model_args=args)
@@ -293,7 +355,9 @@ def test_images_as_patches(script: ModuleType) -> None:
     assert layout is not None and (layout.prefix, layout.grid) == ((), (3, 5))
     assert layout.stride_px == (8.0, 8.0) and len(table.attention) == 2
     odd = load_model(name, random_init=0, model_args=args, img_size=36)
-    with pytest.raises(ModelError, match=r"36 x 36 pixels: patches of 8 x 8 pixels do not divide"):
+    with pytest.raises(
+        ModelError, match=r"36 x 36 pixels: patches of 8 x 8 pixels do not divide"
+    ):
         site_table(odd)
 
 
@@ -302,7 +366,9 @@ def test_what_needs_more_than_images_is_refused() -> None:
         def forward(self, hidden_states: torch.Tensor, boxes: torch.Tensor) -> None:
             """Never called."""
 
-    with pytest.raises(ModelError, match="tower takes hidden_states with boxes; expected a model"):
+    with pytest.raises(
+        ModelError, match="tower takes hidden_states with boxes; expected a model"
+    ):
         refuse_others(Pairs(), "tower")
 
 
@@ -312,6 +378,8 @@ def test_a_grid_by_the_patch_size_that_is_stated() -> None:
     args = {**TINY, "image_size": 64, "patch_size": 16}
     config = transformers.RadioConfig()
     given = {key: value for key, value in args.items() if hasattr(config, key)}
-    model = load_model("transformers:RadioModel", random_init=0, model_args=given, img_size=64)
+    model = load_model(
+        "transformers:RadioModel", random_init=0, model_args=given, img_size=64
+    )
     layout = site_table(model)["blocks.0.out"].layout
     assert layout is not None and layout.grid == (4, 4) and len(layout.prefix) > 1

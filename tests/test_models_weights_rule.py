@@ -24,7 +24,12 @@ TINY = {
     **{"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3},
     **{"intermediate_size": 48, "image_size": 32, "patch_size": 8},
 }
-KINDS = ("ViTModel", "ViTForImageClassification", "Dinov2WithRegistersModel", "CLIPVisionModel")
+KINDS = (
+    "ViTModel",
+    "ViTForImageClassification",
+    "Dinov2WithRegistersModel",
+    "CLIPVisionModel",
+)
 
 
 def saved(place: Path, kind: str = "ViTModel", **config: Any) -> Path:
@@ -51,7 +56,10 @@ def without(word: str) -> Callable[[State], State]:
 
 
 def beside(**tensors: Tensor) -> Callable[[State], State]:
-    return lambda state: {**state, **{n.replace("__", "."): x for n, x in tensors.items()}}
+    return lambda state: {
+        **state,
+        **{n.replace("__", "."): x for n, x in tensors.items()},
+    }
 
 
 def inside(state: State) -> State:
@@ -69,7 +77,8 @@ PREFIXES = ["module.", "_orig_mod.", "net.", "model.", "module._orig_mod.backbon
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [("ViTModel", prefix) for prefix in PREFIXES] + [(kind, "module.") for kind in KINDS[1:]],
+    [("ViTModel", prefix) for prefix in PREFIXES]
+    + [(kind, "module.") for kind in KINDS[1:]],
 )
 def test_prefixes_in_a_folder_are_cut(kind: str, prefix: str, tmp_path: Path) -> None:
     place = saved(tmp_path / "m", kind)
@@ -109,7 +118,9 @@ def test_folders_that_do_not_fit(case: str, tmp_path: Path) -> None:
     change, phrase = REFUSED[case]
     text = refusal(rewritten(saved(tmp_path / "m"), change))
     assert phrase in text and "\n" not in text
-    load_model(f"transformers:{tmp_path}/m", random_init=0)  # which says that they are random
+    load_model(
+        f"transformers:{tmp_path}/m", random_init=0
+    )  # which says that they are random
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -162,14 +173,20 @@ def test_encoders_of_other_tasks(kind: str, tmp_path: Path) -> None:
     made = getattr(transformers, kind)
     if kind == "CLIPModel":
         text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-        config = transformers.CLIPConfig(vision_config=TINY, text_config={**text, "vocab_size": 9})
+        config = transformers.CLIPConfig(
+            vision_config=TINY, text_config={**text, "vocab_size": 9}
+        )
     else:
-        own = {**TINY, "encoder_stride": 8} if kind == "ViTForMaskedImageModeling" else TINY
+        own = (
+            {**TINY, "encoder_stride": 8} if kind == "ViTForMaskedImageModeling" else TINY
+        )
         config = made.config_class(**own)
     torch.manual_seed(1)
     made(config).save_pretrained(tmp_path)
     weights = load_model(f"transformers:{tmp_path}").weights
-    assert not [name for name in weights.get("missing", ()) if not name.startswith("pooler.")]
+    assert not [
+        name for name in weights.get("missing", ()) if not name.startswith("pooler.")
+    ]
 
 
 def test_one_copy_of_two_in_a_folder(tmp_path: Path) -> None:
@@ -249,7 +266,9 @@ def test_parts_beside_the_model_are_known_or_refused(tmp_path: Path) -> None:
     text = unfit(tmp_path, {**state, "adapter.weight": torch.zeros(2)})
     assert "left over: 1 (adapter.weight)" in text
     # Whoever names the part asks for it alone.
-    model = opened(tmp_path, {**state, "adapter.weight": torch.zeros(2)}, checkpoint_key="backbone")
+    model = opened(
+        tmp_path, {**state, "adapter.weight": torch.zeros(2)}, checkpoint_key="backbone"
+    )
     assert holds(model, trained()) and model.weights["key"] == "backbone"
 
 
@@ -262,7 +281,10 @@ def test_tensors_that_are_no_floats(dtype: torch.dtype, tmp_path: Path) -> None:
     for name in ("blocks.1.mlp.fc1.weight", "pos_embed", "patch_embed.proj.weight"):
         changed = {**state, name: (state[name] * 100).to(dtype)}
         text = unfit(tmp_path, changed)
-        assert f"{name} is {str(dtype).removeprefix('torch.')} where the model has float32" in text
+        assert (
+            f"{name} is {str(dtype).removeprefix('torch.')} where the model has float32"
+            in text
+        )
     unfit(tmp_path, changed, img_size=48)  # resampled or not
 
 
@@ -360,7 +382,10 @@ def test_training_files_of_dinov2(tmp_path: Path) -> None:
     }  # fmt: skip
     chunks |= {key: x for key, x in headless.items() if "blocks." not in key}
     chunks |= {"mask_token": torch.zeros(1, 24)}
-    heads = {"dino_head.mlp.0.weight": torch.zeros(2), "ibot_head.last_layer.weight": torch.ones(2)}
+    heads = {
+        "dino_head.mlp.0.weight": torch.zeros(2),
+        "ibot_head.last_layer.weight": torch.ones(2),
+    }
     teacher = under("backbone.")(chunks) | heads
     student = under("backbone.")({key: x + 1 for key, x in chunks.items()}) | heads
     for content in ({"teacher": teacher}, {"teacher": teacher, "student": student}):
@@ -381,9 +406,13 @@ def test_dinov2_with_registers_is_said_as_it_is_read(tmp_path: Path) -> None:
     raw["pos_embed"] = torch.cat([place, raw["pos_embed"]], 1)
     raw["cls_token"] = raw["cls_token"] - place
     model = opened(tmp_path, {**raw, "mask_token": torch.zeros(1, 24)}, name)
-    assert "resampled" not in model.weights and model.weights["unexpected"] == ["mask_token"]
+    assert "resampled" not in model.weights and model.weights["unexpected"] == [
+        "mask_token"
+    ]
     torch.testing.assert_close(model.module.state_dict()["pos_embed"], state["pos_embed"])
-    assert not any("resampled" in line or "register_tokens" in line for line in model.notes())
+    assert not any(
+        "resampled" in line or "register_tokens" in line for line in model.notes()
+    )
 
 
 # --------------------------------------------------------------------------------- other sources
@@ -400,7 +429,9 @@ def timm_folder(place: Path, state: State, args: dict[str, Any] | None = None) -
     config["pretrained_cfg"] = {"input_size": [3, 32, 32], "num_classes": 1000}
     config["pretrained_cfg"] |= {"first_conv": "patch_embed.proj", "classifier": "head"}
     (place / "config.json").write_text(json.dumps(config))
-    save_file({name: x.contiguous() for name, x in state.items()}, place / "model.safetensors")
+    save_file(
+        {name: x.contiguous() for name, x in state.items()}, place / "model.safetensors"
+    )
     return f"local-dir:{place}"
 
 
@@ -459,15 +490,26 @@ def test_a_file_that_leaves_its_model_random(tmp_path: Path) -> None:
     name = f"{tmp_path}/m.py:build"
     for how in ("right", "headless", "by hand"):
         assert load_model(name, model_args={"how": how}).weights["source"] == "file"
-    for how, phrase in (("prefix", "missing: 30"), ("short", "missing: 12"), ("integers", "int8")):
+    for how, phrase in (
+        ("prefix", "missing: 30"),
+        ("short", "missing: 12"),
+        ("integers", "int8"),
+    ):
         assert phrase in refusal(name, model_args={"how": how})
     random = load_model(name, random_init=0, model_args={"how": "prefix"})
     assert random.weights["source"] == "random"
 
 
 def test_a_tower_goes_by_the_same_rule(tmp_path: Path) -> None:
-    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 9}
-    config = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=12)
+    text = {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "vocab_size": 9,
+    }
+    config = transformers.CLIPConfig(
+        vision_config=TINY, text_config=text, projection_dim=12
+    )
     torch.manual_seed(1)
     transformers.CLIPModel(config).save_pretrained(tmp_path)
     original = load_file(tmp_path / "model.safetensors")
@@ -479,9 +521,18 @@ def test_a_tower_goes_by_the_same_rule(tmp_path: Path) -> None:
         assert [load_model(name).weights["sha256"] for name in names] == expected
     for change, phrase in (
         (without(layer), "missing: 16"),
-        (lambda state: {**state, f"{layer}adapter.weight": torch.ones(2)}, "left over: 1"),
-        (lambda state: {**state, f"{layer}mlp.fc1.weight": torch.ones(48, 24).char()}, "nt8"),
-        (lambda state: {**state, f"{layer}mlp.fc1.bias": torch.ones(1)}, "of another size: 1"),
+        (
+            lambda state: {**state, f"{layer}adapter.weight": torch.ones(2)},
+            "left over: 1",
+        ),
+        (
+            lambda state: {**state, f"{layer}mlp.fc1.weight": torch.ones(48, 24).char()},
+            "nt8",
+        ),
+        (
+            lambda state: {**state, f"{layer}mlp.fc1.bias": torch.ones(1)},
+            "of another size: 1",
+        ),
     ):
         save_file(change(original), tmp_path / "model.safetensors", {"format": "pt"})
         for name in names:
@@ -496,18 +547,24 @@ def test_torch_files_in_a_folder_of_transformers(tmp_path: Path) -> None:
     for change in (dict, under("module."), inside):
         torch.save(change(state), place / "pytorch_model.bin")
         assert load_model(f"transformers:{place}").weights["sha256"] == expected
-    torch.save({key: x.to(torch.int8) for key, x in state.items()}, place / "pytorch_model.bin")
+    torch.save(
+        {key: x.to(torch.int8) for key, x in state.items()}, place / "pytorch_model.bin"
+    )
     assert "is int8" in refusal(f"transformers:{place}")
 
 
 def test_a_copy_without_a_prefix_in_a_folder(tmp_path: Path) -> None:
     place = saved(tmp_path / "m")
     expected = load_model(f"transformers:{place}").weights["sha256"]
-    name = rewritten(place, lambda s: {**s, **{f"ema.{key}": x + 1 for key, x in s.items()}})
+    name = rewritten(
+        place, lambda s: {**s, **{f"ema.{key}": x + 1 for key, x in s.items()}}
+    )
     weights = load_model(name).weights
     assert weights["sha256"] == expected and weights["other_keys"] == ["ema"]
     place = saved(tmp_path / "n")
-    name = rewritten(place, lambda s: {**under("net.")(s), "adapter.weight": torch.ones(2)})
+    name = rewritten(
+        place, lambda s: {**under("net.")(s), "adapter.weight": torch.ones(2)}
+    )
     assert "left over: 1 (adapter.weight)" in refusal(name)
 
 
@@ -516,11 +573,15 @@ def test_moco_s_other_copy_keeps_its_layout(tmp_path: Path) -> None:
     args = {"embed_dim": 384, "depth": 2, "num_heads": 12, "patch_size": 8}
     state = trained("vit_small_patch16_224", **args)
     both = under("module.base_encoder.")(state) | under("module.momentum_encoder.")(state)
-    torch.save({"state_dict": {**both, "module.predictor.x": torch.ones(2)}}, tmp_path / "w.pth")
+    torch.save(
+        {"state_dict": {**both, "module.predictor.x": torch.ones(2)}}, tmp_path / "w.pth"
+    )
     del args["num_heads"]
     for key in (None, "momentum_encoder", "state_dict.momentum_encoder"):
         model = load_model(
             "vit_small_patch16_224", checkpoint=tmp_path / "w.pth", checkpoint_key=key,
             img_size=32, model_args=args,
         )  # fmt: skip
-        assert model.weights["layout"] == "MoCo v3" and model.model_args["num_heads"] == 12
+        assert (
+            model.weights["layout"] == "MoCo v3" and model.model_args["num_heads"] == 12
+        )

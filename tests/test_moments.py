@@ -65,7 +65,10 @@ def test_constant_examples_have_no_spread_at_all() -> None:
 
 def test_large_mean_costs_no_digits() -> None:
     x = np.random.default_rng(1).normal(size=1000)
-    near, far = moments_of(x).summary(), moments_of(x[:300] + 1e9, x[300:] + 1e9).summary()
+    near, far = (
+        moments_of(x).summary(),
+        moments_of(x[:300] + 1e9, x[300:] + 1e9).summary(),
+    )
     # adding 1e9 rounds each example to 1e-7; the naive sum of squares would be off by 1e2
     assert float(far.std) == pytest.approx(float(near.std), rel=1e-6)
 
@@ -112,7 +115,9 @@ def test_the_mean_over_tokens_leaves_out_what_is_not_a_number() -> None:
         numbers = [value for value in image if value == value]
         expected.append(sum(numbers) / len(numbers) if numbers else np.nan)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # numpy's nanmean warns of an image without a number
+        warnings.simplefilter(
+            "error"
+        )  # numpy's nanmean warns of an image without a number
         np.testing.assert_allclose(mean_over_tokens(values), expected, rtol=1e-15)
     by_hand = mean_over_tokens([[1.0, np.nan, 3.0], [np.nan] * 3])
     np.testing.assert_array_equal(by_hand, [2.0, np.nan])

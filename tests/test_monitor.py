@@ -27,7 +27,7 @@ from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import Interrupted
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.tables.results import Table
-from vitsee_core.training.monitor import cpu_copy, undisturbed, unwrapped
+from vitsee_core.training.monitor import cpu_copy, preserve_rng_and_modes, unwrapped
 from vitsee_core.training.series import Series, scalars
 from vitsee_stores.errors import VitseeError
 
@@ -53,12 +53,24 @@ def cnn() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5)),
-        *(nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 2)),
+        *(
+            nn.Conv2d(8, 8, 3, stride=2),
+            nn.BatchNorm2d(8),
+            nn.Flatten(),
+            nn.Linear(72, 2),
+        ),
     )
 
 
-def monitored(model: nn.Module, data: Path, output: Path, **options: Any) -> vitsee.Monitor:
-    given = {"every": 1, "analyses": ["attn-dist"], "transform": INPUT, "say": lambda line: None}
+def monitored(
+    model: nn.Module, data: Path, output: Path, **options: Any
+) -> vitsee.Monitor:
+    given = {
+        "every": 1,
+        "analyses": ["attn-dist"],
+        "transform": INPUT,
+        "say": lambda line: None,
+    }
     return vitsee.Monitor(model, data, output, **{**given, **options})
 
 
@@ -111,7 +123,12 @@ class Trained:
 
 def process_state() -> tuple[Any, ...]:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    return (torch.get_num_threads(), torch.get_default_dtype(), list(warnings.filters), *handlers)
+    return (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        list(warnings.filters),
+        *handlers,
+    )
 
 
 def test_training_with_it_equals_training_without_to_the_bit(
@@ -151,13 +168,15 @@ def test_undisturbed_restores_what_it_changes() -> None:
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             threads, state = torch.get_num_threads(), torch.get_rng_state()
-            with undisturbed():
+            with preserve_rng_and_modes():
                 assert torch.zeros(1).dtype == torch.float32 and torch.is_grad_enabled()
                 assert not torch.is_autocast_enabled("cpu")
                 torch.set_num_threads(threads + 1)
                 torch.manual_seed(99)
             assert torch.get_num_threads() == threads and torch.is_autocast_enabled("cpu")
-            assert torch.equal(torch.get_rng_state(), state) and not torch.is_grad_enabled()
+            assert (
+                torch.equal(torch.get_rng_state(), state) and not torch.is_grad_enabled()
+            )
             assert torch.zeros(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -206,7 +225,9 @@ def test_numbers_are_those_of_extraction_and_command(
     assert steps(tmp_path / "run")["status"].tolist() == ["measured"] * 3
 
 
-def test_autocast_around_it_changes_nothing(vit: nn.Module, photos: Path, tmp_path: Path) -> None:
+def test_autocast_around_it_changes_nothing(
+    vit: nn.Module, photos: Path, tmp_path: Path
+) -> None:
     plain = monitored(vit, photos, tmp_path / "a")(0)
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         within = monitored(vit, photos, tmp_path / "b")(0)
@@ -218,17 +239,60 @@ def test_scalars_are_means_over_heads() -> None:
     """By hand: two heads of a block, one without a value in the second block, a baseline, and two
     values of k."""
     rows = [
-        {"site": "blocks.0", "head": 0, "k": 1, "metric": "d", "value": 1.0, "baseline": None},
-        {"site": "blocks.0", "head": 1, "k": 1, "metric": "d", "value": 4.0, "baseline": None},
-        {"site": "blocks.1", "head": 0, "k": 1, "metric": "d", "value": 5.0, "baseline": None},
-        {"site": "blocks.1", "head": 1, "k": 1, "metric": "d", "value": None, "baseline": None},
-        {"site": "blocks.1", "head": 0, "k": 1, "metric": "d", "value": 9.0, "baseline": "random"},
+        {
+            "site": "blocks.0",
+            "head": 0,
+            "k": 1,
+            "metric": "d",
+            "value": 1.0,
+            "baseline": None,
+        },
+        {
+            "site": "blocks.0",
+            "head": 1,
+            "k": 1,
+            "metric": "d",
+            "value": 4.0,
+            "baseline": None,
+        },
+        {
+            "site": "blocks.1",
+            "head": 0,
+            "k": 1,
+            "metric": "d",
+            "value": 5.0,
+            "baseline": None,
+        },
+        {
+            "site": "blocks.1",
+            "head": 1,
+            "k": 1,
+            "metric": "d",
+            "value": None,
+            "baseline": None,
+        },
+        {
+            "site": "blocks.1",
+            "head": 0,
+            "k": 1,
+            "metric": "d",
+            "value": 9.0,
+            "baseline": "random",
+        },
     ]
-    assert scalars("x", Table.from_rows(rows)) == {"x/d/blocks.0": 2.5, "x/d/blocks.1": 5.0}
+    assert scalars("x", Table.from_rows(rows)) == {
+        "x/d/blocks.0": 2.5,
+        "x/d/blocks.1": 5.0,
+    }
     rows.append(rows[0] | {"k": 20, "value": 7.0})
     found = scalars("x", Table.from_rows(rows))
     assert found["x/d/blocks.0/k=1"] == 2.5 and found["x/d/blocks.0/k=20"] == 7.0
-    pair = {"site_a": "blocks.0.out", "site_b": "blocks.1.out", "metric": "cka", "value": 0.5}
+    pair = {
+        "site_a": "blocks.0.out",
+        "site_b": "blocks.1.out",
+        "metric": "cka",
+        "value": 0.5,
+    }
     pairs = Table.from_rows([pair, pair | {"site_b": "blocks.0.out", "value": 1.0}])
     assert scalars("cka", pairs) == {
         "cka/cka/blocks.0.out ~ blocks.1.out": 0.5,
@@ -236,7 +300,9 @@ def test_scalars_are_means_over_heads() -> None:
     }
 
 
-def test_a_logger_gets_every_number_of_a_step(vit: nn.Module, photos: Path, tmp_path: Path) -> None:
+def test_a_logger_gets_every_number_of_a_step(
+    vit: nn.Module, photos: Path, tmp_path: Path
+) -> None:
     got: dict[tuple[str, int], float] = {}
 
     def log(name: str, value: float, step: int) -> None:
@@ -259,11 +325,15 @@ def test_classifiers_learn_from_images_of_their_own(
     others = tmp_path / "others"
     for i in range(6):  # other pictures of the same classes
         (others / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(50 + i).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(50 + i).integers(
+            0, 256, (32, 48, 3), dtype=np.uint8
+        )
         from PIL import Image
 
         Image.fromarray(pixels).save(others / f"class{i % 2}" / f"{i}.png")
-    monitor = monitored(vit, photos, tmp_path / "run", train=others, analyses={"knn": {"ks": [3]}})
+    monitor = monitored(
+        vit, photos, tmp_path / "run", train=others, analyses={"knn": {"ks": [3]}}
+    )
     found = monitor(0)
     assert found is not None and found["knn"]["n_images"].tolist()[0] == N
     assert not list((tmp_path / "run/stores").iterdir())
@@ -304,7 +374,9 @@ def test_the_module_below_wrappers_is_measured(
     for name, model in wrapped.items():
         found = monitored(model, photos, tmp_path / name)(0)
         assert found is not None, name
-        assert np.array_equal(found["attn-dist"]["value"], plain["attn-dist"]["value"]), name
+        assert np.array_equal(found["attn-dist"]["value"], plain["attn-dist"]["value"]), (
+            name
+        )
     assert unwrapped(wrapped["both"]) is vit and unwrapped(average) is average.module
 
 
@@ -340,7 +412,9 @@ def test_a_copy_runs_nothing_of_the_model_itself(vit: Any) -> None:
     assert torch.equal(copied(x), expected)
     del vit._original_forward
     vit.blocks[1].forward = functools.partial(type(vit.blocks[1]).forward, vit.blocks[1])
-    with pytest.raises(ModelError, match=r"forward of blocks\.1 is replaced by a function"):
+    with pytest.raises(
+        ModelError, match=r"forward of blocks\.1 is replaced by a function"
+    ):
         cpu_copy(vit)
 
 
@@ -357,7 +431,10 @@ def test_a_step_that_diverged_is_a_row_and_the_next_is_measured(
         got[name, step] = value
 
     monitor = monitored(vit, photos, tmp_path / "run", say=said.append, log=log)
-    weight, sound = vit.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight.detach().clone()
+    weight, sound = (
+        vit.blocks[1].mlp.fc1.weight,
+        vit.blocks[1].mlp.fc1.weight.detach().clone(),
+    )
     assert monitor(0) is not None
     weight.data[0, 0] = float("nan")
     assert monitor(1) is None
@@ -368,7 +445,9 @@ def test_a_step_that_diverged_is_a_row_and_the_next_is_measured(
     found = steps(tmp_path / "run")
     assert found["status"].tolist() == ["measured", "diverged", "diverged", "measured"]
     notes = found["note"].tolist()
-    assert notes[1].endswith("weights: blocks.1.mlp.fc1.weight") and "NaN or inf" in notes[2]
+    assert (
+        notes[1].endswith("weights: blocks.1.mlp.fc1.weight") and "NaN or inf" in notes[2]
+    )
     assert any(line.startswith("step 1: diverged: ") for line in said)
     assert [got["diverged", step] for step in range(4)] == [0, 1, 1, 0]
     table = Table.read(tmp_path / "run/results/attn-dist.csv")
@@ -390,7 +469,9 @@ def test_a_failure_later_is_a_row_the_first_one_an_error(
     with monkeypatch.context() as patch:
         patch.setattr(Series, "_extracted", broken)
         assert monitor(1) is None
-    (photos / "class0" / "more.png").write_bytes((photos / "class0" / "000.png").read_bytes())
+    (photos / "class0" / "more.png").write_bytes(
+        (photos / "class0" / "000.png").read_bytes()
+    )
     try:
         assert monitor(2) is None
     finally:
@@ -450,7 +531,10 @@ def test_cost_is_limited(
     assert found["share"].tolist()[4:] == [0.1, 0.08, 0.1]
     skipped = "step 1: skipped: would bring measuring to 40.0 % of the training time, most is 0.1"
     assert skipped in said
-    assert "step 6: measured in 2.0 s; 6.0 s of measuring, 10 % of 60.0 s of training" in said
+    assert (
+        "step 6: measured in 2.0 s; 6.0 s of measuring, 10 % of 60.0 s of training"
+        in said
+    )
     assert monitor.share == pytest.approx(6 / 70)
 
 
@@ -464,15 +548,21 @@ def test_going_on_after_a_restart(vit: nn.Module, photos: Path, tmp_path: Path) 
     before = Table.read(place / "results/attn-dist.csv").filter(step=0)["value"]
     with pytest.raises(VitseeError, match="has 3 steps of a model: give resume=True"):
         monitored(vit, photos, place, keep="stores", images=6)
-    with pytest.raises(VitseeError, match=r"was made with options .*'images': 6.* choose another"):
+    with pytest.raises(
+        VitseeError, match=r"was made with options .*'images': 6.* choose another"
+    ):
         monitored(vit, photos, place, images=7, resume=True)
     vit.blocks[0].mlp.fc1.weight.data.mul_(2)  # type: ignore[index, union-attr]
     said: list[str] = []
-    again = monitored(vit, photos, place, keep="stores", images=6, resume=True, say=said.append)
+    again = monitored(
+        vit, photos, place, keep="stores", images=6, resume=True, say=said.append
+    )
     again(1)
     assert said[0] == "step 1 to 2 of the training before the restart: measured anew"
     table = Table.read(place / "results/attn-dist.csv")
-    assert set(table["step"]) == {0, 1} and np.array_equal(table.filter(step=0)["value"], before)
+    assert set(table["step"]) == {0, 1} and np.array_equal(
+        table.filter(step=0)["value"], before
+    )
     assert steps(place)["step"].tolist() == [0, 1]
     assert sorted(p.name for p in (place / "stores").iterdir()) == [
         "model-step0.zarr",
@@ -483,8 +573,14 @@ def test_going_on_after_a_restart(vit: nn.Module, photos: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"analyses": ["atn-dist"]}, "no analysis 'atn-dist'; expected the name of a command"),
-        ({"analyses": {"attn-dist": {"metric": 1}}}, "attn-dist has no keyword 'metric'; it has"),
+        (
+            {"analyses": ["atn-dist"]},
+            "no analysis 'atn-dist'; expected the name of a command",
+        ),
+        (
+            {"analyses": {"attn-dist": {"metric": 1}}},
+            "attn-dist has no keyword 'metric'; it has",
+        ),
         ({"analyses": ["cka:lst"]}, "expected cka, or with : one of first, previous"),
         ({"analyses": ["knn"]}, "knn learns from images: give train="),
         ({"analyses": "knn"}, "expected a list of names of commands"),

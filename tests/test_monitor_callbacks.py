@@ -17,7 +17,11 @@ from vitsee_core.tables.results import Table
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 INPUT: dict[str, Any] = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-GIVEN: dict[str, Any] = {"transform": INPUT, "analyses": ["attn-dist"], "say": lambda line: None}
+GIVEN: dict[str, Any] = {
+    "transform": INPUT,
+    "analyses": ["attn-dist"],
+    "say": lambda line: None,
+}
 
 
 @pytest.fixture
@@ -33,7 +37,11 @@ def steps(output: Path, unit: str = "step") -> list[int]:
 @pytest.mark.slow
 def test_transformers_trainer(photos: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+    from transformers.trainer_callback import (
+        CallbackHandler,
+        TrainerControl,
+        TrainerState,
+    )
 
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2,
@@ -80,7 +88,9 @@ def test_lightning(
 
     kind = runpy.run_path(str(EXAMPLES / "monitor_lightning.py"))["MonitorCallback"]
     logged: list[tuple[int, dict[str, float]]] = []
-    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, metrics)))
+    logger = SimpleNamespace(
+        log_metrics=lambda metrics, step: logged.append((step, metrics))
+    )
     trainer = SimpleNamespace(global_step=0, current_epoch=0, logger=logger)
     model = timm.create_model("test_vit", img_size=16, patch_size=8)
     module = SimpleNamespace(model=model)
@@ -93,4 +103,6 @@ def test_lightning(
         callback.on_train_epoch_end(trainer, module)
     assert steps(tmp_path / "run", "epoch" if epochs else "step") == expected
     assert [step for step, metrics in logged if "diverged" in metrics] == expected
-    assert any(name.startswith("attn-dist/distance_px/blocks.0") for _, m in logged for name in m)
+    assert any(
+        name.startswith("attn-dist/distance_px/blocks.0") for _, m in logged for name in m
+    )

@@ -54,7 +54,11 @@ def test_what_is_refused(text: str, phrase: str) -> None:
 @pytest.mark.slow
 def test_extract_in_python(tmp_path: Path) -> None:
     named = vitsee.extract(
-        "demo:vit?random-init=5", "demo:test", tmp_path / "a.zarr", images=2, sites="embed"
+        "demo:vit?random-init=5",
+        "demo:test",
+        tmp_path / "a.zarr",
+        images=2,
+        sites="embed",
     )
     assert named.manifest.model["name"] == "demo:vit"
     assert named.manifest.model["weights"]["seed"] == 5
@@ -67,7 +71,15 @@ def test_extract_in_python(tmp_path: Path) -> None:
 
 def test_weights_of_one_model_twice(tmp_path: Path) -> None:
     path = tmp_path / "w.csv"
-    words = ["weights", "demo:vit", "demo:vit?random-init=0", "--what", "components", "-o", path]
+    words = [
+        "weights",
+        "demo:vit",
+        "demo:vit?random-init=0",
+        "--what",
+        "components",
+        "-o",
+        path,
+    ]
     found = CliRunner().invoke(main, [*map(str, words)])
     assert found.exit_code == 0, found.stderr
     table = Table.read(path)

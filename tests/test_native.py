@@ -39,12 +39,23 @@ from vitsee_stores.store import BY_IMAGE
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 
 VISION = {
-    **{"depth": 3, "num_heads": 2, "hidden_size": 24, "embed_dim": 24, "intermediate_size": 40},
+    **{
+        "depth": 3,
+        "num_heads": 2,
+        "hidden_size": 24,
+        "embed_dim": 24,
+        "intermediate_size": 40,
+    },
     **{"out_hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [1]},
     **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
 }
 TEXT = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 160_000},
+    **{
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "vocab_size": 160_000,
+    },
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
 }
 # (height, width) of files, and at 28 pixels a group and 56 x 56 to 160 x 160 pixels of a tower.
@@ -61,7 +72,9 @@ def photos(folder: Path, sizes: list[tuple[int, int]] = SIZES) -> Path:
         own = folder / "ab"[k % 2]
         own.mkdir(parents=True, exist_ok=True)
         coarse = rng.integers(0, 256, (9, 9, 3), np.uint8)
-        Image.fromarray(coarse).resize(size[::-1], Image.Resampling.BICUBIC).save(own / f"{k}.png")
+        Image.fromarray(coarse).resize(size[::-1], Image.Resampling.BICUBIC).save(
+            own / f"{k}.png"
+        )
     return folder
 
 
@@ -80,10 +93,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     bounds = {"min_pixels": 56 * 56, "max_pixels": 160 * 160}
     for name in ("Qwen2_5_VL", "Qwen3VL"):
-        config = getattr(transformers, f"{name}Config")(vision_config=VISION, text_config=TEXT)
+        config = getattr(transformers, f"{name}Config")(
+            vision_config=VISION, text_config=TEXT
+        )
         patch = config.vision_config.patch_size
         processor = transformers.Qwen2VLImageProcessor(**bounds, patch_size=patch)
-        saved(root / name, getattr(transformers, f"{name}Model")(config).eval(), processor)
+        saved(
+            root / name, getattr(transformers, f"{name}Model")(config).eval(), processor
+        )
     siglip = transformers.Siglip2VisionConfig(
         hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
         num_patches=64, patch_size=16,
@@ -158,7 +175,10 @@ def states_of(folder: Path, name: str, file: Path) -> dict[str, Tensor]:
             rows, cols = given["spatial_shapes"][0].tolist()
             found = {f"blocks.{i}.out": x for i, x in enumerate(out.hidden_states[1:])}
             found |= {"embed": out.hidden_states[0], "norm": out.last_hidden_state}
-            return {site: x[0, : rows * cols].reshape(rows, cols, -1) for site, x in found.items()}
+            return {
+                site: x[0, : rows * cols].reshape(rows, cols, -1)
+                for site, x in found.items()
+            }
         whole = getattr(transformers, f"{name}Model").from_pretrained(folder / name)
         tower = whole.eval().visual
         last: list[Tensor] = []
@@ -175,7 +195,8 @@ def states_of(folder: Path, name: str, file: Path) -> dict[str, Tensor]:
     states = [*out.hidden_states[:3], *last]
     names = ["embed", "blocks.0.out", "blocks.1.out", "blocks.2.out"]
     found = {
-        site: laid(x, 1, cells)[0].reshape(*grid, -1) for site, x in zip(names, states, strict=True)
+        site: laid(x, 1, cells)[0].reshape(*grid, -1)
+        for site, x in zip(names, states, strict=True)
     }
     half = grid[0] // 2, grid[1] // 2
     merged = {"merger": out.pooler_output}
@@ -192,7 +213,9 @@ def at(store: Store, site: str, image: int) -> NDArray[np.float32]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Siglip2"])
-def test_each_site_against_the_librarys_own_states(name: str, folder: Path, tmp_path: Path) -> None:
+def test_each_site_against_the_librarys_own_states(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     store = extracted(folder, name, tmp_path / "a.zarr", "--inputs")
     canvas = store.plan.canvas
     assert canvas is not None and canvas.own_grids
@@ -209,7 +232,9 @@ def test_each_site_against_the_librarys_own_states(name: str, folder: Path, tmp_
             # beside the image nothing, and means are over the image alone
             assert not stored[rows:].any() and not stored[:, cols:].any()
             mean = wanted.numpy().mean((0, 1))
-            assert np.allclose(store.pooled(site)[i], mean, atol=1e-4 * np.abs(mean).max())
+            assert np.allclose(
+                store.pooled(site)[i], mean, atol=1e-4 * np.abs(mean).max()
+            )
         step = canvas.multiple if name == "Siglip2" else canvas.multiple // 2
         size = canvas.image(tuple(store.sizes[i].tolist()))
         assert own["embed"].shape[:2] == (size[0] // step, size[1] // step)
@@ -230,7 +255,9 @@ def test_pixels_are_the_processors(name: str, folder: Path, tmp_path: Path) -> N
         seen = (pixels / 255 - mean) / std
         made = processed(folder, name, folder / "photos" / file)["pixel_values"].numpy()
         if name == "Siglip2":
-            made = made[0, : height * width // 256].reshape(height // 16, width // 16, 16, 16, 3)
+            made = made[0, : height * width // 256].reshape(
+                height // 16, width // 16, 16, 16, 3
+            )
             own = made.transpose(4, 0, 2, 1, 3).reshape(3, height, width)
         else:
             cells = cells_by_loop((height // 14, width // 14), 2)
@@ -265,10 +292,14 @@ def test_a_bright_patch_lights_its_own_cell(folder: Path, tmp_path: Path) -> Non
     store = extracted(tmp_path, "Qwen2_5_VL", tmp_path / "a.zarr")
     row_of = {name: i for i, name in enumerate(store.samples.id)}
     for name, (_, place) in places.items():
-        bright, black = (at(store, "embed", row_of[f"{kind}/{name}"]) for kind in ("lit", "dark"))
+        bright, black = (
+            at(store, "embed", row_of[f"{kind}/{name}"]) for kind in ("lit", "dark")
+        )
         change = np.abs(bright - black).max(-1)
         assert change[place] > 1e-3 and np.count_nonzero(change) == 1
-        merged = [at(store, "merger", row_of[f"{kind}/{name}"]) for kind in ("lit", "dark")]
+        merged = [
+            at(store, "merger", row_of[f"{kind}/{name}"]) for kind in ("lit", "dark")
+        ]
         assert merged[0].shape[:2] == (change.shape[0] // 2, change.shape[1] // 2)
 
 
@@ -296,7 +327,9 @@ def test_orders_without_blocks_are_those_of_a_whole_pass(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_of_one_size_have_all_that_a_canvas_has(folder: Path, tmp_path: Path) -> None:
+def test_images_of_one_size_have_all_that_a_canvas_has(
+    folder: Path, tmp_path: Path
+) -> None:
     """Of images that all fill the canvas: attention with its windows, residuals; the same numbers
     as with that size as --img-size."""
     photos(tmp_path / "photos", [(112, 196)] * 3)
@@ -309,7 +342,9 @@ def test_images_of_one_size_have_all_that_a_canvas_has(folder: Path, tmp_path: P
     assert one.keys() == other.keys()
     assert any("attention" in path for path in one)
     same = {path for path in one if one[path] == other[path]}
-    assert {path for path in one if path.startswith(("acts", "attention", "residual"))} <= same
+    assert {
+        path for path in one if path.startswith(("acts", "attention", "residual"))
+    } <= same
     store = open_store(tmp_path / "a.zarr")
     assert {group.window for group in store.plan.attention} == {None, (4, 4)}
     done = ran("attn-dist", tmp_path / "a.zarr")
@@ -332,7 +367,9 @@ def test_attention_on_each_images_own_grid(folder: Path, tmp_path: Path) -> None
         photo.parent.mkdir(parents=True, exist_ok=True)
         photo.write_bytes((folder / "photos" / name).read_bytes())
         alone = extracted(tmp_path, "Qwen2_5_VL", tmp_path / f"{i}.zarr")
-        of_block = {block: group for group in alone.plan.attention for block in group.blocks}
+        of_block = {
+            block: group for group in alone.plan.attention for block in group.blocks
+        }
         for group in store.plan.attention:
             for row, block in enumerate(group.blocks):
                 own = of_block[block]
@@ -342,13 +379,18 @@ def test_attention_on_each_images_own_grid(folder: Path, tmp_path: Path) -> None
                     path = f"attention/{group.prefix}/{what}".replace("//", "/")
                     one = store.array(path)[i : i + 1][0][row]
                     other = alone.attention(what, own.prefix)[:1][0][at_row]
-                    assert np.allclose(one, other, rtol=2e-4, atol=1e-6, equal_nan=True), what
+                    assert np.allclose(
+                        one, other, rtol=2e-4, atol=1e-6, equal_nan=True
+                    ), what
                 token = alone.attention("received_argmax", own.prefix)[:1][0][at_row]
                 at_cell = token // own.layout.grid[1] * group.layout.grid[1]
                 stored = store.array(f"{group.folder}received_argmax")[i : i + 1][0][row]
-                assert (stored == at_cell + token % own.layout.grid[1]).mean() > 0.9  # ties
+                assert (
+                    stored == at_cell + token % own.layout.grid[1]
+                ).mean() > 0.9  # ties
                 wide = sums.setdefault(
-                    (block, "aligned"), np.zeros((2, *(2 * n - 1 for n in group.layout.grid)))
+                    (block, "aligned"),
+                    np.zeros((2, *(2 * n - 1 for n in group.layout.grid))),
                 )
                 (rows, cols), (top, left) = own.layout.grid, group.layout.grid
                 aligned = alone.attention_sums("aligned", own.prefix)[0][at_row]
@@ -411,17 +453,30 @@ def test_shards_resumed_and_grown_stores_are_equal(folder: Path, tmp_path: Path)
     assert again.plan == whole.plan
     few = ["--sites", "embed", "--slab", 2]
     model = f"transformers:{folder / 'Qwen3VL'}#visual"
-    given = ["extract", model, "--data", folder / "photos", "--native", "-o", tmp_path / "c.zarr"]
+    given = [
+        "extract",
+        model,
+        "--data",
+        folder / "photos",
+        "--native",
+        "-o",
+        tmp_path / "c.zarr",
+    ]
     assert ran(*given, "--dtype", "float32", *few).exit_code == 0
     grown = ran(*given, "--sites", "embed", "--sites", "merger")
     assert grown.exit_code == 0, grown.stderr
     store = open_store(tmp_path / "c.zarr")
     for i in range(len(SIZES)):
-        assert np.allclose(at(store, "merger", i), at(whole, "merger", i), rtol=1e-3, atol=1e-3)
+        assert np.allclose(
+            at(store, "merger", i), at(whole, "merger", i), rtol=1e-3, atol=1e-3
+        )
     valid = ran("validate", "--deep", tmp_path / "c.zarr")
     assert valid.exit_code == 0, valid.stdout
     record = json.loads(ran("info", "--json", tmp_path / "a.zarr").stdout)
-    assert record["canvas"]["crop_mode"] == "pixels" and record["canvas"]["own_grids"] is True
+    assert (
+        record["canvas"]["crop_mode"] == "pixels"
+        and record["canvas"]["own_grids"] is True
+    )
     assert "short_side" not in record["canvas"]
     other = ran(*given, "--max-pixels", 10_000)
     assert other.exit_code == 1 and "max_pixels" in other.stderr
@@ -429,7 +484,9 @@ def test_shards_resumed_and_grown_stores_are_equal(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_path: Path) -> None:
+def test_analyses_of_means_run_and_others_refuse_in_a_line(
+    folder: Path, tmp_path: Path
+) -> None:
     photos(tmp_path / "photos", SIZES * 4)
     (tmp_path / "Qwen2_5_VL").symlink_to(folder / "Qwen2_5_VL")
     extracted(tmp_path, "Qwen2_5_VL", tmp_path / "a.zarr")
@@ -454,7 +511,10 @@ def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_pat
         (["normratio", store], "images at native resolution have grids of their own"),
     ):
         refused = ran(*words)
-        assert refused.exit_code == 1 and phrase in refused.stderr, (words, refused.stderr)
+        assert refused.exit_code == 1 and phrase in refused.stderr, (
+            words,
+            refused.stderr,
+        )
         assert refused.stderr.count("\n") == 1 and not refused.stdout
 
 
@@ -471,12 +531,32 @@ def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_pat
         ("Qwen3VL", ["--img-size", 56], "--img-size and --native exclude each other"),
         ("Qwen3VL", ["--tiles"], "--tiles and --native exclude each other"),
         ("Qwen3VL", ["--frames", 2], "--frames and --native exclude each other"),
-        ("Qwen3VL", ["--transform", "timm"], "--transform and --native exclude each other"),
-        ("Qwen3VL", ["--min-pixels", 9000, "--max-pixels", 8000], "9000 is more than --max-pix"),
-        ("Qwen3VL", ["--min-pixels", 99000], "99000 is more than --max-pixels 25600 (the image"),
+        (
+            "Qwen3VL",
+            ["--transform", "timm"],
+            "--transform and --native exclude each other",
+        ),
+        (
+            "Qwen3VL",
+            ["--min-pixels", 9000, "--max-pixels", 8000],
+            "9000 is more than --max-pix",
+        ),
+        (
+            "Qwen3VL",
+            ["--min-pixels", 99000],
+            "99000 is more than --max-pixels 25600 (the image",
+        ),
         ("Qwen3VL", ["--max-pixels", 100], "less than the 32 x 32 pixels of one group"),
-        ("Qwen3VL", ["--erf", 2], "--erf is not supported: images at native resolution have"),
-        ("Qwen3VL", ["--grams"], "--grams is not supported: images at native resolution have"),
+        (
+            "Qwen3VL",
+            ["--erf", 2],
+            "--erf is not supported: images at native resolution have",
+        ),
+        (
+            "Qwen3VL",
+            ["--grams"],
+            "--grams is not supported: images at native resolution have",
+        ),
         ("Qwen3VL", ["--attention", "rows"], "--attention rows is not supported: images"),
         ("Siglip2", ["--min-pixels", 9000], "--min-pixels is not supported"),
         (
@@ -497,7 +577,15 @@ def test_refused_in_a_line(
     if model in ("Qwen3VL", "Siglip2"):
         model = f"transformers:{folder / model}{'#visual' if model == 'Qwen3VL' else ''}"
     output = tmp_path / "a.zarr"
-    given = ["extract", *model.split(), "--data", folder / "photos", "--native", "-o", output]
+    given = [
+        "extract",
+        *model.split(),
+        "--data",
+        folder / "photos",
+        "--native",
+        "-o",
+        output,
+    ]
     refused = ran(*given, *more)
     assert refused.exit_code in (1, 2) and phrase in refused.stderr, refused.stderr
     assert "Traceback" not in refused.stderr and not refused.stdout
@@ -507,11 +595,20 @@ def test_refused_in_a_line(
 
 def test_a_size_for_each_image_names_the_option(folder: Path, tmp_path: Path) -> None:
     model = f"transformers:{folder / 'Siglip2'}"
-    refused = ran("extract", model, "--data", folder / "photos", "-o", tmp_path / "a.zarr")
-    assert "give --native for the size of each image, or --transform timm" in refused.stderr
+    refused = ran(
+        "extract", model, "--data", folder / "photos", "-o", tmp_path / "a.zarr"
+    )
+    assert (
+        "give --native for the size of each image, or --transform timm" in refused.stderr
+    )
     for words in ([f"{model}#"], [f"{model}#", "--native"]):
-        refused = ran("extract", *words, "--data", folder / "photos", "-o", tmp_path / "a.zarr")
-        assert refused.exit_code == 1 and "names no part behind #; leave it out" in refused.stderr
+        refused = ran(
+            "extract", *words, "--data", folder / "photos", "-o", tmp_path / "a.zarr"
+        )
+        assert (
+            refused.exit_code == 1
+            and "names no part behind #; leave it out" in refused.stderr
+        )
 
 
 def test_bounds_belong_to_native(folder: Path, tmp_path: Path) -> None:
@@ -523,7 +620,9 @@ def test_bounds_belong_to_native(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_beyond_the_processors_limits_are_unreadable(folder: Path, tmp_path: Path) -> None:
+def test_images_beyond_the_processors_limits_are_unreadable(
+    folder: Path, tmp_path: Path
+) -> None:
     """Too small for a group of patches, or too long: a row that is not valid, with the reason."""
     photos(tmp_path / "photos", [(20, 100), (64, 90), (40, 40 * 201), (80, 60)])
     (tmp_path / "Qwen3VL").symlink_to(folder / "Qwen3VL")
@@ -554,7 +653,9 @@ def test_older_readers_refuse_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
             check_plan(replace(plan, canvas=bad))
     data = {"format": 2, "features": list(plan.features)}
     monkeypatch.setattr(manifest, "FEATURES", ("box", "canvas", "window", "clips"))
-    with pytest.raises(StoreError, match="uses 'native', which this vitsee does not read; update"):
+    with pytest.raises(
+        StoreError, match="uses 'native', which this vitsee does not read; update"
+    ):
         manifest.Manifest.from_json(data)
 
 

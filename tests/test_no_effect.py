@@ -24,7 +24,10 @@ CASES = {
         ("knn", "b.zarr", "--vote", "majority", "--temperature", "0.1"),
         "--temperature has no effect without --vote softmax",
     ),
-    "background": (("spatial", "--background", "3"), "--background has no effect without --masks"),
+    "background": (
+        ("spatial", "--background", "3"),
+        "--background has no effect without --masks",
+    ),
     "ridge": (
         ("similarity", "--measure", "rsa", "--ridge", "0.1"),
         "--ridge has no effect without --metric gulp",

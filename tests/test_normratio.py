@@ -51,9 +51,13 @@ def test_by_hand(tmp_path: Path) -> None:
     table = run(store)
     assert tuple(table.written.columns) == COLUMNS
     assert table["metric"].tolist() == list(DEFAULT_METRICS)
-    out = [(25 * k**2 + 20 * k) / (5 * k * math.hypot(3 * k, 4 * k + 5)) for k in (1, 2, 4)]
+    out = [
+        (25 * k**2 + 20 * k) / (5 * k * math.hypot(3 * k, 4 * k + 5)) for k in (1, 2, 4)
+    ]
     # exact squares in float32; cosines by one division and root
-    assert table["value"].tolist() == pytest.approx([7 / 3, 2, 2, 0.8, sum(out) / 3], rel=1e-15)
+    assert table["value"].tolist() == pytest.approx(
+        [7 / 3, 2, 2, 0.8, sum(out) / 3], rel=1e-15
+    )
     assert table["n_images"].tolist() == [3] * 5
     std = math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2)
     assert table["std"][0] == pytest.approx(std, rel=1e-14)
@@ -97,7 +101,9 @@ def test_against_loops(tmp_path: Path, n: int) -> None:
         per_token = [loop_statistic(of, metric) for of in values]
         # float64 sums and roots of float32 products, in other orders
         assert rows["value"][:7] == pytest.approx(per_token, rel=1e-12)
-        assert rows["value"][7] == pytest.approx(statistics.fmean(per_token[1:]), rel=1e-12)
+        assert rows["value"][7] == pytest.approx(
+            statistics.fmean(per_token[1:]), rel=1e-12
+        )
         assert (rows["n_images"] == len(kept)).all()
         for i, members in enumerate([*([t] for t in range(7)), list(range(1, 7))]):
             some = [values[t] for t in members]
@@ -112,15 +118,21 @@ def test_against_loops(tmp_path: Path, n: int) -> None:
                 error = loop_jackknife(some, metric, blocks)
                 quantile = t_quantile(max(blocks))
             assert rows["std"][i] == pytest.approx(error * math.sqrt(len(kept)), rel=1e-9)
-            assert rows["low"][i] == pytest.approx(rows["value"][i] - quantile * error, rel=1e-9)
-            assert rows["high"][i] == pytest.approx(rows["value"][i] + quantile * error, rel=1e-9)
+            assert rows["low"][i] == pytest.approx(
+                rows["value"][i] - quantile * error, rel=1e-9
+            )
+            assert rows["high"][i] == pytest.approx(
+                rows["value"][i] + quantile * error, rel=1e-9
+            )
 
 
 def check_median(rows: Any, i: int, of_tokens: list[list[float]]) -> None:
     """The i-th row, about the median of a token or the mean of several tokens' medians."""
     n = len(of_tokens[0])
     ends = [loop_median_shares(values) for values in of_tokens]
-    shares = [statistics.fmean(image) for image in zip(*(of[2] for of in ends), strict=True)]
+    shares = [
+        statistics.fmean(image) for image in zip(*(of[2] for of in ends), strict=True)
+    ]
     error = math.sqrt(math.fsum(share * share for share in shares) * n / (n - 1))
     assert rows["std"][i] == pytest.approx(error * math.sqrt(n), rel=1e-9, nan_ok=True)
     low, high = ends[0][:2]
@@ -146,11 +158,15 @@ def test_what_leaves_the_quantities_alone(seed: int, scale: float) -> None:
     both = quantities(products_of(-z, -f))
     assert all(np.array_equal(plain[name], both[name]) for name in plain)
     longer = quantities(products_of(z, scale * f))
-    assert np.allclose(longer["norm_ratio"] * scale, plain["norm_ratio"], rtol=1e-15, atol=0)
+    assert np.allclose(
+        longer["norm_ratio"] * scale, plain["norm_ratio"], rtol=1e-15, atol=0
+    )
     assert np.allclose(longer["cos_branch"], plain["cos_branch"], rtol=1e-14, atol=0)
     # Cosines of z, f and z + f lie in one plane: cos_out follows from the other two.
     r, c = plain["norm_ratio"], plain["cos_branch"]
-    assert np.allclose(plain["cos_out"], (r + c) / np.sqrt(r * r + 2 * r * c + 1), atol=1e-7)
+    assert np.allclose(
+        plain["cos_out"], (r + c) / np.sqrt(r * r + 2 * r * c + 1), atol=1e-7
+    )
 
 
 def test_where_a_quantity_is_undefined() -> None:
@@ -194,7 +210,9 @@ def test_constant_images(tmp_path: Path) -> None:
     table = run(write_residuals(tmp_path / "a.zarr", {"blocks.0.mlp": products}))
     for metric in DEFAULT_METRICS:
         rows = table.filter(metric=metric)
-        expected = [loop_statistic(of[:1], metric) for of in loop_values(products, metric)]
+        expected = [
+            loop_statistic(of[:1], metric) for of in loop_values(products, metric)
+        ]
         assert rows["value"] == pytest.approx(expected, rel=1e-14)
         assert rows["std"] == pytest.approx(np.zeros(7), abs=1e-13)
 
@@ -240,7 +258,9 @@ def test_a_sublayer_without_any_branch_is_named(tmp_path: Path, caplog: Any) -> 
     assert "a: the branch is 0 in every image and token of blocks.0.mlp:" in caplog.text
     assert "blocks.1" not in caplog.text
     empty = table.filter(site="blocks.0.mlp")
-    gone = empty.filter(pl.col("metric").is_in([m for m in DEFAULT_METRICS if m != "cos_out"]))
+    gone = empty.filter(
+        pl.col("metric").is_in([m for m in DEFAULT_METRICS if m != "cos_out"])
+    )
     assert np.isnan(gone["value"]).all() and (gone["n_images"] == 0).all()
     assert (empty.filter(metric="cos_out")["value"] == 1).all()
     plot(table)
@@ -263,7 +283,11 @@ def test_against_the_activations_of_a_model(tmp_path: Path) -> None:
         # sums over channels in float32 while extracting
         found = rows.filter(metric="norm_ratio")["value"]
         assert np.allclose(found, ratio.mean(0), rtol=1e-4, atol=0)
-        out = (z * (z + f)).sum(-1) / np.linalg.norm(z, axis=-1) / np.linalg.norm(z + f, axis=-1)
+        out = (
+            (z * (z + f)).sum(-1)
+            / np.linalg.norm(z, axis=-1)
+            / np.linalg.norm(z + f, axis=-1)
+        )
         assert np.allclose(rows.filter(metric="cos_out")["value"], out.mean(0), atol=1e-5)
 
 
@@ -285,8 +309,12 @@ def test_any_jobs_memory_or_map_give_the_same_bits(tmp_path: Path) -> None:
 def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
     valid = [i % 5 != 1 for i in range(53)]
     whole = run(vit(tmp_path / "a.zarr", 53, valid=valid), tokens=["each", "all"])
-    cut = run(vit(tmp_path / "b.zarr", 53, slab=slab, valid=valid), tokens=["each", "all"])
-    assert all(np.array_equal(cut[name], whole[name]) for name in ("value", "std", "low", "high"))
+    cut = run(
+        vit(tmp_path / "b.zarr", 53, slab=slab, valid=valid), tokens=["each", "all"]
+    )
+    assert all(
+        np.array_equal(cut[name], whole[name]) for name in ("value", "std", "low", "high")
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,12 +325,15 @@ def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
         ({"images": 6}, range(6)),
     ],
 )
-def test_which_images_count(tmp_path: Path, more: dict[str, Any], kept: Sequence[int]) -> None:
+def test_which_images_count(
+    tmp_path: Path, more: dict[str, Any], kept: Sequence[int]
+) -> None:
     """Valid ones of the committed slabs; the first of a shuffled store."""
     images = more.pop("images", None)
     table = run(vit(tmp_path / "a.zarr", 10, **more), images=images, seed=5)
     products = {
-        site: products_of(*random_branches(10, 7, i))[list(kept)] for i, site in enumerate(SITES)
+        site: products_of(*random_branches(10, 7, i))[list(kept)]
+        for i, site in enumerate(SITES)
     }
     without = run(write_residuals(tmp_path / "b.zarr", products))
     for name in ("value", "std", "low", "high", "n_images"):
@@ -327,7 +358,9 @@ def test_a_store_in_the_data_set_s_order(tmp_path: Path) -> None:
 
 def tokens_of(table: Table) -> list[Any]:
     return list(
-        dict.fromkeys(zip(*(table[name].tolist() for name in ("token", "row", "col")), strict=True))
+        dict.fromkeys(
+            zip(*(table[name].tolist() for name in ("token", "row", "col")), strict=True)
+        )
     )
 
 
@@ -336,7 +369,9 @@ def test_tokens(tmp_path: Path) -> None:
     store = vit(tmp_path / "a.zarr", layout=layout)
     prefix = [(name, None, None) for name in ("cls", "reg0", "reg1")]
     cells = [("", row, col) for row in range(2) for col in range(2)]
-    cls, registers, patches = ((name, None, None) for name in ("cls", "registers", "patches"))
+    cls, registers, patches = (
+        (name, None, None) for name in ("cls", "registers", "patches")
+    )
     assert tokens_of(run(store)) == [*prefix, *cells]
     assert tokens_of(run(store, tokens=["cls"])) == [cls]
     assert tokens_of(run(store, tokens=["prefix"])) == [cls, registers]
@@ -348,7 +383,9 @@ def test_tokens(tmp_path: Path) -> None:
         for site in SITES:
             one = each.filter(metric=metric, site=site)["value"]
             found = kinds.filter(metric=metric, site=site)["value"]
-            assert found == pytest.approx([one[0], one[1:3].mean(), one[3:].mean()], rel=1e-14)
+            assert found == pytest.approx(
+                [one[0], one[1:3].mean(), one[3:].mean()], rel=1e-14
+            )
 
 
 @pytest.mark.slow
@@ -360,7 +397,9 @@ def test_tokens_that_are_no_grid_are_numbered(tmp_path: Path) -> None:
 
 
 def test_one_location_is_a_token_and_all_of_them(tmp_path: Path) -> None:
-    table = run(cnn(tmp_path / "r.zarr"), tokens=["each", "patches"]).filter(site="layer3.0")
+    table = run(cnn(tmp_path / "r.zarr"), tokens=["each", "patches"]).filter(
+        site="layer3.0"
+    )
     for rows in table.frame.partition_by("metric"):
         assert rows["value"][0] == rows["value"][1]
         assert rows["low"][0] == rows["low"][1]
@@ -417,7 +456,11 @@ def test_refusals(tmp_path: Path) -> None:
     cases: list[tuple[Store, dict[str, Any], str]] = [
         (plain, {}, "^b has no products .*: no block whose"),
         (without, {}, "^c has no products .*--no-residual"),
-        (vit(tmp_path / "a.zarr"), {"metrics": ["ratio"]}, "no metric 'ratio'; .*norm_ratio"),
+        (
+            vit(tmp_path / "a.zarr"),
+            {"metrics": ["ratio"]},
+            "no metric 'ratio'; .*norm_ratio",
+        ),
         (vit(tmp_path / "n.zarr", 3, valid=[0, 0, 0]), {}, "no readable image"),
     ]
     for store, choice, line in cases:

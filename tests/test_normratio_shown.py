@@ -30,7 +30,9 @@ def after_csv(table: Table, folder: Path) -> Table:
 @pytest.mark.slow
 def test_curves_of_several_stores(tmp_path: Path) -> None:
     table = run(
-        vit(tmp_path / "vit.zarr"), cnn(tmp_path / "resnet.zarr"), tokens=["cls", "patches"]
+        vit(tmp_path / "vit.zarr"),
+        cnn(tmp_path / "resnet.zarr"),
+        tokens=["cls", "patches"],
     )
     figure = plot(after_csv(table, tmp_path))
     # Three means of a ratio look alike: one stands for them.
@@ -38,7 +40,12 @@ def test_curves_of_several_stores(tmp_path: Path) -> None:
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert labels == [
         *("vit class token, attention", "vit patches, attention"),
-        *("vit class token, MLP", "vit patches, MLP", "resnet patches, block", "skip = branch"),
+        *(
+            "vit class token, MLP",
+            "vit patches, MLP",
+            "resnet patches, block",
+            "skip = branch",
+        ),
     ]
     rows = table.filter(store="vit", token="cls", metric="norm_ratio")
     rows = rows.filter(pl.col("site").is_in([SITES[0], SITES[2]]))
@@ -69,7 +76,11 @@ def test_no_two_curves_of_many_stores_look_alike(tmp_path: Path) -> None:
     assert len(figure.axes) == 4
     for axes in figure.axes:
         lines = [line for line in axes.lines if str(line.get_label()) in names]
-        assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(lines) == 16
+        assert (
+            len({(line.get_color(), line.get_marker()) for line in lines})
+            == len(lines)
+            == 16
+        )
 
 
 @pytest.mark.slow
@@ -86,9 +97,15 @@ def test_maps_of_tokens(tmp_path: Path) -> None:
     rows = table.filter(pl.col("site").is_in([SITES[0], SITES[2]]), metric="norm_ratio")
     cls, *columns = [np.asarray(image.get_array()) for image in attention.images]
     assert np.array_equal(cls[0], rows["value"][[0, 10]])
-    assert np.array_equal(np.concatenate(columns, 1), rows["value"].reshape(2, 10)[:, 1:].T)
-    spatial = next(x for x in figure.axes[4].lines if x.get_label() == "patches, attention")
-    expected = run(store, tokens=["patches"], metrics=["norm_ratio"], sites=["attn"])["value"]
+    assert np.array_equal(
+        np.concatenate(columns, 1), rows["value"].reshape(2, 10)[:, 1:].T
+    )
+    spatial = next(
+        x for x in figure.axes[4].lines if x.get_label() == "patches, attention"
+    )
+    expected = run(store, tokens=["patches"], metrics=["norm_ratio"], sites=["attn"])[
+        "value"
+    ]
     assert np.asarray(spatial.get_ydata()) == pytest.approx(expected, rel=1e-14)
 
 
@@ -96,16 +113,22 @@ def test_maps_of_tokens(tmp_path: Path) -> None:
 def test_a_scale_for_large_spans(tmp_path: Path) -> None:
     z, f = random_branches(10, 7)
     z *= np.array([1, 1, 1, 1, 1, 1, 100])[:, None]
-    figure = plot(run(write_residuals(tmp_path / "a.zarr", {"blocks.0.mlp": products_of(z, f)})))
+    figure = plot(
+        run(write_residuals(tmp_path / "a.zarr", {"blocks.0.mlp": products_of(z, f)}))
+    )
     assert [axes.get_yscale() for axes in figure.axes] == ["log"] + ["linear"] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [["each"], ["0,0", "1,1"], ["prefix"], ["all", "each"]])
+@pytest.mark.parametrize(
+    "tokens", [["each"], ["0,0", "1,1"], ["prefix"], ["all", "each"]]
+)
 def test_what_else_a_table_may_hold(tmp_path: Path, tokens: list[str]) -> None:
     layout = TokenLayout(("dist", "cls", "reg0"), (3, 3), stride_px=(8.0, 8.0))
     store = vit(tmp_path / "a.zarr", tokens=12, layout=layout)
-    plot(after_csv(run(store, tokens=tokens, metrics=["norm_ratio", "cos_out"]), tmp_path))
+    plot(
+        after_csv(run(store, tokens=tokens, metrics=["norm_ratio", "cos_out"]), tmp_path)
+    )
     both = [*tokens, "patches"]
     plot(run(store, cnn(tmp_path / "r.zarr"), tokens=both, metrics=["cos_branch"]))
 
@@ -134,7 +157,10 @@ def test_the_legend_shows_dashes_beside_the_marker(tmp_path: Path) -> None:
     texts = [text.get_text() for text in legend.get_texts()]
     dashed = legend.get_lines()[texts.index("class token, MLP")]
     assert dashed.get_linestyle() == "--"
-    on, off = 3.7 * dashed.get_linewidth(), 1.6 * dashed.get_linewidth()  # matplotlib's pattern
+    on, off = (
+        3.7 * dashed.get_linewidth(),
+        1.6 * dashed.get_linewidth(),
+    )  # matplotlib's pattern
     assert texts[-1] == "z: skip connection; f(z): the branch that a sublayer adds to it"
     length = float(np.ptp(dashed.get_xdata()))
     assert (length - dashed.get_markersize()) / 2 >= on + off

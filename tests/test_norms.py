@@ -62,8 +62,12 @@ def test_by_hand(tmp_path: Path) -> None:
     assert cells.filter(metric="norm")["value"].tolist() == [5.0, 105.0]
     assert cells.filter(metric="outlier_share")["value"].tolist() == [0.0, 0.5]
     assert value(table, "massive_top1") == 104.0
-    assert value(table, "massive_ratio") == pytest.approx((200 / 3.5 + 8 / 5) / 2, rel=1e-12)
-    assert value(table, "massive_share") == 0.0  # 200 is above 100, but 57 times the median
+    assert value(table, "massive_ratio") == pytest.approx(
+        (200 / 3.5 + 8 / 5) / 2, rel=1e-12
+    )
+    assert (
+        value(table, "massive_share") == 0.0
+    )  # 200 is above 100, but 57 times the median
     # cosines (0.8, and (18 - 32) / 50 = -0.28)
     assert value(table, "neighbour_cos") == pytest.approx((0.8 - 0.28) / 2, rel=1e-12)
     top = table.filter(metric="massive_token_share")
@@ -124,7 +128,9 @@ def tokens_of(seed: int = 0, n: int = 23) -> Array:
 
 def loop(x: Array, metric: str, threshold: float) -> Any:
     """Of (images, 7, channels), by plain Python."""
-    norms = [[math.sqrt(math.fsum(v * v for v in token)) for token in image] for image in x]
+    norms = [
+        [math.sqrt(math.fsum(v * v for v in token)) for token in image] for image in x
+    ]
     patches = [norm for image in norms for norm in image[1:]]
     middle = statistics.median(patches)
     if metric == "norm":
@@ -134,7 +140,9 @@ def loop(x: Array, metric: str, threshold: float) -> Any:
     if metric == "outlier_share":
         return sum(norm > threshold for norm in patches) / len(patches)
     if metric == "outlier_share_mad":
-        edge = middle + 6 * 1.4826 * statistics.median(abs(norm - middle) for norm in patches)
+        edge = middle + 6 * 1.4826 * statistics.median(
+            abs(norm - middle) for norm in patches
+        )
         return sum(norm > edge for norm in patches) / len(patches)
     if metric == "bimodality":
         logs = [math.log(norm) for norm in patches]
@@ -143,7 +151,9 @@ def loop(x: Array, metric: str, threshold: float) -> Any:
         return ((m3 / m2**1.5) ** 2 + 1) / (m4 / m2**2)
     sizes = [[abs(v) for token in image for v in token] for image in x]
     tops = [max(size) for size in sizes]
-    ratios = [top / statistics.median(size) for top, size in zip(tops, sizes, strict=True)]
+    ratios = [
+        top / statistics.median(size) for top, size in zip(tops, sizes, strict=True)
+    ]
     if metric == "massive_top1":
         return statistics.fmean(tops)
     if metric == "massive_ratio":
@@ -162,7 +172,9 @@ def loop_neighbours(cells: Array) -> float:
             near = [(r - 1, c), (r + 1, c), (r, c - 1), (r, c + 1)]
             cosines = [
                 float(cells[r, c] @ cells[a, b])
-                / math.sqrt(float(cells[r, c] @ cells[r, c]) * float(cells[a, b] @ cells[a, b]))
+                / math.sqrt(
+                    float(cells[r, c] @ cells[r, c]) * float(cells[a, b] @ cells[a, b])
+                )
                 for a, b in near
                 if 0 <= a < 2 and 0 <= b < 3
             ]
@@ -196,7 +208,9 @@ def test_against_loops(metric: str, tmp_path: Path) -> None:
         error = math.sqrt(
             19 / 20 * sum((r - row.replicates[0].mean()) ** 2 for r in row.replicates[0])
         )
-        assert row["high"][0] - row["value"][0] == pytest.approx(t_quantile(19) * error, rel=1e-9)
+        assert row["high"][0] - row["value"][0] == pytest.approx(
+            t_quantile(19) * error, rel=1e-9
+        )
 
 
 def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
@@ -226,7 +240,9 @@ def test_dot_products_give_the_activations_norms(model: Any, tmp_path: Path) -> 
     images = plant_images(tmp_path / "images", 5)
     more = ["--dtype", "float32", "--slab", "4"]
     extracted(*model, "--data", images, *more, "-o", tmp_path / "all.zarr")
-    extracted(*model, "--data", images, *more, "--tokens", "pooled", "-o", tmp_path / "few.zarr")
+    extracted(
+        *model, "--data", images, *more, "--tokens", "pooled", "-o", tmp_path / "few.zarr"
+    )
     both, pooled = (open_store(tmp_path / f"{name}.zarr") for name in ("all", "few"))
     table, alone = run(both), run(pooled)
     assert not {*unique(alone, "metric")} & {*OF_ACTIVATIONS}
@@ -261,7 +277,9 @@ def test_the_last_block_of_a_transformer_is_a_sum(tmp_path: Path) -> None:
         assert table["value"][0] == pytest.approx(norms.mean(), rel=1e-6)
 
 
-def both_of(path: Path, acts: dict[str, Array], products: dict[str, Array], **more: Any) -> Store:
+def both_of(
+    path: Path, acts: dict[str, Array], products: dict[str, Array], **more: Any
+) -> Store:
     """A store of activations and of dot products."""
     from dataclasses import replace
 
@@ -275,7 +293,9 @@ def both_of(path: Path, acts: dict[str, Array], products: dict[str, Array], **mo
     )
     values = {f"residual/{name}": array for name, array in products.items()}
     for name, x in acts.items():
-        values |= {k: v for k, v in stores._parts(name, x, LAYOUT).items() if "gram" not in k}
+        values |= {
+            k: v for k, v in stores._parts(name, x, LAYOUT).items() if "gram" not in k
+        }
     values = {k: v for k, v in values.items() if not k.endswith("/rows")}
     values.pop("pooled/blocks.0.out/prefix", None)
     return stores.write(path, plan, values, **more)
@@ -290,7 +310,9 @@ def test_an_ablated_skip_is_no_sum(tmp_path: Path) -> None:
         identity={"ablate_skip": ["blocks.0.mlp"]},
     )
     table = run(store, metrics=["norm"], tokens=["cls"])
-    assert table["value"][0] == pytest.approx(np.linalg.norm(f[:, 0], axis=-1).mean(), rel=1e-6)
+    assert table["value"][0] == pytest.approx(
+        np.linalg.norm(f[:, 0], axis=-1).mean(), rel=1e-6
+    )
 
 
 # ---------------------------------------------------------------- what a user sees
@@ -309,7 +331,11 @@ def test_refusals(tmp_path: Path) -> None:
         (whole, {"sites": ["head"]}, "no site matches 'head'"),
         (whole, {"metrics": ["norms"]}, "no metric 'norms'; metrics of norms: norm, "),
         (whole, {"threshold": math.nan}, "threshold is nan; expected"),
-        (whole, {"memory": 2 * 7 * 8 * 5 + 5}, "take .* of memory; --memory .*images, 2 fit"),
+        (
+            whole,
+            {"memory": 2 * 7 * 8 * 5 + 5},
+            "take .* of memory; --memory .*images, 2 fit",
+        ),
         (infinite, {}, "embed that are not finite, in rows 0 to 3"),
     ]
     for store, choice, line in cases:
@@ -357,7 +383,9 @@ def test_the_median_of_half_precision_by_hand() -> None:
 
 @pytest.mark.parametrize(("n", "tokens", "blocks"), [(1, 1, 1), (5, 1, 5), (41, 3, 20)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_medians_in_order_are_those_of_numpy(n: int, tokens: int, blocks: int, ties: bool) -> None:
+def test_medians_in_order_are_those_of_numpy(
+    n: int, tokens: int, blocks: int, ties: bool
+) -> None:
     rng = np.random.default_rng(n)
     norms = rng.standard_cauchy((n, tokens)) ** 2
     norms = np.round(norms) if ties else norms

@@ -37,7 +37,9 @@ def names(*stores: Store, sites: Sequence[str] = (), number: int = 0) -> list[An
 
 
 @analysis
-def pair(train: Store, test: Store | None = None, others: Sequence[Store] = ()) -> list[str]:
+def pair(
+    train: Store, test: Store | None = None, others: Sequence[Store] = ()
+) -> list[str]:
     """Labels."""
     return [s.label for s in (train, test, *others) if s is not None]
 
@@ -45,7 +47,13 @@ def pair(train: Store, test: Store | None = None, others: Sequence[Store] = ()) 
 def test_paths_and_single_texts(make_store: MakeStore) -> None:
     a, b = make_store("a.zarr"), make_store("b.zarr")
     assert names(a, str(b), sites="blocks.0.out") == ["a", "b", "blocks.0.out", 0]
-    assert names(open_store(a, label="x"), b, sites=["p", "q"], number=3) == ["x", "b", "p", "q", 3]
+    assert names(open_store(a, label="x"), b, sites=["p", "q"], number=3) == [
+        "x",
+        "b",
+        "p",
+        "q",
+        3,
+    ]
     assert pair(a) == ["a"]
     assert pair(train=str(a), test=b) == ["a", "b"]
     assert pair(a, others=[str(b), open_store(b, label="c")]) == ["a", "b", "c"]
@@ -55,7 +63,9 @@ def test_paths_and_single_texts(make_store: MakeStore) -> None:
 def test_refused_paths(make_store: MakeStore, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     a, same = make_store("a.zarr"), make_store("other/a.zarr")
-    with pytest.raises(VitseeError, match=r"two stores are called 'a': .*open_store\(path, label"):
+    with pytest.raises(
+        VitseeError, match=r"two stores are called 'a': .*open_store\(path, label"
+    ):
         names(a, same)
     with pytest.raises(StoreError, match=r"none\.zarr"):
         names(tmp_path / "none.zarr")
@@ -71,12 +81,16 @@ def test_every_analysis_takes_paths(name: str, tmp_path: Path) -> None:
         elif name == "keypoints":
             run(missing, pairs=tmp_path)
         else:
-            run(*[missing] * (2 if name in ("knn", "probe", "cka_heads", "effect") else 1))
+            run(
+                *[missing] * (2 if name in ("knn", "probe", "cka_heads", "effect") else 1)
+            )
 
 
 def test_an_analysis_from_a_path(make_store: MakeStore) -> None:
     path = make_store()
-    expected = attn_dist.run(open_store(path), metrics=("distance_px",), sites=("blocks.1",))
+    expected = attn_dist.run(
+        open_store(path), metrics=("distance_px",), sites=("blocks.1",)
+    )
     found = attn_dist.run(path, metrics="distance_px", sites="blocks.1")
     assert len(found) == 2
     for name in expected.written.columns:
@@ -107,7 +121,10 @@ KNOWN_TAGS = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
 
 def test_a_table_is_shown() -> None:
     table = Table(
-        {"<b>": np.array(["<script>x</script>", "&amp;"]), "value": np.array([0.5, np.nan])}
+        {
+            "<b>": np.array(["<script>x</script>", "&amp;"]),
+            "value": np.array([0.5, np.nan]),
+        }
     )
     page = Cells(table._repr_html_())
     assert set(page.tags) == KNOWN_TAGS
@@ -137,11 +154,15 @@ def test_samples_as_a_frame(make_store: MakeStore) -> None:
     assert list(frame.columns) == columns
     assert frame["id"].tolist() == store.samples.id.tolist()
     assert frame.loc[3, "label"] == store.samples.label[3]
-    np.testing.assert_array_equal(frame[["height", "width"]].to_numpy(), store.samples.size)
+    np.testing.assert_array_equal(
+        frame[["height", "width"]].to_numpy(), store.samples.size
+    )
 
 
 def test_a_table_as_a_frame() -> None:
-    frame = Table.from_rows([{"a": 1, "b": None}, {"a": 2, "b": 0.5}], notes={"n": 1}).to_pandas()
+    frame = Table.from_rows(
+        [{"a": 1, "b": None}, {"a": 2, "b": 0.5}], notes={"n": 1}
+    ).to_pandas()
     assert frame["a"].tolist() == [1, 2]
     assert frame.attrs == {"n": 1}
 
@@ -167,10 +188,14 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_look.ipynb"
 
 def run_cell(source: str, names: dict[str, Any]) -> Any:
     """What a notebook shows under a cell: its last expression. Lines for IPython are left out."""
-    tree = ast.parse("\n".join(line for line in source.split("\n") if not line.startswith("%")))
+    tree = ast.parse(
+        "\n".join(line for line in source.split("\n") if not line.startswith("%"))
+    )
     last = tree.body[-1]
     shown = isinstance(last, ast.Expr)
-    exec(compile(ast.Module(tree.body[: -1 if shown else None], []), "cell", "exec"), names)
+    exec(
+        compile(ast.Module(tree.body[: -1 if shown else None], []), "cell", "exec"), names
+    )
     if not isinstance(last, ast.Expr):
         return None
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names)

@@ -37,14 +37,26 @@ PARSED: dict[Any, dict[str, Any]] = {
     values.parse_positive_floats: {"0.5,1,2": (0.5, 1.0, 2.0)},
 }  # fmt: skip
 REFUSED: list[tuple[Any, str, list[str]]] = [
-    (values.parse_size, "is not a size", ["", "4X", "-1", "0", "G", "1e9", "9" * 400, "8388608T"]),
-    (values.parse_device, "is not a device", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""]),
+    (
+        values.parse_size,
+        "is not a size",
+        ["", "4X", "-1", "0", "G", "1e9", "9" * 400, "8388608T"],
+    ),
+    (
+        values.parse_device,
+        "is not a device",
+        ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""],
+    ),
     (values.parse_model_arg, "expected KEY=VALUE", ["depth", "=3", "a b=3"]),
     (values.parse_image_size, "is not a size", ["0", "224x", "a", "-3"]),
     (values.parse_floats, "expected numbers", ["0.5,x"]),
     (values.parse_floats, "one or three finite numbers", ["0.5,0.5", "nan", "0,inf,0"]),
     (values.parse_positive_floats, "above 0", ["0", "1,-1,1"]),
-    (tokens_option(("all", "cls")).parse, "expected all, cls or ROW,COL", ["3", "-1,2", "3,4,5,6"]),
+    (
+        tokens_option(("all", "cls")).parse,
+        "expected all, cls or ROW,COL",
+        ["3", "-1,2", "3,4,5,6"],
+    ),
     *(
         (parse, "an empty text is not a path", ["", "  "])
         for parse in (values.parse_path, values.parse_folder, values.parse_output)
@@ -107,7 +119,11 @@ def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def declared(file: Path) -> dict[str, str]:
     """{call in one line: flag or help} of the options that a file declares."""
-    calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    calls = (
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    )
     return {
         ast.unparse(call): ast.unparse(call.args[0])
         for call in calls
@@ -121,7 +137,9 @@ def test_no_option_is_declared_twice() -> None:
     cli = Path(options.__file__).parent
     core = Path(analyses.__file__ or "").parents[1]
     seen: dict[str, Path] = {}
-    for file in sorted((*cli.glob("*options.py"), *cli.glob("commands/*.py"), *core.rglob("*.py"))):
+    for file in sorted(
+        (*cli.glob("*options.py"), *cli.glob("commands/*.py"), *core.rglob("*.py"))
+    ):
         for call, what in declared(file).items():
             assert call not in seen, f"{what} of {file} is also in {seen[call]}"
             seen[call] = file
@@ -134,7 +152,16 @@ def test_whatever_the_option(name: str) -> None:
     """No nan, no inf, no empty path; and `-o a -o b` is refused, not taken for `-o b`."""
     command = main.get_command(click.Context(main), name)
     assert command is not None
-    paths = {"output", "png", "cache", "store", "stores", "checkpoint", "masks", "results"}
+    paths = {
+        "output",
+        "png",
+        "cache",
+        "store",
+        "stores",
+        "checkpoint",
+        "masks",
+        "results",
+    }
     for param in command.params:
         kind: Any = param.type
         refused: tuple[str, ...] = ()
@@ -150,7 +177,9 @@ def test_whatever_the_option(name: str) -> None:
             args = [name, param.opts[-1], "1", param.opts[-1], "2"]
             result = CliRunner().invoke(main, args)
             assert (result.exit_code, result.stdout) == (2, ""), args
-            assert f"{'/'.join(param.opts)} is given 2 times; expected once" in result.stderr
+            assert (
+                f"{'/'.join(param.opts)} is given 2 times; expected once" in result.stderr
+            )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +188,16 @@ def test_whatever_the_option(name: str) -> None:
         ["head-types", "x.zarr", "--focus", "nan"],
         ["head-types", "x.zarr", "--keys", "inf"],
         ["probe", "x.zarr", "--seed", str(10**26)],
-        ["extract", "demo:vit", "--data", "demo:test", "-o", "s.zarr", "--seed", str(2**63)],
+        [
+            "extract",
+            "demo:vit",
+            "--data",
+            "demo:test",
+            "-o",
+            "s.zarr",
+            "--seed",
+            str(2**63),
+        ],
         ["cka", "x.zarr", "--cache", ""],
         ["cka", "x.zarr", "-o", ""],
         ["cka", "x.zarr", "--png", "-"],
@@ -184,12 +222,16 @@ def test_refused_with_nothing_written(
 
 
 @pytest.mark.slow
-def test_dash_is_stdout(make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dash_is_stdout(
+    make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make_store("tiny.zarr")
     monkeypatch.chdir(tmp_path)
     plain = CliRunner().invoke(main, ["attn-dist", str(store)])
     assert plain.exit_code == 0, plain.output
-    dashed = CliRunner().invoke(main, ["attn-dist", str(store), "-o", "-", "--png", "d.svg"])
+    dashed = CliRunner().invoke(
+        main, ["attn-dist", str(store), "-o", "-", "--png", "d.svg"]
+    )
     assert dashed.stdout == plain.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.svg", "tiny.zarr"]
 
@@ -204,7 +246,13 @@ def test_the_shell_completes_paths_and_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dir` and `file` leave it to the shell, which knows no path behind `NAME=`."""
-    for folder in ("vit.zarr", "vit-runs/a.zarr", "vit-runs/b.zarr", "cnn/r50.zarr", ".hidden"):
+    for folder in (
+        "vit.zarr",
+        "vit-runs/a.zarr",
+        "vit-runs/b.zarr",
+        "cnn/r50.zarr",
+        ".hidden",
+    ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "vit.csv").touch()
     (tmp_path / "vit.zarr" / "zarr.json").touch()
@@ -240,7 +288,11 @@ def test_defaults_fit_the_machine() -> None:
 
     memory, jobs, device = CliRunner().invoke(command).stdout.split()
     assert int(memory) > 2**26
-    assert int(jobs) == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+    assert (
+        int(jobs) == len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else True
+    )
     assert device == "auto"
     shown = " ".join(CliRunner().invoke(command, ["--help"]).stdout.split())
     assert "a quarter of the machine's memory" in shown
@@ -264,7 +316,9 @@ def test_model_options_are_gathered() -> None:
     assert "exclude each other" in clash.stderr
 
 
-def test_once_counts_short_and_long_names_and_both_sides_of_a_switch(tmp_path: Path) -> None:
+def test_once_counts_short_and_long_names_and_both_sides_of_a_switch(
+    tmp_path: Path,
+) -> None:
     store, out = str(tmp_path / "a.zarr"), str(tmp_path / "r.csv")
     twice: list[list[str]] = [
         ["cka", store, "-o", out, "--output", out],
@@ -273,10 +327,14 @@ def test_once_counts_short_and_long_names_and_both_sides_of_a_switch(tmp_path: P
     ]
     for args in twice:
         result = CliRunner().invoke(main, args)
-        assert result.exit_code == 2 and "is given 2 times; expected once" in result.stderr
+        assert (
+            result.exit_code == 2 and "is given 2 times; expected once" in result.stderr
+        )
     for args in (["cka", store, "--force", "--force"], ["cka", store, "-v", "-q", "-v"]):
         result = CliRunner().invoke(main, args)
-        assert result.exit_code == 1 and "a.zarr" in result.stderr  # only the store is missing
+        assert (
+            result.exit_code == 1 and "a.zarr" in result.stderr
+        )  # only the store is missing
     given = CliRunner().invoke(main, ["cka", store, "--sites", "a", "--sites", "b"])
     assert given.exit_code == 1
     after = CliRunner().invoke(main, ["cka", "--", "-o", "-o", store])

@@ -62,12 +62,16 @@ def test_a_cache_is_not_made_below_a_missing_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("force", [[], ["--force"]])
 @pytest.mark.parametrize("of", ["extract", "study"])
-def test_nothing_is_written_among_the_images(tmp_path: Path, of: str, force: list[str]) -> None:
+def test_nothing_is_written_among_the_images(
+    tmp_path: Path, of: str, force: list[str]
+) -> None:
     photos = plant(tmp_path / "photos", "a/1.png", "b/2.png")
     if of == "study" and force:
         force = ["--dry-run"]
     line = one_line(of, "demo:vit", "--data", photos, "-o", photos / "a" / "out", *force)
-    assert f"is inside the image folder {photos}" in line and "name a place outside" in line
+    assert (
+        f"is inside the image folder {photos}" in line and "name a place outside" in line
+    )
     assert len(list(photos.rglob("*"))) == 4
     check_outputs(Outputs(photos / "r.csv"), images=str(photos))
     with pytest.raises(VitseeError, match=r"r\.png is inside the image folder"):
@@ -79,7 +83,11 @@ def test_what_vitsee_wrote_is_no_data(
 ) -> None:
     photos = plant(tmp_path / "photos", "a/1.png", "b/2.png", "b/deeper/3.png")
     record = {"command": ["vitsee", "study", "demo:vit"]}
-    for below, name in (("a/out", "study.json"), ("results", "r.csv.json"), ("c", "r.tsv.json")):
+    for below, name in (
+        ("a/out", "study.json"),
+        ("results", "r.csv.json"),
+        ("c", "r.tsv.json"),
+    ):
         plant(photos, f"{below}/r.png", f"{below}/results/q.png")
         (photos / below / name).write_text(json.dumps(record))
     shutil.copytree(make_store(), photos / "b" / "s.zarr")
@@ -95,18 +103,41 @@ def test_pictures_of_results_beside_images_are_no_data(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where a command without --data was run in the image folder itself."""
-    names = ("a/1.png", "b/2.png", "mine.png", "r.png", "drawn.png", "best.png", "cat.png")
+    names = (
+        "a/1.png",
+        "b/2.png",
+        "mine.png",
+        "r.png",
+        "drawn.png",
+        "best.png",
+        "cat.png",
+    )
     photos = plant(tmp_path / "photos", *names)
     words = ["vitsee", "attn-map", "s.zarr", "--image", "cat.png", "-o", "r.csv"]
     words += ["--png", "drawn.png", "--table", "./best.png"]
     (photos / "r.csv.json").write_text(json.dumps({"command": words}))
-    (photos / "mine.csv.json").write_text(json.dumps({"command": ["other", "--png", "cat.png"]}))
-    assert list(open_source(str(photos)).ids) == ["a/1.png", "b/2.png", "cat.png", "mine.png"]
+    (photos / "mine.csv.json").write_text(
+        json.dumps({"command": ["other", "--png", "cat.png"]})
+    )
+    assert list(open_source(str(photos)).ids) == [
+        "a/1.png",
+        "b/2.png",
+        "cat.png",
+        "mine.png",
+    ]
     assert "r.png (a picture of results)" in caplog.text and "drawn.png" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[", "null", '{"command": "vitsee"}', '{"command": []}', '{"command": ["ls"]}']
+    "text",
+    [
+        "{}",
+        "[",
+        "null",
+        '{"command": "vitsee"}',
+        '{"command": []}',
+        '{"command": ["ls"]}',
+    ],
 )
 def test_what_others_wrote_is_data(tmp_path: Path, text: str) -> None:
     photos = plant(tmp_path / "photos", "a/1.png", "b/2.png")
@@ -117,11 +148,16 @@ def test_what_others_wrote_is_data(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--force"]])
 def test_an_input_is_never_replaced(tmp_path: Path, more: list[str]) -> None:
-    table, text = tmp_path / "r.csv", "store,site,depth,rel_depth,metric,value\na,x,0,0,top1,0.5\n"
+    table, text = (
+        tmp_path / "r.csv",
+        "store,site,depth,rel_depth,metric,value\na,x,0,0,top1,0.5\n",
+    )
     table.write_text(text)
     (tmp_path / "link.csv").symlink_to(table)
     for output in (("-o", table), ("-o", tmp_path / "link.csv")):
-        assert "is an input of this command" in one_line("best-layer", table, *output, *more)
+        assert "is an input of this command" in one_line(
+            "best-layer", table, *output, *more
+        )
     sidecar = tmp_path / "r.csv.json"
     sidecar.write_text(json.dumps({"command": ["vitsee", "knn"]}))
     assert "is an input" in one_line("best-layer", table, "-o", sidecar, *more)
@@ -140,9 +176,12 @@ def test_a_protected_store_is_not_removed(
     before = everything_below(tmp_path)
     with monkeypatch.context() as patched:  # of root's files too
         patched.setattr(
-            "vitsee_stores.folder.os.access", lambda path, mode, **_: not path.endswith("acts")
+            "vitsee_stores.folder.os.access",
+            lambda path, mode, **_: not path.endswith("acts"),
         )
-        with pytest.raises(StoreError, match=rf"{store} stays as it is: .*/acts is write-prot"):
+        with pytest.raises(
+            StoreError, match=rf"{store} stays as it is: .*/acts is write-prot"
+        ):
             remove_store(store)
     assert everything_below(tmp_path) == before
 
@@ -164,7 +203,16 @@ def test_a_protected_store_is_not_removed(
         ("plot", "FIFO"),
         ("extract", "demo:vit", "--data", "FIFO", "-o", "s.zarr"),
         ("extract", "demo:vit", "--data", "demo:test", "--only", "FIFO", "-o", "s.zarr"),
-        ("extract", "demo:vit", "--checkpoint", "FIFO", "--data", "demo:test", "-o", "s.zarr"),
+        (
+            "extract",
+            "demo:vit",
+            "--checkpoint",
+            "FIFO",
+            "--data",
+            "demo:test",
+            "-o",
+            "s.zarr",
+        ),
     ],
 )
 def test_a_pipe_is_not_waited_for(tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -176,10 +224,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, words: tuple[str, ...]) -> Non
 
 
 def test_a_sidecar_that_is_a_pipe_is_none(tmp_path: Path) -> None:
-    (tmp_path / "r.csv").write_text("store,site,depth,rel_depth,metric,value\na,x,0,0,top1,0.5\n")
+    (tmp_path / "r.csv").write_text(
+        "store,site,depth,rel_depth,metric,value\na,x,0,0,top1,0.5\n"
+    )
     os.mkfifo(tmp_path / "r.csv.json")
     assert "has no sidecar r.csv.json" in one_line("plot", tmp_path / "r.csv")
-    with pytest.raises(VitseeError, match=r"cannot read .*r\.csv\.json: not a regular file"):
+    with pytest.raises(
+        VitseeError, match=r"cannot read .*r\.csv\.json: not a regular file"
+    ):
         read_file(tmp_path / "r.csv.json")
 
 
@@ -203,5 +255,7 @@ def test_an_image_file_of_more_bytes_than_any_has(tmp_path: Path) -> None:
     photos = plant(tmp_path / "photos", "1.png")
     with (photos / "1.png").open("r+b") as file:
         file.truncate(2 << 30)
-    with pytest.raises(ImageError, match="has 2147483648 bytes, expected at most 1073741824"):
+    with pytest.raises(
+        ImageError, match="has 2147483648 bytes, expected at most 1073741824"
+    ):
         open_source(str(photos)).opener.load("1.png")

@@ -31,7 +31,9 @@ def test_kept_weights_are_those_of_the_demos_training(tmp_path: Path) -> None:
         plain.epoch(data, data)
         kept.epoch(data, data)
     steps = kept.steps
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"step_{s}.pt" for s in steps)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        f"step_{s}.pt" for s in steps
+    )
     first = torch.load(tmp_path / "step_0.pt", weights_only=True)
     last = torch.load(tmp_path / f"step_{steps[-1]}.pt", weights_only=True)
     assert first["step"] == 0 and last["step"] == steps[-1]
@@ -39,7 +41,9 @@ def test_kept_weights_are_those_of_the_demos_training(tmp_path: Path) -> None:
     for name, value in plain.model.state_dict().items():
         assert torch.equal(last["state_dict"][name], value)
         assert torch.equal(first["state_dict"][name], fresh[name])
-    assert not torch.equal(first["state_dict"]["head.weight"], last["state_dict"]["head.weight"])
+    assert not torch.equal(
+        first["state_dict"]["head.weight"], last["state_dict"]["head.weight"]
+    )
 
 
 def test_bundled_images_are_resized_as_the_models_see_them() -> None:

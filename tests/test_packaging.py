@@ -32,7 +32,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel made from it."""
     folder = tmp_path_factory.mktemp("dist")
     # The build tools of this environment: no download.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -94,8 +102,13 @@ def test_the_page_of_the_package_leads_somewhere(wheel: zipfile.ZipFile) -> None
     name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     text = str(email.message_from_bytes(wheel.read(name)).get_payload())
     targets = re.findall(r"\]\(([^)]*)\)", text)
-    assert len(targets) > 50 and [t for t in targets if not t.startswith(("https:", "#"))] == []
-    assert "https://raw.githubusercontent.com/OWNER/vitsee/main/docs/explore.png" in targets
+    assert (
+        len(targets) > 50
+        and [t for t in targets if not t.startswith(("https:", "#"))] == []
+    )
+    assert (
+        "https://raw.githubusercontent.com/OWNER/vitsee/main/docs/explore.png" in targets
+    )
 
 
 @pytest.mark.slow
@@ -119,7 +132,11 @@ def test_the_wheel_works_alone(built: Path, tmp_path: Path) -> None:
     code = "import vitsee, vitsee_cli, vitsee_core, vitsee_stores as s; print(s.__file__)"
     for words in (["-c", code], ["-m", "vitsee_cli", "demo", "--quick", "-o", str(out)]):
         done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
         )
         assert done.returncode == 0, done.stderr
         assert str(tmp_path) in done.stdout
@@ -158,11 +175,19 @@ def test_the_owner_is_set_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_the_recipe_for_conda() -> None:
     about = release.project()
-    found = yaml.safe_load(release.recipe(about, "0" * 64).replace("${{", "").replace("}}", ""))
+    found = yaml.safe_load(
+        release.recipe(about, "0" * 64).replace("${{", "").replace("}}", "")
+    )
     run = found["requirements"]["run"]
     assert len(run) == len(about["dependencies"]) + 1
-    assert "pytorch >=2.6" in run and "matplotlib-base >=3.10" in run and "timm >=1.0.26" in run
-    assert found["build"]["python"]["entry_points"] == ["vitsee = vitsee_cli.__main__:main"]
+    assert (
+        "pytorch >=2.6" in run
+        and "matplotlib-base >=3.10" in run
+        and "timm >=1.0.26" in run
+    )
+    assert found["build"]["python"]["entry_points"] == [
+        "vitsee = vitsee_cli.__main__:main"
+    ]
 
 
 @pytest.mark.slow
@@ -204,7 +229,14 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # Under `make PYTHON=... test` its flags and variables would reach the makes of these tests.
-OF_AN_OUTER_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "PYTHONS")
+OF_AN_OUTER_MAKE = (
+    "MAKEFLAGS",
+    "MAKELEVEL",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "PYTHON",
+    "PYTHONS",
+)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,14 @@ N = 40
 def write(path: Path, digest: str = "same", **stores: dict[str, list[float]]) -> Path:
     """Tables by hand: store -> site -> its value and its replicates, in four blocks."""
     rows: list[dict[str, Any]] = [
-        {"store": store, "model": "m", "site": site, "block": "", "depth": i, "rel_depth": i / 2}
+        {
+            "store": store,
+            "model": "m",
+            "site": site,
+            "block": "",
+            "depth": i,
+            "rel_depth": i / 2,
+        }
         | {"k": 20, "metric": "top1", "value": numbers[0], "n_images": 40, "baseline": ""}
         | {"replicates": np.array(numbers[1:])}
         for store, sites in stores.items()
@@ -66,11 +73,18 @@ def test_by_hand(tmp_path: Path) -> None:
 
 def test_intervals_allow_for_the_choice(tmp_path: Path) -> None:
     """Of three layers: all pairs of them, or of those of both stores."""
-    sites = {"embed": LOW, "blocks.0.out": HIGH, "blocks.1.out": [0.7, 0.7, 0.9, 0.2, 0.8]}
+    sites = {
+        "embed": LOW,
+        "blocks.0.out": HIGH,
+        "blocks.1.out": [0.7, 0.7, 0.9, 0.2, 0.8],
+    }
     other = {"embed": [0.6, 0.4, 0.6, 0.6, 0.8]}
     files = read([write(tmp_path / "r.csv", vit=sites, cnn=other)])
     own = np.array([of[1:] for of in sites.values()])
-    for among, family in (("layers", own), ("models", np.array([*own, other["embed"][1:]]))):
+    for among, family in (
+        ("layers", own),
+        ("models", np.array([*own, other["embed"][1:]])),
+    ):
         table = compare(files, among=among)
         reach = largest_t(family) * table["std"].astype(float)
         assert largest_t(family) > T_3
@@ -143,20 +157,31 @@ def test_from_stores_to_differences(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     differences = tmp_path / "d.csv"
     for among, pairs in (("layers", 2), ("models", 1)):
-        result = command("best-layer", out, "--paired", among, "-o", differences, "--force")
+        result = command(
+            "best-layer", out, "--paired", among, "-o", differences, "--force"
+        )
         assert result.exit_code == 0, result.stderr
         found = Table.read(differences)
         assert len(found) == pairs
         kept = Table.read(replicates.beside(out)).filter(pl.col("baseline").is_null())
         for i in range(pairs):
             x, y = (
-                kept.filter(store=found[f"store_{s}"][i], site=found[f"site_{s}"][i], metric="top1")
+                kept.filter(
+                    store=found[f"store_{s}"][i],
+                    site=found[f"site_{s}"][i],
+                    metric="top1",
+                )
                 for s in "ab"
             )
-            d = [float(x[f"without_{k}"][0]) - float(y[f"without_{k}"][0]) for k in range(20)]
+            d = [
+                float(x[f"without_{k}"][0]) - float(y[f"without_{k}"][0])
+                for k in range(20)
+            ]
             mean = sum(d) / 20
             error = math.sqrt(19 / 20 * sum((one - mean) ** 2 for one in d))
-            assert found["value"][i] == pytest.approx(float(x["value"][0]) - float(y["value"][0]))
+            assert found["value"][i] == pytest.approx(
+                float(x["value"][0]) - float(y["value"][0])
+            )
             assert found["std"][i] == pytest.approx(error)
             assert found["n_images"][i] == N
 
@@ -175,7 +200,9 @@ def test_the_figure(tmp_path: Path) -> None:
         *("vit: block 0 less", "block 1", "embedding"),
         *("cnn: block 0 less", "embedding"),
     ]
-    points: list[Any] = [line for line in panel.get_lines() if line.get_linestyle() == "None"]
+    points: list[Any] = [
+        line for line in panel.get_lines() if line.get_linestyle() == "None"
+    ]
     places = [(round(line.get_xdata()[0], 9), line.get_ydata()[0]) for line in points]
     assert places == [(0.3, 1), (0.1, 2), (0.05, 4)]
     marks = ["95 % interval excludes 0", "95 % interval includes 0", "no interval"]
@@ -183,7 +210,9 @@ def test_the_figure(tmp_path: Path) -> None:
     assert [line.get_markerfacecolor() for line in points][:2] == ["#0072B2", "white"]
     lines: list[Any] = panel.get_lines()
     bars = [
-        line.get_xdata() for line in lines if list(line.get_ydata()) in ([1, 1], [2, 2], [4, 4])
+        line.get_xdata()
+        for line in lines
+        if list(line.get_ydata()) in ([1, 1], [2, 2], [4, 4])
     ]
     row = table.filter(site_b="blocks.1.out")
     np.testing.assert_allclose(bars[0], [row["low"][0], row["high"][0]])
@@ -195,7 +224,9 @@ def test_the_figure(tmp_path: Path) -> None:
 
 def test_the_command_draws_it_and_misses_replicates(tmp_path: Path) -> None:
     path = write(tmp_path / "r.csv", vit={"embed": LOW, "blocks.0.out": HIGH})
-    result = command("best-layer", path, "--paired", "layers", "--png", tmp_path / "x.png")
+    result = command(
+        "best-layer", path, "--paired", "layers", "--png", tmp_path / "x.png"
+    )
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     replicates.beside(path).unlink()

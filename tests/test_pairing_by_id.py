@@ -26,8 +26,12 @@ BLURRED = CLEAN + 0.7 * RNG.normal(size=(N, 7, 4))
 ORDER = RNG.permutation(N)  # of the other store's rows
 
 
-def write(path: Path, values: Array, ids: list[str], shift: int = 0, **more: Any) -> Store:
-    return write_model(path, {"embed": values}, ids=ids, hash_offset=shift, slab=8, **more)
+def write(
+    path: Path, values: Array, ids: list[str], shift: int = 0, **more: Any
+) -> Store:
+    return write_model(
+        path, {"embed": values}, ids=ids, hash_offset=shift, slab=8, **more
+    )
 
 
 @pytest.fixture
@@ -79,30 +83,50 @@ def test_any_order_and_rows_without_a_partner(
 def test_minibatches_and_the_cache_do_not_depend_on_the_other_order(
     tmp_path: Path, clean: Store
 ) -> None:
-    moved = write(tmp_path / "moved.zarr", BLURRED[ORDER], [IDS[i] for i in ORDER], shift=1000)
+    moved = write(
+        tmp_path / "moved.zarr", BLURRED[ORDER], [IDS[i] for i in ORDER], shift=1000
+    )
     plain = write(tmp_path / "plain.zarr", BLURRED, IDS, shift=1000)
-    sizes = {"batch": 8, "examples": 24, "repeats": 3, "pair_by": "id", "estimator": "minibatch"}
+    sizes = {
+        "batch": 8,
+        "examples": 24,
+        "repeats": 3,
+        "pair_by": "id",
+        "estimator": "minibatch",
+    }
     a, b = (run(clean, other, **sizes) for other in (moved, plain))
     assert a["value"] == pytest.approx(b["value"], abs=2e-6)
     assert a["std"] == pytest.approx(b["std"], abs=2e-6)
     # The Gram matrix that was kept of one comparison serves the store's own.
     assert list((tmp_path / "moved.zarr.grams").glob("*.tiles"))
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "moved.zarr.grams").glob("*.tiles")}
+    before = {
+        p: p.stat().st_mtime_ns for p in (tmp_path / "moved.zarr.grams").glob("*.tiles")
+    }
     alone = run(moved, estimator="exact")
-    after = {p: p.stat().st_mtime_ns for p in (tmp_path / "moved.zarr.grams").glob("*.tiles")}
+    after = {
+        p: p.stat().st_mtime_ns for p in (tmp_path / "moved.zarr.grams").glob("*.tiles")
+    }
     assert before == after and alone["value"] == pytest.approx([1], abs=1e-6)
 
 
 def test_what_cannot_be_paired(tmp_path: Path, clean: Store) -> None:
     twice = write(tmp_path / "twice.zarr", BLURRED, [IDS[0], *IDS[:-1]])
-    with pytest.raises(StoreMismatch, match=r"twice holds 1 ids more than once \(class0/00.png"):
+    with pytest.raises(
+        StoreMismatch, match=r"twice holds 1 ids more than once \(class0/00.png"
+    ):
         run(clean, twice, no_cache=True, pair_by="id")
     foreign = write(tmp_path / "foreign.zarr", BLURRED, [f"x{i}" for i in range(N)])
-    with pytest.raises(StoreMismatch, match=r"no image is in all of clean, foreign .* like x0$"):
+    with pytest.raises(
+        StoreMismatch, match=r"no image is in all of clean, foreign .* like x0$"
+    ):
         run(clean, foreign, no_cache=True, pair_by="id")
     few = write(tmp_path / "few.zarr", BLURRED[:3], IDS[:3])
-    with pytest.raises(VitseeError, match="3 images readable in all stores; expected at least 4"):
+    with pytest.raises(
+        VitseeError, match="3 images readable in all stores; expected at least 4"
+    ):
         run(clean, few, no_cache=True, pair_by="id")
     moved = write(tmp_path / "moved.zarr", BLURRED[ORDER], [IDS[i] for i in ORDER])
-    with pytest.raises(VitseeError, match="no way to pair by 'name'; expected image or id"):
+    with pytest.raises(
+        VitseeError, match="no way to pair by 'name'; expected image or id"
+    ):
         run(clean, moved, no_cache=True, pair_by="name")

@@ -15,5 +15,9 @@ def test_the_page_is_what_its_script_writes() -> None:
 def test_every_checkpoint_exists() -> None:
     known = {*timm.list_pretrained(), *timm.list_models()}
     recipes = map(read_recipe, papers_page.PAPERS)
-    named = [store.model.split("?")[0] for recipe in recipes for store in recipe.stores.values()]
+    named = [
+        store.model.split("?")[0]
+        for recipe in recipes
+        for store in recipe.stores.values()
+    ]
     assert [name for name in named if name not in known] == []

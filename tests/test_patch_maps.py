@@ -14,10 +14,10 @@ from PIL import Image, features
 
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
-from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.figures.patch_maps.colours import Colours, matched, rotation_to
-from vitsee_core.figures.patch_maps.photos import Shown, describe_sheet
+from vitsee_core.figures.patch_maps.photos import SheetImages, describe_sheet
 from vitsee_core.figures.patch_maps.views import View, grid_sites, union
+from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import TokenLayout
@@ -32,7 +32,9 @@ def transform(mode: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def grid_store(folder: Path, name: str = "a", layout: TokenLayout = GRID, **more: Any) -> Store:
+def grid_store(
+    folder: Path, name: str = "a", layout: TokenLayout = GRID, **more: Any
+) -> Store:
     x = np.arange(3 * layout.n_tokens * 3, dtype=float).reshape(3, layout.n_tokens, 3)
     return write_sites(folder / f"{name}.zarr", {"embed": x}, layout=layout, **more)
 
@@ -46,13 +48,19 @@ def test_places_by_hand(tmp_path: Path) -> None:
     assert view.grid_edges(GRID, 0) == (0, 0.25, 1, 0.75)
     expected = [[0.25, 0.375], [0.25, 0.625], [0.75, 0.375], [0.75, 0.625]]
     assert np.allclose(view.centres(GRID, 0), expected, atol=1e-15)
-    places = np.array([[0.1, 0.3], [0.1, 0.5], [0.99, 0.26], [0.5, 0.74], [0.5, 0.76], [0.5, 0.2]])
+    places = np.array(
+        [[0.1, 0.3], [0.1, 0.5], [0.99, 0.26], [0.5, 0.74], [0.5, 0.76], [0.5, 0.2]]
+    )
     assert view.cells_at(GRID, 0, places).tolist() == [0, 1, 2, 3, -1, -1]
     assert view.on_image(GRID, np.array([0, 2])).all()
 
     fine = TokenLayout((), (4, 2), stride_px=(2.0, 4.0))
     filled = grid_store(
-        tmp_path, "filled", fine, transform=transform("border"), sizes=[(8, 16), (8, 8), (8, 16)]
+        tmp_path,
+        "filled",
+        fine,
+        transform=transform("border"),
+        sizes=[(8, 16), (8, 8), (8, 16)],
     )
     view = View.of(filled, filled.select(["embed"]))
     assert view.seen(0) == (0, 0, 1, 1)
@@ -72,7 +80,10 @@ def test_a_store_that_does_not_know_its_images(
     store = grid_store(tmp_path)
     with caplog.at_level("INFO"):
         view = View.of(store, store.select(["embed"]))
-    assert "a: maps are drawn on the model's input, not on the original images" in caplog.text
+    assert (
+        "a: maps are drawn on the model's input, not on the original images"
+        in caplog.text
+    )
     assert view.input_size == (8, 8) and view.seen(1) == (0, 0, 1, 1)
     assert view.grid_edges(GRID, 1) == (0, 0, 1, 1)
 
@@ -103,10 +114,12 @@ def test_the_photograph_is_the_original_cut_to_what_was_seen(tmp_path: Path) -> 
     pixels = rng.integers(0, 256, (40, 90, 3), dtype=np.uint8)
     (tmp_path / "data").mkdir()
     Image.fromarray(pixels).save(tmp_path / "data" / "one.png")
-    extracted(*VIT, "--crop-pct", 1, "--data", tmp_path / "data", "-o", tmp_path / "v.zarr")
+    extracted(
+        *VIT, "--crop-pct", 1, "--data", tmp_path / "data", "-o", tmp_path / "v.zarr"
+    )
     store = open_store(tmp_path / "v.zarr")
     sites = store.select(["blocks.0.out"])
-    parts = [Shown(store, View.of(store, sites), [0], sites)]
+    parts = [SheetImages(store, View.of(store, sites), [0], sites)]
     sheet = describe_sheet(parts, None)
     about = sheet["images"]["one.png"]
     assert about["frame"] == pytest.approx([0, 15 / 90, 1, 75 / 90])
@@ -145,7 +158,9 @@ def test_the_rotation_is_found_and_colours_agree() -> None:
     expected = Colours.of(lead)(lead)
     # Scores of another scale and mean, turned: the same colours.
     assert np.allclose(Colours.of(own, found, 200)(own), expected, atol=1e-9)
-    assert np.allclose(Colours.read(Colours.of(own, found).describe())(own), expected, atol=1e-9)
+    assert np.allclose(
+        Colours.read(Colours.of(own, found).describe())(own), expected, atol=1e-9
+    )
 
 
 def test_no_rotation_is_nearer() -> None:

@@ -18,8 +18,8 @@ from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.pca import plot, run
-from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.figures.patch_maps.colours import Colours
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.statistics.covariance import CovarianceSums, principal_axes
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
@@ -32,7 +32,9 @@ BARE = TokenLayout((), (3, 4), stride_px=(8.0, 8.0))
 N, DIM = 10, 6
 
 
-def tokens(layout: TokenLayout = GRID, n: int = N, dim: int = DIM, seed: int = 0) -> Array:
+def tokens(
+    layout: TokenLayout = GRID, n: int = N, dim: int = DIM, seed: int = 0
+) -> Array:
     """Correlated channels of different spread, with a mean."""
     rng = np.random.default_rng(seed)
     mix = rng.normal(size=(dim, dim)) * np.linspace(3, 0.5, dim)[:, None]
@@ -46,10 +48,14 @@ def scikit(x: Array, k: int) -> PCA:
 
 def signed(axes: Array) -> Array:
     """Each with its entry of largest magnitude positive, one by one."""
-    return np.array([axis * (1 if axis[np.argmax(np.abs(axis))] > 0 else -1) for axis in axes])
+    return np.array(
+        [axis * (1 if axis[np.argmax(np.abs(axis))] > 0 else -1) for axis in axes]
+    )
 
 
-def scores_of(table: Table, image: str, grid: tuple[int, int], k: int = 3, **where: Any) -> Array:
+def scores_of(
+    table: Table, image: str, grid: tuple[int, int], k: int = 3, **where: Any
+) -> Array:
     found = np.full((*grid, k), np.nan)
     rows = having(table, metric="score", image=image, **where)
     columns = (rows[name].tolist() for name in ("row", "col", "component", "value"))
@@ -59,7 +65,9 @@ def scores_of(table: Table, image: str, grid: tuple[int, int], k: int = 3, **whe
     return found
 
 
-def colours_of(table: Table, image: str, grid: tuple[int, int], store: str, site: str) -> Array:
+def colours_of(
+    table: Table, image: str, grid: tuple[int, int], store: str, site: str
+) -> Array:
     of = Colours.read(table.notes["colours"][store][site])
     return of(scores_of(table, image, grid, store=store, site=site))
 
@@ -71,7 +79,9 @@ def test_axes_by_hand() -> None:
     """Along (3, 4) / 5 there are -10, 10, along (4, -3) / 5 -5, 5: shares 0.8 and 0.2."""
     x = np.array([[6.0, 8.0, 1], [-6, -8, 1], [4, -3, 1], [-4, 3, 1]]) + 2
     found = principal_axes(CovarianceSums.of(x, x[0]), 3)
-    assert np.allclose(found.axes, [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, 1.0]], atol=1e-14)
+    assert np.allclose(
+        found.axes, [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, 1.0]], atol=1e-14
+    )
     assert np.allclose(found.shares, [0.8, 0.2, 0], atol=1e-14)
     assert np.allclose(found.scores(x), [[10, 0, 0], [-10, 0, 0], [0, 5, 0], [0, -5, 0]])
     alike = principal_axes(CovarianceSums.of(np.ones((4, 3)), np.ones(3)), 3)
@@ -95,8 +105,12 @@ def test_scores_are_scikit_learns(tmp_path: Path, normalise: bool) -> None:
     """Over the patches of all images that count, the class token left out."""
     x = tokens()
     valid = np.arange(N) != 4
-    store = write_sites(tmp_path / "a.zarr", {"embed": x}, layout=GRID, slab=4, valid=valid)
-    table = run(store, sites="embed", components=4, normalise=normalise, image=["0", "image7"])
+    store = write_sites(
+        tmp_path / "a.zarr", {"embed": x}, layout=GRID, slab=4, valid=valid
+    )
+    table = run(
+        store, sites="embed", components=4, normalise=normalise, image=["0", "image7"]
+    )
     patches = x[valid][:, 1:].astype(np.float64)
     if normalise:
         patches /= np.linalg.norm(patches, axis=-1, keepdims=True)
@@ -111,17 +125,23 @@ def test_scores_are_scikit_learns(tmp_path: Path, normalise: bool) -> None:
     assert set(explained["n_examples"].tolist()) == {9 * 12}
     for name, place in (("image0", 0), ("image7", 6)):
         scores = (patches[place] - expected.mean_) @ axes.T
-        assert np.allclose(scores_of(table, name, (3, 4), 4).reshape(12, 4), scores, atol=close)
+        assert np.allclose(
+            scores_of(table, name, (3, 4), 4).reshape(12, 4), scores, atol=close
+        )
 
 
 def test_intervals_and_halves_against_a_loop(tmp_path: Path) -> None:
     """10 images are 10 blocks of the jackknife; halves are every second of them."""
     x = tokens()
-    table = run(write_sites(tmp_path / "a.zarr", {"embed": x}, layout=GRID), sites="embed")
+    table = run(
+        write_sites(tmp_path / "a.zarr", {"embed": x}, layout=GRID), sites="embed"
+    )
     store = write_sites(tmp_path / "b.zarr", {"embed": x}, layout=GRID, slab=3)
     other = run(store, sites="embed", jobs=2)
     for name in ("value", "high"):  # whatever the slabs and jobs
-        assert np.allclose(other[name], table[name], rtol=1e-9, atol=1e-11, equal_nan=True)
+        assert np.allclose(
+            other[name], table[name], rtol=1e-9, atol=1e-11, equal_nan=True
+        )
     metrics = ["explained_variance"] * 3 + ["axis_agreement"] * 3 + ["score"] * 4 * 36
     assert table["metric"].tolist() == metrics
 
@@ -139,7 +159,9 @@ def test_intervals_and_halves_against_a_loop(tmp_path: Path) -> None:
     assert np.allclose(explained["half_b"], shares(x[1::2]), rtol=1e-9)
     assert table.replicates is not None
     assert np.allclose(table.replicates[:3], left.T, rtol=1e-9)
-    axes = [scikit(some[:, 1:].reshape(-1, DIM), 3).components_ for some in (x[::2], x[1::2])]
+    axes = [
+        scikit(some[:, 1:].reshape(-1, DIM), 3).components_ for some in (x[::2], x[1::2])
+    ]
     cosines = [abs(float(a @ b)) for a, b in zip(*axes, strict=True)]
     assert np.allclose(table.filter(metric="axis_agreement")["value"], cosines, atol=1e-9)
 
@@ -181,12 +203,16 @@ def test_the_foreground_has_axes_of_its_own(tmp_path: Path) -> None:
         table = run(store, sites="embed", foreground=side)
         expected = scikit(grid[:, on].reshape(-1, DIM), 3)
         explained = table.filter(metric="explained_variance")
-        assert np.allclose(explained["value"], expected.explained_variance_ratio_, rtol=1e-8)
+        assert np.allclose(
+            explained["value"], expected.explained_variance_ratio_, rtol=1e-8
+        )
         assert explained["n_examples"][0] == N * on.sum()
         scores = scores_of(table, "image2", (4, 4))
         assert np.array_equal(~np.isnan(scores[..., 0]), on)
         centred = grid[2, on].astype(np.float64) - expected.mean_
-        assert np.allclose(scores[on], centred @ signed(expected.components_).T, atol=1e-6)
+        assert np.allclose(
+            scores[on], centred @ signed(expected.components_).T, atol=1e-6
+        )
         notes = table.notes["colours"]["a"]["embed"]
         assert notes["foreground_side"] == (1 if side == "positive" else -1)
 
@@ -206,7 +232,9 @@ def test_colours_of_turned_features_are_alike(tmp_path: Path) -> None:
     )
     table = run(lead, other, sites=["embed", "next"], image=["1"], reference="embed")
     expected = colours_of(table, "image1", (3, 4), "lead", "embed")
-    assert np.allclose(colours_of(table, "image1", (3, 4), "other", "embed"), expected, atol=1e-4)
+    assert np.allclose(
+        colours_of(table, "image1", (3, 4), "other", "embed"), expected, atol=1e-4
+    )
     found = colours_of(table, "image1", (6, 8), "other", "next")
     assert np.allclose(found, expected.repeat(2, 0).repeat(2, 1), atol=1e-4)
     assert table.notes["aligned_to"] == {"store": "lead", "site": "embed"}
@@ -241,7 +269,9 @@ def test_cells_beside_the_image_do_not_count(tmp_path: Path) -> None:
 def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     x = tokens(BARE)
     stores = [
-        write_sites(tmp_path / f"{name}.zarr", {"embed": x, "next": x * factor}, layout=BARE)
+        write_sites(
+            tmp_path / f"{name}.zarr", {"embed": x, "next": x * factor}, layout=BARE
+        )
         for name, factor in (("a", 1), ("$b^$", -2))
     ]
     names = ["a.zarr", "$b^$.zarr"]
@@ -260,7 +290,9 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     drawn = sheet.images[1].get_array()
     assert drawn is not None
     expected = colours_of(table, "image0", (3, 4), "a", "embed")
-    assert np.allclose(drawn[..., :3], expected, atol=1e-12) and (drawn[..., 3] == 1).all()
+    assert (
+        np.allclose(drawn[..., :3], expected, atol=1e-12) and (drawn[..., 3] == 1).all()
+    )
     assert sheet.images[1].origin == "upper"
     # Without the notes too: over the whole image, colours from the scores in the table.
     assert len(plot(Table(table.written)).axes[0].patches) == 20
@@ -276,16 +308,29 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     write_sites(tmp_path / "thin.zarr", {"embed": x[..., :2]}, layout=GRID)
     write_sites(tmp_path / "other.zarr", {"embed": x}, layout=GRID, name="photo")
     cases = {
-        ("pooled.zarr",): "pooled keeps embed pooled only: extract it with --tokens embed=all",
+        (
+            "pooled.zarr",
+        ): "pooled keeps embed pooled only: extract it with --tokens embed=all",
         ("cls.zarr", "--sites", "embed"): "embed of cls has no grid of patches to map",
         ("a.zarr", "--sites", "pooled"): "pooled of a has no grid of patches to map",
-        ("thin.zarr",): "embed of thin has 2 channels and so no more components; 3 were asked for",
-        ("a.zarr", "--components", "7"): "embed of a has 6 channels and so no more components; 7",
+        (
+            "thin.zarr",
+        ): "embed of thin has 2 channels and so no more components; 3 were asked for",
+        (
+            "a.zarr",
+            "--components",
+            "7",
+        ): "embed of a has 6 channels and so no more components; 7",
         ("a.zarr", "--image", "dog.png"): "a has no image 'dog.png'",
         ("a.zarr", "other.zarr"): "other has no image 'image0'",
         ("a.zarr", "--reference", "pooled"): "pooled of a has no grid of patches to map",
         ("a.zarr", "--memory", "1K"): "reading a chunk of a takes",
-        ("a.zarr", "--no-align", "--reference", "embed"): "a reference is for aligned colours",
+        (
+            "a.zarr",
+            "--no-align",
+            "--reference",
+            "embed",
+        ): "a reference is for aligned colours",
     }
     for args, line in cases.items():
         stderr = said(tmp_path, "pca", *args, "--png", "x.png", code=1)

@@ -32,13 +32,17 @@ def test_each_picture_is_made_by_a_script_and_shown_by_its_page() -> None:
 
 @pytest.mark.slow
 def test_pictures_are_made_of_what_the_demo_leaves(tmp_path: Path) -> None:
-    planned = CliRunner().invoke(main, ["demo", "--quick", "-o", str(tmp_path / "d"), "--dry-run"])
+    planned = CliRunner().invoke(
+        main, ["demo", "--quick", "-o", str(tmp_path / "d"), "--dry-run"]
+    )
     assert planned.exit_code == 0, planned.output
     there = set(re.findall(r"-o \S*/d/(\S+)", planned.stdout))
     for picture in PICTURES:
         for line in picture.commands:
             read, _, made = line.rpartition(" -o ")
-            needed = set(re.findall(r"(?:stores|results|more)/[\w-]+\.(?:zarr|csv)", read))
+            needed = set(
+                re.findall(r"(?:stores|results|more)/[\w-]+\.(?:zarr|csv)", read)
+            )
             assert (needed and needed <= there) or line.startswith("extract "), line
             there |= {made.split()[0], *re.findall(r"--table (\S+)", read)}
         assert picture.result in there, picture.name

@@ -33,24 +33,40 @@ def test_which_paths_are_streams() -> None:
         assert not is_stream(Path(path)) or path == "./-"  # Path drops the ./
 
 
-def test_a_table_from_a_pipe_is_drawn(make_store: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_table_from_a_pipe_is_drawn(
+    make_store: Callable[..., Path], tmp_path: Path
+) -> None:
     store = make_store()
     table = invoke("attn-dist", store).stdout
     assert piped(table, tmp_path) == (0, "plot.png is written\n")
-    assert piped(table, tmp_path, "-o", "a.png", name="/dev/stdin") == (0, "a.png is written\n")
-    assert invoke("attn-dist", store, "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png")
+    assert piped(table, tmp_path, "-o", "a.png", name="/dev/stdin") == (
+        0,
+        "a.png is written\n",
+    )
+    assert invoke(
+        "attn-dist", store, "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png"
+    )
     drawn = (tmp_path / "r.png").read_bytes()
-    assert (tmp_path / "plot.png").read_bytes() == drawn == (tmp_path / "a.png").read_bytes()
+    assert (
+        (tmp_path / "plot.png").read_bytes() == drawn == (tmp_path / "a.png").read_bytes()
+    )
 
 
-def test_what_is_no_table_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_table_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, phrase in (
         ("", "has no rows"),
         ("a,b\n1,2\n", "has columns and metrics of no command"),
-        ("store,site,metric,value\nx,y,other,1\n", "has columns and metrics of no command"),
+        (
+            "store,site,metric,value\nx,y,other,1\n",
+            "has columns and metrics of no command",
+        ),
     ):
         data = text.encode()
-        monkeypatch.setattr("vitsee_core.tables.results.read_stream", lambda _, data=data: data)
+        monkeypatch.setattr(
+            "vitsee_core.tables.results.read_stream", lambda _, data=data: data
+        )
         with pytest.raises(VitseeError, match=phrase):
             open_result("-")
     assert list(tmp_path.iterdir()) == []

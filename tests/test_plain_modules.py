@@ -33,7 +33,10 @@ class LowRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = nn.Parameter(torch.randn(DIM, 2)), nn.Parameter(torch.randn(2, DIM))
+        self.down, self.up = (
+            nn.Parameter(torch.randn(DIM, 2)),
+            nn.Parameter(torch.randn(2, DIM)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down @ self.up
@@ -63,7 +66,9 @@ def weight_norms(module: Any) -> None:
 def shared_with_a_plain_layer(module: Any) -> None:
     projections = [block.attn.proj for block in module.blocks]
     projections[1].weight = projections[0].weight
-    parametrize.register_parametrization(projections[0], "weight", Symmetric(), unsafe=True)
+    parametrize.register_parametrization(
+        projections[0], "weight", Symmetric(), unsafe=True
+    )
 
 
 def two_on_one_layer(module: Any) -> None:
@@ -87,7 +92,9 @@ def packed_projection(module: Any) -> None:
 
 PARAMETRIZED: dict[str, Callable[[Any], object]] = {
     "weight norm": weight_norms,
-    "spectral norm": lambda module: parametrizations.spectral_norm(module.blocks[1].mlp.fc2),
+    "spectral norm": lambda module: parametrizations.spectral_norm(
+        module.blocks[1].mlp.fc2
+    ),
     "orthogonal": lambda module: parametrizations.orthogonal(module.blocks[1].attn.proj),
     "own": register("blocks.1.attn.proj.weight", Symmetric()),
     "of the model itself": register("pos_embed", Twice()),
@@ -143,7 +150,9 @@ def test_a_pruned_layer_and_norms_of_the_older_kind() -> None:
 def test_weights_that_change_at_every_access_are_refused() -> None:
     module = vit()
     register("blocks.1.attn.proj.weight", Noise())(module)
-    with pytest.raises(ModelError, match=r"blocks\.1\.attn\.proj\.weight changes from run to run"):
+    with pytest.raises(
+        ModelError, match=r"blocks\.1\.attn\.proj\.weight changes from run to run"
+    ):
         own_model(module, TRANSFORM, name="mine")
 
 
@@ -165,7 +174,9 @@ def with_weight(change: Callable[[Tensor], Tensor]) -> Any:
 
 def with_buffer(persistent: bool) -> Any:
     module = vit()
-    module.blocks[1].register_buffer("mask", torch.ones(2, device="meta"), persistent=persistent)
+    module.blocks[1].register_buffer(
+        "mask", torch.ones(2, device="meta"), persistent=persistent
+    )
     return module
 
 
@@ -196,7 +207,10 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: with_weight(lambda weight: weight.to("meta")),
         r"mine: blocks\.0\.mlp\.fc1\.weight is on the meta device",
     ),
-    "meta buffer": (lambda: with_buffer(True), r"mine: blocks\.1\.mask is on the meta device"),
+    "meta buffer": (
+        lambda: with_buffer(True),
+        r"mine: blocks\.1\.mask is on the meta device",
+    ),
     "meta buffer that is not saved": (
         lambda: with_buffer(False),
         r"mine: blocks\.1\.mask is on the meta device",
@@ -221,5 +235,7 @@ def test_extra_state_of_a_layer_is_no_weight() -> None:
     module = vit()
     digest = hash_weights(module)
     module.norm = Layer(DIM)
-    module.norm.load_state_dict({**vit().norm.state_dict(), "_extra_state": {}}, strict=False)
+    module.norm.load_state_dict(
+        {**vit().norm.state_dict(), "_extra_state": {}}, strict=False
+    )
     assert own_model(module, TRANSFORM, name="mine").weights["sha256"] == digest

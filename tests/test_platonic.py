@@ -62,7 +62,9 @@ def score(x: Array, y: Array, k: int = 10) -> float:
 
 def two(tmp_path: Path) -> tuple[dict[str, Array], dict[str, Array], list[Store]]:
     a, b = heavy(1), heavy(2, 0.3)
-    stores = [write_model(tmp_path / f"{name}.zarr", s) for name, s in (("a", a), ("b", b))]
+    stores = [
+        write_model(tmp_path / f"{name}.zarr", s) for name, s in (("a", a), ("b", b))
+    ]
     return a, b, stores
 
 
@@ -72,7 +74,9 @@ def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
     table = run(*stores, preset="platonic", no_cache=True)
     x, y = cut(class_tokens(a)), cut(class_tokens(b))
     expected = [[score(x[:, i], y[:, j]) for j in range(LAYERS)] for i in range(LAYERS)]
-    assert table["value"].reshape(LAYERS, LAYERS) == pytest.approx(np.array(expected), abs=1e-12)
+    assert table["value"].reshape(LAYERS, LAYERS) == pytest.approx(
+        np.array(expected), abs=1e-12
+    )
     assert [*dict.fromkeys(table["site_a"])] == [f"blocks.{i}.out" for i in range(LAYERS)]
     assert set(table["k"].tolist()) == {10}
     i, j = np.unravel_index(np.argmax(expected), (LAYERS, LAYERS))
@@ -81,7 +85,10 @@ def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
         f"(blocks.{i}.out, blocks.{j}.out)"
     ]
     # A cut layer by layer gives other numbers.
-    single = [score(cut(class_tokens(a)[:, i]), cut(class_tokens(b)[:, i])) for i in range(LAYERS)]
+    single = [
+        score(cut(class_tokens(a)[:, i]), cut(class_tokens(b)[:, i]))
+        for i in range(LAYERS)
+    ]
     assert max(abs(single[i] - expected[i][i]) for i in range(LAYERS)) > 0.01
 
 
@@ -122,7 +129,9 @@ def test_the_quantile_is_that_of_sorting(
     mask = rng.random(11) < 0.7
     mask[0] = True
     found = quantile_of_sizes(
-        [Representation(store, site).features for site in store.select(["blocks"])], mask, share
+        [Representation(store, site).features for site in store.select(["blocks"])],
+        mask,
+        share,
     )
     sizes = np.sort(
         np.concatenate([abs(x[mask].astype(np.float32)).ravel() for x in sites.values()])
@@ -143,7 +152,9 @@ def test_clamped_features_are_others_for_the_cache(tmp_path: Path) -> None:
     again = clamped(plain.features, cut_off.clamp)
     assert np.array_equal(again.strips(100)[0].read(slice(0, N)), expected)
     # With a cache on, plain and cut matrices stand beside each other.
-    both = [run(store, preset=preset, tokens="cls") for preset in (None, "platonic", None)]
+    both = [
+        run(store, preset=preset, tokens="cls") for preset in (None, "platonic", None)
+    ]
     assert np.array_equal(both[0]["value"], both[2]["value"])
 
 
@@ -169,8 +180,12 @@ def test_a_model_without_a_class_token(tmp_path: Path) -> None:
     from tests.stores import CNN
 
     x = np.random.default_rng(0).normal(size=(20, 4, 3))
-    store = write_model(tmp_path / "r.zarr", {"layer1.0.out": x, "layer1.1.out": x + 1}, layout=CNN)
-    with pytest.raises(SiteError, match=r"no class token.*\(--preset platonic .* --tokens mean"):
+    store = write_model(
+        tmp_path / "r.zarr", {"layer1.0.out": x, "layer1.1.out": x + 1}, layout=CNN
+    )
+    with pytest.raises(
+        SiteError, match=r"no class token.*\(--preset platonic .* --tokens mean"
+    ):
         run(store, preset="platonic")
     assert len(run(store, preset="platonic", tokens="mean", no_cache=True)) == 4
     with pytest.raises(SiteError) as plain:

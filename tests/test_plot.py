@@ -44,9 +44,13 @@ def heatmap(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(everything, tmp_path_factory, ["cka", "vit.zarr", "cnn.zarr"])
 
 
-def written(everything: Path, factory: pytest.TempPathFactory, words: Sequence[str]) -> Path:
+def written(
+    everything: Path, factory: pytest.TempPathFactory, words: Sequence[str]
+) -> Path:
     folder = factory.mktemp("plot")
-    stores = [str(everything / word) if word.endswith(".zarr") else word for word in words]
+    stores = [
+        str(everything / word) if word.endswith(".zarr") else word for word in words
+    ]
     vitsee(*stores, "-o", folder / "r.csv")
     return folder / "r.csv"
 
@@ -60,11 +64,22 @@ def copied(result: Path, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "run"), RUNS)
 def test_every_figure_is_drawn_again_as_it_was(
-    command: str, run: int, everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    run: int,
+    everything: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the byte: a figure is drawn from its table alone, whatever the command had in memory."""
     monkeypatch.chdir(everything)
-    vitsee(command, *TABLES[command][run], "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png")
+    vitsee(
+        command,
+        *TABLES[command][run],
+        "-o",
+        tmp_path / "r.csv",
+        "--png",
+        tmp_path / "r.png",
+    )
     done = plot(tmp_path / "r.csv", "-o", tmp_path / "again.png")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "r.png").read_bytes()
@@ -77,8 +92,17 @@ def test_options_of_the_figure_are_kept(
     monkeypatch.chdir(everything)
     words = ["attn-map", "vit.zarr", "--kind", "aligned"]
     for name, more in (("a", []), ("b", ["--scale", "head", "--no-coverage"])):
-        vitsee(*words, *more, "-o", tmp_path / f"{name}.csv", "--png", tmp_path / f"{name}.png")
-        assert plot(tmp_path / f"{name}.csv", "-o", tmp_path / f"{name}2.png").exit_code == 0
+        vitsee(
+            *words,
+            *more,
+            "-o",
+            tmp_path / f"{name}.csv",
+            "--png",
+            tmp_path / f"{name}.png",
+        )
+        assert (
+            plot(tmp_path / f"{name}.csv", "-o", tmp_path / f"{name}2.png").exit_code == 0
+        )
         png = (tmp_path / f"{name}.png").read_bytes()
         assert png == (tmp_path / f"{name}2.png").read_bytes()
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
@@ -105,12 +129,17 @@ def test_text_stays_text(heatmap: Path, tmp_path: Path) -> None:
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert "CKA of $x$ &lt;b&gt; &amp; 'more'" in texts
     assert any("CKA (debiased)" in text for text in texts)
-    assert b"/FontFile2" in (tmp_path / "r.pdf").read_bytes()  # TrueType, not outlines of letters
+    assert (
+        b"/FontFile2" in (tmp_path / "r.pdf").read_bytes()
+    )  # TrueType, not outlines of letters
 
 
 @pytest.mark.slow
 def test_size_and_dots_per_inch(curves: Path, tmp_path: Path) -> None:
-    assert plot(curves, "-o", tmp_path / "r.png", "--size", "4,3", "--dpi", "50").exit_code == 0
+    assert (
+        plot(curves, "-o", tmp_path / "r.png", "--size", "4,3", "--dpi", "50").exit_code
+        == 0
+    )
     assert struct.unpack(">II", (tmp_path / "r.png").read_bytes()[16:24]) == (200, 150)
     tiny = plot(curves, "-o", tmp_path / "t.png", "--size", "0.5,0.5")
     assert tiny.exit_code == 0 and tiny.stderr.splitlines() == [
@@ -132,7 +161,10 @@ def test_colours_and_range_of_maps(heatmap: Path) -> None:
     assert flat(bar.get_ylabel()) == "CKA (debiased), colours from 0.25 to 0.5"
     extend = bar._colorbar.extend  # type: ignore[attr-defined]
     below, above = bool((values < 0.25).any()), bool((values > 0.5).any())
-    assert extend == {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
+    assert (
+        extend
+        == {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
+    )
 
 
 @pytest.mark.slow
@@ -152,7 +184,11 @@ def test_what_a_figure_has_not(curves: Path, heatmap: Path, tmp_path: Path) -> N
         (curves, ["--cmap", "magma"], "no colour map to change"),
         (heatmap, ["--cmap", "viridus"], "no colour map 'viridus'; near names: viridis"),
         (heatmap, ["--log", "y"], "no y axis of numbers"),
-        (curves, ["--log", "y", "--range", "-1,9"], "the y axis is logarithmic: a range from -1"),
+        (
+            curves,
+            ["--log", "y", "--range", "-1,9"],
+            "the y axis is logarithmic: a range from -1",
+        ),
         (curves, ["--sites", "blocks.99"], "no site matches 'blocks.99'"),
     ):
         done = plot(result, "-o", tmp_path / "r.png", *options)
@@ -194,8 +230,16 @@ def test_a_changed_table_is_said(curves: Path, tmp_path: Path) -> None:
     for changed, code, said in (
         (lines[:4], 0, "was changed since vitsee attn-dist wrote it"),
         (without, 1, "lost columns since vitsee attn-dist wrote it: head"),
-        ([{**line, "metric": "other"} for line in lines], 1, "makes no figure of that command"),
-        ([{**line, "value": "much"} for line in lines], 1, "the text 'much'; expected numbers"),
+        (
+            [{**line, "metric": "other"} for line in lines],
+            1,
+            "makes no figure of that command",
+        ),
+        (
+            [{**line, "value": "much"} for line in lines],
+            1,
+            "the text 'much'; expected numbers",
+        ),
     ):
         rewrite(result, changed)
         done = plot(result, "--force")
@@ -207,9 +251,15 @@ def test_tables_without_a_figure(curves: Path, tmp_path: Path) -> None:
     sidecar = result.with_name("r.csv.json")
     told = json.loads(sidecar.read_text())
     for changed, expected in (
-        ({**told, "command": ["vitsee", "info", "x"]}, "of vitsee info, which draws no figure"),
+        (
+            {**told, "command": ["vitsee", "info", "x"]},
+            "of vitsee info, which draws no figure",
+        ),
         ({"made": "elsewhere"}, "of another program, which draws no figure"),
-        ({**told, "command": ["vitsee", "../x"]}, "of vitsee ../x, which draws no figure"),
+        (
+            {**told, "command": ["vitsee", "../x"]},
+            "of vitsee ../x, which draws no figure",
+        ),
         ({}, "has no sidecar r.csv.json beside it"),
     ):
         sidecar.write_text(json.dumps(changed))
@@ -250,7 +300,14 @@ def test_a_figure_of_other_results_without_them(
     """best-layer draws the curves of its inputs: as recorded, or beside it."""
     monkeypatch.chdir(everything)
     inner = copied(everything / "knn.csv", tmp_path)
-    vitsee("best-layer", f"named={inner}", "-o", tmp_path / "b.csv", "--png", tmp_path / "b.png")
+    vitsee(
+        "best-layer",
+        f"named={inner}",
+        "-o",
+        tmp_path / "b.csv",
+        "--png",
+        tmp_path / "b.png",
+    )
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in (*tmp_path.glob("*.csv"), *tmp_path.glob("*.json")):
@@ -259,7 +316,10 @@ def test_a_figure_of_other_results_without_them(
     assert (moved / "b.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     (moved / "knn.csv").unlink()
     done = plot(moved / "b.csv", "--force")
-    assert done.exit_code == 1 and "knn.csv is gone, whose curves this figure shows" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "knn.csv is gone, whose curves this figure shows" in done.stderr
+    )
 
 
 # ------------------------------------------------------------------------------------ sites
@@ -299,7 +359,10 @@ def test_rows_of_sites(patterns: list[str], expected: int) -> None:
     table = rows_of_sites(pairs_table(), patterns)
     assert len(table) == expected
     if patterns == ["last"]:
-        assert (table["site_a"][0], table["site_b"][0]) == ("blocks.1.out", "layer1.0.out")
+        assert (table["site_a"][0], table["site_b"][0]) == (
+            "blocks.1.out",
+            "layer1.0.out",
+        )
 
 
 @pytest.mark.slow
@@ -314,7 +377,9 @@ def test_places_in_depth_are_those_of_the_command(
         tables.append(read_result(tmp_path / f"{name}.csv").table)
     every, some = ({*table["site"].tolist()} for table in tables)
     assert {*rows_of_sites(tables[0], [place])["site"].tolist()} == some < every
-    figure = vitsee("plot", tmp_path / "all.csv", "-o", tmp_path / "a.png", "--sites", place)
+    figure = vitsee(
+        "plot", tmp_path / "all.csv", "-o", tmp_path / "a.png", "--sites", place
+    )
     assert figure == "" and (tmp_path / "a.png").stat().st_size > 5_000
 
 
@@ -327,25 +392,40 @@ def test_first_and_last_are_those_of_the_table() -> None:
     ]  # fmt: skip
     rows[0]["block"] = ""
     table = Table.from_rows(rows)
-    chosen = {"last": ["layer2.0.out"], "first": ["layer1.0.out"], "all,!last": [*depths][:2]}
+    chosen = {
+        "last": ["layer2.0.out"],
+        "first": ["layer1.0.out"],
+        "all,!last": [*depths][:2],
+    }
     for pattern, sites in chosen.items():
         assert rows_of_sites(table, [pattern])["site"].tolist() == sites
     heads = [row | {"site": f"{row['block']}.heads"} for row in rows[1:]]
-    assert rows_of_sites(Table.from_rows(heads), ["last"])["site"].tolist() == ["layer2.0.heads"]
-    with pytest.raises(SiteError, match="no site matches 'last'; sites of this table, cnn: stem"):
+    assert rows_of_sites(Table.from_rows(heads), ["last"])["site"].tolist() == [
+        "layer2.0.heads"
+    ]
+    with pytest.raises(
+        SiteError, match="no site matches 'last'; sites of this table, cnn: stem"
+    ):
         rows_of_sites(table.with_frame(table.frame.head(1)), ["last"])
 
 
 def test_parts_of_blocks() -> None:
     sites = {"blocks.1.attn.branch": "blocks.1", "blocks.1": "blocks.1", "norm": None}
-    rows = pl.DataFrame({"site": [*sites, "norm", None], "block": [*sites.values(), None, None]})
+    rows = pl.DataFrame(
+        {"site": [*sites, "norm", None], "block": [*sites.values(), None, None]}
+    )
     found = rows.select(part=block_part(rows))["part"].to_list()
     assert found == ["attn.branch", "out", "out", "out", "out"]
-    assert rows.drop("block").with_columns(part=block_part(rows.drop("block")))["part"][0] == "out"
+    assert (
+        rows.drop("block").with_columns(part=block_part(rows.drop("block")))["part"][0]
+        == "out"
+    )
 
 
 def test_rows_without_sites_stay() -> None:
-    rows = [{"store": "a", "site": s, "block": "", "depth": 0, "rel_depth": 0.0} for s in "xy"]
+    rows = [
+        {"store": "a", "site": s, "block": "", "depth": 0, "rel_depth": 0.0} for s in "xy"
+    ]
     table = Table.from_rows([*rows, {"store": "a", "site": ""}], list(rows[0]))
     assert rows_of_sites(table, ["x"])["site"].tolist() == ["x", ""]
     with pytest.raises(SiteError, match="no site matches 'z'"):
@@ -365,7 +445,12 @@ def test_dark_letters_turn_light(curves: Path, heatmap: Path) -> None:
         figure = redraw(result, look=Look(theme="dark"))
         assert to_hex(figure.get_facecolor()) == THEMES["dark"][0]
         for axes in figure.axes:
-            texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+            texts = [
+                axes.title,
+                axes.xaxis.label,
+                axes.yaxis.label,
+                *axes.get_xticklabels(),
+            ]
             legend = axes.get_legend()
             texts += [] if legend is None else legend.get_texts()
             # A title at the left is another text than the (empty) one in the middle.

@@ -81,7 +81,9 @@ def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -
     first = figure_bytes(labelled("ViT"), ending)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000000000")
     assert figure_bytes(labelled("ViT"), ending) == first
-    assert first.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
+    assert first.startswith(
+        {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending]
+    )
 
 
 def saved(figure: Figure) -> bytes:
@@ -129,7 +131,9 @@ def test_names_are_drawn_letter_by_letter() -> None:
     assert table["store"][0] == "5$", "the caller's table is left alone"
 
 
-def test_letters_that_the_font_lacks_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_letters_that_the_font_lacks_are_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure_bytes(labelled("图中图"))

@@ -15,14 +15,22 @@ from tests.attention_calls import Call, random_scores
 from vitsee_core.analyses.probe.fit import train_linear
 from vitsee_core.analyses.probe.settings import Training
 from vitsee_core.models.selfcheck import SelfCheck, _judge_output
-from vitsee_core.summaries import AttentionReducer, activations, residual_products, rollout
 from vitsee_core.runtime.device import current_precision, no_autocast, precision_context
+from vitsee_core.summaries import (
+    AttentionReducer,
+    activations,
+    residual_products,
+    rollout,
+)
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NEW = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later
-HALF_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+HALF_SUMS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -175,7 +183,9 @@ def test_rollout_is_single_precision_under_autocast(device: str) -> None:
 def test_residual_products_are_single_precision_under_autocast() -> None:
     """Both ways to them: the one for CPUs, and the one that a GPU takes."""
     z, f = random(2, 5, 256), random(2, 5, 256, seed=1)
-    want = torch.stack([(a.double() * b.double()).sum(-1) for a, b in ((z, z), (f, f), (z, f))], -1)
+    want = torch.stack(
+        [(a.double() * b.double()).sum(-1) for a, b in ((z, z), (f, f), (z, f))], -1
+    )
     with torch.autocast("cpu", torch.bfloat16):
         found = residual_products(z, f)
         at_once = torch.empty(2, 5, 3)
@@ -203,7 +213,9 @@ def test_attention_summaries_are_single_precision_under_autocast() -> None:
         found = AttentionReducer(layout, "cpu").reduce(Call(scores), valid)
     for name, value in vars(want).items():
         if value is not None:
-            torch.testing.assert_close(getattr(found, name), value, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(
+                getattr(found, name), value, rtol=0, atol=0, msg=name
+            )
 
 
 @pytest.mark.usefixtures("loosened")

@@ -18,7 +18,14 @@ from vitsee_core.analyses.norms.norm_figures import draw_norms
 from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
 )
-from vitsee_core.figures.panels import MEDIA, Grid, drawn_for, medium, new_figure, panels
+from vitsee_core.figures.panels import (
+    MEDIA,
+    PanelGrid,
+    drawn_for,
+    medium,
+    new_figure,
+    panels,
+)
 from vitsee_core.figures.plotting import (
     stores_in_order,
     styled,
@@ -70,7 +77,12 @@ def test_all_text_can_be_read(
     ("command", "run"), [r for r in RUNS if r[0] not in STACKED | PAIRS | FROM_FILES]
 )
 def test_all_text_of_twenty_models_can_be_read(
-    command: str, run: int, name: str, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    run: int,
+    name: str,
+    made: Made,
+    everything: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same model under twenty names; in groups of four."""
     monkeypatch.chdir(everything)
@@ -88,11 +100,15 @@ def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
     table = under_names(made("norms", 0).file.table, 2, "vit_base_patch16_{}")
     columns = {name: table[name] for name in table.written.columns}
     share = np.isin(table["metric"], ("outlier_share", "outlier_share_mad"))
-    columns["value"][share] = np.where(table["store"][share] == table["store"][0], 0.5, 0.0)
+    columns["value"][share] = np.where(
+        table["store"][share] == table["store"][0], 0.5, 0.0
+    )
     for name in MEDIA:
         with drawn_for(name):
             figure = draw_norms(Table(columns, table.notes))
-        assert any("no patch is an outlier" in part.get_suptitle() for part in figure.subfigs)
+        assert any(
+            "no patch is an outlier" in part.get_suptitle() for part in figure.subfigs
+        )
         assert flaws(figure) == [], name
 
 
@@ -100,7 +116,8 @@ def under_names(table: Table, n: int, name: str) -> Table:
     """The rows of the first store, n times under other names."""
     first = having(table, store=unique(table, "store")[0])
     labels = [
-        name.format(i // 4) + f"_{i % 4}" if "/" in name else name.format(i) for i in range(n)
+        name.format(i // 4) + f"_{i % 4}" if "/" in name else name.format(i)
+        for i in range(n)
     ]
     copies = [Table(first.written.with_columns(store=pl.lit(label))) for label in labels]
     return Table(Table.concat(copies).frame, table.notes)
@@ -126,14 +143,18 @@ def test_what_the_check_finds() -> None:
 @pytest.mark.parametrize(("name", "across"), [("column", 2), ("page", 3), ("slide", 3)])
 def test_panels_wrap_by_width(name: str, across: int) -> None:
     with drawn_for(name):
-        assert [Grid(n).across for n in (1, 2, 3)] == [1, 2, across if across == 3 else 2]
-        assert (Grid(7).across, Grid(7).down) == (across, -(-7 // across))
-        width, height = Grid(7).size
+        assert [PanelGrid(n).across for n in (1, 2, 3)] == [
+            1,
+            2,
+            across if across == 3 else 2,
+        ]
+        assert (PanelGrid(7).across, PanelGrid(7).down) == (across, -(-7 // across))
+        width, height = PanelGrid(7).size
         assert width <= medium().width
-        assert height == pytest.approx(Grid(7).down * 14 * medium().font / 72)
+        assert height == pytest.approx(PanelGrid(7).down * 14 * medium().font / 72)
         # Four stand two and two where three and one would do.
-        assert Grid(4).across == 2
-        pairs = Grid(6, together=2)  # never one of a pair on the next line
+        assert PanelGrid(4).across == 2
+        pairs = PanelGrid(6, together=2)  # never one of a pair on the next line
         assert (pairs.across, pairs.down) == (2, 3)
     with drawn_for(size=(5, 2)):
         assert tuple(new_figure(3, 3).get_size_inches()) == (5, 2)
@@ -161,9 +182,13 @@ def drawn(table: Table) -> tuple[list[str], int, list[str]]:
     _, (axes,) = panels(1)
     draw_depth_curves(axes, table.frame)
     lines = [line for line in axes.lines if len(line.get_xdata())]  # type: ignore[arg-type]
-    bands = [c for c in axes.collections if type(c).__name__ == "FillBetweenPolyCollection"]
+    bands = [
+        c for c in axes.collections if type(c).__name__ == "FillBetweenPolyCollection"
+    ]
     labels = axes.get_legend_handles_labels()[1]
-    assert axes.get_title(loc="right") == "n = 200" and axes.get_xlabel() == "relative depth"
+    assert (
+        axes.get_title(loc="right") == "n = 200" and axes.get_xlabel() == "relative depth"
+    )
     assert axes.get_ylabel() == "top-1 accuracy"
     return [str(line.get_color()) for line in lines], len(bands), labels
 

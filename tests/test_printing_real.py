@@ -35,7 +35,17 @@ def test_all_text_of_the_real_demo_can_be_read(tmp_path: Path) -> None:
         pixels = rng.integers(0, 256, (64, 64, 3), np.uint8)
         Image.fromarray(pixels).save(photographs / f"{i}.png")
     models = [f"{name}={model}" for name, model in MODELS.items()]
-    words = ["study", *models, "--data", photographs, "--images", N, "-o", folder, "--dry-run"]
+    words = [
+        "study",
+        *models,
+        "--data",
+        photographs,
+        "--images",
+        N,
+        "-o",
+        folder,
+        "--dry-run",
+    ]
     for name in ("stores", "results"):
         (folder / name).mkdir(parents=True)
     for line in vitsee(*words).splitlines():

@@ -28,8 +28,8 @@ from vitsee_core.analyses.probe.score import _mean_l2
 from vitsee_core.analyses.probe.settings import draw_images, split_rows
 from vitsee_core.features.reader import adaptive_average, flatten_patches, largest_patch
 from vitsee_core.kernels.ridge import Linear
-from vitsee_core.truth.labels.labelled_rows import accuracy_interval, labelled_rows
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import accuracy_interval, labelled_rows
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -37,15 +37,23 @@ Array = NDArray[Any]
 N, N_TEST, CLASSES, DIM = 90, 60, 3, 5
 
 
-def write_labelled(path: Path, sites: Mapping[str, Any], labels: Array, **more: Any) -> Store:
+def write_labelled(
+    path: Path, sites: Mapping[str, Any], labels: Array, **more: Any
+) -> Store:
     """Classes are called c0, c1, ... by default."""
     names = [f"c{i}" for i in range(int(labels.max()) + 1)]
-    return stores.write_labelled(path, sites, labels, **{"classes": names, "slab": 16, **more})
+    return stores.write_labelled(
+        path, sites, labels, **{"classes": names, "slab": 16, **more}
+    )
 
 
-def write_vectors(path: Path, x: Array, labels: Array, hash_offset: int = 0, **more: Any) -> Store:
+def write_vectors(
+    path: Path, x: Array, labels: Array, hash_offset: int = 0, **more: Any
+) -> Store:
     """One vector per image."""
-    return write_labelled(path, {"pooled": (x, None)}, labels, hash_offset=hash_offset, **more)
+    return write_labelled(
+        path, {"pooled": (x, None)}, labels, hash_offset=hash_offset, **more
+    )
 
 
 def grid(rows: int, cols: int) -> TokenLayout:
@@ -61,14 +69,19 @@ class Pair:
         dim: int = DIM, layout: Any = VIT, signal: float = 0.6, **kwargs: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
-        self.labels, self.test_labels = balanced(n, classes, 1), balanced(n_test, classes, 2)
+        self.labels, self.test_labels = (
+            balanced(n, classes, 1),
+            balanced(n_test, classes, 2),
+        )
         t = layout.n_tokens
         self.x = class_features(self.labels, t, dim, signal=signal, seed=3)
         self.y = class_features(self.test_labels, t, dim, signal=signal, seed=4)
         order = np.random.default_rng(9).permutation(n)
         sites = {"blocks.0.out": (self.x, layout), "pooled": (self.x[:, 0], None)}
         theirs = {"blocks.0.out": (self.y, layout), "pooled": (self.y[:, 0], None)}
-        self.train = write_labelled(folder / "train.zarr", sites, self.labels, rows=order, **kwargs)
+        self.train = write_labelled(
+            folder / "train.zarr", sites, self.labels, rows=order, **kwargs
+        )
         self.test = write_labelled(
             folder / "test.zarr", theirs, self.test_labels, hash_offset=1000, **kwargs
         )
@@ -102,14 +115,18 @@ def test_metrics_are_chosen(pair: Pair, tmp_path: Path) -> None:
     check_chosen_metrics(work, plot, rows, "probe")
     assert {*work(metrics=["top5"], per_class=True)["metric"]} == {"top5", "top1_class"}
     each = plot(work(metrics=["top5"], tokens=["each"]))
-    assert [axes.get_ylabel() for axes in each.axes if axes.has_data()] == ["top-5 accuracy"]
+    assert [axes.get_ylabel() for axes in each.axes if axes.has_data()] == [
+        "top-5 accuracy"
+    ]
     with pytest.raises(VitseeError, match="no top5: it needs more than 5 classes"):
         run(pair.train, pair.test, metrics=["top5"])
 
 
 def test_few_shots_against_a_loop(pair: Pair) -> None:
     table = run(pair.train, pair.test, shots=[4, 2], seeds=2, seed=5, l2=[0.5])
-    assert tuple(table.written.columns) == tuple(name for name in COLUMNS if name != "class")
+    assert tuple(table.written.columns) == tuple(
+        name for name in COLUMNS if name != "class"
+    )
     assert table["shots"].tolist() == [2, 4]
     x, y = pair.x[:, 0], pair.y[:, 0]
     for row, shots in enumerate((2, 4)):
@@ -129,7 +146,9 @@ def test_few_shots_against_a_loop(pair: Pair) -> None:
 
 
 def test_all_images_against_a_loop(pair: Pair) -> None:
-    table = run(pair.train, pair.test, tokens=["mean", "rest", "1,2"], l2=[3.0], per_class=True)
+    table = run(
+        pair.train, pair.test, tokens=["mean", "rest", "1,2"], l2=[3.0], per_class=True
+    )
     means = {
         "mean": (pair.x[:, 1:].mean(1), pair.y[:, 1:].mean(1)),
         "rest": (pair.x[:, 1:].mean(1), pair.y[:, 1:].mean(1)),
@@ -143,7 +162,9 @@ def test_all_images_against_a_loop(pair: Pair) -> None:
         for c in range(CLASSES):
             row = own.filter(**{"class": f"c{c}"})
             is_c = pair.test_labels == c
-            assert row["value"].tolist() == [pytest.approx((scores[is_c].argmax(1) == c).mean())]
+            assert row["value"].tolist() == [
+                pytest.approx((scores[is_c].argmax(1) == c).mean())
+            ]
             assert row["n_images"].tolist() == [is_c.sum()]
     assert np.isnan(table["std"]).all()
     cell = table.filter(token="1,2")
@@ -180,24 +201,36 @@ def test_big_vision_is_their_protocol(tmp_path: Path) -> None:
 
 
 def test_options_win_over_presets(pair: Pair) -> None:
-    table = run(pair.train, pair.test, preset="big_vision", sites=["blocks"], l2=[2.0], seed=1)
+    table = run(
+        pair.train, pair.test, preset="big_vision", sites=["blocks"], l2=[2.0], seed=1
+    )
     assert table["site"].tolist() == ["blocks.0.out"]
     assert table["l2"].tolist() == [2.0]
     assert table.notes["solver"]["features"].startswith("standardised")
     other = run(
-        pair.train, pair.test, preset="big_vision", standardise=False, intercept="free", l2=[1.0]
+        pair.train,
+        pair.test,
+        preset="big_vision",
+        standardise=False,
+        intercept="free",
+        l2=[1.0],
     )
     assert values(other) == values(run(pair.train, pair.test, sites=["pooled"], l2=[1.0]))
     raghu = run(pair.train, pair.test, preset="raghu")
     assert (raghu["token"].tolist(), raghu["shots"].tolist()) == (["mean-all"], [10])
-    assert values(raghu) == values(run(pair.train, pair.test, tokens=["mean-all"], shots=[10]))
+    assert values(raghu) == values(
+        run(pair.train, pair.test, tokens=["mean-all"], shots=[10])
+    )
     assert run(pair.train, pair.test, preset="raghu", shots=[3])["shots"].tolist() == [3]
 
 
 def test_held_out_l2_against_a_loop(pair: Pair) -> None:
     for shots in (None, 10):
         table = run(
-            pair.train, pair.test, shots=[shots] if shots else [], seeds=1 if shots else None
+            pair.train,
+            pair.test,
+            shots=[shots] if shots else [],
+            seeds=1 if shots else None,
         )
         draw = draw_images(labelled_rows(pair.train), shots, 0)
         index = labelled_rows(pair.train).index[draw.places]
@@ -252,7 +285,9 @@ def test_separable_and_unlearnable(tmp_path: Path) -> None:
     assert values(table)[0] == pytest.approx(1 / 3, abs=0.08)
 
 
-def test_equal_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_features_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     labels = np.array([0, 1, 1, 1, 0, 2] * 4)
     x = np.full((24, 1, 4), 0.1, np.float32)
     sites = {"blocks.0.out": (x, grid(1, 1))}
@@ -268,7 +303,11 @@ def test_one_class_is_not_called_equal_features(tmp_path: Path, pair: Pair) -> N
     x = class_features(labels, 7, DIM)
     names = ["c0", "c1", "c2"]
     one = write_labelled(
-        tmp_path / "a.zarr", {"blocks.0.out": (x, VIT)}, labels, classes=names, hash_offset=500
+        tmp_path / "a.zarr",
+        {"blocks.0.out": (x, VIT)},
+        labels,
+        classes=names,
+        hash_offset=500,
     )
     remarks = run(one, pair.test).notes["remarks"]
     assert "all training images are of one class, c0: every image is given it" in remarks
@@ -282,12 +321,16 @@ def test_the_mean_of_several_l2_is_a_round_number() -> None:
 # ---------------------------------------------------------------- each, all
 
 
-def test_products_of_numpy_use_one_thread_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_numpy_use_one_thread_each(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     scores = Linear.scores
 
     def looked(self: Linear, x: Any) -> Any:
-        seen.extend(lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas")
+        seen.extend(
+            lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"
+        )
         return scores(self, x)
 
     monkeypatch.setattr(Linear, "scores", looked)
@@ -303,13 +346,19 @@ def test_each_token_alone(pair: Pair) -> None:
     names = ["cls", *(f"{r},{c}" for r in range(2) for c in range(3))]
     assert table["token"].tolist() == [*names, "each"]
     assert table["row"].tolist() == [None, 0, 0, 0, 1, 1, 1, None]
-    singles = [values(run(pair.train, pair.test, tokens=[name], l2=[1.0]))[0] for name in names]
+    singles = [
+        values(run(pair.train, pair.test, tokens=[name], l2=[1.0]))[0] for name in names
+    ]
     assert values(table)[:-1] == singles
-    assert values(table)[-1] == pytest.approx(np.mean(singles[1:]), rel=1e-6)  # float32 shares
+    assert values(table)[-1] == pytest.approx(
+        np.mean(singles[1:]), rel=1e-6
+    )  # float32 shares
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"l2": ["loo"]}, {"l2": [0.1, 5.0]}, {"shots": [3, 8]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"l2": ["loo"]}, {"l2": [0.1, 5.0]}, {"shots": [3, 8]}]
+)
 def test_memory_jobs_and_slabs_do_not_matter(tmp_path: Path, options: Any) -> None:
     dim, n = 40, 60
     a = Pair(tmp_path / "a", n=n, dim=dim, slab=16)
@@ -339,7 +388,10 @@ def test_all_tokens_side_by_side(tmp_path: Path, options: Any) -> None:
     pair = Pair(tmp_path, n=30, dim=5)
     flat = [
         write_vectors(tmp_path / f"{offset}.zarr", x.reshape(len(x), -1), labels, offset)
-        for x, labels, offset in ((pair.x, pair.labels, 0), (pair.y, pair.test_labels, 1000))
+        for x, labels, offset in (
+            (pair.x, pair.labels, 0),
+            (pair.y, pair.test_labels, 1000),
+        )
     ]
     table = run(pair.train, pair.test, tokens=["all"], **options)
     assert set(table["token"].tolist()) == {"all"}
@@ -359,7 +411,9 @@ def test_all_tokens_of_many_images(pair: Pair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("l2", ["holdout", "loo"])
-def test_images_that_do_not_fit_the_memory_are_read_again(tmp_path: Path, l2: str) -> None:
+def test_images_that_do_not_fit_the_memory_are_read_again(
+    tmp_path: Path, l2: str
+) -> None:
     pair = Pair(tmp_path, n=400, dim=4)
     expected = run(pair.train, pair.test, l2=[l2])
     # the held-out images take 1280 bytes, all of them 6400
@@ -367,7 +421,9 @@ def test_images_that_do_not_fit_the_memory_are_read_again(tmp_path: Path, l2: st
 
 
 def test_too_little_memory_is_said(pair: Pair) -> None:
-    with pytest.raises(VitseeError, match=r"probing blocks.0.out \(cls\) takes about .*--memory"):
+    with pytest.raises(
+        VitseeError, match=r"probing blocks.0.out \(cls\) takes about .*--memory"
+    ):
         run(pair.train, pair.test, memory=100)
     with pytest.raises(VitseeError, match=r"--tokens all of 3 training .*--memory"):
         run(pair.train, pair.test, tokens=["all"], shots=[1], seeds=1, memory=1000)
@@ -376,7 +432,9 @@ def test_too_little_memory_is_said(pair: Pair) -> None:
 # ---------------------------------------------------------------- which images
 
 
-def test_the_same_shots_from_a_shuffled_and_an_ordered_store(tmp_path: Path, pair: Pair) -> None:
+def test_the_same_shots_from_a_shuffled_and_an_ordered_store(
+    tmp_path: Path, pair: Pair
+) -> None:
     sites = {"blocks.0.out": (pair.x, VIT), "pooled": (pair.x[:, 0], None)}
     ordered = write_labelled(tmp_path / "o.zarr", sites, pair.labels, slab=11)
     for options in ({"shots": [3]}, {"shots": [10], "l2": ["loo"]}, {}):
@@ -400,7 +458,10 @@ def test_holdout_is_stratified(pair: Pair) -> None:
     assert table.filter(metric="top1_class")["n_images"].tolist() == [6, 6, 6]
     assert table.notes["train"]["rows"] == 72
     assert table["store"][0] == "train"
-    held = [split_rows(pair.train, None, holdout=0.2, seed=s)[1].index.tolist() for s in (0, 0, 1)]
+    held = [
+        split_rows(pair.train, None, holdout=0.2, seed=s)[1].index.tolist()
+        for s in (0, 0, 1)
+    ]
     assert held[0] == held[1] != held[2]
 
 
@@ -411,8 +472,12 @@ def test_a_large_share_leaves_an_image_of_each_class_to_train(pair: Pair) -> Non
 
 def test_a_single_image_of_each_class_cannot_be_held_out(tmp_path: Path) -> None:
     labels = np.arange(3)
-    store = write_vectors(tmp_path / "a.zarr", class_features(labels, 1, DIM)[:, 0], labels)
-    with pytest.raises(VitseeError, match="none of the 3 labelled images are left to test"):
+    store = write_vectors(
+        tmp_path / "a.zarr", class_features(labels, 1, DIM)[:, 0], labels
+    )
+    with pytest.raises(
+        VitseeError, match="none of the 3 labelled images are left to test"
+    ):
         run(store, holdout=0.5, sites=["pooled"])
 
 
@@ -425,7 +490,9 @@ def test_a_split_tests(tmp_path: Path) -> None:
     table = run(store, test_split="val", sites=["pooled"], l2=[1.0])
     is_val = np.array(splits) == "val"
     weights, bias = ridge(x[~is_val, 0], labels[~is_val], 2, 1.0)
-    assert values(table) == [pytest.approx(top(x[is_val, 0] @ weights + bias, labels[is_val], 1))]
+    assert values(table) == [
+        pytest.approx(top(x[is_val, 0] @ weights + bias, labels[is_val], 1))
+    ]
     with pytest.raises(MissingInput, match="no split 'test'; its data has splits"):
         run(store, test_split="test", sites=["pooled"])
 
@@ -439,7 +506,11 @@ def test_invalid_unlabelled_and_uncommitted_rows_count_nowhere(tmp_path: Path) -
     valid = np.ones(40)
     valid[[5, 30]] = 0
     store = write_labelled(
-        tmp_path / "a.zarr", {"blocks.0.out": (pair.x, VIT)}, labels, valid=valid, slabs=[0, 1]
+        tmp_path / "a.zarr",
+        {"blocks.0.out": (pair.x, VIT)},
+        labels,
+        valid=valid,
+        slabs=[0, 1],
     )
     table = run(store, pair.test, l2=[1.0])
     weights, bias = ridge(pair.x[keep, 0], pair.labels[keep], CLASSES, 1.0)
@@ -470,7 +541,9 @@ def test_bad_pairs(tmp_path: Path, pair: Pair) -> None:
 def test_too_few_images_of_a_class(tmp_path: Path, pair: Pair) -> None:
     labels = np.array([0] * 9 + [1] * 3 + [2] * 5)
     x = class_features(labels, 7, DIM)
-    few = write_labelled(tmp_path / "a.zarr", {"blocks.0.out": (x, VIT)}, labels, hash_offset=500)
+    few = write_labelled(
+        tmp_path / "a.zarr", {"blocks.0.out": (x, VIT)}, labels, hash_offset=500
+    )
     with pytest.raises(
         VitseeError, match=r"2 of the 3 classes of a have fewer than 6 .*c1 \(3\), c2"
     ):
@@ -479,7 +552,9 @@ def test_too_few_images_of_a_class(tmp_path: Path, pair: Pair) -> None:
         tmp_path / "b.zarr", {"blocks.0.out": (x[:9], VIT)}, labels[:9],
         classes=["c0", "c1", "c2"], hash_offset=500,
     )  # fmt: skip
-    with pytest.raises(VitseeError, match=r"2 of the 3 classes are tested and have no image"):
+    with pytest.raises(
+        VitseeError, match=r"2 of the 3 classes are tested and have no image"
+    ):
         run(none, pair.test, shots=[1])
     assert "no training image of 2 classes" in run(none, pair.test).notes["remarks"][0]
 
@@ -492,9 +567,15 @@ def test_bad_choices(pair: Pair) -> None:
         ({"l2": [0.0]}, "above 0"),
         ({"seeds": 3}, "give --shots too"),
         ({"solver": "sgd", "l2": [1.0]}, "--l2 belongs to --solver ridge"),
-        ({"solver": "sgd", "standardise": True}, "--standardise belongs to --solver ridge"),
+        (
+            {"solver": "sgd", "standardise": True},
+            "--standardise belongs to --solver ridge",
+        ),
         ({"solver": "sgd", "intercept": 1.0}, "--intercept belongs to --solver ridge"),
-        ({"solver": "sgd", "preset": "big_vision"}, "--preset big_vision belongs to --solver rid"),
+        (
+            {"solver": "sgd", "preset": "big_vision"},
+            "--preset big_vision belongs to --solver rid",
+        ),
         ({"batch_norm": True}, "--batch-norm belongs to --solver sgd"),
         ({"epochs": 3}, "--epochs belongs to --solver sgd"),
         ({"lr": 0.1}, "--lr belongs to --solver sgd"),
@@ -512,7 +593,9 @@ def test_bad_choices(pair: Pair) -> None:
 def test_pooled_stores_serve_what_they_hold(tmp_path: Path, pair: Pair) -> None:
     lean = Pair(tmp_path, tokens="pooled")
     expected = values(run(pair.train, pair.test, tokens=["cls", "mean"], l2=[1.0]))
-    assert values(run(lean.train, lean.test, tokens=["cls", "mean"], l2=[1.0])) == expected
+    assert (
+        values(run(lean.train, lean.test, tokens=["cls", "mean"], l2=[1.0])) == expected
+    )
     with pytest.raises(MissingInput, match=r"keeps blocks\.0\.out pooled only"):
         run(lean.train, lean.test, tokens=["each"])
 
@@ -540,7 +623,9 @@ def test_flattening_and_pooling() -> None:
             torch.from_numpy(maps).permute(0, 3, 1, 2).double(), target
         )
         expected = theirs.permute(0, 2, 3, 1).numpy()
-        np.testing.assert_allclose(adaptive_average(maps, target), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            adaptive_average(maps, target), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.fixture(scope="module")
@@ -565,15 +650,22 @@ def test_maps_at_the_last_stage(cnn: tuple[Store, Store, Array, Array]) -> None:
     labels, other = train.samples.label, test.samples.label
     # 3 x 2^2 = 12 channels on 2 x 2 cells: no pooling is left to do
     flat = [flatten_patches(v.reshape(-1, 4, 4, 3), 2).reshape(-1, 4, 12) for v in (x, y)]
-    table = run(train, test, match_last_stage=True, tokens=["each", "mean", "rest"], l2=[1.0])
+    table = run(
+        train, test, match_last_stage=True, tokens=["each", "mean", "rest"], l2=[1.0]
+    )
     early = table.filter(site="layer1.0.out")
     names = ["0,0", "0,1", "1,0", "1,1", "each", "mean", "rest"]
     assert early["token"].tolist() == names
     pairs = [(flat[0][:, t], flat[1][:, t]) for t in range(4)]
-    pairs += [(flat[0].mean(1), flat[1].mean(1)), (flat[0][:, 1:].mean(1), flat[1][:, 1:].mean(1))]
+    pairs += [
+        (flat[0].mean(1), flat[1].mean(1)),
+        (flat[0][:, 1:].mean(1), flat[1][:, 1:].mean(1)),
+    ]
     for name, (a, b) in zip([*names[:4], *names[5:]], pairs, strict=True):
         weights, bias = ridge(a, labels, 3, 1.0)
-        assert values(early, token=name) == [pytest.approx(top(b @ weights + bias, other, 1))]
+        assert values(early, token=name) == [
+            pytest.approx(top(b @ weights + bias, other, 1))
+        ]
     assert table.notes["matched_to_last_stage"] == {
         "layer1.0.out": "patches of 2 x 2 cells flattened to 12 channels, averaged to 2 x 2 cells"
     }
@@ -600,7 +692,9 @@ def test_one_token_has_no_rest(tmp_path: Path) -> None:
 
 
 def test_random_features(pair: Pair) -> None:
-    table = run(pair.train, pair.test, tokens=["each"], baselines=["random"], sites=["all"])
+    table = run(
+        pair.train, pair.test, tokens=["each"], baselines=["random"], sites=["all"]
+    )
     random = table.filter(baseline="random")
     assert random["site"].tolist() == ["blocks.0.out", "pooled"]
     assert random["token"].tolist() == ["each", ""]
@@ -620,18 +714,27 @@ def test_sgd(pair: Pair, tmp_path: Path) -> None:
     assert values(table)[0] == pytest.approx(ridge_value, abs=0.12)
     assert table["l2"].tolist() == [None]
     assert same(table, run(pair.train, pair.test, **options))
-    normed = run(pair.train, pair.test, batch_norm=True, tokens=["each"], shots=[20], **options)
+    normed = run(
+        pair.train, pair.test, batch_norm=True, tokens=["each"], shots=[20], **options
+    )
     assert min(values(normed)) > 0.4
     assert "batch-normalised" in normed.notes["solver"]
     wide = run(pair.train, pair.test, tokens=["all"], **options)
     assert values(wide)[0] > values(table)[0]
 
 
-def test_batch_normalisation_ignores_the_scale_of_channels(pair: Pair, tmp_path: Path) -> None:
+def test_batch_normalisation_ignores_the_scale_of_channels(
+    pair: Pair, tmp_path: Path
+) -> None:
     scale = np.array([1e-3, 1, 1, 1, 1e3], np.float32)
     a = write_vectors(tmp_path / "a.zarr", pair.x[:, 0] * scale, pair.labels)
     b = write_vectors(tmp_path / "b.zarr", pair.y[:, 0] * scale, pair.test_labels, 1000)
-    options: dict[str, Any] = {"solver": "sgd", "device": "cpu", "sites": ["pooled"], "batch": 30}
+    options: dict[str, Any] = {
+        "solver": "sgd",
+        "device": "cpu",
+        "sites": ["pooled"],
+        "batch": 30,
+    }
     plain = values(run(pair.train, pair.test, batch_norm=True, holdout=None, **options))
     scaled = values(run(a, b, batch_norm=True, **options))
     # the training store is shuffled there; 1e-6 is added to a variance of 1e-6
@@ -640,7 +743,9 @@ def test_batch_normalisation_ignores_the_scale_of_channels(pair: Pair, tmp_path:
 
 def test_one_image_cannot_be_batch_normalised(tmp_path: Path) -> None:
     labels = np.zeros(4, int)
-    store = write_vectors(tmp_path / "a.zarr", class_features(labels, 1, DIM)[:, 0], labels)
+    store = write_vectors(
+        tmp_path / "a.zarr", class_features(labels, 1, DIM)[:, 0], labels
+    )
     with pytest.raises(VitseeError, match="at least 2 training images"):
         run(
             store, holdout=0.5, sites=["pooled"], shots=[1], solver="sgd", batch_norm=True,
@@ -649,7 +754,9 @@ def test_one_image_cannot_be_batch_normalised(tmp_path: Path) -> None:
 
 
 def test_training_that_diverges_has_no_value(pair: Pair) -> None:
-    table = run(pair.train, pair.test, solver="sgd", lr=9e38, device="cpu", tokens=["each"])
+    table = run(
+        pair.train, pair.test, solver="sgd", lr=9e38, device="cpu", tokens=["each"]
+    )
     assert np.isnan(table["value"]).all()
     assert "SGD diverged" in table.notes["remarks"][0]
     plot(table)
@@ -673,7 +780,9 @@ def test_maps_and_curves(pair: Pair, tmp_path: Path) -> None:
             pl.col("baseline").is_null(), metric="top1", site="blocks.0.out", shots=5
         )
         cells = cells.filter(pl.col("token").cast(pl.String).str.count_matches(",") == 1)
-        assert np.asarray(images[0].get_array()).ravel().tolist() == cells["value"].tolist()
+        assert (
+            np.asarray(images[0].get_array()).ravel().tolist() == cells["value"].tolist()
+        )
     alone = run(pair.train, pair.test, tokens=["0,1"])
     assert not [image for axes in plot(alone).axes for image in axes.images]
 
@@ -687,7 +796,9 @@ def test_curves_against_l2(pair: Pair) -> None:
     assert len({str(line.get_marker()) for line in axes[0].lines}) == 2
 
 
-def test_several_stores_in_one_picture(pair: Pair, cnn: tuple[Store, Store, Array, Array]) -> None:
+def test_several_stores_in_one_picture(
+    pair: Pair, cnn: tuple[Store, Store, Array, Array]
+) -> None:
     tables = [run(pair.train, pair.test, tokens=["each"]), run(*cnn[:2], tokens=["each"])]
     table = Table.concat(tables)
     assert len([image for axes in plot(table).axes for image in axes.images]) == 3
@@ -728,7 +839,11 @@ def test_command_refuses_in_one_line(pair: Pair, tmp_path: Path) -> None:
         ((train, test, "--shots", 40), 1, "3 of the 3 classes"),
         ((train, "--test-split", "val"), 1, "no split 'val'; its data has no splits"),
         ((train, test, "--sites", "blocks.7"), 1, "no site matches 'blocks.7'"),
-        ((train, test, "--preset", "raghu", "--solver", "sgd", "--l2", 3), 1, "--solver ridge"),
+        (
+            (train, test, "--preset", "raghu", "--solver", "sgd", "--l2", 3),
+            1,
+            "--solver ridge",
+        ),
         ((train,), 1, "exactly one of TEST"),
         ((train, test, "--holdout", 0.2), 1, "exactly one of TEST"),
         ((train, test, "--l2", "-1"), 2, "expected a number above 0, holdout, loo, grid"),

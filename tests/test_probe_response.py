@@ -36,11 +36,15 @@ SIGNAL = (X - X.mean(0)) @ W
 SIGNAL /= SIGNAL.std(0)
 
 
-def write_table(path: Path, values: Float, ids: list[str] = IDS, names: str = "abc") -> Path:
+def write_table(
+    path: Path, values: Float, ids: list[str] = IDS, names: str = "abc"
+) -> Path:
     with open(path, "w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["id", *names[: values.shape[1]]])
-        out.writerows([name, *row] for name, row in zip(ids, values.tolist(), strict=True))
+        out.writerows(
+            [name, *row] for name, row in zip(ids, values.tolist(), strict=True)
+        )
     return path
 
 
@@ -50,7 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("responses")
     np.savez(path / "features.npz", **FEATURES)  # type: ignore[arg-type]
     (path / "ids.txt").write_text("\n".join(IDS))
-    said(path, "import", "features.npz", "--ids", "ids.txt", "--model", "m", "-o", "s.zarr")
+    said(
+        path, "import", "features.npz", "--ids", "ids.txt", "--model", "m", "-o", "s.zarr"
+    )
     write_table(path / "clean.csv", SIGNAL)
     return path
 
@@ -68,7 +74,9 @@ def test_a_linear_map_without_noise_is_found(folder: Path) -> None:
         assert of(table, metric) > 0.999
         assert abs(of(table, metric, "layer.noise")) < 0.3
     assert of(table, "r", column="b") > 0.999
-    low, high = (float(table.filter(metric="r_median")[name][0]) for name in ("low", "high"))
+    low, high = (
+        float(table.filter(metric="r_median")[name][0]) for name in ("low", "high")
+    )
     assert low <= of(table, "r_median") <= high <= 1
     assert "ceiling" not in table["baseline"].tolist()
     assert table.replicates is not None
@@ -183,9 +191,13 @@ def test_repeats_are_rows_of_one_id_or_an_axis(folder: Path, tmp_path: Path) -> 
     order = rng.permutation(len(ids))
     shuffled = write_table(tmp_path / "rows.csv", rows[order], [ids[i] for i in order])
     by_axis, by_rows = (
-        run(folder / "s.zarr", response=path) for path in (tmp_path / "axis.npy", shuffled)
+        run(folder / "s.zarr", response=path)
+        for path in (tmp_path / "axis.npy", shuffled)
     )
-    for metric in ("r_median", "r2_mean"):  # the mean over repeats is the same in any order
+    for metric in (
+        "r_median",
+        "r2_mean",
+    ):  # the mean over repeats is the same in any order
         assert of(by_axis, metric) == pytest.approx(of(by_rows, metric), abs=1e-12)
 
 
@@ -196,7 +208,11 @@ def test_files_and_stores_agree(folder: Path, tmp_path: Path) -> None:
     tables = [
         run(folder / "s.zarr", response=folder / "clean.csv"),
         run(folder / "s.zarr", response=tmp_path / "r.zarr"),
-        run(folder / "s.zarr", response=tmp_path / "r.npy", response_ids=tmp_path / "ids.txt"),
+        run(
+            folder / "s.zarr",
+            response=tmp_path / "r.npy",
+            response_ids=tmp_path / "ids.txt",
+        ),
     ]
     for table in tables[1:]:
         assert np.allclose(tables[0]["value"], table["value"], atol=1e-5)
@@ -214,7 +230,9 @@ def test_another_store_tests(folder: Path, tmp_path: Path) -> None:
     path = write_table(tmp_path / "both.csv", both, IDS + ids)
     table = run(folder / "s.zarr", tmp_path / "t.zarr", response=path)
     assert of(table, "r_median") > 0.999
-    assert set(table["n_images"].tolist()) == {40} and set(table["store"].tolist()) == {"t"}
+    assert set(table["n_images"].tolist()) == {40} and set(table["store"].tolist()) == {
+        "t"
+    }
 
 
 def test_given_l2_are_reported(folder: Path) -> None:
@@ -272,7 +290,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_wrong_inputs_are_one_line(bad: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_inputs_are_one_line(
+    bad: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(bad)
     words, line = BAD[what]
     given = ["probe", "s.zarr", "--response", *words.split(), "-o", "r.csv"]

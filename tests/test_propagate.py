@@ -38,7 +38,11 @@ def scene(n_frames: int = 6, seed: int = 0) -> tuple[Array, Array]:
     for t in range(n_frames):
         cells[t, 1:4, t : t + 3] = 1
         cells[t, 4:6, 6:9] = 2
-    ground = np.random.default_rng(seed).permutation(np.repeat(np.arange(6), 10)).reshape(6, 10)
+    ground = (
+        np.random.default_rng(seed)
+        .permutation(np.repeat(np.arange(6), 10))
+        .reshape(6, 10)
+    )
     colours = np.where(cells > 0, cells + 5, ground)
     labels = np.repeat(np.repeat(cells, CELL, 1), CELL, 2)
     return labels, np.eye(8)[colours]
@@ -51,7 +55,9 @@ def test_tokens_that_tell_objects_reach_the_grids_ceiling(tmp_path: Path) -> Non
     labels, tokens = scene()
     store = store_of(tmp_path / "s.zarr", {"a": tokens}, (48, 80))
     table = run(store, masks=plant(tmp_path / "D", {"a": labels}))
-    assert tuple(table.written.columns) == tuple(c for c in COLUMNS if c not in ("video", "object"))
+    assert tuple(table.written.columns) == tuple(
+        c for c in COLUMNS if c not in ("video", "object")
+    )
     assert having(table, baseline="")["metric"].tolist() == METRICS
     for metric in METRICS:
         assert value(table, metric) == value(table, metric, baseline="grid")
@@ -67,7 +73,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
     store = store_of(tmp_path / "s.zarr", {"a": tokens}, (48, 80))
     masks = plant(tmp_path / "D", {"a": labels})
     work = partial(run, store, masks=masks, baselines=["still"])
-    check_chosen_metrics(work, plot, {metric: [metric] for metric in METRICS}, "propagate")
+    check_chosen_metrics(
+        work, plot, {metric: [metric] for metric in METRICS}, "propagate"
+    )
     assert "decay" in plot(work(metrics=["j_decay"])).axes[0].get_ylabel()
 
 
@@ -83,7 +91,9 @@ def test_a_leak_becomes_a_whole_object(tmp_path: Path) -> None:
     masks = plant(tmp_path / "D", {"a": labels})
     run(store, masks=masks, save=tmp_path / "saved")
     found = np.asarray(Image.open(tmp_path / "saved" / "a" / "00001.png"))
-    assert (found == 1).any()  # all of its 60 tokens tie at a cosine of 0: 1/60 of it is the object
+    assert (
+        found == 1
+    ).any()  # all of its 60 tokens tie at a cosine of 0: 1/60 of it is the object
     run(store, masks=masks, save=tmp_path / "clean", context=0, radius=1.0)
     assert not np.asarray(Image.open(tmp_path / "clean" / "a" / "00001.png")).any()
 
@@ -109,7 +119,9 @@ def test_random_tokens_against_the_loop(tmp_path: Path) -> None:
         assert len(list((tmp_path / "saved" / name).iterdir())) == n
     expected = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["a", "b"])
     for metric in METRICS:
-        assert value(table, metric, video="") == pytest.approx(expected[metric], abs=1e-12)
+        assert value(table, metric, video="") == pytest.approx(
+            expected[metric], abs=1e-12
+        )
 
 
 def test_a_notebook_gives_paths_as_text(tmp_path: Path) -> None:
@@ -141,12 +153,16 @@ def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
         assert row["std"][0] == pytest.approx(std)
         # the jackknife: without b, without a
         assert table.replicates is not None
-        without = table.replicates[(table["metric"] == metric) & (table["baseline"] == "")][0]
+        without = table.replicates[
+            (table["metric"] == metric) & (table["baseline"] == "")
+        ][0]
         assert without.tolist() == pytest.approx([b, a])
         limits = (-1.0, 1.0) if metric.endswith("decay") else (0.0, 1.0)
         _, *ends = interval(np.asarray(row["value"][0]), np.array([b, a]), limits)
         if metric.endswith("recall"):
-            ends = [*map(np.asarray, jackknife_share(row["value"][0], np.array([b, a]), 2))]
+            ends = [
+                *map(np.asarray, jackknife_share(row["value"][0], np.array([b, a]), 2))
+            ]
         assert [row["low"][0], row["high"][0]] == pytest.approx([*map(float, ends)])
     counts = having(table, metric="j", baseline="")
     assert counts["n_objects"].tolist() == [3, 2, 1, 1, 1, 1]
@@ -182,7 +198,9 @@ def test_controls(tmp_path: Path) -> None:
             path.write_bytes(first)
     expected = evaluated(still, masks / "Annotations/480p", ["a", "b"])
     for metric in METRICS:
-        assert value(table, metric, baseline="still") == pytest.approx(expected[metric], abs=1e-12)
+        assert value(table, metric, baseline="still") == pytest.approx(
+            expected[metric], abs=1e-12
+        )
     # the grid: each frame's own mask by the released code's steps
     for path in still.rglob("*.png"):
         own = Image.open(masks / "Annotations/480p" / path.parent.name / path.name)
@@ -190,7 +208,9 @@ def test_controls(tmp_path: Path) -> None:
         write_mask(path, pixels_of(np.eye(3)[small], CELL, (48, 80)))
     expected = evaluated(still, masks / "Annotations/480p", ["a", "b"])
     for metric in METRICS:
-        assert value(table, metric, baseline="grid") == pytest.approx(expected[metric], abs=1e-12)
+        assert value(table, metric, baseline="grid") == pytest.approx(
+            expected[metric], abs=1e-12
+        )
     # random tokens are those of the seed, whatever the store's are
     again = run(store, masks=masks, baselines=["random"], seed=0)
     assert value(again, "jf", baseline="random") == value(table, "jf", baseline="random")

@@ -33,7 +33,12 @@ SIZE = (GRID[0] * CELL, GRID[1] * CELL)
 
 
 def clips_of(
-    path: Path, tokens: Mapping[str, Array], frames: int, *, time: str = "ordered", **more: Any
+    path: Path,
+    tokens: Mapping[str, Array],
+    frames: int,
+    *,
+    time: str = "ordered",
+    **more: Any,
 ) -> Store:
     """A store of a clip for each video; tokens: (places in time, rows, cols, dim), in the order
     that the model saw."""
@@ -49,10 +54,20 @@ def clips_of(
         "input_size": [3, *SIZE], "interpolation": "bilinear", "crop_pct": 1.0,
         "crop_mode": "squash", "mean": [0.5] * 3, "std": [0.5] * 3, "clip": sampling,
     }  # fmt: skip
-    about = {"ids": list(tokens), "sizes": SIZE, "transform": transform, "order": "shuffled"}
+    about = {
+        "ids": list(tokens),
+        "sizes": SIZE,
+        "transform": transform,
+        "order": "shuffled",
+    }
     clip = Clip(frames, time=time)
     return write_sites(
-        path, {"blocks.0.out": values}, layout=layout, slab=2, clip=clip, **{**about, **more}
+        path,
+        {"blocks.0.out": values},
+        layout=layout,
+        slab=2,
+        clip=clip,
+        **{**about, **more},
     )
 
 
@@ -77,7 +92,9 @@ def noisy(cells: Array, seed: int = 0) -> Array:
 def videos(tmp_path: Path) -> tuple[dict[str, Array], Path]:
     """Two videos of five frames: where the square is, and their masks."""
     cells = {"a": moving(5), "b": moving(5)[:, ::-1]}
-    return cells, plant(tmp_path / "D", {name: pixels(own) for name, own in cells.items()})
+    return cells, plant(
+        tmp_path / "D", {name: pixels(own) for name, own in cells.items()}
+    )
 
 
 def test_a_token_a_frame_is_as_of_images(
@@ -86,13 +103,17 @@ def test_a_token_a_frame_is_as_of_images(
     cells, masks = videos
     tokens = {name: noisy(own, k) for k, (name, own) in enumerate(cells.items())}
     images = run(store_of(tmp_path / "s.zarr", tokens, SIZE), masks=masks, per_video=True)
-    clips = run(clips_of(tmp_path / "t.zarr" / "s.zarr", tokens, 5), masks=masks, per_video=True)
+    clips = run(
+        clips_of(tmp_path / "t.zarr" / "s.zarr", tokens, 5), masks=masks, per_video=True
+    )
     assert images.frame.drop("replicates").equals(clips.frame.drop("replicates"))
     assert "clips" not in images.notes
     assert clips.notes["clips"] == {"s": {"frames": 5, "time": "ordered"}}
 
 
-def test_a_token_of_two_frames_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_of_two_frames_by_hand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Tokens show where the square is in the first of their two frames: there the mask is right, in
     the second it is a cell behind: of 2 x 2 cells 2 are shared, and 6 in one of both."""
     cells = moving(6)[:, :, : GRID[1]]
@@ -101,7 +122,9 @@ def test_a_token_of_two_frames_by_hand(tmp_path: Path, caplog: pytest.LogCapture
     masks = plant(tmp_path / "D", {"a": pixels(cells)})
     store = clips_of(tmp_path / "s.zarr", {"a": np.eye(DIM)[cells[::2]]}, 6)
     with caplog.at_level(logging.INFO):
-        table = run(store, masks=masks, save=tmp_path / "saved", top=4, upsample="nearest")
+        table = run(
+            store, masks=masks, save=tmp_path / "saved", top=4, upsample="nearest"
+        )
     for frame in range(6):
         found = np.asarray(Image.open(tmp_path / "saved" / "a" / f"{frame:05d}.png"))
         assert (found == pixels(cells)[frame - frame % 2]).all()
@@ -155,7 +178,9 @@ def test_shuffled_frames_are_taken_from_where_the_model_saw_them(tmp_path: Path)
     shuffled = clips_of(tmp_path / "s.zarr", {"a": tokens[order]}, 5, time="shuffled")
     ordered = clips_of(tmp_path / "o" / "s.zarr", {"a": tokens}, 5)
     for metric in METRICS:
-        assert value(run(shuffled, masks=masks), metric) == value(run(ordered, masks=masks), metric)
+        assert value(run(shuffled, masks=masks), metric) == value(
+            run(ordered, masks=masks), metric
+        )
 
 
 def test_what_is_refused(tmp_path: Path, videos: tuple[dict[str, Array], Path]) -> None:
@@ -165,14 +190,18 @@ def test_what_is_refused(tmp_path: Path, videos: tuple[dict[str, Array], Path]) 
     with pytest.raises(VitseeError, match=r"still holds one frame .* \(--time still\)"):
         run(still, masks=masks)
     long = clips_of(tmp_path / "long.zarr", tokens, 10)
-    with pytest.raises(VitseeError, match="a has 5 masks, too few for the frames that long"):
+    with pytest.raises(
+        VitseeError, match="a has 5 masks, too few for the frames that long"
+    ):
         run(long, masks=masks)
     five = clips_of(tmp_path / "five.zarr", tokens, 5)
     four = clips_of(tmp_path / "four.zarr", {n: x[:4] for n, x in tokens.items()}, 4)
     with pytest.raises(StoreMismatch, match="five and four sampled other frames of a"):
         run(five, four, masks=masks)
     some = store_of(tmp_path / "some.zarr", {n: x[:3] for n, x in tokens.items()}, SIZE)
-    with pytest.raises(StoreMismatch, match="some has no frame 00003 of a, which five sampled"):
+    with pytest.raises(
+        StoreMismatch, match="some has no frame 00003 of a, which five sampled"
+    ):
         run(five, some, masks=masks)
     unsaid = clips_of(tmp_path / "unsaid.zarr", tokens, 5, transform={})
     with pytest.raises(VitseeError, match="unsaid does not say which frames"):
@@ -199,11 +228,17 @@ def test_extracted_clips_and_their_frames(tmp_path: Path) -> None:
     common = (*RESNET, "--data", data, "--sites", "blocks", "--crop-mode", "squash")
     extracted(*common, "--order", "dataset", "-o", tmp_path / "images.zarr")
     extracted(*common, "--frames", 3, "-o", tmp_path / "clips.zarr")
-    extracted(*common, "--frames", 3, "--time", "shuffled", "-o", tmp_path / "shuffled.zarr")
-    stores = [open_store(tmp_path / f"{name}.zarr") for name in ("clips", "images", "shuffled")]
+    extracted(
+        *common, "--frames", 3, "--time", "shuffled", "-o", tmp_path / "shuffled.zarr"
+    )
+    stores = [
+        open_store(tmp_path / f"{name}.zarr") for name in ("clips", "images", "shuffled")
+    ]
     assert json.loads(json.dumps(stores[0].manifest.transform["clip"]))["frames"] == 3
     table = run(*stores, masks=masks)
-    by_store = [table.frame.filter(store=s.label, metric="j")["value"].to_numpy() for s in stores]
+    by_store = [
+        table.frame.filter(store=s.label, metric="j")["value"].to_numpy() for s in stores
+    ]
     # Frame by frame the order is nothing to an image model, and to the controls.
     for values in by_store[1:]:
         assert np.allclose(values, by_store[0], atol=1e-9)

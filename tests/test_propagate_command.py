@@ -134,10 +134,14 @@ def test_sites_that_are_refused(tmp_path: Path) -> None:
     of |= ids(*(f"a/{i:05d}" for i in range(7)), *(f"b/{i:05d}" for i in range(5)))
     of["layout"] = TokenLayout((), (6, 10), stride_px=(CELL, CELL))
     vectors = write_sites(tmp_path / "v.zarr", {"out": rows, "pooled": rows[:, 0]}, **of)
-    with pytest.raises(SiteError, match="v: pooled has no grid of tokens; propagate needs sites"):
+    with pytest.raises(
+        SiteError, match="v: pooled has no grid of tokens; propagate needs sites"
+    ):
         run(vectors, masks=masks, sites=["blocks", "pooled"])
     pooled = write_sites(tmp_path / "p.zarr", {"out": rows}, tokens="pooled", **of)
-    with pytest.raises(MissingInput, match="p keeps out pooled only: extract it with --tokens"):
+    with pytest.raises(
+        MissingInput, match="p keeps out pooled only: extract it with --tokens"
+    ):
         run(pooled, masks=masks)
 
 
@@ -145,7 +149,9 @@ def test_stores_that_do_not_go_together(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     tokens = {"a": np.ones((7, 6, 10, 2)), "c": np.ones((5, 6, 10, 2))}
     other = store_of(tmp_path / "o.zarr", tokens, (48, 80))
-    with pytest.raises(StoreMismatch, match=r"s and o hold other videos \(b, c in one of them"):
+    with pytest.raises(
+        StoreMismatch, match=r"s and o hold other videos \(b, c in one of them"
+    ):
         run(store, other, masks=masks)
     only = tmp_path / "only.txt"
     only.write_text("a\n")
@@ -164,9 +170,13 @@ def test_only(tmp_path: Path) -> None:
     assert list(dict.fromkeys(table["video"])) == ["", "b"]
     both = run(store, masks=masks, per_video=True)
     for metric in METRICS:
-        assert value(table, metric, video="") == value(both, metric, video="b", object=None)
+        assert value(table, metric, video="") == value(
+            both, metric, video="b", object=None
+        )
     only.write_text("a/00002\n")
-    with pytest.raises(VitseeError, match="names some frames of a and not all; expected the names"):
+    with pytest.raises(
+        VitseeError, match="names some frames of a and not all; expected the names"
+    ):
         run(store, masks=masks, only=only)
     only.write_text("b\nzebra\n")
     with pytest.raises(VitseeError, match="zebra"):
@@ -178,7 +188,9 @@ def test_folders_of_masks(tmp_path: Path) -> None:
     for path in (masks, masks / "Annotations", masks / "Annotations/480p"):
         assert find_masks(path).root == masks / "Annotations/480p"
     (tmp_path / "none").mkdir()
-    with pytest.raises(VitseeError, match=r"no masks in .*none; expected files like Annotations"):
+    with pytest.raises(
+        VitseeError, match=r"no masks in .*none; expected files like Annotations"
+    ):
         find_masks(tmp_path / "none")
     with pytest.raises(VitseeError, match=r"no folder .*nowhere; expected that of DAVIS"):
         find_masks(tmp_path / "nowhere")
@@ -208,7 +220,9 @@ def test_other_refusals(tmp_path: Path) -> None:
             run(store, masks=masks, **more)
     other = two_videos(tmp_path / "b")[0]
     other.label = "../x"
-    with pytest.raises(VitseeError, match="--save makes folders called as the stores are"):
+    with pytest.raises(
+        VitseeError, match="--save makes folders called as the stores are"
+    ):
         run(store, other, masks=masks, save=tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -216,13 +230,17 @@ def test_other_refusals(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- remarks
 
 
-def test_what_a_reader_should_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_reader_should_know(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Lost objects, hidden parts, a window that is smaller than what is taken."""
     labels = np.zeros((4, 48, 80), np.uint8)
     labels[:, 8:40, 8:40] = 1
     labels[:, 0, 70] = 2  # one pixel, in no cell's middle
     store = store_of(
-        tmp_path / "s.zarr", {"a": np.random.default_rng(0).normal(size=(4, 6, 10, 3))}, (48, 80)
+        tmp_path / "s.zarr",
+        {"a": np.random.default_rng(0).normal(size=(4, 6, 10, 3))},
+        (48, 80),
     )
     masks = plant(tmp_path / "D", {"a": labels})
     with caplog.at_level(logging.INFO):
@@ -231,10 +249,14 @@ def test_what_a_reader_should_know(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "s, 6 x 10 tokens: 1 of 2 objects of the first masks are lost: no token stands for them; "
         "--seeds area keeps them"
     )
-    capped = "s blocks.0.out: the window has 2 tokens in all frames: --top 5 takes them all"
+    capped = (
+        "s blocks.0.out: the window has 2 tokens in all frames: --top 5 takes them all"
+    )
     assert table.notes["remarks"] == [capped, lost]
     assert {capped, lost} <= {record.getMessage() for record in caplog.records}
-    assert any("3 frames, 2 times (sites and noise)" in r.getMessage() for r in caplog.records)
+    assert any(
+        "3 frames, 2 times (sites and noise)" in r.getMessage() for r in caplog.records
+    )
     assert "remarks" not in run(store, masks=masks, seeds="area").notes
 
 
@@ -247,7 +269,9 @@ def test_frames_that_were_cropped(tmp_path: Path) -> None:
     }  # fmt: skip
     cells = np.zeros((4, 6, 10), np.int64)
     cells[:, 1:5, 2:8] = 1
-    store = store_of(tmp_path / "s.zarr", {"a": np.eye(2)[cells]}, (48, 160), transform=transform)
+    store = store_of(
+        tmp_path / "s.zarr", {"a": np.eye(2)[cells]}, (48, 160), transform=transform
+    )
     table = run(store, masks=plant(tmp_path / "D", {"a": labels}), upsample="nearest")
     assert table.notes["remarks"] == [
         "s, 6 x 10 tokens: no token sees 50 % of the frames of a, which is taken for background "
@@ -330,7 +354,9 @@ def test_normal_and_dense_stores(tmp_path: Path) -> None:
     for store in ("normal", "dense"):
         for site in unique(table, "site"):
             saved = tmp_path / "saved" / store / str(site)
-            expected = evaluated(saved, tmp_path / "DAVIS/Annotations/480p", ["a", "b", "c"])
+            expected = evaluated(
+                saved, tmp_path / "DAVIS/Annotations/480p", ["a", "b", "c"]
+            )
             found = {m: value(table, m, store=store, site=site) for m in METRICS}
             assert found == pytest.approx(expected, abs=1e-12)
     for baseline in ("", "grid"):
@@ -342,7 +368,9 @@ def test_normal_and_dense_stores(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
-def test_one_site_is_saved_as_the_official_evaluation_reads_it(demo: Path, tmp_path: Path) -> None:
+def test_one_site_is_saved_as_the_official_evaluation_reads_it(
+    demo: Path, tmp_path: Path
+) -> None:
     result = invoke(
         demo / "s.zarr", "--masks", demo / "DAVIS", "--sites", "last", "--baseline", "none",
         "--save", tmp_path / "saved", "--radius", "none", "--jobs", 1,
@@ -352,7 +380,9 @@ def test_one_site_is_saved_as_the_official_evaluation_reads_it(demo: Path, tmp_p
     assert not list(tmp_path.glob(".vitsee*"))
     rows = list(csv.DictReader(io.StringIO(result.stdout)))
     assert [row["metric"] for row in rows] == METRICS
-    again = invoke(demo / "s.zarr", "--masks", demo / "DAVIS", "--save", tmp_path / "saved")
+    again = invoke(
+        demo / "s.zarr", "--masks", demo / "DAVIS", "--save", tmp_path / "saved"
+    )
     assert (again.exit_code, again.stdout) == (1, "")
     assert "exists; --save makes a folder: give another name" in again.stderr
 
@@ -424,7 +454,11 @@ def test_the_miniature_is_laid_out_as_davis(tmp_path: Path) -> None:
 def test_the_palette_is_that_of_voc() -> None:
     colours = np.array(palette()).reshape(256, 3).tolist()
     assert colours[:4] == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
-    assert (colours[8], colours[15], colours[255]) == ([64, 0, 0], [192, 128, 128], [224, 224, 192])
+    assert (colours[8], colours[15], colours[255]) == (
+        [64, 0, 0],
+        [192, 128, 128],
+        [224, 224, 192],
+    )
 
 
 def test_work_without_folders_leaves_out_the_last_frame(tmp_path: Path) -> None:

@@ -21,7 +21,15 @@ from vitsee_core.models.sources.timm_create import LOADING
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
-SMALL = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+SMALL = [
+    "test_vit",
+    "--random-init",
+    "0",
+    "--img-size",
+    "32x48",
+    "--model-arg",
+    "patch_size=8",
+]
 
 
 class Evil:
@@ -87,13 +95,25 @@ def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
     pretrained = {"sha256": "0" * 64, "source": "pretrained"}
     asked: list[tuple[dict[str, Any], str]] = [
         ({"args": {"checkpoint_path": weights}}, "model argument 'checkpoint_path'"),
-        ({"args": {"pretrained_cfg": {"file": weights}}}, "model argument 'pretrained_cfg'"),
-        ({"args": {"pretrained_cfg_overlay": {"file": weights}}}, "'pretrained_cfg_overlay'"),
+        (
+            {"args": {"pretrained_cfg": {"file": weights}}},
+            "model argument 'pretrained_cfg'",
+        ),
+        (
+            {"args": {"pretrained_cfg_overlay": {"file": weights}}},
+            "'pretrained_cfg_overlay'",
+        ),
         ({"args": {"pretrained_cfg": {"url": "http://x/w.pth"}}}, "'pretrained_cfg'"),
         ({"args": {"cache_dir": str(trap)}}, "model argument 'cache_dir'"),
-        ({"args": {"norm_layer": "__import__('os')"}}, "norm_layer=__import__('os'), which is no"),
+        (
+            {"args": {"norm_layer": "__import__('os')"}},
+            "norm_layer=__import__('os'), which is no",
+        ),
         ({"args": {"depth": 10**9}}, "depth=1000000000"),
-        ({"args": {"embed_dim": 2**16, "depth": 512, "num_heads": 1}}, "more than the memory"),
+        (
+            {"args": {"embed_dim": 2**16, "depth": 512, "num_heads": 1}},
+            "more than the memory",
+        ),
         ({"args": {"mlp_ratio": [[1.0]]}}, "mlp_ratio=[[1.0]]"),
         (
             {"name": f"local-dir:{trap}", "weights": pretrained},
@@ -104,7 +124,10 @@ def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
             "with --trust-store",
         ),
         ({"name": "local-dir:trap"}, "with --trust-store"),
-        ({"weights": pretrained}, "nothing is fetched for a store (--trust-store allows it)"),
+        (
+            {"weights": pretrained},
+            "nothing is fetched for a store (--trust-store allows it)",
+        ),
         ({"name": "demo:../../x"}, "no demo model '../../x'"),
         (
             {"weights": {"sha256": "0" * 64, "source": "checkpoint", "file": weights}},
@@ -153,14 +176,19 @@ def test_an_input_beyond_the_memory_is_not_made(
 ) -> None:
     monkeypatch.setattr("vitsee_core.models.provenance.memory_bytes", lambda: 300_000)
     text = refusal(open_store(made))
-    assert "made of 32 x 48 pixels: its model takes about 393 kB, this machine has 300 kB" in text
+    assert (
+        "made of 32 x 48 pixels: its model takes about 393 kB, this machine has 300 kB"
+        in text
+    )
     monkeypatch.undo()
     assert model_of(open_store(made)).input_size == (3, 32, 48)
 
 
 def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> None:
     """Even then a pickle with code is not run."""
-    store = hostile(made, name=f"local-dir:{trap}", weights={"sha256": "0" * 64, "source": "x"})
+    store = hostile(
+        made, name=f"local-dir:{trap}", weights={"sha256": "0" * 64, "source": "x"}
+    )
     text = refusal(store, trust=True)
     assert "its weights hold objects besides tensors" in text
     assert not (trap.parent / "mark").exists()
@@ -170,7 +198,9 @@ def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> No
 def of_a_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A store of a model in a folder, and the model's name."""
     folder = tmp_path_factory.mktemp("own")
-    save_for_hf(timm.create_model("test_vit"), str(folder / "mine"), safe_serialization=True)
+    save_for_hf(
+        timm.create_model("test_vit"), str(folder / "mine"), safe_serialization=True
+    )
     data, name = plant_images(folder / "data", 2), f"local-dir:{folder / 'mine'}"
     kept = ["--tokens", "pooled", "--img-size", "32", "--model-arg", "patch_size=8"]
     extracted(name, *kept, "--data", data, "-o", folder / "s.zarr")
@@ -184,9 +214,13 @@ def test_what_the_command_names_is_opened_in_place_of_what_a_store_names(
     store, args = open_store(place), {"patch_size": 8}
     refusal(store)
     with naming({place: NamedModel(name, args)}):
-        assert model_of(store).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+        assert (
+            model_of(store).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+        )
         evil = {"name": f"local-dir:{trap}"}
-        assert model_of(hostile(place, **evil)).name == name, "moved, or a lie: ours is opened"
+        assert model_of(hostile(place, **evil)).name == name, (
+            "moved, or a lie: ours is opened"
+        )
         other = {**store.manifest.model["weights"], "sha256": "0" * 64}
         text = refusal(hostile(place, **evil, weights=other))
         assert f"{name} now has other weights" in text
@@ -207,13 +241,17 @@ def test_an_unchanged_store_is_made_again(made: Path, trap: Path) -> None:
 def test_a_key_of_a_checkpoint_is_remembered(tmp_path: Path) -> None:
     states = {}
     for seed, key in enumerate(("model", "model_ema")):
-        own = load_model("test_vit", random_init=seed, img_size=32, model_args={"patch_size": 8})
+        own = load_model(
+            "test_vit", random_init=seed, img_size=32, model_args={"patch_size": 8}
+        )
         states[key] = own.module.state_dict()
     torch.save(states, tmp_path / "w.pth")
     data = plant_images(tmp_path / "data", 2)
     size = ["--img-size", "32", "--model-arg", "patch_size=8", "--tokens", "pooled"]
     chosen = ["--checkpoint", tmp_path / "w.pth", "--checkpoint-key", "model_ema"]
-    said = extracted("test_vit", *chosen, *size, "--data", data, "-o", tmp_path / "s.zarr").stderr
+    said = extracted(
+        "test_vit", *chosen, *size, "--data", data, "-o", tmp_path / "s.zarr"
+    ).stderr
     assert "w.pth: taken: model_ema; other weights in the file: model" in said
     store = open_store(tmp_path / "s.zarr")
     assert model_of(store).weights["key"] == "model_ema"

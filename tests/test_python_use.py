@@ -34,7 +34,9 @@ def slow_cka(x: Array, y: Array) -> float:
     def hsic(k: Array, m: Array) -> float:
         n = len(k)
         both = rows = 0.0
-        sums = [sum(own[i, j] for i in range(n) for j in range(n) if i != j) for own in (k, m)]
+        sums = [
+            sum(own[i, j] for i in range(n) for j in range(n) if i != j) for own in (k, m)
+        ]
         for i in range(n):
             others = [j for j in range(n) if j != i]
             both += sum(k[i, j] * m[j, i] for j in others)
@@ -81,17 +83,23 @@ def test_arrays_that_are_refused(tmp_path: Path) -> None:
         vitsee.cka(x, x[:, 0])
     with pytest.raises(VitseeError, match="first array has values that are not finite"):
         vitsee.cka(np.where(x > 3, np.nan, x), x)
-    with pytest.raises(TypeError, match=r"cka.. of arrays takes 2 of them and nothing else"):
+    with pytest.raises(
+        TypeError, match=r"cka.. of arrays takes 2 of them and nothing else"
+    ):
         vitsee.cka(x, x, tokens="mean")
     with pytest.raises(TypeError, match="takes 2 of them"):
         vitsee.cka(x, "a.zarr")
-    with pytest.raises(TypeError, match=r"attn_dist.. takes stores or their paths, no arrays"):
+    with pytest.raises(
+        TypeError, match=r"attn_dist.. takes stores or their paths, no arrays"
+    ):
         vitsee.attn_dist(x)
 
 
 @pytest.mark.slow
 def test_a_table_draws_itself(tmp_path: Path) -> None:
-    store = write_sites(tmp_path / "a.zarr", {"x": features(20, 4, 0), "y": features(20, 4, 1)})
+    store = write_sites(
+        tmp_path / "a.zarr", {"x": features(20, 4, 0), "y": features(20, 4, 1)}
+    )
     table = vitsee.spectrum(store, sites=["x", "y"])
     for own in (table, table.filter(metric="rankme")):
         assert isinstance(own.plot(), Figure)
@@ -108,7 +116,9 @@ def test_what_made_a_store(tmp_path: Path) -> None:
     assert store.model
 
 
-def test_a_module_says_what_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_says_what_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.ReLU())
     prepare = transforms.Compose(
         [transforms.Resize(16), transforms.CenterCrop(16), transforms.ToTensor()]
@@ -116,7 +126,9 @@ def test_a_module_says_what_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFi
     options: dict[str, Any] = {"transform": prepare, "name": "mine", "images": 2}
     with caplog.at_level(logging.WARNING):
         vitsee.extract(mine, "demo:test", tmp_path / "m.zarr", sites="modules", **options)
-    (line,) = [record.message for record in caplog.records if "mine lacks" in record.message]
+    (line,) = [
+        record.message for record in caplog.records if "mine lacks" in record.message
+    ]
     assert "attention: no block has a softmax over tokens" in line and "residual" in line
 
 
@@ -149,5 +161,7 @@ def test_progress_in_a_notebook(
     monkeypatch.setitem(sys.modules, "IPython.display", parts)  # type: ignore[arg-type]
     store = write_sites(tmp_path / "a.zarr", {"x": features(8, 4, 0)})
     vitsee.spectrum(store, sites=["x"], progress=vitsee.NotebookProgress("<b>"))
-    assert shown[0].startswith('<progress value="0" max="16"></progress> &lt;b&gt;: 0 of 16 images')
+    assert shown[0].startswith(
+        '<progress value="0" max="16"></progress> &lt;b&gt;: 0 of 16 images'
+    )
     assert "16 of 16 images" in shown[-1] and capsys.readouterr().err == ""

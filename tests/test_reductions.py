@@ -32,7 +32,11 @@ def expected(layout: TokenLayout, scores: Tensor) -> list[reference.Attention]:
     assert layout.grid and layout.stride_px
     return [
         reference.attention(
-            reference.softmax(image), layout.n_prefix, layout.grid, layout.stride_px, layout.cls
+            reference.softmax(image),
+            layout.n_prefix,
+            layout.grid,
+            layout.stride_px,
+            layout.cls,
         )
         for image in scores.double().numpy()
     ]
@@ -41,7 +45,9 @@ def expected(layout: TokenLayout, scores: Tensor) -> list[reference.Attention]:
 def assert_close(found: Tensor, want: Any, name: str) -> None:
     """float32 softmax and sums of some dozens of terms."""
     rtol, atol = 2e-5, 2e-6
-    np.testing.assert_allclose(found.cpu().numpy(), want, rtol=rtol, atol=atol, err_msg=name)
+    np.testing.assert_allclose(
+        found.cpu().numpy(), want, rtol=rtol, atol=atol, err_msg=name
+    )
 
 
 def assert_summary(found: AttentionSummary, images: list[reference.Attention]) -> None:
@@ -52,7 +58,9 @@ def assert_summary(found: AttentionSummary, images: list[reference.Attention]) -
         if name == "cls_map" and images[0].cls_map is None:
             assert found.cls_map is None
         else:
-            assert_close(getattr(found, name), sum(getattr(i, name) for i in images), name)
+            assert_close(
+                getattr(found, name), sum(getattr(i, name) for i in images), name
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,7 +82,9 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_kernels")
 @pytest.mark.parametrize("grid", [(3, 4), (1, 5), (1, 1)])
-@pytest.mark.parametrize("prefix", PREFIXES[:3], ids=lambda kinds: "-".join(kinds) or "none")
+@pytest.mark.parametrize(
+    "prefix", PREFIXES[:3], ids=lambda kinds: "-".join(kinds) or "none"
+)
 def test_the_passes_of_a_gpu_agree_with_loops(
     prefix: tuple[str, ...], grid: tuple[int, int]
 ) -> None:
@@ -103,12 +113,19 @@ def test_nothing_of_a_summary_needs_its_values_on_the_host(frames: int | None) -
     layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0), frames=frames)
     call = Call(random_scores(layout).to("meta"))
     reducer = AttentionReducer(layout, "meta", rows=True, full=True)
-    for valid in (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool, device="meta")):
+    for valid in (
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.bool, device="meta"),
+    ):
         found = reducer.reduce(call, valid)
         for name, value in vars(reduce(layout, random_scores(layout))).items():
             other = getattr(found, name)
             if value is None:
-                assert other is None and name in ("distance_frames", "frame_mass", "aligned_frames")
+                assert other is None and name in (
+                    "distance_frames",
+                    "frame_mass",
+                    "aligned_frames",
+                )
                 continue
             assert (other.shape, other.dtype) == (value.shape, value.dtype), name
 
@@ -131,7 +148,9 @@ def test_rows_and_full_hold_the_attention_itself() -> None:
     assert found.cls_rows is not None and found.received_rows is not None
     np.testing.assert_allclose(found.full.numpy(), a, atol=5e-4)  # float16: half of 2^-11
     np.testing.assert_allclose(found.cls_rows.numpy(), a[:, :, 1], rtol=1e-5)
-    np.testing.assert_allclose(found.received_rows.numpy(), a[:, :, 2:].mean(2), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.received_rows.numpy(), a[:, :, 2:].mean(2), rtol=1e-5
+    )
 
 
 def test_only_what_was_asked_for_is_kept() -> None:
@@ -185,7 +204,9 @@ def test_uniform_attention_has_the_published_distances(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", [0.0, 2.0])
 @pytest.mark.parametrize("spread", [1e-1, 1e-2, 1e-3])
-def test_spreads_of_nearly_even_attention(spread: float, level: float, device: str) -> None:
+def test_spreads_of_nearly_even_attention(
+    spread: float, level: float, device: str
+) -> None:
     """All queries nearly alike, over all keys alike or over keys of different height."""
     layout = TokenLayout(("cls",), (14, 14), stride_px=(16.0, 16.0))
     scores = spread * random_scores(layout, n_images=1, n_heads=4)
@@ -195,7 +216,9 @@ def test_spreads_of_nearly_even_attention(spread: float, level: float, device: s
     query_std = rows.std(2).mean(-1)
     head_std = rows.std(1).mean((-1, -2))
     # The rounding of A (6e-8 of it) over a spread of at least 1e-3, averaged over 196^2 entries.
-    torch.testing.assert_close(found.query_std.double().cpu(), query_std, rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        found.query_std.double().cpu(), query_std, rtol=2e-6, atol=0
+    )
     torch.testing.assert_close(found.head_std.double().cpu(), head_std, rtol=1e-6, atol=0)
 
 
@@ -224,7 +247,10 @@ def test_mutual_information_beside_a_sink(device: str) -> None:
     scores = random_scores(layout)
     scores[..., 0] = 12.0  # the spatial keys keep a hundredth of the mass
     bare = TokenLayout((), (7, 7), stride_px=(8.0, 8.0))
-    found, alone = reduce(layout, scores, device=device), reduce(bare, scores[:, :, 1:, 1:])
+    found, alone = (
+        reduce(layout, scores, device=device),
+        reduce(bare, scores[:, :, 1:, 1:]),
+    )
     want = [image.qk_nmi for image in expected(layout, scores)]
     np.testing.assert_allclose(found.qk_nmi.cpu().numpy(), want, rtol=0, atol=1e-6)
     torch.testing.assert_close(found.qk_nmi.cpu(), alone.qk_nmi, rtol=0, atol=1e-6)
@@ -235,7 +261,13 @@ def test_identity_attention_has_no_distance() -> None:
     scores = torch.full((1, 2, 13, 13), -math.inf)
     scores.diagonal(dim1=-2, dim2=-1).zero_()
     found = reduce(layout, scores)
-    for name in ("distance_px", "distance_px_raw", "distance_unit", "prefix_mass", "entropy"):
+    for name in (
+        "distance_px",
+        "distance_px_raw",
+        "distance_unit",
+        "prefix_mass",
+        "entropy",
+    ):
         assert torch.equal(getattr(found, name), torch.zeros(1, 2)), name
     peak = torch.zeros(2, 5, 7, dtype=torch.float64)
     peak[:, 2, 3] = 1.0
@@ -264,7 +296,9 @@ def test_a_pure_shift_is_one_peak_at_key_minus_query(dy: int, dx: int) -> None:
     length = math.hypot(16 * dy, 8 * dx)
     assert found.distance_px.item() == pytest.approx(length, rel=1e-6)
     assert found.distance_px_raw.item() == pytest.approx(length * n_inside / 20, rel=1e-6)
-    assert found.distance_unit.item() == pytest.approx(math.hypot(dy / 3, dx / 4), rel=1e-6)
+    assert found.distance_unit.item() == pytest.approx(
+        math.hypot(dy / 3, dx / 4), rel=1e-6
+    )
     assert found.prefix_mass.item() == pytest.approx(1 - n_inside / 20, rel=1e-6)
 
 
@@ -276,7 +310,9 @@ def test_no_query_with_spatial_mass(device: str) -> None:
     found = reduce(layout, scores, device=device)
     assert_summary(found, expected(layout, scores))
     assert found.n_queries.tolist() == [[0, 4, 4]] * 2
-    assert found.distance_px[:, 0].isnan().all() and found.distance_unit[:, 0].isnan().all()
+    assert (
+        found.distance_px[:, 0].isnan().all() and found.distance_unit[:, 0].isnan().all()
+    )
     assert torch.all(found.aligned[0] == 0)
     torch.testing.assert_close(found.prefix_mass[:, 0].cpu(), torch.ones(2))
 
@@ -295,7 +331,9 @@ def test_masked_prefix_and_masked_keys(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first_key", [-200.0, -80.0, 40.0, 3000.0])
-def test_entropy_where_one_key_is_far_from_the_others(first_key: float, device: str) -> None:
+def test_entropy_where_one_key_is_far_from_the_others(
+    first_key: float, device: str
+) -> None:
     layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0))
     scores = random_scores(layout)
     scores[..., 0] += first_key
@@ -331,9 +369,13 @@ def test_invalid_images_leave_the_sums_alone(broken: float, device: str) -> None
         found = reducer.reduce(Call(scores.to(device)), mask)
         for name in SUMS:
             total = sum(getattr(want[i], name) for i in (0, 2))
-            np.testing.assert_allclose(getattr(found, name).cpu().numpy(), total, rtol=1e-5)
+            np.testing.assert_allclose(
+                getattr(found, name).cpu().numpy(), total, rtol=1e-5
+            )
         for i in (0, 2, 3):
-            np.testing.assert_allclose(found.entropy[i].cpu().numpy(), want[i].entropy, rtol=1e-5)
+            np.testing.assert_allclose(
+                found.entropy[i].cpu().numpy(), want[i].entropy, rtol=1e-5
+            )
     assert torch.isnan(found.distance_px[1]).all()
 
 
@@ -359,7 +401,9 @@ def test_no_image_at_all() -> None:
     layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0))
     reducer = AttentionReducer(layout, "cpu")
     reducer.reduce(Call(random_scores(layout)), torch.ones(2, dtype=torch.bool))
-    found = reducer.reduce(Call(random_scores(layout, n_images=0)), torch.ones(0, dtype=torch.bool))
+    found = reducer.reduce(
+        Call(random_scores(layout, n_images=0)), torch.ones(0, dtype=torch.bool)
+    )
     assert found.entropy.shape == (0, 3)
     for name in SUMS:
         assert torch.all(getattr(found, name) == 0), name

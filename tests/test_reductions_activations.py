@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import DEVICES
+from vitsee_core.runtime import threads
 from vitsee_core.summaries import (
     is_by_token,
     pass_over,
     residual_products,
     take_tokens,
 )
-from vitsee_core.runtime import threads
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -63,9 +63,14 @@ def test_a_branch_of_zeros_has_products_of_zero() -> None:
 
 def test_chunks_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     z, f = random(7, 5, 16), random(7, 5, 16, seed=1)
-    for left in (z, z.transpose(1, 2).contiguous().transpose(1, 2)):  # two ways to the products
+    for left in (
+        z,
+        z.transpose(1, 2).contiguous().transpose(1, 2),
+    ):  # two ways to the products
         whole = residual_products(left, f)
-        parts = [residual_products(left[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
+        parts = [
+            residual_products(left[part], f[part]) for part in (slice(0, 3), slice(3, 7))
+        ]
         assert torch.equal(whole, torch.cat(parts))
         for n_images in (1, 2, 4):  # the first two with more than one thread
             monkeypatch.setattr(threads, "CHUNK_BYTES", n_images * 4 * 5 * 16)
@@ -85,7 +90,10 @@ def test_pooled_vectors(kinds: tuple[str, ...], dtype: torch.dtype, device: str)
     assert mean.dtype == torch.float32
     want = reference.mean_over_cells(body.double().numpy())
     np.testing.assert_allclose(mean.cpu().numpy(), want, rtol=1e-5, atol=1e-6)
-    values = [*body.flatten().tolist(), *([] if prefix is None else prefix.flatten().tolist())]
+    values = [
+        *body.flatten().tolist(),
+        *([] if prefix is None else prefix.flatten().tolist()),
+    ]
     assert peak.item() == max(map(abs, values))
     if "cls" in kinds:
         assert cls is not None and prefix is not None and cls.dtype == torch.float32
@@ -97,10 +105,14 @@ def test_pooled_vectors(kinds: tuple[str, ...], dtype: torch.dtype, device: str)
 def test_pooled_vectors_of_rows_and_of_channels_first_views() -> None:
     rows = random(2, 5, 3)
     _, mean, _ = pass_over(None, rows, TokenLayout((), None, rows=5))
-    np.testing.assert_allclose(mean, reference.mean_over_cells(rows.double().numpy()), atol=1e-6)
+    np.testing.assert_allclose(
+        mean, reference.mean_over_cells(rows.double().numpy()), atol=1e-6
+    )
     view = random(2, 3, 4, 5).permute(0, 2, 3, 1)
     _, mean, _ = pass_over(None, view, TokenLayout((), (4, 5), stride_px=(8.0, 8.0)))
-    np.testing.assert_allclose(mean, reference.mean_over_cells(view.double().numpy()), atol=1e-6)
+    np.testing.assert_allclose(
+        mean, reference.mean_over_cells(view.double().numpy()), atol=1e-6
+    )
 
 
 def test_means_of_half_precision_do_not_overflow() -> None:
@@ -111,7 +123,9 @@ def test_means_of_half_precision_do_not_overflow() -> None:
 
 def test_pooled_vectors_are_copies() -> None:
     prefix, body = random(2, 1, 6), random(2, 1, 1, 6)
-    cls, mean, peak = pass_over(prefix, body, TokenLayout(("cls",), (1, 1), stride_px=(8.0, 8.0)))
+    cls, mean, peak = pass_over(
+        prefix, body, TokenLayout(("cls",), (1, 1), stride_px=(8.0, 8.0))
+    )
     assert cls is not None
     before = cls.clone(), mean.clone(), peak.clone()
     prefix.zero_(), body.zero_()
@@ -133,7 +147,11 @@ def test_the_compiled_pass_is_that_of_torch() -> None:
 
 def test_only_rows_at_equal_distances_are_passed_over_at_once() -> None:
     body = random(2, 6, 8, 3)
-    assert is_by_token(body) and is_by_token(body[:, 2:4]) and is_by_token(body.flatten(1, 2))
+    assert (
+        is_by_token(body)
+        and is_by_token(body[:, 2:4])
+        and is_by_token(body.flatten(1, 2))
+    )
     assert not is_by_token(body[:, :, 1:5]) and not is_by_token(body.double())
     cut = body[:, :, 1:5]
     layout = TokenLayout((), (6, 4), stride_px=(8.0, 8.0))
@@ -156,12 +174,16 @@ def test_peaks_wherever_they_are(where: tuple[int, ...]) -> None:
 def test_the_mean_by_hand() -> None:
     body = torch.tensor([[[1.0, 10.0], [3.0, -4.0]]])
     found = pass_over(None, body, TokenLayout((), None, rows=2))
-    assert found.mean.tolist() == [[2.0, 3.0]] and found.cls is None and found.peak == 10.0
+    assert (
+        found.mean.tolist() == [[2.0, 3.0]] and found.cls is None and found.peak == 10.0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_channels", [3, 16, 37])
-def test_tokens_are_kept_as_torch_rounds_them(n_channels: int, dtype: torch.dtype) -> None:
+def test_tokens_are_kept_as_torch_rounds_them(
+    n_channels: int, dtype: torch.dtype
+) -> None:
     # Halfway cases, subnormal numbers of float16 and what it cannot hold.
     values = torch.tensor(
         [1 + 2**-11, 1 + 3 * 2**-11, 3e-8, 2.0**-25, 6e-5, 65519.0, 65520.0, -0.0]

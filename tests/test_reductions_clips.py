@@ -29,7 +29,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def of_clips(grid: tuple[int, int, int], prefix: tuple[str, ...] = ()) -> TokenLayout:
-    layout: dict[str, Any] = {"stride_px": (16.0, 12.0), "stride_frames": 2.0, "frames": grid[0]}
+    layout: dict[str, Any] = {
+        "stride_px": (16.0, 12.0),
+        "stride_frames": 2.0,
+        "frames": grid[0],
+    }
     return TokenLayout(prefix, grid[1:], **layout)
 
 
@@ -37,7 +41,9 @@ def expected(layout: TokenLayout, scores: Tensor) -> list[reference.Attention]:
     assert layout.grid and layout.stride_px and layout.frames and layout.stride_frames
     in_space = layout.n_prefix, layout.grid, layout.stride_px, layout.cls
     return [
-        reference.attention(reference.softmax(x), *in_space, layout.frames, layout.stride_frames)
+        reference.attention(
+            reference.softmax(x), *in_space, layout.frames, layout.stride_frames
+        )
         for x in scores.double().numpy()
     ]
 
@@ -48,7 +54,9 @@ def assert_all(found: AttentionSummary, clips: list[reference.Attention]) -> Non
         want = np.array([getattr(clip, name) for clip in clips])
         assert_close(getattr(found, name), want, name)
     assert found.aligned_frames is not None
-    assert_close(found.aligned_frames, sum(c.aligned_frames for c in clips), "aligned_frames")
+    assert_close(
+        found.aligned_frames, sum(c.aligned_frames for c in clips), "aligned_frames"
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -64,7 +72,9 @@ def test_every_quantity_agrees_with_loops(
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("window", [(1, 2, 2), (3, 1, 1)])
-def test_attention_within_a_frame_and_over_time_at_a_place(window: tuple[int, int, int]) -> None:
+def test_attention_within_a_frame_and_over_time_at_a_place(
+    window: tuple[int, int, int],
+) -> None:
     layout = of_clips((3, 2, 2))
     part = torch.arange(12) // 4 if window[0] == 1 else torch.arange(12) % 4
     scores = random_scores(layout)

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention_calls import PER_HEAD, PER_IMAGE, PREFIXES, SUMS, Call, random_scores, reduce
+from tests.attention_calls import (
+    PER_HEAD,
+    PER_IMAGE,
+    PREFIXES,
+    SUMS,
+    Call,
+    random_scores,
+    reduce,
+)
 from vitsee_core.summaries import AttentionReducer
 from vitsee_core.summaries.summary import _sum_by_offset_fold, distances, sum_by_offset
 from vitsee_stores.layout import TokenLayout
@@ -258,7 +266,9 @@ def test_batches_do_not_matter() -> None:
     parts = [slice(0, 2), slice(2, 3), slice(3, 7)]
     pieces = [everything(reduce(layout, scores[part], valid[part])) for part in parts]
     for name in PER_IMAGE:
-        assert torch.equal(whole[name], torch.cat([piece[name] for piece in pieces])), name
+        assert torch.equal(whole[name], torch.cat([piece[name] for piece in pieces])), (
+            name
+        )
     for name in SUMS:
         total = torch.stack([piece[name] for piece in pieces]).sum(0)
         # Weighted rows add up in float32 within a batch.
@@ -275,9 +285,13 @@ def test_a_reducer_keeps_nothing_of_the_call_before() -> None:
     # Fewer images, more heads, outside inference mode.
     wide = torch.cat([second, second], dim=1)[:2]
     after = reducer.reduce(Call(wide), torch.ones(2, dtype=torch.bool))
-    assert all(torch.equal(value, kept[name]) for name, value in everything(before).items())
+    assert all(
+        torch.equal(value, kept[name]) for name, value in everything(before).items()
+    )
     fresh = everything(reduce(layout, wide))
-    assert all(torch.equal(value, fresh[name]) for name, value in everything(after).items())
+    assert all(
+        torch.equal(value, fresh[name]) for name, value in everything(after).items()
+    )
 
 
 def test_scores_are_not_written_unless_given_away() -> None:

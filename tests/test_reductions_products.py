@@ -45,7 +45,8 @@ def test_scores_in_rows_of_whole_vectors() -> None:
 def call_of(n_images: int, n_tokens: int) -> KernelCall:
     shape = n_images, n_tokens, 3, 8  # interleaved, as timm's qkv
     query, key = (
-        4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+        4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
     )
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     return KernelCall({"query": query, "key": key, "value": query}, query)

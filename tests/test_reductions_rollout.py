@@ -13,7 +13,9 @@ from vitsee_core.summaries import rollout
 from vitsee_stores.layout import TokenLayout
 
 
-def random_means(layout: TokenLayout, n_blocks: int = 4, n_images: int = 2) -> list[Tensor]:
+def random_means(
+    layout: TokenLayout, n_blocks: int = 4, n_images: int = 2
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (n_images, layout.n_tokens, layout.n_tokens)
     return [torch.randn(shape, generator=generator).softmax(-1) for _ in range(n_blocks)]
@@ -38,9 +40,13 @@ def test_the_order_of_blocks_counts() -> None:
     mix = torch.tensor([[[0.5, 0.5], [0.2, 0.8]]])
     look = torch.tensor([[[0.0, 1.0], [0.0, 1.0]]])
     # 0.5 look + 0.5 I has the row (0.5, 0.5); 0.5 mix + 0.5 I the rows (.75, .25) and (.1, .9).
-    torch.testing.assert_close(rollout([mix, look], layout), torch.tensor([[0.425, 0.575]]))
+    torch.testing.assert_close(
+        rollout([mix, look], layout), torch.tensor([[0.425, 0.575]])
+    )
     # Last block mix: row (.75, .25); first block look: rows (0.5, 0.5) and (0, 1).
-    torch.testing.assert_close(rollout([look, mix], layout), torch.tensor([[0.375, 0.625]]))
+    torch.testing.assert_close(
+        rollout([look, mix], layout), torch.tensor([[0.375, 0.625]])
+    )
     torch.testing.assert_close(
         rollout([mix, look], layout, residual=False), torch.tensor([[0.2, 0.8]])
     )
@@ -55,7 +61,9 @@ def test_identity_attention_keeps_the_class_token() -> None:
 def test_rows_are_renormalised() -> None:
     layout = TokenLayout(("cls",), (2, 3), stride_px=(16.0, 16.0))
     for residual in (True, False):
-        found = rollout([0.3 * mean for mean in random_means(layout)], layout, residual=residual)
+        found = rollout(
+            [0.3 * mean for mean in random_means(layout)], layout, residual=residual
+        )
         torch.testing.assert_close(found.sum(1), torch.ones(2))
 
 

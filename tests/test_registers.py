@@ -27,7 +27,11 @@ from vitsee_stores.errors import VitseeError
 
 N, NEURON, PATCH = 5, 7, 10
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
-KEPT: dict[str, Any] = {"sites": ("blocks", "hidden", "head"), "dtype": "float32", "inputs": True}
+KEPT: dict[str, Any] = {
+    "sites": ("blocks", "hidden", "head"),
+    "dtype": "float32",
+    "inputs": True,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "cls": {},
     "registers": {"reg_tokens": 2},
@@ -39,7 +43,12 @@ def planted(kind: str) -> Any:
     """A ViT of three blocks in which one neuron of blocks.1 answers to one position, and writes a
     large vector there."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 3}
+    sizes: dict[str, Any] = {
+        "img_size": (32, 48),
+        "patch_size": 8,
+        "embed_dim": 48,
+        "depth": 3,
+    }
     sizes |= {"num_heads": 3, **KINDS[kind]}
     module: Any = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     along = torch.randn(48, generator=torch.Generator().manual_seed(1))
@@ -73,7 +82,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 
 def changed(bases: Bases, kind: str, text: str, path: Path, **more: Any) -> Store:
     text = f"{text}:{bases(kind).path}"
-    return vitsee.extract(planted(kind), bases.images, path, registers=text, **{**KEPT, **more})
+    return vitsee.extract(
+        planted(kind), bases.images, path, registers=text, **{**KEPT, **more}
+    )
 
 
 @torch.no_grad()
@@ -118,7 +129,11 @@ def neurons_of(base: Store, k: int, last: int) -> dict[int, list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "n", "k"),
-    [("cls", 1, 1), ("average", 2, 9), pytest.param("registers", 1, 40, marks=pytest.mark.slow)],
+    [
+        ("cls", 1, 1),
+        ("average", 2, 9),
+        pytest.param("registers", 1, 40, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_the_pass_written_out(
     bases: Bases, tmp_path: Path, kind: str, n: int, k: int
@@ -127,15 +142,23 @@ def test_it_is_the_pass_written_out(
     base = bases(kind)
     neurons = neurons_of(base, k, 1)
     assert NEURON in neurons[1]
-    outs, logits = by_hand(planted(kind), torch.from_numpy(np.asarray(base.inputs())), n, neurons)
+    outs, logits = by_hand(
+        planted(kind), torch.from_numpy(np.asarray(base.inputs())), n, neurons
+    )
     for i, wanted in enumerate(outs):
         np.testing.assert_allclose(store.acts(f"blocks.{i}.out"), wanted, **CLOSE)
     np.testing.assert_allclose(store.vectors("logits"), logits, **CLOSE)
     assert np.abs(logits - np.asarray(base.vectors("logits"))).max() > 1e-3
-    prefix = {"cls": "cls reg0", "average": "reg0 reg1", "registers": "cls reg0 reg1 reg2"}
+    prefix = {
+        "cls": "cls reg0",
+        "average": "reg0 reg1",
+        "registers": "cls reg0 reg1 reg2",
+    }
     layout = store.site("blocks.1.out").layout
     assert layout is not None and " ".join(layout.prefix) == prefix[kind]
-    words = [f"blocks.{i}.mlp.hidden {' '.join(map(str, js))}" for i, js in neurons.items()]
+    words = [
+        f"blocks.{i}.mlp.hidden {' '.join(map(str, js))}" for i, js in neurons.items()
+    ]
     line = f"{n} register{'s' * (n > 1)} with {k} register neurons: {', '.join(words)}"
     assert store.manifest.identity["interventions"] == [line]
     assert store.manifest.identity["reference_stores"] == [base.manifest.store_id]
@@ -149,7 +172,9 @@ def test_the_outlier_moves_to_the_register(bases: Bases, tmp_path: Path) -> None
     usual = np.sort(plain, 1)[:, -2]  # of the largest of the others
     assert (plain.max(1) > 20 * usual).all()
     norms = np.linalg.norm(store.acts("blocks.1.out")[:], axis=-1)
-    assert (norms[:, 2:].max(1) < 3 * usual + 20).all() and (norms[:, 1] > 0.5 * plain.max(1)).all()
+    assert (norms[:, 2:].max(1) < 3 * usual + 20).all() and (
+        norms[:, 1] > 0.5 * plain.max(1)
+    ).all()
 
 
 @pytest.mark.slow
@@ -158,7 +183,9 @@ def test_random_neurons_leave_it(bases: Bases, tmp_path: Path) -> None:
     store = changed(bases, "cls", text, tmp_path / "a.zarr")
     other = changed(bases, "cls", text, tmp_path / "b.zarr", seed=1)
     lines = [one.manifest.identity["interventions"][0] for one in (store, other)]
-    assert lines[0] != lines[1] and all("1 register with 3 random neurons" in x for x in lines)
+    assert lines[0] != lines[1] and all(
+        "1 register with 3 random neurons" in x for x in lines
+    )
     norms = np.linalg.norm(store.acts("blocks.1.out")[:], axis=-1)
     assert (norms[:, 2:].argmax(1) == PATCH).all()
 
@@ -172,7 +199,9 @@ class Arrays:
     label = "tiny"
 
     def __init__(self, arrays: dict[str, Any], valid: list[bool]) -> None:
-        self.arrays = {name: np.array(x, np.float32)[:, None] for name, x in arrays.items()}
+        self.arrays = {
+            name: np.array(x, np.float32)[:, None] for name, x in arrays.items()
+        }
         self.valid = np.array(valid)
 
     def slabs(self) -> list[Any]:
@@ -195,7 +224,11 @@ def tiny() -> Any:
     return Arrays(
         {
             "out": [[[1], [2], [3], [50]], [[np.nan]] * 4, [[2], [3], [14], [-50]]],
-            "a": [[[9, 9]] * 3 + [[1, 4]], [[np.nan] * 2] * 4, [[9, 9], [9, 9], [90, 9], [3, 0]]],
+            "a": [
+                [[9, 9]] * 3 + [[1, 4]],
+                [[np.nan] * 2] * 4,
+                [[9, 9], [9, 9], [90, 9], [3, 0]],
+            ],
             "b": [[[9, 9]] * 3 + [[2, 5]], [[np.nan] * 2] * 4, [[9, 9]] * 3 + [[0, 1]]],
         },
         [True, False, True],
@@ -246,7 +279,9 @@ def test_malformed(text: str) -> None:
 
 
 def test_given_twice() -> None:
-    with pytest.raises(InterventionError, match="--registers is given 2 times; expected one"):
+    with pytest.raises(
+        InterventionError, match="--registers is given 2 times; expected one"
+    ):
         parse(registers=["1:1@last=outliers:a.zarr"] * 2)
 
 
@@ -256,14 +291,38 @@ def test_given_twice() -> None:
     [
         ("resnet18", (64, 64), {}, "no sequence of tokens goes into its blocks"),
         (
-            *("swin_tiny_patch4_window7_224", (64, 64), {"depths": (1, 1), "window_size": 4}),
+            *(
+                "swin_tiny_patch4_window7_224",
+                (64, 64),
+                {"depths": (1, 1), "window_size": 4},
+            ),
             "expected a plain ViT",
         ),
         ("mixer_s16_224", (32, 32), {}, "has a fixed number of tokens"),
-        ("eva02_tiny_patch14_224", (28, 28), {"depth": 2}, "has a fixed number of tokens"),
-        ("vit_relpos_small_patch16_224", (32, 32), {"depth": 2}, "has a fixed number of tokens"),
-        ("cait_xxs24_224", (64, 64), {"depth": 2}, "the tokens of embed are no longer known"),
-        ("xcit_nano_12_p16_224", (32, 32), {"depth": 2}, "takes the output of blocks.1 as it is"),
+        (
+            "eva02_tiny_patch14_224",
+            (28, 28),
+            {"depth": 2},
+            "has a fixed number of tokens",
+        ),
+        (
+            "vit_relpos_small_patch16_224",
+            (32, 32),
+            {"depth": 2},
+            "has a fixed number of tokens",
+        ),
+        (
+            "cait_xxs24_224",
+            (64, 64),
+            {"depth": 2},
+            "the tokens of embed are no longer known",
+        ),
+        (
+            "xcit_nano_12_p16_224",
+            (32, 32),
+            {"depth": 2},
+            "takes the output of blocks.1 as it is",
+        ),
     ],
 )
 def test_models_that_take_no_more_tokens(
@@ -290,7 +349,10 @@ def test_what_stores_lack(bases: Bases, tmp_path: Path) -> None:
     for text, phrase in [
         (f"1:9@blocks.1.out=outliers:{tmp_path}/none.zarr", "no store at"),
         (f"1:9@blocks.1.out=outliers:{bare}", "extract adds it with --sites"),
-        (f"1:9999@blocks.1.out=outliers:{base.path}", "there are 384 neurons up to blocks.1.out"),
+        (
+            f"1:9999@blocks.1.out=outliers:{base.path}",
+            "there are 384 neurons up to blocks.1.out",
+        ),
         (f"1:1@blocks.0..1.out=outliers:{base.path}", "expected one block's output"),
         (f"1:1@norm=outliers:{base.path}", "expected one block's output"),
         (f"1:1@blocks.8.out=outliers:{base.path}", "no site matches 'blocks.8.out'"),
@@ -308,6 +370,10 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     name = f"test_vit?random-init=0&registers={given}"
     result = CliRunner().invoke(main, ["sites", name, "--sites", "blocks.1.out,norm"])
     assert "cls reg0" in result.stdout
-    assert "extract runs the model with 1 register with 10 register neurons" in result.stderr
-    result = extract("demo:vit", "--data", "demo:test", "-o", tmp_path / "x", "--registers", "1")
+    assert (
+        "extract runs the model with 1 register with 10 register neurons" in result.stderr
+    )
+    result = extract(
+        "demo:vit", "--data", "demo:test", "-o", tmp_path / "x", "--registers", "1"
+    )
     assert result.exit_code == 2 and "expected N:NEURONS@SITE" in result.stderr

@@ -51,8 +51,12 @@ def call(*words: str) -> Result:
 @pytest.mark.slow
 def test_the_first_look_of_readme_runs_on_urls(tmp_path: Path) -> None:
     """Each as it stands there, but for fewer images and the stores' places."""
-    text = re.sub(r"(?<![\w/.])(\w+)\.zarr", rf"{URL}/\1.zarr", FIRST_LOOK).replace("\\\n", " ")
-    fewer = re.sub(r"--images \d00", "--images 24", text).replace("--shots 10", "--shots 1")
+    text = re.sub(r"(?<![\w/.])(\w+)\.zarr", rf"{URL}/\1.zarr", FIRST_LOOK).replace(
+        "\\\n", " "
+    )
+    fewer = re.sub(r"--images \d00", "--images 24", text).replace(
+        "--shots 10", "--shots 1"
+    )
     lines = fewer.strip().splitlines()
     assert sum(URL in line for line in lines) == len(lines) - 1  # report takes a folder
     for line in lines:
@@ -65,7 +69,10 @@ def test_the_first_look_of_readme_runs_on_urls(tmp_path: Path) -> None:
     # What they wrote is what a folder would hold, and gives the same table there.
     download(f"{URL}/vit.zarr", tmp_path / "vit.zarr")
     assert validate(tmp_path / "vit.zarr", deep=True) == []
-    assert call("attn-dist", "vit.zarr").stdout == call("attn-dist", f"{URL}/vit.zarr").stdout
+    assert (
+        call("attn-dist", "vit.zarr").stdout
+        == call("attn-dist", f"{URL}/vit.zarr").stdout
+    )
     # Gram matrices are on this machine, and found again.
     (kept,) = (tmp_path / "cache" / "vitsee").glob("vit-*.grams")
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
@@ -132,7 +139,8 @@ def test_extraction_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "shards.zarr"
     call(*words[:-1], str(folder))
     np.testing.assert_array_equal(
-        open_store(folder).acts("blocks.0.out")[:], open_store(place).acts("blocks.0.out")[:]
+        open_store(folder).acts("blocks.0.out")[:],
+        open_store(place).acts("blocks.0.out")[:],
     )
     again = call(*words, "--force", "--seed", "1")
     assert "24 images" in again.stderr
@@ -141,7 +149,9 @@ def test_extraction_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_half_made_store_is_finished_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_made_store_is_finished_by_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import obstore
     from obstore.store import from_url
 
@@ -151,7 +161,9 @@ def test_a_half_made_store_is_finished_by_the_command(monkeypatch: pytest.Monkey
         patch.setattr(extraction, "fill", lambda *args: Outcome(False))
         call(*words)
     client = from_url(place)
-    obstore.delete(client, ["commits/zarr.json", "samples/id/c.0.0", "weights/filters/zarr.json"])
+    obstore.delete(
+        client, ["commits/zarr.json", "samples/id/c.0.0", "weights/filters/zarr.json"]
+    )
     call(*words)
     assert validate(place, deep=True) == []
 
@@ -169,19 +181,28 @@ def test_dry_run_names_no_disk() -> None:
 def test_python_takes_urls(extracted: Path) -> None:
     table = vitsee.attn_dist(f"{URL}/a.zarr", sites="blocks.-1")
     assert (
-        table["value"].tolist() == vitsee.attn_dist(extracted, sites="blocks.-1")["value"].tolist()
+        table["value"].tolist()
+        == vitsee.attn_dist(extracted, sites="blocks.-1")["value"].tolist()
     )
-    store = vitsee.extract("demo:vit", "demo:test", f"{URL}/py.zarr", images=4, sites="blocks")
+    store = vitsee.extract(
+        "demo:vit", "demo:test", f"{URL}/py.zarr", images=4, sites="blocks"
+    )
     assert store.complete and store.label == "py" and os.listdir() == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("info http://host/a.zarr", "stores are in folders or at URLs with s3://, gs://, az://"),
+        (
+            "info http://host/a.zarr",
+            "stores are in folders or at URLs with s3://, gs://, az://",
+        ),
         ("cka s3://bucket", "names no store; expected s3://BUCKET/FOLDER/NAME.zarr"),
         ("extract demo:vit --data demo:test -o s3://bucket/", "names no store"),
-        ("attn-dist a.zarr -o s3://b/x.csv", "is a URL, which only stores have; expected a path"),
+        (
+            "attn-dist a.zarr -o s3://b/x.csv",
+            "is a URL, which only stores have; expected a path",
+        ),
         ("attn-dist a.zarr --png s3://b/x.png", "is a URL, which only stores have"),
         ("cka a.zarr --cache s3://b/grams", "is a URL, which only stores have"),
     ],

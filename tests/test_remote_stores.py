@@ -58,7 +58,9 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def bucket(port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def bucket(
+    port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> str:
     """The URL of an empty folder."""
     for name, value in environment(port).items():
         monkeypatch.setenv(name, value)
@@ -77,7 +79,9 @@ def manifest(**identity: Any) -> Manifest:
     return new_manifest({"seed": 0, **identity}, PLAN, samples())
 
 
-def write(place: str | Path, made: Manifest, slabs: range = range(PLAN.n_slabs)) -> StoreWriter:
+def write(
+    place: str | Path, made: Manifest, slabs: range = range(PLAN.n_slabs)
+) -> StoreWriter:
     writer = StoreWriter.create_or_join(place, made, samples(), durable=False)
     for k in slabs:
         writer.write_slab(k, slab_arrays(PLAN, k), {"command": "test"})
@@ -94,7 +98,14 @@ def test_urls_and_paths_are_told_apart() -> None:
     assert (url.name, url.stem, url.absolute()) == ("v.1.zarr", "v.1", url)
     for text in ("a.zarr", "./s3:/a.zarr", "C:/a", "x=1.zarr"):
         assert parse_place(text) == Path(text)
-    for text in ("http://host/a.zarr", "s3://", "s3://b", "s3://b/", "s3://b/../a", "s3://b/a?x"):
+    for text in (
+        "http://host/a.zarr",
+        "s3://",
+        "s3://b",
+        "s3://b/",
+        "s3://b/../a",
+        "s3://b/a?x",
+    ):
         with pytest.raises(StoreError, match=r"at URLs with s3://|names no store"):
             parse_place(text)
 
@@ -112,11 +123,15 @@ def test_the_bytes_are_those_of_a_folder(bucket: str, tmp_path: Path) -> None:
     }
     assert there.keys() == here.keys()
     differing = [name for name in here if here[name] != there[name]]
-    assert all(name.startswith("commits/c.") for name in differing)  # the time in the markers
+    assert all(
+        name.startswith("commits/c.") for name in differing
+    )  # the time in the markers
 
 
 @pytest.mark.slow
-def test_reading_gives_the_numbers_of_a_folder(bucket: str, make_store: MakeStore) -> None:
+def test_reading_gives_the_numbers_of_a_folder(
+    bucket: str, make_store: MakeStore
+) -> None:
     folder = make_store("a.zarr")
     upload(folder, f"{bucket}/a.zarr")
     here, there = open_store(folder), open_store(f"{bucket}/a.zarr")
@@ -129,7 +144,9 @@ def test_reading_gives_the_numbers_of_a_folder(bucket: str, make_store: MakeStor
     assert there.samples.id.tolist() == here.samples.id.tolist()
     assert there.revision == here.revision == here.revision_of("embed")
     again = pickle.loads(pickle.dumps(there))
-    assert_array_equal(again.acts("blocks.0.out", (1, 2))[:], here.acts("blocks.0.out", (1, 2))[:])
+    assert_array_equal(
+        again.acts("blocks.0.out", (1, 2))[:], here.acts("blocks.0.out", (1, 2))[:]
+    )
     with pytest.raises(StoreError, match="is in no folder of this machine"):
         _ = there.path
     facts, ours = describe(f"{bucket}/a.zarr"), describe(folder)
@@ -187,10 +204,14 @@ def test_claims_in_a_bucket(bucket: str) -> None:
 def test_what_is_there_and_no_store_is_left_alone(bucket: str, tmp_path: Path) -> None:
     obstore.put(from_url(bucket), "notes/readme.txt", b"mine")
     for call in (open_store, remove_store, lambda url: write(url, manifest())):
-        with pytest.raises(StoreError, match=r"is no vitsee store: the folder has no zarr.json"):
+        with pytest.raises(
+            StoreError, match=r"is no vitsee store: the folder has no zarr.json"
+        ):
             call(f"{bucket}/notes")
     assert objects(bucket) == {"notes/readme.txt": b"mine"}
-    with pytest.raises(StoreError, match=rf"^no store at {bucket}/a.zarr: nothing is there"):
+    with pytest.raises(
+        StoreError, match=rf"^no store at {bucket}/a.zarr: nothing is there"
+    ):
         open_store(f"{bucket}/a.zarr")
     with pytest.raises(StoreError, match="there is no such bucket"):
         open_store("s3://elsewhere/a.zarr")
@@ -311,10 +332,16 @@ def test_a_forked_process_is_told(
         open_store(f"{bucket}/a.zarr")
 
 
-def test_without_obstore_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_obstore_a_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "obstore" else real(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "obstore" else real(name),
     )
-    with pytest.raises(StoreError, match=r"s3://b/a.zarr needs obstore; run: pip install 'vitsee"):
+    with pytest.raises(
+        StoreError, match=r"s3://b/a.zarr needs obstore; run: pip install 'vitsee"
+    ):
         open_store("s3://b/a.zarr")

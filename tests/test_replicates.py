@@ -68,7 +68,9 @@ def residuals(path: Path, kept: Array) -> Any:
 
 def of_knn(folder: Path, kept: Array) -> Table:
     train = labelled(folder / "train.zarr", np.ones(N, bool), 5, hash_offset=1000)
-    return knn.run(train, labelled(folder / "a.zarr", kept), sites="all", ks=(1, 3), per_class=True)
+    return knn.run(
+        train, labelled(folder / "a.zarr", kept), sites="all", ks=(1, 3), per_class=True
+    )
 
 
 def of_probe(folder: Path, kept: Array) -> Table:
@@ -83,7 +85,9 @@ def of_normratio(folder: Path, kept: Array) -> Table:
 
 
 def of_cka(folder: Path, kept: Array) -> Table:
-    return cka.run(labelled(folder / "a.zarr", kept), sites="all", no_cache=True, device="cpu")
+    return cka.run(
+        labelled(folder / "a.zarr", kept), sites="all", no_cache=True, device="cpu"
+    )
 
 
 def of_saliency(folder: Path, kept: Array) -> Table:
@@ -103,7 +107,12 @@ def of_localize(folder: Path, kept: Array) -> Table:
     layout = TokenLayout(("cls",), (2, 3), stride_px=(4.0, 4.0))
     rng = np.random.default_rng(5)
     pixels = rng.integers(0, 255, (N, 3, 8, 12), dtype=np.uint8)
-    x = pixels.reshape(N, 3, 2, 4, 3, 4).mean((3, 5)).transpose(0, 2, 3, 1).reshape(N, 6, 3)
+    x = (
+        pixels.reshape(N, 3, 2, 4, 3, 4)
+        .mean((3, 5))
+        .transpose(0, 2, 3, 1)
+        .reshape(N, 6, 3)
+    )
     x = np.concatenate([x.mean(1, keepdims=True), x], 1) + rng.normal(size=(N, 7, 3)) * 9
     store = write_sites(
         *(folder / "a.zarr", {"blocks.0.out": x[kept]}),
@@ -145,10 +154,15 @@ def test_a_replicate_is_the_value_without_the_block(
 @pytest.mark.slow
 def test_a_replicate_of_a_field_is_that_without_a_slab(tmp_path: Path) -> None:
     """Fields are stored as sums over slabs."""
-    counts, fields = np.full(12, 2), {"blocks.0.out": np.random.default_rng(7).random((12, 8, 12))}
+    counts, fields = (
+        np.full(12, 2),
+        {"blocks.0.out": np.random.default_rng(7).random((12, 8, 12))},
+    )
     fields["blocks.0.out"] **= 4
     metrics = ("radius50_px", "radius90_px", "offset_px")
-    whole = erf.run(write_fields(tmp_path / "a.zarr", fields, counts, slab=2), metrics=metrics)
+    whole = erf.run(
+        write_fields(tmp_path / "a.zarr", fields, counts, slab=2), metrics=metrics
+    )
     assert whole.replicates is not None and whole.replicates.shape == (3, 12)
     for k in (0, 5, 11):
         rest = {name: np.delete(field, k, 0) for name, field in fields.items()}
@@ -185,7 +199,10 @@ def test_means_without_by_hand(tmp_path: Path) -> None:
 
 
 def test_tables_keep_their_replicates() -> None:
-    rows: list[dict[str, Any]] = [{"value": 1.0, "replicates": np.array([1.0, 2])}, {"value": 2.0}]
+    rows: list[dict[str, Any]] = [
+        {"value": 1.0, "replicates": np.array([1.0, 2])},
+        {"value": 2.0},
+    ]
     table = Table.from_rows(rows, ["value"])
     assert table.replicates is not None
     np.testing.assert_array_equal(table.replicates, [[1, 2], [np.nan, np.nan]])
@@ -201,14 +218,20 @@ def test_tables_keep_their_replicates() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("r.csv", "r.replicates.csv"), ("r.csv.gz", "r.replicates.csv.gz"), ("r.json", None)],
+    [
+        ("r.csv", "r.replicates.csv"),
+        ("r.csv.gz", "r.replicates.csv.gz"),
+        ("r.json", None),
+    ],
 )
 def test_command_writes_them_beside_the_table(
     name: str, expected: str | None, tmp_path: Path
 ) -> None:
     labelled(tmp_path / "a.zarr", np.ones(N, bool))
     out = tmp_path / name
-    result = command("cka", tmp_path / "a.zarr", "--no-cache", "--sites", "all", "-o", out)
+    result = command(
+        "cka", tmp_path / "a.zarr", "--no-cache", "--sites", "all", "-o", out
+    )
     assert result.exit_code == 0, result.stderr
     assert not replicates.beside(out).exists()
     refused = command("cka", tmp_path / "a.zarr", "--no-cache", "-o", out, "--replicates")
@@ -234,11 +257,22 @@ def test_replicates_of_another_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VitseeError, match="no replicates of the rows"):
         read_replicates(read_result(out))
     text = out.read_text()
-    command("cka", tmp_path / "a.zarr", *args[:3], "embed", "-o", out, "--replicates", "--force")
+    command(
+        "cka",
+        tmp_path / "a.zarr",
+        *args[:3],
+        "embed",
+        "-o",
+        out,
+        "--replicates",
+        "--force",
+    )
     lines = (tmp_path / "r.replicates.csv").read_text().replace("embed", "stem")
     (tmp_path / "r.replicates.csv").write_text(lines)
     out.write_text("\n".join(text.splitlines()[:2]) + "\n")
-    with pytest.raises(VitseeError, match=r"belongs to another table.*row 1 has site_a stem"):
+    with pytest.raises(
+        VitseeError, match=r"belongs to another table.*row 1 has site_a stem"
+    ):
         read_replicates(read_result(out))
     (tmp_path / "r.replicates.csv").unlink()
     with pytest.raises(VitseeError, match=r"has no replicates beside it.*--replicates"):
@@ -262,7 +296,10 @@ def test_no_replicates_is_said(tmp_path: Path) -> None:
 
 
 def test_an_interval_ends_where_values_can_end() -> None:
-    value, replicates = np.array([0.1, 0.5, 1.2]), np.array([[0.0, 0.2], [0.4, 0.6], [1.1, 1.3]])
+    value, replicates = (
+        np.array([0.1, 0.5, 1.2]),
+        np.array([[0.0, 0.2], [0.4, 0.6], [1.1, 1.3]]),
+    )
     error, low, high = interval(value, replicates)
     assert low[0] < 0
     assert high[1] > 1

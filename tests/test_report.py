@@ -29,6 +29,7 @@ from tests.every_command import TABLES, vitsee
 from tests.stores import write_sites
 from tests.tables import unique
 from vitsee_core.figures.plotting import figure_bytes, stores_in_order
+from vitsee_core.pages.html import json_for_html
 from vitsee_core.pages.report import earlier, pictures
 from vitsee_core.pages.report.captions import captions
 from vitsee_core.pages.report.cards import CARRIED_BYTES
@@ -40,7 +41,6 @@ from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
-from vitsee_core.pages.html import json_for_html
 from vitsee_stores.errors import VitseeError
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"
@@ -154,11 +154,15 @@ def test_the_page_needs_nothing_and_runs_only_its_script(text: str) -> None:
                 assert attributes[name].startswith(("data:", "#")), attributes[name][:80]
         assert not any(name.startswith("on") for name in attributes)
         assert "style" not in attributes
-    policy = next(m["content"] for m in page.all("meta") if "Security" in m.get("http-equiv", ""))
+    policy = next(
+        m["content"] for m in page.all("meta") if "Security" in m.get("http-equiv", "")
+    )
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
     for tag, which in (("script", 1), ("style", 0)):
         bodies = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(bodies[which].encode()).digest()).decode()
+        digest = base64.b64encode(
+            hashlib.sha256(bodies[which].encode()).digest()
+        ).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
@@ -205,7 +209,9 @@ def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_command_has_a_card(
-    tables_of: Callable[[str], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables_of: Callable[[str], list[Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Figures are drawn from the tables where no picture lies beside them; coarsely, for speed."""
     monkeypatch.setattr(pictures, "DPI", 50)
@@ -277,7 +283,13 @@ def test_a_strangers_sidecar_cannot_stop_the_page(folder: Path, tmp_path: Path) 
     told = json.loads(sidecar.read_text())
     (own / "dist.png").unlink()
     for changed in (
-        {**told, "stores": 7, "notes": {"images": [1]}, "figure": {"x": 1}, "parameters": None},
+        {
+            **told,
+            "stores": 7,
+            "notes": {"images": [1]},
+            "figure": {"x": 1},
+            "parameters": None,
+        },
         {**told, "stores": [None, {"label": None}], "columns": {"value": "text"}},
         {**told, "created": {"a": 1}, "sha256": 3},
     ):
@@ -292,7 +304,10 @@ def test_a_strangers_sidecar_cannot_stop_the_page(folder: Path, tmp_path: Path) 
 def rows_of(**columns: list[Any]) -> Table:
     names = list(columns)
     return Table.from_rows(
-        [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        [
+            dict(zip(names, row, strict=True))
+            for row in zip(*columns.values(), strict=True)
+        ]
     )
 
 
@@ -339,7 +354,9 @@ def test_curves_in_order_of_depth_one_line_for_each_setting() -> None:
     assert chart["lines"][0]["points"] == [
         [0.5, 3.0, 3.0, None, 9.0, "x"], [1.0, 4.0, 3.0, None, 9.0, "y"]
     ]  # fmt: skip
-    assert [point[1] for point in chart["lines"][2]["points"]] == [7.0], "no value, no mark"
+    assert [point[1] for point in chart["lines"][2]["points"]] == [7.0], (
+        "no value, no mark"
+    )
     assert chart["n_marks"] == 5 and not chart["heads"]
 
 
@@ -351,9 +368,16 @@ def test_what_was_chosen_for_each_site_makes_no_line_of_its_own() -> None:
     }  # fmt: skip
     (chart,) = charts_of(rows_of(**rows))
     assert [line["name"] for line in chart["lines"]] == ["a", "b"]
-    twice = {name: values * 2 for name, values in rows.items()} | {"l2": [1.0] * 4 + [2.0] * 4}
+    twice = {name: values * 2 for name, values in rows.items()} | {
+        "l2": [1.0] * 4 + [2.0] * 4
+    }
     (chart,) = charts_of(rows_of(**twice))
-    assert [line["name"] for line in chart["lines"]] == ["a, l2 1", "b, l2 1", "a, l2 2", "b, l2 2"]
+    assert [line["name"] for line in chart["lines"]] == [
+        "a, l2 1",
+        "b, l2 1",
+        "a, l2 2",
+        "b, l2 2",
+    ]
 
 
 def test_heads_are_dots_and_baselines_are_lines_of_their_own() -> None:
@@ -390,7 +414,10 @@ def test_tables_without_a_chart() -> None:
         store=["a"] * n, site=[f"s{i}" for i in range(n)], block=[""] * n,
         rel_depth=[i / n for i in range(n)], metric=["m"] * n, value=[1.0] * n,
     )  # fmt: skip
-    assert charts_of(many) == [] and len(charts_of(many.with_frame(many.frame.head(n - 2)))) == 1
+    assert (
+        charts_of(many) == []
+        and len(charts_of(many.with_frame(many.frame.head(n - 2)))) == 1
+    )
 
 
 # ------------------------------------------------------------------------------------ facts
@@ -401,7 +428,9 @@ def test_the_images_behind_a_result(everything: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: Any) -> None:
+def test_what_a_reader_is_warned_of(
+    folder: Path, tmp_path: Path, make_store: Any
+) -> None:
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     make_store("half.zarr", slabs=[0, 2]).rename(own / "half.zarr")
@@ -411,7 +440,10 @@ def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: An
     lines = "\n".join(cautions(find_materials(own)))
     assert "half is not complete: 2 of 3 slabs are committed." in lines
     assert "half.csv: made from an unfinished store (half, --allow-partial)." in lines
-    assert "dist.csv: table or sidecar were changed after the command had written them." in lines
+    assert (
+        "dist.csv: table or sidecar were changed after the command had written them."
+        in lines
+    )
     assert "half has no self-check" in lines
     sidecar = json.loads((own / "half.csv.json").read_text())
     sidecar["stores"][0]["store_id"] = "0" * 64
@@ -431,7 +463,9 @@ def test_results_of_one_second_are_in_the_order_of_their_making(
         sidecar.write_text(json.dumps(said))
     for order in (["cka", "attn-dist"], ["attn-dist", "cka"]):
         for at, command in enumerate(order):
-            (made,) = (r.file.path for r in find_materials(own).results if r.command == command)
+            (made,) = (
+                r.file.path for r in find_materials(own).results if r.command == command
+            )
             os.utime(made, (at, at))
         assert [r.command for r in find_materials(own).results] == order
 

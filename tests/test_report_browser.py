@@ -39,9 +39,24 @@ def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(everything)
-        for command in ("cka", "attn-dist", "norms", "attn-map", "head-types", "knn", "weights"):
+        for command in (
+            "cka",
+            "attn-dist",
+            "norms",
+            "attn-map",
+            "head-types",
+            "knn",
+            "weights",
+        ):
             result = folder / f"{command}.csv"
-            vitsee(command, *TABLES[command][-1], "-o", result, "--png", result.with_suffix(".png"))
+            vitsee(
+                command,
+                *TABLES[command][-1],
+                "-o",
+                result,
+                "--png",
+                result.with_suffix(".png"),
+            )
     vitsee("report", folder)
     return folder / "report.html"
 
@@ -64,7 +79,8 @@ def test_nothing_overflows_and_nothing_fails(
     )
     assert browser.run(pictures) == [True] * 7
     drawn = (
-        "[...document.querySelectorAll('.thumb')].map(t => t.querySelector('img, svg') !== null)"
+        "[...document.querySelectorAll('.thumb')].map(t => t.querySelector('img, svg') "
+        "!== null)"
     )
     assert browser.run(drawn) == [True] * 7
     small = "[...document.querySelectorAll('.thumb img')].every(i => i.naturalWidth > 0)"
@@ -101,7 +117,9 @@ def test_a_tile_is_one_link_to_its_card(browser: Browser, page: Path) -> None:
     tile = "document.querySelector('.tile')"
     assert browser.run(f"{tile}.querySelectorAll('a, button, [tabindex]').length") == 1
     browser.run(f"{tile}.scrollIntoView()")
-    under = "(box => document.elementFromPoint(box.x + 40, box.y + 40).closest('a')?.hash)"
+    under = (
+        "(box => document.elementFromPoint(box.x + 40, box.y + 40).closest('a')?.hash)"
+    )
     place = browser.run(f"{under}({tile}.getBoundingClientRect())")
     assert place == browser.run(f"{tile}.querySelector('a').hash")
     assert browser.run(f"document.querySelector('{place}').textContent") == browser.run(
@@ -115,7 +133,9 @@ def test_contents_are_collapsed_on_a_phone(
 ) -> None:
     browser.look(width)
     browser.open(page)
-    opened = browser.run("[...document.querySelectorAll('.side details')].map(d => d.open)")
+    opened = browser.run(
+        "[...document.querySelectorAll('.side details')].map(d => d.open)"
+    )
     assert len(opened) > 3 and {*opened} == {expected}
 
 
@@ -123,21 +143,25 @@ def test_a_mark_says_what_it_is_to_keys_and_pointer(browser: Browser, page: Path
     browser.look(1400)
     browser.open(page)
     stops = browser.run("document.querySelectorAll('.chart svg [tabindex=\"0\"]').length")
-    assert stops == browser.run("document.querySelectorAll('.chart svg[role=group]').length"), (
-        "one per chart"
-    )
+    assert stops == browser.run(
+        "document.querySelectorAll('.chart svg[role=group]').length"
+    ), "one per chart"
     heat = "[...document.querySelectorAll('.chart svg')].find(s => s.querySelector('rect.mark'))"
     browser.run(f"{heat}.querySelector('[tabindex=\"0\"]').focus()")
     first = browser.run("document.activeElement.getAttribute('aria-label')")
     assert first.startswith("vit embedding × cnn stem; CKA ")
     assert "95 %" in first and "n = 8" in first
     tip = "document.getElementById('tip')"
-    assert not browser.run(f"{tip}.hidden") and browser.run(f"{tip}.textContent").startswith("vit")
+    assert not browser.run(f"{tip}.hidden") and browser.run(
+        f"{tip}.textContent"
+    ).startswith("vit")
     browser.press("ArrowUp")
     up = browser.run("document.activeElement.getAttribute('aria-label')")
     assert up.startswith("vit block 0 × cnn stem; CKA ")
     browser.press("ArrowRight")
-    assert "× cnn layer" in browser.run("document.activeElement.getAttribute('aria-label')")
+    assert "× cnn layer" in browser.run(
+        "document.activeElement.getAttribute('aria-label')"
+    )
     browser.press("Escape")
     assert browser.run(f"{tip}.hidden")
     browser.run(f"{heat}.querySelectorAll('.mark')[3].dispatchEvent(new PointerEvent('pointermove',"
@@ -158,21 +182,27 @@ def test_tables_sort_by_number_and_by_name(browser: Browser, page: Path) -> None
     sort, cells = browser.run(f"({click})('value')")
     assert sort == "ascending" and [*map(float, cells)] == sorted(map(float, cells))
     sort, cells = browser.run(f"({click})('value')")
-    assert sort == "descending" and [*map(float, cells)] == sorted(map(float, cells), reverse=True)
+    assert sort == "descending" and [*map(float, cells)] == sorted(
+        map(float, cells), reverse=True
+    )
     sort, cells = browser.run(f"({click})('site_a')")
     assert sort == "ascending" and cells[0].startswith("blocks.0") and len({*cells}) > 2
 
 
 @pytest.mark.slow
-def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path, everything: Path) -> None:
+def test_hostile_names_run_nothing(
+    browser: Browser, tmp_path: Path, everything: Path
+) -> None:
     folder = hostile_folder(everything, tmp_path)
     vitsee("report", folder, "--title", HOSTILE)
     browser.look(360)
     browser.open(folder / "report.html")
     browser.run(SETTLED)
-    assert browser.run("window.pwned === undefined && document.title.startsWith('<script>')")
-    assert browser.run("document.querySelectorAll('script, [onerror], iframe, img').length") == (
-        2 + browser.run("document.querySelectorAll('.sheet img, .thumb img').length")
+    assert browser.run(
+        "window.pwned === undefined && document.title.startsWith('<script>')"
     )
+    assert browser.run(
+        "document.querySelectorAll('script, [onerror], iframe, img').length"
+    ) == (2 + browser.run("document.querySelectorAll('.sheet img, .thumb img').length"))
     assert browser.errors == [] and browser.run(BEYOND) == []
     assert len([r for r in browser.requests if not r.startswith("data:")]) == 1

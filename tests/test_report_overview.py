@@ -48,7 +48,9 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def grouped(folder: Path) -> dict[str, list[Group]]:
     found = find_materials(folder)
     with closing(Addresses({}, ())) as addresses:
-        return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT, {}, addresses, {})
+        return groups_of(
+            found.results, SECTIONS, folder / "r.html", {}, SILENT, {}, addresses, {}
+        )
 
 
 @pytest.mark.slow
@@ -60,7 +62,9 @@ def test_results_are_told_apart_by_models_and_kind(study: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_named_alike_has_the_name_of_its_file(study: Path, tmp_path: Path) -> None:
+def test_what_is_named_alike_has_the_name_of_its_file(
+    study: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "own"
     shutil.copytree(study / "results", own)
     for name in ("x", "y"):
@@ -75,7 +79,14 @@ def test_analyses_without_a_heading_come_last(study: Path) -> None:
     found = find_materials(study)
     with closing(Addresses({}, ())) as addresses:
         groups = groups_of(
-            found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT, {}, addresses, {}
+            found.results,
+            {"Rest": ["norms"]},
+            study / "r.html",
+            {},
+            SILENT,
+            {},
+            addresses,
+            {},
         )
     assert list(groups) == ["Rest", OTHER] and groups[OTHER][0].command == "cka"
 
@@ -85,7 +96,9 @@ def test_a_tile_has_heatmaps_side_by_side_or_curves_of_all_models(study: Path) -
     (similarity,), (norms,) = grouped(study).values()
     ids = [card.id for card in similarity.cards]
     assert similarity.curve == "" and similarity.pictures == ids[:2], "of one model each"
-    assert norms.curve == "outlier_share_mad", "what its answer is about, not the first metric"
+    assert norms.curve == "outlier_share_mad", (
+        "what its answer is about, not the first metric"
+    )
     assert [who for who, _ in similarity.answers] == ["a", "b", "a and b"], "each once"
     assert similarity.answers[2] == similarity.cards[2].answers[0]
 
@@ -104,7 +117,9 @@ def test_tiles_on_the_page_lead_to_their_cards(study: Path, tmp_path: Path) -> N
     text = page_of(study, tmp_path)
     page = Outline(text)
     tiles = re.findall(r'<li class="tile.*?</a>', text, re.DOTALL)
-    assert len(tiles) == 2 and text.index("How alike are the layers?") < text.index("<article")
+    assert len(tiles) == 2 and text.index("How alike are the layers?") < text.index(
+        "<article"
+    )
     ids = {one["id"]: one for tag, one in page.tags if "id" in one}
     for one in (one for one in page.all("span") if "data-of" in one):
         assert all(f"i{card}" in ids for card in one["data-of"].split())
@@ -150,7 +165,9 @@ def test_the_images_of_a_study(study: Path, tmp_path: Path) -> None:
     expected = ["1,200 images of photos", "34 of drawings to learn classes from"]
     assert overview(found, "").about[:2] == expected
     rows = stores_by_model(found)
-    assert {model: [(r.name, r.data, r.images) for r in some] for model, some in rows.items()} == {
+    assert {
+        model: [(r.name, r.data, r.images) for r in some] for model, some in rows.items()
+    } == {
         "a": [("a", "photos", "1,200 images")],
         "b": [("b", "drawings", "34 images")],
     }

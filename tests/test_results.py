@@ -44,7 +44,9 @@ def csv_of(result: Table) -> str:
 
 def test_csv_cells() -> None:
     assert csv_of(Table.from_rows([], ["store", "value"])) == "store,value\n"
-    assert csv_of(table()) == ("store,head,row,value\na,0,,0.1\nb,1,3,\na,2,4,0.3333333333333333\n")
+    assert csv_of(table()) == (
+        "store,head,row,value\na,0,,0.1\nb,1,3,\na,2,4,0.3333333333333333\n"
+    )
 
 
 @pytest.mark.slow
@@ -65,7 +67,11 @@ def test_columns_keep_their_types() -> None:
 
 def test_no_value_is_one_thing_in_frames_of_any_origin() -> None:
     """NaN, null and empty text are null, and an empty cell of the file."""
-    given = {"site": ["a", "", None], "value": [float("nan"), 0.5, None], "n_images": [1, None, 3]}
+    given = {
+        "site": ["a", "", None],
+        "value": [float("nan"), 0.5, None],
+        "n_images": [1, None, 3],
+    }
     result = Table(pl.DataFrame(given, strict=False))
     assert result.frame.null_count().row(0) == (2, 2, 1)
     assert result.frame["value"].mean() == 0.5
@@ -100,7 +106,11 @@ def picture() -> Figure:
 
 def write(outputs: Outputs, **kwargs: Any) -> str:
     stdout = io.StringIO()
-    given: dict[str, Any] = {"figure": picture, "sidecar": {"command": ["vitsee"]}, **kwargs}
+    given: dict[str, Any] = {
+        "figure": picture,
+        "sidecar": {"command": ["vitsee"]},
+        **kwargs,
+    }
     write_results(table(), outputs, stdout=stdout, **given)
     return stdout.getvalue()
 
@@ -119,7 +129,9 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert {*sidecar["columns"]} == {*table().written.columns}
-    assert sidecar["sha256"] == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
+    assert (
+        sidecar["sha256"] == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
+    )
     digest = sidecar.pop("digest")
     assert read_result(tmp_path / "r.csv").as_written
     for edited in ({**sidecar, "rows": 4, "digest": digest}, {**sidecar, "digest": "x"}):
@@ -131,9 +143,14 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_is_strict_json(tmp_path: Path) -> None:
-    write(Outputs(tmp_path / "r.csv"), sidecar={"lr": float("inf"), "parts": [float("nan"), 1]})
+    write(
+        Outputs(tmp_path / "r.csv"),
+        sidecar={"lr": float("inf"), "parts": [float("nan"), 1]},
+    )
     text = (tmp_path / "r.csv.json").read_text()
-    sidecar = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    sidecar = json.loads(
+        text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
     assert (sidecar["lr"], sidecar["parts"]) == (None, [None, 1])
 
 
@@ -152,7 +169,9 @@ def test_failing_picture_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", ["r.csv", "r.csv.json", "r.png"])
-def test_existing_outputs_are_refused_unless_forced(tmp_path: Path, existing: str) -> None:
+def test_existing_outputs_are_refused_unless_forced(
+    tmp_path: Path, existing: str
+) -> None:
     (tmp_path / existing).write_text("mine")
     outputs = Outputs(tmp_path / "r.csv", tmp_path / "r.png")
     with pytest.raises(VitseeError, match=rf"{existing} exists; .*--force"):
@@ -166,7 +185,9 @@ def test_existing_outputs_are_refused_unless_forced(tmp_path: Path, existing: st
     assert (tmp_path / existing).read_bytes() != b"mine"
 
 
-def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "d.csv").mkdir()
     (tmp_path / "null.csv").symlink_to(os.devnull)
     (tmp_path / "file").write_text("")
@@ -175,7 +196,10 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         (Outputs(tmp_path / "null.csv", force=True), "no ordinary file"),
         (Outputs(tmp_path / "missing" / "r.csv"), "there is no folder"),
         (Outputs(tmp_path / "file" / "r.csv"), "there is no folder"),
-        (Outputs(png=tmp_path / "r.jpg"), r"--png .*r\.jpg is refused: .*ends in \.png, \.svg or"),
+        (
+            Outputs(png=tmp_path / "r.jpg"),
+            r"--png .*r\.jpg is refused: .*ends in \.png, \.svg or",
+        ),
     ):
         with pytest.raises(VitseeError, match=line):
             check_outputs(outputs)
@@ -199,7 +223,9 @@ def test_names_as_long_as_they_can_be(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [longest.name]
 
 
-def test_what_a_killed_process_was_writing_goes_with_the_next_file(tmp_path: Path) -> None:
+def test_what_a_killed_process_was_writing_goes_with_the_next_file(
+    tmp_path: Path,
+) -> None:
     """Not what a living one writes, nor folders of other machines, whose age tells nothing; of
     these only old files."""
     process = subprocess.Popen(["true"])
@@ -236,7 +262,9 @@ def test_what_must_not_be_removed_does_not_keep_a_file_from_being_written(
     assert (tmp_path / "r.csv").read_bytes() == b"1" and theirs.exists()
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -260,7 +288,10 @@ def test_links_are_followed_and_modes_are_the_users(tmp_path: Path) -> None:
 
 
 def test_files_are_renamed_at_the_end_or_dropped(tmp_path: Path) -> None:
-    places = {tmp_path / "a.partial": tmp_path / "a", tmp_path / "b.partial": tmp_path / "b"}
+    places = {
+        tmp_path / "a.partial": tmp_path / "a",
+        tmp_path / "b.partial": tmp_path / "b",
+    }
 
     def names() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
@@ -310,14 +341,18 @@ def test_the_sidecar_says_what_columns_hold(tmp_path: Path) -> None:
     ]
     table = Table.from_rows(rows)
     out = tmp_path / "r.csv"
-    write_results(table, Outputs(csv=out), figure=Figure, sidecar={}, stdout=io.StringIO())
+    write_results(
+        table, Outputs(csv=out), figure=Figure, sidecar={}, stdout=io.StringIO()
+    )
     found = Table.read(out)
     assert found["type"].tolist() == ["7", "8"]
     assert found["store"].tolist() == ["5", "6"]
     assert found["k"].tolist() == [3, None]
     assert np.isnan(found["l2"][0]) and found["l2"][1] == 0.5
     kinds = json.loads((tmp_path / "r.csv.json").read_text())["columns"]
-    assert kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "empty"
+    assert (
+        kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "empty"
+    )
     assert found["empty"].tolist() == [None, None]
     (tmp_path / "r.csv.json").unlink()
     assert Table.read(out)["type"].tolist() == ["7", "8"]  # declared
@@ -340,7 +375,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("rows", "shown"), [(2000, 2000), (2001, 50)])
-def test_a_terminal_is_not_flooded(rows: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_is_not_flooded(
+    rows: int, shown: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Pipes and files get the whole table."""
     table = Table({"n": np.arange(rows)})
     for stdout, expected in ((Terminal(), shown), (io.StringIO(), rows)):

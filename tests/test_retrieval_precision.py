@@ -88,7 +88,9 @@ def test_queries_without_right_images_have_no_value() -> None:
 @settings(max_examples=60, deadline=None)
 def test_against_loops_and_scikit_learn(order: list[bool], k: int) -> None:
     ours = of_ranks(np.flatnonzero(order).tolist())
-    plain, trapezoid = (average_precision(ours, form)[0] for form in ("plain", "trapezoid"))
+    plain, trapezoid = (
+        average_precision(ours, form)[0] for form in ("plain", "trapezoid")
+    )
     score = average_precision_score(order, -np.arange(len(order)))
     assert plain == pytest.approx(score, abs=1e-12)
     assert plain == pytest.approx(loop_precision(order, "plain"), abs=1e-12)
@@ -99,7 +101,9 @@ def test_against_loops_and_scikit_learn(order: list[bool], k: int) -> None:
     assert precision_at(ours, k)[0] == loop_at(order, k)
 
 
-@pytest.mark.parametrize(("n_right", "n"), [(1, 1), (1, 6), (2, 6), (3, 7), (5, 5), (6, 8)])
+@pytest.mark.parametrize(
+    ("n_right", "n"), [(1, 1), (1, 6), (2, 6), (3, 7), (5, 5), (6, 8)]
+)
 def test_chance_is_the_mean_over_all_orders(n_right: int, n: int) -> None:
     orders = [
         [place in chosen for place in range(n)]
@@ -111,7 +115,9 @@ def test_chance_is_the_mean_over_all_orders(n_right: int, n: int) -> None:
         assert chance_precision(*counts, form)[0] == pytest.approx(expected, abs=1e-13)
     for k in (1, 2, 3, 6, 20):
         expected = np.mean([loop_precision(order, "plain", k) for order in orders])
-        assert chance_precision(*counts, "plain", k)[0] == pytest.approx(expected, abs=1e-13)
+        assert chance_precision(*counts, "plain", k)[0] == pytest.approx(
+            expected, abs=1e-13
+        )
         expected = np.mean([loop_at(order, k) for order in orders])
         assert chance_precision_at(*counts, k)[0] == pytest.approx(expected, abs=1e-13)
 
@@ -128,26 +134,39 @@ def test_chance_among_a_million() -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def loop_ranks(queries: Array, images: Array, lists: Sequence[dict[str, Any]]) -> list[list[int]]:
+def loop_ranks(
+    queries: Array, images: Array, lists: Sequence[dict[str, Any]]
+) -> list[list[int]]:
     """By sorting: places among the images that are in no list but `right`, ties to the earlier."""
     found = []
     for query, own in zip(queries.astype(np.float64), lists, strict=True):
         cosines = []
         for image in images.astype(np.float64):
             length = math.sqrt(math.fsum(query**2)) * math.sqrt(math.fsum(image**2))
-            cosines.append(float(np.float32(math.fsum(query * image) / length)) if length else 0.0)
+            cosines.append(
+                float(np.float32(math.fsum(query * image) / length)) if length else 0.0
+            )
         out = {i for name, places in own.items() if name != "right" for i in places}
         order = sorted(
-            (i for i in range(len(images)) if i not in out), key=lambda i: (-cosines[i], i)
+            (i for i in range(len(images)) if i not in out),
+            key=lambda i: (-cosines[i], i),
         )
-        found.append([place for place, i in enumerate(order) if i in own.get("right", ())])
+        found.append(
+            [place for place, i in enumerate(order) if i in own.get("right", ())]
+        )
     return found
 
 
 def counted_ranks(
-    queries: Array, images: Array, lists: Sequence[dict[str, Any]], cut: int, unread: Any = ()
+    queries: Array,
+    images: Array,
+    lists: Sequence[dict[str, Any]],
+    cut: int,
+    unread: Any = (),
 ) -> list[list[int]]:
-    listed = Listed.of([{k: np.array(v, np.int64) for k, v in own.items()} for own in lists])
+    listed = Listed.of(
+        [{k: np.array(v, np.int64) for k, v in own.items()} for own in lists]
+    )
     there = np.array([i for i in range(len(images)) if i not in unread], np.int64)
     right, cosines = listed.among(["right"]), Cosines(queries, CPU)
     counter = Counter(len(queries), listed, cosines)
@@ -174,7 +193,9 @@ def counted_ranks(
 @settings(max_examples=60, deadline=None)
 def test_counting_is_sorting(n: int, cut: int, seed: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)
-    vectors: Array = rng.integers(-1, 2, (4 + n, 3)) if ties else rng.normal(size=(4 + n, 3))
+    vectors: Array = (
+        rng.integers(-1, 2, (4 + n, 3)) if ties else rng.normal(size=(4 + n, 3))
+    )
     queries, images = np.split(vectors.astype(np.float32), [4])
     lists = []
     for _ in queries:

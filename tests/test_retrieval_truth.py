@@ -104,7 +104,9 @@ def test_bytes_of_python_2(tmp_path: Path) -> None:
 
 
 def test_protocol_5_of_arrays_names_json(tmp_path: Path) -> None:
-    with pytest.raises(VitseeError, match=r"_frombuffer \(an array of protocol 5: give the same"):
+    with pytest.raises(
+        VitseeError, match=r"_frombuffer \(an array of protocol 5: give the same"
+    ):
         read_truth(write(tmp_path / "gnd.pkl", arrays(), 5))
     assert len(read_truth(write(tmp_path / "gnd.pkl", plain(), 5)).queries) == 2
 
@@ -208,9 +210,14 @@ def test_a_place_in_memory_reserves_none(tmp_path: Path) -> None:
 def test_references_do_not_multiply(tmp_path: Path) -> None:
     """A list of n references to a list of n references is n^2 entries to who walks it."""
     one = [*range(30_000)]
-    value = {"imlist": [str(i) for i in range(30_000)], "qimlist": [f"q{i}" for i in range(30_000)]}
+    value = {
+        "imlist": [str(i) for i in range(30_000)],
+        "qimlist": [f"q{i}" for i in range(30_000)],
+    }
     value["gnd"] = [{"bbx": [0, 0, 1, 1], "easy": one, "hard": [], "junk": []}] * 30_000  # type: ignore[assignment,list-item]
-    with pytest.raises(VitseeError, match="has 900120000 places in its lists, expected at most"):
+    with pytest.raises(
+        VitseeError, match="has 900120000 places in its lists, expected at most"
+    ):
         read_truth(write(tmp_path / "gnd.pkl", value))
 
 
@@ -218,11 +225,23 @@ def test_only_known_instructions_and_names() -> None:
     """What a new release of Python adds is refused until it is looked at."""
     refused = {op.name for op in pickletools.opcodes} - {*plain_pickle._INSTRUCTIONS}
     assert refused == {
-        *("PERSID", "BINPERSID", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"),
+        *(
+            "PERSID",
+            "BINPERSID",
+            "INST",
+            "OBJ",
+            "NEWOBJ",
+            "NEWOBJ_EX",
+            "EXT1",
+            "EXT2",
+            "EXT4",
+        ),
         *("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"),
         *("EMPTY_SET", "ADDITEMS", "FROZENSET"),
     }
-    names = {(module, name) for module, own in plain_pickle._KNOWN.items() for name in own}
+    names = {
+        (module, name) for module, own in plain_pickle._KNOWN.items() for name in own
+    }
     assert {name for _, name in names} == {
         *("_reconstruct", "scalar", "ndarray", "dtype", "encode", "bytes"),
     }
@@ -233,7 +252,9 @@ def test_only_known_instructions_and_names() -> None:
 @settings(max_examples=150, deadline=None)
 def test_damaged_pickles_are_refused_or_read(tmp_path_factory: Any, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.pkl"
-    raw = bytearray(pickle.dumps(data.draw(st.sampled_from([plain(), arrays(), scalars()])), 2))
+    raw = bytearray(
+        pickle.dumps(data.draw(st.sampled_from([plain(), arrays(), scalars()])), 2)
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at] = data.draw(st.integers(0, 255))
@@ -278,23 +299,55 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(lambda v: v["imlist"].append("a")), "has 'a' twice in imlist"),
     (changed(lambda v: v["qimlist"].append("s")), "has 2 entries in gnd for 3 queries"),
     (changed(lambda v: v["gnd"].__setitem__(0, 5)), "query 'q' has a int; expected"),
-    (changed(lambda v: v["gnd"][0].pop("junk")), "query 'q' has bbx, easy, hard; expected"),
+    (
+        changed(lambda v: v["gnd"][0].pop("junk")),
+        "query 'q' has bbx, easy, hard; expected",
+    ),
     (changed(lambda v: v["gnd"][1].update(easy=3)), "query 'r', easy is a int; expected"),
-    (changed(lambda v: v["gnd"][1]["easy"].append(4)), r"easy has 4, which is no place.*0 to 3"),
-    (changed(lambda v: v["gnd"][1]["easy"].append(-1)), r"easy has -1, which is no place"),
-    (changed(lambda v: v["gnd"][1]["easy"].append(10**400)), "easy has a number, which is no"),
-    (changed(lambda v: v["gnd"][1]["easy"].append(1.0)), "easy has a float where a place"),
-    (changed(lambda v: v["gnd"][1]["easy"].append(True)), "easy has a bool where a place"),
+    (
+        changed(lambda v: v["gnd"][1]["easy"].append(4)),
+        r"easy has 4, which is no place.*0 to 3",
+    ),
+    (
+        changed(lambda v: v["gnd"][1]["easy"].append(-1)),
+        r"easy has -1, which is no place",
+    ),
+    (
+        changed(lambda v: v["gnd"][1]["easy"].append(10**400)),
+        "easy has a number, which is no",
+    ),
+    (
+        changed(lambda v: v["gnd"][1]["easy"].append(1.0)),
+        "easy has a float where a place",
+    ),
+    (
+        changed(lambda v: v["gnd"][1]["easy"].append(True)),
+        "easy has a bool where a place",
+    ),
     (changed(lambda v: v["gnd"][1]["easy"].append("1")), "easy has a str where a place"),
     (changed(lambda v: v["gnd"][0]["hard"].append(0)), "hard has a place twice"),
-    (changed(lambda v: v["gnd"][0]["junk"].append(2)), r"image 2 \(c\) in both easy and junk"),
-    (changed(lambda v: v["gnd"][0].update(bbx=[1, 2, 3])), "a bbx that is no 4 finite numbers"),
-    (changed(lambda v: v["gnd"][0].update(bbx=[1, 2, 3, float("nan")])), "no 4 finite numbers"),
+    (
+        changed(lambda v: v["gnd"][0]["junk"].append(2)),
+        r"image 2 \(c\) in both easy and junk",
+    ),
+    (
+        changed(lambda v: v["gnd"][0].update(bbx=[1, 2, 3])),
+        "a bbx that is no 4 finite numbers",
+    ),
+    (
+        changed(lambda v: v["gnd"][0].update(bbx=[1, 2, 3, float("nan")])),
+        "no 4 finite numbers",
+    ),
     (changed(lambda v: v["gnd"][0].update(bbx=[1, 2, 3, 1e300])), "no 4 finite numbers"),
     (changed(lambda v: v["gnd"][0].update(bbx=[5, 2, 3, 9])), "has an empty bbx 5 2 3 9"),
-    (changed(lambda v: v["qimlist"].__setitem__(0, "b")), "the query 'b' is among the images"),
     (
-        changed(lambda v: v["gnd"].__setitem__(0, {"bbx": [0, 0, 1, 1], "ok": [], "junk": []})),
+        changed(lambda v: v["qimlist"].__setitem__(0, "b")),
+        "the query 'b' is among the images",
+    ),
+    (
+        changed(
+            lambda v: v["gnd"].__setitem__(0, {"bbx": [0, 0, 1, 1], "ok": [], "junk": []})
+        ),
         "query 'r' has bbx, easy, hard, junk; expected",
     ),
 ]
@@ -324,13 +377,25 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ("gnd.csv", b"", "begins with ''; expected id,images"),
         ("gnd.csv", b"name,images\n", "begins with 'name,images'; expected id,images"),
         ("gnd.csv", b"id,images\n", "has a header and no queries below"),
-        ("gnd.csv", b"id,images\nq,a b,x\n", "line 2 of .* has 3 cells; expected id,images"),
+        (
+            "gnd.csv",
+            b"id,images\nq,a b,x\n",
+            "line 2 of .* has 3 cells; expected id,images",
+        ),
         ("gnd.csv", b"id,images\n,a b\n", "line 2 of .* has 2 cells"),
         ("gnd.csv", b"id,images\nq,a\nq,b\n", "line 3 of .* has the query 'q' again"),
         ("gnd.csv", b"id,images\nq,a a\n", "line 2 of .* names an image twice"),
         ("gnd.csv", b"id,images\nq,a\nr,q\n", "the query 'q' is among the images"),
-        ("gnd.csv", b"id,images,Usage\nq,a,Test\n", "has the Usage 'Test'; expected Public"),
-        ("gnd.txt", b"x", r"is no ground truth by its ending; expected \.pkl, \.json, \.csv"),
+        (
+            "gnd.csv",
+            b"id,images,Usage\nq,a,Test\n",
+            "has the Usage 'Test'; expected Public",
+        ),
+        (
+            "gnd.txt",
+            b"x",
+            r"is no ground truth by its ending; expected \.pkl, \.json, \.csv",
+        ),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(VitseeError, match=phrase) as caught:
@@ -350,13 +415,19 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, ending: str) -> None:
 
 def test_landmarks(tmp_path: Path) -> None:
     path = tmp_path / "solution.csv"
-    path.write_text('\ufeffid,images,Usage\nq,"b a",Public\nr,None,Ignored\ns,c b,Private\n\n')
+    path.write_text(
+        '\ufeffid,images,Usage\nq,"b a",Public\nr,None,Ignored\ns,c b,Private\n\n'
+    )
     truth = read_truth(path)
     assert truth.images == ("b", "a", "c") and truth.more and truth.form == "plain"
     assert [q.lists["relevant"] for q in truth.queries] == [(0, 1), (), (0, 2)]
     assert [q.use for q in truth.queries] == ["public", "ignored", "private"]
     assert truth.settings == LANDMARKS
-    assert [s.map for s in truth.settings] == ["map@100", "map@100_public", "map@100_private"]
+    assert [s.map for s in truth.settings] == [
+        "map@100",
+        "map@100_public",
+        "map@100_private",
+    ]
     path.write_text("id,images,Usage\nq,a,Public\n")
     assert [s.map for s in read_truth(path).settings] == ["map@100", "map@100_public"]
     path.write_text("id,images\nq,a b\n")
@@ -396,7 +467,9 @@ def test_export_refuses(tmp_path: Path) -> None:
             export(_json(tmp_path / "evil.json", value), out)
     (tmp_path / "jpg").mkdir()
     (tmp_path / "jpg/q.jpg").write_bytes(b"no picture")
-    with pytest.raises(VitseeError, match=r"cannot read .*q\.jpg: UnidentifiedImageError"):
+    with pytest.raises(
+        VitseeError, match=r"cannot read .*q\.jpg: UnidentifiedImageError"
+    ):
         export(source, out)
     (tmp_path / "s.csv").write_text("id,images\nq,a\n")
     with pytest.raises(VitseeError, match="has no boxes of its queries"):
@@ -430,6 +503,8 @@ def test_miniature_is_the_same_each_time(tmp_path: Path) -> None:
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.*"))
     assert len(files) == 1 + 2 + 2 * 4 + 3
     for file in files:
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+        assert (tmp_path / "a" / file).read_bytes() == (
+            tmp_path / "b" / file
+        ).read_bytes()
     raw = (tmp_path / "a/gnd_roxford5k.pkl").read_bytes()
     assert next(pickletools.genops(io.BytesIO(raw)))[1] == 2

@@ -25,12 +25,12 @@ from vitsee_core.analyses.retrieve.scoring import chance_precision
 from vitsee_core.analyses.retrieve.truth import FORMS, RetrievalTruth, read_truth
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -44,7 +44,9 @@ def gauss(n: int, seed: int, dim: int = 5) -> Array:
     return np.random.default_rng(seed).integers(-2, 3, (n, dim)).astype(np.float32)
 
 
-def vectors_store(path: Path, ids: Sequence[str], vectors: dict[str, Array], **more: Any) -> Store:
+def vectors_store(
+    path: Path, ids: Sequence[str], vectors: dict[str, Array], **more: Any
+) -> Store:
     """A store whose images have these ids, and one vector at each site."""
     own = {"slab": 4, "hash_offset": 1000 * (1 + sum(map(ord, path.stem))), **more}
     own.setdefault("identity", {"model": {"architecture": "tiny"}, "weights": "w"})
@@ -82,7 +84,9 @@ def truth_file(path: Path, n: int = 14, n_queries: int = 5, seed: int = 3) -> Pa
 
 def ox_ids(n: int = 14, n_queries: int = 5, seed: int = 1) -> list[str]:
     """Of images and queries, shuffled, with some that are neither."""
-    ids = [f"jpg/im{i:02d}.jpg" for i in range(n)] + [f"jpg/q{i}.jpg" for i in range(n_queries)]
+    ids = [f"jpg/im{i:02d}.jpg" for i in range(n)] + [
+        f"jpg/q{i}.jpg" for i in range(n_queries)
+    ]
     ids += ["jpg/other1.jpg", "jpg/other2.jpg"]
     return [ids[i] for i in np.random.default_rng(seed).permutation(len(ids))]
 
@@ -125,7 +129,9 @@ def expected(
             out = set().union(*of.values()) - wanted
             ranking = [i in wanted for i in order if i not in out]
             if wanted:
-                found.setdefault(f"map_{kind}", []).append(loop_precision(ranking, "trapezoid"))
+                found.setdefault(f"map_{kind}", []).append(
+                    loop_precision(ranking, "trapezoid")
+                )
                 for k in AT:
                     found.setdefault(f"mp@{k}_{kind}", []).append(loop_at(ranking, k))
     return found
@@ -133,7 +139,9 @@ def expected(
 
 def check(table: Table, site: str, values: dict[str, list[Any]]) -> None:
     rows = having(table, site=site, baseline="")
-    assert rows["metric"].tolist() == list(values) or sorted(rows["metric"]) == sorted(values)
+    assert rows["metric"].tolist() == list(values) or sorted(rows["metric"]) == sorted(
+        values
+    )
     for metric, each in values.items():
         (i,) = np.flatnonzero(rows["metric"] == metric)
         assert rows["value"][i] == pytest.approx(np.mean(each), abs=1e-12), metric
@@ -171,7 +179,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
         for name in ("value", "low", "high"):
             np.testing.assert_array_equal(found[name], rows[name])
         assert plot(found).axes
-    with pytest.raises(VitseeError, match="no metric 'map'; metrics of retrieve: map_easy"):
+    with pytest.raises(
+        VitseeError, match="no metric 'map'; metrics of retrieve: map_easy"
+    ):
         run(store, truth=truth, metrics=["map"])
 
 
@@ -186,7 +196,9 @@ def test_by_hand(tmp_path: Path) -> None:
     (tmp_path / "gnd.json").write_text(json.dumps({**value, "gnd": [truth]}))
 
     def values(**more: Any) -> dict[str, float]:
-        table = having(run(store, truth=tmp_path / "gnd.json", sites="a", **more), baseline="")
+        table = having(
+            run(store, truth=tmp_path / "gnd.json", sites="a", **more), baseline=""
+        )
         return dict(zip(table["metric"].tolist(), table["value"].tolist(), strict=True))
 
     found = values()
@@ -195,10 +207,15 @@ def test_by_hand(tmp_path: Path) -> None:
     # easy: right, wrong, right, wrong; hard: wrong, wrong, right
     assert found["map_easy"] == pytest.approx((1 + 7 / 12) / 2, abs=1e-12)
     assert found["map_hard"] == pytest.approx((0 / 2 + 1 / 3) / 2, abs=1e-12)
-    assert values(form="plain")["map_medium"] == pytest.approx((1 + 2 / 3 + 3 / 5) / 3, abs=1e-12)
+    assert values(form="plain")["map_medium"] == pytest.approx(
+        (1 + 2 / 3 + 3 / 5) / 3, abs=1e-12
+    )
     rows = run(store, truth=tmp_path / "gnd.json", sites="a", per_query=True)
     own = rows.filter(query="q", metric="ap_medium")
-    assert own["value"].tolist() == [found["map_medium"]] and len(rows.filter(query="q")) == 3
+    assert (
+        own["value"].tolist() == [found["map_medium"]]
+        and len(rows.filter(query="q")) == 3
+    )
     assert "query" in rows.written.columns and rows.notes[WORD]["s"]["n_blocks"] == 1
 
 
@@ -216,7 +233,9 @@ def test_distractors_are_counted(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.json")
     store = pictures(tmp_path / "ox.zarr", ox_ids())
     more = [
-        pictures(tmp_path / f"{name}.zarr", [f"{name}{i}" for i in range(n)], seed, valid=valid)
+        pictures(
+            tmp_path / f"{name}.zarr", [f"{name}{i}" for i in range(n)], seed, valid=valid
+        )
         for name, n, seed, valid in (
             ("x", 9, 60, [i != 4 for i in range(9)]),
             ("y", 7, 70, [True] * 7),
@@ -225,7 +244,9 @@ def test_distractors_are_counted(tmp_path: Path) -> None:
     table = run(store, truth=path, distractors=more)
     assert set(table["n_images"].tolist()) == {14 + 8 + 7}
     for site in SITES:
-        vectors = np.concatenate([np.delete(more[0].acts(site)[:], 4, 0), more[1].acts(site)[:]])
+        vectors = np.concatenate(
+            [np.delete(more[0].acts(site)[:], 4, 0), more[1].acts(site)[:]]
+        )
         check(table, site, expected(store, read_truth(path), site, more=vectors))
 
 
@@ -240,10 +261,14 @@ def test_what_changes_nothing(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         order = np.arange(len(ids)) if order is None else order
         vectors = {site: x[order] for site, x in normal.items()}
-        return vectors_store(tmp_path / name / "ox.zarr", [ids[i] for i in order], vectors, **more)
+        return vectors_store(
+            tmp_path / name / "ox.zarr", [ids[i] for i in order], vectors, **more
+        )
 
     def values(store: Store, **more: Any) -> list[float]:
-        found: list[float] = having(run(store, truth=path, **more), baseline="")["value"].tolist()
+        found: list[float] = having(run(store, truth=path, **more), baseline="")[
+            "value"
+        ].tolist()
         return found
 
     first = values(made("a"))
@@ -265,17 +290,21 @@ def test_a_copy_as_junk_changes_nothing(tmp_path: Path) -> None:
     value = json.loads(truth_file(tmp_path / "gnd.json").read_text())
     vectors = {site: gauss(19, 7 + i) for i, site in enumerate(SITES)}
     ids = [*value["imlist"], *value["qimlist"]]
-    first = run(vectors_store(tmp_path / "a.zarr", ids, vectors), truth=tmp_path / "gnd.json")
+    first = run(
+        vectors_store(tmp_path / "a.zarr", ids, vectors), truth=tmp_path / "gnd.json"
+    )
     value["imlist"].append("copy")
     for entry in value["gnd"]:
         entry["junk"].append(14)
     (tmp_path / "more.json").write_text(json.dumps(value))
     doubled = {site: np.concatenate([x, x[:1]]) for site, x in vectors.items()}
     again = run(
-        vectors_store(tmp_path / "b.zarr", [*ids, "copy"], doubled), truth=tmp_path / "more.json"
+        vectors_store(tmp_path / "b.zarr", [*ids, "copy"], doubled),
+        truth=tmp_path / "more.json",
     )
     assert (
-        having(again, baseline="")["value"].tolist() == having(first, baseline="")["value"].tolist()
+        having(again, baseline="")["value"].tolist()
+        == having(first, baseline="")["value"].tolist()
     )
 
 
@@ -299,7 +328,9 @@ def test_images_that_could_not_be_read_rank_last_and_are_named(
     assert table.notes["searched"]["s"]["images"]["unreadable"] == 1
 
 
-def test_equal_vectors_are_chance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_vectors_are_chance(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = truth_file(tmp_path / "gnd.json")
     ids = ox_ids()
     random = gauss(len(ids), 0)
@@ -309,15 +340,22 @@ def test_equal_vectors_are_chance(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     store = vectors_store(tmp_path / "ox.zarr", ids, sites)
     with caplog.at_level("INFO", "vitsee_core"):
         table = run(store, truth=path, sites=list(sites), per_query=True)
-    same, chance = (having(table, site="same", baseline=b, query=None) for b in ("", "chance"))
+    same, chance = (
+        having(table, site="same", baseline=b, query=None) for b in ("", "chance")
+    )
     assert same["value"].tolist() == pytest.approx(chance["value"].tolist(), abs=1e-15)
-    assert "ox same: the vector of every image is the same; its value is that" in caplog.text
+    assert (
+        "ox same: the vector of every image is the same; its value is that" in caplog.text
+    )
     assert "ox zero: 1 of 5 queries are zero" in caplog.text
     one = [
-        having(table, site=s, query="q2", metric="ap_easy")["value"][0] for s in ("same", "zero")
+        having(table, site=s, query="q2", metric="ap_easy")["value"][0]
+        for s in ("same", "zero")
     ]
     assert one[0] == one[1]
-    others = [having(table, site=s, query="q1", metric="ap_easy")["value"][0] for s in sites]
+    others = [
+        having(table, site=s, query="q1", metric="ap_easy")["value"][0] for s in sites
+    ]
     assert others[1] == others[2] != others[0]
     # chance does not look at the features
     each = [having(table, site=s, baseline="chance")["value"].tolist() for s in sites]
@@ -346,22 +384,38 @@ def test_chance_is_what_noise_gives(tmp_path: Path) -> None:
 def test_a_csv_with_usage(tmp_path: Path) -> None:
     """All images of the store are searched, less the queries."""
     ids = [f"a/b/{name}.jpg" for name in ("i0", "q0", "i1", "i2", "q1", "q2", "i3")]
-    vectors = np.eye(7)[[0, 0, 0, 1, 1, 2, 3]] + 0.1 * np.arange(7)[:, None] * np.eye(7)[[4] * 7]
+    vectors = (
+        np.eye(7)[[0, 0, 0, 1, 1, 2, 3]]
+        + 0.1 * np.arange(7)[:, None] * np.eye(7)[[4] * 7]
+    )
     store = vectors_store(tmp_path / "g.zarr", ids, {"a": vectors})
     text = "id,images,Usage\nq0,i1 i0,Public\nq1,i3,Private\nq2,None,Ignored\n"
     (tmp_path / "s.csv").write_text(text)
     table = run(store, truth=tmp_path / "s.csv", sites="a", at=(2,), per_query=True)
     rows = having(table, baseline="", query=None)
-    assert rows["metric"].tolist() == ["map@100", "mp@2", "map@100_public", "map@100_private"]
+    assert rows["metric"].tolist() == [
+        "map@100",
+        "mp@2",
+        "map@100_public",
+        "map@100_private",
+    ]
     # q0: i0 and i1 are the nearest; q1: i2, then i3, which points more their common way
     assert rows["value"].tolist() == pytest.approx([0.75, 0.75, 1.0, 0.5], abs=1e-12)
-    assert rows["n_queries"].tolist() == [2, 2, 1, 1] and rows["n_images"].tolist() == [4] * 4
+    assert (
+        rows["n_queries"].tolist() == [2, 2, 1, 1]
+        and rows["n_images"].tolist() == [4] * 4
+    )
     assert {*unique(table, "query")} == {"", "q0", "q1"}
-    assert set(table.filter(query="q1")["metric"].tolist()) == {"ap@100", "ap@100_private"}
+    assert set(table.filter(query="q1")["metric"].tolist()) == {
+        "ap@100",
+        "ap@100_private",
+    }
     chance = chance_precision(np.array([2, 1]), np.array([4, 4]), "plain", 100)
     found = table.filter(baseline="chance", metric="map@100")["value"]
     assert found.tolist() == pytest.approx([chance.mean()], abs=1e-12)
-    with pytest.raises(VitseeError, match="map@100 is defined for the plain average precision"):
+    with pytest.raises(
+        VitseeError, match="map@100 is defined for the plain average precision"
+    ):
         run(store, truth=tmp_path / "s.csv", sites="a", form="trapezoid")
 
 
@@ -418,12 +472,19 @@ def test_labels_with_queries_of_their_own(tmp_path: Path) -> None:
         x, y = (s.pooled(site, "cls")[:] for s in (store, other))
         orders = [order_of(query, x) for query in y]
         classes = [0, 1, 2, 3, 4, 0]
-        right = [[bool(labels[j] == c) for j in o] for o, c in zip(orders, classes, strict=True)]
+        right = [
+            [bool(labels[j] == c) for j in o]
+            for o, c in zip(orders, classes, strict=True)
+        ]
         value = having(table, site=site, baseline="", metric="map")["value"][0]
-        assert value == pytest.approx(np.mean([loop_precision(r, "plain") for r in right]))
+        assert value == pytest.approx(
+            np.mean([loop_precision(r, "plain") for r in right])
+        )
     same = {site: gauss(3, 0)[:, None].repeat(3, 1) for site in SITES}
     twin = write_labelled(tmp_path / "twin.zarr", same, [0, 1, 4])
-    with pytest.raises(StoreMismatch, match=r"the query 0-0 is among the images of s.*equal bytes"):
+    with pytest.raises(
+        StoreMismatch, match=r"the query 0-0 is among the images of s.*equal bytes"
+    ):
         run(store, queries=[twin])
 
 
@@ -466,12 +527,16 @@ def test_standard_errors_are_those_of_other_images(tmp_path: Path) -> None:
     for k in range(60):
         labels = rng.integers(0, 4, 80)
         x = rng.normal(size=(80, 6)) + 0.8 * np.eye(6)[labels]
-        table = run(write_labelled(tmp_path / f"{k}.zarr", {"pooled": x}, labels), sites=["head"])
+        table = run(
+            write_labelled(tmp_path / f"{k}.zarr", {"pooled": x}, labels), sites=["head"]
+        )
         row = having(table, metric="map", baseline="")
         assert row.replicates is not None
         values.append(float(row["value"][0]))
         errors.append(float(standard_error(row.replicates[0])))
-    assert np.sqrt(np.mean(np.square(errors))) / np.std(values, ddof=1) == pytest.approx(1, abs=0.3)
+    assert np.sqrt(np.mean(np.square(errors))) / np.std(values, ddof=1) == pytest.approx(
+        1, abs=0.3
+    )
 
 
 # ---------------------------------------------------------------- refusals
@@ -550,11 +615,17 @@ def test_a_setting_without_queries_is_left_out(
     assert "map_hard is left out: no query has a right image for it" in caplog.text
 
 
-def test_stores_of_labels_and_equal_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = write_sites(tmp_path / "n.zarr", {"a": gauss(4, 0)}, labels=[-1] * 4, groups=["blocks"])
+def test_stores_of_labels_and_equal_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = write_sites(
+        tmp_path / "n.zarr", {"a": gauss(4, 0)}, labels=[-1] * 4, groups=["blocks"]
+    )
     with pytest.raises(MissingInput, match="n has no label for any of its 4"):
         run(store)
-    lone = write_labelled(tmp_path / "l.zarr", {"a": gauss(3, 0)}, [0, 1, 2], groups=["blocks"])
+    lone = write_labelled(
+        tmp_path / "l.zarr", {"a": gauss(3, 0)}, [0, 1, 2], groups=["blocks"]
+    )
     with pytest.raises(VitseeError, match="no query of l has a right image"):
         run(lone)
 
@@ -637,7 +708,11 @@ def test_the_command_refuses(tmp_path: Path) -> None:
         (1, "cannot read", [store, "--truth", tmp_path / "none.pkl"]),
         (1, "has no label", [store, "--truth", "labels"]),
         (2, "give a STORE to search", ["--truth", path]),
-        (2, "need a STORE", ["--truth", path, "--export-truth", tmp_path / "t", "-o", "x.csv"]),
+        (
+            2,
+            "need a STORE",
+            ["--truth", path, "--export-truth", tmp_path / "t", "-o", "x.csv"],
+        ),
         (2, "two stores are called 'ox'", [store, store, "--truth", path]),
         (2, "Missing option '--truth'", [store]),
         (1, "is an input", [store, "--truth", path, "--export-truth", path]),
@@ -653,11 +728,24 @@ def test_the_miniature_from_pixels_to_picture(tmp_path: Path) -> None:
     """The published layout, queries cropped to their boxes."""
     write_revisited(tmp_path / "ox", n_queries=4, n_each=2, n_others=4)
     path = tmp_path / "ox/gnd_roxford5k.pkl"
-    options = ("--tokens", "pooled", "--attention", "none", "--sites", "head", "--batch-size", 8)
-    extracted("demo:vit", "--data", tmp_path / "ox/jpg", *options, "-o", tmp_path / "ox.zarr")
+    options = (
+        "--tokens",
+        "pooled",
+        "--attention",
+        "none",
+        "--sites",
+        "head",
+        "--batch-size",
+        8,
+    )
+    extracted(
+        "demo:vit", "--data", tmp_path / "ox/jpg", *options, "-o", tmp_path / "ox.zarr"
+    )
     result = vitsee("retrieve", "--truth", path, "--export-queries", tmp_path / "q.csv")
     assert result.exit_code == 0, result.stderr
-    extracted("demo:vit", "--data", tmp_path / "q.csv", *options, "-o", tmp_path / "q.zarr")
+    extracted(
+        "demo:vit", "--data", tmp_path / "q.csv", *options, "-o", tmp_path / "q.zarr"
+    )
     store, queries = (open_store(tmp_path / f"{name}.zarr") for name in ("ox", "q"))
     for own in (None, queries):
         out = tmp_path / f"{own is None}.csv"
@@ -695,13 +783,22 @@ def test_random_vectors_are_a_baseline(tmp_path: Path) -> None:
     own = pictures(tmp_path / "q.zarr", ids, seed=9)
     theirs = vectors_store(tmp_path / "m.zarr", ids, {"embed": noise[1]})
     both = {"truth": truth, "seed": 3, "sites": ["embed"]}
-    apart = run(store, queries=[own], baselines=["random"], **both).filter(baseline="random")
+    apart = run(store, queries=[own], baselines=["random"], **both).filter(
+        baseline="random"
+    )
     expected_values = having(run(known, queries=[theirs], **both), baseline="")["value"]
     assert apart["value"].tolist() == expected_values.tolist()
     with pytest.raises(VitseeError, match="no baseline 'shuffled'; expected random"):
         run(store, truth=truth, baselines=["shuffled"])
     done = CliRunner().invoke(
         main,
-        ["retrieve", str(tmp_path / "a.zarr"), "--truth", str(truth), "--baseline", "random"],
+        [
+            "retrieve",
+            str(tmp_path / "a.zarr"),
+            "--truth",
+            str(truth),
+            "--baseline",
+            "random",
+        ],
     )
     assert done.exit_code == 0 and ",random\n" in done.stdout.replace("\r", "")

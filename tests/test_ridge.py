@@ -40,7 +40,9 @@ def data(n: int, dim: int, classes: int = 4, seed: int = 0) -> tuple[Array, Arra
     return x.astype(np.float32), labels
 
 
-def stats_of(x: Array, labels: Array, classes: int = 4, piece: int = 5) -> SufficientStats:
+def stats_of(
+    x: Array, labels: Array, classes: int = 4, piece: int = 5
+) -> SufficientStats:
     out = SufficientStats(x.shape[1], classes)
     for start in range(0, len(x), piece):
         out.add(x[start : start + piece], labels[start : start + piece])
@@ -86,17 +88,26 @@ def test_constant_column_of_big_vision(n: int, dim: int) -> None:
             Factors.of(stats_of(x, labels), BIG_VISION).linear(l2),
         ):
             # their X'X has entries of 1e4 n
-            np.testing.assert_allclose(linear.scores(test), expected, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                linear.scores(test), expected, rtol=1e-9, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("constant", [1e-200, 1e-3, 100.0, 1e200])
 def test_a_constant_column_of_any_size(constant: float) -> None:
     x, labels = data(12, 3)
     images, algebra = stats_of(x, labels), Algebra(constant=constant)
-    shares = {1e-200: 0.0, 1e-3: 12e-6 / (12e-6 + 2), 100.0: 12e4 / (12e4 + 2), 1e200: 1.0}
+    shares = {
+        1e-200: 0.0,
+        1e-3: 12e-6 / (12e-6 + 2),
+        100.0: 12e4 / (12e4 + 2),
+        1e200: 1.0,
+    }
     share = shares[constant]
     target = 2 * np.bincount(labels, minlength=4) / 12 - 1
-    at_mean = solve(images, algebra, 2.0).scores(x.astype(float).mean(axis=0)[np.newaxis])[0]
+    at_mean = solve(images, algebra, 2.0).scores(
+        x.astype(float).mean(axis=0)[np.newaxis]
+    )[0]
     assert at_mean == pytest.approx(share * target, rel=1e-9, abs=1e-12)
     assert algebra.leverage(12, 2.0) == pytest.approx(share / 12, rel=1e-9)
 
@@ -117,7 +128,9 @@ def test_primal_is_dual() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 9), st.booleans())
-def test_pieces_and_parts_do_not_matter(dim: int, cut: int, piece: int, standardise: bool) -> None:
+def test_pieces_and_parts_do_not_matter(
+    dim: int, cut: int, piece: int, standardise: bool
+) -> None:
     x, labels = data(40, dim)
     algebra = Algebra(standardise)
     whole = solve(stats_of(x, labels, piece=40), algebra, 1.0)
@@ -177,7 +190,9 @@ def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
 def test_leave_one_out_of_features_without_variance() -> None:
     """The probe answers with the mean target of the other images, at every l2."""
     labels = np.array([0, 0, 1, 1, 1])
-    judge = LeaveOneOut(Factors.of(stats_of(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID)
+    judge = LeaveOneOut(
+        Factors.of(stats_of(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID
+    )
     judge.add(np.ones((5, 3), np.float32), labels)
     # Of class 0: its own target is 1, the others' mean (1 - 3) / 4; of class 1: 1 and 0.
     expected = 2 * (2 * (1 + 0.5) ** 2 + 3 * (1 - 0) ** 2)
@@ -196,7 +211,9 @@ def test_leave_one_out_with_a_penalised_constant() -> None:
     for i in range(15):
         rest = np.arange(15) != i
         gram = padded[rest].T @ padded[rest] + l2 * np.eye(5)
-        error += ((padded[i] @ np.linalg.solve(gram, padded[rest].T @ y[rest]) - y[i]) ** 2).sum()
+        error += (
+            (padded[i] @ np.linalg.solve(gram, padded[rest].T @ y[rest]) - y[i]) ** 2
+        ).sum()
     assert judge.squared_error[0] == pytest.approx(error, rel=1e-9)
 
 
@@ -220,7 +237,9 @@ def test_left_out_errors_at_many_l2_are_those_at_each(
     for l2, share in zip(GRID, mix, strict=True):
         expected = factors.weights(l2)
         mixed = np.tensordot(share, weights, 1)
-        np.testing.assert_allclose(mixed, expected, rtol=0, atol=1e-9 * abs(expected).max())
+        np.testing.assert_allclose(
+            mixed, expected, rtol=0, atol=1e-9 * abs(expected).max()
+        )
 
 
 def test_held_out_images_choose() -> None:
@@ -241,7 +260,9 @@ def test_held_out_images_choose() -> None:
     assert judge.best() == GRID[best]
 
 
-@pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left
+@pytest.mark.parametrize(
+    "dim", [3, 40]
+)  # with more channels than images no direction is left
 def test_features_that_say_nothing(dim: int) -> None:
     """They get the largest l2, and the lower class."""
     x, labels = np.ones((12, dim), np.float32), np.arange(12) % 3
@@ -276,13 +297,17 @@ def counted_ranks(scores: Array, labels: Array) -> list[int]:
 @pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
 def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
     x, labels = data(n, dim)
-    factors = Factors.of(stats_of(x, labels, classes=9), algebra)  # of five there is no image
+    factors = Factors.of(
+        stats_of(x, labels, classes=9), algebra
+    )  # of five there is no image
     others, own = data(200, dim, classes=9, seed=4)
     z = factors.coordinates(others.astype(float))
     for l2 in GRID:
         scores = factors.scores(z, l2)
         assert ranks(scores, own).tolist() == counted_ranks(scores, own)
-        expected = others.astype(float) @ factors.linear(l2).weights + factors.linear(l2).bias
+        expected = (
+            others.astype(float) @ factors.linear(l2).weights + factors.linear(l2).bias
+        )
         np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -305,7 +330,9 @@ def test_a_first_image_far_from_all_others() -> None:
         for scores in (made.scores(made.coordinates(tests), l2), tests @ weights + bias):
             right.append((ranks(scores, own) == 0).mean())
     assert max(right) < 0.95  # not all are right
-    assert right[::2] == pytest.approx(right[1::2], abs=2e-3)  # rounding decides near scores
+    assert right[::2] == pytest.approx(
+        right[1::2], abs=2e-3
+    )  # rounding decides near scores
 
 
 def test_scores_that_are_no_numbers_are_never_right() -> None:
@@ -322,7 +349,10 @@ def test_scores_that_are_no_numbers_are_never_right() -> None:
 
 def test_sums_made_ahead_are_those_made_at_once() -> None:
     rng = np.random.default_rng(0)
-    x, labels = rng.standard_normal((50, 6)).astype(np.float32) + 100, rng.integers(0, 3, 50)
+    x, labels = (
+        rng.standard_normal((50, 6)).astype(np.float32) + 100,
+        rng.integers(0, 3, 50),
+    )
     once, ahead = SufficientStats(6, 3), SufficientStats(6, 3)
     due = []
     for start in range(0, 50, 4):
@@ -338,4 +368,6 @@ def test_sums_made_ahead_are_those_made_at_once() -> None:
         np.testing.assert_array_equal(a, b)
     wide = x.astype(np.float64)
     centred = wide - wide.mean(axis=0)
-    np.testing.assert_allclose(ahead.moments()[0], centred.T @ centred, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        ahead.moments()[0], centred.T @ centred, rtol=1e-10, atol=1e-10
+    )

@@ -37,7 +37,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def expected(sites: Any = OUTS, first: int = 0) -> Array:
     """(images, layers, tokens, dim) of the readable images, as stored."""
-    return np.stack([np.delete(np.asarray(SITES[name]), 4, 0)[:, first:] for name in sites], 1)
+    return np.stack(
+        [np.delete(np.asarray(SITES[name]), 4, 0)[:, first:] for name in sites], 1
+    )
 
 
 def read_vector(folder: Path, image: int, layer: int, token: int) -> Array:
@@ -47,25 +49,35 @@ def read_vector(folder: Path, image: int, layer: int, token: int) -> Array:
     n_layers, dim = len(about["layers"]), about["d_model"]
     per_shard = about["max_tokens_per_shard"] // (n_tokens * n_layers)
     shard, row = divmod(image, per_shard)
-    place = (row * n_layers * n_tokens + about["layers"].index(layer) * n_tokens + token) * dim * 4
+    place = (
+        (row * n_layers * n_tokens + about["layers"].index(layer) * n_tokens + token)
+        * dim
+        * 4
+    )
     with open(folder / f"acts{shard:06d}.bin", "rb") as file:
         file.seek(place)
         return np.frombuffer(file.read(dim * 4), "<f4")
 
 
-@pytest.mark.parametrize(("tokens_per_shard", "jobs"), [(2_400_000, 1), (100, 3), (14, 1)])
+@pytest.mark.parametrize(
+    ("tokens_per_shard", "jobs"), [(2_400_000, 1), (100, 3), (14, 1)]
+)
 def test_every_vector_is_where_the_protocol_says(
     store: Store, tmp_path: Path, tokens_per_shard: int, jobs: int
 ) -> None:
     use = Execution(jobs=jobs)
-    folder = export_saev(store, OUTS, tmp_path, tokens_per_shard=tokens_per_shard, execution=use)
+    folder = export_saev(
+        store, OUTS, tmp_path, tokens_per_shard=tokens_per_shard, execution=use
+    )
     wanted = expected()
     for i, layer, token in np.ndindex(wanted.shape[:3]):
         found = read_vector(folder, i, layer, token)
         np.testing.assert_array_equal(found, wanted[i, layer, token].astype(np.float32))
     shards = json.loads((folder / "shards.json").read_text())
     assert sum(shard["n_examples"] for shard in shards) == N - 1
-    assert [shard["name"] for shard in shards] == sorted(p.name for p in folder.glob("*.bin"))
+    assert [shard["name"] for shard in shards] == sorted(
+        p.name for p in folder.glob("*.bin")
+    )
     sizes = {p.stat().st_size for p in folder.glob("*.bin")}
     assert len(sizes) == 1  # the last is padded: readers map every file in the full shape
 
@@ -103,7 +115,11 @@ def test_registers_stay_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     ("sites", "more", "message"),
     [
         (["pooled"], {}, "pooled has no grid of patches"),
-        (OUTS, {"tokens": "mean"}, "--tokens mean with --format saev; expected all or patches"),
+        (
+            OUTS,
+            {"tokens": "mean"},
+            "--tokens mean with --format saev; expected all or patches",
+        ),
         (OUTS, {"tokens_per_shard": 13}, "an image has 14 tokens; 13 tokens per file"),
         (["blocks.9.out"], {}, "blocks.9.out"),
     ],
@@ -122,7 +138,9 @@ def test_sites_of_two_shapes_are_refused(tmp_path: Path) -> None:
         "blocks.1.out": (activations(6, 3, 0, CNN), CNN),
     }
     store = write_model(tmp_path / "a.zarr", sites)
-    with pytest.raises(SiteError, match=r"has 7 tokens x 4 channels and blocks\.1\.out 4 x 3"):
+    with pytest.raises(
+        SiteError, match=r"has 7 tokens x 4 channels and blocks\.1\.out 4 x 3"
+    ):
         export_saev(store, ["blocks.0.out", "blocks.1.out"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -159,7 +177,9 @@ def test_saev_reads_it(store: Store, tmp_path: Path) -> None:
     config = ordered.Config(shards=folder, tokens="content", layer=1, batch_size=7)
     batches = list(ordered.DataLoader(config))
     found = np.concatenate([np.asarray(batch["act"]) for batch in batches])
-    np.testing.assert_array_equal(found, expected(OUTS[1:], 1).astype(np.float32).reshape(-1, 4))
+    np.testing.assert_array_equal(
+        found, expected(OUTS[1:], 1).astype(np.float32).reshape(-1, 4)
+    )
 
 
 def test_overcomplete_trains_on_the_stream(store: Store) -> None:
@@ -168,7 +188,9 @@ def test_overcomplete_trains_on_the_stream(store: Store) -> None:
 
     torch.manual_seed(0)
     model = sae.TopKSAE(4, 16, top_k=3)
-    loader = DataLoader(TokenDataset(store, "blocks.1.out", batch_size=12), batch_size=None)
+    loader = DataLoader(
+        TokenDataset(store, "blocks.1.out", batch_size=12), batch_size=None
+    )
     adam = torch.optim.Adam(model.parameters(), 1e-2)
 
     def loss(x: Any, x_hat: Any, *_: Any) -> Any:

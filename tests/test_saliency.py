@@ -43,7 +43,9 @@ def one(path: Path, maps: Any, prefix: Sequence[str] = (), **more: Any) -> Store
     where = layout(more.pop("grid", GRID), prefix)
     a = np.asarray(maps, np.float16)
     cls = (a,) if where.cls is not None else None
-    return write(path, [Rows(where, ("blocks.0",), (a,), cls)], size=more.pop("size", SIZE), **more)
+    return write(
+        path, [Rows(where, ("blocks.0",), (a,), cls)], size=more.pop("size", SIZE), **more
+    )
 
 
 def masks_of(folder: Path, tokens: Array) -> Path:
@@ -103,7 +105,9 @@ def test_void_tokens_count_on_neither_side(tmp_path: Path) -> None:
     masks = masks_of(tmp_path / "m", truth[None])
     assert heads(run(store, masks=masks))["value"].tolist() == [1, 0]
     assert heads(run(store, masks=masks, void="none"))["value"].tolist() == [1, 0.5]
-    assert heads(run(store, masks=masks, background=[0, 255], void=7))["value"].tolist() == [0.5, 0]
+    assert heads(run(store, masks=masks, background=[0, 255], void=7))[
+        "value"
+    ].tolist() == [0.5, 0]
 
 
 def test_half_or_any(tmp_path: Path) -> None:
@@ -113,11 +117,15 @@ def test_half_or_any(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(tmp_path / "0.png")
     store = one(tmp_path / "a.zarr", [[[0.5, 0.5, 0, 0, 0, 0]]])
     assert heads(run(store, masks=tmp_path))["value"].tolist() == [1]
-    assert heads(run(store, masks=tmp_path, foreground="any"))["value"] == pytest.approx(2 / 3)
+    assert heads(run(store, masks=tmp_path, foreground="any"))["value"] == pytest.approx(
+        2 / 3
+    )
 
 
 def test_best_head_and_oracle(tmp_path: Path) -> None:
-    truth = np.array([[[F, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, F]], [[0, F, 0], [0, 0, 0]]])
+    truth = np.array(
+        [[[F, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, F]], [[0, F, 0], [0, 0, 0]]]
+    )
     first, last = [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]
     store = one(tmp_path / "a.zarr", [[first, last]] * 3)
     masks = masks_of(tmp_path / "m", truth)
@@ -138,7 +146,9 @@ def made(folder: Path, n: int = 9, seed: int = 0) -> tuple[list[Rows], Array, Pa
     rng = np.random.default_rng(seed)
     groups = [
         random_rows(layout((4, 6), ("cls", "reg0"), 2), n, [2, 3], seed=seed),
-        random_rows(layout((2, 3), ("cls",), 4), n, [4], seed=seed + 1, prefix="grid_2x3"),
+        random_rows(
+            layout((2, 3), ("cls",), 4), n, [4], seed=seed + 1, prefix="grid_2x3"
+        ),
     ]
     truth = rng.choice([0, F, V], (n, 4, 6), p=[0.6, 0.3, 0.1])
     for i in range(n):
@@ -189,7 +199,9 @@ def test_against_a_loop(tmp_path: Path) -> None:
                 assert own["n_images"].tolist() == [len(ious)] * a.shape[1]
                 assert len(ious) == (6 if stride == 2 else 5)
                 assert own["best"].tolist().index("head") == ious.mean(0).argmax()
-                assert (own["low"] < own["value"]).all() and (own["value"] < own["high"]).all()
+                assert (own["low"] < own["value"]).all() and (
+                    own["value"] < own["high"]
+                ).all()
                 oracle = table.filter(site=site, token=token, best="image")
                 assert oracle["value"] == pytest.approx([ious.max(1).mean()], rel=1e-12)
                 assert oracle["value"][0] >= own["value"].max()
@@ -202,7 +214,9 @@ def test_against_a_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_cut_into_slabs_does_not_count(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
-    whole = run(write(tmp_path / "a.zarr", groups, size=SIZE, slab=9), masks=masks, best="image")
+    whole = run(
+        write(tmp_path / "a.zarr", groups, size=SIZE, slab=9), masks=masks, best="image"
+    )
     for slab in (1, 4):
         store = write(tmp_path / f"{slab}" / "a.zarr", groups, size=SIZE, slab=slab)
         for jobs in (1, 3):
@@ -223,7 +237,9 @@ def test_masks_in_several_places(tmp_path: Path) -> None:
         (masks / f"{i}.png").rename(tmp_path / "rest" / f"{i}.png")
     places = [masks, tmp_path / "rest"]
     both = run(path, masks=places)
-    assert equal(whole, both) and set(both["n_images"].tolist()) == set(whole["n_images"].tolist())
+    assert equal(whole, both) and set(both["n_images"].tolist()) == set(
+        whole["n_images"].tolist()
+    )
     given = [arg for place in places for arg in ("--masks", str(place))]
     text = io.StringIO()
     whole.to_csv(text)
@@ -240,7 +256,10 @@ def test_the_order_of_images_does_not_count(tmp_path: Path) -> None:
         for g in groups
     ]  # fmt: skip
     a = run(write(tmp_path / "a.zarr", groups, size=SIZE), masks=masks)
-    b = run(write(tmp_path / "b" / "a.zarr", other, size=SIZE, index=order.tolist()), masks=masks)
+    b = run(
+        write(tmp_path / "b" / "a.zarr", other, size=SIZE, index=order.tolist()),
+        masks=masks,
+    )
     assert b["value"] == pytest.approx(a["value"], rel=1e-12)  # baselines, too
     assert b["n_images"].tolist() == a["n_images"].tolist()
 
@@ -258,9 +277,13 @@ def test_images_are_a_subset(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- choices and refusals
 
 
-def test_models_without_a_class_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_without_a_class_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "vitsee_core")
-    store = write(tmp_path / "a.zarr", [random_rows(layout(GRID, ("reg0",)), 2, [2])], size=SIZE)
+    store = write(
+        tmp_path / "a.zarr", [random_rows(layout(GRID, ("reg0",)), 2, [2])], size=SIZE
+    )
     masks = masks_of(tmp_path / "m", np.array([[[F, 0, 0], [0, 0, 0]]] * 2))
     assert [*dict.fromkeys(heads(run(store, masks=masks))["token"])] == ["mean"]
     assert "no class token: only the mean over patches" in caplog.text
@@ -272,7 +295,9 @@ def test_models_without_a_class_token(tmp_path: Path, caplog: pytest.LogCaptureF
         "cls",
         "mean",
     ]
-    assert [*dict.fromkeys(heads(run(both, masks=masks, tokens=["mean"]))["token"])] == ["mean"]
+    assert [*dict.fromkeys(heads(run(both, masks=masks, tokens=["mean"]))["token"])] == [
+        "mean"
+    ]
 
 
 def test_blocks_are_chosen(tmp_path: Path) -> None:
@@ -307,12 +332,16 @@ def test_choices_that_are_refused(tmp_path: Path) -> None:
 def test_masks_have_the_size_of_the_original_image(tmp_path: Path) -> None:
     store = one(tmp_path / "a.zarr", np.ones((2, 1, 6)), sizes=[SIZE, (24, 36)])
     masks = masks_of(tmp_path / "m", np.array([[[F, 0, 0], [0, 0, 0]]] * 2))
-    with pytest.raises(VitseeError, match=r"1\.png is 12 x 8 pixels, its image 1\.jpg is 36 x 24;"):
+    with pytest.raises(
+        VitseeError, match=r"1\.png is 12 x 8 pixels, its image 1\.jpg is 36 x 24;"
+    ):
         run(store, masks=masks)
     save_mask(masks / "1.png", np.array([[F, 0, 0], [0, 0, 0]]), step=12)
     assert heads(run(store, masks=masks))["n_images"].tolist() == [2]
     unknown = one(tmp_path / "b.zarr", np.ones((2, 1, 6)), sizes=None)
-    with pytest.raises(MissingInput, match="how large its original images are; extract anew"):
+    with pytest.raises(
+        MissingInput, match="how large its original images are; extract anew"
+    ):
         run(unknown, masks=masks)
 
 
@@ -331,7 +360,9 @@ def test_a_box_is_cut_out_of_its_file_s_mask(tmp_path: Path) -> None:
     found = heads(run(store, masks=masks, mass=0.8))
     assert found["value"].tolist() == [1] and found["n_images"].tolist() == [3]
     outside = one(tmp_path / "b.zarr", maps, ids=ids, boxes=boxes + np.float32(1))
-    with pytest.raises(VitseeError, match=r"0\.png: the box 13 1 25 9 reaches out of its image"):
+    with pytest.raises(
+        VitseeError, match=r"0\.png: the box 13 1 25 9 reaches out of its image"
+    ):
         run(outside, masks=masks)
 
 
@@ -339,7 +370,12 @@ def test_a_box_is_cut_out_of_its_file_s_mask(tmp_path: Path) -> None:
 def test_coco(tmp_path: Path) -> None:
     pytest.importorskip("pycocotools")
     store = one(tmp_path / "a.zarr", [[[0.5, 0.5, 0, 0, 0, 0], [0, 0, 0.5, 0, 0, 0.5]]])
-    left = {"id": 1, "image_id": 3, "segmentation": [[0, 0, 8, 0, 8, 4, 0, 4]], "iscrowd": 0}
+    left = {
+        "id": 1,
+        "image_id": 3,
+        "segmentation": [[0, 0, 8, 0, 8, 4, 0, 4]],
+        "iscrowd": 0,
+    }
     image = {"id": 3, "file_name": "train/0.jpg", "height": 8, "width": 12}
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"images": [image], "annotations": [left]}))
@@ -384,7 +420,9 @@ def test_rows_computed_once_more_are_those_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("height", "width"), [(48, 72), (70, 50)])
-def test_objects_are_found_where_they_are(tmp_path: Path, height: int, width: int) -> None:
+def test_objects_are_found_where_they_are(
+    tmp_path: Path, height: int, width: int
+) -> None:
     """Off-centre noisy squares: some head of even a random model tells them from the black ground,
     and none does so where the masks are turned over."""
     rng = np.random.default_rng(0)
@@ -430,11 +468,21 @@ def test_the_command(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", groups, size=SIZE)
     table, png = tmp_path / "r.csv", tmp_path / "r.png"
     result = saliency_command(
-        tmp_path / "a.zarr", "--masks", masks, "--best", "image", "-o", table, "--png", png
+        tmp_path / "a.zarr",
+        "--masks",
+        masks,
+        "--best",
+        "image",
+        "-o",
+        table,
+        "--png",
+        png,
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
-    assert "a: 1 of 9 images are left out: without a mask" in " ".join(result.stderr.split())
+    assert "a: 1 of 9 images are left out: without a mask" in " ".join(
+        result.stderr.split()
+    )
     written = Table.read(table)
     assert tuple(written.written.columns) == COLUMNS
     # 2 + 3 + 4 heads and an oracle of two tokens, and three baselines a block
@@ -476,7 +524,9 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
 def test_unfinished_stores(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     write(tmp_path / "a.zarr", groups, size=SIZE, slab=4, slabs=[0, 2])
-    assert "incomplete: 2 of 3 slabs" in refused("saliency", tmp_path / "a.zarr", "--masks", masks)
+    assert "incomplete: 2 of 3 slabs" in refused(
+        "saliency", tmp_path / "a.zarr", "--masks", masks
+    )
     result = saliency_command(tmp_path / "a.zarr", "--masks", masks, "--allow-partial")
     assert result.exit_code == 0, result.output
     assert max(int(row["n_images"]) for row in parsed(result)) <= 5

@@ -27,7 +27,9 @@ BLUE = np.array([0, 0, 255], np.uint8)
 
 
 def block(height: int, width: int, colour: np.ndarray, category: int = 0) -> Sprite:
-    return Sprite(np.tile(colour, (height, width, 1)), np.ones((height, width), bool), category)
+    return Sprite(
+        np.tile(colour, (height, width, 1)), np.ones((height, width), bool), category
+    )
 
 
 def test_occlusion_by_hand() -> None:
@@ -60,7 +62,9 @@ def test_against_a_loop_over_pixels(seed: int) -> None:
     size = (int(rng.integers(5, 40)), int(rng.integers(5, 40)))
     placed = [
         Placed(
-            sprite(int(rng.integers(10)), int(rng.integers(400)), int(rng.integers(1, 30))),
+            sprite(
+                int(rng.integers(10)), int(rng.integers(400)), int(rng.integers(1, 30))
+            ),
             *rng.integers(-20, 40, 2).tolist(),
         )
         for _ in range(3)
@@ -108,7 +112,10 @@ def test_the_silhouette_is_the_bundled_image() -> None:
 def test_a_class_has_a_colour() -> None:
     """Mean colours of objects are nearer to their class's mean than to any other's."""
     colours = np.array(
-        [[_hue(sprite(c, i, 28)) for i in range(0, PER_CLASS, 40)] for c in range(N_CLASSES)]
+        [
+            [_hue(sprite(c, i, 28)) for i in range(0, PER_CLASS, 40)]
+            for c in range(N_CLASSES)
+        ]
     )
     centres = colours.mean(1)
     for c in range(N_CLASSES):
@@ -138,7 +145,9 @@ def test_classes_and_refusals() -> None:
     assert class_names()[8] == "Bag"
     assert sprite("Bag", 3).category == sprite(8, 3).category == 8
     for wrong in ({"category": "Hat"}, {"category": 10}, {"category": -1}):
-        with pytest.raises(VitseeError, match=r"no class .* its classes: T-shirt/top, Trouser"):
+        with pytest.raises(
+            VitseeError, match=r"no class .* its classes: T-shirt/top, Trouser"
+        ):
             sprite(**wrong)  # type: ignore[arg-type]
     with pytest.raises(VitseeError, match="no instance 400"):
         sprite(0, 400)

@@ -15,13 +15,15 @@ from tests.every_command import vitsee
 from tests.tables import having, unique
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
 from vitsee_core.analyses import knn, probe
-from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_core.statistics.shares import jackknife_share
+from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 Array = NDArray[Any]
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 SITE = "blocks.0.out"
 SIZE = (8, 12)
 Pair = tuple[Store, Store, list[Path]]
@@ -109,12 +111,18 @@ def test_knn_against_a_loop(pair: Pair) -> None:
 def test_ridge_against_the_normal_equations(pair: Pair) -> None:
     train, test, files = pair
     table = probe.run(train, test, masks=files, l2=[0.5], sites=SITE)
-    assert tuple(table.written.columns) == tuple(n for n in probe.SEGMENT_COLUMNS if n != "class")
-    a, b = (v.astype(float) for v in (vectors_of(train, files[0]), vectors_of(test, files[1])))
+    assert tuple(table.written.columns) == tuple(
+        n for n in probe.SEGMENT_COLUMNS if n != "class"
+    )
+    a, b = (
+        v.astype(float) for v in (vectors_of(train, files[0]), vectors_of(test, files[1]))
+    )
     (labels, _), (own, images) = truth(files[0]), truth(files[1])
     y = np.where(np.arange(4) == labels[:, None], 1.0, -1.0)
     centred = a - a.mean(0)
-    w = np.linalg.solve(centred.T @ centred + 0.5 * np.eye(5), centred.T @ (y - y.mean(0)))
+    w = np.linalg.solve(
+        centred.T @ centred + 0.5 * np.eye(5), centred.T @ (y - y.mean(0))
+    )
     right = ((b - a.mean(0)) @ w + y.mean(0)).argmax(1) == own
     row = rows_of(table, metric="top1")
     assert row["value"] == pytest.approx(right.mean(), abs=1e-12)
@@ -145,7 +153,9 @@ def test_a_share_of_images_is_held_out(pair: Pair) -> None:
     assert row["n_images"] == round(0.25 * n)
     assert table.notes["tests"][0]["also_in_train"] == 0
     assert table.notes["tests"][0]["images"] + table.notes["train"]["images"] == n
-    assert table.notes["tests"][0]["segments"] + table.notes["train"]["segments"] == len(images)
+    assert table.notes["tests"][0]["segments"] + table.notes["train"]["segments"] == len(
+        images
+    )
 
 
 def test_a_split_of_the_data(tmp_path: Path) -> None:
@@ -171,20 +181,26 @@ def test_names_and_numbers_as_classes(pair: Pair, tmp_path: Path) -> None:
         values = np.zeros(SIZE, np.uint8)
         values[:4], values[4:, 6:] = 10, 9
         Image.fromarray(values).save(folder / f"1000-{image}.png")
-    table = knn.run(train, test, masks=[files[0], folder], sites=SITE, ks=(1,), per_class=True)
+    table = knn.run(
+        train, test, masks=[files[0], folder], sites=SITE, ks=(1,), per_class=True
+    )
     assert unique(table, "class")[-5:] == ["9", "10", "kind 0", "kind 1", "kind 2"]
     assert rows_of(table, metric="top1")["value"] == 0
 
 
 def test_the_same_images_on_both_sides(pair: Pair) -> None:
     train, _, files = pair
-    with pytest.raises(VitseeError, match=r"^30 of the 30 test images of train are in train too"):
+    with pytest.raises(
+        VitseeError, match=r"^30 of the 30 test images of train are in train too"
+    ):
         knn.run(train, train, masks=files[0], sites=SITE)
     with pytest.raises(VitseeError, match="there is one per segment"):
         knn.run(train, train, masks=files[0], tokens="cls", allow_shared=True)
     with pytest.raises(VitseeError, match="there is one per segment"):
         probe.run(train, holdout=0.5, masks=files[0], preset="raghu")
-    with pytest.raises(VitseeError, match=r"but train has 60 segments; expected --k of at most 60"):
+    with pytest.raises(
+        VitseeError, match=r"but train has 60 segments; expected --k of at most 60"
+    ):
         knn.run(train, train, masks=files[0], ks=(61,), allow_shared=True)
 
 
@@ -211,7 +227,10 @@ def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
     x = kinds(rng, objects, 0.25)
     path = write_coco(tmp_path / "a.json", SIZE, objects)
     train = store_of(tmp_path / "train.zarr", x, classes=["cat", "dog"])
-    others: list[dict[str, Any]] = [{"classes": []}, {"labels": np.full(16, -1), "classes": []}]
+    others: list[dict[str, Any]] = [
+        {"classes": []},
+        {"labels": np.full(16, -1), "classes": []},
+    ]
     for number, more in enumerate(others):
         test = store_of(tmp_path / f"{number}.zarr", x, **more)
         for run in (knn.run, probe.run):
@@ -223,5 +242,7 @@ def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
 def test_any_choice_gives_the_same_as_its_fields(pair: Pair) -> None:
     train, test, files = pair
     plain = knn.run(train, test, masks=files, sites=SITE, ks=(5,))
-    spelled = knn.run(train, test, masks=Segmentation(files, weights="area"), sites=SITE, ks=(5,))
+    spelled = knn.run(
+        train, test, masks=Segmentation(files, weights="area"), sites=SITE, ks=(5,)
+    )
     assert plain["value"].tolist() == spelled["value"].tolist()

@@ -19,7 +19,9 @@ from vitsee_core.truth.masks import FOREGROUND, VOID, open_masks
 from vitsee_core.truth.masks.coco import pixels_of
 from vitsee_stores.errors import VitseeError
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,12 @@ def write_json(path: Path, **changes: Any) -> Path:
     content = {
         "images": [{"id": 7, "file_name": "a.jpg", "height": 3, "width": 4}],
         "annotations": [
-            {"id": 1, "image_id": 7, "category_id": 2, "segmentation": [[0, 0, 2, 0, 2, 2, 0, 2]]}
+            {
+                "id": 1,
+                "image_id": 7,
+                "category_id": 2,
+                "segmentation": [[0, 0, 2, 0, 2, 2, 0, 2]],
+            }
         ],
         "categories": [{"id": 2, "name": "cat"}, {"id": 5, "name": "dog"}],
     }
@@ -175,7 +182,9 @@ def test_two_categories_of_one_name_stay_apart(tmp_path: Path) -> None:
     entry = {"image_id": 7, "segmentation": [[0, 0, 2, 0, 2, 2]]}
     path = write_json(
         tmp_path / "a.json",
-        categories=[{"id": i, "name": name} for i, name in ((1, "head"), (2, "head"), (3, "foot"))],
+        categories=[
+            {"id": i, "name": name} for i, name in ((1, "head"), (2, "head"), (3, "foot"))
+        ],
         annotations=[entry | {"id": i, "category_id": i} for i in (1, 2, 3)],
     )
     names = [one.category for one in open_masks(path).segments(0)]
@@ -195,7 +204,10 @@ def panoptic(folder: Path, colours: Any, **changes: Any) -> Path:
     png.mkdir(exist_ok=True)
     Image.fromarray(np.asarray(colours, np.uint8)).save(png / "a.png")
     number = 2 + 256 * 3 + 65536
-    segments = [{"id": number, "category_id": 2}, {"id": 9, "category_id": 5, "iscrowd": 1}]
+    segments = [
+        {"id": number, "category_id": 2},
+        {"id": 9, "category_id": 5, "iscrowd": 1},
+    ]
     one = {"image_id": 7, "file_name": "a.png", "segments_info": segments} | changes
     return write_json(folder / "p.json", annotations=[one])
 
@@ -216,7 +228,9 @@ def test_panoptic_refusals(tmp_path: Path) -> None:
     path = panoptic(tmp_path, [[[5, 0, 0], [9, 0, 0]]])
     assert f"a.png has segment 5, which {path} does not list" in refused(path)
     other = Path(shutil.copy(path, tmp_path / "q.json"))
-    assert "of one panoptic file's PNG files" in refused(path, other, panoptic=tmp_path / "p")
+    assert "of one panoptic file's PNG files" in refused(
+        path, other, panoptic=tmp_path / "p"
+    )
     changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "has mode L"),
         ({"file_name": "../a.png"}, "is not below the folder"),

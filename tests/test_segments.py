@@ -26,20 +26,27 @@ from vitsee_core.analyses.cluster import (
 )
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
-from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
-from vitsee_core.truth.masks.segments.vectors import Weigher
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.truth.masks.segments.vectors import SegmentWeights
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 GRID = TokenLayout((), (2, 3), stride_px=(4.0, 4.0))
-PLAIN = {"interpolation": "bicubic", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+PLAIN = {
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": (0.5,) * 3,
+    "std": (0.5,) * 3,
+}
 SITE = "blocks.0.out"
 
 
@@ -47,10 +54,12 @@ def transform(height: int, width: int, **more: Any) -> dict[str, Any]:
     return {"input_size": (3, height, width), **PLAIN, **more}
 
 
-def dense(mask: Array, layout: TokenLayout, how: dict[str, Any], kind: str = "area") -> Array:
+def dense(
+    mask: Array, layout: TokenLayout, how: dict[str, Any], kind: str = "area"
+) -> Array:
     """(rows, cols) weights."""
     size = (mask.shape[0], mask.shape[1])
-    weigher = Weigher(size, place(how, size), layout, tuple(how["input_size"][1:]))
+    weigher = SegmentWeights(size, place(how, size), layout, tuple(how["input_size"][1:]))
     found = weigher.of(mask.astype(bool), kind)
     assert layout.grid is not None
     whole = np.zeros(layout.grid[0] * layout.grid[1])
@@ -97,7 +106,9 @@ def by_sampling(mask: Array, layout: TokenLayout, how: dict[str, Any], n: int) -
             for j in range(n):
                 at_y = where.top + (y + (i + 0.5) / n) * down
                 at_x = where.left + (x + (j + 0.5) / n) * across
-                seen = 0 <= at_y < how["input_size"][1] and 0 <= at_x < how["input_size"][2]
+                seen = (
+                    0 <= at_y < how["input_size"][1] and 0 <= at_x < how["input_size"][2]
+                )
                 row = int((at_y - layout.offset_px[0]) // layout.stride_px[0])
                 col = int((at_x - layout.offset_px[1]) // layout.stride_px[1])
                 if seen and 0 <= row < layout.grid[0] and 0 <= col < layout.grid[1]:
@@ -118,7 +129,9 @@ def test_areas_against_points(seed: int, mode: str, cells: tuple[float, float]) 
     size = tuple(rng.integers(4, 20, 2).tolist())
     mask = rng.random(size) < rng.uniform(0.05, 0.6)
     stride, offset = cells
-    layout = TokenLayout((), (3, 3), stride_px=(stride, stride), offset_px=(offset, offset))
+    layout = TokenLayout(
+        (), (3, 3), stride_px=(stride, stride), offset_px=(offset, offset)
+    )
     how = transform(14, 12, crop_mode=mode)
     found, expected = dense(mask, layout, how), by_sampling(mask, layout, how, 12)
     if expected.sum() > 0:
@@ -132,7 +145,15 @@ def test_bicubic_weights_are_the_published_ones() -> None:
     """Of the central square, by Pillow's default resize of 0 and 255."""
     rng = np.random.default_rng(0)
     # with differences of 21, 23 and 27 pixels, whose halves are rounded up, up and down
-    for height, width in ((40, 61), (55, 32), (48, 48), (41, 68), (37, 80), (41, 70), (300, 401)):
+    for height, width in (
+        (40, 61),
+        (55, 32),
+        (48, 48),
+        (41, 68),
+        (37, 80),
+        (41, 70),
+        (300, 401),
+    ):
         mask = rng.random((height, width)) < 0.1
         short = min(height, width)
         top, left = (height - short) / 2, (width - short) / 2
@@ -145,14 +166,20 @@ def test_bicubic_weights_are_the_published_ones() -> None:
         assert found == pytest.approx(small / small.sum(), abs=1e-6)
     # dense: the whole image, whatever its shape
     layout = TokenLayout((), (5, 8), stride_px=(8.0, 8.0))
-    small = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).resize((8, 5))).astype(float)
+    small = np.asarray(
+        Image.fromarray(mask.astype(np.uint8) * 255).resize((8, 5))
+    ).astype(float)
     found = dense(mask, layout, transform(40, 64, crop_mode="squash"), "vit_analysis")
     assert found == pytest.approx(small / small.sum(), abs=1e-6)
     # on a canvas that the image fills in part: the whole image to its own cells
     mask = rng.random((30, 47)) < 0.1
     how = transform(64, 64, crop_mode="corner", short_side=40, multiple=8)
-    small = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).resize((7, 5))).astype(float)
-    found = dense(mask, TokenLayout((), (8, 8), stride_px=(8.0, 8.0)), how, "vit_analysis")
+    small = np.asarray(
+        Image.fromarray(mask.astype(np.uint8) * 255).resize((7, 5))
+    ).astype(float)
+    found = dense(
+        mask, TokenLayout((), (8, 8), stride_px=(8.0, 8.0)), how, "vit_analysis"
+    )
     assert found[:5, :7] == pytest.approx(small / small.sum(), abs=1e-6)
     assert found.sum() == pytest.approx(1)
 
@@ -178,7 +205,11 @@ def write_coco(
         for i in range(len(objects))
     ]
     categories = [{"id": i, "name": f"kind {i}"} for i in range(4)]
-    content = {"images": images, "annotations": annotations, "categories": categories} | more
+    content = {
+        "images": images,
+        "annotations": annotations,
+        "categories": categories,
+    } | more
     path.write_text(json.dumps(content))
     return path
 
@@ -196,14 +227,19 @@ def store_of(
     )  # fmt: skip
 
 
-def random_objects(rng: np.random.Generator, n: int, size: tuple[int, int] = (8, 12)) -> Any:
+def random_objects(
+    rng: np.random.Generator, n: int, size: tuple[int, int] = (8, 12)
+) -> Any:
     """Rectangles; some images have none."""
     found = []
     for image in range(n):
         of_image = []
         for _ in range(image % 4):
             mask = np.zeros(size, bool)
-            top, left = int(rng.integers(0, size[0] - 1)), int(rng.integers(0, size[1] - 1))
+            top, left = (
+                int(rng.integers(0, size[0] - 1)),
+                int(rng.integers(0, size[1] - 1)),
+            )
             bottom, right = top + int(rng.integers(1, 6)), left + int(rng.integers(1, 8))
             mask[top:bottom, left:right] = True
             of_image.append((int(rng.integers(0, 3)), mask))
@@ -220,7 +256,9 @@ def segments_of(store: Store, path: Path, **choice: Any) -> LabelledSegments:
 
 def vectors_of(store: Store, path: Path, site: str = SITE, **choice: Any) -> Array:
     execution = Execution()
-    examples = examples_of(Segmentation(path, **choice), [(store, store.select([site]))], execution)
+    examples = examples_of(
+        Segmentation(path, **choice), [(store, store.select([site]))], execution
+    )
     data = examples.rows(store)
     features = examples.features(data, store.site(site))
     return np.concatenate(list(data.vectors(features, jobs=1, memory=10**9)))
@@ -257,9 +295,13 @@ def test_slabs_and_chunks_do_not_count(tmp_path: Path, monkeypatch: Any) -> None
     x = rng.normal(size=(17, 6, 8))
     path = write_coco(tmp_path / "a.json", (8, 12), random_objects(rng, 17))
     found = vectors_of(store_of(tmp_path / "a.zarr", x, slab=5), path)
-    assert np.array_equal(found, vectors_of(store_of(tmp_path / "b.zarr", x, slab=17), path))
+    assert np.array_equal(
+        found, vectors_of(store_of(tmp_path / "b.zarr", x, slab=17), path)
+    )
     monkeypatch.setattr("vitsee_core.truth.masks.segments.vectors.GROUP_BYTES", 1)
-    assert np.array_equal(found, vectors_of(store_of(tmp_path / "c.zarr", x, slab=5), path))
+    assert np.array_equal(
+        found, vectors_of(store_of(tmp_path / "c.zarr", x, slab=5), path)
+    )
 
 
 def test_all_segments_make_the_image(tmp_path: Path) -> None:
@@ -286,7 +328,9 @@ def test_turned_by_a_quarter(tmp_path: Path) -> None:
         objects = [[(0, np.rot90(mask, turns))] for mask in masks]
         more: dict[str, Any] = {"layout": layout, "how": transform(12, 12)}
         store = store_of(tmp_path / f"{turns}.zarr", turned, (12, 12), **more)
-        found.append(vectors_of(store, write_coco(tmp_path / "a.json", (12, 12), objects)))
+        found.append(
+            vectors_of(store, write_coco(tmp_path / "a.json", (12, 12), objects))
+        )
     for other in found[1:]:
         assert other == pytest.approx(found[0], abs=1e-6)
 
@@ -306,14 +350,22 @@ def test_grids_of_several_sizes(tmp_path: Path) -> None:
     mask[:2, :4] = True
     path = write_coco(tmp_path / "a.json", (8, 12), [[(0, mask)], [(1, mask)], []])
     assert vectors_of(store, path) == pytest.approx(fine[:2, :2].mean(1), abs=1e-6)
-    assert vectors_of(store, path, "blocks.1.out") == pytest.approx(coarse[:2, 0], abs=1e-6)
+    assert vectors_of(store, path, "blocks.1.out") == pytest.approx(
+        coarse[:2, 0], abs=1e-6
+    )
 
 
 def test_which_segments(tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     mask = np.zeros((8, 12), bool)
     mask[2:5, 3:7] = True
-    objects = [[(0, mask), (9, mask)], [(1, mask)], [(9, mask)], [(2, np.zeros_like(mask))], []]
+    objects = [
+        [(0, mask), (9, mask)],
+        [(1, mask)],
+        [(9, mask)],
+        [(2, np.zeros_like(mask))],
+        [],
+    ]
     path = write_coco(tmp_path / "a.json", (8, 12), objects)
     content = json.loads(path.read_text())
     content["annotations"][4]["segmentation"] = [[0, 0, 1, 1]]  # an outline of two points
@@ -330,7 +382,9 @@ def test_which_segments(tmp_path: Path) -> None:
     assert with_crowds.rows.tolist() == [0, 0, 1, 2]
     assert with_crowds.labels.tolist() == [0, 0, 1, 0]
     assert segments_of(store, path, crowd=True, first=2).rows.tolist() == [0, 0, 1]
-    assert segments_of(store, path, crowd=True, segments=3).how.startswith("all, 3 segments of")
+    assert segments_of(store, path, crowd=True, segments=3).how.startswith(
+        "all, 3 segments of"
+    )
     blocks = with_crowds.jackknife(0)
     assert blocks.labels.tolist() == [0, 0, 1, 2]
 
@@ -371,7 +425,9 @@ def test_agreement_without_blocks_against_sklearn() -> None:
     assert all(np.isnan(values).all() for values in alone.values())
 
 
-def by_kind(tmp_path: Path, n: int = 12, noise: float = 0.0, name: str = "a") -> tuple[Store, Path]:
+def by_kind(
+    tmp_path: Path, n: int = 12, noise: float = 0.0, name: str = "a"
+) -> tuple[Store, Path]:
     """Images of two cells of one kind and one of another: tokens are one-hot of the kind."""
     rng = np.random.default_rng(1)
     x, objects = rng.normal(size=(n, 6, 4)) * noise, []
@@ -423,13 +479,17 @@ def test_the_interval_is_over_images(tmp_path: Path) -> None:
     assert table.replicates is not None
     for m, metric in enumerate(("purity", "nmi", "ari")):
         without = [
-            agreement(clusters[data.rows != image], data.labels[data.rows != image])[metric]
+            agreement(clusters[data.rows != image], data.labels[data.rows != image])[
+                metric
+            ]
             for image in range(9)
         ]
         assert table.replicates[m] == pytest.approx(np.array(without), abs=1e-12)
         error = np.sqrt(8 * np.var(without))
         lowest = -1 if metric == "ari" else 0
-        low, high = (float(table["value"][m]) + sign * 2.306004 * error for sign in (-1, 1))
+        low, high = (
+            float(table["value"][m]) + sign * 2.306004 * error for sign in (-1, 1)
+        )
         ends = float(table["low"][m]), float(table["high"][m])
         if metric == "purity":
             low, high = jackknife_share(float(table["value"][m]), np.array(without), 9)
@@ -445,7 +505,9 @@ def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:
     assert about["crowd"] is True
     assert "of the first 999 images of the masks" in about["chosen"]
     masks = Segmentation(path, weights="any", crowd=False)
-    beside = run(store, masks=masks, preset="walmer", k=2, n_seeds=1, baselines=[], sites=SITE)
+    beside = run(
+        store, masks=masks, preset="walmer", k=2, n_seeds=1, baselines=[], sites=SITE
+    )
     assert unique(beside, "k") == [2]
     assert beside.notes["images"]["a"]["weights"] == "any"
     assert beside.notes["images"]["a"]["crowd"] is False
@@ -467,7 +529,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "r.replicates.csv").exists()
     figure = plot(table)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["k = 3"] * 3
-    assert [axes.get_title(loc="right") for axes in figure.axes] == ["n = 24 segments"] * 3
+    assert [axes.get_title(loc="right") for axes in figure.axes] == [
+        "n = 24 segments"
+    ] * 3
     rows = said(tmp_path, *command, "--baseline", "none").splitlines()
     assert rows[0] == ",".join(SEGMENT_COLUMNS) and len(rows) == 1 + 6
 
@@ -507,7 +571,10 @@ def test_refusals(tmp_path: Path) -> None:
     for words, phrase in (
         ((*masked, "--k", 25), "25 clusters were asked for, but a has 24 segments"),
         ((*masked, "--tokens", "cls"), "with --masks there is one per segment"),
-        ((*command, "--preset", "walmer"), "--preset walmer is of segments: give --masks too"),
+        (
+            (*command, "--preset", "walmer"),
+            "--preset walmer is of segments: give --masks too",
+        ),
         ((*command, "--baseline", "image"), "no baseline 'image'"),
     ):
         assert phrase in refused(*words)
@@ -523,7 +590,10 @@ def test_refusals(tmp_path: Path) -> None:
     images = content["images"]
     for others, phrase in (
         ([*images, images[0] | {"id": 99}], "the image 0-0.png is there twice"),
-        ([i | {"file_name": f"x{i['id']}.png"} for i in images], "no image of a has a mask"),
+        (
+            [i | {"file_name": f"x{i['id']}.png"} for i in images],
+            "no image of a has a mask",
+        ),
     ):
         masks.write_text(json.dumps(content | {"images": others}))
         assert phrase in refused(*command, "--masks", masks)

@@ -19,12 +19,14 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, probe
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.figures.plotting import save_figure
-from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
 from vitsee_stores import Store, open_store
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +35,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_coco(folder, n_images=16)
     shared: dict[str, Any] = {"sites": ["blocks"], "attention": "none", "residual": False}
     for model in ("vit", "resnet"):
-        vitsee.extract(f"demo:{model}", folder / "val2017", folder / f"{model}.zarr", **shared)
+        vitsee.extract(
+            f"demo:{model}", folder / "val2017", folder / f"{model}.zarr", **shared
+        )
     vitsee.extract("demo:vit", folder / "parts", folder / "parts.zarr", **shared)
     yield folder
 
 
-def vectors(store: Store, masks: Path, site: str, **choice: Any) -> tuple[LabelledSegments, Any]:
+def vectors(
+    store: Store, masks: Path, site: str, **choice: Any
+) -> tuple[LabelledSegments, Any]:
     choice_ = Segmentation(masks, **choice)
     examples = examples_of(choice_, [(store, store.select([site]))], Execution())
     data = examples.rows(store)
@@ -87,7 +93,9 @@ def test_objects_of_two_models(made: Path, tmp_path: Path) -> None:
     assert unique(table, "metric") == ["segment_purity", "segment_nmi", "segment_ari"]
     for model in ("vit", "resnet"):
         rows = having(table, store=model, metric="segment_nmi")
-        own, shuffled = (having(rows, baseline=name)["value"] for name in ("", "shuffled"))
+        own, shuffled = (
+            having(rows, baseline=name)["value"] for name in ("", "shuffled")
+        )
         # colours are in the embedding
         assert own[0] > shuffled[0] + 0.05
     axes = cluster.plot(table).axes[0]
@@ -133,13 +141,17 @@ def test_images_of_several_sizes_on_a_canvas(made: Path, tmp_path: Path) -> None
     content = json.loads(masks.read_text())
     by_name = {one["id"]: one["file_name"] for one in content["images"]}
     areas = {
-        Path(by_name[one["image_id"]]).stem: [part["area"] for part in one["segments_info"]]
+        Path(by_name[one["image_id"]]).stem: [
+            part["area"] for part in one["segments_info"]
+        ]
         for one in content["annotations"]
     }
     for row in range(6):
         own = np.array(areas[Path(store.samples.id[row]).stem], float)
         # the image fills whole cells: all of it is seen, in proportion
-        assert own @ x[data.rows == row] / own.sum() == pytest.approx(whole[row], abs=2e-3)
+        assert own @ x[data.rows == row] / own.sum() == pytest.approx(
+            whole[row], abs=2e-3
+        )
     published = vectors(store, masks, "embed", weights="vit_analysis")[1]
     assert published.shape == x.shape
 
@@ -147,7 +159,9 @@ def test_images_of_several_sizes_on_a_canvas(made: Path, tmp_path: Path) -> None
 def test_weights_differ_where_objects_are_small(made: Path) -> None:
     store = open_store(made / "vit.zarr")
     masks = made / "annotations" / "instances_val2017.json"
-    found = {kind: vectors(store, masks, "embed", weights=kind)[1] for kind in ("area", "any")}
+    found = {
+        kind: vectors(store, masks, "embed", weights=kind)[1] for kind in ("area", "any")
+    }
     published = vectors(store, masks, "embed", weights="vit_analysis")[1]
     assert np.abs(found["area"] - found["any"]).max() > 0.05
     gaps = np.linalg.norm(found["area"] - published, axis=1)
@@ -160,12 +174,19 @@ def test_saliency_takes_things_for_objects(tmp_path: Path) -> None:
     """Of images without crowds, panoptic things and annotated objects are the same foreground."""
     write_coco(tmp_path, n_images=3)
     store = tmp_path / "vit.zarr"
-    vitsee.extract("demo:vit", tmp_path / "val2017", store, attention="rows", sites=["embed"])
+    vitsee.extract(
+        "demo:vit", tmp_path / "val2017", store, attention="rows", sites=["embed"]
+    )
     annotations = tmp_path / "annotations"
     objects = vitsee.saliency(store, masks=annotations / "instances_val2017.json")
     moved = (annotations / "panoptic_val2017").rename(tmp_path / "elsewhere")
     out = tmp_path / "r.csv"
-    masks = ["--masks", str(annotations / "panoptic_val2017.json"), "--panoptic", str(moved)]
+    masks = [
+        "--masks",
+        str(annotations / "panoptic_val2017.json"),
+        "--panoptic",
+        str(moved),
+    ]
     result = CliRunner().invoke(main, ["saliency", str(store), *masks, "-o", str(out)])
     assert result.exit_code == 0, result.output
     assert Table.read(out)["value"].tolist() == objects["value"].tolist()

@@ -22,7 +22,13 @@ CONVNET: dict[str, Any] = {}
 GAP = {**VIT, "class_token": False, "global_pool": "avg"}
 GATED = {**VIT, "mlp_layer": "swiglu", "qk_norm": True, "scale_attn_norm": True}
 SCALING = {**VIT, "block_fn": "scaling", "init_values": 1e-5}
-GROUPED = {**VIT, "num_heads": 4, "num_kv_heads": 2, "qkv_fused": False, "attn_type": "rope"}
+GROUPED = {
+    **VIT,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "qkv_fused": False,
+    "attn_type": "rope",
+}
 SWIN = {"embed_dim": 24, "depths": (1, 2, 1, 1), "window_size": 4}
 # id -> timm name, image size, arguments, number of residual sublayers, of attention blocks
 ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]] = {
@@ -65,7 +71,13 @@ ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]
     "mobilenetv3": ("mobilenetv3_small_050", 64, CONVNET, 7, 0),
     "cait": ("cait_xxs24_224", 32, {"embed_dim": 48, "depth": 3, "patch_size": 8}, 6, 0),
     "levit": ("levit_128s", 64, CONVNET, 18, None),
-    "hiera": ("hiera_tiny_224", 64, {"embed_dim": 24, "stages": (1, 1, 2, 1)}, None, None),
+    "hiera": (
+        "hiera_tiny_224",
+        64,
+        {"embed_dim": 24, "stages": (1, 1, 2, 1)},
+        None,
+        None,
+    ),
     "maxvit": ("test_maxvit", 64, CONVNET, 0, 0),
     "coatnet": ("test_coatnet", 64, CONVNET, None, None),
     "regnet": ("regnetx_002", 64, CONVNET, 13, 0),
@@ -136,15 +148,35 @@ def moved(table: SiteTable, site: str, hook_point: HookPoint) -> SiteTable:
 
 # A fault -> the model, the site, and where it is looked for.
 WRONG = {
-    "branch before LayerScale": ("vit", "blocks.1.attn.branch", HookPoint("blocks.1.attn.proj")),
-    "mlp before LayerScale": ("vit", "blocks.1.mlp.branch", HookPoint("blocks.1.mlp.fc2")),
+    "branch before LayerScale": (
+        "vit",
+        "blocks.1.attn.branch",
+        HookPoint("blocks.1.attn.proj"),
+    ),
+    "mlp before LayerScale": (
+        "vit",
+        "blocks.1.mlp.branch",
+        HookPoint("blocks.1.mlp.fc2"),
+    ),
     "mid taken as in": ("vit", "blocks.1.mid", HookPoint("blocks.1", "in")),
     "in taken as mid": ("vit", "blocks.1.in", HookPoint("blocks.1.norm2", "in")),
     "out of another block": ("vit", "blocks.1.out", HookPoint("blocks.0")),
-    "another block's branch": ("vit", "blocks.1.attn.branch", HookPoint("blocks.2.drop_path1")),
-    "after the in-place sum": ("resnet", "layer2.1.branch", HookPoint("layer2.1.act3", "in")),
+    "another block's branch": (
+        "vit",
+        "blocks.1.attn.branch",
+        HookPoint("blocks.2.drop_path1"),
+    ),
+    "after the in-place sum": (
+        "resnet",
+        "layer2.1.branch",
+        HookPoint("layer2.1.act3", "in"),
+    ),
     "branch before the norm": ("resnet", "layer2.1.branch", HookPoint("layer2.1.conv3")),
-    "before downsample": ("resnet", "layer2.0.shortcut", HookPoint("layer2.0.downsample.0")),
+    "before downsample": (
+        "resnet",
+        "layer2.0.shortcut",
+        HookPoint("layer2.0.downsample.0"),
+    ),
     "out before the activation": ("resnet", "layer2.1.out", HookPoint("layer2.1.bn2")),
 }
 
@@ -193,7 +225,9 @@ def test_a_tensor_kept_without_a_copy_fails(
     assert any("layer2.1.branch" in line for line in result.failures)
 
 
-def test_a_module_called_another_number_of_times_fails(vit: tuple[LoadedModel, SiteTable]) -> None:
+def test_a_module_called_another_number_of_times_fails(
+    vit: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = vit
     wrong = moved(table, "blocks.1.norm2", HookPoint("blocks.1.norm2", calls=2))
     result = checked(model, wrong)
@@ -205,14 +239,20 @@ def test_a_module_called_another_number_of_times_fails(vit: tuple[LoadedModel, S
 def test_false_aliases_fail(vit: tuple[LoadedModel, SiteTable]) -> None:
     model, table = vit
     sites = tuple(
-        dataclasses.replace(site, alias_of="blocks.1.out") if site.name == "blocks.1.in" else site
+        dataclasses.replace(site, alias_of="blocks.1.out")
+        if site.name == "blocks.1.in"
+        else site
         for site in table.sites
     )
     result = checked(model, dataclasses.replace(table, sites=sites))
-    assert any("blocks.1.in is not equal to blocks.1.out" in line for line in result.failures)
+    assert any(
+        "blocks.1.in is not equal to blocks.1.out" in line for line in result.failures
+    )
 
 
-def test_overflow_is_stored_in_float32_and_nan_fails(vit: tuple[LoadedModel, SiteTable]) -> None:
+def test_overflow_is_stored_in_float32_and_nan_fails(
+    vit: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = vit
     x = images(model)
     site = table["blocks.0.out"]
@@ -222,7 +262,9 @@ def test_overflow_is_stored_in_float32_and_nan_fails(vit: tuple[LoadedModel, Sit
         gamma.mul_(1e6)
         try:
             result = self_check(model, table, x, sites=[site])
-            wide = self_check(model, table, x, sites=[site], dtypes={site.name: "float32"})
+            wide = self_check(
+                model, table, x, sites=[site], dtypes={site.name: "float32"}
+            )
             gamma.fill_(float("nan"))
             broken = self_check(model, table, x, sites=[site])
         finally:
@@ -250,7 +292,9 @@ def test_underflow_is_stored_in_float32(scale: float) -> None:
     branches = [f"blocks.{k}.{kind}.branch" for k in range(3) for kind in ("attn", "mlp")]
     assert small_sites == set(branches)
     (note,) = [note for note in result.notes if "float32" in note]
-    assert note.startswith("blocks.0.attn.branch, blocks.0.mlp.branch, blocks.1.attn.branch and 3")
+    assert note.startswith(
+        "blocks.0.attn.branch, blocks.0.mlp.branch, blocks.1.attn.branch and 3"
+    )
 
 
 def test_the_share_of_vectors_that_float16_would_lose() -> None:
@@ -266,7 +310,9 @@ def test_the_share_of_vectors_that_float16_would_lose() -> None:
     assert underflowing(torch.tensor([[1e6, 1.0]])) == 0
 
 
-def test_offset_ratio_is_mean_square_over_variance(vit: tuple[LoadedModel, SiteTable]) -> None:
+def test_offset_ratio_is_mean_square_over_variance(
+    vit: tuple[LoadedModel, SiteTable],
+) -> None:
     model, table = vit
     x = images(model, 4)
     site = table["blocks.1.out"]

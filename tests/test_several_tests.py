@@ -24,7 +24,10 @@ CENTRES = np.random.default_rng(0).normal(size=(3, 1, 4))
 def made(path: Path, n: int, seed: int, **more: Any) -> Store:
     labels = np.arange(n) % 3
     noise = np.random.default_rng(seed).normal(size=(n, 3, 4))
-    sites = {"embed": CENTRES[labels] + noise, "blocks.0.out": 2 * CENTRES[labels] + noise}
+    sites = {
+        "embed": CENTRES[labels] + noise,
+        "blocks.0.out": 2 * CENTRES[labels] + noise,
+    }
     return write_labelled(path, sites, labels, **{"hash_offset": 1000 * seed, **more})
 
 
@@ -32,7 +35,10 @@ def made(path: Path, n: int, seed: int, **more: Any) -> Store:
 def stores(tmp_path: Path) -> list[Store]:
     """One that trains and two of other sizes that test."""
     sizes = {"train": 30, "clean": 12, "blurred": 15}
-    return [made(tmp_path / f"{name}.zarr", n, i) for i, (name, n) in enumerate(sizes.items(), 1)]
+    return [
+        made(tmp_path / f"{name}.zarr", n, i)
+        for i, (name, n) in enumerate(sizes.items(), 1)
+    ]
 
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -52,7 +58,9 @@ def test_each_store_is_tested_as_alone(stores: list[Store], name: str) -> None:
     for test in tests:
         alone, rows = run(train, test, **options), having(table, store=test.label)
         for column in alone.written.columns:
-            assert rows[column].tolist() == pytest.approx(alone[column].tolist(), nan_ok=True)
+            assert rows[column].tolist() == pytest.approx(
+                alone[column].tolist(), nan_ok=True
+            )
     real = [baseline == "" for baseline in table["baseline"].tolist()]
     assert real == sorted(real, reverse=True), "the baselines' rows come last"
 
@@ -63,9 +71,13 @@ def test_the_last_is_checked_before_the_first_is_read(
 ) -> None:
     run, options = RUNS[name]
     other = made(tmp_path / "other.zarr", 9, 9, model="another")
-    where = "analyses.knn.nearest" if name == "knn" else "analyses.probe.score.Prober.each"
+    where = (
+        "analyses.knn.nearest" if name == "knn" else "analyses.probe.score.Prober.each"
+    )
     monkeypatch.setattr(f"vitsee_core.{where}", lambda *_: pytest.fail("work began"))
-    with pytest.raises(StoreMismatch, match="train and other were made with different models"):
+    with pytest.raises(
+        StoreMismatch, match="train and other were made with different models"
+    ):
         run(*stores, other, **options)
     same = made(tmp_path / "same.zarr", 9, 1)
     with pytest.raises(StoreMismatch, match="test images of same are in train too"):

@@ -16,7 +16,9 @@ def test_shards_cover_every_slab_exactly_once() -> None:
 
 
 def test_without_the_option_nothing_is_read_from_the_environment() -> None:
-    assert parse_shard(None, {"SLURM_ARRAY_TASK_ID": "3", "SLURM_PROCID": "1"}) == Shard(0, 1)
+    assert parse_shard(None, {"SLURM_ARRAY_TASK_ID": "3", "SLURM_PROCID": "1"}) == Shard(
+        0, 1
+    )
 
 
 def array(task: int, first: int, count: int, step: int = 1) -> dict[str, str]:
@@ -55,6 +57,8 @@ def test_slurm_arrays_and_ranks(environ: dict[str, str], expected: Shard) -> Non
         ("slurm", rank(4, 4), "SLURM_PROCID 4 is not below SLURM_NTASKS 4"),
     ],
 )
-def test_what_is_no_shard_is_refused(text: str, environ: dict[str, str], phrase: str) -> None:
+def test_what_is_no_shard_is_refused(
+    text: str, environ: dict[str, str], phrase: str
+) -> None:
     with pytest.raises(VitseeError, match=phrase):
         parse_shard(text, environ)

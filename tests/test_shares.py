@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from vitsee_core.statistics.moments import Moments, t_quantile
-from vitsee_core.statistics.shares import as_share, jackknife_share, share_interval, wilson
+from vitsee_core.statistics.shares import (
+    as_share,
+    jackknife_share,
+    share_interval,
+    wilson,
+)
 
 Array = NDArray[Any]
 
@@ -42,7 +47,9 @@ def test_fractions_by_hand() -> None:
         (0.25 + 0.192073) / 1.384146,
         1.959964 * math.sqrt(0.01875 + 0.0096036) / 1.384146,
     )
-    assert (found["low"], found["high"]) == pytest.approx((centre - half, centre + half), abs=1e-5)
+    assert (found["low"], found["high"]) == pytest.approx(
+        (centre - half, centre + half), abs=1e-5
+    )
 
 
 def test_equal_fractions_have_no_width_but_at_the_ends() -> None:
@@ -60,7 +67,9 @@ def test_jackknife_shares_by_hand() -> None:
     """Replicates 0.2, 0.3, 0.4: error^2 2/3 * 0.02, and Student's quantile of two degrees."""
     expected = share_interval(0.3, math.sqrt(2 / 3 * 0.02), 50, t_quantile(2))
     assert jackknife_share(0.3, np.array([0.2, 0.3, 0.4]), 50) == pytest.approx(expected)
-    assert jackknife_share(0.0, np.zeros(20), 50) == pytest.approx(wilson(0, 50, t_quantile(19)))
+    assert jackknife_share(0.0, np.zeros(20), 50) == pytest.approx(
+        wilson(0, 50, t_quantile(19))
+    )
     assert np.isnan(jackknife_share(0.3, np.array([0.3]), 50)).all()
 
 

@@ -79,7 +79,9 @@ def test_by_hand(tmp_path: Path) -> None:
     x, y = ([[0.0], [1.0], [0.0], [1.0]], [[1.0], [0.0], [0.0], [1.0]])
     store = write_sites(tmp_path / "a.zarr", {"x": np.array(x), "y": np.array(y)}, slab=4)
     h = hsic(representations(store), options=options())
-    assert h.cross == pytest.approx(np.array([[1 / 6, -1 / 12], [-1 / 12, 1 / 6]]), rel=1e-6)
+    assert h.cross == pytest.approx(
+        np.array([[1 / 6, -1 / 12], [-1 / 12, 1 / 6]]), rel=1e-6
+    )
     assert summarise(h).cka == pytest.approx(np.array([[1, -0.5], [-0.5, 1]]), rel=1e-6)
     assert h.spread == ""  # 4 images: none can be left out
     # biased: centred x = -+1/2, y = +-1/2, x.y = 0
@@ -108,7 +110,9 @@ def test_biased_is_the_trace(store: Store) -> None:
 )
 def test_tokens(store: Store, tokens: str, chosen: Any) -> None:
     found = summarise(hsic(representations(store, tokens), options=options())).cka
-    assert found == pytest.approx(expected({k: chosen(v) for k, v in SITES.items()}), abs=1e-6)
+    assert found == pytest.approx(
+        expected({k: chosen(v) for k, v in SITES.items()}), abs=1e-6
+    )
 
 
 def test_tokens_that_are_not_there(store: Store, tmp_path: Path) -> None:
@@ -149,7 +153,9 @@ def test_independent_data_are_near_zero(tmp_path: Path) -> None:
         x, y = np.random.default_rng(seed).normal(size=(2, 16, 64))
         values.append(one(write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}))[0, 1])
     assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(10)
-    biased = one(write_sites(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased"))
+    biased = one(
+        write_sites(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased")
+    )
     assert biased[0, 1] > 0.6
 
 
@@ -164,7 +170,9 @@ def test_an_offset_that_cost_digits_is_said(
 ) -> None:
     far = write_sites(tmp_path / "a.zarr", {k: v + 1000 for k, v in SITES.items()})
     h = hsic(representations(far), options=options())
-    assert "a blocks.0.out, a blocks.1.out" in caplog.text and "--dtype SITE" in caplog.text
+    assert (
+        "a blocks.0.out, a blocks.1.out" in caplog.text and "--dtype SITE" in caplog.text
+    )
     assert h.notes["common_offset"]["a blocks.0.out"] > 1e4
 
 
@@ -173,7 +181,9 @@ def test_self_comparison_is_one_and_symmetric(store: Store) -> None:
     found = summarise(h)
     assert (np.diag(found.cka) == 1).all()
     assert np.diag(found.std) == pytest.approx(np.zeros(3), abs=1e-12)
-    assert np.array_equal(found.cka, found.cka.T) and np.array_equal(found.std, found.std.T)
+    assert np.array_equal(found.cka, found.cka.T) and np.array_equal(
+        found.std, found.std.T
+    )
     assert (found.low <= found.cka).all() and (found.cka <= found.high).all()
 
 
@@ -192,7 +202,9 @@ def test_constant_features_that_rounding_moves_have_none(
 
 
 def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
-    found = centred_alignment(np.ones((2, 2)), np.array([4.0, -1.0]), np.array([1.0, 0.0]))
+    found = centred_alignment(
+        np.ones((2, 2)), np.array([4.0, -1.0]), np.array([1.0, 0.0])
+    )
     assert found[0, 0] == 0.5
     assert np.isnan(found[1]).all() and np.isnan(found[0, 1])
 
@@ -202,7 +214,9 @@ def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("slab", "memory"), [(4, None), (7, 70_000), (30, 70_000)])
-def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int | None) -> None:
+def test_slabs_and_memory_do_not_matter(
+    tmp_path: Path, slab: int, memory: int | None
+) -> None:
     store = write_sites(tmp_path / "a.zarr", SITES, slab=slab)
     h = hsic(representations(store), options=options(memory=memory))
     assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
@@ -214,23 +228,35 @@ def test_tiles_groups_and_strips_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = {**SITES, "pooled": activations(N, seed=9)[:, 0]}
-    store = write_sites(tmp_path / "a.zarr", sites, slab=7, valid=[1] * 11 + [0] + [1] * (N - 12))
-    other = write_sites(tmp_path / "b.zarr", SITES, slab=4, valid=[1] * 20 + [0] + [1] * (N - 21))
+    store = write_sites(
+        tmp_path / "a.zarr", sites, slab=7, valid=[1] * 11 + [0] + [1] * (N - 12)
+    )
+    other = write_sites(
+        tmp_path / "b.zarr", SITES, slab=4, valid=[1] * 20 + [0] + [1] * (N - 21)
+    )
     a, b = representations(store), representations(other)
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
     monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
     monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
-    monkeypatch.setattr("vitsee_core.similarity.estimators.bytes_each", lambda n, p, t: 1 << 20)
+    monkeypatch.setattr(
+        "vitsee_core.similarity.estimators.bytes_each", lambda n, p, t: 1 << 20
+    )
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]
     for ours, theirs in zip(again, whole, strict=True):
         for name in ("cross", "rows", "cols"):
-            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-5, abs=1e-7)
+            assert getattr(ours, name) == pytest.approx(
+                getattr(theirs, name), rel=1e-5, abs=1e-7
+            )
         assert ours.replicates is not None and theirs.replicates is not None
-        assert ours.replicates.cross == pytest.approx(theirs.replicates.cross, rel=1e-4, abs=1e-6)
-        assert ours.replicates.cols == pytest.approx(theirs.replicates.cols, rel=1e-4, abs=1e-6)
+        assert ours.replicates.cross == pytest.approx(
+            theirs.replicates.cross, rel=1e-4, abs=1e-6
+        )
+        assert ours.replicates.cols == pytest.approx(
+            theirs.replicates.cols, rel=1e-4, abs=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -256,7 +282,9 @@ def test_invalid_and_unfinished_rows_are_left_out(tmp_path: Path) -> None:
     assert one(a) == pytest.approx(expected(rows=valid == 1), abs=1e-6)
     also = np.ones(N, int)
     also[5] = 0
-    b = write_sites(tmp_path / "b.zarr", SITES, valid=also.tolist(), slab=5, slabs=[0, 1, 2, 5])
+    b = write_sites(
+        tmp_path / "b.zarr", SITES, valid=also.tolist(), slab=5, slabs=[0, 1, 2, 5]
+    )
     rows = (valid == 1) & (also == 1) & ((np.arange(N) < 15) | (np.arange(N) >= 25))
     h = hsic(representations(a), representations(b), options=options())
     assert h.n_images == rows.sum()
@@ -279,10 +307,16 @@ def test_three_images_are_too_few(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "order"), [("exact", "dataset"), ("biased", "shuffled")])
-def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, order: str) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "order"), [("exact", "dataset"), ("biased", "shuffled")]
+)
+def test_jackknife_leaves_out_blocks_of_images(
+    tmp_path: Path, estimator: str, order: str
+) -> None:
     store = write_sites(tmp_path / "a.zarr", SITES, order=order)
-    h = hsic(representations(store), estimator=Estimator(estimator), options=options(), seed=3)
+    h = hsic(
+        representations(store), estimator=Estimator(estimator), options=options(), seed=3
+    )
     labels = np.arange(N) * 20 // N
     if order == "dataset":
         labels = np.random.default_rng(3).permutation(labels)
@@ -336,7 +370,8 @@ def loop_minibatch(batch: int, examples: int, repeats: int, seed: int) -> Float:
 
         def total(x: Array, y: Array, batches: Any = batches) -> float:
             return math.fsum(
-                loop_hsic1(x[b].reshape(batch, -1), y[b].reshape(batch, -1)) for b in batches
+                loop_hsic1(x[b].reshape(batch, -1), y[b].reshape(batch, -1))
+                for b in batches
             )
 
         own = [total(x, x) for x in values]
@@ -349,7 +384,9 @@ def loop_minibatch(batch: int, examples: int, repeats: int, seed: int) -> Float:
 def test_minibatch_is_the_ratio_of_sums(
     store: Store, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.estimators._prefer_whole", lambda *_: whole)
+    monkeypatch.setattr(
+        "vitsee_core.similarity.estimators._prefer_whole", lambda *_: whole
+    )
     h = hsic(representations(store), estimator=minibatch(), seed=4, options=options())
     wanted = loop_minibatch(5, 20, 3, seed=4)
     found = summarise(h)
@@ -397,12 +434,16 @@ def test_the_estimator_is_chosen_by_the_number_of_images(
 ) -> None:
     """Neither a small disk nor matrices that are there already change it."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(VitseeError, match=r"take .*, .* has 1\.0 kB free; choose another --cache"):
+    with pytest.raises(
+        VitseeError, match=r"take .*, .* has 1\.0 kB free; choose another --cache"
+    ):
         hsic(representations(store), options=options())
     monkeypatch.undo()
     assert hsic(representations(store), options=options()).notes["estimator"] == "exact"
     monkeypatch.setattr(estimate_module, "MOST_EXACT", len(store.samples) - 1)
-    assert hsic(representations(store), options=options()).notes["estimator"] == "minibatch"
+    assert (
+        hsic(representations(store), options=options()).notes["estimator"] == "minibatch"
+    )
     assert "in place of exact (--estimator exact, or --images N" in caplog.text
 
 
@@ -458,7 +499,9 @@ def test_a_place_that_cannot_be_written_is_said(
     assert caplog.text.count("are not kept") == 1 and "--cache DIR" in caplog.text
 
 
-def test_damaged_matrices_are_made_again(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_matrices_are_made_again(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     reps = representations(store)
     hsic(reps, options=GramOptions())
     folder = store.path.with_name("a.zarr.grams")
@@ -469,7 +512,9 @@ def test_damaged_matrices_are_made_again(store: Store, caplog: pytest.LogCapture
     short.write_bytes(short.read_bytes()[:50])
     header = json.loads(headless.with_suffix(".json").read_bytes())
     headless.with_suffix(".json").write_text(json.dumps({**header, "checksums": []}))
-    assert summarise(hsic(reps, options=GramOptions())).cka == pytest.approx(expected(), abs=1e-6)
+    assert summarise(hsic(reps, options=GramOptions())).cka == pytest.approx(
+        expected(), abs=1e-6
+    )
     assert caplog.text.count("is damaged (tile 0); it is made again") == 1
     assert caplog.text.count("is cut short; it is made again") == 1
     caplog.clear()
@@ -490,20 +535,28 @@ def test_a_slab_written_anew_has_other_matrices(store: Store) -> None:
     assert summarise(again).cka == pytest.approx(expected(changed), abs=1e-6)
 
 
-def test_two_processes_keep_one_matrix(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_keep_one_matrix(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reps = representations(store)
     hsic(reps, options=GramOptions())
-    monkeypatch.setattr(Comparison, "find", lambda *_: None)  # as where both began at once
+    monkeypatch.setattr(
+        Comparison, "find", lambda *_: None
+    )  # as where both began at once
     hsic(reps, options=GramOptions())
     assert len(kept(store.path.with_name("a.zarr.grams"))) == 3
 
 
-def test_a_failure_leaves_no_half_matrix(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_half_matrix(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vitsee_core.similarity.cache.os.replace", full)
-    with pytest.raises(VitseeError, match=r"cannot keep the Gram matrix of .*no space left"):
+    with pytest.raises(
+        VitseeError, match=r"cannot keep the Gram matrix of .*no space left"
+    ):
         hsic(representations(store), options=GramOptions())
     assert list(store.path.with_name("a.zarr.grams").iterdir()) == []
 
@@ -517,16 +570,22 @@ def test_slab_grams_stand_in_for_activations(
     valid = [1] * 13 + [0] + [1] * (N - 14)
     a = write_sites(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True, valid=valid)
     b = write_sites(tmp_path / "b.zarr", SITES, slab=5)
-    cells = [np.array([i for i in range(k, min(k + 8, N)) if valid[i]]) for k in range(0, N, 8)]
+    cells = [
+        np.array([i for i in range(k, min(k + 8, N)) if valid[i]]) for k in range(0, N, 8)
+    ]
 
     def total(x: Array, y: Array) -> float:
         return math.fsum(
-            len(c) * loop_hsic1(x[c].reshape(len(c), -1), y[c].reshape(len(c), -1)) for c in cells
+            len(c) * loop_hsic1(x[c].reshape(len(c), -1), y[c].reshape(len(c), -1))
+            for c in cells
         )
 
     values = list(SITES.values())
     wanted = np.array(
-        [[total(x, y) / math.sqrt(total(x, x) * total(y, y)) for y in values] for x in values]
+        [
+            [total(x, y) / math.sqrt(total(x, x) * total(y, y)) for y in values]
+            for x in values
+        ]
     )
     h = hsic(representations(a), options=options())
     assert summarise(h).cka == pytest.approx(wanted, abs=1e-5)
@@ -550,7 +609,9 @@ def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
     rest = {k: v[5:] for k, v in sites.items()}
     b = write_sites(tmp_path / "b.zarr", rest, tokens="pooled", grams=True, slab=5)
     without = hsic(representations(b), options=options())
-    assert h.spread == "slabs" and h.replicates is not None and len(h.replicates.cross) == 10
+    assert (
+        h.spread == "slabs" and h.replicates is not None and len(h.replicates.cross) == 10
+    )
     left = (getattr(h.replicates, name)[0] for name in ("cross", "rows", "cols"))
     assert centred_alignment(*left) == pytest.approx(summarise(without).cka, abs=1e-6)
 
@@ -564,7 +625,9 @@ def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
         (Estimator(batch=16), "--batch 16 is not their slab of 8"),
     ],
 )
-def test_slab_grams_serve_one_estimator(tmp_path: Path, estimator: Estimator, says: str) -> None:
+def test_slab_grams_serve_one_estimator(
+    tmp_path: Path, estimator: Estimator, says: str
+) -> None:
     a = write_sites(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
     with pytest.raises(MissingInput, match=says):
         one(a, estimator=estimator)

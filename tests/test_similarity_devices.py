@@ -15,7 +15,13 @@ from tests.stores import CNN, write_model
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.kernels import backend
-from vitsee_core.kernels.backend import Cuda, Staging, full_precision, product_in, product_size
+from vitsee_core.kernels.backend import (
+    Cuda,
+    Staging,
+    full_precision,
+    product_in,
+    product_size,
+)
 from vitsee_core.runtime.device import current_precision
 from vitsee_core.similarity import estimate, on_the_fly, products, whole_tiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
@@ -72,14 +78,18 @@ def store_of(path: Path) -> Store:
     ],
     ids=lambda options: options.get("estimator", "exact"),
 )
-def test_cka(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cka(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = store_of(tmp_path / "a.zarr")
     want = cka.run(store, no_cache=True, **options)
     calls = as_on_a_gpu(monkeypatch)
     found = cka.run(store, no_cache=True, **options)
     assert calls["strips"] and calls["tiles"]
     for name in ("value", "std"):
-        np.testing.assert_allclose(found[name], want[name], rtol=0, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], want[name], rtol=0, atol=2e-6, err_msg=name
+        )
 
 
 @pytest.mark.slow
@@ -119,7 +129,9 @@ def test_what_a_cache_keeps_beside_its_matrix(
     for site, pair in found.items():
         for here, there in zip(pair, want[site], strict=True):
             scale = np.abs(there).max()
-            np.testing.assert_allclose(here, there, rtol=0, atol=2e-6 * scale, err_msg=site)
+            np.testing.assert_allclose(
+                here, there, rtol=0, atol=2e-6 * scale, err_msg=site
+            )
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 50])
@@ -143,7 +155,9 @@ def test_symmetric_products_are_whole_after_half_the_work(
     np.testing.assert_allclose(other, x @ y.T, rtol=1e-5, atol=1e-5)
 
 
-def test_sums_of_pieces_leave_the_device_in_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_pieces_leave_the_device_in_few_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
     runs = np.arange(1, 4), np.arange(2, 8)
     scattered = np.array([0, 2, 5]), np.array([7, 1])
@@ -195,7 +209,9 @@ def test_products_on_a_gpu_are_single_precision(
     sums = DeviceTiles.sums
     monkeypatch.setattr(DeviceTiles, "sums", multiplied)
     for module in (estimate, on_the_fly):
-        monkeypatch.setattr(module, "full_precision", lambda _device: full_precision("cuda"))
+        monkeypatch.setattr(
+            module, "full_precision", lambda _device: full_precision("cuda")
+        )
     a = vit(tmp_path / "vit.zarr")
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -19,8 +19,21 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
 from vitsee_core.analyses.similarity.comparing import calibrate
-from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn, SiteGram, nearest
-from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
+from vitsee_core.analyses.similarity.measure import (
+    Cknna,
+    Measure,
+    MutualKnn,
+    SiteGram,
+    nearest,
+)
+from vitsee_core.analyses.similarity.products import (
+    Cka,
+    Gulp,
+    Procrustes,
+    RidgeR2,
+    Rsa,
+    Svcca,
+)
 from vitsee_core.similarity.estimators import block_labels
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.statistics.jackknife import standard_error
@@ -69,7 +82,9 @@ REFERENCES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("measure", "slow"), REFERENCES, ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize(
+    ("measure", "slow"), REFERENCES, ids=lambda one: getattr(one, "name", "")
+)
 def test_against_slow_versions_from_features(measure: Measure, slow: Any) -> None:
     for seed in range(3):
         x, y = related(seed)
@@ -95,7 +110,9 @@ def test_ties_go_to_the_lower_index_and_oneself_is_no_neighbour() -> None:
         [1, 1, 0, 0],
         [1, 1, 0, 0],
     ]
-    with pytest.raises(VitseeError, match="--k 4 neighbours of 4 images; expected at most 3"):
+    with pytest.raises(
+        VitseeError, match="--k 4 neighbours of 4 images; expected at most 3"
+    ):
         MutualKnn(4).prepare(gram_of(features(4, 3)))
 
 
@@ -117,7 +134,9 @@ def test_procrustes_and_gulp_by_hand() -> None:
     assert value(Procrustes(), x, x + y) == pytest.approx(0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("measure", [one for one, _ in REFERENCES], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "measure", [one for one, _ in REFERENCES], ids=lambda one: one.name
+)
 def test_invariances(measure: Measure) -> None:
     """To rotation and scale, of permuted images, and with itself."""
     x, y = related()
@@ -169,7 +188,9 @@ def test_intervals_are_a_jackknifes_that_starts_anew(tmp_path: Path, name: str) 
     "measure", [MutualKnn(5), Cknna(5), Rsa("pearson"), Rsa("euclidean"), Cka()],
     ids=lambda one: one.name,
 )  # fmt: skip
-def test_what_is_left_of_a_state_is_that_of_fewer_images(measure: Measure, seed: int) -> None:
+def test_what_is_left_of_a_state_is_that_of_fewer_images(
+    measure: Measure, seed: int
+) -> None:
     x, y = (np.round(z, 1) for z in related(seed, n=40))  # with ties
     places = np.setdiff1d(np.arange(40), [seed, 17 + seed])
     of = [gram_of(z).of(places) for z in (x, y)]
@@ -185,7 +206,9 @@ def test_what_is_left_of_a_state_is_that_of_fewer_images(measure: Measure, seed:
 
 
 @pytest.mark.slow
-def test_gram_matrices_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gram_matrices_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from collections import Counter
 
     from vitsee_core.similarity.gram_file import GramView
@@ -235,13 +258,17 @@ def test_p_values_are_uniform_where_nothing_is_shared() -> None:
     measure, draws = Rsa("euclidean"), 19
     for seed in range(100):
         rng = np.random.default_rng(seed)
-        states: Any = [measure.prepare(gram_of(rng.normal(size=(12, 30)))) for _ in range(2)]
+        states: Any = [
+            measure.prepare(gram_of(rng.normal(size=(12, 30)))) for _ in range(2)
+        ]
         orders = [rng.permutation(12) for _ in range(draws)]
         null = measure.null(states, states, PAIR, orders)
         seen = measure.compare(states, states, PAIR)
         found.append(calibrate(seen, null, np.zeros(1, int), distance=False)["p"][0])
     # Of 20 possible p-values each is as likely: spread them evenly, and compare with uniform.
-    spread = np.array(found) - np.random.default_rng(0).uniform(0, 1 / (draws + 1), len(found))
+    spread = np.array(found) - np.random.default_rng(0).uniform(
+        0, 1 / (draws + 1), len(found)
+    )
     assert kstest(spread, "uniform").pvalue > 0.01
     assert 0.01 <= np.mean(np.array(found) <= 0.05) <= 0.11
 
@@ -299,7 +326,16 @@ def test_independent_wide_features_are_alike_by_chance_alone(tmp_path: Path) -> 
 def test_a_clear_likeness_is_significant(tmp_path: Path) -> None:
     x, y = related(n=60)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
-    names = ["mutual-knn", "cknna", "rsa", "gulp", "ridge-r2", "procrustes", "svcca", "cka"]
+    names = [
+        "mutual-knn",
+        "cknna",
+        "rsa",
+        "gulp",
+        "ridge-r2",
+        "procrustes",
+        "svcca",
+        "cka",
+    ]
     table = run(store, metrics=names, sites=["head"], calibrate=19, no_cache=True)
     assert tuple(table.written.columns) == COLUMNS
     assert table["p"].tolist() == [1 / 20] * len(table)
@@ -329,7 +365,9 @@ def test_constant_sites_and_images_of_zeros(tmp_path: Path) -> None:
     x[3] = 0
     same = np.ones((30, 4))
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y, "norm": same})
-    table = run(store, metrics=["mutual-knn"], sites=["pooled", "logits", "norm"], no_cache=True)
+    table = run(
+        store, metrics=["mutual-knn"], sites=["pooled", "logits", "norm"], no_cache=True
+    )
     assert set(table["n_images"].tolist()) == {29}
     named = {
         frozenset(pair): v
@@ -337,7 +375,9 @@ def test_constant_sites_and_images_of_zeros(tmp_path: Path) -> None:
     }
     assert np.isnan(named[frozenset(["pooled", "norm"])])
     rest = np.delete(np.arange(30), 3)
-    expected = reference.mutual_knn(x[rest].astype(np.float32), y[rest].astype(np.float32), 10)
+    expected = reference.mutual_knn(
+        x[rest].astype(np.float32), y[rest].astype(np.float32), 10
+    )
     assert named[frozenset(["pooled", "logits"])] == pytest.approx(expected)
     remarks = " ".join(table.notes["remarks"])
     assert "1 of 30 images are left out" in remarks
@@ -349,10 +389,14 @@ def test_groups_that_do_not_fit_the_memory_give_the_same(tmp_path: Path) -> None
     sites = {f"blocks.{i}.out": features(30, 14, i).reshape(30, 7, 2) for i in range(5)}
     store = write_model(tmp_path / "a.zarr", sites)
     whole = run(store, metrics=["rsa", "cknna"], no_cache=True, calibrate=19)
-    small = run(store, metrics=["rsa", "cknna"], no_cache=True, calibrate=19, memory=20_000)
+    small = run(
+        store, metrics=["rsa", "cknna"], no_cache=True, calibrate=19, memory=20_000
+    )
     for column in ("value", "std", "p", "tau"):
         assert small[column] == pytest.approx(whole[column], abs=1e-6, nan_ok=True)
-    assert np.array_equal(whole["value"][:25].reshape(5, 5), whole["value"][:25].reshape(5, 5).T)
+    assert np.array_equal(
+        whole["value"][:25].reshape(5, 5), whole["value"][:25].reshape(5, 5).T
+    )
 
 
 def test_blocks_within_slabs_serve_cka_alone(tmp_path: Path) -> None:
@@ -382,8 +426,12 @@ def test_blocks_within_slabs_serve_cka_alone(tmp_path: Path) -> None:
         ({"k": 99}, "--k 99 neighbours of 24 images"),
     ],
 )
-def test_choices_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    store = write_model(tmp_path / "a.zarr", {"pooled": features(24, 3), "logits": features(24, 2)})
+def test_choices_that_cannot_be(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    store = write_model(
+        tmp_path / "a.zarr", {"pooled": features(24, 3), "logits": features(24, 2)}
+    )
     with pytest.raises(VitseeError, match=message):
         run(store, sites=["head"], no_cache=True, **given)
 
@@ -393,16 +441,23 @@ def test_choices_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: 
 def test_the_figure_has_panels_for_each_measure(tmp_path: Path, pairs: str) -> None:
     stores = []
     for name, seed in (("a", 0), ("b", 5)):
-        sites = {f"blocks.{i}.out": features(30, 14, seed + i).reshape(30, 7, 2) for i in range(3)}
+        sites = {
+            f"blocks.{i}.out": features(30, 14, seed + i).reshape(30, 7, 2)
+            for i in range(3)
+        }
         stores.append(write_model(tmp_path / f"{name}.zarr", sites))
-    table = run(*stores, metrics=["gulp", "mutual-knn"], pairs=pairs, calibrate=19, no_cache=True)
+    table = run(
+        *stores, metrics=["gulp", "mutual-knn"], pairs=pairs, calibrate=19, no_cache=True
+    )
     assert "permutations of the images" in json.dumps(table.notes)
     figure = plot(table)
     shown = [one for axes in figure.axes for one in (axes, *axes.child_axes)]
     labels = {flat(axes.get_ylabel()).partition(", colours")[0] for axes in shown}
     # By chance 10 of 29 others are neighbours.
     assert {"GULP distance (0: alike)", "mutual k-NN, k = 10 (chance 0.34)"} <= labels
-    if pairs == "all":  # heatmaps, plain and calibrated; a calibrated distance is a similarity
+    if (
+        pairs == "all"
+    ):  # heatmaps, plain and calibrated; a calibrated distance is a similarity
         assert len(figure.axes) == 4 and "GULP, calibrated (0: chance)" in labels
 
 
@@ -411,18 +466,34 @@ def test_components_beyond_the_images_are_said(tmp_path: Path) -> None:
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
     table = run(store, metrics=["svcca"], sites=["head"], no_cache=True)
     assert table["value"][1] > 0.9
-    assert "some correlations are 1 whatever the features are" in table.notes["remarks"][0]
+    assert (
+        "some correlations are 1 whatever the features are" in table.notes["remarks"][0]
+    )
 
 
 def test_metrics_have_one_option_under_two_names(tmp_path: Path) -> None:
     """--metric, and --measure as before; words with `_` as in tables, or with `-`."""
-    write_model(tmp_path / "a.zarr", {"pooled": features(24, 3), "logits": features(24, 2)})
+    write_model(
+        tmp_path / "a.zarr", {"pooled": features(24, 3), "logits": features(24, 2)}
+    )
     shown = []
-    for words in (["--metric", "mutual_knn,ridge_r2"], ["--measure", "mutual-knn,ridge-r2"]):
-        args = ["similarity", str(tmp_path / "a.zarr"), "--sites", "head", "--no-cache", *words]
+    for words in (
+        ["--metric", "mutual_knn,ridge_r2"],
+        ["--measure", "mutual-knn,ridge-r2"],
+    ):
+        args = [
+            "similarity",
+            str(tmp_path / "a.zarr"),
+            "--sites",
+            "head",
+            "--no-cache",
+            *words,
+        ]
         result = CliRunner().invoke(main, args)
         assert result.exit_code == 0, result.stderr
         shown.append(result.stdout)
-    assert shown[0] == shown[1] and ",mutual_knn," in shown[0] and ",ridge_r2," in shown[0]
+    assert (
+        shown[0] == shown[1] and ",mutual_knn," in shown[0] and ",ridge_r2," in shown[0]
+    )
     wrong = CliRunner().invoke(main, ["similarity", "a.zarr", "--metric", "cca"])
     assert wrong.exit_code == 2 and "'mutual_knn', 'cknna'" in wrong.stderr

@@ -58,15 +58,23 @@ def test_cka_does_not_depend_on_the_scale(scale: float, tmp_path: Path) -> None:
     error = loop_jackknife(x.astype(float), y.astype(float), blocks)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scaled = cka.run(store_of(tmp_path / "scaled.zarr", scale), sites=SITES, no_cache=True)
-        plain = cka.run(store_of(tmp_path / "plain.zarr", 1.0), sites=SITES, no_cache=True)
+        scaled = cka.run(
+            store_of(tmp_path / "scaled.zarr", scale), sites=SITES, no_cache=True
+        )
+        plain = cka.run(
+            store_of(tmp_path / "plain.zarr", 1.0), sites=SITES, no_cache=True
+        )
     found = value_and_ends(scaled, "pooled", "logits")
     assert found[0] == pytest.approx(expected, abs=1e-6)
     half = 2.0930240544083087 * error
-    assert found[1:] == pytest.approx([expected - half, min(1, expected + half)], abs=2e-6)
+    assert found[1:] == pytest.approx(
+        [expected - half, min(1, expected + half)], abs=2e-6
+    )
     for a, b in (("embed", "pooled"), ("embed", "logits")):
         # float32 of x times the scale, which is no power of two
-        assert value_and_ends(scaled, a, b) == pytest.approx(value_and_ends(plain, a, b), abs=2e-6)
+        assert value_and_ends(scaled, a, b) == pytest.approx(
+            value_and_ends(plain, a, b), abs=2e-6
+        )
     assert not any("no CKA" in remark for remark in scaled.notes["remarks"])
 
 
@@ -87,7 +95,11 @@ def test_other_measures(metric: str, tmp_path: Path) -> None:
     values = []
     for scale in (1.0, 1e-12, 1e10):
         store = store_of(tmp_path / f"{scale}.zarr", scale)
-        sides: dict[str, Any] = {"sites_a": ["pooled"], "sites_b": ["logits"], "no_cache": True}
+        sides: dict[str, Any] = {
+            "sites_a": ["pooled"],
+            "sites_b": ["logits"],
+            "no_cache": True,
+        }
         with np.errstate(over="raise", invalid="raise"):
             table = similarity.run(store, metrics=[metric], **sides)
         values.append(float(table.filter(metric=metric)["value"][0]))
@@ -105,7 +117,11 @@ def test_arrays(scale: float) -> None:
 
 def test_few_images_are_a_remark(tmp_path: Path) -> None:
     x, y = (features.astype(float) for features in pair())
-    for n, words in ((4, "has no interval"), (9, "CKA of 9 images is mostly noise"), (10, "")):
+    for n, words in (
+        (4, "has no interval"),
+        (9, "CKA of 9 images is mostly noise"),
+        (10, ""),
+    ):
         of_arrays = cka.cka_of_arrays(x[:n], y[:n])
         store = write_sites(tmp_path / f"{n}.zarr", {"pooled": x[:n], "logits": y[:n]})
         of_store = cka.run(store, sites=SITES[1:], no_cache=True)

@@ -34,7 +34,9 @@ def test_independent_rows_by_simulation() -> None:
         gaps = (sample[:, None] - sample)[np.triu_indices(n, 1)]
         largest.append(np.abs(gaps.mean(1) / (gaps.std(1, ddof=1) / np.sqrt(m))).max())
     # equal lengths, no covariance
-    orthogonal = np.linalg.qr(np.column_stack([np.ones(m), rng.normal(size=(m, n))]))[0][:, 1:].T
+    orthogonal = np.linalg.qr(np.column_stack([np.ones(m), rng.normal(size=(m, n))]))[0][
+        :, 1:
+    ].T
     found = largest_t(orthogonal)
     assert found == pytest.approx(float(np.quantile(largest, 0.95)), rel=0.03)
     assert studentized_range.ppf(0.95, n, m - 1) / np.sqrt(2) < found

@@ -39,7 +39,9 @@ def test_for_people() -> None:
     assert listed[0] == "site"
     for name in ("embed", "blocks.0.attn.branch", "blocks.1.out", "pooled", "logits"):
         assert name in listed
-    assert "blocks.0.attn.qkv" not in listed, "single modules are not listed unless asked for"
+    assert "blocks.0.attn.qkv" not in listed, (
+        "single modules are not listed unless asked for"
+    )
     assert "outputs of single modules (--sites modules)" in result.stdout
     assert "attention: 2 blocks (blocks.0 to blocks.1)" in result.stdout
     assert "residual: 4 sublayers (blocks.0.attn to blocks.1.mlp)" in result.stdout
@@ -58,8 +60,14 @@ def test_numbers() -> None:
 
 def test_selection_keeps_the_models_order() -> None:
     chosen = rows(*VIT, "--sites", "head", "--sites", "blocks")
-    assert [row["site"] for row in chosen][:3] == ["embed", "blocks.0.out", "blocks.1.out"]
-    assert [row["site"] for row in rows(*VIT, "--sites", "blocks.-1.out")] == ["blocks.1.out"]
+    assert [row["site"] for row in chosen][:3] == [
+        "embed",
+        "blocks.0.out",
+        "blocks.1.out",
+    ]
+    assert [row["site"] for row in rows(*VIT, "--sites", "blocks.-1.out")] == [
+        "blocks.1.out"
+    ]
 
 
 def test_json_tells_why_something_is_missing() -> None:
@@ -88,7 +96,9 @@ def refuse_weights(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_large_patch16_224", "mobilenetv5_300m", "demo:resnet"])
+@pytest.mark.parametrize(
+    "name", ["vit_large_patch16_224", "mobilenetv5_300m", "demo:resnet"]
+)
 def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitsee_core.models.without_weights.load_model", refuse_weights)
     result = sites(name, "--json")
@@ -97,12 +107,17 @@ def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "read from shapes; extract, or --prove, verifies" in result.stderr
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("test_maxvit", "efficientvim_m1")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("test_maxvit", "efficientvim_m1")
+]
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", *SLOW])
 def test_shapes_list_what_pixels_prove(name: str) -> None:
-    told, proven = (json.loads(sites(name, *how, "--json").stdout) for how in (SHAPES, PROVE))
+    told, proven = (
+        json.loads(sites(name, *how, "--json").stdout) for how in (SHAPES, PROVE)
+    )
     assert (told.pop("proven"), proven.pop("proven")) == (False, True)
     assert told == proven
 

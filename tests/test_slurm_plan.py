@@ -32,14 +32,21 @@ class Cluster:
         self.calls, programs = folder / "calls", folder / "programs"
         self.calls.mkdir()
         programs.mkdir()
-        bodies = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "vitsee": "#!/bin/sh\n"}
+        bodies = {
+            "sbatch": SBATCH,
+            "srun": SRUN,
+            "scontrol": SCONTROL,
+            "vitsee": "#!/bin/sh\n",
+        }
         for name, body in bodies.items():
             (programs / name).write_text(body)
             (programs / name).chmod(0o755)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         self.environ = {"PATH": path, "CALLS": str(self.calls)}
 
-    def bash(self, text: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def bash(
+        self, text: str, *args: str, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-s", "--", *args],
             input=text,
@@ -73,13 +80,27 @@ def test_the_printed_script_submits_an_array_and_then_its_validation(
     folder: Path, tmp_path: Path, cluster: Cluster
 ) -> None:
     store = tmp_path / "it's $HOME.zarr"
-    words = [*VIT, "--data", str(folder), "--slab", "4", "-o", str(store), "--workers", "3"]
+    words = [
+        *VIT,
+        "--data",
+        str(folder),
+        "--slab",
+        "4",
+        "-o",
+        str(store),
+        "--workers",
+        "3",
+    ]
     result = extracted(*words, "--plan", "slurm")
     assert not store.exists()
     done = cluster.bash(result.stdout, "--time=9", "--partition=big")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "submitted: array 41, then validation 42\n"
-    assert cluster.read("arguments0").split() == ["--parsable", "--time=9", "--partition=big"]
+    assert cluster.read("arguments0").split() == [
+        "--parsable",
+        "--time=9",
+        "--partition=big",
+    ]
     expected = ["--parsable", "--dependency=afterok:41", "--kill-on-invalid-dep=yes"]
     assert cluster.read("arguments1").split() == expected
     array = directives(cluster.read("batch0"))
@@ -93,7 +114,12 @@ def test_the_printed_script_submits_an_array_and_then_its_validation(
     ran = ["--cpus-per-task=5", "vitsee", "extract", *words, "--shard", "slurm"]
     assert cluster.read("srun").splitlines() == ran
     cluster.bash(cluster.read("batch1"), **task)
-    assert cluster.read("srun").splitlines()[1:] == ["vitsee", "validate", "--deep", str(store)]
+    assert cluster.read("srun").splitlines()[1:] == [
+        "vitsee",
+        "validate",
+        "--deep",
+        str(store),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +140,13 @@ def test_only_the_task_that_was_stopped_is_requeued(
 
 def test_the_resources_follow_the_options() -> None:
     def of(**given: int | bool | None) -> dict[str, str]:
-        plan = array_script(("vitsee", "extract"), "s3://b/runs/b16.zarr/", "/x y", 500, **given)  # type: ignore[arg-type]
+        plan = array_script(
+            ("vitsee", "extract"),
+            "s3://b/runs/b16.zarr/",
+            "/x y",
+            500,
+            **given,  # type: ignore[arg-type]
+        )  # type: ignore[arg-type]
         return directives(plan.split("ARRAY'\n")[1].split("ARRAY\n")[0])
 
     assert of()["array"] == "0-7"
@@ -177,7 +209,17 @@ def test_mistakes_are_found_before_the_queue(folder: Path, tmp_path: Path) -> No
 def test_a_store_that_is_there_counts_its_own_slabs(folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.zarr"
     words = [*VIT, "--data", folder, "-o", store]
-    begun = [*words, "--slab", "3", "--shard", "0/2", "--sites", "embed", "--tokens", "pooled"]
+    begun = [
+        *words,
+        "--slab",
+        "3",
+        "--shard",
+        "0/2",
+        "--sites",
+        "embed",
+        "--tokens",
+        "pooled",
+    ]
     extracted(*begun)
     script = extracted(*words, "--plan", "slurm").stdout
     assert "#SBATCH --array=0-3\n" in script  # not one slab of the default 256

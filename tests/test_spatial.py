@@ -28,9 +28,9 @@ from vitsee_core.analyses.spatial.structure import (
     image_structure,
     scaled,
 )
-from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -77,11 +77,15 @@ def loop_structure(x: Array) -> dict[str, float]:
         )
         there = all(d in by for d in range(1, reach + 1))
         means = [statistics.fmean(by[d]) for d in range(1, reach + 1)] if there else []
-        found[f"cds{name}"] = -np.polyfit(range(1, reach + 1), means, 1)[0] if there else math.nan
+        found[f"cds{name}"] = (
+            -np.polyfit(range(1, reach + 1), means, 1)[0] if there else math.nan
+        )
     found["mean_cos"] = statistics.fmean(v for values in by.values() for v in values)
     units = [u / np.linalg.norm(u) for u in x.reshape(-1, x.shape[-1]) if np.any(u)]
     mean = sum(units) / len(units)
-    found["rmsc"] = math.sqrt(statistics.fmean(float((u - mean) @ (u - mean)) for u in units))
+    found["rmsc"] = math.sqrt(
+        statistics.fmean(float((u - mean) @ (u - mean)) for u in units)
+    )
     return found
 
 
@@ -93,7 +97,9 @@ def loop_fourier(x: Array, ky: int, kx: int) -> float:
         total = 0j
         for r in range(rows):
             for c in range(cols):
-                total += x[r, c, d] * cmath.exp(-2j * math.pi * (ky * r / rows + kx * c / cols))
+                total += x[r, c, d] * cmath.exp(
+                    -2j * math.pi * (ky * r / rows + kx * c / cols)
+                )
         logs.append(math.log(abs(total) + 1e-6))
     return statistics.fmean(logs)
 
@@ -115,7 +121,11 @@ def loop_shares(x: Array) -> tuple[float, float]:
 def test_by_hand() -> None:
     # A row of nine tokens that turn by 10 degrees each: cos(d) = cos(10 d degrees).
     angle = np.deg2rad(10) * np.arange(9)
-    x = np.stack([np.cos(angle), np.sin(angle)], -1).reshape(1, 1, 9, 2).astype(np.float32)
+    x = (
+        np.stack([np.cos(angle), np.sin(angle)], -1)
+        .reshape(1, 1, 9, 2)
+        .astype(np.float32)
+    )
     found = image_structure(x)
     cosines = [math.cos(math.radians(10 * d)) for d in range(9)]
     # Three, two and one pairs at distances 6, 7, 8
@@ -126,7 +136,9 @@ def test_by_hand() -> None:
     assert found.values["cds"][0] == pytest.approx(-slope, rel=1e-6)
     everything = sum((9 - d) * cosines[d] for d in range(1, 9)) / 36
     assert found.values["mean_cos"][0] == pytest.approx(everything, rel=1e-6)
-    assert found.values["rmsc"][0] == pytest.approx(math.sqrt((1 - everything) * 8 / 9), rel=1e-6)
+    assert found.values["rmsc"][0] == pytest.approx(
+        math.sqrt((1 - everything) * 8 / 9), rel=1e-6
+    )
     # |FFT| of a chessboard is 16 at the corner (pi, pi), which the half diagonal of an even side
     # does not reach, and 0 elsewhere; a mean of 1/16 is an amplitude of 1 at frequency 0.
     y, z = np.mgrid[:4, :4]
@@ -214,8 +226,12 @@ def test_shares_of_pure_effects_and_of_noise() -> None:
     rng = np.random.default_rng(0)
     of_image, of_place = rng.normal(size=(30, 1, 5)), rng.normal(size=(1, 12, 5))
     both = np.broadcast_arrays(of_image, of_place)
-    assert TokenSums.of(both[0].copy()).shares()["share_image"] == pytest.approx(1, rel=1e-12)
-    assert TokenSums.of(both[1].copy()).shares()["share_position"] == pytest.approx(1, rel=1e-12)
+    assert TokenSums.of(both[0].copy()).shares()["share_image"] == pytest.approx(
+        1, rel=1e-12
+    )
+    assert TokenSums.of(both[1].copy()).shares()["share_position"] == pytest.approx(
+        1, rel=1e-12
+    )
     summed = TokenSums.of(of_image + of_place).shares()
     assert summed["share_rest"] == pytest.approx(0, abs=1e-12)
     # Noise of 500 channels: the standard error of a share is about sqrt(2 x share / (500 x T)).
@@ -247,7 +263,9 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
         assert rows["value"][0] == pytest.approx(values.mean(), rel=1e-9)
         assert rows["std"][0] == pytest.approx(values.std(ddof=1), rel=1e-7)
         assert rows.replicates is not None
-        assert rows.replicates[0][3] == pytest.approx(values[blocks != 3].mean(), rel=1e-9)
+        assert rows.replicates[0][3] == pytest.approx(
+            values[blocks != 3].mean(), rel=1e-9
+        )
     for keep, column in ((blocks >= 0, None), (blocks != 3, 3)):
         image, place = loop_shares(kept[keep])
         for name, value in (("share_image", image), ("share_position", place)):
@@ -255,7 +273,11 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
             found = rows["value"][0] if column is None else rows.replicates[0][column]  # type: ignore[index]
             assert found == pytest.approx(value, rel=1e-10)
     assert table.filter(metric="share_position")["null"][0] == 48 / (22 * 49 - 1)
-    assert table.filter(metric="fourier_radial")["frequency"].tolist() == [2 / 7, 4 / 7, 6 / 7]
+    assert table.filter(metric="fourier_radial")["frequency"].tolist() == [
+        2 / 7,
+        4 / 7,
+        6 / 7,
+    ]
     plot(table)
 
 
@@ -275,7 +297,9 @@ def test_a_figure_of_some_sites(tmp_path: Path) -> None:
 def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
     x, grid = field(23, 4, 5).reshape(23, 20, 4), layout(4, 5)
     whole = run(write_sites(tmp_path / "a.zarr", {"embed": x}, layout=grid, slab=6))
-    cut = run(write_sites(tmp_path / "b.zarr", {"embed": x}, layout=grid, slab=23), jobs=3)
+    cut = run(
+        write_sites(tmp_path / "b.zarr", {"embed": x}, layout=grid, slab=23), jobs=3
+    )
     # shares are sums of blocks, cut where slabs end
     assert cut["value"] == pytest.approx(whole["value"], rel=1e-11, nan_ok=True)
     assert cut["low"] == pytest.approx(whole["low"], rel=1e-8, nan_ok=True)
@@ -293,8 +317,16 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
         Image.fromarray(mask).save(place)
     args = ["--model-arg", "patch_size=4", "--dtype", "float32"]
     extracted(*VIT, "--data", images, *args, "-o", tmp_path / "a.zarr")
-    out = ["-o", str(tmp_path / "s.csv"), "--png", str(tmp_path / "s.png"), "--replicates"]
-    rest = next((tmp_path / "masks").rglob("*.png"))  # one of the masks in a folder of its own
+    out = [
+        "-o",
+        str(tmp_path / "s.csv"),
+        "--png",
+        str(tmp_path / "s.png"),
+        "--replicates",
+    ]
+    rest = next(
+        (tmp_path / "masks").rglob("*.png")
+    )  # one of the masks in a folder of its own
     other = tmp_path / "rest" / rest.relative_to(tmp_path / "masks")
     other.parent.mkdir(parents=True)
     shutil.copy(rest, other)
@@ -313,7 +345,11 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
     grid = store.layout(rows["site"][-1])
     assert grid is not None
     truth = ground_truth(
-        store, open_masks(tmp_path / "masks"), choose_rows(store), {"": grid}, foreground="any"
+        store,
+        open_masks(tmp_path / "masks"),
+        choose_rows(store),
+        {"": grid},
+        foreground="any",
     )
     on = truth.labels[""]
     assert (on == FOREGROUND).any(1).sum() == 3

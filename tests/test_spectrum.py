@@ -60,7 +60,9 @@ def loop_participation(x: Array) -> float:
     np.fill_diagonal(gram, 0)
     squares, entries = float((gram * gram).sum()), float(gram.sum())
     rows = float((gram @ gram).sum())
-    hsic = (squares + entries**2 / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
+    hsic = (squares + entries**2 / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (
+        n * (n - 3)
+    )
     return trace**2 / hsic
 
 
@@ -73,11 +75,16 @@ def loop_anisotropy(x: Array) -> float:
 def loop_twonn(x: Array) -> float:
     ratios = []
     for i, row in enumerate(x):
-        near = sorted(float(np.linalg.norm(row - other)) for j, other in enumerate(x) if j != i)
+        near = sorted(
+            float(np.linalg.norm(row - other)) for j, other in enumerate(x) if j != i
+        )
         ratios.append(near[1] / near[0])
     ratios.sort()
     n = len(ratios)
-    kept = [(math.log(mu), -math.log(1 - i / n)) for i, mu in enumerate(ratios[: int(0.9 * n)], 1)]
+    kept = [
+        (math.log(mu), -math.log(1 - i / n))
+        for i, mu in enumerate(ratios[: int(0.9 * n)], 1)
+    ]
     return math.fsum(a * b for a, b in kept) / math.fsum(a * a for a, _ in kept)
 
 
@@ -87,12 +94,15 @@ def loop_collapse(x: Array, labels: Array) -> dict[str, float]:
     groups = [x[labels == name] for name in names]
     means = [group.mean(0) for group in groups]
     centre = sum(means) / c
-    within = sum(np.outer(v - m, v - m) for g, m in zip(groups, means, strict=True) for v in g)
+    within = sum(
+        np.outer(v - m, v - m) for g, m in zip(groups, means, strict=True) for v in g
+    )
     between = sum(np.outer(m - centre, m - centre) for m in means) / c
     # the pseudoinverse of rank C - 1
     inverse = np.linalg.pinv(between, rcond=1e-9, hermitian=True)
     variance = [
-        float(((g - m) ** 2).sum()) / (len(g) - 1) for g, m in zip(groups, means, strict=True)
+        float(((g - m) ** 2).sum()) / (len(g) - 1)
+        for g, m in zip(groups, means, strict=True)
     ]
     ratios, angles = [], []
     for i in range(c):
@@ -118,7 +128,9 @@ def loop_collapse(x: Array, labels: Array) -> dict[str, float]:
 
 def test_by_hand() -> None:
     # Singular values 3 and 1: p = 3/4, 1/4; entropy 0.56234, exp 1.75477.
-    assert entropy_rank(np.array([9.0, 1.0, 0.0])) == pytest.approx(1.7547653506033158, rel=1e-12)
+    assert entropy_rank(np.array([9.0, 1.0, 0.0])) == pytest.approx(
+        1.7547653506033158, rel=1e-12
+    )
     # Three examples on a line, 0, 2, 4: centred one direction; about 0 one too.
     line = Spectrum.of_examples(np.array([[0.0], [2.0], [4.0]]))
     assert line.metrics()["rankme"] == line.metrics()["effective_rank"] == 1
@@ -177,11 +189,15 @@ def test_sums_of_a_store_do_not_depend_on_the_cores(
 ) -> None:
     x = np.random.default_rng(0).normal(1, 2, size=(30, 6, 9)).astype(np.float16)
     layout = TokenLayout((), (2, 3), stride_px=(16.0, 16.0))
-    store = write_sites(tmp_path / "a.zarr", {"x": x}, layout=layout, slab=8, dtype="float16")
+    store = write_sites(
+        tmp_path / "a.zarr", {"x": x}, layout=layout, slab=8, dtype="float16"
+    )
     chosen = choose_features(store, store.site("x"), "patches")
     found = []
     for cores in (1, 3):
-        monkeypatch.setattr("vitsee_core.runtime.machine.n_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(
+            "vitsee_core.runtime.machine.n_cores", lambda cores=cores: cores
+        )
         use = Execution()
         labels = np.arange(30) * 4 // 30
         found.append(block_sums(chosen, use.rows(store), labels, use))
@@ -197,8 +213,12 @@ def test_taking_a_block_out_again() -> None:
     parts = [CovarianceSums.of(piece, x[0]) for piece in np.array_split(x, 4)]
     whole = total(parts)
     whole.add(parts[1], -1)
-    left = np.concatenate([piece for i, piece in enumerate(np.array_split(x, 4)) if i != 1])
-    assert np.allclose(whole.scatter, (left - left.mean(0)).T @ (left - left.mean(0)), rtol=1e-12)
+    left = np.concatenate(
+        [piece for i, piece in enumerate(np.array_split(x, 4)) if i != 1]
+    )
+    assert np.allclose(
+        whole.scatter, (left - left.mean(0)).T @ (left - left.mean(0)), rtol=1e-12
+    )
     assert np.allclose(whole.mean, left.mean(0), rtol=1e-13)
     norms = ((left - left.mean(0)) ** 2).sum(1)
     assert whole.fourth_about_mean == pytest.approx(float(norms @ norms), rel=1e-11)
@@ -244,7 +264,9 @@ def test_the_error_of_the_intrinsic_dimension_is_that_of_batch_means() -> None:
     x, labels = features(40), np.arange(40) * 5 // 40
     alone = [loop_twonn(x[labels == b]) for b in range(5)]
     error = np.std(alone, ddof=1) / math.sqrt(5) * loop_twonn(x) / np.mean(alone)
-    assert standard_error(TwoNearest(x, labels).replicates()) == pytest.approx(error, rel=1e-9)
+    assert standard_error(TwoNearest(x, labels).replicates()) == pytest.approx(
+        error, rel=1e-9
+    )
 
 
 @pytest.mark.slow
@@ -275,7 +297,9 @@ def test_collapse_against_loops() -> None:
 def test_collapse_of_a_simplex_and_of_noise() -> None:
     corners = np.repeat(np.eye(4), 5, axis=0)
     found, _ = collapse(corners, np.repeat(np.arange(4), 5))
-    assert found == pytest.approx({"nc1": 0, "cdnv": 0, "nc2_norms": 0, "nc2_angles": 0}, abs=1e-12)
+    assert found == pytest.approx(
+        {"nc1": 0, "cdnv": 0, "nc2_norms": 0, "nc2_angles": 0}, abs=1e-12
+    )
     # Noise of more channels than examples: in-sample means would agree with every label.
     rng = np.random.default_rng(0)
     x, labels = rng.normal(size=(400, 600)), np.repeat(np.arange(20), 20)
@@ -289,13 +313,17 @@ def test_pairs_of_classes_that_are_left_out_are_counted(n: int, said: str) -> No
     x, labels = np.zeros((4, 2), np.float32), np.arange(4)
     remarks = _Classes(x, labels, labels, None, ["cdnv"], left_out=n).remarks("a pooled")
     assert len(remarks) == bool(n)
-    assert all(f"a pooled: cdnv is without {said} classes that" in line for line in remarks)
+    assert all(
+        f"a pooled: cdnv is without {said} classes that" in line for line in remarks
+    )
 
 
 # ---------------------------------------------------------------- the analysis
 
 
-def labelled(path: Path, n: int = 47, dim: int = 5, **more: Any) -> tuple[Any, Array, Array]:
+def labelled(
+    path: Path, n: int = 47, dim: int = 5, **more: Any
+) -> tuple[Any, Array, Array]:
     """A store of a class token, two patches, logits of three classes, and labels."""
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 3, n)
@@ -316,10 +344,14 @@ def test_against_loops(tmp_path: Path) -> None:
 
     def expected(keep: Array) -> dict[str, float]:
         some, own = cls[keep], labels[keep]
-        nc4 = nearest_mean_disagrees(some, own, logits[keep].argmax(1), halves(labels)[keep])
+        nc4 = nearest_mean_disagrees(
+            some, own, logits[keep].argmax(1), halves(labels)[keep]
+        )
         return {
             "rankme": entropy_of(np.linalg.svd(some, compute_uv=False)),
-            "effective_rank": entropy_of(np.linalg.svd(some - some.mean(0), compute_uv=False)),
+            "effective_rank": entropy_of(
+                np.linalg.svd(some - some.mean(0), compute_uv=False)
+            ),
             "participation_ratio": loop_participation(some),
             "alpha": math.nan,
             "anisotropy": loop_anisotropy(some),
@@ -336,7 +368,9 @@ def test_against_loops(tmp_path: Path) -> None:
     assert column("half_a") == pytest.approx(expected(blocks % 2 == 0), **close)
     assert column("half_b") == pytest.approx(expected(blocks % 2 == 1), **close)
     assert table.replicates is not None
-    seventh = dict(zip(table["metric"].tolist(), table.replicates[:, 7].tolist(), strict=True))
+    seventh = dict(
+        zip(table["metric"].tolist(), table.replicates[:, 7].tolist(), strict=True)
+    )
     alone = math.nan  # no dimension of two images
     assert seventh == pytest.approx(expected(blocks != 7) | {"twonn": alone}, **close)
     of_this_size = table.notes["interval_of"]
@@ -353,8 +387,12 @@ def test_tokens_are_examples(tmp_path: Path) -> None:
     assert not {*table["metric"]} & {"twonn", *OF_CLASSES}
     flat = x[:, 1:].reshape(-1, 5)
     value = dict(zip(table["metric"].tolist(), table["value"].tolist(), strict=True))
-    assert value["rankme"] == pytest.approx(entropy_of(np.linalg.svd(flat, compute_uv=False)))
-    assert value["participation_ratio"] == pytest.approx(loop_participation(flat), rel=1e-9)
+    assert value["rankme"] == pytest.approx(
+        entropy_of(np.linalg.svd(flat, compute_uv=False))
+    )
+    assert value["participation_ratio"] == pytest.approx(
+        loop_participation(flat), rel=1e-9
+    )
     assert value["anisotropy"] == pytest.approx(loop_anisotropy(flat), rel=1e-9)
     assert set(table["n_examples"].tolist()) == {94}
     assert set(table["token"].tolist()) == {"patches"}
@@ -366,7 +404,9 @@ def test_fewer_images_than_channels(tmp_path: Path) -> None:
     x = features(9, 30)
     table = run(write_sites(tmp_path / "a.zarr", {"pooled": x}), sites=["head"])
     value = dict(zip(table["metric"].tolist(), table["value"].tolist(), strict=True))
-    assert value["rankme"] == pytest.approx(entropy_of(np.linalg.svd(x, compute_uv=False)))
+    assert value["rankme"] == pytest.approx(
+        entropy_of(np.linalg.svd(x, compute_uv=False))
+    )
     assert table.filter(metric="effective_rank")["cap"].tolist() == [8]
 
 
@@ -384,12 +424,18 @@ def test_images_that_are_all_alike(tmp_path: Path, caplog: Any) -> None:
 def test_refusals(tmp_path: Path) -> None:
     store, *_ = labelled(tmp_path / "a.zarr")
     other, *_ = labelled(tmp_path / "c.zarr", classes=list("abcd"))
-    bare = write_sites(tmp_path / "b.zarr", {"pooled": features(8)}, labels=np.full(8, -1))
+    bare = write_sites(
+        tmp_path / "b.zarr", {"pooled": features(8)}, labels=np.full(8, -1)
+    )
     assert not {*[*dict.fromkeys(run(bare, sites="head")["metric"])]} & {*OF_CLASSES}
     assert "nc4" not in run(other)["metric"]
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (store, {"metrics": ["rank"]}, "no metric 'rank'; metrics of spectrum: rankme, "),
-        (store, {"metrics": ["twonn"], "tokens": "patches"}, "twonn of embed of a needs .*: give"),
+        (
+            store,
+            {"metrics": ["twonn"], "tokens": "patches"},
+            "twonn of embed of a needs .*: give",
+        ),
         (store, {"memory": 1000}, r"\(5 channels\) takes .* of memory; --memory is"),
         (store, {"tokens": "9,9"}, "9,9"),
         (bare, {"metrics": ["nc1"], "sites": "head"}, "b has no labels of two classes"),

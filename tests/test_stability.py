@@ -26,10 +26,14 @@ def test_a_deprecated_function_works_and_says_what_to_write() -> None:
         """Sum the values."""
         return sum(values)
 
-    with pytest.warns(FutureWarning, match=r"add will be removed in 0\.4; use total") as caught:
+    with pytest.warns(
+        FutureWarning, match=r"add will be removed in 0\.4; use total"
+    ) as caught:
         assert add([1, 2]) == 3
     assert caught[0].filename == __file__
-    assert add.__doc__ is not None and add.__doc__.startswith("Deprecated since 0.2: add ")
+    assert add.__doc__ is not None and add.__doc__.startswith(
+        "Deprecated since 0.2: add "
+    )
     assert add.__doc__.endswith("Sum the values.")
 
 
@@ -76,7 +80,9 @@ def test_experimental_commands_and_classes_say_so() -> None:
 def test_checks_before_a_commit_have_the_versions_of_the_project() -> None:
     """`make test` and a commit must not disagree about the formatting of a file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = {text.split("~=")[0]: text for text in project["optional-dependencies"]["dev"]}
+    pinned = {
+        text.split("~=")[0]: text for text in project["optional-dependencies"]["dev"]
+    }
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = config["repos"][0]["hooks"]
     assert {hook["id"] for hook in hooks} == {"ruff", "format", "lint-imports", "mypy"}

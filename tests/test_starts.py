@@ -18,7 +18,16 @@ from tests.every_command import TABLES
 from tests.extractions import VIT, extract, extracted, plant_images
 from vitsee_core.runtime import progress
 
-HEAVY = ("torch", "torchvision", "timm", "matplotlib", "sklearn", "pandas", "dask", "numba")
+HEAVY = (
+    "torch",
+    "torchvision",
+    "timm",
+    "matplotlib",
+    "sklearn",
+    "pandas",
+    "dask",
+    "numba",
+)
 # What the work of some commands is made of; pandas comes with scikit-learn where it is installed.
 USED = {
     "cluster": {"sklearn", "pandas"},
@@ -69,16 +78,22 @@ def imported(folder: Path, runs: list[list[str]]) -> list[tuple[set[str], set[st
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    lines: list[list[Any]] = [json.loads(x) for x in done.stderr.splitlines() if x[:1] == "["]
+    lines: list[list[Any]] = [
+        json.loads(x) for x in done.stderr.splitlines() if x[:1] == "["
+    ]
     assert [number for number, *_ in lines] == [*range(len(runs))], done.stderr
     return [({*first}, {*end}) for _, first, end in lines]
 
 
 @pytest.mark.slow
-def test_nothing_slow_is_imported_that_the_work_does_not_deserve(everything: Path) -> None:
+def test_nothing_slow_is_imported_that_the_work_does_not_deserve(
+    everything: Path,
+) -> None:
     runs = [[command, *variants[0]] for command, variants in TABLES.items()]
     for run, (first, end) in zip(runs, imported(everything, runs), strict=True):
-        assert not first or run[0] in MODELS, f"{run} imports {first} before it reads an array"
+        assert not first or run[0] in MODELS, (
+            f"{run} imports {first} before it reads an array"
+        )
         used = USED.get(run[0], set())
         assert end <= used, f"{run} imports {end - used}"
 
@@ -96,7 +111,9 @@ def test_a_complete_store_is_known_by_its_manifest(
     ((_, end),) = imported(tmp_path, [["extract", *words]])
     assert end == set()
     again = extracted(*words, "--device", "cpu", "--shard", "0/1")
-    assert again.stderr.startswith("a.zarr is complete (3 images): nothing to do (this command")
+    assert again.stderr.startswith(
+        "a.zarr is complete (3 images): nothing to do (this command"
+    )
     assert again.stderr.count("\n") == 1
     other = extract(*words, "--images", 2)
     assert other.exit_code == 1 and "data" in other.stderr

@@ -21,7 +21,10 @@ VIT = PLANS["vit"]
 Change = Callable[[dict[str, Any]], object]
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "images": (lambda m: m["plan"].update(n_images=10**12), "plan.n_images is 1000000000000"),
+    "images": (
+        lambda m: m["plan"].update(n_images=10**12),
+        "plan.n_images is 1000000000000",
+    ),
     "no images": (lambda m: m["plan"].update(n_images=0), "plan.n_images is 0"),
     "true images": (lambda m: m["plan"].update(n_images=True), "plan.n_images is true"),
     "float images": (lambda m: m["plan"].update(n_images=10.0), "plan.n_images is 10.0"),
@@ -30,13 +33,22 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda m: m["plan"]["attention"][0].update(n_heads=[2**62, 2]),
         "plan.attention[0].n_heads[0] is 4611686018427387904",
     ),
-    "blocks": (lambda m: m["plan"]["attention"][0].update(blocks=[]), "plan.attention[0] has 0"),
+    "blocks": (
+        lambda m: m["plan"]["attention"][0].update(blocks=[]),
+        "plan.attention[0] has 0",
+    ),
     "grid": (
         lambda m: m["plan"]["sites"][0]["layout"].update(grid=[3, 10**9]),
         "plan.sites[0].layout.grid[1] is 1000000000",
     ),
-    "no grid": (lambda m: m["plan"]["sites"][0].update(layout=None), "plan.sites[0] is of kind"),
-    "a huge row": (lambda m: m["plan"]["sites"][0].update(dim=2**39), "bytes a row, expected"),
+    "no grid": (
+        lambda m: m["plan"]["sites"][0].update(layout=None),
+        "plan.sites[0] is of kind",
+    ),
+    "a huge row": (
+        lambda m: m["plan"]["sites"][0].update(dim=2**39),
+        "bytes a row, expected",
+    ),
     "too many chunks": (
         lambda m: (
             m["plan"].update(slab=2**24, grams=False),
@@ -44,21 +56,45 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         "chunks, expected at most",
     ),
-    "up": (lambda m: m["plan"]["sites"][0].update(name="../../x"), "expected a name without"),
-    "away": (lambda m: m["plan"]["sites"][0].update(name="/etc"), "expected a name without"),
+    "up": (
+        lambda m: m["plan"]["sites"][0].update(name="../../x"),
+        "expected a name without",
+    ),
+    "away": (
+        lambda m: m["plan"]["sites"][0].update(name="/etc"),
+        "expected a name without",
+    ),
     "dots": (lambda m: m["plan"]["sites"][0].update(name=".."), "plan.sites[0].name is"),
-    "escape": (lambda m: m["plan"]["sites"][0].update(name="a\x1b[31m"), r'"a\u001b[31m"'),
-    "surrogate": (lambda m: m["plan"]["sites"][0].update(name="\ud800"), "expected a name"),
-    "long": (lambda m: m["plan"]["sites"][0].update(name="x" * 300), "expected a name without"),
-    "zarr.json": (lambda m: m["plan"]["sites"][5].update(name="zarr.json"), "Zarr's files"),
+    "escape": (
+        lambda m: m["plan"]["sites"][0].update(name="a\x1b[31m"),
+        r'"a\u001b[31m"',
+    ),
+    "surrogate": (
+        lambda m: m["plan"]["sites"][0].update(name="\ud800"),
+        "expected a name",
+    ),
+    "long": (
+        lambda m: m["plan"]["sites"][0].update(name="x" * 300),
+        "expected a name without",
+    ),
+    "zarr.json": (
+        lambda m: m["plan"]["sites"][5].update(name="zarr.json"),
+        "Zarr's files",
+    ),
     "twice": (lambda m: m["plan"]["sites"][3].update(name="embed"), "two sites"),
     "alias": (lambda m: m["plan"]["sites"][2].update(alias_of="gone"), "alias of gone"),
     "window": (
         lambda m: m["plan"]["attention"][0].update(window=[99, 1]),
         "plan.attention[0] has windows of [99, 1] cells, expected some within",
     ),
-    "group": (lambda m: m["plan"]["attention"][0].update(prefix="../up"), "expected a name"),
-    "weights": (lambda m: m["plan"].update(weights=[["../w", [1]]]), "plan.weights[0][0] is"),
+    "group": (
+        lambda m: m["plan"]["attention"][0].update(prefix="../up"),
+        "expected a name",
+    ),
+    "weights": (
+        lambda m: m["plan"].update(weights=[["../w", [1]]]),
+        "plan.weights[0][0] is",
+    ),
     "sublayer": (
         lambda m: m["plan"]["sublayers"][0].__setitem__(0, "a/b"),
         'plan.sublayers[0][0] is "a/b"',
@@ -71,8 +107,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda m: m["plan"]["sites"][0]["layout"].pop("offset_px"),
         "plan.sites[0].layout.offset_px is missing",
     ),
-    "no dtype": (lambda m: m["plan"]["sites"][0].pop("dtype"), "plan.sites[0].dtype is missing"),
-    "no level": (lambda m: m["plan"].pop("attention_level"), "plan.attention_level is missing"),
+    "no dtype": (
+        lambda m: m["plan"]["sites"][0].pop("dtype"),
+        "plan.sites[0].dtype is missing",
+    ),
+    "no level": (
+        lambda m: m["plan"].pop("attention_level"),
+        "plan.attention_level is missing",
+    ),
     "erf": (lambda m: m["plan"]["erf"].update(n_images=99), "plan.erf.n_images is 99"),
     "erf sites": (lambda m: m["plan"]["erf"].update(sites=["pooled"]), "no stored grid"),
     "rollout": (lambda m: m["plan"].update(attention=[], erf=None), "without attention"),
@@ -81,7 +123,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "name": (lambda m: m["model"].update(name=5), "model.name is 5, expected text"),
     "mean": (lambda m: m["transform"].update(mean=["x"]), 'transform.mean[0] is "x"'),
     "id": (lambda m: m.update(store_id="../x"), "64 hexadecimal digits"),
-    "splits": (lambda m: m.update(splits={"a": 1}), "splits is an object, expected a list"),
+    "splits": (
+        lambda m: m.update(splits={"a": 1}),
+        "splits is an object, expected a list",
+    ),
     "checksums": (lambda m: m["checksums"].pop("samples/id"), "checksums does not name"),
     "left out": (lambda m: m.update(left_out={"a": 1}), "left_out.a is 1, expected text"),
 }
@@ -162,7 +207,9 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
 
 @given(st.integers(1, 3000), st.integers(1, 1 << 14), st.integers(1, 64))
 @settings(max_examples=150, deadline=None)
-def test_the_best_length_is_found_without_trying_all(first: int, second: int, third: int) -> None:
+def test_the_best_length_is_found_without_trying_all(
+    first: int, second: int, third: int
+) -> None:
     """As by trying every length."""
     shape = (first, second, third)
     got = _chunks(shape, 4)

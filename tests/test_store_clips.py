@@ -38,12 +38,14 @@ def test_tokens_of_a_clip_lie_in_time_rows_and_columns(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"s": x}, layout=CLIP, slab=2, clip=Clip(8))
     assert store.acts("s", "patches").shape == (3, 4, 2, 3, 2)
     assert_array_equal(store.acts("s")[:], x)
-    assert_array_equal(store.acts("s", "patches")[1, 2, 1, 0], [1000 + 10 * (1 + 12 + 3), 1161])
+    assert_array_equal(
+        store.acts("s", "patches")[1, 2, 1, 0], [1000 + 10 * (1 + 12 + 3), 1161]
+    )
     for cell in ((2, 1, 0), "2,1,0", "2, 1, 0"):
         assert_array_equal(store.acts("s", cell)[:], x[:, 16])
-        assert [t.name for t in choose_features(store, store.site("s"), "2,1,0").tokens] == [
-            "2,1,0"
-        ]
+        assert [
+            t.name for t in choose_features(store, store.site("s"), "2,1,0").tokens
+        ] == ["2,1,0"]
     assert_array_equal(store.acts("s", "cls")[:], x[:, 0])
     assert_array_equal(store.pooled("s")[:], x[:, 1:].mean(1))
     names = [token.name for token in layout_tokens(CLIP)]
@@ -51,16 +53,22 @@ def test_tokens_of_a_clip_lie_in_time_rows_and_columns(tmp_path: Path) -> None:
     token = layout_tokens(CLIP)[16]
     assert (token.frame, token.row, token.col) == (2, 1, 0)
     for wrong in ("1,0", "4,0,0", "0,2,0", "0,0,3"):
-        with pytest.raises(SiteError, match=r"a grid of 2 x 3 at 4 times, counted from 0"):
+        with pytest.raises(
+            SiteError, match=r"a grid of 2 x 3 at 4 times, counted from 0"
+        ):
             store.acts("s", wrong)
     image = write_sites(tmp_path / "b.zarr", {"s": x[:, :7]}, layout=replace(CLIP, frames=None,
                         stride_frames=None))  # fmt: skip
-    with pytest.raises(SiteError, match=r"no token 0,1,1: it has .* a grid of 2 x 3, counted"):
+    with pytest.raises(
+        SiteError, match=r"no token 0,1,1: it has .* a grid of 2 x 3, counted"
+    ):
         image.acts("s", "0,1,1")
 
 
 @pytest.mark.parametrize("n_tokens", [1, 5, 6, 13, 100])
-def test_the_reader_takes_groups_of_tokens_of_clips(tmp_path: Path, n_tokens: int) -> None:
+def test_the_reader_takes_groups_of_tokens_of_clips(
+    tmp_path: Path, n_tokens: int
+) -> None:
     x = numbered(CLIP)
     store = write_sites(tmp_path / "a.zarr", {"s": x}, layout=CLIP, slab=2, clip=Clip(8))
     for tokens, start in (("all", 0), ("patches", 1)):
@@ -85,7 +93,9 @@ def test_stages_are_matched_in_every_frame(tmp_path: Path) -> None:
     site = store.site("layer1.0.out")
     features = choose_features(store, site, "patches", match_last_stage=True)
     found = features.load(slice(0, 3), slice(0, 8))
-    for image, time, row, col in itertools.product(range(3), range(2), range(2), range(2)):
+    for image, time, row, col in itertools.product(
+        range(3), range(2), range(2), range(2)
+    ):
         cells = x[image].reshape(2, 4, 4, 3)[time]
         wanted = cells[2 * row : 2 * row + 2, 2 * col : 2 * col + 2].reshape(-1)
         assert_array_equal(found[image, 4 * time + 2 * row + col], wanted)
@@ -99,7 +109,9 @@ def test_class_tokens_of_frames(tmp_path: Path) -> None:
     plan = PLANS["by-frame"]
     write(tmp_path / "a.zarr", plan)
     store, whole = open_store(tmp_path / "a.zarr"), expected(plan)
-    assert_array_equal(store.acts("blocks.0.out", "cls")[:], whole["pooled/blocks.0.out/cls"])
+    assert_array_equal(
+        store.acts("blocks.0.out", "cls")[:], whole["pooled/blocks.0.out/cls"]
+    )
     assert choose_features(store, store.site("blocks.0.out")).selection == "cls"
     assert choose_features(store, store.site("stage")).selection == "mean"
     assert store.acts("blocks.0.out", "prefix").shape == (3, 4, 4)
@@ -120,7 +132,9 @@ def test_a_description_says_what_a_clip_is(tmp_path: Path, name: str) -> None:
         store = open_store(tmp_path / "a.zarr")
         pixels = expected(PLANS[name])["input"]
         assert store.inputs().shape == pixels.shape == (5, 8, 3, 6, 10)
-        wanted = (pixels[2, 7, 1, 5, 9] / np.float32(255) - np.float32(0.25)) / np.float32(0.3)
+        wanted = (
+            pixels[2, 7, 1, 5, 9] / np.float32(255) - np.float32(0.25)
+        ) / np.float32(0.3)
         assert store.inputs()[2, 7, 1, 5, 9] == wanted
 
 
@@ -135,22 +149,33 @@ def test_an_older_reader_refuses_clips_in_a_line(
 
 Change = Callable[[dict[str, Any]], Any]
 REFUSED: list[tuple[Change, str]] = [
-    (lambda plan: plan.pop("clip"), "plan.sites[0].layout.frames is 4 without a plan.clip"),
+    (
+        lambda plan: plan.pop("clip"),
+        "plan.sites[0].layout.frames is 4 without a plan.clip",
+    ),
     (lambda plan: plan["clip"].update(time="later"), "plan.clip.time is"),
     (lambda plan: plan["clip"].update(frames=0), "plan.clip.frames is 0"),
-    (lambda plan: plan["sites"][0]["layout"].pop("frames"), "stride_frames is 2 without frames"),
+    (
+        lambda plan: plan["sites"][0]["layout"].pop("frames"),
+        "stride_frames is 2 without frames",
+    ),
     (
         lambda plan: plan["attention"][0].update(window=[2, 3]),
         "windows of [2, 3] cells, expected some within a grid of [4, 2, 3] cells",
     ),
-    (lambda plan: plan["attention"][0].update(window=[5, 1, 1]), "windows of [5, 1, 1] cells"),
+    (
+        lambda plan: plan["attention"][0].update(window=[5, 1, 1]),
+        "windows of [5, 1, 1] cells",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED)
 def test_damaged_plans_of_clips_are_refused(change: Change, said: str) -> None:
     data = json.loads(json.dumps(make_manifest(PLANS["clips"]).to_json()))
-    data["checksums"] = {path: 0 for path, s in arrays(PLANS["clips"]).items() if s.per == "once"}
+    data["checksums"] = {
+        path: 0 for path, s in arrays(PLANS["clips"]).items() if s.per == "once"
+    }
     change(data["plan"])
     if "clip" not in data["plan"]:
         data["features"] = ["window"]

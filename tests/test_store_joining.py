@@ -19,7 +19,13 @@ def test_other_choices_are_refused_field_by_field(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     create(path, VIT, precision="fp32", sites=["embed"])
     with pytest.raises(IdentityMismatch) as error:
-        create(path, VIT, precision="bf16", sites=["embed"], model={"name": "other", "args": {}})
+        create(
+            path,
+            VIT,
+            precision="bf16",
+            sites=["embed"],
+            model={"name": "other", "args": {}},
+        )
     said = str(error.value)
     assert "precision is fp32, given bf16" in said
     assert "model.name is random, given other" in said
@@ -28,7 +34,11 @@ def test_other_choices_are_refused_field_by_field(tmp_path: Path) -> None:
 
 
 def test_identity_is_compared_as_json_and_only_where_given() -> None:
-    stored = {"size": [3, 8, 8], "seed": 0, "tokens": {"default": "all", "head": "pooled"}}
+    stored = {
+        "size": [3, 8, 8],
+        "seed": 0,
+        "tokens": {"default": "all", "head": "pooled"},
+    }
     check_identity(stored, {"size": (3, 8, 8)})
     check_identity(stored, {"seed": np.int64(0)})
     with pytest.raises(IdentityMismatch, match=r"tokens\.head is pooled, given nothing"):

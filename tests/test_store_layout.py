@@ -55,7 +55,9 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
     """What the letters of the table stand for in one array of one store."""
     letters = {"N": plan.n_images, "K": plan.n_slabs, "S": plan.slab, "W": plan.id_bytes}
     letters["C"] = sum(
-        math.prod(spec.grid[1:]) for spec in arrays(plan).values() if spec.per in ("image", "slab")
+        math.prod(spec.grid[1:])
+        for spec in arrays(plan).values()
+        if spec.per in ("image", "slab")
     )
     if plan.inputs is not None:
         letters |= {"height": plan.inputs[1], "width": plan.inputs[2]}
@@ -66,7 +68,10 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
         letters |= dict(zip(("height", "width"), plan.erf.size, strict=True))
     layouts: dict[str, TokenLayout] = {}
     for site in plan.sites:
-        if path.split("/")[0] in ("acts", "pooled", "vectors") and path.split("/")[1] == site.name:
+        if (
+            path.split("/")[0] in ("acts", "pooled", "vectors")
+            and path.split("/")[1] == site.name
+        ):
             letters["D"] = site.dim
             if site.layout is not None:
                 layouts[path] = site.layout
@@ -125,14 +130,16 @@ def test_format_text(name: str) -> None:
         )
         dtypes = {word.strip() for word in row["dtype"].split(" or ")}
         assert spec.dtype in dtypes, path
-        assert (row["nan"] == "yes" or (row["nan"] == "ragged" and ragged(plan, path))) == (
-            spec.nan_ok
-        ), path
+        assert (
+            row["nan"] == "yes" or (row["nan"] == "ragged" and ragged(plan, path))
+        ) == (spec.nan_ok), path
         if "..." not in row["axes"]:
             axes = [part.strip() for part in row["axes"].split(",")]
             end = "_grid_2x1" if "/grid_2x1/" in path else ""
             wanted = [with_size(axis, letters) for axis in axes]
-            assert list(spec.axes) == [wanted[0], *(axis + end for axis in wanted[1:])], path
+            assert list(spec.axes) == [wanted[0], *(axis + end for axis in wanted[1:])], (
+                path
+            )
 
 
 def with_size(axis: str, letters: dict[str, int]) -> str:
@@ -168,7 +175,9 @@ def test_plans_survive_json(name: str) -> None:
 COMPRESSORS: dict[str, Any] = {
     "none": lambda item: [],
     "zstd": lambda item: [ZstdCodec(level=1)],
-    "lz4": lambda item: [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=item)],
+    "lz4": lambda item: [
+        BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=item)
+    ],
 }
 
 
@@ -264,7 +273,9 @@ def test_describing_and_reading_import_neither_zarr_nor_torch(tmp_path: Path) ->
 def test_description_is_json(tmp_path: Path) -> None:
     for name, plan in PLANS.items():
         made = write(tmp_path / f"{name}.zarr", plan)
-        record = json.loads(json.dumps(describe(tmp_path / f"{name}.zarr"), allow_nan=False))
+        record = json.loads(
+            json.dumps(describe(tmp_path / f"{name}.zarr"), allow_nan=False)
+        )
         assert record["complete"]
         assert record["n_committed"] == plan.n_slabs
         assert list(record["sites"]) == [site.name for site in plan.sites]

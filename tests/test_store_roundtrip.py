@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from tests.random_stores import PLANS, Array, create, expected, make_samples, slab_of, values, write
+from tests.random_stores import (
+    PLANS,
+    Array,
+    create,
+    expected,
+    make_samples,
+    slab_of,
+    values,
+    write,
+)
 from vitsee_stores import MissingInput, SiteError, Store, open_store
 from vitsee_stores.layout import CODECS, StorePlan, arrays
 from vitsee_stores.lazy import LazyArray
@@ -46,7 +55,9 @@ def test_every_array_comes_back(tmp_path: Path, name: str, codec: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.open_group(tmp_path / "a.zarr", mode="r")
-        listed = {path for path, node in group.members(max_depth=None) if hasattr(node, "shape")}
+        listed = {
+            path for path, node in group.members(max_depth=None) if hasattr(node, "shape")
+        }
         assert listed == set(arrays(store.plan))
         for path, spec in arrays(plan).items():
             if path.startswith("samples/") or spec.per == "commit":
@@ -81,7 +92,9 @@ def test_samples_come_back(tmp_path: Path) -> None:
     )
 )
 @settings(max_examples=50, deadline=None)
-def test_any_id_comes_back(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
+def test_any_id_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[str]
+) -> None:
     n = len(ids)
     samples = Samples(np.arange(n), ids, np.full(n, -1), [""] * n)
     manifest = new_manifest({}, StorePlan(n, 2, "none", ()), samples)
@@ -99,7 +112,9 @@ def test_boxes_come_back(tmp_path: Path) -> None:
     assert_array_equal(store.samples.box, made, strict=True)
     write(tmp_path / "b.zarr", PLANS["vit"])
     assert open_store(tmp_path / "b.zarr").samples.box is None
-    arrays = samples_arrays(make_samples(5, boxes=True), store.plan.id_bytes, store.manifest.splits)
+    arrays = samples_arrays(
+        make_samples(5, boxes=True), store.plan.id_bytes, store.manifest.splits
+    )
     for wrong in ([3, 0, 3, 1], [0, 2, 1, 1], [0, 0, np.inf, 1], [np.nan, 0, 1, 1]):
         arrays["samples/box"][2] = wrong
         with pytest.raises(ValueError, match="the box"):
@@ -146,7 +161,9 @@ def test_tokens_of_other_layouts(tmp_path: Path) -> None:
     assert_array_equal(store.acts("blocks.0.token.hidden", "first")[:], rows[:, 0])
     assert_array_equal(store.acts("module")[:], whole["acts/module/raw"])
     assert_array_equal(
-        store.acts("layer1.0.out", "mean")[:], whole["pooled/layer1.0.out/mean"], strict=True
+        store.acts("layer1.0.out", "mean")[:],
+        whole["pooled/layer1.0.out/mean"],
+        strict=True,
     )
     with pytest.raises(MissingInput, match=r"keeps layer1\.0\.out pooled only.*--tokens"):
         store.acts("layer1.0.out")
@@ -187,7 +204,9 @@ def test_names(tmp_path: Path) -> None:
     assert layout is not None and layout.offset_px == (-2.0, 4.5)
     chosen = [site.name for site in store.select("blocks")]
     assert chosen == ["embed", "blocks.0.out", "blocks.1.out"]
-    with pytest.raises(MissingInput, match=r"no site matches 'blocks\.7\.out'.*vitsee info"):
+    with pytest.raises(
+        MissingInput, match=r"no site matches 'blocks\.7\.out'.*vitsee info"
+    ):
         store.acts("blocks.7.out")
     with pytest.raises(SiteError, match="several sites"):
         store.acts("blocks.*.out")
@@ -195,12 +214,16 @@ def test_names(tmp_path: Path) -> None:
 
 def test_summaries(tmp_path: Path) -> None:
     store, whole = opened(tmp_path, "vit")
-    assert_array_equal(store.pooled("blocks.1.in", "cls")[:], whole["pooled/blocks.0.out/cls"])
+    assert_array_equal(
+        store.pooled("blocks.1.in", "cls")[:], whole["pooled/blocks.0.out/cls"]
+    )
     assert_array_equal(store.vectors("logits")[:], whole["vectors/logits"])
     assert_array_equal(store.acts("logits", "cls")[:], whole["vectors/logits"])
     assert_array_equal(store.pooled("logits")[:], whole["vectors/logits"])
     assert_array_equal(store.attention("distance_px")[:], whole["attention/distance_px"])
-    assert_array_equal(store.attention("full/blocks.1")[:], whole["attention/full/blocks.1"])
+    assert_array_equal(
+        store.attention("full/blocks.1")[:], whole["attention/full/blocks.1"]
+    )
     assert_array_equal(store.attention_sums("aligned")[:], whole["attention/aligned"])
     assert_array_equal(store.residual("blocks.0.mlp")[:], whole["residual/blocks.0.mlp"])
     assert store.attention_blocks == list(PLANS["vit"].attention)
@@ -209,11 +232,15 @@ def test_summaries(tmp_path: Path) -> None:
     for slab in store.slabs():
         rows = slab.rows
         assert_array_equal(slab.valid, whole["valid"][rows] == 1)
-        assert_array_equal(slab.attention_sums("received"), whole["attention/received"][slab.k])
+        assert_array_equal(
+            slab.attention_sums("received"), whole["attention/received"][slab.k]
+        )
         assert_array_equal(slab.attention("rollout"), whole["attention/rollout"][rows])
         assert_array_equal(slab.pooled("embed", "cls"), whole["pooled/embed/cls"][rows])
         assert_array_equal(slab.vectors("pooled"), whole["vectors/pooled"][rows])
-        assert_array_equal(slab.residual("blocks.0.attn"), whole["residual/blocks.0.attn"][rows])
+        assert_array_equal(
+            slab.residual("blocks.0.attn"), whole["residual/blocks.0.attn"][rows]
+        )
         assert_array_equal(slab.inputs(), store.inputs()[rows])
 
 
@@ -237,7 +264,9 @@ def test_inputs_are_normalised_as_the_model_saw_them(tmp_path: Path) -> None:
     wanted = pixels.sub(mean[:, None, None]).div(std[:, None, None]).numpy()
     wanted[whole["valid"] == 0] = np.nan
     assert_array_equal(store.inputs()[:], wanted, strict=True)
-    assert_array_equal(store.inputs()[3:6, 1, ::2, -1], wanted[3:6, 1, ::2, -1], strict=True)
+    assert_array_equal(
+        store.inputs()[3:6, 1, ::2, -1], wanted[3:6, 1, ::2, -1], strict=True
+    )
 
 
 def test_what_a_store_lacks_is_named_with_the_option(tmp_path: Path) -> None:
@@ -328,7 +357,9 @@ def test_first_images_only(some_store: Store) -> None:
     slabs = list(some_store.slabs(images=6))
     assert [(slab.k, slab.rows) for slab in slabs] == [(0, slice(0, 4)), (1, slice(4, 6))]
     assert len(slabs[1]) == len(slabs[1].acts("embed")) == 2
-    assert [slab.k for slab in some_store.slabs(images=4)] == [0], "not an empty second one"
+    assert [slab.k for slab in some_store.slabs(images=4)] == [0], (
+        "not an empty second one"
+    )
 
 
 def test_committed_slabs_only(tmp_path: Path) -> None:

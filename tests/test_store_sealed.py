@@ -58,17 +58,29 @@ def store(stores: Path, tmp_path: Path) -> Path:
 
 
 MOVES: dict[str, Callable[[Path, Path], None]] = {
-    "two slabs swapped": lambda a, b: swap(a / GRID / "c.0.0.0.0", a / GRID / "c.1.0.0.0"),
-    "over another slab": lambda a, b: copy(a / GRID / "c.0.0.0.0", a / GRID / "c.1.0.0.0"),
+    "two slabs swapped": lambda a, b: swap(
+        a / GRID / "c.0.0.0.0", a / GRID / "c.1.0.0.0"
+    ),
+    "over another slab": lambda a, b: copy(
+        a / GRID / "c.0.0.0.0", a / GRID / "c.1.0.0.0"
+    ),
     "from another array": lambda a, b: copy(
         a / "acts/blocks.1.out/grid/c.1.0.0.0", a / GRID / "c.1.0.0.0"
     ),
-    "from another store": lambda a, b: copy(b / GRID / "c.1.0.0.0", a / GRID / "c.1.0.0.0"),
-    "row of another slab": lambda a, b: copy(a / "checksums/c.0.0", a / "checksums/c.1.0"),
-    "row of another store": lambda a, b: copy(b / "checksums/c.1.0", a / "checksums/c.1.0"),
+    "from another store": lambda a, b: copy(
+        b / GRID / "c.1.0.0.0", a / GRID / "c.1.0.0.0"
+    ),
+    "row of another slab": lambda a, b: copy(
+        a / "checksums/c.0.0", a / "checksums/c.1.0"
+    ),
+    "row of another store": lambda a, b: copy(
+        b / "checksums/c.1.0", a / "checksums/c.1.0"
+    ),
     "no row": lambda a, b: (a / "checksums/c.1.0").unlink(),
     "marker of another slab": lambda a, b: copy(a / "commits/c.0.0", a / "commits/c.1.0"),
-    "marker of another store": lambda a, b: copy(b / "commits/c.1.0", a / "commits/c.1.0"),
+    "marker of another store": lambda a, b: copy(
+        b / "commits/c.1.0", a / "commits/c.1.0"
+    ),
     "a whole slab of another store": lambda a, b: move_slab(b, a),
 }
 
@@ -79,22 +91,30 @@ def test_what_is_in_the_wrong_place_is_found_and_refused(
 ) -> None:
     MOVES[move](store, stores / "b.zarr")
     assert any("slab 1" in line for line in validate(store)), "without --deep"
-    with pytest.raises(StoreError, match=r"slab [01]: c\.[01]\..*\(run: vitsee validate") as error:
+    with pytest.raises(
+        StoreError, match=r"slab [01]: c\.[01]\..*\(run: vitsee validate"
+    ) as error:
         open_store(store).acts("embed")[:]
     assert "\n" not in str(error.value)
     if "swapped" not in move:
         assert open_store(store).acts("embed")[:4].shape == (4, 16, 4)
 
 
-@pytest.mark.parametrize("array", ["samples/label", "samples/id", "weights/patch_filters"])
+@pytest.mark.parametrize(
+    "array", ["samples/label", "samples/id", "weights/patch_filters"]
+)
 def test_arrays_written_once_are_those_of_the_manifest(
     stores: Path, store: Path, array: str
 ) -> None:
     name = next((store / array).glob("c*")).name
     spec = arrays(open_store(store).plan)[array]
     other = (np.zeros(spec.shape, spec.dtype) + 1).tobytes()
-    (store / array / name).write_bytes(other + google_crc32c.value(other).to_bytes(4, "little"))
-    assert any(line.startswith(f"{array}: {name} is not the chunk") for line in validate(store))
+    (store / array / name).write_bytes(
+        other + google_crc32c.value(other).to_bytes(4, "little")
+    )
+    assert any(
+        line.startswith(f"{array}: {name} is not the chunk") for line in validate(store)
+    )
     opened = open_store(store)
     with pytest.raises(StoreError, match="is not the chunk that was committed"):
         opened.samples.index if array.startswith("samples") else opened.array(array)[:]
@@ -102,7 +122,9 @@ def test_arrays_written_once_are_those_of_the_manifest(
 
 def test_the_checksums_are_in_the_documented_order(store: Path) -> None:
     """Read with nothing but numpy and crc32c."""
-    sound = sorted(path for path, spec in arrays(VIT).items() if spec.per not in ("once", "commit"))
+    sound = sorted(
+        path for path, spec in arrays(VIT).items() if spec.per not in ("once", "commit")
+    )
     for k in range(VIT.n_slabs):
         data = (store / f"checksums/c.{k}.0").read_bytes()
         row = np.frombuffer(data[:-4], "<u4")
@@ -112,7 +134,9 @@ def test_the_checksums_are_in_the_documented_order(store: Path) -> None:
             for name in names:
                 file = name.with_name(name.name.replace("c.0", f"c.{k}", 1))
                 body = file.read_bytes()[:-4] if file.exists() else b""
-                wanted = google_crc32c.value(body) if file.exists() else 0  # erf ends early
+                wanted = (
+                    google_crc32c.value(body) if file.exists() else 0
+                )  # erf ends early
                 assert row[place] == wanted, file
                 place += 1
         assert place == len(row)
@@ -186,10 +210,18 @@ def test_a_chunk_that_cannot_be_read_is_damage(
 
 @pytest.mark.parametrize(
     "place",
-    ["zarr.json", "acts/zarr.json", f"{GRID}/c.1.0.0.0", "commits/c.1.0", "checksums/c.1.0"],
+    [
+        "zarr.json",
+        "acts/zarr.json",
+        f"{GRID}/c.1.0.0.0",
+        "commits/c.1.0",
+        "checksums/c.1.0",
+    ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "folder"])
-def test_pipes_devices_and_folders_are_no_files(store: Path, place: str, kind: str) -> None:
+def test_pipes_devices_and_folders_are_no_files(
+    store: Path, place: str, kind: str
+) -> None:
     (store / place).unlink()
     if kind == "pipe":
         os.mkfifo(store / place)
@@ -220,7 +252,11 @@ def test_a_chunk_that_unpacks_to_more_is_refused_before_it_is_unpacked(
     file = path / GRID / "c.1.0.0.0"
     file.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
     monkeypatch.setattr(np, "empty", refuse_large(np.empty))
-    said = f"unpacks to {size} bytes, expected" if codec == "zstd" else "unpacks|expected at most"
+    said = (
+        f"unpacks to {size} bytes, expected"
+        if codec == "zstd"
+        else "unpacks|expected at most"
+    )
     with pytest.raises(StoreError, match=said):
         open_store(path).acts("embed")[4:8]
 
@@ -255,5 +291,7 @@ def test_json_that_is_refused(store: Path, text: str) -> None:
 
 
 def test_json_that_is_read() -> None:
-    assert metadata.parse(b'{"a": [1, 2.5, "x", null, true]}') == {"a": [1, 2.5, "x", None, True]}
+    assert metadata.parse(b'{"a": [1, 2.5, "x", null, true]}') == {
+        "a": [1, 2.5, "x", None, True]
+    }
     assert metadata.parse(("[" * 32 + "]" * 32).encode())

@@ -35,7 +35,9 @@ def distances(n: int) -> dict[str, NDArray[np.float32]]:
     """Of two blocks of two heads."""
     names = ("distance_px", "distance_px_raw", "distance_unit")
     rng = np.random.default_rng(0)
-    return {f"attention/{name}": rng.uniform(0, 40, (n, 2, 2)).astype("f4") for name in names}
+    return {
+        f"attention/{name}": rng.uniform(0, 40, (n, 2, 2)).astype("f4") for name in names
+    }
 
 
 @pytest.fixture
@@ -80,13 +82,19 @@ def test_what_is_left_out_may_be_missing_too(two: list[Store]) -> None:
         (["blocks.0.out", "!stem"], "b", "'blocks.0.out'"),  # only left out
     ],
 )
-def test_what_has_to_match(two: list[Store], patterns: list[str], store: str, said: str) -> None:
-    with pytest.raises(SiteError, match=rf"no site matches {said}; sites of this store, {store}:"):
+def test_what_has_to_match(
+    two: list[Store], patterns: list[str], store: str, said: str
+) -> None:
+    with pytest.raises(
+        SiteError, match=rf"no site matches {said}; sites of this store, {store}:"
+    ):
         chosen(two, *patterns)
 
 
 def test_cluster_takes_a_union(two: list[Store]) -> None:
-    table = cluster.run(*two, sites=["blocks.1.out", "layer1.1.out"], baselines=[], n_seeds=1)
+    table = cluster.run(
+        *two, sites=["blocks.1.out", "layer1.1.out"], baselines=[], n_seeds=1
+    )
     places = zip(table["store"].tolist(), table["site"].tolist(), strict=True)
     assert {*places} == {("a", "blocks.1.out"), ("b", "layer1.1.out")}
     alone = cluster.run(two[1], sites=["layer1.1.out"], baselines=[], n_seeds=1)
@@ -125,9 +133,15 @@ def test_a_store_without_residuals_is_left_out(tmp_path: Path) -> None:
 
 def test_sublayers_by_place(tmp_path: Path) -> None:
     a = vit(tmp_path / "a.zarr")
-    assert unique(normratio.run(a, sites=["last"]), "site") == ["blocks.1.attn", "blocks.1.mlp"]
+    assert unique(normratio.run(a, sites=["last"]), "site") == [
+        "blocks.1.attn",
+        "blocks.1.mlp",
+    ]
     assert unique(normratio.run(a, sites=["last,!mlp"]), "site") == ["blocks.1.attn"]
-    assert unique(normratio.run(a, sites=["attn"]), "site") == ["blocks.0.attn", "blocks.1.attn"]
+    assert unique(normratio.run(a, sites=["attn"]), "site") == [
+        "blocks.0.attn",
+        "blocks.1.attn",
+    ]
 
 
 @pytest.mark.slow
@@ -137,7 +151,9 @@ def test_places_on_two_families_from_extract_to_cka(tmp_path: Path) -> None:
         places = ["--sites", "first,last", "--sites", "depth:0.5"]
         extracted(*model, *places, "--data", data, "-o", tmp_path / f"{name}.zarr")
     stores = [open_store(tmp_path / f"{name}.zarr") for name in ("vit", "cnn")]
-    assert [[s.name for s in store.sites.values() if s.part == "out"] for store in stores] == [
+    assert [
+        [s.name for s in store.sites.values() if s.part == "out"] for store in stores
+    ] == [
         ["blocks.0.out", "blocks.2.out", "blocks.5.out"],
         ["layer1.0.out", "layer2.0.out", "layer4.0.out"],
     ]
@@ -145,7 +161,9 @@ def test_places_on_two_families_from_extract_to_cka(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["cka", *args])
     assert result.exit_code == 0, result.output
     (row,) = result.stdout.splitlines()[1:]
-    assert row.startswith("vit,test_vit,random 0,blocks.5.out,blocks.5,6,1.0,cnn,test_resnet,")
+    assert row.startswith(
+        "vit,test_vit,random 0,blocks.5.out,blocks.5,6,1.0,cnn,test_resnet,"
+    )
     assert ",random 0,layer4.0.out," in row
 
 
@@ -159,7 +177,9 @@ def test_one_selector_is_asked_once(two: list[Store]) -> None:
 
     found = select_each(two, ["last"], select)
     assert asked == ["a", "b"]
-    assert [[s.name for s in sites] for sites in found.chosen] == chosen(two, "last", "last")
+    assert [[s.name for s in sites] for sites in found.chosen] == chosen(
+        two, "last", "last"
+    )
     assert [[s.name for s in sites] for sites in found.chosen] == [
         ["blocks.1.out"],
         ["layer1.1.out"],

@@ -34,7 +34,9 @@ SITES = [
     flat_site("logits", "vector", (5,)),
 ]
 STAGES = [
-    tokens_site(f"stages.{s}.blocks.{b}.out", VIT) for s, n in ((0, 2), (1, 3)) for b in range(n)
+    tokens_site(f"stages.{s}.blocks.{b}.out", VIT)
+    for s, n in ((0, 2), (1, 3))
+    for b in range(n)
 ]
 
 
@@ -46,7 +48,11 @@ def test_names_globs_and_order() -> None:
     assert names("norm", "embed") == ["embed", "norm"]
     assert names("blocks.1*.out") == ["blocks.1.out", "blocks.10.out"]
     assert names("blocks.[23].norm?") == ["blocks.2.norm1", "blocks.3.norm1"]
-    assert names("blocks.3.out", "blocks.3.*") == ["blocks.3.in", "blocks.3.norm1", "blocks.3.out"]
+    assert names("blocks.3.out", "blocks.3.*") == [
+        "blocks.3.in",
+        "blocks.3.norm1",
+        "blocks.3.out",
+    ]
 
 
 def test_groups_list_stored_names() -> None:
@@ -96,16 +102,22 @@ def placed(*paths: str, entrance: str = "embed", **more: object) -> list[SiteSpe
     for i, path in enumerate(paths):
         table.append(
             dataclasses.replace(
-                tokens_site(f"{path}.in", VIT, depth=i), rel_depth=i / max(top - 1, 1), block=path
+                tokens_site(f"{path}.in", VIT, depth=i),
+                rel_depth=i / max(top - 1, 1),
+                block=path,
             )
         )
         out = tokens_site(f"{path}.out", VIT, depth=i + 1)
-        table.append(dataclasses.replace(out, rel_depth=(i + 1) / top, part="out", block=path))
+        table.append(
+            dataclasses.replace(out, rel_depth=(i + 1) / top, part="out", block=path)
+        )
     return [*table, flat_site("logits", "vector", (5,))]
 
 
 PLACED = placed(*(f"blocks.{i}" for i in range(4)))
-RESNET = placed("layer1.0", "layer1.1", "layer2.0", "layer3.0", "layer3.1", entrance="stem")
+RESNET = placed(
+    "layer1.0", "layer1.1", "layer2.0", "layer3.0", "layer3.1", entrance="stem"
+)
 SWIN = placed(*(f"layers.{s}.blocks.{b}" for s in range(3) for b in range(2)))
 EFFICIENT = placed("blocks.0.0", "blocks.1.0", "blocks.1.1")
 
@@ -114,7 +126,9 @@ def test_the_ends_are_blocks_outputs() -> None:
     assert names("first", sites=PLACED) == ["blocks.0.out"]
     assert names("last", sites=PLACED) == ["blocks.3.out"]
     assert names("first", "last", sites=RESNET) == ["layer1.0.out", "layer3.1.out"]
-    held = [site for site in PLACED if site.block != "blocks.3"]  # a store without the last block
+    held = [
+        site for site in PLACED if site.block != "blocks.3"
+    ]  # a store without the last block
     with pytest.raises(SiteError, match="no site matches 'last'"):
         names("last", sites=held)
     with pytest.raises(SiteError, match="no site matches 'first'"):
@@ -124,7 +138,15 @@ def test_the_ends_are_blocks_outputs() -> None:
 @pytest.mark.parametrize(
     ("place", "block"),
     # rel_depth is 1/4, 2/4, 3/4, 1: of equal distances (here 3/8) the earlier
-    [("0", 0), ("0.25", 0), ("0.37", 0), ("0.375", 0), ("0.38", 1), ("0.5", 1), ("1.0", 3)],
+    [
+        ("0", 0),
+        ("0.25", 0),
+        ("0.37", 0),
+        ("0.375", 0),
+        ("0.38", 1),
+        ("0.5", 1),
+        ("1.0", 3),
+    ],
 )
 def test_the_nearest_depth(place: str, block: int) -> None:
     assert names(f"depth:{place}", sites=PLACED) == [f"blocks.{block}.out"]
@@ -154,16 +176,22 @@ def test_the_last_output_of_a_stage() -> None:
     # A store that begins at the third stage calls it what the model does.
     held = [site for site in RESNET if (site.block or "").startswith("layer3")]
     assert names("stage:2", sites=held) == ["layer3.1.out"]
-    with pytest.raises(SiteError, match=r"no stage matches 'stage:0'; stages of this model: 2"):
+    with pytest.raises(
+        SiteError, match=r"no stage matches 'stage:0'; stages of this model: 2"
+    ):
         names("stage:0", sites=held)
 
 
 def test_stages_that_are_not_there() -> None:
     for sites in (PLACED, placed("layers.0.blocks.0", "layers.0.blocks.1")):
-        with pytest.raises(SiteError, match="this model has no stages; name a place by depth:F"):
+        with pytest.raises(
+            SiteError, match="this model has no stages; name a place by depth:F"
+        ):
             names("stage:0", sites=sites)
     for stage in ("3", "-4"):
-        with pytest.raises(SiteError, match=f"no stage matches 'stage:{stage}'; .*: 0, 1, 2$"):
+        with pytest.raises(
+            SiteError, match=f"no stage matches 'stage:{stage}'; .*: 0, 1, 2$"
+        ):
             names(f"stage:{stage}", sites=RESNET)
     with pytest.raises(SiteError, match="'stage:last' is no stage"):
         names("stage:last", sites=RESNET)
@@ -187,33 +215,44 @@ def test_places_of_blocks_and_sublayers() -> None:
 def test_comma_lists_and_what_is_left_out() -> None:
     assert names("norm,embed", "logits") == ["embed", "norm", "logits"]
     assert names("blocks, !embed ,!blocks.[1-9].out") == ["blocks.0.out", "blocks.10.out"]
-    assert names("blocks.[0,1].out") == ["blocks.0.out", "blocks.1.out"], "no list within brackets"
-    assert names("!head", "all") == [n for n in names("all") if n not in ("norm", "logits")]
+    assert names("blocks.[0,1].out") == ["blocks.0.out", "blocks.1.out"], (
+        "no list within brackets"
+    )
+    assert names("!head", "all") == [
+        n for n in names("all") if n not in ("norm", "logits")
+    ]
     assert names("blocks.*.in,!blocks.0.out")[:2] == ["blocks.0.in", "blocks.1.in"]
     assert names("*,!last", sites=PLACED)[-2:] == ["blocks.3.in", "logits"]
 
 
-@pytest.mark.parametrize("pattern", ["norm,", ",norm", "norm,hidden", "norm,!nomr", "norm,!"])
+@pytest.mark.parametrize(
+    "pattern", ["norm,", ",norm", "norm,hidden", "norm,!nomr", "norm,!"]
+)
 def test_each_of_a_list_has_to_match(pattern: str) -> None:
     with pytest.raises(SiteError, match=r"no site matches '(|hidden|nomr)'"):
         names(pattern)
 
 
 def test_something_has_to_be_left() -> None:
-    with pytest.raises(SiteError, match=r"^!norm,!embed leaves no site; .* as in 'all,!norm'$"):
+    with pytest.raises(
+        SiteError, match=r"^!norm,!embed leaves no site; .* as in 'all,!norm'$"
+    ):
         names("!norm,!embed")
     with pytest.raises(SiteError, match=r"^norm,!head leaves no site$"):
         names("norm", "!head")
 
 
 @pytest.mark.parametrize(
-    "pattern", ["blokcs.*", "BLOCKS.0.out", "blocks.-12.out", "blocks.11.out", "hidden", "", "-1"]
+    "pattern",
+    ["blokcs.*", "BLOCKS.0.out", "blocks.-12.out", "blocks.11.out", "hidden", "", "-1"],
 )
 def test_nothing_matches(pattern: str) -> None:
     with pytest.raises(SiteError) as error:
         names("embed", pattern)
     said = str(error.value)
-    assert said.startswith(f"no site matches {pattern!r}; sites of this model: embed, blocks.0.in,")
+    assert said.startswith(
+        f"no site matches {pattern!r}; sites of this model: embed, blocks.0.in,"
+    )
     assert said.endswith("... (36 in all) (run: vitsee sites MODEL)")
 
 

@@ -82,13 +82,17 @@ def test_a_flipped_bit_in_every_file_of_an_array(tmp_path: Path) -> None:
         if name == "commits":
             assert "has no sound marker of slab" in lines[0]
         else:
-            assert any(line.startswith((f"{name}, slab ", f"{name}:")) for line in lines), name
+            assert any(
+                line.startswith((f"{name}, slab ", f"{name}:")) for line in lines
+            ), name
         assert spec.path == name
         flip(file)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_missing_and_cut_chunks_are_found_without_reading(tmp_path: Path, codec: str) -> None:
+def test_missing_and_cut_chunks_are_found_without_reading(
+    tmp_path: Path, codec: str
+) -> None:
     path = tmp_path / "a.zarr"
     write(path, StorePlan(**{**vars(VIT), "codec": codec}))
     whole = (path / CHUNK).read_bytes()
@@ -126,7 +130,9 @@ def test_a_lost_array(tmp_path: Path) -> None:
         ("attention/distance_px", True),
     ],
 )
-def test_values_that_are_not_finite(tmp_path: Path, bad: float, array: str, nan_ok: bool) -> None:
+def test_values_that_are_not_finite(
+    tmp_path: Path, bad: float, array: str, nan_ok: bool
+) -> None:
     path = tmp_path / "a.zarr"
     made = create(path, VIT)
     for k in range(VIT.n_slabs):
@@ -262,19 +268,26 @@ def test_foreign_formats_and_damaged_manifests(
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(1, "extract it anew"), (3, "update vitsee"), (10**9, "update vitsee")]
+    ("number", "advice"),
+    [(1, "extract it anew"), (3, "update vitsee"), (10**9, "update vitsee")],
 )
 def test_nothing_of_another_version_is_interpreted(
     tmp_path: Path, number: int, advice: str
 ) -> None:
     """Whatever else it says: fields of other types, no digest, nothing."""
-    rest: list[dict[str, Any]] = [{}, {"features": 7, "plan": [], "digest": 0}, {"features": ["x"]}]
+    rest: list[dict[str, Any]] = [
+        {},
+        {"features": 7, "plan": [], "digest": 0},
+        {"features": ["x"]},
+    ]
     for i, fields in enumerate(rest):
         path = tmp_path / f"{i}.zarr"
         path.mkdir()
         document = {"zarr_format": 3, "node_type": "group"}
         attributes = {"vitsee": {"format": number, **fields}}
-        (path / "zarr.json").write_text(json.dumps({**document, "attributes": attributes}))
+        (path / "zarr.json").write_text(
+            json.dumps({**document, "attributes": attributes})
+        )
         before = (path / "zarr.json").read_bytes()
         for call in (open_store, validate, describe, StoreWriter.join):
             with pytest.raises(StoreError, match=f"store format {number}, .*; {advice}"):
@@ -399,7 +412,9 @@ def test_gram_matrices_may_be_nan_only_where_an_image_is_missing(
             made.write_slab(k, slab_of(plan, whole, k), {})
         made.finish()
         lines = validate(path, deep=True)
-        assert [line.split(": ")[0] for line in lines] == [f"{array}, slab {k}" for k, _, _ in bad]
+        assert [line.split(": ")[0] for line in lines] == [
+            f"{array}, slab {k}" for k, _, _ in bad
+        ]
         for line, (k, i, _) in zip(lines, bad, strict=True):
             said = f"values in 1 rows of readable images, the first is row {64 * k + i}"
             assert line.endswith(said)

@@ -35,7 +35,9 @@ VIT = PLANS["vit"]
 
 
 @pytest.mark.slow
-def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kill_point_of_a_slab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stop before each single file operation in turn: never a commit without its data."""
     whole = expected(VIT)
     one = tmp_path / "one.zarr"
@@ -77,7 +79,9 @@ def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                     got = next(store.slabs()).acts(name, "patches")
                     assert_array_equal(got, whole[f"acts/{name}/grid"][:4])
                 assert validate(path, deep=True) == []
-    assert committed_at > 40, "fewer operations than files: the test patches the wrong names"
+    assert committed_at > 40, (
+        "fewer operations than files: the test patches the wrong names"
+    )
 
 
 def test_the_marker_comes_after_everything_is_on_the_disk(
@@ -112,7 +116,10 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
     for path, spec in arrays(VIT).items():
         if spec.per in ("image", "slab"):
             within = tmp_path / "a.zarr" / path
-            own = [what == "replace" and name.startswith(f"{within}/c.") for what, name in before]
+            own = [
+                what == "replace" and name.startswith(f"{within}/c.")
+                for what, name in before
+            ]
             renamed = np.flatnonzero(own)
             assert renamed.size, path
             assert before.index(("sync", str(within))) > max(renamed)
@@ -124,7 +131,9 @@ def test_what_is_on_the_disk_when_a_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     synced: set[int] = set()
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)
+    )
     path = tmp_path / "a.zarr"
 
     def everything() -> set[int]:
@@ -207,7 +216,9 @@ def test_sweeping_leaves_alone_what_may_still_be_written(tmp_path: Path) -> None
     hidden.mkdir()
     (tmp_path / f".b.zarr.{dead}.0011.creating").mkdir()
     assert made.sweep([1]) == 4
-    assert sorted(leftovers(path)) == sorted([hidden.name, *(Path(n).name for n in names[3:])])
+    assert sorted(leftovers(path)) == sorted(
+        [hidden.name, *(Path(n).name for n in names[3:])]
+    )
     for k in (1, 2):
         made.write_slab(k, slab_of(VIT, expected(VIT), k), {})
     assert made.finish()
@@ -286,7 +297,10 @@ def test_a_slab_must_be_what_the_plan_says(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({k: v for k, v in slab.items() if k != "hash"}, "lacks hash"),
         ({**slab, "acts/other/grid": slab["hash"]}, "not in the plan: acts/other/grid"),
-        ({**slab, "hash": slab["hash"][:1]}, r"hash is uint64 \(1,\), expected uint64 \(2,\)"),
+        (
+            {**slab, "hash": slab["hash"][:1]},
+            r"hash is uint64 \(1,\), expected uint64 \(2,\)",
+        ),
         ({**slab, "valid": slab["valid"].astype(bool)}, "valid is bool"),
     ]
     for arrays_, said in wrong:
@@ -299,7 +313,11 @@ def test_a_slab_must_be_what_the_plan_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(errno.ENOSPC, "is full"), (errno.EDQUOT, "is full"), (errno.EIO, "cannot write slab 1")],
+    [
+        (errno.ENOSPC, "is full"),
+        (errno.EDQUOT, "is full"),
+        (errno.EIO, "cannot write slab 1"),
+    ],
 )
 def test_a_full_disk_is_one_line_and_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
@@ -349,7 +367,9 @@ def test_a_store_removed_while_it_is_written(tmp_path: Path) -> None:
 def test_long_provenance_is_shortened_and_said(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     made = create(path, VIT, durable=True)
-    made.write_slab(0, slab_of(VIT, expected(VIT), 0), {"command": "x" * 5000, "host": "ä"})
+    made.write_slab(
+        0, slab_of(VIT, expected(VIT), 0), {"command": "x" * 5000, "host": "ä"}
+    )
     marker = json.loads((path / "commits/c.0.0").read_bytes()[:4096])
     assert marker["host"] == "ä"
     assert marker["slab"] == 0
@@ -361,7 +381,10 @@ def test_what_a_living_process_makes_is_not_left_over_whatever_the_clock_says(
     tmp_path: Path,
 ) -> None:
     """Its age counts where its maker cannot be asked: on another machine."""
-    mine, theirs = tmp_path / f".s.{tag()}.0a.creating", tmp_path / ".s.00000000-1.0a.creating"
+    mine, theirs = (
+        tmp_path / f".s.{tag()}.0a.creating",
+        tmp_path / ".s.00000000-1.0a.creating",
+    )
     for made in (mine, theirs):
         made.mkdir()
         assert not is_left(made)

@@ -75,14 +75,18 @@ def test_cells_that_are_no_runs(
     acts = tokens_of(PIXELS, 4).astype(np.float16)
     valid = [int(k not in (3, 11)) for k in range(N)]
     sites = {"blocks.0.out": (acts, LAYOUT)}
-    store = write(tmp_path / "a.zarr", sites, PIXELS, valid=valid, dtype="float16", order="dataset")
+    store = write(
+        tmp_path / "a.zarr", sites, PIXELS, valid=valid, dtype="float16", order="dataset"
+    )
     if how:
         how = {"estimator": "minibatch", "batch": 8, **how}
     plain, stored = both(store, monkeypatch, **how)
     assert set(used) == {"TokenStack", "PatchPixels"}
     for name in ("value", "std"):
         # of eight images in a batch sums cancel more
-        assert stored[name] == pytest.approx(plain[name], abs=1e-5 if how else 2e-6, nan_ok=True)
+        assert stored[name] == pytest.approx(
+            plain[name], abs=1e-5 if how else 2e-6, nan_ok=True
+        )
 
 
 def test_what_is_constant_has_no_value(
@@ -92,7 +96,9 @@ def test_what_is_constant_has_no_value(
     pixels[:, :, :4, :4] = 77
     acts = tokens_of(pixels, 4).astype(np.float16)
     acts[:, 2] = 0.1
-    store = write(tmp_path / "a.zarr", {"blocks.0.out": (acts, LAYOUT)}, pixels, dtype="float16")
+    store = write(
+        tmp_path / "a.zarr", {"blocks.0.out": (acts, LAYOUT)}, pixels, dtype="float16"
+    )
     _, stored = both(store, monkeypatch)
     maps = maps_of(stored)
     assert used and np.isnan(maps[:, 0]).all() and np.isnan(maps[1]).all()
@@ -112,7 +118,9 @@ def test_single_precision_is_read_as_it_was(
 
 def test_bytes_of_a_patch_by_hand(tmp_path: Path) -> None:
     acts = tokens_of(PIXELS, 4, layout=UNEVEN).astype(np.float16)
-    store = write(tmp_path / "a.zarr", {"blocks.0.out": (acts, UNEVEN)}, PIXELS, dtype="float16")
+    store = write(
+        tmp_path / "a.zarr", {"blocks.0.out": (acts, UNEVEN)}, PIXELS, dtype="float16"
+    )
     patches = PatchPixels(store, store.inputs(), UNEVEN, np.array([5, 0]))
     found = patches.read_stored(slice(3, 9))
     assert found.shape == (2, 6, 3 * 5 * 5) and found.dtype == np.uint8

@@ -27,7 +27,9 @@ KEY = "attention/distance_px"
 
 def make_store(path: Path, values: Any = VALUES, **kwargs: Any) -> Store:
     given: dict[str, Any] = {"n_images": len(values), "slab": 4} | kwargs
-    return write_attention(path, [attention_group(["blocks.0"], [2])], {KEY: values}, **given)
+    return write_attention(
+        path, [attention_group(["blocks.0"], [2])], {KEY: values}, **given
+    )
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,9 @@ def test_slab_sums_are_read_from_their_own_slabs_only(tmp_path: Path) -> None:
         list(each_slab(a, shapes, rows=choose_rows(a, 6)))
     whole = choose_rows(a, 6, whole_slabs=True)
     assert list(each_slab(a, shapes, rows=whole)) == [[(1, 2, 3, 5)]] * 2
-    with pytest.raises(StoreMismatch, match="a holds aligned as sums over slabs of 4 images"):
+    with pytest.raises(
+        StoreMismatch, match="a holds aligned as sums over slabs of 4 images"
+    ):
         list(each_slab((a, b), shapes, rows=choose_rows(a)))
 
 
@@ -213,7 +217,8 @@ def test_choosing_rows_of_an_ordered_store(tmp_path: Path) -> None:
     whole = choose_rows(store, 6, 1, whole_slabs=True)
     assert whole.n in (6, 8)
     assert all(
-        whole.mask[i : i + 4].all() or not whole.mask[i : i + 4].any() for i in range(0, N, 4)
+        whole.mask[i : i + 4].all() or not whole.mask[i : i + 4].any()
+        for i in range(0, N, 4)
     )
 
 

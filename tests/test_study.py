@@ -23,7 +23,12 @@ from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
 from vitsee_core.pages.report.overview import paper_numbers
-from vitsee_core.pages.report.study_record import failures, read_study, read_study_file, remarks
+from vitsee_core.pages.report.study_record import (
+    failures,
+    read_study,
+    read_study_file,
+    remarks,
+)
 from vitsee_core.study import catalogue
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses, survey
@@ -86,23 +91,40 @@ def test_finished_steps_are_not_done_again(tmp_path: Path, chain: list[Step]) ->
 
     assert again() == [] and said[-1] == "[4/4] d: done before"
     (tmp_path / "a.csv").write_text("other")
-    assert again() == ["a"], "its own output was changed; what it makes again is as it was"
+    assert again() == ["a"], (
+        "its own output was changed; what it makes again is as it was"
+    )
     (tmp_path / "c.csv").unlink()
     assert again() == ["c"]
     other = [Step("a", ("a", "--new"), (), chain[0].outputs), *chain[1:]]
     assert again(other) == ["a", "b"], "b's input is another now; c's is not"
     (tmp_path / "study.json").write_text("{")
-    assert again(other) == ["a", "b", "c", "d"], "without a record nothing is known to be done"
+    assert again(other) == ["a", "b", "c", "d"], (
+        "without a record nothing is known to be done"
+    )
 
 
-def test_a_step_that_fails_does_not_stop_the_others(tmp_path: Path, chain: list[Step]) -> None:
+def test_a_step_that_fails_does_not_stop_the_others(
+    tmp_path: Path, chain: list[Step]
+) -> None:
     perform, said = Commands(), list[str]()
     perform.fails["a"] = (1, "no such thing")
     failed = carry_out(chain, Record(tmp_path / "study.json"), perform, said.append)
-    assert [step.name for step in failed] == ["a", "b", "c"] and perform.done == ["a", "d"]
-    assert said[:2] == ["[1/4] a: failed: no such thing", "[2/4] b: left out: a.csv was not made"]
+    assert [step.name for step in failed] == ["a", "b", "c"] and perform.done == [
+        "a",
+        "d",
+    ]
+    assert said[:2] == [
+        "[1/4] a: failed: no such thing",
+        "[2/4] b: left out: a.csv was not made",
+    ]
     record = json.loads((tmp_path / "study.json").read_text())["steps"]
-    assert [record[name]["status"] for name in "abcd"] == [FAILED, LEFT_OUT, LEFT_OUT, DONE]
+    assert [record[name]["status"] for name in "abcd"] == [
+        FAILED,
+        LEFT_OUT,
+        LEFT_OUT,
+        DONE,
+    ]
     assert record["a"]["reason"] == "no such thing"
     perform.fails.clear()
     perform.done.clear()
@@ -142,10 +164,15 @@ def test_a_signal_ends_it(tmp_path: Path, chain: list[Step], code: int) -> None:
         carry_out(chain, Record(tmp_path / "study.json"), perform, print)
     assert perform.done == ["a", "b"]
     steps = json.loads((tmp_path / "study.json").read_text())["steps"]
-    assert {name: entry["status"] for name, entry in steps.items()} == {"a": DONE, "b": BEGUN}
+    assert {name: entry["status"] for name, entry in steps.items()} == {
+        "a": DONE,
+        "b": BEGUN,
+    }
 
 
-def test_a_step_that_does_not_apply_is_no_failure(tmp_path: Path, chain: list[Step]) -> None:
+def test_a_step_that_does_not_apply_is_no_failure(
+    tmp_path: Path, chain: list[Step]
+) -> None:
     """What an earlier study left at its place is not taken for its result."""
     a, *_, d = chain
     after = Step("after", ("after",), a.outputs, (tmp_path / "after.csv",))
@@ -167,7 +194,10 @@ def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
     make_folders(asked)
     begin(asked, ["vitsee", "study"], Plan(left_out={"knn": "no labels"}))
     found = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert found["images"] == 5 and found["models"] == {"vit": "demo:vit", "cnn": "demo:cnn"}
+    assert found["images"] == 5 and found["models"] == {
+        "vit": "demo:vit",
+        "cnn": "demo:cnn",
+    }
     assert found["left_out"] == {"knn": "no labels"} and "vitsee" in found["versions"]
     (tmp_path / "file").write_text("")
     with pytest.raises(VitseeError, match="cannot make the folder"):
@@ -178,7 +208,9 @@ def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
             make_folders(asked)
 
 
-def test_what_was_found_of_models_counts_for_the_same_code_and_names(tmp_path: Path) -> None:
+def test_what_was_found_of_models_counts_for_the_same_code_and_names(
+    tmp_path: Path,
+) -> None:
     asked, found = study(tmp_path / "out"), [model("vit"), cnn("cnn")]
     make_folders(asked)
     begin(asked, ["vitsee", "study"], Plan(), found)
@@ -189,7 +221,12 @@ def test_what_was_found_of_models_counts_for_the_same_code_and_names(tmp_path: P
     for change in (
         {"versions": {**record.survey.versions, "torch": "1.0"}},
         {"models": {**record.survey.models, "demo:vit": {"label": "vit"}}},
-        {"models": {**record.survey.models, "demo:vit": {**asdict(found[0]), "flops": "many"}}},
+        {
+            "models": {
+                **record.survey.models,
+                "demo:vit": {**asdict(found[0]), "flops": "many"},
+            }
+        },
         {},
     ):
         text = json.loads((asked.folder / "study.json").read_text())
@@ -202,7 +239,16 @@ def test_what_was_found_of_models_counts_for_the_same_code_and_names(tmp_path: P
 def test_models_are_made_only_where_a_store_is_not_as_its_step_left_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["study", "demo:vit", "--data", "demo:test", "--images", "4", "-o", tmp_path / "out"]
+    words = [
+        "study",
+        "demo:vit",
+        "--data",
+        "demo:test",
+        "--images",
+        "4",
+        "-o",
+        tmp_path / "out",
+    ]
     words += ["--analyses", "weights"]
     assert vitsee(*words).exit_code == 0
     made = list[str]()
@@ -225,7 +271,13 @@ def test_models_are_made_only_where_a_store_is_not_as_its_step_left_it(
 
 def test_changed_records_are_read_or_not_ours(tmp_path: Path) -> None:
     """300 changes of a study.json, among them lists in lists and cut text: never an error."""
-    step = {"status": DONE, "command": "c", "seconds": 1.5, "inputs": {}, "outputs": {"r": "0"}}
+    step = {
+        "status": DONE,
+        "command": "c",
+        "seconds": 1.5,
+        "inputs": {},
+        "outputs": {"r": "0"},
+    }
     printed = {"what": "w", "paper": 1.5, "result": "cka", "where": {"metric": "x"}}
     section = {"title": "Figure 1", "note": "", "results": ["cka"], "printed": [printed]}
     whole = {
@@ -236,7 +288,9 @@ def test_changed_records_are_read_or_not_ours(tmp_path: Path) -> None:
     for i in range(300):
         record = copy.deepcopy(whole)
         changes.change(record)
-        text = json.dumps(record).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000).encode()
+        text = (
+            json.dumps(record).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000).encode()
+        )
         path.write_bytes(changes.noise(text) if i % 5 == 0 else text)
         n_read += read_study_file(path) is not None
         study = read_study(tmp_path)
@@ -254,7 +308,11 @@ def small(folder: Path, *options: str) -> list[str]:
             "--images", "24", "-o", str(folder), *options]  # fmt: skip
 
 
-SOME = [word for name in ("attn-dist", "cka", "knn", "best-layer") for word in ("--analyses", name)]
+SOME = [
+    word
+    for name in ("attn-dist", "cka", "knn", "best-layer")
+    for word in ("--analyses", name)
+]
 
 
 @pytest.mark.slow
@@ -269,8 +327,17 @@ def test_from_models_to_the_report(tmp_path: Path) -> None:
     assert len(steps) == 12 and steps[0].startswith("[1/12] extract-vit: ")
     assert steps[-1].startswith("[12/12] report: ")
     others = [line for line in done.stderr.splitlines() if not line.startswith("[")]
-    assert len([line for line in others if "images/s" not in line]) == 2, "no command's remarks"
-    for name in ("attn-dist", "cka-vit", "cka-resnet", "cka-vit-resnet", "knn-vit", "best-layer"):
+    assert len([line for line in others if "images/s" not in line]) == 2, (
+        "no command's remarks"
+    )
+    for name in (
+        "attn-dist",
+        "cka-vit",
+        "cka-resnet",
+        "cka-vit-resnet",
+        "knn-vit",
+        "best-layer",
+    ):
         for ending in ("csv", "csv.json", "png"):
             assert (folder / "results" / f"{name}.{ending}").is_file()
     assert "cka-vit-resnet" in (folder / "report.html").read_text()
@@ -314,7 +381,10 @@ def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> 
     assert done.exit_code == 0 and f"lens: left out: {reason}" in done.stderr, done.output
     record = json.loads((tmp_path / "out" / "study.json").read_text())
     assert record["left_out"]["lens"].startswith(reason)
-    assert f"Not in this study: lens: {reason}" in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        f"Not in this study: lens: {reason}"
+        in (tmp_path / "out" / "report.html").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -328,24 +398,40 @@ def test_a_study_shows_the_heads_of_a_model_in_a_folder(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "before")
     save_for_hf(timm.create_model("test_vit"), "mine", safe_serialization=True)
-    words = ["study", "local-dir:mine?img-size=32&model-arg=patch_size=8", "--data", "demo:test"]
+    words = [
+        "study",
+        "local-dir:mine?img-size=32&model-arg=patch_size=8",
+        "--data",
+        "demo:test",
+    ]
     words += ["--images", "4", "-o", "out", "--analyses", "explore"]
     assert vitsee(*words).exit_code == 0
     page = read_page(Path("out") / "explore.html")
-    assert [len(blocks) for blocks in page.blocks] == [6] and page.blocks[0][0].patches is not None
+    assert [len(blocks) for blocks in page.blocks] == [6] and page.blocks[0][
+        0
+    ].patches is not None
     for name in ("mine", "out"):
         Path(name).rename(tmp_path / "after" / name)
     monkeypatch.chdir(tmp_path / "after")
     Path("out/explore.html").unlink()
     again = vitsee(*words)
-    assert again.exit_code == 0 and "extract-mine: done before" in again.stderr, again.output
-    assert [len(blocks) for blocks in read_page(Path("out") / "explore.html").blocks] == [6]
+    assert again.exit_code == 0 and "extract-mine: done before" in again.stderr, (
+        again.output
+    )
+    assert [len(blocks) for blocks in read_page(Path("out") / "explore.html").blocks] == [
+        6
+    ]
     assert (
-        vitsee("explore", "out/stores/mine.zarr", "--recompute", "-o", "alone.html").exit_code == 0
+        vitsee(
+            "explore", "out/stores/mine.zarr", "--recompute", "-o", "alone.html"
+        ).exit_code
+        == 0
     )
     alone = read_page(Path("alone.html"))
     assert alone.blocks == [[]]
-    assert "repeat the command with --trust-store" in alone.about["models"][0]["attention"]
+    assert (
+        "repeat the command with --trust-store" in alone.about["models"][0]["attention"]
+    )
 
 
 @pytest.mark.slow
@@ -356,7 +442,9 @@ def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
     asked = [*words, "--images", "4", "--analyses"]
     assert vitsee(*asked, "spectrum", "--analyses", "attn-dist").exit_code == 0
     less = vitsee(*asked, "spectrum")
-    assert less.exit_code == 0 and "[1/3] extract-vit: done before" in less.stderr, less.output
+    assert less.exit_code == 0 and "[1/3] extract-vit: done before" in less.stderr, (
+        less.output
+    )
     more = vitsee(*asked, "normratio", "--analyses", "norms")
     store = tmp_path / "out" / "stores" / "vit.zarr"
     assert more.exit_code == 1 and more.stdout == ""
@@ -371,23 +459,45 @@ def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
     assert "n_images is 5, given 3" in other.stderr and "--force" not in other.stderr
     assert f"remove {store} to extract anew" in other.stderr
     (store / "zarr.json").write_text("{}")
-    assert vitsee(*asked, "norms").stderr.splitlines()[1].startswith("[1/3] extract-vit: failed: ")
+    assert (
+        vitsee(*asked, "norms")
+        .stderr.splitlines()[1]
+        .startswith("[1/3] extract-vit: failed: ")
+    )
     nothing = vitsee(*asked, "saliency")
     assert nothing.exit_code == 1 and nothing.stdout == ""
-    assert nothing.stderr.startswith("vitsee study: nothing to do: saliency: it needs masks")
+    assert nothing.stderr.startswith(
+        "vitsee study: nothing to do: saliency: it needs masks"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt("SIGTERM"), 75, "vitsee study: interrupted; finished steps are kept"),
-        (KeyboardInterrupt("SIGINT"), 75, "vitsee study: interrupted; finished steps are kept"),
-        (ValueError("boom"), 1, "attn-dist (ValueError: boom; run it by itself: vitsee attn-dist "),
+        (
+            KeyboardInterrupt("SIGTERM"),
+            75,
+            "vitsee study: interrupted; finished steps are kept",
+        ),
+        (
+            KeyboardInterrupt("SIGINT"),
+            75,
+            "vitsee study: interrupted; finished steps are kept",
+        ),
+        (
+            ValueError("boom"),
+            1,
+            "attn-dist (ValueError: boom; run it by itself: vitsee attn-dist ",
+        ),
     ],
 )
 def test_a_signal_or_a_bug_in_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
     """The one ends the study, resumable; the other only the step."""
 
@@ -412,12 +522,23 @@ def test_a_signal_or_a_bug_in_a_step(
 @pytest.mark.slow
 def test_options_in_a_models_name(tmp_path: Path) -> None:
     """As extract's own: of the weights, and of the input's size."""
-    words = ["study", "demo:vit", "a=demo:vit?random-init=3&img-size=40", "--data", "demo:test"]
+    words = [
+        "study",
+        "demo:vit",
+        "a=demo:vit?random-init=3&img-size=40",
+        "--data",
+        "demo:test",
+    ]
     some = ["--images", "4", "--analyses", "attn-dist"]
     done = vitsee(*words, "-o", tmp_path, *some)
     assert done.exit_code == 0, done.output
-    trained, random = (open_store(tmp_path / "stores" / f"{n}.zarr").manifest for n in ("vit", "a"))
-    assert random.model["weights"]["source"] == "random" and random.model["weights"]["seed"] == 3
+    trained, random = (
+        open_store(tmp_path / "stores" / f"{n}.zarr").manifest for n in ("vit", "a")
+    )
+    assert (
+        random.model["weights"]["source"] == "random"
+        and random.model["weights"]["seed"] == 3
+    )
     assert trained.model["weights"]["source"] == "local-dir"
     sizes = [m.identity["transform"]["input_size"][1:] for m in (trained, random)]
     assert sizes == [[32, 32], [40, 40]]
@@ -441,8 +562,13 @@ def test_the_plan_as_commands(tmp_path: Path) -> None:
     assert done.exit_code == 0 and not (tmp_path / "out").exists()
     made, *commands = [shlex.split(line) for line in done.stdout.splitlines()]
     out = str(tmp_path / "out")
-    assert made == ["mkdir", "-p", f"{out}/stores", f"{out}/results"], "or no command can write"
-    assert commands[0][:3] == ["vitsee", "extract", "demo:vit"] and commands[-1][1] == "report"
+    assert made == ["mkdir", "-p", f"{out}/stores", f"{out}/results"], (
+        "or no command can write"
+    )
+    assert (
+        commands[0][:3] == ["vitsee", "extract", "demo:vit"]
+        and commands[-1][1] == "report"
+    )
     for words in commands:
         parses(words)
 
@@ -461,7 +587,11 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["demo:vitt", "--data", "demo:test"], 1, "no demo model 'vitt'"),
         (["demo:vit", "demo:vitt", "--data", "demo:test"], 1, "no demo model 'vitt'"),
         (["demo:vit", "--data", str(tmp_path / "no")], 1, "no file or folder"),
-        (["a=demo:vit", "x=demo:vit", "a=demo:resnet", "--data", "demo"], 1, "two models"),
+        (
+            ["a=demo:vit", "x=demo:vit", "a=demo:resnet", "--data", "demo"],
+            1,
+            "two models",
+        ),
         (["demo:vit", "--data", "demo", "--analyses", "nope"], 1, "no analysis 'nope'"),
         (["demo:vit", "--data", ""], 2, "empty text"),
         (["demo:vit"], 2, "--data"),
@@ -482,7 +612,9 @@ def test_the_demo_has_every_command_once(tmp_path: Path) -> None:
     found = with_sets(asked, plan(asked, models, labelled=True))
     commands = {step.command for step in found.steps}
     everything = {*main.list_commands(click.Context(main))}
-    assert everything - commands <= {"demo", "study", "report"}, "the study itself, and its end"
+    assert everything - commands <= {"demo", "study", "report"}, (
+        "the study itself, and its end"
+    )
     assert all(name.startswith(tuple(needs_of_analyses())) for name in found.left_out)
     assert not {"saliency", "propagate", "keypoints"} & {*found.left_out}
     for step in found.steps:
@@ -506,7 +638,10 @@ def test_the_demo_ends_with_the_path_of_the_report(
     done = vitsee("demo", "--quick", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert done.stdout == f"{tmp_path}/out/report.html\n"
-    assert "on photographs: make demo-real, or" in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "on photographs: make demo-real, or"
+        in (tmp_path / "out" / "report.html").read_text()
+    )
     results = {path.stem for path in (tmp_path / "out" / "results").glob("*.csv")}
     assert results == {
         "attn-dist", "propagate", "keypoints", "retrieve-buildings", "cluster-objects", "saliency",

@@ -37,7 +37,11 @@ def files(folder: Path, *names: str, **fields: Any) -> str:
     ("names", "unit", "steps"),
     [
         (["step_1000.pt", "step_900.pt", "step_10000.pt"], "step", [900, 1000, 10000]),
-        (["checkpoint-epoch=3-step=40.ckpt", "checkpoint-epoch=2-step=30.ckpt"], "step", [30, 40]),
+        (
+            ["checkpoint-epoch=3-step=40.ckpt", "checkpoint-epoch=2-step=30.ckpt"],
+            "step",
+            [30, 40],
+        ),
         (["vit_epoch7.pth", "vit_epoch12.pth"], "epoch", [7, 12]),
         (["b16-global_step00500.pt"], "step", [500]),
         (["vit16_5.pt", "vit16_30.pt"], "step", [5, 30]),
@@ -45,7 +49,9 @@ def files(folder: Path, *names: str, **fields: Any) -> str:
         (["ckpt-ep-3.pt"], "epoch", [3]),
     ],
 )
-def test_steps_of_names(tmp_path: Path, names: list[str], unit: str, steps: list[int]) -> None:
+def test_steps_of_names(
+    tmp_path: Path, names: list[str], unit: str, steps: list[int]
+) -> None:
     found_unit, found, without = find_checkpoints(files(tmp_path, *names))
     assert (found_unit, [file.step for file in found], without) == (unit, steps, {})
     for file in found:
@@ -55,7 +61,9 @@ def test_steps_of_names(tmp_path: Path, names: list[str], unit: str, steps: list
 def test_steps_of_the_files_own_fields(tmp_path: Path) -> None:
     """Names without any: a number, and a tensor of one; a file that cannot be read is named."""
     weights = {"w": torch.zeros(2)}
-    torch.save({"model": weights, "epoch": 3, "global_step": torch.tensor(70)}, tmp_path / "a.pt")
+    torch.save(
+        {"model": weights, "epoch": 3, "global_step": torch.tensor(70)}, tmp_path / "a.pt"
+    )
     torch.save({"model": weights, "epoch": 1, "global_step": 500}, tmp_path / "b.pt")
     (tmp_path / "c.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:300])
     unit, found, without = find_checkpoints(str(tmp_path / "*.pt"))
@@ -112,7 +120,14 @@ def plant(folder: Path, *steps: int) -> list[Any]:
 
 
 def study(run: Path, photos: Path, out: Path, *words: object) -> Result:
-    given = ["study", f"vit={MODEL}", "--checkpoints", run / "step_*.pt", "--data", photos]
+    given = [
+        "study",
+        f"vit={MODEL}",
+        "--checkpoints",
+        run / "step_*.pt",
+        "--data",
+        photos,
+    ]
     return CliRunner().invoke(main, [*map(str, given), "-o", str(out), *map(str, words)])
 
 
@@ -137,13 +152,17 @@ def test_every_checkpoint_is_a_step_of_every_table(photos: Path, tmp_path: Path)
     assert record["step"].tolist() == [0, 200, 500, 700, 1000]
     ends = ["measured", "measured", "failed", "diverged", "measured"]
     assert record["status"].tolist() == ends
-    assert "no readable checkpoint" in record["note"][2] and "head.bias" in record["note"][3]
+    assert (
+        "no readable checkpoint" in record["note"][2] and "head.bias" in record["note"][3]
+    )
     table = Table.read(out / "results/attn-dist.csv")
     assert sorted(set(table["step"])) == [0, 200, 1000]
     stores = {}
     for step in (0, 200, 1000):
         stores[step] = tmp_path / f"vit-step{step}.zarr"
-        vitsee.extract(MODEL, photos, stores[step], checkpoint=run / f"step_{step}.pt", images=8)
+        vitsee.extract(
+            MODEL, photos, stores[step], checkpoint=run / f"step_{step}.pt", images=8
+        )
         own = vitsee.attn_dist(stores[step])
         assert np.array_equal(table.filter(step=step)["value"], own["value"])
     for word, end, others in (("first", 0, {200, 1000}), ("last", 1000, {0, 200})):
@@ -162,19 +181,25 @@ def test_every_checkpoint_is_a_step_of_every_table(photos: Path, tmp_path: Path)
     again = study(run, photos, out, *FEW)
     assert again.exit_code == 0, again.stderr
     assert "4 of 6 checkpoints: done before" in again.stderr
-    assert "cka:last compares with step 1000, the last one of the first call" in again.stderr
+    assert (
+        "cka:last compares with step 1000, the last one of the first call" in again.stderr
+    )
     done = Table.read(out / "steps.csv")
     assert done["status"].tolist()[2] == "measured" and done["step"].tolist()[-1] == 2000
     assert done.filter(step=0).frame.equals(record.filter(step=0).frame)
     after = Table.read(out / "results/attn-dist.csv")
-    assert np.array_equal(after.filter(step=500)["value"], after.filter(step=200)["value"])
+    assert np.array_equal(
+        after.filter(step=500)["value"], after.filter(step=200)["value"]
+    )
     # A file that was written again is another step.
     os.utime(run / "step_200.pt", (1, 1))
     assert "5 of 6 checkpoints: done before" in study(run, photos, out, *FEW).stderr
 
 
 @pytest.mark.slow
-def test_a_reason_that_holds_at_every_step_is_said_once(photos: Path, tmp_path: Path) -> None:
+def test_a_reason_that_holds_at_every_step_is_said_once(
+    photos: Path, tmp_path: Path
+) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     plant(run, 0, 200, 1000)
@@ -211,11 +236,23 @@ def test_what_it_refuses(
     assert (result.exit_code, result.stdout) == (code, "") and line in result.stderr
 
 
-def test_a_name_with_weights_and_a_folder_of_another_study(photos: Path, tmp_path: Path) -> None:
+def test_a_name_with_weights_and_a_folder_of_another_study(
+    photos: Path, tmp_path: Path
+) -> None:
     files(tmp_path, "step_20.pt")
-    given = ["study", "vit=test_vit?random-init=0", "--checkpoints", str(tmp_path / "step_*.pt")]
-    result = CliRunner().invoke(main, [*given, "--data", str(photos), "-o", str(tmp_path / "out")])
-    assert result.exit_code == 2 and "its weights are those of --checkpoints" in result.stderr
+    given = [
+        "study",
+        "vit=test_vit?random-init=0",
+        "--checkpoints",
+        str(tmp_path / "step_*.pt"),
+    ]
+    result = CliRunner().invoke(
+        main, [*given, "--data", str(photos), "-o", str(tmp_path / "out")]
+    )
+    assert (
+        result.exit_code == 2
+        and "its weights are those of --checkpoints" in result.stderr
+    )
     (tmp_path / "out/results").mkdir(parents=True)
     (tmp_path / "out/results/attn-dist.csv").write_text("mine")
     result = study(tmp_path, photos, tmp_path / "out", *FEW)
@@ -225,7 +262,8 @@ def test_a_name_with_weights_and_a_folder_of_another_study(photos: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "n_train"), [(("--images", "6"), 6), (("--images", "6", "--train-images", "4"), 4)]
+    ("words", "n_train"),
+    [(("--images", "6"), 6), (("--images", "6", "--train-images", "4"), 4)],
 )
 def test_stores_to_train_on_are_as_large_as_asked_and_kept(
     photos: Path, tmp_path: Path, words: tuple[str, ...], n_train: int
@@ -249,4 +287,6 @@ def test_stores_to_train_on_are_as_large_as_asked_and_kept(
     ends = ("-train.zarr", ".zarr")
     assert kept == [f"vit-step{step}{end}" for step in (0, 200) for end in ends]
     for step in (0, 200):
-        assert open_store(out / "stores" / f"vit-step{step}-train.zarr").n_images == n_train
+        assert (
+            open_store(out / "stores" / f"vit-step{step}-train.zarr").n_images == n_train
+        )

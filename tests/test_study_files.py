@@ -34,7 +34,9 @@ def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
     check_outputs(asked, [a], record)  # a store is extract's to refuse
     for other in ("a.csv", "a.png", "a.csv.json", "a.replicates.csv"):
         (table.parent / other).write_text("mine")
-        with pytest.raises(VitseeError, match=f"results/{other} would be replaced, and .*study.j"):
+        with pytest.raises(
+            VitseeError, match=f"results/{other} would be replaced, and .*study.j"
+        ):
             check_outputs(asked, [a], record)
         (table.parent / other).unlink()
 
@@ -45,7 +47,9 @@ def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
 
     table.write_text("mine")
     carry_out([replace(a, outputs=())], record, lambda step: Outcome(1), print)
-    with pytest.raises(VitseeError, match="would be replaced"):  # a step that failed wrote nothing
+    with pytest.raises(
+        VitseeError, match="would be replaced"
+    ):  # a step that failed wrote nothing
         check_outputs(asked, [a], record)
     table.unlink()
     with pytest.raises(Stopped):
@@ -69,9 +73,16 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     record = Record(asked.folder / "study.json")
     check_outputs(asked, [step], record)
     (tmp_path / "mine.txt").write_text("mine")
-    for link in (table, table.with_suffix(".png"), table.with_name("a.csv.json"), record.path):
+    for link in (
+        table,
+        table.with_suffix(".png"),
+        table.with_name("a.csv.json"),
+        record.path,
+    ):
         link.symlink_to(tmp_path / "mine.txt")
-        with pytest.raises(VitseeError, match=r"is a link to .*mine\.txt, outside of the study"):
+        with pytest.raises(
+            VitseeError, match=r"is a link to .*mine\.txt, outside of the study"
+        ):
             check_outputs(asked, [step], record)
         link.unlink()
 

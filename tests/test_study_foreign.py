@@ -85,7 +85,9 @@ def test_the_name_of_a_store_is_no_path(tmp_path: Path, name: str, said: str) ->
         ("norms a.zarr --help", "--help is not of a study's file"),
     ],
 )
-def test_a_command_writes_into_the_study_s_folder(tmp_path: Path, command: str, said: str) -> None:
+def test_a_command_writes_into_the_study_s_folder(
+    tmp_path: Path, command: str, said: str
+) -> None:
     line = refusal(tmp_path, OWN.replace(CKA, f"commands = ['{command}']"))
     assert said in line
 
@@ -136,8 +138,16 @@ def test_a_model_is_not_an_option(tmp_path: Path) -> None:
         (TITLE, f"title = {'[' * 100_000}", "nested too deeply"),
         (TITLE, f"{'a.' * 50_000}a = 1", f"a key has more than {MAX_KEY_PARTS} parts"),
         (TITLE, f"[{'a . ' * 50_000}a]", f"a key has more than {MAX_KEY_PARTS} parts"),
-        (TITLE, f"x = {{ {'a.' * 50_000}a = 1 }}", f"a key has more than {MAX_KEY_PARTS} parts"),
-        (TITLE, f"{chr(34) * 2 + '.' + chr(34) * 2}{'.a' * 5000} = 1", "a key has more than"),
+        (
+            TITLE,
+            f"x = {{ {'a.' * 50_000}a = 1 }}",
+            f"a key has more than {MAX_KEY_PARTS} parts",
+        ),
+        (
+            TITLE,
+            f"{chr(34) * 2 + '.' + chr(34) * 2}{'.a' * 5000} = 1",
+            "a key has more than",
+        ),
         (TITLE, f"title = {'9' * 5000}", "is no TOML"),
         ("paper = 0.5", "paper = nan", "printed[0].paper"),
         ("paper = 0.5", "paper = inf", "printed[0].paper"),
@@ -146,7 +156,9 @@ def test_a_model_is_not_an_option(tmp_path: Path) -> None:
         ('names = "2"', f'names = "{"x" * 400}"', "its result"),
     ],
 )
-def test_values_that_no_field_has(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_values_that_no_field_has(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
     assert before in OWN
     assert said in refusal(tmp_path, OWN.replace(before, after, 1))
 
@@ -163,7 +175,9 @@ def test_two_results_of_one_name(tmp_path: Path) -> None:
 def test_what_is_not_a_file_of_text(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_bytes(b"\xef\xbb\xbf" + OWN.encode())
-    assert read_recipe(str(path)).title == "Two models", "a byte-order mark is no part of it"
+    assert read_recipe(str(path)).title == "Two models", (
+        "a byte-order mark is no part of it"
+    )
     path.write_bytes(OWN.encode("utf-16"))
     with pytest.raises(RecipeError, match="is no TOML"):
         read_recipe(str(path))
@@ -195,7 +209,15 @@ def test_options_with_an_equals_sign_are_as_those_without(tmp_path: Path) -> Non
 def test_every_path_of_an_analysis_is_known_as_read_or_written() -> None:
     """An option that is added with a path must say on which side it is: unless it is in
     `READ_PATHS`, a study's file may give it a place in the study's folder alone."""
-    written_paths = {"output", "png", "save", "cache", "printed", "export_queries", "export_truth"}
+    written_paths = {
+        "output",
+        "png",
+        "save",
+        "cache",
+        "printed",
+        "export_queries",
+        "export_truth",
+    }
     stores = {"queries", "distractors", "untrained"}
     ctx = click.Context(main)
     for name in (*registry.own_names(), "extract"):
@@ -203,4 +225,7 @@ def test_every_path_of_an_analysis_is_known_as_read_or_written() -> None:
         assert command is not None
         for param in command.params:
             if isinstance(param, click.Option) and isinstance(param.type, PathType):
-                assert param.name in READ_PATHS | written_paths | stores, (name, param.name)
+                assert param.name in READ_PATHS | written_paths | stores, (
+                    name,
+                    param.name,
+                )

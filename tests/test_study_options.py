@@ -70,13 +70,21 @@ def test_a_study_file_is_a_command_line(file: Path, tmp_path: Path) -> None:
         f"vitsee extract demo:vit --data demo:test --images 8 -o {out}/stores/v.zarr --no-residual "
         "--inputs --crop-pct 0.5"
     )
-    assert any(line.startswith("vitsee extract 'demo:vit?random-init=0' ") for line in found)
+    assert any(
+        line.startswith("vitsee extract 'demo:vit?random-init=0' ") for line in found
+    )
     assert not any("r-untrained" in line for line in found), "it is untrained already"
-    (cka,) = (line for line in found if line.startswith(f"vitsee cka {out}/stores/v.zarr --sites"))
+    (cka,) = (
+        line
+        for line in found
+        if line.startswith(f"vitsee cka {out}/stores/v.zarr --sites")
+    )
     assert " --sites blocks --estimator minibatch --batch 4 -o " in cka
     (distances,) = (line for line in found if line.startswith("vitsee attn-dist "))
     assert " --metric distance_px --metric distance_unit -o " in distances
-    assert all("--allow-shared" in line for line in found if line.startswith("vitsee knn "))
+    assert all(
+        "--allow-shared" in line for line in found if line.startswith("vitsee knn ")
+    )
     for line in found:
         command = main.get_command(click.Context(main), shlex.split(line)[1])
         assert command is not None
@@ -89,23 +97,49 @@ def test_the_command_line_wins_over_the_file(file: Path, tmp_path: Path) -> None
     found = steps(study("demo:mixer", "--file", file, *words, "--analyses", "cka"))
     assert found[0].startswith("vitsee extract demo:mixer --data demo:test --images 5 ")
     assert "--memory 1073741824" in found[2] and "--memory" not in found[0]
-    assert len(found) == 6, "of two models: their stores, their CKA, that of both; the report"
+    assert len(found) == 6, (
+        "of two models: their stores, their CKA, that of both; the report"
+    )
 
 
 def test_what_a_file_may_not_say(file: Path, tmp_path: Path) -> None:
     for text, code, expected in (
         ("data = 'x", 1, f"{file} is no TOML: "),
-        ("datas = 'x'", 1, f"{file}: no key 'datas'; expected models, data, quick, train, output"),
+        (
+            "datas = 'x'",
+            1,
+            f"{file}: no key 'datas'; expected models, data, quick, train, output",
+        ),
         ("data = ['x', 'y']", 1, f"{file}: data takes one value, and is ['x', 'y']"),
         ("set = 3", 1, f"{file}: set is 3; expected a table, [set]"),
         ("set.cka = 3", 1, f"{file}: set.cka is 3; expected a table, [set.cka]"),
         ("models = ['demo:vit']\nimages = 'few'", 2, "'few' is not a valid whole number"),
         ("[models]\n'a b' = 'demo:vit'", 1, "'a b' cannot name a store"),
-        ("models = ['demo:vit']\n[set.ckaa]\nbatch = 3", 2, "--set 'ckaa.batch=3'; expected "),
-        ("models = ['demo:vit']\n[set.cka]\nbtch = 3", 2, "--set cka.btch: expected an option of "),
-        ("models = ['demo:vit']\n[set.cka]\nbatch = [3, 4]", 2, "cka.batch is given as 3 and 4"),
-        ("models = ['demo:vit']\n[set.cka]\nbatch = 'x'", 2, "--set cka.batch: 'x' is not a valid"),
-        ("models = ['demo:vit']\n[set.cka]\noutput = 'x'", 2, "--set cka.output: expected an"),
+        (
+            "models = ['demo:vit']\n[set.ckaa]\nbatch = 3",
+            2,
+            "--set 'ckaa.batch=3'; expected ",
+        ),
+        (
+            "models = ['demo:vit']\n[set.cka]\nbtch = 3",
+            2,
+            "--set cka.btch: expected an option of ",
+        ),
+        (
+            "models = ['demo:vit']\n[set.cka]\nbatch = [3, 4]",
+            2,
+            "cka.batch is given as 3 and 4",
+        ),
+        (
+            "models = ['demo:vit']\n[set.cka]\nbatch = 'x'",
+            2,
+            "--set cka.batch: 'x' is not a valid",
+        ),
+        (
+            "models = ['demo:vit']\n[set.cka]\noutput = 'x'",
+            2,
+            "--set cka.output: expected an",
+        ),
     ):
         file.write_text(text)
         data = () if text.startswith("data") else ("--data", "demo:test")
@@ -120,7 +154,10 @@ def test_the_images_themselves_are_not_to_learn_from(tmp_path: Path) -> None:
     """By another path too; before anything is read."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "photos")
-    for data, train in (("demo:test", "demo:test"), (tmp_path / "photos", tmp_path / "link")):
+    for data, train in (
+        ("demo:test", "demo:test"),
+        (tmp_path / "photos", tmp_path / "link"),
+    ):
         words = ("demo:vit", "--data", data, "--train", train, "-o", tmp_path / "out")
         assert f"--train {train} has the images of --data" in one_line("study", *words)
     assert not (tmp_path / "out").exists()
@@ -143,7 +180,9 @@ def test_a_study_advises_what_it_has(tmp_path: Path) -> None:
         "give MODEL?checkpoint=FILE or MODEL?random-init=SEED"
     )
     assert of("knn", "--allow-shared goes on") == "--set knn.allow-shared=true goes on"
-    assert of("cka", "extract it with --tokens blocks.0.out=all (every site: --tokens all)") == (
+    assert of(
+        "cka", "extract it with --tokens blocks.0.out=all (every site: --tokens all)"
+    ) == (
         "extract it with --set extract.tokens=blocks.0.out=all (every site: --set "
         "extract.tokens=all)"
     )

@@ -10,7 +10,14 @@ import pytest
 
 from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_core.study.catalogue import needs_of_analyses, survey
-from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost, stores_of
+from vitsee_core.study.cost import (
+    EFFICIENCY,
+    STEP_SECONDS,
+    TOKEN_RATE,
+    Cost,
+    cost,
+    stores_of,
+)
 from vitsee_core.study.planning import BEST, check_choice, plan
 from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import (
@@ -48,7 +55,9 @@ def test_every_analysis_is_a_step_or_has_a_reason() -> None:
     outputs = [path for step in found.steps for path in step.outputs]
     assert len({*outputs}) == len(outputs), "no step writes over another's result"
     assert named(found, "pca").outputs[0] == Path("out/results/pca.parquet")
-    large = {s.command for s in found.steps for path in s.outputs if path.suffix == ".parquet"}
+    large = {
+        s.command for s in found.steps for path in s.outputs if path.suffix == ".parquet"
+    }
     assert large == LARGE_TABLES and named(found, "cka-vit").outputs[0].suffix == ".csv"
 
 
@@ -64,12 +73,16 @@ def test_extraction_keeps_what_the_analyses_need() -> None:
         "vitsee extract demo:cnn --data others --images 2000 -o out/stores/cnn-train.zarr "
         "--tokens pooled --attention none --no-residual",
     ]
-    found = plan(study(analyses=("knn",), images=9, seed=3), [model("vit")], labelled=True)
+    found = plan(
+        study(analyses=("knn",), images=9, seed=3), [model("vit")], labelled=True
+    )
     assert lines(found.extractions)[0] == (
         "vitsee extract demo:vit --data photos --images 9 -o out/stores/vit.zarr --seed 3 "
         "--tokens pooled --attention none --no-residual"
     )
-    found = plan(study(analyses=("normratio",), device="cuda"), [model("vit")], labelled=True)
+    found = plan(
+        study(analyses=("normratio",), device="cuda"), [model("vit")], labelled=True
+    )
     assert lines(found.extractions) == [
         "vitsee extract demo:vit --data photos --images 2000 -o out/stores/vit.zarr "
         "--device cuda --tokens pooled --attention none"
@@ -96,10 +109,14 @@ def test_steps_on_two_kinds_of_models() -> None:
     assert alone.left_out["cka-heads"].startswith("it compares models of two kinds")
     five = [model(f"m{i}") for i in range(5)]
     pairs = [
-        s.name for s in plan(study(), five, labelled=True).analyses if s.command == "similarity"
+        s.name
+        for s in plan(study(), five, labelled=True).analyses
+        if s.command == "similarity"
     ]
     assert pairs == [f"similarity-m0-m{i}" for i in range(1, 5)]
-    assert "cka-last-layers" in [s.name for s in plan(study(), five, labelled=True).analyses]
+    assert "cka-last-layers" in [
+        s.name for s in plan(study(), five, labelled=True).analyses
+    ]
 
 
 def test_images_without_labels_or_without_others_to_train_on() -> None:
@@ -118,12 +135,16 @@ def test_images_without_labels_or_without_others_to_train_on() -> None:
 
 def test_attribution_needs_the_branches_of_a_thorough_study() -> None:
     found = plan(study(), [model("vit")], labelled=True)
-    assert found.left_out["logit-attribution"] == "it needs sites within blocks: --thorough"
+    assert (
+        found.left_out["logit-attribution"] == "it needs sites within blocks: --thorough"
+    )
 
 
 def test_a_model_without_a_classifier_or_any_grid() -> None:
     lacks = {**model("x").lacks, "classifier": "it has no classifier", "grid": "no grid"}
-    found = plan(study(), [model("x", lacks=lacks, grid=None, class_token=False)], labelled=True)
+    found = plan(
+        study(), [model("x", lacks=lacks, grid=None, class_token=False)], labelled=True
+    )
     assert found.left_out["lens"] == "it has no classifier"
     assert found.left_out["erf"] == found.left_out["spatial"] == "no grid"
     assert "--erf" not in found.extractions[0].words
@@ -132,7 +153,9 @@ def test_a_model_without_a_classifier_or_any_grid() -> None:
 def test_receptive_fields_take_no_longer_than_the_other_passes() -> None:
     """Of three sites: a third of the images, at least 4, at most 64."""
     for images, fields in ((3, 3), (9, 4), (60, 20), (190, 63), (2000, 64)):
-        found = plan(study(images=images, analyses=("erf",)), [model("vit")], labelled=True)
+        found = plan(
+            study(images=images, analyses=("erf",)), [model("vit")], labelled=True
+        )
         words = found.extractions[0].words
         assert words[words.index("--erf") + 1] == str(fields)
         said = f"over {fields} images, so that they take no longer than the rest of an extraction; "
@@ -152,7 +175,9 @@ def test_what_the_user_sets_takes_the_place_of_what_a_study_chooses() -> None:
     assert named(found, "erf").words[2:6] == ("--sites", "blocks", "--tokens", "cls")
     own, train = found.extractions
     assert own.line.endswith("-o out/stores/vit.zarr --erf 64 --tokens cls --no-inputs")
-    assert train.line.endswith("--tokens pooled --attention none --no-residual"), "pooled alone"
+    assert train.line.endswith("--tokens pooled --attention none --no-residual"), (
+        "pooled alone"
+    )
 
 
 def test_masks_pairs_and_a_truth_are_named_by_settings() -> None:
@@ -170,7 +195,9 @@ def test_masks_pairs_and_a_truth_are_named_by_settings() -> None:
             ("dense-probe", "masks", "class maps"),
         )
     }
-    settings = {name: [Setting((option,), (option, "x"))] for name, option in options.items()}
+    settings = {
+        name: [Setting((option,), (option, "x"))] for name, option in options.items()
+    }
     asked = study(analyses=(*options,), settings=settings)
     found = plan(asked, [model("vit"), cnn("cnn")], labelled=False)
     assert {step.command for step in found.analyses} == {*options}
@@ -186,7 +213,10 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     found = plan(asked, models, labelled=True)
     sites = "--sites blocks --sites head --sites blocks.0.attn.heads --sites norms --sites hidden "
     assert f"{sites}--sites residual --inputs --erf 256" in found.extractions[0].line
-    assert "--sites head --sites norms --sites residual --inputs" in found.extractions[2].line
+    assert (
+        "--sites head --sites norms --sites residual --inputs"
+        in found.extractions[2].line
+    )
     names = {step.name for step in found.analyses}
     assert names - {step.name for step in plan(study(), models, labelled=True).analyses} == {
         "cka-all-vit", "cka-all-cnn", "cka-all-vit-cnn", "cka-norms-vit", "cka-norms-cnn",
@@ -199,7 +229,9 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     assert "hidden" in named(found, "cka-all-vit-cnn").words
     less = replace(asked, thorough=False)
     sizes = [
-        cost(plan(one, models, labelled=True), *stores_of(one, models), speed=1e6).size_bytes
+        cost(
+            plan(one, models, labelled=True), *stores_of(one, models), speed=1e6
+        ).size_bytes
         for one in (asked, less)
     ]
     assert sizes[0] - sizes[1] == 2 * 400 * 5000
@@ -209,16 +241,24 @@ def test_attention_maps_of_many_models_are_one_figure() -> None:
     two = ["attn-map-aligned-m0", "attn-map-aligned-m1"]
     for n, names in ((2, two), (5, ["attn-map-aligned"])):
         models = [model(f"m{i}") for i in range(n)]
-        found = plan(study(Path("out"), *(m.label for m in models)), models, labelled=True)
-        steps = [step for step in found.analyses if step.name.startswith("attn-map-aligned")]
+        found = plan(
+            study(Path("out"), *(m.label for m in models)), models, labelled=True
+        )
+        steps = [
+            step for step in found.analyses if step.name.startswith("attn-map-aligned")
+        ]
         assert [step.name for step in steps] == names
         assert len(steps[0].inputs) == (1 if n == 2 else n)
 
 
 def test_choosing_analyses() -> None:
-    found = plan(study(analyses=("cka", "erf"), skip=("erf",)), [model("vit")], labelled=True)
+    found = plan(
+        study(analyses=("cka", "erf"), skip=("erf",)), [model("vit")], labelled=True
+    )
     assert {step.command for step in found.analyses} == {"cka"} and found.left_out == {}
-    with pytest.raises(VitseeError, match="no analysis 'ckaa'; analyses of a study: attn-dist"):
+    with pytest.raises(
+        VitseeError, match="no analysis 'ckaa'; analyses of a study: attn-dist"
+    ):
         check_choice(study(analyses=("ckaa",)))
     with pytest.raises(VitseeError, match="--skip leaves no analysis"):
         check_choice(study(analyses=("cka",), skip=("cka",)))
@@ -228,7 +268,9 @@ def test_what_it_takes() -> None:
     models = [model("vit")]
     found = plan(study(images=100), models, labelled=True)
     needed = cost(found, *stores_of(study(images=100), models), speed=1e6)
-    grams = 2 * (2 + 1) * 4 * 100**2  # of cka and similarity, of two blocks and the embedding
+    grams = (
+        2 * (2 + 1) * 4 * 100**2
+    )  # of cka and similarity, of two blocks and the embedding
     assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10 + grams
     # forward passes of both stores, and the backward ones of 33 images for each of three sites
     assert needed.seconds == pytest.approx((100 + 33 * 3 + 100) / EFFICIENCY)
@@ -258,9 +300,16 @@ def test_what_analyses_take() -> None:
 
 def test_untrained_twins() -> None:
     """Of the same geometry; none of what is untrained already."""
-    named = {"a": "vit?checkpoint=x.pth&checkpoint-key=ema&img-size=64", "b": "vit?random-init=3"}
+    named = {
+        "a": "vit?checkpoint=x.pth&checkpoint-key=ema&img-size=64",
+        "b": "vit?random-init=3",
+    }
     assert with_controls({**named, "c": "resnet50"}, 7) == {
-        **{"a": named["a"], "a-untrained": "vit?img-size=64&random-init=7", "b": named["b"]},
+        **{
+            "a": named["a"],
+            "a-untrained": "vit?img-size=64&random-init=7",
+            "b": named["b"],
+        },
         **{"c": "resnet50", "c-untrained": "resnet50?random-init=7"},
     }
     with pytest.raises(VitseeError, match="two models are called 'c-untrained'"):
@@ -271,7 +320,11 @@ def test_untrained_twins() -> None:
 def test_what_shapes_say_of_a_model() -> None:
     vit, resnet = survey("vit", "demo:vit"), survey("resnet", "demo:resnet")
     assert vit.class_token and vit.heads == "blocks.0.attn.heads" and vit.grid == (8, 8)
-    assert set(vit.lacks.values()) == {None} and vit.size == (3, 32, 32) and vit.n_blocks == 6
+    assert (
+        set(vit.lacks.values()) == {None}
+        and vit.size == (3, 32, 32)
+        and vit.n_blocks == 6
+    )
     assert not resnet.class_token and resnet.heads is None
     assert resnet.lacks["attention"] is not None and resnet.lacks["residual"] is None
     # 65 tokens, 6 blocks of width 96 with 192 hidden: 4 D^2 + 2 D H weights, two products with A
@@ -308,7 +361,10 @@ def test_few_images() -> None:
     few = study(images=100, there={"photos": 12, "others": 9})
     models = [model("vit"), cnn("cnn")]
     found = plan(few, models, labelled=True)
-    assert "--images 100" in found.extractions[0].line and "--erf 4" in found.extractions[0].line
+    assert (
+        "--images 100" in found.extractions[0].line
+        and "--erf 4" in found.extractions[0].line
+    )
     assert "--k 5" in named(found, "similarity-vit-cnn").line
     assert "--k 4" in named(found, "knn-vit").line
     grams = 2 * 2 * (2 + 1) * 4 * 12**2
@@ -320,7 +376,10 @@ def test_few_images() -> None:
     assert [step.words[5] for step in of.extractions] == ["100", "300"] * 2
     assert (more.n_images(), more.n_images("train")) == (12, 200)
     many = plan(study(there={"photos": 21, "others": 20}), models, labelled=True)
-    assert "--k" not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
+    assert (
+        "--k"
+        not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
+    )
     three = plan(study(there={"photos": 3}), models, labelled=True)
     for command in ("cka", "cka-heads", "similarity", "localize"):
         assert three.left_out[command] == "3 images of photos; expected at least 4"
@@ -328,6 +387,8 @@ def test_few_images() -> None:
 
 def test_results_of_one_name_are_refused() -> None:
     """`cka` of a-b, and of a against b."""
-    with pytest.raises(VitseeError, match="two results of this study would be called cka-a-b; "):
+    with pytest.raises(
+        VitseeError, match="two results of this study would be called cka-a-b; "
+    ):
         plan(study(Path("out"), "a", "b", "a-b"), [model("a"), model("b"), model("a-b")],
              labelled=True)  # fmt: skip

@@ -16,7 +16,12 @@ from tests.studies import study
 from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.overview import paper_numbers
 from vitsee_core.pages.report.study_record import read_study
-from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
+from vitsee_core.study.recipe_file import (
+    RecipeError,
+    RecipeFile,
+    bundled_recipes,
+    read_recipe,
+)
 from vitsee_core.study.recipe_plan import data_places, plan_recipe
 from vitsee_core.tables.results import Table, read_result
 
@@ -74,15 +79,26 @@ def test_texts_are_put_in(own: RecipeFile) -> None:
 
 def test_fewer_images_and_other_models(own: RecipeFile, tmp_path: Path) -> None:
     fewer = own.of_images(7).of_models(["b=mine.py:build", "a"]).of_images(5)
-    assert [store.model for store in fewer.stores.values()] == ["some_model", "mine.py:build"]
+    assert [store.model for store in fewer.stores.values()] == [
+        "some_model",
+        "mine.py:build",
+    ]
     assert all("--images 5 " in store.options for store in fewer.stores.values())
     fields = "--images 10240 --erf 256", "--images 64 --erf 64"
     text = OWN.replace("--images 24", fields[0])
-    assert fields[1] in read_recipe(str(written(tmp_path, text))).of_images(64).stores["a"].options
+    assert (
+        fields[1]
+        in read_recipe(str(written(tmp_path, text))).of_images(64).stores["a"].options
+    )
     demo = own.of_the_demo()
     with pytest.raises(RecipeError, match=r"says no `quick` model, demo:\.\.\., of a$"):
-        read_recipe(str(written(tmp_path, OWN.replace('quick = "demo:vit"', "")))).of_the_demo()
-    assert demo.stores["b"].model == "demo:resnet" and "demo:test" in demo.stores["b"].options
+        read_recipe(
+            str(written(tmp_path, OWN.replace('quick = "demo:vit"', "")))
+        ).of_the_demo()
+    assert (
+        demo.stores["b"].model == "demo:resnet"
+        and "demo:test" in demo.stores["b"].options
+    )
     with pytest.raises(RecipeError, match=r"has no 'c'; expected a, b$"):
         own.of_models(["c"])
 
@@ -102,14 +118,20 @@ options = "--data pictures/val --replace cls@last=mean:a.zarr"
     places = data_places(recipe, str(tmp_path))
     found = plan_recipe(recipe, study(tmp_path / "out"), places)
     stores = tmp_path / "out" / "stores"
-    assert [step.name for step in found.extractions] == ["extract-a", "extract-c", "extract-b"]
+    assert [step.name for step in found.extractions] == [
+        "extract-a",
+        "extract-c",
+        "extract-b",
+    ]
     assert f"--replace cls@last=mean:{stores}/a.zarr" in found.extractions[1].line
     assert found.extractions[1].inputs == (stores / "a.zarr",)
     assert f"effect {stores}/a.zarr new={stores}/c.zarr" in found.analyses[0].line
     with pytest.raises(RecipeError, match="nothing to do: it is not among --models"):
         plan_recipe(recipe.of_models(["c", "b"]), study(tmp_path / "out"), places)
     wrong = text.replace("mean:a.zarr", "mean:b.zarr")
-    with pytest.raises(RecipeError, match=r"stores.c names b.zarr, expected stores above it$"):
+    with pytest.raises(
+        RecipeError, match=r"stores.c names b.zarr, expected stores above it$"
+    ):
         read_recipe(str(written(tmp_path, wrong)))
 
 
@@ -122,19 +144,33 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert found.left_out == {"Figure 2 (cka)": "it is not among --models"}
     extract, cka, probe, best = found.steps
-    assert f"--data {tmp_path}/pictures/val" in extract.line and "--seed 3" in extract.line
+    assert (
+        f"--data {tmp_path}/pictures/val" in extract.line and "--seed 3" in extract.line
+    )
     assert cka.inputs == extract.outputs == (tmp_path / "out" / "stores" / "a.zarr",)
-    assert best.inputs == probe.outputs[:1] == (tmp_path / "out" / "results" / "accuracy.csv",)
+    assert (
+        best.inputs
+        == probe.outputs[:1]
+        == (tmp_path / "out" / "results" / "accuracy.csv",)
+    )
     assert [section["results"] for section in found.sections] == [
         ["figure-2-cka-1"], ["accuracy", "figure-1-best-layer-2"]
     ]  # fmt: skip
     only = plan_recipe(
-        own, study(analyses=("cka",)), data_places(own, f"pictures={tmp_path / 'pictures'}")
+        own,
+        study(analyses=("cka",)),
+        data_places(own, f"pictures={tmp_path / 'pictures'}"),
     )
-    assert {step.command for step in only.analyses} == {"cka"} and len(only.extractions) == 2
-    with pytest.raises(RecipeError, match=r"pictures/val \(a folder of each class\) is not at /no"):
+    assert {step.command for step in only.analyses} == {"cka"} and len(
+        only.extractions
+    ) == 2
+    with pytest.raises(
+        RecipeError, match=r"pictures/val \(a folder of each class\) is not at /no"
+    ):
         plan_recipe(own, asked, data_places(own, "/nowhere"))
-    with pytest.raises(RecipeError, match=r"has no 'other'; expected FOLDER, or NAME=FOLDER of pi"):
+    with pytest.raises(
+        RecipeError, match=r"has no 'other'; expected FOLDER, or NAME=FOLDER of pi"
+    ):
         data_places(own, "other=/x")
 
 
@@ -144,10 +180,22 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
         ('title = "Two models"', "", "title is missing"),
         ('title = "Two models"', "title = 3", "title is 3, expected text"),
         ("[quick]", "[fast]", "fast is no known field"),
-        ("{few}", "{fewer}", r"stores.a has \{fewer\}, expected one of \[words\], both, few"),
+        (
+            "{few}",
+            "{fewer}",
+            r"stores.a has \{fewer\}, expected one of \[words\], both, few",
+        ),
         ('model = "some_model"\n', "", "stores.a.model is missing"),
-        ("cka a.zarr", "cka c.zarr", r"figures\[0\] names c.zarr, expected stores of \[stores\]"),
-        ('"cka a.zarr b', "\"cka 'a.zarr b", r"figures\[0\] is .*, expected words of a shell"),
+        (
+            "cka a.zarr",
+            "cka c.zarr",
+            r"figures\[0\] names c.zarr, expected stores of \[stores\]",
+        ),
+        (
+            '"cka a.zarr b',
+            "\"cka 'a.zarr b",
+            r"figures\[0\] is .*, expected words of a shell",
+        ),
         ("paper = 0.5", 'paper = "x"', r'printed\[0\].paper is "x", expected a number'),
         ('names = "2"\n', "", r"figures\[0\].names is missing"),
         ("[words]", "[words", "is no TOML"),
@@ -158,7 +206,9 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_a_file_that_is_no_recipe(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
     assert before in OWN
     path = written(tmp_path, OWN.replace(before, after, 1))
     line = one_line("study", path, "--quick", "-o", tmp_path / "out")
@@ -180,7 +230,10 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said:
         (["demo:vit", "--models", "a", "--data", "demo:test"], "--models is of a recipe"),
         (["demo:vit"], "--data DATA is missing"),
         (["none.toml", "--quick"], "none.toml cannot be read: no such file"),
-        (["raghu2021", "--quick", "--models", "zz"], "raghu2021 has no 'zz'; expected b16"),
+        (
+            ["raghu2021", "--quick", "--models", "zz"],
+            "raghu2021 has no 'zz'; expected b16",
+        ),
         (["raghu2021", "--data", "nowhere"], "imagenet/val (ILSVRC 2012"),
         (["raghu2021", "--quick", "--analyses", "knn"], "nothing to do"),
     ],
@@ -224,7 +277,9 @@ def _motion_is_known_by_its_order_alone(results: Path) -> None:
     assert best.pop("videomae") > 0.95
     assert max(best.values()) < 0.5
     order = read_result(results / "order.csv").table.frame
-    last = order.filter(site_a="blocks.3.out", site_b="blocks.3.out", metric="cka")["value"]
+    last = order.filter(site_a="blocks.3.out", site_b="blocks.3.out", metric="cka")[
+        "value"
+    ]
     assert max(last) < 0.2
 
 
@@ -241,7 +296,9 @@ def test_every_figure_is_made(name: str, tmp_path: Path) -> None:
     assert {entry["status"] for entry in record["steps"].values()} == {"done"}
     assert record["left_out"] == {} and {*record["models"]} == {*read_recipe(name).stores}
     recipe = read_recipe(name)
-    assert [section["title"] for section in record["sections"]] == [f.title for f in recipe.figures]
+    assert [section["title"] for section in record["sections"]] == [
+        f.title for f in recipe.figures
+    ]
     if name == "clips":
         _motion_is_known_by_its_order_alone(tmp_path / "results")
     page = (tmp_path / "report.html").read_text()

@@ -83,10 +83,27 @@ def run(
 
 def test_a_step_waits_for_what_it_reads_and_the_last_for_all(folder: Path) -> None:
     page = Step("report", ("report",), (), (folder / "report.html",))
-    steps = [made(folder, "a"), made(folder, "b", "a"), made(folder, "c"), made(folder, "d"), page]
+    steps = [
+        made(folder, "a"),
+        made(folder, "b", "a"),
+        made(folder, "c"),
+        made(folder, "d"),
+        page,
+    ]
     workers, lines = Together(), list[str]()
     assert run(folder, steps, workers, lines) == []
-    assert workers.log == ["+a", "+c", "-a", "+b", "-c", "+d", "-b", "-d", "+report", "-report"]
+    assert workers.log == [
+        "+a",
+        "+c",
+        "-a",
+        "+b",
+        "-c",
+        "+d",
+        "-b",
+        "-d",
+        "+report",
+        "-report",
+    ]
     assert [line.partition(":")[0] for line in lines] == [
         "[1/5] a",
         "[2/5] c",
@@ -118,14 +135,24 @@ def test_the_longest_begins_first(folder: Path) -> None:
 
 
 def test_what_no_worker_takes_is_done_here_while_they_rest(folder: Path) -> None:
-    steps = [made(folder, "a"), made(folder, "b"), made(folder, "here"), made(folder, "c", "here")]
+    steps = [
+        made(folder, "a"),
+        made(folder, "b"),
+        made(folder, "here"),
+        made(folder, "c", "here"),
+    ]
     workers = Together("here")
     run(folder, steps, workers)
     assert workers.log == ["+a", "+b", "-a", "-b", "here", "+c", "-c"]
 
 
 def test_a_failure_costs_what_reads_it_alone(folder: Path) -> None:
-    steps = [made(folder, "a"), made(folder, "b", "a"), made(folder, "c"), made(folder, "d")]
+    steps = [
+        made(folder, "a"),
+        made(folder, "b", "a"),
+        made(folder, "c"),
+        made(folder, "d"),
+    ]
     for last_first in (False, True):
         workers, lines = Together(last_first=last_first), list[str]()
         workers.fails["a"] = Outcome(1, "no such thing")
@@ -210,7 +237,11 @@ def store_of(alone: Path, place: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     results = sorted((folder / "results").iterdir())
-    return {path.name: path.read_bytes() for path in results if path.suffix in (".csv", ".png")}
+    return {
+        path.name: path.read_bytes()
+        for path in results
+        if path.suffix in (".csv", ".png")
+    }
 
 
 def record_of(folder: Path) -> dict[str, object]:
@@ -285,7 +316,9 @@ def test_a_worker_that_is_killed_costs_one_more_try(
                 worker.process.kill()
         name, outcome = workers.ended()
         assert (name, outcome.code) == ("a", 1)
-        assert outcome.reason.startswith("its process ended early (SIGKILL), as when memory runs")
+        assert outcome.reason.startswith(
+            "its process ended early (SIGKILL), as when memory runs"
+        )
         assert outcome.reason.endswith(f"; run it by itself: {step('a').line}")
         workers.begin(step("b"))
         began = time.monotonic()
@@ -304,7 +337,10 @@ def test_steps_that_may_use_a_gpu_wait_for_each_other(
     probes = [Step(name, ("probe", "a.zarr"), store, (Path(name),)) for name in "ab"]
     other = Step("c", ("spectrum", "a.zarr"), store, (Path("c"),))
     extraction = Step("d", ("extract", "demo:vit"), (), store)
-    printed, page = Step("e", ("info", "a.zarr")), Step("f", ("report", "."), (), (Path("f"),))
+    printed, page = (
+        Step("e", ("info", "a.zarr")),
+        Step("f", ("report", "."), (), (Path("f"),)),
+    )
     workers = Workers(in_a_study(), {}, 3)
     workers._workers = [SimpleNamespace(step=probes[0])]  # type: ignore[list-item]
     assert workers.free_for(probes[1]) is not gpu and workers.free_for(other)
@@ -312,7 +348,9 @@ def test_steps_that_may_use_a_gpu_wait_for_each_other(
         True, False, False, True,
     ]  # fmt: skip
     workers._workers = []
-    assert workers.takes(other) and not workers.takes(page), "the page alone starts no process"
+    assert workers.takes(other) and not workers.takes(page), (
+        "the page alone starts no process"
+    )
 
 
 def children(pid: int) -> list[int]:
@@ -340,7 +378,9 @@ def until(what: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux' list of children")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs Linux' list of children"
+)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(
     alone: Path, tmp_path: Path, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +391,12 @@ def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(
         [sys.executable, "-m", "vitsee_cli", *WORDS, "--jobs", "2"], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    until(lambda: len(commands(children(process.pid))) == 2 and any(folder.glob("results/*.csv")))
+    until(
+        lambda: (
+            len(commands(children(process.pid))) == 2
+            and any(folder.glob("results/*.csv"))
+        )
+    )
     workers = commands(children(process.pid))
     if sent is signal.SIGINT:
         os.killpg(process.pid, sent)
@@ -366,10 +411,14 @@ def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(
         assert process.returncode == 75
         assert err.splitlines()[-1] == f"vitsee study: interrupted; {KEPT}"
     known = {path.name for path in (alone / "results").iterdir()}
-    assert {path.name for path in (folder / "results").iterdir()} <= known, "nothing half-made"
+    assert {path.name for path in (folder / "results").iterdir()} <= known, (
+        "nothing half-made"
+    )
     steps = json.loads((folder / "study.json").read_text())["steps"]
     done = [name for name, step in steps.items() if step["status"] == DONE]
     monkeypatch.chdir(tmp_path)
     again = vitsee(*WORDS, "--jobs", "2")
-    assert again.exit_code == 0 and again.stderr.count("done before") == len(done), again.output
+    assert again.exit_code == 0 and again.stderr.count("done before") == len(done), (
+        again.output
+    )
     assert contents(folder) == contents(alone)

@@ -47,11 +47,15 @@ def test_a_single_piece_stays_with_its_caller() -> None:
     assert threads == [threading.get_ident()]
 
 
-@pytest.mark.parametrize(("n_items", "n_pieces"), [(7, 3), (3, 3), (0, 1), (2, 4), (100, 7)])
+@pytest.mark.parametrize(
+    ("n_items", "n_pieces"), [(7, 3), (3, 3), (0, 1), (2, 4), (100, 7)]
+)
 def test_every_item_is_in_one_piece(n_items: int, n_pieces: int) -> None:
     found: dict[int, range] = {}
     run_split(found.__setitem__, n_items, n_pieces)
-    assert [item for piece in sorted(found) for item in found[piece]] == list(range(n_items))
+    assert [item for piece in sorted(found) for item in found[piece]] == list(
+        range(n_items)
+    )
     lengths = {len(items) for items in found.values()}
     assert max(lengths) - min(lengths) <= 1
 
@@ -82,7 +86,9 @@ def run_two(found: multiprocessing.Queue[int]) -> None:
     run_split(lambda piece, items: found.put(piece), 2, 2)
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="no fork"
+)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own() -> None:
     run_split(lambda piece, items: None, 2, 2)

@@ -27,7 +27,15 @@ from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.plan import Canvas, corner_size
 
 Array = NDArray[Any]
-VIT = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]
+VIT = [
+    "test_vit",
+    "--random-init",
+    "0",
+    "--img-size",
+    "32",
+    "--model-arg",
+    "patch_size=8",
+]
 
 
 def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:
@@ -144,7 +152,9 @@ def test_a_model_that_mixes_nothing_sees_the_resized_image(tmp_path: Path) -> No
         assert layout is not None and layout.grid == (49, 53)
         on = place(store.manifest.transform, size).on_image(layout)
         assert on[:rows, :cols].all() and on.sum() == rows * cols
-        np.testing.assert_allclose(store.pooled("blocks.0.out")[row], means.mean((0, 1)), atol=1e-5)
+        np.testing.assert_allclose(
+            store.pooled("blocks.0.out")[row], means.mean((0, 1)), atol=1e-5
+        )
         seen = store.array("input")[row]
         np.testing.assert_array_equal(
             seen[:, :height, :width], np.asarray(image).transpose(2, 0, 1)
@@ -162,7 +172,9 @@ def whole_grids(store: Any, data: Path, site: str) -> list[Array]:
     for name in store.samples.id:
         image = Image.open(data / name).convert("RGB")
         height, width = corner_size((image.height, image.width), 48, 8)
-        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+        pixels = np.asarray(
+            image.resize((width, height), Image.Resampling.BICUBIC), np.float32
+        )
         x = torch.from_numpy((pixels.transpose(2, 0, 1) / 255 - 0.5) / 0.5)
         owner = first_writer((height, width), (32, 32))
         grid = np.zeros((height // 8, width // 8, 64), np.float32)
@@ -181,7 +193,9 @@ def whole_grids(store: Any, data: Path, site: str) -> list[Array]:
 
 
 def model_of_tiles(store: Any) -> nn.Module:
-    loaded = load_model("test_vit", random_init=0, img_size=32, model_args={"patch_size": 8})
+    loaded = load_model(
+        "test_vit", random_init=0, img_size=32, model_args={"patch_size": 8}
+    )
     assert loaded.weights["sha256"] == store.manifest.identity["weights"]
     return loaded.module
 
@@ -220,7 +234,9 @@ def test_tiles_see_only_themselves(made: Path) -> None:
         for row, expected in enumerate(whole_grids(store, made / "d", site)):
             rows, cols = expected.shape[:2]
             # other batches of the same products
-            np.testing.assert_allclose(grids[row, :rows, :cols], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                grids[row, :rows, :cols], expected, rtol=1e-4, atol=1e-5
+            )
             assert not grids[row, rows:].any() and not grids[row, :, cols:].any()
             np.testing.assert_allclose(
                 store.pooled(site)[row], expected.mean((0, 1)), rtol=1e-4, atol=1e-5
@@ -234,17 +250,27 @@ def test_what_is_kept_of_tiles(made: Path) -> None:
     assert all(s.layout is not None and not s.layout.prefix for s in store.sites.values())
     assert not store.plan.attention and not store.plan.sublayers
     left_out = store.manifest.left_out
-    assert {"attention", "residual", "pooled", "logits", "prefix tokens"} <= left_out.keys()
+    assert {
+        "attention",
+        "residual",
+        "pooled",
+        "logits",
+        "prefix tokens",
+    } <= left_out.keys()
     assert "do not see each other" in left_out["prefix tokens"]
     assert store.manifest.model["input_size"] == [3, 32, 32]
-    with pytest.raises(MissingInput, match="made of tiles of 32 x 32 pixels, and nothing is recom"):
+    with pytest.raises(
+        MissingInput, match="made of tiles of 32 x 32 pixels, and nothing is recom"
+    ):
         model_of(store)
     pixels = Pictures(store)(np.arange(5))
     assert pixels.shape == (5, 3, 88, 80)
 
 
 @pytest.mark.slow
-def test_the_same_bytes_again_in_shards_and_after_a_stop(made: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_again_in_shards_and_after_a_stop(
+    made: Path, tmp_path: Path
+) -> None:
     whole = array_bytes(made / "s.zarr")
     data = made / "d"
     for shard in (1, 0):
@@ -304,7 +330,9 @@ def test_a_strip_does_not_decide_the_canvas(tmp_path: Path) -> None:
     result = extracted(*command(data, tmp_path / "s.zarr", "--tokens", "pooled"))
     assert "strip.png (cannot be resized" in result.stderr
     store = open_store(tmp_path / "s.zarr")
-    assert store.valid.sum() == 2 and store.plan.canvas == Canvas((88, 80), 48, 8, (32, 32))
+    assert store.valid.sum() == 2 and store.plan.canvas == Canvas(
+        (88, 80), 48, 8, (32, 32)
+    )
 
 
 @pytest.mark.slow
@@ -314,7 +342,10 @@ def test_pooled_only_and_half_precision(made: Path, tmp_path: Path) -> None:
     pooled = open_store(tmp_path / "p.zarr")
     for site in ("embed", "blocks.3.out"):
         np.testing.assert_array_equal(pooled.pooled(site)[:], store.pooled(site)[:])
-    half = [w if w != "float32" else "float16" for w in command(made / "d", tmp_path / "h.zarr")]
+    half = [
+        w if w != "float32" else "float16"
+        for w in command(made / "d", tmp_path / "h.zarr")
+    ]
     extracted(*half)
     stored = open_store(tmp_path / "h.zarr").acts("norm", "patches", partial=True)[:]
     exact = store.acts("norm", "patches", partial=True)[:]
@@ -353,7 +384,15 @@ def test_stages_of_a_cnn(tmp_path: Path) -> None:
 def test_without_tiles_the_model_sees_whole_images(tmp_path: Path) -> None:
     """Equal to what the same size by --img-size gives, attention and all."""
     data = pictures(tmp_path / "d", [(50, 84), (100, 168), (50, 83)])
-    model = ["test_vit", "--random-init", 0, "--model-arg", "patch_size=8", "--data", data]
+    model = [
+        "test_vit",
+        "--random-init",
+        0,
+        "--model-arg",
+        "patch_size=8",
+        "--data",
+        data,
+    ]
     extracted(*model, "--short-side", 32, "-o", tmp_path / "a.zarr")
     size = ["--img-size", "32x48", "--crop-mode", "squash", "--crop-pct", 1]
     extracted(*model, *size, "-o", tmp_path / "b.zarr")
@@ -363,9 +402,15 @@ def test_without_tiles_the_model_sees_whole_images(tmp_path: Path) -> None:
     assert store.plan.attention and "logits" in store.sites
     assert store.acts("blocks.0.out")[:].shape == (3, 25, 64)
     assert model_of(store).input_size == (3, 32, 48)
-    assert "is complete" in extracted(*model, "--short-side", 32, "-o", tmp_path / "a.zarr").stderr
+    assert (
+        "is complete"
+        in extracted(*model, "--short-side", 32, "-o", tmp_path / "a.zarr").stderr
+    )
     other = extract(*model, *size, "-o", tmp_path / "a.zarr")
-    assert other.exit_code == 1 and "transform.crop_mode is corner, given squash" in other.stderr
+    assert (
+        other.exit_code == 1
+        and "transform.crop_mode is corner, given squash" in other.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,24 +418,80 @@ def test_without_tiles_the_model_sees_whole_images(tmp_path: Path) -> None:
     [
         (["--tiles"], 2, "--tiles is about images on a canvas: give --short-side N too"),
         (["--multiple", 8], 2, "--multiple is about images on a canvas"),
-        (["--short-side", 48, "--tiles", "--crop-mode", "center"], 2, "--crop-mode and --short-"),
-        (["--short-side", 48, "--tiles", "--crop-pct", 1], 2, "--crop-pct and --short-side excl"),
-        (["--short-side", 48, "--tiles", "--fill", "black"], 2, "--fill and --short-side exclude"),
-        (["--short-side", 48], 2, "--img-size and --short-side exclude each other, but with"),
-        (["--short-side", 50, "--tiles"], 1, "--short-side is 50, no multiple of the 8 pixels b"),
-        (["--short-side", 48, "--tiles", "--multiple", 12], 1, "--multiple is 12, no multiple of"),
-        (["--short-side", 48, "--tiles", "--multiple", 64], 1, "expected at most --short-side, 48"),
-        (["--short-side", 24, "--tiles"], 1, "gives sides of 24 pixels and more, a tile has 32"),
+        (
+            ["--short-side", 48, "--tiles", "--crop-mode", "center"],
+            2,
+            "--crop-mode and --short-",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--crop-pct", 1],
+            2,
+            "--crop-pct and --short-side excl",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--fill", "black"],
+            2,
+            "--fill and --short-side exclude",
+        ),
+        (
+            ["--short-side", 48],
+            2,
+            "--img-size and --short-side exclude each other, but with",
+        ),
+        (
+            ["--short-side", 50, "--tiles"],
+            1,
+            "--short-side is 50, no multiple of the 8 pixels b",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--multiple", 12],
+            1,
+            "--multiple is 12, no multiple of",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--multiple", 64],
+            1,
+            "expected at most --short-side, 48",
+        ),
+        (
+            ["--short-side", 24, "--tiles"],
+            1,
+            "gives sides of 24 pixels and more, a tile has 32",
+        ),
         (["--short-side", 48, "--tiles", "--multiple", 40], 0, "canvas of"),
-        (["--short-side", 48, "--tiles", "--erf", 4], 1, "--erf is not supported with --tiles"),
-        (["--short-side", 48, "--tiles", "--grams"], 1, "--grams is not supported with --tiles"),
-        (["--short-side", 48, "--tiles", "--attention", "rows"], 1, "--attention rows is not sup"),
-        (["--short-side", 48, "--tiles", "--residual"], 1, "--residual True is not supported"),
-        (["--short-side", 48, "--tiles", "--sites", "logits"], 1, "--tiles keeps sites with a gr"),
+        (
+            ["--short-side", 48, "--tiles", "--erf", 4],
+            1,
+            "--erf is not supported with --tiles",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--grams"],
+            1,
+            "--grams is not supported with --tiles",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--attention", "rows"],
+            1,
+            "--attention rows is not sup",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--residual"],
+            1,
+            "--residual True is not supported",
+        ),
+        (
+            ["--short-side", 48, "--tiles", "--sites", "logits"],
+            1,
+            "--tiles keeps sites with a gr",
+        ),
     ],
 )
-def test_refusals(options: list[Any], code: int, phrase: str, made: Path, tmp_path: Path) -> None:
-    result = extract(*VIT, "--data", made / "d", "-o", tmp_path / "r.zarr", "--dry-run", *options)
+def test_refusals(
+    options: list[Any], code: int, phrase: str, made: Path, tmp_path: Path
+) -> None:
+    result = extract(
+        *VIT, "--data", made / "d", "-o", tmp_path / "r.zarr", "--dry-run", *options
+    )
     assert result.exit_code == code, result.stderr
     assert phrase in result.stderr
     assert not (tmp_path / "r.zarr").exists() and (code == 0 or result.stdout == "")
@@ -405,16 +506,33 @@ def test_more_refusals(made: Path, tmp_path: Path) -> None:
     assert "give --tiles, or bring all to one with --img-size" in unlike.stderr
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4), nn.ReLU())
     config = {"input_size": (3, 32, 32), "mean": (0.5,), "std": (0.5,)}
-    with pytest.raises(VitseeError, match="has no grid of whole patches over its input of 32 x 32"):
+    with pytest.raises(
+        VitseeError, match="has no grid of whole patches over its input of 32 x 32"
+    ):
         vitsee.extract(
-            flat, made / "d", tmp_path / "f.zarr", transform=config, short_side=48, tiles=True
+            flat,
+            made / "d",
+            tmp_path / "f.zarr",
+            transform=config,
+            short_side=48,
+            tiles=True,
         )
-    with pytest.raises(VitseeError, match="short_side without tiles loads the model for another"):
+    with pytest.raises(
+        VitseeError, match="short_side without tiles loads the model for another"
+    ):
         vitsee.extract(
-            PatchMeans(8), made / "d", tmp_path / "f.zarr", transform=config, short_side=48
+            PatchMeans(8),
+            made / "d",
+            tmp_path / "f.zarr",
+            transform=config,
+            short_side=48,
         )
     other = extract(
-        *command(made / "d", made / "s.zarr")[:-2], "-o", made / "s.zarr", "--multiple", 16
+        *command(made / "d", made / "s.zarr")[:-2],
+        "-o",
+        made / "s.zarr",
+        "--multiple",
+        16,
     )
     assert other.exit_code == 1 and "canvas.multiple is 8, given 16" in other.stderr
 
@@ -422,7 +540,10 @@ def test_more_refusals(made: Path, tmp_path: Path) -> None:
 def test_a_canvas_that_is_mostly_empty_is_said(tmp_path: Path) -> None:
     data = pictures(tmp_path / "d", [(40, 40)] * 4 + [(40, 400)])
     result = extracted(*command(data, tmp_path / "s.zarr", "--dry-run"))
-    assert "of the canvas of 480 x 48 pixels: leave the few large ones out with --only" in (
-        result.stderr
+    assert (
+        "of the canvas of 480 x 48 pixels: leave the few large ones out with --only"
+        in (result.stderr)
     )
-    assert "canvas of 480 x 48 pixels, up to 30 tiles of 32 x 32 an image" in result.stderr
+    assert (
+        "canvas of 480 x 48 pixels, up to 30 tiles of 32 x 32 an image" in result.stderr
+    )

@@ -16,14 +16,26 @@ from tests.tables import having
 from vitsee_core.analyses import best_layer, cluster, propagate
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.demo.davis import write_davis
-from vitsee_core.truth.masks.segments import Segmentation, examples_of
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.truth.masks.segments import Segmentation, examples_of
 from vitsee_stores import Store, open_store
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 MODEL = ["test_vit", "--random-init", 0, "--model-arg", "patch_size=8"]
 SITES = ["--sites", "blocks.1.out", "--sites", "blocks.5.out"]
-TILES = [*MODEL, "--img-size", 32, *SITES, "--short-side", 48, "--tiles", "--dtype", "float32"]
+TILES = [
+    *MODEL,
+    "--img-size",
+    32,
+    *SITES,
+    "--short-side",
+    48,
+    "--tiles",
+    "--dtype",
+    "float32",
+]
 SITE = "blocks.5.out"
 
 
@@ -107,7 +119,10 @@ def vectors(store: Store, path: Path) -> dict[str, NDArray[np.float32]]:
 @pytest.mark.slow
 def test_segments_do_not_see_the_canvas(tmp_path: Path) -> None:
     write_coco(tmp_path / "coco", n_images=6)
-    data, masks = tmp_path / "coco/val2017", tmp_path / "coco/annotations/instances_val2017.json"
+    data, masks = (
+        tmp_path / "coco/val2017",
+        tmp_path / "coco/annotations/instances_val2017.json",
+    )
     store = tiled(data, tmp_path / "a.zarr")
     assert 0 < store.fills.sum() < 6 or not store.fills.any()
     whole = vectors(store, masks)
@@ -140,7 +155,9 @@ def test_segments_of_boxes(tmp_path: Path) -> None:
         (tmp_path / "cut").mkdir(exist_ok=True)
         (tmp_path / "cut_masks").mkdir(exist_ok=True)
         (tmp_path / "masks").mkdir(exist_ok=True)
-        Image.open(data / about["file_name"]).crop(box).save(tmp_path / "cut" / f"{name}.png")
+        Image.open(data / about["file_name"]).crop(box).save(
+            tmp_path / "cut" / f"{name}.png"
+        )
         ids = np.asarray(Image.open(pngs / f"{name}.png"))[..., 0] % 5
         Image.fromarray(ids).save(tmp_path / "masks" / f"{name}.png")
         Image.fromarray(ids[8:88, 16:96]).save(tmp_path / "cut_masks" / f"{name}.png")
@@ -149,6 +166,8 @@ def test_segments_of_boxes(tmp_path: Path) -> None:
     boxed = tiled(data / "boxes.csv", tmp_path / "b.zarr", *order)
     cut = tiled(tmp_path / "cut", tmp_path / "c.zarr", *order)
     a, b = vectors(boxed, tmp_path / "masks"), vectors(cut, tmp_path / "cut_masks")
-    assert [name.partition(".")[0] for name in a] == [name.partition(".")[0] for name in b]
+    assert [name.partition(".")[0] for name in a] == [
+        name.partition(".")[0] for name in b
+    ]
     for ours, theirs in zip(a.values(), b.values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)

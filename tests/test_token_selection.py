@@ -69,7 +69,11 @@ def test_kinds_of_selections() -> None:
 
 def test_a_selection_is_its_text() -> None:
     chosen = TokenSelection.parse("01, 2")
-    assert chosen == "1,2" and chosen.cell == (1, 2) and TokenSelection.parse((1, 2)) == chosen
+    assert (
+        chosen == "1,2"
+        and chosen.cell == (1, 2)
+        and TokenSelection.parse((1, 2)) == chosen
+    )
     assert TokenSelection.parse(chosen) == chosen
     assert json.dumps({"tokens": chosen}) == '{"tokens": "1,2"}'
 
@@ -84,7 +88,9 @@ def test_other_texts_are_refused(text: str) -> None:
 
 def test_only_the_words_that_an_analysis_knows() -> None:
     assert TokenSelection.parse("flat", ("each", "flat")) == "flat"
-    with pytest.raises(SiteError, match="no tokens 'mean'; expected each, cls or ROW,COL"):
+    with pytest.raises(
+        SiteError, match="no tokens 'mean'; expected each, cls or ROW,COL"
+    ):
         TokenSelection.parse("mean", ("each", "cls"))
 
 

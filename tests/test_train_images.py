@@ -42,7 +42,9 @@ def ridge(train: Store, test: Store, n_train: int, n_test: int) -> float:
     z = x - centre
     # l2 as given, the intercept not penalised
     weights = np.linalg.solve(z.T @ z + 1.0 * np.eye(6), z.T @ (targets - middle))
-    return float((((y - centre) @ weights + middle).argmax(1) == labels[1][:n_test]).mean())
+    return float(
+        (((y - centre) @ weights + middle).argmax(1) == labels[1][:n_test]).mean()
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,13 @@ def test_images_are_those_of_test(
         assert table.notes["tests"][0]["rows"] == n_test
         assert set(table["n_images"]) == {n_test}
     fitted = probe.run(
-        train, test, sites=["pooled"], l2=[1.0], standardise=False, metrics=["top1"], **options
+        train,
+        test,
+        sites=["pooled"],
+        l2=[1.0],
+        standardise=False,
+        metrics=["top1"],
+        **options,
     )
     assert fitted["value"][0] == pytest.approx(ridge(train, test, n_train, n_test))
 

@@ -35,7 +35,9 @@ from vitsee_stores.errors import VitseeError
 STEPS = (0, 10, 100, 1000)
 
 
-def row(step: int, block: int, value: float, model: str = "vit", **more: Any) -> dict[str, Any]:
+def row(
+    step: int, block: int, value: float, model: str = "vit", **more: Any
+) -> dict[str, Any]:
     path = f"blocks.{block}"
     return {
         "step": step, "store": f"{model}-step{step}", "model": model, "weights": f"step_{step}.pt",
@@ -51,7 +53,9 @@ def table(rows: Sequence[dict[str, Any]], unit: str = "step") -> Table:
 
 def growing(**more: Any) -> list[dict[str, Any]]:
     """Block b at the i-th step: 10 b + i."""
-    return [row(s, b, 10.0 * b + i, **more) for i, s in enumerate(STEPS) for b in range(3)]
+    return [
+        row(s, b, 10.0 * b + i, **more) for i, s in enumerate(STEPS) for b in range(3)
+    ]
 
 
 def numbers(found: Any, *names: str) -> list[tuple[Any, ...]]:
@@ -85,7 +89,9 @@ def test_whole_layers_before_their_parts() -> None:
     """A metric with rows of the whole keeps these, with their interval; another is a mean."""
     rows = [row(s, 0, 5.0 + s) for s in (0, 1)]
     rows += [row(s, 0, 7.0, head=0) for s in (0, 1)]
-    rows += [row(s, 0, s + float(v), metric="norm", head=v) for s in (0, 1) for v in (2, 4)]
+    rows += [
+        row(s, 0, s + float(v), metric="norm", head=v) for s in (0, 1) for v in (2, 4)
+    ]
     found = layers_over_steps(table(rows))
     assert numbers(found, "metric", "step", "value", "low", "high", "band") == [
         ("distance_px", 0, 5.0, 4.0, 6.0, INTERVAL),
@@ -98,7 +104,10 @@ def test_whole_layers_before_their_parts() -> None:
 def test_models_as_repetitions() -> None:
     """By hand: the mean of 1 and 3 is 2, their standard error 1, and t(0.975, 1) 12.7062."""
     rows = [row(s, 0, v, m) for s in (0, 1) for m, v in (("a", 1.0), ("b", 3.0))]
-    apart, pooled = layers_over_steps(table(rows)), layers_over_steps(table(rows), pooled=True)
+    apart, pooled = (
+        layers_over_steps(table(rows)),
+        layers_over_steps(table(rows), pooled=True),
+    )
     assert numbers(apart, "run", "step", "value") == [
         ("a", 0, 1.0), ("b", 0, 3.0), ("a", 1, 1.0), ("b", 1, 3.0),
     ]  # fmt: skip
@@ -128,7 +137,10 @@ def test_what_makes_a_panel_and_what_does_not() -> None:
     ]
     rows = growing() + [r | {"site": f"{r['block']}.attn.branch"} for r in growing()]
     panels = layers_over_steps(table(rows))["panel"].unique().sort().to_list()
-    assert panels == ["attention distance (px), attention", "attention distance (px), block output"]
+    assert panels == [
+        "attention distance (px), attention",
+        "attention distance (px), block output",
+    ]
 
 
 def compared(first: Sequence[int]) -> Table:
@@ -149,11 +161,15 @@ def compared(first: Sequence[int]) -> Table:
 def test_a_comparison_says_with_what(first: Sequence[int], words: str) -> None:
     found = layers_over_steps(compared(first))
     assert found["panel"].unique().to_list() == [words]
-    assert numbers(found, "step", "site", "value") == [(s, "blocks.0.out", 0.5) for s in STEPS[1:]]
+    assert numbers(found, "step", "site", "value") == [
+        (s, "blocks.0.out", 0.5) for s in STEPS[1:]
+    ]
 
 
 def test_several_values_of_a_layer_are_refused() -> None:
-    with pytest.raises(VitseeError, match=r"several values of blocks.0.out at step 0.*same-depth"):
+    with pytest.raises(
+        VitseeError, match=r"several values of blocks.0.out at step 0.*same-depth"
+    ):
         layers_over_steps(table([row(s, 0, 1.0) for s in (0, 0, 1)]))
 
 
@@ -185,7 +201,8 @@ def test_curves_and_map_show_the_values() -> None:
     assert np.array_equal(cells, 10 * np.arange(3)[:, None] + np.arange(4))
     assert [text.get_text() for text in heat.get_yticklabels()] == ["0", "1", "2"]
     assert (
-        heat.get_ylabel() == "block" and curves.get_title(loc="left") == "attention distance (px)"
+        heat.get_ylabel() == "block"
+        and curves.get_title(loc="left") == "attention distance (px)"
     )
     bands = [one.get_label() for one in curves.collections]
     assert "band: 95 % interval" in bands
@@ -193,12 +210,23 @@ def test_curves_and_map_show_the_values() -> None:
 
 def test_steps_on_an_axis() -> None:
     assert is_log(STEPS) and is_log([1, 2, 5, 10, 20, 50, 100])
-    assert not is_log(range(100)) and not is_log([0, 1000, 2000, 3000, 3100]) and not is_log([0, 9])
+    assert (
+        not is_log(range(100))
+        and not is_log([0, 1000, 2000, 3000, 3100])
+        and not is_log([0, 9])
+    )
     figure = draw_over_training(table(growing()))
     curves = panels(figure)[0]
-    assert curves.get_xscale() == "symlog" and curves.get_xlabel() == "training step (logarithmic)"
+    assert (
+        curves.get_xscale() == "symlog"
+        and curves.get_xlabel() == "training step (logarithmic)"
+    )
     ticks = dict(
-        zip(curves.get_xticks(), (t.get_text() for t in curves.get_xticklabels()), strict=True)
+        zip(
+            curves.get_xticks(),
+            (t.get_text() for t in curves.get_xticklabels()),
+            strict=True,
+        )
     )
     assert ticks == {0: "0", 10: "10", 100: "100", 1000: "1k"}
     x = curves.transData.transform([(step, 0) for step in STEPS])[:, 0]
@@ -219,7 +247,9 @@ def test_steps_on_an_axis() -> None:
 def test_the_y_axis_begins_at_0_unless_values_are_near(
     values: tuple[float, float], low: float, high: float
 ) -> None:
-    rows = [row(s, 0, v, low=None, high=None) for s, v in zip((0, 1), values, strict=True)]
+    rows = [
+        row(s, 0, v, low=None, high=None) for s, v in zip((0, 1), values, strict=True)
+    ]
     (axes,) = panels(draw_over_training(table(rows)))
     assert axes.get_ylim() == pytest.approx((low, high))
 
@@ -231,7 +261,10 @@ def test_many_layers_have_a_colour_bar_and_many_metrics_a_note() -> None:
     assert not any("block" in text.get_text() for text in figure.legends[0].get_texts())
     rng = np.random.default_rng(0)
     rows = [
-        row(s, b, rng.random(), metric=f"m{m}") for m in range(8) for s in (0, 5) for b in (0, 1)
+        row(s, b, rng.random(), metric=f"m{m}")
+        for m in range(8)
+        for s in (0, 5)
+        for b in (0, 1)
     ]
     figure = draw_over_training(table(rows))
     assert len(panels(figure)) == 2 * MOST_PANELS
@@ -246,7 +279,9 @@ def test_one_layer_is_a_curve_alone_and_a_column_stacks_its_panels() -> None:
     with drawn_for("column"), drawn_as("dark"):
         figure = draw_over_training(table(growing()))
     curves, heat = panels(figure)
-    assert figure.get_figwidth() == 3.5 and heat.get_position().y1 < curves.get_position().y0
+    assert (
+        figure.get_figwidth() == 3.5 and heat.get_position().y1 < curves.get_position().y0
+    )
 
 
 def test_a_gap_is_grey_and_named() -> None:
@@ -292,7 +327,9 @@ def test_cka_along_steps(stores: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plot_chooses_metrics_axes_and_the_commands_figure(stores: Path, tmp_path: Path) -> None:
+def test_plot_chooses_metrics_axes_and_the_commands_figure(
+    stores: Path, tmp_path: Path
+) -> None:
     places = [stores / f"vit-step{step}.zarr" for step in (0, 20, 1000)]
     done = vitsee("spectrum", *places, "--x", "step", "-o", tmp_path / "r.csv")
     assert done.exit_code == 0, done.stderr
@@ -302,7 +339,10 @@ def test_plot_chooses_metrics_axes_and_the_commands_figure(stores: Path, tmp_pat
     over_depth = redraw(tmp_path / "r.csv", metrics=["rankme"], x="rel_depth")
     assert "relative depth" in [axes.get_xlabel() for axes in panels(over_depth)]
     wrong = vitsee("plot", tmp_path / "r.csv", "--metric", "rank")
-    assert wrong.exit_code == 1 and "no metric rank in this table; it has rankme" in wrong.stderr
+    assert (
+        wrong.exit_code == 1
+        and "no metric rank in this table; it has rankme" in wrong.stderr
+    )
     args = ["plot", tmp_path / "r.csv", "--log", "none", "-o", tmp_path / "linear.png"]
     assert vitsee(*args).exit_code == 0
 
@@ -321,7 +361,10 @@ def test_stores_without_a_step_or_with_one(stores: Path) -> None:
     places = [stores / f"vit-step{step}.zarr" for step in (0, 20)]
     named = vitsee("spectrum", f"a={places[0]}", places[1], "--x", "step")
     assert named.exit_code == 1 and named.stdout == ""
-    assert "no step in the name of the store a; expected one such as vit-step1000" in named.stderr
+    assert (
+        "no step in the name of the store a; expected one such as vit-step1000"
+        in named.stderr
+    )
     alone = vitsee("spectrum", places[0], "--x", "step")
     assert alone.exit_code == 1 and "one step alone: vit-step0" in alone.stderr
     rows = Table.from_rows([{"store": "a-epoch1", "metric": "m", "value": 1.0}])

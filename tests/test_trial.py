@@ -35,7 +35,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The file lies in a folder that the package has beside its own."""
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "token_norm.py").write_text(MODULE[1])
-    monkeypatch.setattr(analyses, "__path__", [*analyses.__path__, str(tmp_path / "more")])
+    monkeypatch.setattr(
+        analyses, "__path__", [*analyses.__path__, str(tmp_path / "more")]
+    )
     importlib.invalidate_caches()
     yield
     if sys.modules.pop("vitsee_core.analyses.token_norm", None):
@@ -52,12 +54,15 @@ def test_its_command_runs_on_tokens_and_on_vectors(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tokens, vectors = rng.normal(size=(9, 7, 4)), rng.normal(size=(9, 6))
     store = write_model(
-        tmp_path / "a.zarr", {"embed": tokens, "blocks.0.out": 2 * tokens, "pooled": vectors}
+        tmp_path / "a.zarr",
+        {"embed": tokens, "blocks.0.out": 2 * tokens, "pooled": vectors},
     )
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
     vitsee("token-norm", store.path, "--sites", "all", "-o", out, "--png", png)
     rows = {row["site"]: row for row in csv.DictReader(io.StringIO(out.read_text()))}
-    mean = np.mean([np.sqrt(sum(x**2 for x in token)) for image in tokens for token in image])
+    mean = np.mean(
+        [np.sqrt(sum(x**2 for x in token)) for image in tokens for token in image]
+    )
     assert float(rows["embed"]["value"]) == pytest.approx(mean, rel=1e-6)
     assert float(rows["blocks.0.out"]["value"]) == pytest.approx(2 * mean, rel=1e-6)
     expected = np.mean([np.sqrt(sum(x**2 for x in vector)) for vector in vectors])
@@ -68,10 +73,14 @@ def test_its_command_runs_on_tokens_and_on_vectors(tmp_path: Path) -> None:
 
 def test_it_is_found_by_its_file_alone() -> None:
     assert "token-norm" in main.list_commands(click.Context(main))
-    assert re.search(r"\n  token-norm +Measure the mean norm of tokens\.\n", vitsee("--help"))
+    assert re.search(
+        r"\n  token-norm +Measure the mean norm of tokens\.\n", vitsee("--help")
+    )
     shown = vitsee("token-norm", "--help")
     assert "$ vitsee token-norm b16.zarr" in shown and "--dask" in shown
-    assert "Columns: store, model, weights, site, block, depth, rel_depth, metric" in shown
+    assert (
+        "Columns: store, model, weights, site, block, depth, rel_depth, metric" in shown
+    )
     run = importlib.import_module("vitsee_core.analyses.token_norm").run
     assert "sites: Sites by name, glob or group" in (inspect.getdoc(run) or "")
     assert "Annotated" not in str(inspect.signature(run))
@@ -88,7 +97,9 @@ def test_its_page_begins_as_the_others() -> None:
 
 def named(page: str) -> list[str]:
     """The files and folders that a page names; `x` stands for an analysis to come."""
-    words = re.findall(r"`([\w./]+)`", re.sub(r"^`{3,}.*?^`{3,}", "", page, flags=re.M | re.S))
+    words = re.findall(
+        r"`([\w./]+)`", re.sub(r"^`{3,}.*?^`{3,}", "", page, flags=re.M | re.S)
+    )
     found = [word for word in words if re.search(r"/|\.(py|md|toml)$", word)]
     return [w for w in found if not re.search(r"(^|/)(test_)?x(/|\.)|zarr|\.\.\.", w)]
 
@@ -102,7 +113,9 @@ def missing(page: str) -> list[str]:
         if name.rstrip("/") not in of_rooms
         and not any((ROOT / at / name).exists() for at in PLACES)
     ]
-    for words, name in re.findall(r"((?:`[\w.]+`(?: and |, )?)+) in `([\w/]+\.py)`", page):
+    for words, name in re.findall(
+        r"((?:`[\w.]+`(?: and |, )?)+) in `([\w/]+\.py)`", page
+    ):
         files = [ROOT / at / name for at in PLACES if (ROOT / at / name).exists()]
         text = files[0].read_text() if files else ""
         for word in re.findall(r"\w+(?=[.`])", words):
@@ -132,6 +145,8 @@ def test_the_page_of_files_is_what_its_script_writes() -> None:
         files_page.PAGE.read_text(), files_page.page(),
     ))  # fmt: skip
     behind = [part.splitlines()[0] for part in shown if part not in wanted]
-    assert not behind, f"run python tools/files_page.py, which writes docs/files.md: {behind}"
+    assert not behind, (
+        f"run python tools/files_page.py, which writes docs/files.md: {behind}"
+    )
     missing = [part for part in wanted if part not in shown]
     assert all(part.startswith("vitsee_core/analyses/") for part in missing), missing

@@ -38,7 +38,8 @@ def test_causes_are_the_causes(script: ModuleType, tmp_path: Path) -> None:
     none does."""
     rows = script.measure(True, tmp_path)
     found = {
-        (title, what): dict(zip(script.SITES, cells, strict=True)) for title, what, *cells in rows
+        (title, what): dict(zip(script.SITES, cells, strict=True))
+        for title, what, *cells in rows
     }
     first = {
         "DINOv2-S/14 at 224": "embed",
@@ -51,7 +52,9 @@ def test_causes_are_the_causes(script: ModuleType, tmp_path: Path) -> None:
         differing = [site for site, cell in published.items() if not agrees(cell)]
         assert (differing or [None])[0] == first.get(pair.title), published
         for what, *_ in pair.changes:
-            assert all(map(agrees, found[pair.title, what].values())), found[pair.title, what]
+            assert all(map(agrees, found[pair.title, what].values())), found[
+                pair.title, what
+            ]
 
 
 def test_words_for_differences(script: ModuleType) -> None:
@@ -72,7 +75,9 @@ def test_names_of_weights(script: ModuleType) -> None:
     state["embeddings.class_embedding"] = torch.ones(2)
     found = script.renamed(state, "ls{}.gamma")
     assert found["blocks.1.attn.qkv.weight"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
-    assert found["blocks.0.attn.v_bias"].tolist() == [2, 2] and found["cls_token"].shape == (
+    assert found["blocks.0.attn.v_bias"].tolist() == [2, 2] and found[
+        "cls_token"
+    ].shape == (
         1,
         1,
         2,

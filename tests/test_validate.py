@@ -90,13 +90,20 @@ def test_what_to_do_is_said_of_slabs_only(make_store: MakeStore) -> None:
     a_chunk(store, "pooled/embed/cls").unlink()
     (store / "commits" / "c.2.0").write_bytes(b"")
     said = validate(store).stderr
-    assert "(delete commits/c.0.0, commits/c.2.0, then repeat the vitsee extract command" in said
+    assert (
+        "(delete commits/c.0.0, commits/c.2.0, then repeat the vitsee extract command"
+        in said
+    )
     (store / "valid" / "zarr.json").unlink()
     assert "delete" not in validate(store).stderr
 
 
 def test_several_stores(make_store: MakeStore, tmp_path: Path) -> None:
-    sound, cut, part = make_store("a.zarr"), make_store("b.zarr"), make_store("c.zarr", slabs=[0])
+    sound, cut, part = (
+        make_store("a.zarr"),
+        make_store("b.zarr"),
+        make_store("c.zarr", slabs=[0]),
+    )
     result = validate(sound, part)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [

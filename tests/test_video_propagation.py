@@ -20,7 +20,10 @@ from vitsee_core.analyses.propagate.propagation import (
     Window,
     frame_map,
 )
-from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings, choose_settings
+from vitsee_core.analyses.propagate.propagation_settings import (
+    PropagationSettings,
+    choose_settings,
+)
 from vitsee_core.images.placement import Placement, nearest_places
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -35,14 +38,18 @@ def carried(
 ) -> list[Array]:
     """Soft labels of every frame; tokens (frames, rows, cols, dim), seeds (rows, cols, classes)."""
     grid = tokens.shape[1], tokens.shape[2]
-    window = Window(grid, settings, settings.radii((1, 1)) if radii is ... else radii, CPU)
+    window = Window(
+        grid, settings, settings.radii((1, 1)) if radii is ... else radii, CPU
+    )
     run = Propagation(window, tokens.shape[-1], seeds.shape[-1])
     run.start(window.tokens(tokens[0]), window.labels(seeds.astype(np.float32)))
     found = [window.maps(run.step(window.tokens(x))).clone() for x in tokens[1:]]
     return [seeds, *(x.permute(1, 2, 0).numpy() for x in found)]
 
 
-def clip(n_frames: int, grid: tuple[int, int], dim: int = 6, seed: int = 0) -> tuple[Array, Array]:
+def clip(
+    n_frames: int, grid: tuple[int, int], dim: int = 6, seed: int = 0
+) -> tuple[Array, Array]:
     """Random tokens, and soft seeds of three classes."""
     rng = np.random.default_rng(seed)
     seeds = rng.random((*grid, 3))
@@ -86,7 +93,9 @@ def test_a_window_in_pixels_has_two_radii() -> None:
     for grid in ((4, 7), (7, 4)):
         tokens, seeds = clip(5, grid)
         expected = propagated(tokens, seeds, radii=(2, 1))
-        np.testing.assert_allclose(carried(tokens, seeds, settings, (2, 1)), expected, atol=5e-5)
+        np.testing.assert_allclose(
+            carried(tokens, seeds, settings, (2, 1)), expected, atol=5e-5
+        )
 
 
 def test_by_hand() -> None:
@@ -145,7 +154,9 @@ def test_classes_may_be_numbered_otherwise() -> None:
 
 def test_a_static_video_stays_as_it_is() -> None:
     """One-hot tokens of colours that are at least as many as are taken."""
-    colours = np.random.default_rng(0).permutation(np.repeat(np.arange(4), 6)).reshape(4, 6)
+    colours = (
+        np.random.default_rng(0).permutation(np.repeat(np.arange(4), 6)).reshape(4, 6)
+    )
     tokens = np.stack([np.eye(4)[colours]] * 6)
     seeds = np.eye(2)[(colours == 1).astype(int)]
     for labels in carried(tokens, seeds, PropagationSettings()):
@@ -184,7 +195,9 @@ def test_seeds_and_pixels_are_those_of_the_released_code(
     assert where.grid == grid
     assert where.hidden() == 0
     down = Image.fromarray(labels).resize((grid[1], grid[0]), Image.Resampling.NEAREST)
-    np.testing.assert_array_equal(where.seeds(labels, 3, "nearest").argmax(-1), np.asarray(down))
+    np.testing.assert_array_equal(
+        where.seeds(labels, 3, "nearest").argmax(-1), np.asarray(down)
+    )
     for soft in (where.seeds(labels, 3, "nearest"), rng.random((*grid, 3))):
         maps = torch.from_numpy(soft.astype(np.float32)).permute(2, 0, 1)
         found = Enlarged(where, "bilinear", CPU)(maps)
@@ -238,7 +251,9 @@ def test_shares_of_area() -> None:
     np.testing.assert_allclose(found[0, 1], [1, 0, 0], atol=1e-7)
     np.testing.assert_allclose(found[1, 1], [0.8, 0, 0.2], atol=1e-7)
     fine = np.repeat(np.repeat(labels, 6, 0), 6, 1)  # 24 x 30 pixels in cells of 12 x 15
-    means = np.stack([(fine == i).reshape(2, 12, 2, 15).mean((1, 3)) for i in range(3)], -1)
+    means = np.stack(
+        [(fine == i).reshape(2, 12, 2, 15).mean((1, 3)) for i in range(3)], -1
+    )
     np.testing.assert_allclose(found, means, atol=1e-7)
 
 
@@ -306,7 +321,9 @@ def test_a_grid_beside_the_frame() -> None:
 def test_settings_of_presets() -> None:
     assert choose_settings(None) == choose_settings("walmer") == choose_settings("dino")
     third = choose_settings("dinov3", top=3)
-    assert third == PropagationSettings(7, 12, None, "circle", 3, 0.2, "nearest", "nearest")
+    assert third == PropagationSettings(
+        7, 12, None, "circle", 3, 0.2, "nearest", "nearest"
+    )
     assert choose_settings(None, radius=INF).radii((16, 16)) is None
     assert choose_settings(None, radius_px=192.0).radii((16, 16)) == (12, 12)
     assert choose_settings(None, radius=1.0, context=1).most((16, 16)) == 18
@@ -344,7 +361,9 @@ def test_all_of_it_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PropagationSettings(radius=2, context=2)
     with FakeTensorMode():
         # What ties is decided by values, which such tensors do not have.
-        monkeypatch.setattr(torch, "nonzero", lambda x: torch.from_numpy(nothing).to(x.device))
+        monkeypatch.setattr(
+            torch, "nonzero", lambda x: torch.from_numpy(nothing).to(x.device)
+        )
         window = Window((4, 7), settings, (2, 2), device)
         run = Propagation(window, 6, 3)
         run.start(window.tokens(tokens[0]), window.labels(seeds))
@@ -352,4 +371,8 @@ def test_all_of_it_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             maps = window.maps(run.step(window.tokens(x)))
             assert (maps.device, maps.shape) == (device, (3, 4, 7))
             found = Enlarged(where, "bilinear", device).winners(maps)
-            assert (found.device, found.shape, found.dtype) == (device, (32, 56), torch.uint8)
+            assert (found.device, found.shape, found.dtype) == (
+                device,
+                (32, 56),
+                torch.uint8,
+            )

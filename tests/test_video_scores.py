@@ -31,7 +31,9 @@ Mask = NDArray[Any]
 
 
 def f_of(found: Mask, truth: Mask) -> float:
-    return contour_accuracy(contour_of(found), contour_of(truth), boundary_radius(found.shape))
+    return contour_accuracy(
+        contour_of(found), contour_of(truth), boundary_radius(found.shape)
+    )
 
 
 def as_map(mask: Mask) -> Mask:
@@ -77,7 +79,9 @@ def test_f_is_that_of_dilation_and_of_distances_to_the_bit(size: tuple[int, int]
     partly = 0
     for _ in range(12):
         a, b = blobs(rng, size, 0.02), blobs(rng, size, 0.02)
-        b = np.where(rng.random() < 0.7, np.roll(a, int(rng.integers(6)), 1), b).astype(bool)
+        b = np.where(rng.random() < 0.7, np.roll(a, int(rng.integers(6)), 1), b).astype(
+            bool
+        )
         found = f_of(a, b)
         assert found == f_by_dilation(a, b, as_map) == f_by_distance(a, b, as_map)
         partly += 0 < found < 1
@@ -94,7 +98,13 @@ def test_f_of_empty_and_full_masks() -> None:
     half = np.arange(20) < np.full((20, 1), 10)
     assert f_of(empty, empty) == 1
     assert f_of(full, empty) == f_of(full, full) == 1  # the frame's border is no boundary
-    assert f_of(full, half) == f_of(half, full) == f_of(half, empty) == f_of(empty, half) == 0
+    assert (
+        f_of(full, half)
+        == f_of(half, full)
+        == f_of(half, empty)
+        == f_of(empty, half)
+        == 0
+    )
 
 
 def test_f_of_a_half_plane_that_moves() -> None:
@@ -125,7 +135,9 @@ def test_decay(n: int) -> None:
 
 def test_decay_by_hand() -> None:
     # ids 0, 2, 4, 6, 8: the first bin is frames 0 to 2, the last 6 to 8
-    assert decay(np.array([1, 0.8, 0.6, 0, 0, 0, 0.3, 0.2, 0.1])) == pytest.approx(0.8 - 0.2)
+    assert decay(np.array([1, 0.8, 0.6, 0, 0, 0, 0.3, 0.2, 0.1])) == pytest.approx(
+        0.8 - 0.2
+    )
     # the last of 300 frames is 299, which 8 bits would make 43
     falling = np.arange(300, 0, -1) / 300
     assert decay(falling) == pytest.approx(falling[:76].mean() - falling[224:].mean())

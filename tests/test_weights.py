@@ -29,7 +29,11 @@ from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_compo
 from vitsee_core.analyses.weights.weights_figure import SCALES, colours, labels, percent
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.weights import InputWeights, input_weights_of, stored_input_weights
+from vitsee_core.models.weights import (
+    InputWeights,
+    input_weights_of,
+    stored_input_weights,
+)
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
@@ -39,7 +43,9 @@ Array = NDArray[Any]
 
 def loop_variance(filters: Array, direction: Array) -> float:
     """Of the filters along a direction, by loops."""
-    mean = [math.fsum(f[j] for f in filters) / len(filters) for j in range(filters.shape[1])]
+    mean = [
+        math.fsum(f[j] for f in filters) / len(filters) for j in range(filters.shape[1])
+    ]
     total = 0.0
     for f in filters:
         total += math.fsum((f[j] - mean[j]) * direction[j] for j in range(len(mean))) ** 2
@@ -49,7 +55,9 @@ def loop_variance(filters: Array, direction: Array) -> float:
 def loop_cosine(a: Array, b: Array) -> float:
     na, nb = (math.sqrt(math.fsum(x * x for x in v)) for v in (a, b))
     return (
-        math.fsum(x * y for x, y in zip(a, b, strict=True)) / (na * nb) if na and nb else math.nan
+        math.fsum(x * y for x, y in zip(a, b, strict=True)) / (na * nb)
+        if na and nb
+        else math.nan
     )
 
 
@@ -68,7 +76,9 @@ def made(monkeypatch: pytest.MonkeyPatch, vit: LoadedModel) -> Any:
             store="",
             model="tiny",
             weights="random 0",
-            arrays={k: np.asarray(v, np.float32) for k, v in given.items() if v is not None},
+            arrays={
+                k: np.asarray(v, np.float32) for k, v in given.items() if v is not None
+            },
             sites={"filters": "conv", "positions": "pos_embed"},
             kind="learned",
             absent={k: "for a reason" for k, v in given.items() if v is None},
@@ -97,11 +107,16 @@ def test_components_by_hand() -> None:
     assert vectors[1] == pytest.approx(second[0], abs=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(9, 3, 2, 2), (5, 3, 2, 3), (40, 3, 2, 2), (6, 1, 3, 3)])
+@pytest.mark.parametrize(
+    "shape", [(9, 3, 2, 2), (5, 3, 2, 3), (40, 3, 2, 2), (6, 1, 3, 3)]
+)
 def test_components_against_eigenvectors_and_loops(shape: tuple[int, ...]) -> None:
     filters = np.random.default_rng(0).normal(1.0, 1.0, shape)
     shares, vectors = principal_components(filters)
-    flat, directions = filters.reshape(len(filters), -1), vectors.reshape(len(vectors), -1)
+    flat, directions = (
+        filters.reshape(len(filters), -1),
+        vectors.reshape(len(vectors), -1),
+    )
     n = min(len(filters) - 1, flat.shape[1])
     assert len(shares) == len(vectors) == n
     values, eigenvectors = np.linalg.eigh(np.cov(flat.T))
@@ -109,7 +124,9 @@ def test_components_against_eigenvectors_and_loops(shape: tuple[int, ...]) -> No
     assert np.allclose(shares, (values / values.sum())[:n], rtol=1e-10, atol=1e-14)
     total = sum(loop_variance(flat, axis) for axis in np.eye(flat.shape[1]))
     for k in range(n):
-        assert shares[k] == pytest.approx(loop_variance(flat, directions[k]) / total, rel=1e-10)
+        assert shares[k] == pytest.approx(
+            loop_variance(flat, directions[k]) / total, rel=1e-10
+        )
         # eigenvectors are equal up to sign; gaps of random spectra cost digits
         assert abs(directions[k] @ eigenvectors[k]) == pytest.approx(1, abs=1e-8)
         assert directions[k].max() == np.abs(directions[k]).max()
@@ -160,9 +177,13 @@ def test_cosines_by_hand() -> None:
     assert np.isnan(values[:, 0, 3]).all()
 
 
-@pytest.mark.parametrize(("step", "rows", "cols"), [(1, 5, 7), (2, 5, 7), (3, 5, 7), (9, 5, 7)])
+@pytest.mark.parametrize(
+    ("step", "rows", "cols"), [(1, 5, 7), (2, 5, 7), (3, 5, 7), (9, 5, 7)]
+)
 def test_cosines_against_loops(made: Any, step: int, rows: int, cols: int) -> None:
-    positions = np.random.default_rng(1).normal(0.3, 1, (rows, cols, 6)).astype(np.float32)
+    positions = (
+        np.random.default_rng(1).normal(0.3, 1, (rows, cols, 6)).astype(np.float32)
+    )
     wide = positions.astype(np.float64)
     table = made(None, positions, what=("positions",), every=step)
     down, across = (list(range((n - 1) % step // 2, n, step)) for n in (rows, cols))
@@ -172,7 +193,9 @@ def test_cosines_against_loops(made: Any, step: int, rows: int, cols: int) -> No
         for c in across:
             for y in range(rows):
                 for x in range(cols):
-                    place = [table[k][i] for k in ("row", "col", "other_row", "other_col")]
+                    place = [
+                        table[k][i] for k in ("row", "col", "other_row", "other_col")
+                    ]
                     assert place == [r, c, y, x]
                     expected = loop_cosine(wide[r, c], wide[y, x])
                     assert table["value"][i] == pytest.approx(expected, abs=1e-14)
@@ -197,7 +220,9 @@ def test_lengths_and_rotations_do_not_matter(seed: int) -> None:
 def test_an_embedding_of_waves_looks_alike_from_everywhere() -> None:
     waves = np.arange(1, 5) / 3
     y, x = np.indices((4, 6))
-    parts = [f(np.multiply.outer(axis, waves)) for axis in (y, x) for f in (np.sin, np.cos)]
+    parts = [
+        f(np.multiply.outer(axis, waves)) for axis in (y, x) for f in (np.sin, np.cos)
+    ]
     _, values = cosines(np.concatenate(parts, -1))
     maps = values.reshape(4, 6, 4, 6)
     assert np.allclose(maps[1, 2, 1:, 2:], maps[0, 0, :3, :4], atol=1e-12)
@@ -242,7 +267,9 @@ def test_the_table(vit: LoadedModel) -> None:
     one = {"filter": 5, "channel": 2, "row": 3, "col": 7}
     assert of_filters.filter(**one)["value"].tolist() == [filters[5, 2, 3, 7]]
     pos = vit.module.get_parameter("pos_embed")[0, 1:].reshape(3, 4, -1).numpy()
-    assert np.allclose(table.filter(metric="cosine")["value"], cosines(pos)[1].ravel(), atol=1e-6)
+    assert np.allclose(
+        table.filter(metric="cosine")["value"], cosines(pos)[1].ravel(), atol=1e-6
+    )
     assert [*dict.fromkeys(table.filter(metric="cosine")["site"])] == ["pos_embed"]
 
 
@@ -263,8 +290,12 @@ def test_what_is_shown(made: Any) -> None:
     positions = rng.normal(size=(2, 2, 3))
     assert "filter" in made(few, positions)["metric"]
     assert "filter" not in made(many, positions)["metric"]
-    assert [*dict.fromkeys(made(many, positions, what=("filters",))["metric"])] == ["filter"]
-    assert [*dict.fromkeys(made(few, positions, what=("positions",))["metric"])] == ["cosine"]
+    assert [*dict.fromkeys(made(many, positions, what=("filters",))["metric"])] == [
+        "filter"
+    ]
+    assert [*dict.fromkeys(made(few, positions, what=("positions",))["metric"])] == [
+        "cosine"
+    ]
     table = made(many, positions, what=("components",), components=2)
     assert len(table.filter(metric="component")) == 2 * 12
     assert len(table.filter(metric="variance_share")) == 12
@@ -346,7 +377,14 @@ def test_the_figure_comes_back_from_the_csv(made: Any) -> None:
     text = io.StringIO()
     table.to_csv(text)
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
-    kinds = {"store": str, "model": str, "weights": str, "site": str, "metric": str, "value": float}
+    kinds = {
+        "store": str,
+        "model": str,
+        "weights": str,
+        "site": str,
+        "metric": str,
+        "value": float,
+    }
     back = Table.from_rows(
         [{k: kinds.get(k, int)(v) for k, v in row.items() if v}
          for row in rows],
@@ -381,7 +419,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stores of a ViT (`vit.zarr`) and of a ResNet (`cnn.zarr`), images beside them."""
     folder = tmp_path_factory.mktemp("weights")
     images = plant_images(folder / "images", 4)
-    vit = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+    vit = [
+        "test_vit",
+        "--random-init",
+        "0",
+        "--img-size",
+        "32x48",
+        "--model-arg",
+        "patch_size=8",
+    ]
     cnn = ["test_resnet", "--random-init", "0", "--img-size", "64"]
     for name, model in (("vit", vit), ("cnn", cnn)):
         common = ["--data", images, "--tokens", "pooled", "--workers", "0"]
@@ -391,7 +437,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_store_holds_them(stores: Path) -> None:
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     store = open_store(stores / "vit.zarr")
     assert store.array("weights/filters").shape == (64, 3, 8, 8)
     assert store.array("weights/positions").shape == (4, 6, 64)
@@ -428,7 +476,9 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     assert "position embeddings (pos_embed): learned" in result.stderr
     lines = csv_file.read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS)
-    assert lines[1].startswith("mine,test_vit,random 0,patch_embed.proj,,,0,,,,,variance_share,")
+    assert lines[1].startswith(
+        "mine,test_vit,random 0,patch_embed.proj,,,0,,,,,variance_share,"
+    )
     sidecar = json.loads((tmp_path / "w.csv.json").read_text())
     assert sidecar["stores"][0]["label"] == "mine"
     notes = sidecar["notes"]["sources"]["mine"]
@@ -439,24 +489,40 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command_of_a_model(tmp_path: Path) -> None:
-    args = ["test_vit", "--random-init", "3", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+    args = [
+        "test_vit",
+        "--random-init",
+        "3",
+        "--img-size",
+        "32x48",
+        "--model-arg",
+        "patch_size=8",
+    ]
     result = weights_command(*args, "--what", "positions")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 1 + 24**2
-    model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
+    model = load_model(
+        "test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8}
+    )
     torch.save(model.module.state_dict(), tmp_path / "w.pth")
     args[1:3] = ["--checkpoint", str(tmp_path / "w.pth")]
     again = weights_command(*args, "--what", "positions").stdout
     assert again == result.stdout.replace(",random 3,", ",w.pth,")
-    square = load_model("test_vit", random_init=3, img_size=32, model_args={"patch_size": 8})
+    square = load_model(
+        "test_vit", random_init=3, img_size=32, model_args={"patch_size": 8}
+    )
     torch.save(square.module.state_dict(), tmp_path / "w.pth")
     args[args.index("32x48")] = "64"
     result = weights_command(*args, "--what", "positions")
     assert "w.pth: resampled: pos_embed (1, 17, 64) to (1, 65, 64)" in result.stderr
     out = tmp_path / "r.csv"
-    result = weights_command("test_resnet", "--random-init", "0", "-o", out, "--scale", "tile")
+    result = weights_command(
+        "test_resnet", "--random-init", "0", "-o", out, "--scale", "tile"
+    )
     assert result.exit_code == 0
-    assert "positions: n/a: no position embedding is added to its features" in result.stderr
+    assert (
+        "positions: n/a: no position embedding is added to its features" in result.stderr
+    )
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["models"][0]["random_init"] == 0
 
@@ -498,10 +564,15 @@ def test_what_some_lack_is_a_remark(stores: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert "has no positions to show" in result.stderr
     result = weights_command(vit, vit)
-    assert result.exit_code == 1 and "two of these have one name: vit, vit" in result.stderr
+    assert (
+        result.exit_code == 1 and "two of these have one name: vit, vit" in result.stderr
+    )
     twice = ["test_vit", "test_resnet", "--checkpoint", "w.pth"]
     result = weights_command(*twice)
-    assert result.exit_code == 2 and "--checkpoint is for one MODEL; here are 2" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "--checkpoint is for one MODEL; here are 2" in result.stderr
+    )
 
 
 def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:
@@ -516,7 +587,10 @@ def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:
         ((tmp_path,), "no vitsee store"),
         (("vit_tinny_patch16_224",), "near names: vit_tiny_patch16_224"),
         (("test_vit", "--checkpoint", tmp_path / "none.pth"), "none.pth"),
-        ((stores / "cnn.zarr", "--what", "positions", "-o", tmp_path / "p.csv"), "no positions"),
+        (
+            (stores / "cnn.zarr", "--what", "positions", "-o", tmp_path / "p.csv"),
+            "no positions",
+        ),
     )
     for args, phrase in wrong:
         result = weights_command(*args)

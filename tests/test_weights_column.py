@@ -25,33 +25,71 @@ from vitsee_core.runtime.progress import SILENT
 from vitsee_stores.manifest import weights_name
 
 RANDOM: dict[str, Any] = {"weights": {"source": "random", "seed": 0}}
-LOADED: dict[str, Any] = {"weights": {"source": "checkpoint", "file": "dino.pth", "key": "teacher"}}
+LOADED: dict[str, Any] = {
+    "weights": {"source": "checkpoint", "file": "dino.pth", "key": "teacher"}
+}
 
 
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ({"weights": {"source": "pretrained", "pretrained": "vit_base_patch16_224.dino"}}, "dino"),
-        ({"weights": {"source": "pretrained", "pretrained": "resnet50.a1_in1k.v2"}}, "a1_in1k.v2"),
+        (
+            {
+                "weights": {
+                    "source": "pretrained",
+                    "pretrained": "vit_base_patch16_224.dino",
+                }
+            },
+            "dino",
+        ),
+        (
+            {"weights": {"source": "pretrained", "pretrained": "resnet50.a1_in1k.v2"}},
+            "a1_in1k.v2",
+        ),
         ({"weights": {"source": "pretrained", "pretrained": "resnet50"}}, "pretrained"),
         ({"weights": {"source": "local-dir", "sha256": "ab" * 32}}, "pretrained"),
         ({"weights": {"source": "local-dir", "folder": "run.v2"}}, "run.v2"),
         (
-            {"weights": {"source": "pretrained", "pretrained": "../A/run.v2", "folder": "run.v2"}},
+            {
+                "weights": {
+                    "source": "pretrained",
+                    "pretrained": "../A/run.v2",
+                    "folder": "run.v2",
+                }
+            },
             "run.v2",
         ),
         ({"weights": {"source": "pretrained", "pretrained": "../A/vit"}}, "pretrained"),
-        ({"weights": {"source": "pretrained", "pretrained": "some/vit-2.5-b@v1.0"}}, "pretrained"),
-        ({"weights": {"source": "pretrained", "pretrained": "hf-hub:a/vit.dino"}}, "dino"),
+        (
+            {"weights": {"source": "pretrained", "pretrained": "some/vit-2.5-b@v1.0"}},
+            "pretrained",
+        ),
+        (
+            {"weights": {"source": "pretrained", "pretrained": "hf-hub:a/vit.dino"}},
+            "dino",
+        ),
         (RANDOM, "random 0"),
         (LOADED, "dino.pth"),
-        ({"weights": {**LOADED["weights"], "other_keys": ["student"]}}, "dino.pth#teacher"),
-        ({"weights": {"source": "module", "sha256": "0123456789" * 6}}, "module 01234567"),
+        (
+            {"weights": {**LOADED["weights"], "other_keys": ["student"]}},
+            "dino.pth#teacher",
+        ),
+        (
+            {"weights": {"source": "module", "sha256": "0123456789" * 6}},
+            "module 01234567",
+        ),
         ({"weights": {"sha256": "0123456789" * 6}}, "01234567"),
         (RANDOM | {"ablate_skip": ["blocks.3.attn"]}, "random 0, without blocks.3.attn"),
         (
             RANDOM
-            | {"ablate_skip": ["blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.3.attn"]},
+            | {
+                "ablate_skip": [
+                    "blocks.0.attn",
+                    "blocks.0.mlp",
+                    "blocks.1.attn",
+                    "blocks.3.attn",
+                ]
+            },
             "random 0, without blocks.0-1.attn, blocks.3.attn, blocks.0.mlp",
         ),
         (
@@ -59,7 +97,8 @@ LOADED: dict[str, Any] = {"weights": {"source": "checkpoint", "file": "dino.pth"
             "random 0, without last, layer1.0-1, layer2.0",
         ),
         (
-            RANDOM | {"ablate_skip": ["last"], "interventions": ["cls=mean at blocks.6.out"]},
+            RANDOM
+            | {"ablate_skip": ["last"], "interventions": ["cls=mean at blocks.6.out"]},
             "random 0, without last, cls=mean at blocks.6.out",
         ),
         ({"weights": None}, ""),
@@ -89,7 +128,9 @@ def folder(tmp_path: Path) -> Path:
 def test_tables_info_and_sidecars_have_the_name(folder: Path) -> None:
     store = folder / "random" / "vit.zarr"
     text = vitsee("norms", store, f"b={folder / 'trained' / 'vit.zarr'}")
-    rows = {(r["store"], r["model"], r["weights"]) for r in csv.DictReader(io.StringIO(text))}
+    rows = {
+        (r["store"], r["model"], r["weights"]) for r in csv.DictReader(io.StringIO(text))
+    }
     assert rows == {("vit", "vit", "random 0"), ("b", "vit", "dino.pth")}
     assert vitsee("info", store, "-f", "weights") == "random 0\n"
     assert "random 0" in vitsee("info", store)
@@ -104,11 +145,15 @@ def test_a_report_tells_stores_of_one_name_apart(folder: Path) -> None:
     materials = find_materials(folder)
     assert [*stores_by_model(materials)] == ["vit (random 0)", "vit (dino.pth)"]
     with closing(Addresses({}, ())) as addresses:
-        groups = groups_of(materials.results, {}, folder / "r.html", {}, SILENT, {}, addresses, {})
+        groups = groups_of(
+            materials.results, {}, folder / "r.html", {}, SILENT, {}, addresses, {}
+        )
     ((group,),) = groups.values()
     assert {card.label for card in group.cards} == {"vit (random 0)", "vit (dino.pth)"}
     assert {store for store, _ in group.answers} == {"vit (random 0)", "vit (dino.pth)"}
-    lines = {line["name"] for card in group.cards for c in card.charts for line in c["lines"]}
+    lines = {
+        line["name"] for card in group.cards for c in card.charts for line in c["lines"]
+    }
     assert all("(random 0)" in name or "(dino.pth)" in name for name in lines)
 
 
@@ -143,7 +188,9 @@ def test_tables_of_before_the_column_keep_their_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_of_before_the_column_is_drawn_and_reported(folder: Path, tmp_path: Path) -> None:
+def test_a_result_of_before_the_column_is_drawn_and_reported(
+    folder: Path, tmp_path: Path
+) -> None:
     path = folder / "random" / "norms.csv"
     rows = list(csv.reader(path.open()))
     place = rows[0].index("weights")

@@ -32,7 +32,13 @@ def by_hand(spec: ArraySpec) -> dict[str, Any]:
     if spec.codec == "zstd":
         codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
     if spec.codec == "lz4":
-        lz4 = {"typesize": item, "cname": "lz4", "clevel": 5, "shuffle": "shuffle", "blocksize": 0}
+        lz4 = {
+            "typesize": item,
+            "cname": "lz4",
+            "clevel": 5,
+            "shuffle": "shuffle",
+            "blocksize": 0,
+        }
         codecs.append({"name": "blosc", "configuration": lz4})
     codecs.append({"name": "crc32c"})
     return {
@@ -40,7 +46,10 @@ def by_hand(spec: ArraySpec) -> dict[str, Any]:
         "node_type": "array",
         "shape": list(spec.shape),
         "data_type": spec.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.chunks)}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(spec.chunks)},
+        },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": "NaN" if spec.dtype.startswith("float") else 0,
         "codecs": codecs,
@@ -59,7 +68,11 @@ def test_the_bytes_of_every_group_and_array(plan: str, codec: str) -> None:
     assert made.keys() == groups | specs.keys()
     group = '{\n "zarr_format": 3,\n "node_type": "group",\n "attributes": {}\n}\n'
     for path, document in made.items():
-        expected = (json.dumps(by_hand(specs[path]), indent=1) + "\n") if path in specs else group
+        expected = (
+            (json.dumps(by_hand(specs[path]), indent=1) + "\n")
+            if path in specs
+            else group
+        )
         assert metadata.to_text(document) == expected.encode(), path
     assert metadata.to_text(metadata.group_document()) == group.encode()
 
@@ -69,14 +82,21 @@ def test_a_store_hands_out_a_group_to_read(make_store: MakeStore) -> None:
     store = open_store(path)
     group = store.zarr
     assert isinstance(group, zarr.Group) and group.read_only
-    for name in ("acts/blocks.0.out/grid", "attention/distance_px", "samples/label", "valid"):
+    for name in (
+        "acts/blocks.0.out/grid",
+        "attention/distance_px",
+        "samples/label",
+        "valid",
+    ):
         array = group[name]
         assert isinstance(array, zarr.Array)
         assert_array_equal(array[...], store.array(name)[...])
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(ValueError, match="read-only"):
         group.create_group("more")
-    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert before == {
+        file: file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
 
 
 READERS = """

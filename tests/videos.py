@@ -33,13 +33,20 @@ def plant(folder: Path, videos: Videos) -> Path:
 
 
 def store_of(
-    path: Path, tokens: Mapping[str, Array], size: tuple[int, int], *, slab: int = 4, **more: Any
+    path: Path,
+    tokens: Mapping[str, Array],
+    size: tuple[int, int],
+    *,
+    slab: int = 4,
+    **more: Any,
 ) -> Store:
     """A store of the frames' tokens, (frames, rows, cols, dim) a video; they cover the frames."""
     grid = next(iter(tokens.values())).shape[1:3]
     layout = TokenLayout((), grid, stride_px=(CELL, CELL))
     values = np.concatenate([x.reshape(len(x), -1, x.shape[-1]) for x in tokens.values()])
-    ids = [f"{name}/{frame:05d}.jpg" for name, x in tokens.items() for frame in range(len(x))]
+    ids = [
+        f"{name}/{frame:05d}.jpg" for name, x in tokens.items() for frame in range(len(x))
+    ]
     height, width = grid[0] * CELL, grid[1] * CELL
     transform = {
         "input_size": [3, height, width], "interpolation": "bilinear", "crop_pct": 1.0,
@@ -59,7 +66,9 @@ def two_videos(folder: Path, **more: Any) -> tuple[Store, Path]:
         shapes[t, 30:40, 60 - 3 * t : 75 - 3 * t] = 2
     videos = {"a": shapes, "b": np.minimum(shapes[:5, ::-1], 1)}
     tokens = {name: rng.normal(size=(len(x), 6, 10, 5)) for name, x in videos.items()}
-    return store_of(folder / "s.zarr", tokens, (48, 80), **more), plant(folder / "DAVIS", videos)
+    return store_of(folder / "s.zarr", tokens, (48, 80), **more), plant(
+        folder / "DAVIS", videos
+    )
 
 
 def value(table: Table, metric: str, **where: Any) -> float:

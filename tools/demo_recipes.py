@@ -101,7 +101,9 @@ def build(recipe: Recipe) -> Any:
     """The untrained model, its weights drawn from the recipe's seed."""
     architectures.register()
     torch.manual_seed(recipe.seed)
-    model: Any = timm.create_model(recipe.architecture, num_classes=10, **recipe.model_args)
+    model: Any = timm.create_model(
+        recipe.architecture, num_classes=10, **recipe.model_args
+    )
     if recipe.sincos:
         with torch.no_grad():
             model.pos_embed[0, model.num_prefix_tokens :] = sincos(model.embed_dim)
@@ -155,7 +157,11 @@ class MaskedAutoencoder(nn.Module):
             "mlp_ratio": 2.0,
         }
         decoder: Any = timm.create_model(
-            "vit_tiny_patch16_224", img_size=SIZE, patch_size=PATCH, num_classes=0, **shape
+            "vit_tiny_patch16_224",
+            img_size=SIZE,
+            patch_size=PATCH,
+            num_classes=0,
+            **shape,
         )
         self.blocks, self.norm = decoder.blocks, decoder.norm
         self.predict = nn.Linear(self.WIDTH, PATCH * PATCH)
@@ -168,7 +174,9 @@ class MaskedAutoencoder(nn.Module):
         encoder, rows = self.encoder, torch.arange(n)[:, None]
         tokens = encoder.patch_embed(images) + encoder.pos_embed[:, 1:]
         cls = (encoder.cls_token + encoder.pos_embed[:, :1]).expand(n, -1, -1)
-        x = self.embed(encoder.norm(encoder.blocks(torch.cat([cls, tokens[rows, seen]], 1))))
+        x = self.embed(
+            encoder.norm(encoder.blocks(torch.cat([cls, tokens[rows, seen]], 1)))
+        )
         whole = self.mask_token.to(x.dtype).expand(n, cells, -1).clone()
         whole[rows, seen] = x[:, 1:]
         y = self.norm(self.blocks(torch.cat([x[:, :1], whole + self.positions], 1)))

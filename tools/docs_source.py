@@ -90,7 +90,10 @@ def build(folder: Path) -> None:
     for command in captions():
         _write(folder / "analyses" / f"{command}.md", analysis_page(command))
     for command, text in commands():
-        _write(folder / "commands" / f"{command}.md", f"# vitsee {command}\n\n{literal(text)}")
+        _write(
+            folder / "commands" / f"{command}.md",
+            f"# vitsee {command}\n\n{literal(text)}",
+        )
     _write(folder / "python.md", python_page())
     _write(folder / "gallery.md", gallery())
     _write(folder / "index.md", "\n".join([page_of("README.md"), *trees()]))
@@ -117,7 +120,11 @@ def relinked(text: str, folder: Path) -> str:
         if mark:
             return f"![{words}](/pictures/{place.name})"
         found = place_in_site(place)
-        return f"[{words}]({found}{'#' + anchor if anchor else ''})" if found else f"`{place}`"
+        return (
+            f"[{words}]({found}{'#' + anchor if anchor else ''})"
+            if found
+            else f"`{place}`"
+        )
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
 
@@ -158,7 +165,10 @@ def analysis_page(command: str) -> str:
     parts += [f"Source: {said.source}.", recipes.strip()]
     if doc[2]:
         parts += ["## Definition", doc[2]]
-    parts += ["## In Python", f"`vitsee.{command.replace('-', '_')}`; `plot` draws its table."]
+    parts += [
+        "## In Python",
+        f"`vitsee.{command.replace('-', '_')}`; `plot` draws its table.",
+    ]
     parts += [documented(analysis.run, "run"), documented(analysis.plot, "plot")]
     return "\n\n".join(filter(None, parts))
 
@@ -175,7 +185,9 @@ def commands() -> Iterator[tuple[str, str]]:
     for name in vitsee_command.list_commands(root):
         command = vitsee_command.get_command(root, name)
         assert command is not None
-        with click.Context(command, parent=root, info_name=name, terminal_width=90) as own:
+        with click.Context(
+            command, parent=root, info_name=name, terminal_width=90
+        ) as own:
             yield name, command.get_help(own)
 
 
@@ -245,7 +257,9 @@ def gallery() -> str:
         for words, name in re.findall(PICTURE, written(command)[0]):
             words = " ".join(words.split())
             parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
-            parts += [f"[{command}](/analyses/{command}.md): {reading_of(command, made[name])}"]
+            parts += [
+                f"[{command}](/analyses/{command}.md): {reading_of(command, made[name])}"
+            ]
             parts += [f"```sh\n{made[name]}\n```"]
     for guide in GUIDES:
         for words, name in re.findall(PICTURE, page_of(f"docs/guide/{guide}.md")):
@@ -267,12 +281,16 @@ def drawn_with() -> dict[str, str]:
     words = ["-q", "demo", "--quick", "-o", "demo-out", "--dry-run"]
     plan = CliRunner().invoke(vitsee_command, words).stdout.replace("demo-out/", "")
     lines = {
-        line.partition(" -o ")[2].split()[0]: line for line in plan.splitlines() if " -o " in line
+        line.partition(" -o ")[2].split()[0]: line
+        for line in plan.splitlines()
+        if " -o " in line
     }
     found = dict(ELSEWHERE)
     for picture in (*PICTURES, *REAL):
         made = [f"vitsee {line}" for line in picture.commands] or [lines[picture.result]]
-        found[picture.name] = "\n".join(folded(line.removesuffix(" --force")) for line in made)
+        found[picture.name] = "\n".join(
+            folded(line.removesuffix(" --force")) for line in made
+        )
     return found
 
 
@@ -288,12 +306,20 @@ def trees() -> Iterator[str]:
     contents = {
         "Guide": [f"guide/{name}" for name in GUIDES],
         "What it found": ["gallery", *about],
-        **{question: [f"analyses/{name}" for name in some] for question, some in answers.items()},
+        **{
+            question: [f"analyses/{name}" for name in some]
+            for question, some in answers.items()
+        },
         "Commands": [f"commands/{name}" for name, _ in commands()],
-        "Reference": ["python", *(n for n in PAGES.values() if n not in (*about, "index"))],
+        "Reference": [
+            "python",
+            *(n for n in PAGES.values() if n not in (*about, "index")),
+        ],
     }
     for title, pages in contents.items():
-        yield "\n".join(["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```", ""])
+        yield "\n".join(
+            ["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```", ""]
+        )
 
 
 def literal(text: str) -> str:

@@ -29,7 +29,9 @@ WHOLE = "performance.getEntriesByName('explore:whole').length > 0"
 ALONE = """document.querySelectorAll("#others, .how").forEach((x) => x.style.display = "none");
 document.getElementById("heads").scrollIntoView()"""
 DRAWN = "document.querySelector('#matrices canvas') !== null"
-SMALLER = """document.querySelector('#matrices canvas').style.zoom = "0.62"; scrollTo(0, 0)"""
+SMALLER = (
+    """document.querySelector('#matrices canvas').style.zoom = "0.62"; scrollTo(0, 0)"""
+)
 BOTTOM = "document.getElementById('heads').getBoundingClientRect().bottom + scrollY"
 
 
@@ -39,10 +41,14 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--image", default=IMAGE, help="part of its name")
     parser.add_argument("--patch", type=int, default=PATCH, help="counted by rows")
-    parser.add_argument("--layer", type=int, default=LAYER, help="as the page's address has it")
+    parser.add_argument(
+        "--layer", type=int, default=LAYER, help="as the page's address has it"
+    )
     args = parser.parse_args()
     about = read_page(args.page).about
-    image = next(i for i, one in enumerate(about["images"]) if args.image in str(one["id"]))
+    image = next(
+        i for i, one in enumerate(about["images"]) if args.image in str(one["id"])
+    )
     data = picture(args.page, f"#image={image}&patch={args.patch}&layer={args.layer}")
     args.output.write_bytes(data)
     print(f"{args.output}: {len(data) / 1000:.0f} kB")
@@ -68,7 +74,9 @@ def picture(page: Path, state: str) -> bytes:
         with Image.open(whole) as opened:
             part = opened.convert("RGB").crop((0, 0, opened.width, int(height) + 12))
     out = io.BytesIO()
-    part.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=8).save(out, "png", optimize=True)
+    part.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=8).save(
+        out, "png", optimize=True
+    )
     return out.getvalue()
 
 

@@ -29,8 +29,12 @@ def page() -> str:
     """A heading per folder, and a line per file."""
     files = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
     found = [HEAD]
-    for folder, paths in groupby(sorted(files, key=by_folder), key=lambda path: path.parent):
-        rows = [f"- `{path.name}`: {said}" for path in paths if (said := first_sentence(path))]
+    for folder, paths in groupby(
+        sorted(files, key=by_folder), key=lambda path: path.parent
+    ):
+        rows = [
+            f"- `{path.name}`: {said}" for path in paths if (said := first_sentence(path))
+        ]
         if rows:
             found += [f"## {folder.relative_to(ROOT)}", "", *rows, ""]
     return "\n".join(found)
@@ -47,7 +51,9 @@ def first_sentence(path: Path) -> str:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     if path.name == "__init__.py" and path.parents[1].name != "analyses":
         return ""
-    return re.split(r"(?<!al)(?<!Fig)(?<!Figs)(?<!Sec)\.(?:\s|$)|\n\n", text)[0].replace("\n", " ")
+    return re.split(r"(?<!al)(?<!Fig)(?<!Figs)(?<!Sec)\.(?:\s|$)|\n\n", text)[0].replace(
+        "\n", " "
+    )
 
 
 if __name__ == "__main__":

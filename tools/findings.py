@@ -108,10 +108,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def page(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     """The page. real: rows of the weights of real size, by the findings' names."""
-    real = {name: row for name, row in real.items() if row["value"] and name not in NOT_LABELS}
+    real = {
+        name: row for name, row in real.items() if row["value"] and name not in NOT_LABELS
+    }
     parts = [HEAD, ABOUT, counts(rows, real)]
     for title in dict.fromkeys(row["section"] for row in rows):
-        parts.append(section(title, [row for row in rows if row["section"] == title], real))
+        parts.append(
+            section(title, [row for row in rows if row["section"] == title], real)
+        )
     return "\n".join(parts)
 
 
@@ -119,7 +123,9 @@ def counts(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     """How many findings have which verdict."""
     lines = ["| verdict | demo's models | real weights | |", "|---|---|---|---|"]
     for name, meaning in VERDICTS.items():
-        n, n_real = (sum(row["verdict"] == name for row in of) for of in (rows, real.values()))
+        n, n_real = (
+            sum(row["verdict"] == name for row in of) for of in (rows, real.values())
+        )
         lines.append(f"| {name} | {n} | {n_real} | {meaning} |")
     lines.append(f"| does not apply | 0 | {len(rows) - len(real)} | see above |")
     return "\n".join([*lines, ""])
@@ -128,7 +134,15 @@ def counts(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
 def section(title: str, rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     """A heading, a table of numbers, and what was computed."""
     lines = [f"## {title}", ""]
-    names = ("", "finding", "here (95 % interval)", "other seed", "verdict", "real weights", "unit")
+    names = (
+        "",
+        "finding",
+        "here (95 % interval)",
+        "other seed",
+        "verdict",
+        "real weights",
+        "unit",
+    )
     lines.append(f"| {' | '.join(names)} |".replace("|  |", "| |"))
     lines.append("|---" * len(names) + "|")
     for row in rows:
@@ -147,7 +161,9 @@ def section(title: str, rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     lines += ["", "What is computed:", ""]
     for row in rows:
         text = f"- `{row['name']}` ({models(row)}): {row['statistic']}. {row['source']}."
-        lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+        lines.append(
+            textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
+        )
     return "\n".join([*lines, ""])
 
 
@@ -155,7 +171,9 @@ def measured(row: Row, suffix: str = "") -> str:
     """`+0.212 (+0.201 to +0.224)`, empty where there is no value."""
     if not row[f"value{suffix}"]:
         return ""
-    value, low, high = (number(row[f"{name}{suffix}"]) for name in ("value", "low", "high"))
+    value, low, high = (
+        number(row[f"{name}{suffix}"]) for name in ("value", "low", "high")
+    )
     return f"{value} ({low} to {high})"
 
 

@@ -25,11 +25,11 @@ from vitsee_core import demo
 from vitsee_core.analyses import effect, head_importance, keypoints
 from vitsee_core.demo.spair import write_spair
 from vitsee_core.extraction.keywords import extract
-from vitsee_core.study.real.making import PHOTOS, WEIGHTS
-from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.findings.model_tables import ModelTables
 from vitsee_core.study.findings.papers import FINDINGS, Finding
 from vitsee_core.study.findings.verdicts import run
+from vitsee_core.study.real.making import PHOTOS, WEIGHTS
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 
@@ -54,7 +54,9 @@ class Family(ModelTables):
         sites = ["blocks", "norms", "head"]
         if model != "resnet":
             sites += ["hidden", "heads"] if model != "mixer" else ["hidden"]
-        return self._extract(model, "demo:test", "", images=IMAGES, sites=sites, inputs=True)
+        return self._extract(
+            model, "demo:test", "", images=IMAGES, sites=sites, inputs=True
+        )
 
     def train(self, model: str) -> Store:
         """Block outputs of the training images."""
@@ -65,7 +67,9 @@ class Family(ModelTables):
         """Receptive fields; slabs are the blocks of images of their intervals."""
         kept = {"sites": ["blocks", "residual"], "tokens": "pooled", "attention": "none"}
         n = {"images": FIELD_IMAGES, "erf": FIELD_IMAGES}
-        return self._extract(model, "demo:test", "-erf", slab=16, residual=False, **n, **kept)
+        return self._extract(
+            model, "demo:test", "-erf", slab=16, residual=False, **n, **kept
+        )
 
     def keypoints(self, model: str) -> Table:
         """PCK at 0.1 of every block on the bundled miniature of SPair-71k."""
@@ -81,13 +85,20 @@ class Family(ModelTables):
         """Of the class token at the output of the block halfway."""
         whole = self.store(model)
         by = values if values == "zero" else f"{values}:{whole.path}"
-        lean = {"sites": ["head"], "tokens": "pooled", "attention": "none", "residual": False}
+        lean = {
+            "sites": ["head"],
+            "tokens": "pooled",
+            "attention": "none",
+            "residual": False,
+        }
         change = {"images": IMAGES, "replace": [f"cls@depth:0.5={by}"]}
         changed = self._extract(model, "demo:test", f"-cls-{values}", **lean, **change)
         return effect.run(whole, changed, sites=())
 
     def importance(self, model: str) -> Table:
-        return self._keep(("heads", model), lambda: head_importance.run(self.store(model)))
+        return self._keep(
+            ("heads", model), lambda: head_importance.run(self.store(model))
+        )
 
     def _extract(self, model: str, data: str, suffix: str, **options: Any) -> Store:
         path = self.folder / f"{model}{suffix}.zarr"
@@ -102,7 +113,9 @@ class OtherSeed:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._family, name)
-        return lambda *args, **more: method(*(SEEDS.get(arg, arg) for arg in args), **more)
+        return lambda *args, **more: method(
+            *(SEEDS.get(arg, arg) for arg in args), **more
+        )
 
 
 def needs(finding: Finding) -> set[str]:
@@ -115,7 +128,12 @@ def of_real_weights(folder: Path, made: Path) -> Table:
     slab, so that every interval is over photographs."""
     stores = []
     for role, name in REAL.items():
-        sites = ["blocks", "norms", "residual", *(["hidden", "heads"] if role == "vit" else [])]
+        sites = [
+            "blocks",
+            "norms",
+            "residual",
+            *(["hidden", "heads"] if role == "vit" else []),
+        ]
         model, path = f"local-dir:{made / WEIGHTS / name}", folder / f"{role}.zarr"
         options: dict[str, Any] = {
             "slab": 1,
@@ -130,8 +148,12 @@ def of_real_weights(folder: Path, made: Path) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--real", type=Path, metavar="FOLDER", help="of vitsee demo --real")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[f.name for f in FINDINGS])
+    parser.add_argument(
+        "--real", type=Path, metavar="FOLDER", help="of vitsee demo --real"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[f.name for f in FINDINGS]
+    )
     args = parser.parse_args()
     warnings.simplefilter("error", RuntimeWarning)
     if args.real is not None:

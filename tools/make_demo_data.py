@@ -69,7 +69,9 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 def choose(labels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.int64]:
     """Row numbers of `PER_CLASS` images of each class, ascending."""
     members = [np.flatnonzero(labels == label) for label in range(len(CLASSES))]
-    return np.sort(np.concatenate([rng.choice(m, PER_CLASS, replace=False) for m in members]))
+    return np.sort(
+        np.concatenate([rng.choice(m, PER_CLASS, replace=False) for m in members])
+    )
 
 
 def collect(source: Path) -> dict[str, NDArray[np.generic]]:

@@ -32,7 +32,12 @@ BUNDLED = 6_000  # images of an epoch, of the bundled ones
 def steps_kept(last: int) -> list[int]:
     """0, 10, 20, 30, 50, 70, 100 and so on up to the last step, which is kept in any case: evenly
     spaced on a logarithmic axis."""
-    rounds = (m * 10**k for k in range(1, 10) for m in (1, 1.5, 2, 3, 5, 7) if (m, k) != (1.5, 1))
+    rounds = (
+        m * 10**k
+        for k in range(1, 10)
+        for m in (1, 1.5, 2, 3, 5, 7)
+        if (m, k) != (1.5, 1)
+    )
     return [0, *(int(step) for step in rounds if step < last), last]
 
 
@@ -83,12 +88,16 @@ def main() -> None:
     recipe = replace(RECIPES[args.model], seed=args.seed)
     recipe = replace(recipe, epochs=args.epochs or recipe.epochs)
     names = ("train", "t10k") if args.data else ("train", "test")
-    train, test = (load_split(args.data, n) if args.data else bundled_split(n) for n in names)
+    train, test = (
+        load_split(args.data, n) if args.data else bundled_split(n) for n in names
+    )
     images = args.images or (EPOCH if args.data else BUNDLED)
     training = Kept(recipe, images, args.folder)
     for epoch in range(recipe.epochs):
         training.epoch(train, test)
-        print(f"{time.strftime('%X')} epoch {epoch + 1}: {training.curve[-1]}", flush=True)
+        print(
+            f"{time.strftime('%X')} epoch {epoch + 1}: {training.curve[-1]}", flush=True
+        )
 
 
 if __name__ == "__main__":

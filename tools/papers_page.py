@@ -14,7 +14,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-from vitsee_core.study.recipe_file import FigureRecipe, RecipeFile, StoreRecipe, read_recipe
+from vitsee_core.study.recipe_file import (
+    FigureRecipe,
+    RecipeFile,
+    StoreRecipe,
+    read_recipe,
+)
 
 PAPERS = ("raghu2021", "walmer2023", "dosovitskiy2021")
 INTERVENTIONS = ("registers", "heads")

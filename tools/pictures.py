@@ -195,7 +195,8 @@ REAL = (
     ),
     _made("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
     _made(
-        "real-normratio", f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio"
+        "real-normratio",
+        f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio",
     ),
     _made("real-erf", f"erf {REAL_VIT} {LITE} --sites blocks", dpi=100),
     _made("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),
@@ -208,7 +209,10 @@ def drawn(picture: Picture, folder: Path) -> bytes:
     if result.suffix == ".png":
         return result.read_bytes()
     full = figure_bytes(redraw(result), ".png", picture.dpi)
-    few, out = Image.open(io.BytesIO(full)).convert("RGB").quantize(COLOURS, METHOD), io.BytesIO()
+    few, out = (
+        Image.open(io.BytesIO(full)).convert("RGB").quantize(COLOURS, METHOD),
+        io.BytesIO(),
+    )
     few.save(out, "png", optimize=True)
     return out.getvalue()
 
@@ -222,7 +226,9 @@ def main() -> None:
     parser.add_argument(
         "--draw", action="store_true", help="of results that are there, without commands"
     )
-    parser.add_argument("--real", action="store_true", help="FOLDER is of vitsee demo --real")
+    parser.add_argument(
+        "--real", action="store_true", help="FOLDER is of vitsee demo --real"
+    )
     args = parser.parse_args()
     (args.folder / "more").mkdir(exist_ok=True)
     large = []
@@ -238,7 +244,9 @@ def main() -> None:
         if len(data) > MOST_BYTES:
             large.append(picture.name)
     if large:
-        sys.exit(f"larger than {MOST_BYTES // 1000} kB, take a lower dpi: {', '.join(large)}")
+        sys.exit(
+            f"larger than {MOST_BYTES // 1000} kB, take a lower dpi: {', '.join(large)}"
+        )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ def set_owner(name: str) -> None:
     """Write the owner's name in place of `PLACEHOLDER` in pyproject.toml, the one place of the
     repository's address. Exits with a line if the name cannot be an owner's, or was set before."""
     if not re.fullmatch(r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}", name):
-        sys.exit(f"{name!r} cannot be an account's name; expected letters, digits and single -")
+        sys.exit(
+            f"{name!r} cannot be an account's name; expected letters, digits and single -"
+        )
     path = ROOT / "pyproject.toml"
     text = path.read_text()
     if PLACEHOLDER not in text:
@@ -113,12 +115,16 @@ def lacks(about: dict[str, Any], tag: str) -> list[str]:
     if tag != f"v{about['version']}":
         wrong.append(f"the tag is {tag}, pyproject.toml's version {about['version']}")
     changes = (ROOT / "CHANGES.md").read_text()
-    if not re.search(rf"^## {re.escape(about['version'])} \(\d{{4}}-\d\d-\d\d\)", changes, re.M):
+    if not re.search(
+        rf"^## {re.escape(about['version'])} \(\d{{4}}-\d\d-\d\d\)", changes, re.M
+    ):
         wrong.append(f"CHANGES.md has no heading '## {about['version']} (YYYY-MM-DD)'")
     if f"version: {about['version']}\n" not in (ROOT / "CITATION.cff").read_text():
         wrong.append(f"CITATION.cff has not the version {about['version']}")
     if PLACEHOLDER in (ROOT / "pyproject.toml").read_text():
-        wrong.append(f"pyproject.toml says {PLACEHOLDER} in place of the repository's owner")
+        wrong.append(
+            f"pyproject.toml says {PLACEHOLDER} in place of the repository's owner"
+        )
     return wrong
 
 
@@ -139,7 +145,9 @@ def recipe(about: dict[str, Any], sha256: str) -> str:
 def _listed(requirements: list[str]) -> str:
     """`    - pytorch >=2.6`, a line each."""
     pairs = [re.split(r"(?=[<>=~!])", text, maxsplit=1) for text in requirements]
-    return "\n".join(f"    - {CONDA.get(name, name)} {''.join(limit)}" for name, *limit in pairs)
+    return "\n".join(
+        f"    - {CONDA.get(name, name)} {''.join(limit)}" for name, *limit in pairs
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ from vitsee_core.analyses.similarity.comparing import calibrate
 from vitsee_core.analyses.similarity.measure import Measure, MutualKnn, SiteGram
 from vitsee_core.analyses.similarity.products import Cka, Procrustes, Rsa, Svcca
 from vitsee_core.figures.panels import handles_of, legend_below, panels
-from vitsee_core.figures.plotting import colour, marker, reference_line, save_figure, styled
+from vitsee_core.figures.plotting import (
+    colour,
+    marker,
+    reference_line,
+    save_figure,
+    styled,
+)
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float
 
@@ -35,7 +41,9 @@ def gram_of(x: Float) -> SiteGram:
     return SiteGram((x @ x.T).astype(np.float32), zero)
 
 
-def of_measure(measure: Measure, states: list[Any], orders: list[Any]) -> tuple[float, float]:
+def of_measure(
+    measure: Measure, states: list[Any], orders: list[Any]
+) -> tuple[float, float]:
     """The value, and the calibrated one."""
     value = measure.compare(states, states, PAIR)
     null = measure.null(states, states, PAIR, orders)
@@ -63,7 +71,9 @@ def values() -> dict[str, list[tuple[float, float]]]:
         found.setdefault(BIASED, []).append(of_biased_cka(grams, orders))
         for measure in (Svcca(), Procrustes(), MutualKnn(), Rsa(), Cka()):
             states = [measure.prepare(gram) for gram in grams]
-            found.setdefault(LABELS[measure.name], []).append(of_measure(measure, states, orders))
+            found.setdefault(LABELS[measure.name], []).append(
+                of_measure(measure, states, orders)
+            )
     return found
 
 
@@ -71,7 +81,10 @@ def values() -> dict[str, list[tuple[float, float]]]:
 def draw(found: dict[str, list[tuple[float, float]]]) -> Figure:
     """Left as they are, right calibrated."""
     figure, every = panels(2, widest=32, height=18)
-    titles = (f"as they are ({DIM} channels)", f"calibrated ({PERMUTATIONS} permutations)")
+    titles = (
+        f"as they are ({DIM} channels)",
+        f"calibrated ({PERMUTATIONS} permutations)",
+    )
     for at, (axes, title) in enumerate(zip(every, titles, strict=True)):
         for i, (label, pairs) in enumerate(found.items()):
             own = [pair[at] for pair in pairs]

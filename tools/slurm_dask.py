@@ -15,7 +15,16 @@ from pathlib import Path
 from dask_jobqueue.slurm import SLURMCluster
 
 MINUTES = 10  # after which the trial has failed
-EXTRACT = ["extract", "demo:vit", "--data", "demo:test", "--images", "400", "--slab", "25"]
+EXTRACT = [
+    "extract",
+    "demo:vit",
+    "--data",
+    "demo:test",
+    "--images",
+    "400",
+    "--slab",
+    "25",
+]
 EXTRACT += ["--device", "cpu"]
 
 
@@ -36,7 +45,9 @@ def digest(store: Path) -> str:
 
 def jobs() -> list[str]:
     listed = subprocess.run(
-        ["squeue", "--me", "--noheader", "--format=%i %T %j"], capture_output=True, text=True
+        ["squeue", "--me", "--noheader", "--format=%i %T %j"],
+        capture_output=True,
+        text=True,
     )
     return [line for line in listed.stdout.splitlines() if "RUNNING" in line]
 
@@ -68,7 +79,9 @@ def main() -> None:
             there = vitsee("cka", str(folder / "there.zarr"), "--dask", address)
         vitsee(*EXTRACT, "-o", str(folder / "here.zarr"))
         here = vitsee("cka", str(folder / "here.zarr"))
-        assert digest(folder / "there.zarr") == digest(folder / "here.zarr"), "other bytes"
+        assert digest(folder / "there.zarr") == digest(folder / "here.zarr"), (
+            "other bytes"
+        )
         assert there.replace("there,", "here,") == here, "another table"
         print("the same bytes, and the same table, as by one process")
 

@@ -39,7 +39,11 @@ MODELS = (
     Studied("DINO-B/16", "vit_base_patch16_224.dino", "self-distillation"),
     Studied("MAE-B/16", "vit_base_patch16_224.mae", "reconstruction of masked patches"),
     Studied("CLIP-B/16", "vit_base_patch16_clip_quickgelu_224.openai", "captions"),
-    Studied("DINOv2-B/14", "vit_base_patch14_dinov2.lvd142m", "self-distillation, at 518 pixels"),
+    Studied(
+        "DINOv2-B/14",
+        "vit_base_patch14_dinov2.lvd142m",
+        "self-distillation, at 518 pixels",
+    ),
 )
 LEAN = KeepOptions(tokens=("pooled",), attention="none", residual=False)
 RAGHU = KeepOptions(sites=("blocks", "norms", "hidden"))
@@ -68,7 +72,9 @@ vitsee report results -o report.html
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--print", action="store_true", help="to stdout")
-    parser.add_argument("--rate", type=float, default=500, help="images a second of your worker")
+    parser.add_argument(
+        "--rate", type=float, default=500, help="images a second of your worker"
+    )
     args = parser.parse_args()
     if args.print:
         sys.stdout.write(page(args.rate))
@@ -129,7 +135,9 @@ def cells(model: Studied, rate: float) -> list[str]:
     sizes, times = [], []
     for keep, images in ((KeepOptions(), IMAGES), (layers, IMAGES), (LEAN, TRAIN_IMAGES)):
         choices = choose(keep, {}, listing.table, listing.input_size)
-        size = total_size(build_plan(choices, listing.table, images, DEFAULT_SLAB)).size_bytes
+        size = total_size(
+            build_plan(choices, listing.table, images, DEFAULT_SLAB)
+        ).size_bytes
         sizes.append(amount(size))
         times.append(duration(max(images / rate, size / DISK)))
     return [f"{model.title}<br>`{model.name}`", model.what, *sizes, ", ".join(times)]
@@ -140,12 +148,16 @@ def prose(text: str) -> str:
 
 
 def amount(size: float) -> str:
-    unit, scale = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9)) if size >= s), ("MB", 1e6))
+    unit, scale = next(
+        ((u, s) for u, s in (("TB", 1e12), ("GB", 1e9)) if size >= s), ("MB", 1e6)
+    )
     return f"{size / scale:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:
-    unit, scale = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
+    unit, scale = next(
+        ((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1)
+    )
     return f"{seconds / scale:.2g} {unit}"
 
 

@@ -30,7 +30,16 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from demo_recipes import MEAN, RECIPES, SIZE, STD, MaskedAutoencoder, Recipe, build, rate_at
+from demo_recipes import (
+    MEAN,
+    RECIPES,
+    SIZE,
+    STD,
+    MaskedAutoencoder,
+    Recipe,
+    build,
+    rate_at,
+)
 from make_demo_data import CLASSES, read_idx
 from PIL import Image
 from timm.layers.config import set_fused_attn
@@ -53,7 +62,9 @@ def load_split(folder: Path, stem: str) -> Split:
 
 def resized(images: np.ndarray) -> np.ndarray:
     """(n, 28, 28) uint8 -> (n, 32, 32) uint8."""
-    large = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for i in images]
+    large = [
+        Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for i in images
+    ]
     return np.stack([np.asarray(i) for i in large])
 
 
@@ -75,7 +86,9 @@ def to_input(images: np.ndarray) -> torch.Tensor:
     return x[:, None].expand(-1, 3, -1, -1).contiguous()
 
 
-def augment(images: np.ndarray, rng: np.random.Generator, shift: int, erase: float) -> np.ndarray:
+def augment(
+    images: np.ndarray, rng: np.random.Generator, shift: int, erase: float
+) -> np.ndarray:
     """Shift by up to `shift` px, flip half of them, erase a square in a part `erase` of them."""
     n = len(images)
     padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift)))
@@ -128,7 +141,9 @@ class Training:
         batch, done = self.recipe.batch, len(self.curve)
         need, total = self.per_epoch * batch, 0.0
         passes = -(-need // len(split[0]))
-        order = np.concatenate([self.rng.permutation(len(split[0])) for _ in range(passes)])
+        order = np.concatenate(
+            [self.rng.permutation(len(split[0])) for _ in range(passes)]
+        )
         for k in range(self.per_epoch):
             step = done * self.per_epoch + k
             rows = order[k * batch : (k + 1) * batch]
@@ -153,7 +168,9 @@ class Training:
                 logits = self.network(inputs)
         if not recipe.masked:
             wanted = torch.from_numpy(labels)
-            loss = nn.functional.cross_entropy(logits.float(), wanted, label_smoothing=0.1)
+            loss = nn.functional.cross_entropy(
+                logits.float(), wanted, label_smoothing=0.1
+            )
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -182,7 +199,9 @@ class Training:
         """
         state = torch.load(path, weights_only=True)
         if state["recipe"] != _comparable(self.recipe):
-            raise SystemExit(f"{path} was made by another recipe; delete it, or name a --scratch")
+            raise SystemExit(
+                f"{path} was made by another recipe; delete it, or name a --scratch"
+            )
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rng.bit_generator.state = json.loads(state["rng"])
@@ -284,11 +303,16 @@ def train(name: str, source: Path, target: Path, scratch: Path, threads: int) ->
     for epoch in range(len(training.curve), recipe.epochs):
         training.epoch(split, test)
         training.keep(state)
-        print(f"{time.strftime('%X')} {name} epoch {epoch + 1}: {training.curve[-1]}", flush=True)
+        print(
+            f"{time.strftime('%X')} {name} epoch {epoch + 1}: {training.curve[-1]}",
+            flush=True,
+        )
     if recipe.masked:
         add_probe(training.model, split, recipe.bf16)
     reached = save(training, target / name, test, threads)
-    print(f"{time.strftime('%X')} {name}: test {reached:.4f}, {target / name}", flush=True)
+    print(
+        f"{time.strftime('%X')} {name}: test {reached:.4f}, {target / name}", flush=True
+    )
 
 
 if __name__ == "__main__":

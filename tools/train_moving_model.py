@@ -71,9 +71,12 @@ def main() -> None:
         model.eval()
         still = test[:, 3:4].expand(-1, FRAMES, -1, -1, -1)
         shares = [told(these) for these in (test, test[:, list(SHUFFLED)], still)]
-        print(f"pass {number}: {shares[0]:.3f}, shuffled {shares[1]:.3f}, still {shares[2]:.3f}")
+        print(
+            f"pass {number}: {shares[0]:.3f}, shuffled {shares[1]:.3f}, still {shares[2]:.3f}"
+        )
     save_file(
-        {name: value.half().contiguous() for name, value in model.state_dict().items()}, MODEL
+        {name: value.half().contiguous() for name, value in model.state_dict().items()},
+        MODEL,
     )
 
 

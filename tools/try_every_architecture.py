@@ -49,11 +49,29 @@ N_IMAGES = 3
 # Sizes that no patch of 2, 4, 8, 14, 16, 32 divides; the larger one for models with a least size.
 UNEVEN = (101, 229)
 # What makes the smallest one of a family small enough, and changes nothing of how it works.
-SIZES = {"hieradet_sam2": 256, "mobilenetv5": 256, "qwen3_vit": 256, "vision_transformer_sam": 256}
-SMALLER: dict[str, dict[str, Any]] = {"deepseek_vit": {"depth": 2}, "gemma4_vit": {"depth": 2}}
+SIZES = {
+    "hieradet_sam2": 256,
+    "mobilenetv5": 256,
+    "qwen3_vit": 256,
+    "vision_transformer_sam": 256,
+}
+SMALLER: dict[str, dict[str, Any]] = {
+    "deepseek_vit": {"depth": 2},
+    "gemma4_vit": {"depth": 2},
+}
 COLUMNS = {
-    **{"module": "module", "architecture": "architecture", "n_params": "M", "input": "input"},
-    **{"outcome": "outcome", "sites": "block sites", "grids": "grids", "attention": "attention"},
+    **{
+        "module": "module",
+        "architecture": "architecture",
+        "n_params": "M",
+        "input": "input",
+    },
+    **{
+        "outcome": "outcome",
+        "sites": "block sites",
+        "grids": "grids",
+        "attention": "attention",
+    },
     **{"residual": "residual", "notes": "left out, refused"},
 }
 TOLERANCE = 2e-4  # of the largest value: other batches, other order of sums
@@ -80,7 +98,17 @@ def extract(
 ) -> tuple[str, str]:
     """Run `vitsee extract` with default options; (outcome, reason), the first "ok", "refused" or
     "FAILURE"."""
-    args = ["extract", name, "--random-init", "0", "--data", str(data), "-o", str(out), "--force"]
+    args = [
+        "extract",
+        name,
+        "--random-init",
+        "0",
+        "--data",
+        str(data),
+        "-o",
+        str(out),
+        "--force",
+    ]
     for key, value in smaller.items():
         args += ["--model-arg", f"{key}={value}"]
     if size is not None:
@@ -88,12 +116,17 @@ def extract(
     result = CliRunner().invoke(vitsee, args)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         lines = traceback.format_exception(result.exception)
-        return "FAILURE", f"{type(result.exception).__name__}: {result.exception} {lines[-2]}"
+        return (
+            "FAILURE",
+            f"{type(result.exception).__name__}: {result.exception} {lines[-2]}",
+        )
     if result.exit_code == 0:
         return "ok", ""
     line = [line for line in result.stderr.splitlines() if line.strip()][-1]
     # A size that the model does not take is its user's mistake; a default has none to make.
-    takes = size is None or not any(word in line for word in ("--img-size", "cannot be made"))
+    takes = size is None or not any(
+        word in line for word in ("--img-size", "cannot be made")
+    )
     return ("FAILURE" if takes else "refused"), line
 
 
@@ -103,7 +136,9 @@ def compare(store: Store, model: LoadedModel) -> str | None:
     pixels = torch.from_numpy(Pictures(store)(np.arange(store.n_images)))
     x = normalise(pixels, model.transform, "cpu")
     names: list[str] = [name for name in ("logits", "pooled") if name in store.sites]
-    stored = {name: torch.from_numpy(np.asarray(store.vectors(name)[:])) for name in names}
+    stored = {
+        name: torch.from_numpy(np.asarray(store.vectors(name)[:])) for name in names
+    }
     return difference(model, x, stored) or redrawn(model, x)
 
 
@@ -118,7 +153,9 @@ def redrawn(model: LoadedModel, x: torch.Tensor) -> str | None:
     return found and f"with redrawn weights {found}"
 
 
-def difference(model: LoadedModel, x: torch.Tensor, found: dict[str, torch.Tensor]) -> str | None:
+def difference(
+    model: LoadedModel, x: torch.Tensor, found: dict[str, torch.Tensor]
+) -> str | None:
     """Where `found`, by site, differs from the model's output and its pre-logits."""
     wanted: dict[str, Any] = {}
     with torch.inference_mode():
@@ -146,7 +183,9 @@ def facts(store: Store) -> dict[str, Any]:
     plan, left = store.plan, store.manifest.left_out
     stored = [site for site in plan.sites if site.alias_of is None]
     outs = [site for site in stored if "blocks" in site.groups]
-    layouts = dict.fromkeys(site.layout for site in outs if site.layout and site.layout.grid)
+    layouts = dict.fromkeys(
+        site.layout for site in outs if site.layout and site.layout.grid
+    )
     grids = [
         f"{x.grid[0]}x{x.grid[1]} every {x.stride_px[0]:g}"
         + (f" from {x.offset_px[0]:g}" if x.offset_px != (0.0, 0.0) else "")
@@ -155,20 +194,28 @@ def facts(store: Store) -> dict[str, Any]:
         if x.grid and x.stride_px
     ]
     n_attention = sum(len(group.blocks) for group in plan.attention)
-    others = [site.name for site in outs if site.layout is None or site.layout.grid is None]
-    head = [f"{name}: {left[name]}" for name in ("norm", "pooled", "logits") if name in left]
+    others = [
+        site.name for site in outs if site.layout is None or site.layout.grid is None
+    ]
+    head = [
+        f"{name}: {left[name]}" for name in ("norm", "pooled", "logits") if name in left
+    ]
     return {
         "input": store.manifest.transform["input_size"][1],
         "sites": len(outs),
         "grids": grids,
         "no_grid": others,
         "attention": str(n_attention) if n_attention else left.get("attention", "none"),
-        "residual": str(len(plan.sublayers)) if plan.sublayers else left.get("residual", "none"),
+        "residual": str(len(plan.sublayers))
+        if plan.sublayers
+        else left.get("residual", "none"),
         "left_out": [left["head"]] if "head" in left else head,
     }
 
 
-def attempt(name: str, size: int | None, smaller: dict[str, Any], data: Path) -> dict[str, Any]:
+def attempt(
+    name: str, size: int | None, smaller: dict[str, Any], data: Path
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "s.zarr"
         outcome, reason = extract(name, size, smaller, data, out)
@@ -248,7 +295,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         notes = [row["reason"], *row.get("left_out", [])]
         if row.get("no_grid"):
-            notes.append(f"no grid: {len(row['no_grid'])} sites ({row['no_grid'][0]}, ...)")
+            notes.append(
+                f"no grid: {len(row['no_grid'])} sites ({row['no_grid'][0]}, ...)"
+            )
         shown.append(row | {
             "n_params": f"{row['n_params'] / 1e6:.1f}",
             "input": row.get("input") or row["size"] or "default",
@@ -259,7 +308,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("work", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("--only", nargs="*", help="these module files alone")
@@ -276,7 +327,12 @@ def main() -> int:
         rows += found
         for row in found:
             print(
-                module, row["architecture"], row["size"], row["outcome"], row["reason"], flush=True
+                module,
+                row["architecture"],
+                row["size"],
+                row["outcome"],
+                row["reason"],
+                flush=True,
             )
     given.page.write_text(table(rows))
     return int(any(row["outcome"] == "FAILURE" for row in rows))

@@ -27,7 +27,13 @@ import torch
 from timm.models import create_model, model_entrypoint
 from torch import Tensor, nn
 from torch.nn import functional
-from try_transformers import compare_attention, described, failed, same_tokens, table_lines
+from try_transformers import (
+    compare_attention,
+    described,
+    failed,
+    same_tokens,
+    table_lines,
+)
 
 from tests.models_helpers import Keeper, images, redraw
 from vitsee_core.models.capture import Capture
@@ -46,7 +52,12 @@ TEXT = {"context_length": 8, "vocab_size": 16, "width": 64, "heads": 1, "layers"
 SMALL = {"width": 128, "head_width": 32, "mlp_ratio": 2.0, "patch_size": 16}
 COLUMNS = {
     **{"name": "model", "outcome": "outcome", "blocks": "blocks", "grids": "grids"},
-    **{"outputs": "outputs", "attention": "attention", "eager": "eager", "residual": "residual"},
+    **{
+        "outputs": "outputs",
+        "attention": "attention",
+        "eager": "eager",
+        "residual": "residual",
+    },
     **{"reason": "refused"},
 }
 
@@ -80,10 +91,16 @@ def of_open_clip() -> Iterator[Trial]:
                 n_params = sum(p.numel() for p in create_model(timm).parameters())
             key: Any = model_entrypoint(timm).__module__, vision.get("timm_pool")
         else:
-            rest = {k: x for k, x in vision.items() if k not in (*SMALL, "layers", "image_size")}
+            rest = {
+                k: x
+                for k, x in vision.items()
+                if k not in (*SMALL, "layers", "image_size")
+            }
             staged = isinstance(vision["layers"], list)
             key = staged, bool(config.get("quick_gelu")), str(sorted(rest.items()))
-        builds.setdefault(key, []).append(Trial(f"open_clip:{name}", tiny(name), n_params))
+        builds.setdefault(key, []).append(
+            Trial(f"open_clip:{name}", tiny(name), n_params)
+        )
     for trials in builds.values():
         first = min(trials, key=lambda trial: (trial.n_params, len(trial.name)))
         yield Trial(first.name, first.args, first.n_params, len(trials) - 1)
@@ -105,7 +122,11 @@ def attempt(trial: Trial) -> dict[str, Any]:
     same = f" and {trial.others} more of its build" if trial.others else ""
     row: dict[str, Any] = {"name": trial.name + same, "outcome": "ok", "reason": ""}
     if trial.n_params > MOST:
-        return {**row, "outcome": "left out", "reason": f"{trial.n_params / 1e6:.0f} M parameters"}
+        return {
+            **row,
+            "outcome": "left out",
+            "reason": f"{trial.n_params / 1e6:.0f} M parameters",
+        }
     try:
         model = made(trial)
         redraw(model.module)
@@ -130,20 +151,28 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
     """outputs and eager of a row; `wrong` where something differs."""
     x, keeper = images(model, 2), Keeper()
     outs = [site for site in table.sites if site.part == "out"]
-    stored = [site for site in table.sites if site.alias_of is None and "blocks" in site.groups]
+    stored = [
+        site for site in table.sites if site.alias_of is None and "blocks" in site.groups
+    ]
     with torch.inference_mode():
         with Capture(model, table, sites=stored, attention=table.attention) as capture:
             capture.run(x, keeper)
         module = plain(model)
-        paths = {site.name: table.points[site.name].hook_points[0].module for site in outs}
+        paths = {
+            site.name: table.points[site.name].hook_points[0].module for site in outs
+        }
         given = outputs_of(module, [*paths.values()], x)
         own = {site.name: keeper.tokens(site.alias_of or site.name) for site in outs}
         same = [same_tokens(own[name], given[path]) for name, path in paths.items()]
         found = {"outputs": f"{sum(same)} of {len(same)}", "eager": "", "wrong": ""}
         if not all(same):
-            found["wrong"] = f"{outs[same.index(False)].name} is not what its module gives"
+            found["wrong"] = (
+                f"{outs[same.index(False)].name} is not what its module gives"
+            )
         explicit = explicit_attention(module, [*table.attention_modules.values()], x)
-        modules = {block.name: table.attention_modules[block.name] for block in table.attention}
+        modules = {
+            block.name: table.attention_modules[block.name] for block in table.attention
+        }
         if modules:
             expected = {name: explicit[path][0] for name, path in modules.items()}
             found |= compare_attention(keeper, expected)
@@ -178,14 +207,18 @@ def outputs_of(module: nn.Module, paths: list[str], x: Tensor) -> dict[str, Tens
     return found
 
 
-def explicit_attention(module: nn.Module, paths: list[str], x: Tensor) -> dict[str, list[Tensor]]:
+def explicit_attention(
+    module: nn.Module, paths: list[str], x: Tensor
+) -> dict[str, list[Tensor]]:
     """The softmax of scores within modules, the kernel replaced by its formula."""
     found: dict[str, list[Tensor]] = {path: [] for path in paths}
     inside: list[str] = []
     softmax, handles = functional.softmax, []
     for path in paths:
         child = module.get_submodule(path)
-        handles.append(child.register_forward_pre_hook(lambda *_, path=path: inside.append(path)))
+        handles.append(
+            child.register_forward_pre_hook(lambda *_, path=path: inside.append(path))
+        )
         handles.append(child.register_forward_hook(lambda *_: inside.pop() and None))
 
     def kept(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,9 +228,18 @@ def explicit_attention(module: nn.Module, paths: list[str], x: Tensor) -> dict[s
         return weights
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, scale: Any = None, **given: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any = None,
+        *_: Any,
+        scale: Any = None,
+        **given: Any,
     ) -> Tensor:
-        scores, mask = q @ k.mT * (scale or q.shape[-1] ** -0.5), given.get("attn_mask", mask)
+        scores, mask = (
+            q @ k.mT * (scale or q.shape[-1] ** -0.5),
+            given.get("attn_mask", mask),
+        )
         return kept(scores if mask is None else scores + mask, dim=-1) @ v
 
     with (

@@ -78,11 +78,20 @@ CLASSES = (
 # length. Only what the configuration has is set.
 NUMBERS = {
     **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"intermediate_size": 96, "mlp_dim": 96, "num_key_value_heads": 4, "projection_dim": 32},
+    **{
+        "intermediate_size": 96,
+        "mlp_dim": 96,
+        "num_key_value_heads": 4,
+        "projection_dim": 32,
+    },
     **{"output_channels": 32, "head_dim": 12, "decoder_num_hidden_layers": 1},
     **{"num_patches": 16, "out_hidden_size": 32, "num_frames": 4, "frames_per_clip": 4},
     **{"num_spatial_layers": 2, "num_temporal_layers": 1, "num_pooler_layers": 1},
-    **{"pred_hidden_size": 48, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1},
+    **{
+        "pred_hidden_size": 48,
+        "pred_num_attention_heads": 4,
+        "pred_num_hidden_layers": 1,
+    },
 }
 STAGED = ("depths", "layer_depths", "num_blocks")
 SIDE, PATCH = 64, 16
@@ -90,7 +99,11 @@ SIDE, PATCH = 64, 16
 TOWERS = "\n## Towers of models of images and text\n"
 PACKED = {
     **{"depth": 4, "num_heads": 4, "embed_dim": 48, "num_position_embeddings": 64},
-    **{"window_size": 56, "fullatt_block_indexes": [1, 3], "deepstack_visual_indexes": [1, 2]},
+    **{
+        "window_size": 56,
+        "fullatt_block_indexes": [1, 3],
+        "deepstack_visual_indexes": [1, 2],
+    },
 }
 # Whose eager attention is another than that of its default implementation, and how.
 OTHER_EAGER = {"Phi4MultimodalVisionModel": "not causal, as its default is"}
@@ -146,11 +159,15 @@ def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
         x, more = naflex(x, config.patch_size)
         given |= more
     if (packing := packing_of(module)) is not None:
-        given |= packing.arguments(len(x), packing.grid((x.shape[2], x.shape[3])), x.device)
+        given |= packing.arguments(
+            len(x), packing.grid((x.shape[2], x.shape[3])), x.device
+        )
         x = packing.pack(x)
     if "skip_predictor" in taken:
         given["skip_predictor"] = True
-    if "noise" in taken and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
+    if "noise" in taken and isinstance(
+        config.patch_size, int
+    ):  # ViT-MAE orders its patches by it
         n = n_patches(x, config.patch_size)
         given["noise"] = torch.arange(n).expand(len(x), n)
     with torch.inference_mode():
@@ -163,7 +180,9 @@ def naflex(x: Tensor, patch: int) -> tuple[Tensor, dict[str, Tensor]]:
 
     size = [n // patch for n in x.shape[2:]]
     cut = [
-        own.pad_along_first_dim(own.convert_image_to_patches(one, patch), n_patches(x, patch))
+        own.pad_along_first_dim(
+            own.convert_image_to_patches(one, patch), n_patches(x, patch)
+        )
         for one in x
     ]
     return torch.stack([one for one, _ in cut]), {
@@ -179,21 +198,29 @@ def n_patches(x: Tensor, patch: int) -> int:
 def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
     """The row of a model: hidden states, attention; `wrong` where something differs."""
     x, keeper = images(model, 2), Keeper()
-    sites = [s for s in table.sites if s.alias_of is None and {"blocks", "head"} & {*s.groups}]
+    sites = [
+        s for s in table.sites if s.alias_of is None and {"blocks", "head"} & {*s.groups}
+    ]
     capture = Capture(model, table, sites=sites, attention=table.attention)
     with torch.inference_mode(), capture:
         capture.run(x, keeper)
     found: dict[str, Any] = {"hidden": "", "eager": "", "wrong": ""}
     outs = [site.name for site in table.sites if site.part == "out"]
     try:
-        states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
+        states = getattr(
+            outputs(model, x, output_hidden_states=True), "hidden_states", None
+        )
     except TypeError:  # of 4.x, where some classes do not take it
         states, found["hidden"] = None, "does not give them"
-    if states and frames_of(model.module) is not None:  # in each order that tokens have somewhere
+    if (
+        states and frames_of(model.module) is not None
+    ):  # in each order that tokens have somewhere
         known = [o for o in table.orders.values() if isinstance(o, ClipOrder)]
         rows = [o for o in known if not o.channels]
         laid = [(x, o) for x in states if isinstance(x, Tensor) for o in rows]
-        tensors = [o.laid(x) for x, o in laid if len(x) * x.shape[1] == 2 * o.n_rows]
+        tensors = [
+            o.to_grid_order(x) for x, o in laid if len(x) * x.shape[1] == 2 * o.n_rows
+        ]
         found |= hidden_states(tensors, outs, keeper)
     elif states:
         packed = packing_of(model.module) is not None
@@ -201,17 +228,25 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         if packed:  # in each order that tokens have somewhere
             orders = [o for o in table.orders.values() if isinstance(o, Order)]
             pairs = [(x, o) for x in tensors for o in orders if x.ndim > o.axis]
-            tensors = [o.laid(x) for x, o in pairs if not x.shape[o.axis] % len(o.index)]
+            tensors = [
+                o.to_grid_order(x) for x, o in pairs if not x.shape[o.axis] % len(o.index)
+            ]
         other = OTHER_STATES.get(type(model.module).__name__)
         found |= {"hidden": other} if other else hidden_states(tensors, outs, keeper)
     if table.attention and packing_of(model.module) is None:
         try:
-            weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
+            weights = getattr(
+                outputs(model, x, output_attentions=True), "attentions", None
+            )
         except (RuntimeError, TypeError, ValueError):
             weights, found["eager"] = None, "its own eager pass fails"
         if (other := OTHER_EAGER.get(type(model.module).__name__)) is not None:
             found["eager"] = other
-        elif weights and len(weights) == len(outs) and not any(b.window for b in table.attention):
+        elif (
+            weights
+            and len(weights) == len(outs)
+            and not any(b.window for b in table.attention)
+        ):
             own = {block.name: weights[block.index] for block in table.attention}
             found |= compare_attention(keeper, own)
     return found
@@ -225,15 +260,23 @@ def compare_attention(keeper: Keeper, expected: dict[str, Tensor]) -> dict[str, 
         # SAM has images and heads in one dimension.
         gaps.append(float((own - weights.reshape(own.shape)).abs().max()))
     gap = max(gaps)
-    wrong = {} if gap <= ATTENTION else {"wrong": f"attention differs from eager's by {gap:.2g}"}
+    wrong = (
+        {}
+        if gap <= ATTENTION
+        else {"wrong": f"attention differs from eager's by {gap:.2g}"}
+    )
     return {"eager": f"{gap:.0e}", **wrong}
 
 
-def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict[str, Any]:
+def hidden_states(
+    states: list[Tensor], outs: list[str], keeper: Keeper
+) -> dict[str, Any]:
     """Which of the class's own hidden states are which blocks' outputs, to the bit."""
     if not states:
         return {}
-    captured = {name: keeper.tokens(name) for name in (*outs, "norm") if name in keeper.sites}
+    captured = {
+        name: keeper.tokens(name) for name in (*outs, "norm") if name in keeper.sites
+    }
 
     places = {
         name: [i for i, state in enumerate(states) if same_tokens(own, state)]
@@ -248,7 +291,10 @@ def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict
     whole = n_found >= min(len(outs), len(states) - 1) - (end == "behind the norm")
     missing = [name for name in outs if not places[name]]
     wrong = "" if whole or n_found or end else f"no hidden state equals {missing[0]}"
-    return {"hidden": f"{n_found} of {len(outs)}; last {end or 'in another shape'}", "wrong": wrong}
+    return {
+        "hidden": f"{n_found} of {len(outs)}; last {end or 'in another shape'}",
+        "wrong": wrong,
+    }
 
 
 def same_tokens(own: Tensor, given: Tensor) -> bool:
@@ -277,7 +323,11 @@ def smaller_tower(config: Any) -> dict[str, Any]:
         now = getattr(config, key, None)
         if now is not None and isinstance(now, list) == isinstance(value, list):
             args[key] = value
-    if "depth" in args or "fullatt_block_indexes" in args or "deepstack_visual_indexes" in args:
+    if (
+        "depth" in args
+        or "fullatt_block_indexes" in args
+        or "deepstack_visual_indexes" in args
+    ):
         args["num_hidden_layers"] = 4
     for key, value in (("image_size", SIDE), ("patch_size", PATCH)):
         if isinstance(getattr(config, key, None), list | tuple):
@@ -301,11 +351,19 @@ def attempt(name: str) -> dict[str, Any]:
         n_params = sum(p.numel() for p in model.module.parameters())
         row |= {"n_params": n_params, "input": model.input_size[1]}
         if n_params > MOST:
-            return {**row, "outcome": "left out", "reason": f"{n_params / 1e6:.0f} M parameters"}
+            return {
+                **row,
+                "outcome": "left out",
+                "reason": f"{n_params / 1e6:.0f} M parameters",
+            }
         redraw(model.module)
         table = site_table(model)
         if not any(site.block for site in table.sites):
-            return {**row, "outcome": "refused", "reason": "no blocks that give one tensor"}
+            return {
+                **row,
+                "outcome": "refused",
+                "reason": "no blocks that give one tensor",
+            }
         row |= compare(model, table)
     except Exception as error:
         file = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -329,7 +387,9 @@ def failed(error: Exception) -> dict[str, str]:
 def described(table: SiteTable) -> dict[str, str]:
     """Cells of a row: blocks, grids, attention, residual."""
     outs = [site for site in table.sites if site.part == "out"]
-    layouts = dict.fromkeys(site.layout for site in outs if site.layout and site.layout.grid)
+    layouts = dict.fromkeys(
+        site.layout for site in outs if site.layout and site.layout.grid
+    )
     grids = "; ".join(
         "x".join(map(str, x.body)) + (f" + {','.join(x.prefix)}" if x.prefix else "")
         for x in layouts
@@ -347,7 +407,9 @@ def table_lines(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[str
     """The rows as a table of Markdown; columns: key -> what is written above."""
     lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
     for row in rows:
-        cells = [" ".join(str(row.get(k, "")).replace("|", "\\|").split()) for k in columns]
+        cells = [
+            " ".join(str(row.get(k, "")).replace("|", "\\|").split()) for k in columns
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -359,7 +421,10 @@ def release(rows: list[dict[str, Any]], others: dict[str, Any]) -> list[str]:
     """What another release does otherwise. Of classes that are ok in both, paths of blocks are left
     out: releases name them anew."""
     version, known = others["version"], {row["class"]: row for row in others["rows"]}
-    counts = {kind: sum(r["outcome"] == kind for r in known.values()) for kind in ("ok", "FAILURE")}
+    counts = {
+        kind: sum(r["outcome"] == kind for r in known.values())
+        for kind in ("ok", "FAILURE")
+    }
     lines = [
         "",
         f"## transformers {version}",
@@ -379,7 +444,9 @@ def release(rows: list[dict[str, Any]], others: dict[str, Any]) -> list[str]:
             here, there = (str(r.get(key) or "").partition(" (")[0] for r in (row, other))
             if here != there and (there or key != "reason"):
                 whole = str(other.get(key) or "none")
-                differing.append(f"{key}: {whole if key == 'reason' else there or 'none'}")
+                differing.append(
+                    f"{key}: {whole if key == 'reason' else there or 'none'}"
+                )
         if differing:
             text = "; ".join(differing).replace("|", "\\|")
             lines.append(f"| {row['class']} | {text} |")
@@ -406,7 +473,16 @@ def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> st
         "Residual: sublayers proven.",
         "",
     ]
-    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    keys = (
+        "class",
+        "outcome",
+        "blocks",
+        "grids",
+        "hidden",
+        "attention",
+        "eager",
+        "residual",
+    )
     lines += table_lines(rows, {**{key: key for key in keys}, "reason": "refused"})
     lines += [] if others is None else release(rows, others)
     return "\n".join(lines) + "\n"
@@ -426,7 +502,16 @@ def section(rows: list[dict[str, Any]]) -> str:
         "about numbers of heads, groups or pixels is one of the tiny configuration.",
         "",
     ]
-    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    keys = (
+        "class",
+        "outcome",
+        "blocks",
+        "grids",
+        "hidden",
+        "attention",
+        "eager",
+        "residual",
+    )
     columns = {**{key: key for key in keys}, "reason": "refused"}
     return "\n".join([*lines, *table_lines(rows, columns), ""])
 
@@ -434,17 +519,28 @@ def section(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path, nargs="?")
-    parser.add_argument("--rows", type=Path, help="write what was found as JSON, for --beside")
+    parser.add_argument(
+        "--rows", type=Path, help="write what was found as JSON, for --beside"
+    )
     parser.add_argument("--beside", type=Path, help="the --rows of another release")
     parser.add_argument("--only", nargs="*", help="these classes alone")
-    parser.add_argument("--towers", action="store_true", help="the section of towers alone")
+    parser.add_argument(
+        "--towers", action="store_true", help="the section of towers alone"
+    )
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows = []
     for name in given.only or (tower_names() if given.towers else names()):
         rows.append(attempt(name))
         row = rows[-1]
-        print(name, row["outcome"], row.get("hidden"), row.get("eager"), row["reason"], flush=True)
+        print(
+            name,
+            row["outcome"],
+            row.get("hidden"),
+            row.get("eager"),
+            row["reason"],
+            flush=True,
+        )
     if given.rows is not None:
         record = {"version": library().__version__, "rows": rows}
         given.rows.write_text(json.dumps(record, indent=1))
@@ -455,7 +551,9 @@ def main() -> int:
         if given.towers:
             given.page.write_text(above + section(rows))
         else:
-            given.page.write_text(page(rows, others) + (TOWERS + towers if towers else ""))
+            given.page.write_text(
+                page(rows, others) + (TOWERS + towers if towers else "")
+            )
     return int(any(row["outcome"] == "FAILURE" for row in rows))
 
 

@@ -46,7 +46,15 @@ from vitsee_core.runtime.parameters import (
     options_of,
     parameters_of,
 )
-from vitsee_core.tables.columns import ADDED, BASELINE, PAIR, REPLICATES, SITE, VALUES, is_known
+from vitsee_core.tables.columns import (
+    ADDED,
+    BASELINE,
+    PAIR,
+    REPLICATES,
+    SITE,
+    VALUES,
+    is_known,
+)
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
@@ -117,7 +125,9 @@ class Analysis:
 
     def __post_init__(self) -> None:
         for field_name, found, expected in _mistakes(self):
-            raise DeclarationError(f"{self.module}: {field_name} {found}; expected {expected}")
+            raise DeclarationError(
+                f"{self.module}: {field_name} {found}; expected {expected}"
+            )
 
     @cached_property
     def docstring(self) -> str:
@@ -197,7 +207,9 @@ class Analysis:
 def _metrics_of(frame: pl.DataFrame) -> list[str]:
     if "metric" not in frame.columns:
         return []
-    return [str(metric) for metric in frame["metric"].unique(maintain_order=True).drop_nulls()]
+    return [
+        str(metric) for metric in frame["metric"].unique(maintain_order=True).drop_nulls()
+    ]
 
 
 def _has_values(frame: pl.DataFrame) -> bool:
@@ -238,7 +250,11 @@ def _mistakes_of_words(analysis: Analysis) -> Iterable[Mistake]:
         yield "question", f"is {analysis.question!r}", f"one of {', '.join(QUESTIONS)}"
     for name in ("reading", "source"):
         if not getattr(analysis, name).strip():
-            yield name, "is empty", "how to read the figure" if name == "reading" else "the papers"
+            yield (
+                name,
+                "is empty",
+                "how to read the figure" if name == "reading" else "the papers",
+            )
     if analysis.needs is not None:
         yield from _unknown_words("needs", analysis.needs, NEEDS)
 
@@ -247,7 +263,11 @@ def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
     for columns in (analysis.columns, *analysis.other_columns):
         name = "columns" if columns is analysis.columns else "other_columns"
         if not _are_words(columns) or not {"metric", "value"} <= {*columns}:
-            yield name, f"is {columns!r}", "a tuple of names with metric and value among them"
+            yield (
+                name,
+                f"is {columns!r}",
+                "a tuple of names with metric and value among them",
+            )
             return
         if twice := [column for column in columns if list(columns).count(column) > 1]:
             yield name, f"has {twice[0]} twice", "every column once"
@@ -256,7 +276,17 @@ def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
             yield "column_types", f"has {column} as {kind!r}", "str, int or float"
     for column in analysis.all_columns:
         if not is_known(column) and column not in analysis.column_types:
-            known = (*SITE, *PAIR, *VALUES, BASELINE, "head", "class", "row", "col", "token")
+            known = (
+                *SITE,
+                *PAIR,
+                *VALUES,
+                BASELINE,
+                "head",
+                "class",
+                "row",
+                "col",
+                "token",
+            )
             yield (
                 "columns",
                 f"has {column!r}, which is not a column of vitsee's tables",
@@ -266,11 +296,17 @@ def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
     for name in ("column_types", "meanings"):
         yield from _unknown_words(name, getattr(analysis, name), analysis.all_columns)
     if REPLICATES in analysis.all_columns:
-        yield "columns", f"has {REPLICATES!r}", "no such column: rows have that key without it"
+        yield (
+            "columns",
+            f"has {REPLICATES!r}",
+            "no such column: rows have that key without it",
+        )
     if not _are_words(analysis.metrics) or not analysis.metrics:
         yield "metrics", f"is {analysis.metrics!r}", "the names in the column metric"
     elif analysis.glance_metric:
-        yield from _unknown_words("glance_metric", [analysis.glance_metric], analysis.metrics)
+        yield from _unknown_words(
+            "glance_metric", [analysis.glance_metric], analysis.metrics
+        )
 
 
 def _mistakes_of_functions(analysis: Analysis) -> Iterable[Mistake]:
@@ -292,7 +328,11 @@ def _mistakes_of_functions(analysis: Analysis) -> Iterable[Mistake]:
     if not analysis.help:  # its command has a file of its own, which declares the options
         return
     if "execution" not in parameters:
-        yield "run", "has no parameter execution", "execution: Annotated[Execution, Offers(...)]"
+        yield (
+            "run",
+            "has no parameter execution",
+            "execution: Annotated[Execution, Offers(...)]",
+        )
     for parameter in parameters.values():
         yield from _mistakes_of_parameter("run", parameter, options_of(analysis.run))
     drawing = iter(parameters_of(analysis.plot).values())
@@ -306,17 +346,22 @@ def _mistakes_of_parameter(
     function: str, parameter: DeclaredParameter, options: Mapping[str, DeclaredParameter]
 ) -> Iterable[Mistake]:
     """The mistakes of a parameter of `run` or `plot`."""
-    place, about = f"{function}, {parameter.name}", parameter.about
+    place = f"{function}, {parameter.name}"
+    about = parameter.about
     if parameter.name == "execution":
         if not isinstance(about, Offers):
             yield place, "has no Offers", 'Annotated[Execution, Offers("images seed")]'
         else:
-            yield from _unknown_words(f"{place}, Offers", about.fields.split(), EXECUTION_OPTIONS)
+            yield from _unknown_words(
+                f"{place}, Offers", about.fields.split(), EXECUTION_OPTIONS
+            )
     elif isinstance(about, (Gather, Fields)):
         kind = about.kind if isinstance(about, Gather) else parameter.annotation
         for name, field_of_it in parameters_of(kind).items():
             yield from _mistakes_of_parameter(
-                f"{function}, {parameter.name}", field_of_it, {**options, name: field_of_it}
+                f"{function}, {parameter.name}",
+                field_of_it,
+                {**options, name: field_of_it},
             )
     elif parameter.takes_stores or isinstance(about, PythonOnly):
         return
@@ -354,7 +399,9 @@ def _mistakes_of_option(
         yield from _unknown_words(f"{place}, its default", given, about.choices)
 
 
-def _unknown_words(field_name: str, words: Any, known: Collection[str]) -> Iterable[Mistake]:
+def _unknown_words(
+    field_name: str, words: Any, known: Collection[str]
+) -> Iterable[Mistake]:
     """The first of the words that is not known."""
     if isinstance(words, Mapping):
         words = tuple(words)
@@ -363,7 +410,11 @@ def _unknown_words(field_name: str, words: Any, known: Collection[str]) -> Itera
         return
     for word in words:
         if word not in known:
-            yield field_name, f"has {word!r}", f"{_closest(word, known)}some of {', '.join(known)}"
+            yield (
+                field_name,
+                f"has {word!r}",
+                f"{_closest(word, known)}some of {', '.join(known)}",
+            )
             return
 
 

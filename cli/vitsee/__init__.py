@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 from vitsee_core.runtime import registry
 
 if TYPE_CHECKING:
-    from vitsee_core.pages.explore import explore as explore
     from vitsee_core.extraction.keywords import extract as extract
-    from vitsee_core.truth.masks.segments import Segmentation as Segmentation
+    from vitsee_core.pages.explore import explore as explore
     from vitsee_core.runtime.progress import NotebookProgress as NotebookProgress
     from vitsee_core.tables.results import Table as Table
     from vitsee_core.training.monitor import Monitor as Monitor
+    from vitsee_core.truth.masks.segments import Segmentation as Segmentation
     from vitsee_stores import Store as Store
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
@@ -53,7 +53,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif not name.startswith("_") and (name in registry.own_names() or name in registry.names()):
+    elif not name.startswith("_") and (
+        name in registry.own_names() or name in registry.names()
+    ):
         value = registry.load(name).run
     else:
         raise AttributeError(f"module 'vitsee' has no attribute {name!r}")

@@ -34,10 +34,10 @@ def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[s
         yield {}
         return
     from vitsee_core.runtime.dask_map import dask_map
-    from vitsee_core.runtime.machine import counted
+    from vitsee_core.runtime.machine import plural
 
     with dask_map(dask) as over_workers:
-        progress.beside = lambda: counted(over_workers.n_workers(), "workers")
+        progress.beside = lambda: plural(over_workers.n_workers(), "workers")
         yield {"map": over_workers}
 
 
@@ -50,7 +50,9 @@ def absolute(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(absolute, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: absolute(getattr(value, f.name)) for f in fields(value)})
+        return replace(
+            value, **{f.name: absolute(getattr(value, f.name)) for f in fields(value)}
+        )
     return value
 
 
@@ -92,11 +94,18 @@ def run_analysis(
             comparisons the pairs of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
     """
-    from vitsee_core.pages.report.outputs import check_outputs, is_up_to_date, touch, write_results
+    from vitsee_core.pages.report.outputs import (
+        check_outputs,
+        is_up_to_date,
+        touch,
+        write_results,
+    )
     from vitsee_core.tables.sidecars import describe_run
     from vitsee_core.tables.steps import with_steps
 
-    check_outputs(outputs, inputs=paths_in(parameters), images=str(parameters.get("data") or ""))
+    check_outputs(
+        outputs, inputs=paths_in(parameters), images=str(parameters.get("data") or "")
+    )
     if outputs.csv is None:
         console.require_stdout()
     if resumes:
@@ -105,7 +114,9 @@ def run_analysis(
     _check_memory(opened, parameters.get("memory"))
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     given = parameters if dask is None else absolute(parameters)
-    if x and parameters.get("pairs") == "all":  # a chart has one value of a layer at a step
+    if (
+        x and parameters.get("pairs") == "all"
+    ):  # a chart has one value of a layer at a step
         parameters["pairs"] = "same-depth"
     described = {**parameters, "allow_partial": allow_partial, **({"x": x} if x else {})}
 
@@ -113,7 +124,9 @@ def run_analysis(
         guest = registry.guest_of(run.__module__)
         command = console.command_line()
         sidecar = describe_run(opened, command=command, parameters=described, guest=guest)
-        return {**sidecar, "figure": dict(drawing)} if drawing else sidecar
+        if drawing:
+            return {**sidecar, "figure": dict(drawing)}
+        return sidecar
 
     read = [*paths_in(parameters)]
     if outputs.if_changed and is_up_to_date(outputs, described_now(), read):
@@ -124,7 +137,9 @@ def run_analysis(
     if "force" in takes:  # the analysis writes a file of its own
         given = {**given, "force": outputs.force}
     with (
-        kept_beside(run, outputs, opened, {**described, "dask": dask is not None}) as keep,
+        kept_beside(
+            run, outputs, opened, {**described, "dask": dask is not None}
+        ) as keep,
         spread_over(dask, progress) as own,
     ):
         table = run(*opened, **given, **own, **keep, progress=progress)
@@ -137,7 +152,9 @@ def run_analysis(
         with registry.blamed(run.__module__):
             return draw(table, **options)
 
-    write_results(table, outputs, figure=figure, sidecar=described_now(), stdout=sys.stdout)
+    write_results(
+        table, outputs, figure=figure, sidecar=described_now(), stdout=sys.stdout
+    )
     if kept := keep.get("keep"):
         kept.remove()
 
@@ -154,15 +171,19 @@ def kept_beside(
     if outputs.csv is None or not _keeps(run):
         yield {}
         return
-    from vitsee_core.runtime.kept_sums import KeptSums
+    from vitsee_core.runtime.kept_sums import FoldCheckpoints
     from vitsee_core.tables.sidecars import describe_work
 
     context = click.get_current_context()
     name = context.info_name or ""
     folder = outputs.csv.with_name(f"{outputs.csv.name}.partial")
-    kept = KeptSums(folder, lambda: describe_work(name, stores, parameters, leave_out=folder))
+    kept = FoldCheckpoints(
+        folder, lambda: describe_work(name, stores, parameters, leave_out=folder)
+    )
     begins_anew = outputs.force and not outputs.if_changed
-    if begins_anew and context.find_root() is context.parent:  # a study always forces its steps
+    if (
+        begins_anew and context.find_root() is context.parent
+    ):  # a study always forces its steps
         kept.remove()
     try:
         yield {"keep": kept}

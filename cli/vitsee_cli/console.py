@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.machine import human_bytes as human_bytes
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.text import visible
 from vitsee_stores.errors import VitseeError
 
@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 PACKAGES = ["vitsee_cli", "vitsee_core", "vitsee_stores"]  # whose log lines are shown
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
-NOT_OFFERED = "vitsee.not_offered"  # in the click context: whether it was asked of the wrong model
+NOT_OFFERED = (
+    "vitsee.not_offered"  # in the click context: whether it was asked of the wrong model
+)
 REASON = "vitsee.reason"  # in the click context: why the last command failed
-RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
+RESUMES = (
+    "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
+)
 SHOW_AFTER = 1.0  # seconds: shorter work shows no progress
 LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
 
@@ -58,11 +62,13 @@ def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
     """Show the lines of a nested command as `rewrite` puts them in the outer command's words, and
     none that is in `shown`, which gets them."""
     global _shown, _rewrite
-    _shown, _rewrite = shown, rewrite
+    _shown = shown
+    _rewrite = rewrite
     try:
         yield
     finally:
-        _shown, _rewrite = _ALL, str
+        _shown = _ALL
+        _rewrite = str
 
 
 @contextmanager
@@ -89,7 +95,9 @@ def show(line: str, shown: set[str]) -> None:
         return
     if shown is not _ALL:
         shown.add(line)
-    stderr().print(visible(line, keep="\n\t"), markup=False, highlight=False, soft_wrap=True)
+    stderr().print(
+        visible(line, keep="\n\t"), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 class _StderrHandler(logging.Handler):
@@ -97,7 +105,11 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+            prefix = (
+                ""
+                if record.levelno < logging.WARNING
+                else f"{record.levelname.lower()}: "
+            )
             line = prefix + _rewrite(self.format(record))
             show(line, _shown) if _send is None else _send(line)
         except Exception:
@@ -107,7 +119,8 @@ class _StderrHandler(logging.Handler):
 class _ClosedStdout(io.TextIOBase):
     """Stdout closed by the shell (`>&-`): writing a result is a user's mistake."""
 
-    encoding, errors = "utf-8", "strict"
+    encoding = "utf-8"
+    errors = "strict"
 
     def write(self, text: str) -> int:
         raise VitseeError("stdout is closed (>&-): the result has nowhere to go")
@@ -251,7 +264,8 @@ class Reporter:
         (`SHOW_AFTER`); `every` is the seconds between lines without a terminal. `beside`, which may
         be set, is shown after the time left."""
         self.beside: Callable[[], str] | None = None
-        self._what, self._every = what, every
+        self._what = what
+        self._every = every
         self._after = SHOW_AFTER if after is None else after
         self._lock = threading.Lock()
         self._display: _Bar | _Lines | None = None
@@ -309,7 +323,10 @@ class _Rate:
     def __init__(
         self, total: int, done: int, unit: str, beside: Callable[[], str] | None = None
     ) -> None:
-        self.total, self.done, self.unit, self.beside = total, done, unit, beside
+        self.total = total
+        self.done = done
+        self.unit = unit
+        self.beside = beside
         self.images = self.size_bytes = 0
         self.start = time.monotonic()
 
@@ -342,7 +359,10 @@ class _Lines:
     seconds."""
 
     def __init__(self, what: str, rate: _Rate, after: float, every: float) -> None:
-        self.what, self.rate, self.after, self.every = what, rate, after, every
+        self.what = what
+        self.rate = rate
+        self.after = after
+        self.every = every
         self.next = rate.start + every
 
     def show(self) -> None:
@@ -356,7 +376,7 @@ class _Lines:
 
     def _say(self) -> None:
         rate = self.rate
-        line = f"{self.what}: {rate.count}/{counted(rate.total, rate.unit)}, {rate.text()}"
+        line = f"{self.what}: {rate.count}/{plural(rate.total, rate.unit)}, {rate.text()}"
         log.info("%s", line, extra={"progress": True})
 
 
@@ -364,7 +384,8 @@ class _Bar:
     """Progress as a bar below the log lines, after `after` seconds."""
 
     def __init__(self, what: str, rate: _Rate, after: float) -> None:
-        self.what, self.rate = what, rate
+        self.what = what
+        self.rate = rate
         self.live: Progress | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -389,12 +410,16 @@ class _Bar:
             TextColumn("{task.fields[rate]}"),
             console=stderr(),
         )
-        live.add_task(self.what, total=self.rate.total, completed=self.rate.count, rate="")
+        live.add_task(
+            self.what, total=self.rate.total, completed=self.rate.count, rate=""
+        )
         return live
 
     def show(self) -> None:
         if (live := self.live) is not None:
-            live.update(live.task_ids[0], completed=self.rate.count, rate=self.rate.text())
+            live.update(
+                live.task_ids[0], completed=self.rate.count, rate=self.rate.text()
+            )
 
     def close(self) -> None:
         with self._lock:

@@ -40,7 +40,8 @@ def option_of(parameter: DeclaredParameter, **instead: Any) -> Decorator:
     `click.option`."""
     about = parameter.about
     assert isinstance(about, Option)
-    text, settings = about.help, dict[str, Any]()
+    text = about.help
+    settings = dict[str, Any]()
     if bool in parameter.types:
         settings["is_flag"] = True
         if parameter.is_optional:  # neither side given is None
@@ -114,7 +115,9 @@ def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     return converted
 
 
-def without_none(parameter: DeclaredParameter, given: Iterable[str]) -> tuple[str, ...] | None:
+def without_none(
+    parameter: DeclaredParameter, given: Iterable[str]
+) -> tuple[str, ...] | None:
     """The words given to an option with the word none: () for that, None if nothing was given and
     the analysis decides. Raises UsageError: none beside other words."""
     words = tuple(given)
@@ -125,7 +128,8 @@ def without_none(parameter: DeclaredParameter, given: Iterable[str]) -> tuple[st
     return ()
 
 
-REPEATABLE, LISTED = "Repeatable.", "Repeatable, or a comma list."
+REPEATABLE = "Repeatable."
+LISTED = "Repeatable, or a comma list."
 
 
 class Listed(click.Option):
@@ -140,7 +144,9 @@ class Listed(click.Option):
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         """The values, each checked."""
         if isinstance(value, (tuple, list)):
-            parts = (part.split(",") if isinstance(part, str) else [part] for part in value)
+            parts = (
+                part.split(",") if isinstance(part, str) else [part] for part in value
+            )
             value = tuple(one for some in parts for one in some)
         return super().type_cast_value(ctx, value)
 
@@ -148,10 +154,14 @@ class Listed(click.Option):
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def one_of(words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False) -> Complete:
+def one_of(
+    words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False
+) -> Complete:
     """Completes these words; files: also paths, if no word begins like that."""
 
-    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def complete(
+        _: click.Context, __: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         known = words() if callable(words) else words
         found = [CompletionItem(word) for word in known if word.startswith(incomplete)]
         return found or ([CompletionItem(incomplete, type="file")] if files else [])

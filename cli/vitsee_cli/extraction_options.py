@@ -24,7 +24,12 @@ TOKEN_WORDS = [
 
 
 store_output_option = click.option(
-    "-o", "--output", metavar="STORE", type=parse_place, required=True, help="The store to fill."
+    "-o",
+    "--output",
+    metavar="STORE",
+    type=parse_place,
+    required=True,
+    help="The store to fill.",
 )
 
 ablate_skip_option = click.option(
@@ -160,7 +165,9 @@ run_options = together(
         help="Print a script that submits this as an array job on SLURM, and a job behind it that "
         "validates the store; nothing is computed or written.  [default: none]",
     ),
-    click.option("--force", is_flag=True, help="Start over: delete the store at -o first."),
+    click.option(
+        "--force", is_flag=True, help="Start over: delete the store at -o first."
+    ),
     a_number(
         "--batch-size",
         help="Images per forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "

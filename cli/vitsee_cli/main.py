@@ -14,7 +14,11 @@ from click.shell_completion import CompletionItem
 
 from vitsee_cli import console, options, sections, signals
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.machine import is_limited_memory, is_out_of_memory, is_out_of_threads
+from vitsee_core.runtime.machine import (
+    is_limited_memory,
+    is_out_of_memory,
+    is_out_of_threads,
+)
 from vitsee_stores.errors import NotOffered, VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -57,7 +61,9 @@ class CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         # Metadata of packages is read for names that are not our own.
-        if cmd_name not in sections.own_names() and cmd_name not in self.list_commands(ctx):
+        if cmd_name not in sections.own_names() and cmd_name not in self.list_commands(
+            ctx
+        ):
             return None
         command = sections.command_named(cmd_name)
         command.name = cmd_name
@@ -73,7 +79,9 @@ class CommandGroup(click.Group):
         names = self.list_commands(ctx)
         width = max(map(len, names), default=0)
         for question, some in sections.commands_by_question(names).items():
-            rows = [(name.ljust(width), _first_line(shown)) for name, shown in some.items()]
+            rows = [
+                (name.ljust(width), _first_line(shown)) for name, shown in some.items()
+            ]
             if rows:
                 with formatter.section(question):
                     formatter.write_dl(rows)
@@ -81,7 +89,9 @@ class CommandGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Matching commands and options, without importing any command."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        items = [CompletionItem(n, help=_first_line(sections.described(n)[0])) for n in names]
+        items = [
+            CompletionItem(n, help=_first_line(sections.described(n)[0])) for n in names
+        ]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
@@ -95,7 +105,11 @@ class CommandGroup(click.Group):
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
             near = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(names)}"
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"commands: {', '.join(names)}"
+            )
             raise click.UsageError(f"no command {name!r}; {hint}", ctx)
         found_name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
@@ -107,7 +121,10 @@ class CommandGroup(click.Group):
         console.prepare_streams()
         try:
             return super().main(*args, **kwargs)
-        except (VitseeError, OSError) as error:  # of --help and --version, before any command
+        except (
+            VitseeError,
+            OSError,
+        ) as error:  # of --help and --version, before any command
             line = _one_line(error)
             if line is None or not kwargs.get("standalone_mode", True):
                 raise
@@ -133,7 +150,9 @@ class CommandGroup(click.Group):
             with signals.Raised(_first_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
-        except click.NoSuchOption as error:  # click offers what looks alike, here --help for --l2
+        except (
+            click.NoSuchOption
+        ) as error:  # click offers what looks alike, here --help for --l2
             advice = _instead(error)
             if not advice:
                 raise
@@ -172,7 +191,9 @@ def _instead(error: click.NoSuchOption) -> str:
         return ""
     params = context.command.params
     options_of_command = [p for p in params if isinstance(p, click.Option)]
-    longer = [o for p in options_of_command for o in p.opts if _continues(error.option_name, o)]
+    longer = [
+        o for p in options_of_command for o in p.opts if _continues(error.option_name, o)
+    ]
     if longer:
         return f"Did you mean {' or '.join(longer)}?"
     for param in params:
@@ -196,7 +217,9 @@ def _first_line(command: click.Command) -> str:
 
 def _first_word(ctx: click.Context) -> str:
     """The first word that is not an option: the command, if one was typed."""
-    return next((word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), "")
+    return next(
+        (word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), ""
+    )
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
@@ -223,7 +246,9 @@ def _one_line(error: Exception) -> str | None:
     if is_limited_memory(error):
         return LIMITED_MEMORY
     if is_out_of_memory(error):
-        return "out of memory on the device; use a smaller --batch-size or another --device"
+        return (
+            "out of memory on the device; use a smaller --batch-size or another --device"
+        )
     if is_out_of_threads(error):
         return OUT_OF_THREADS
     return None

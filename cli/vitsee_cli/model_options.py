@@ -222,7 +222,9 @@ def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> s
             raise click.BadParameter(f"{text!r}: {key} takes one value")
         if option is None:
             expected = ", ".join(word.removeprefix("--") for word in known)
-            raise click.BadParameter(f"{text!r}: no option {key!r} of a model; expected {expected}")
+            raise click.BadParameter(
+                f"{text!r}: no option {key!r} of a model; expected {expected}"
+            )
         given[str(option.name)] = values if option.multiple else values[0]
     ctx.default_map = {**(ctx.default_map or {}), **given}
     ctx.meta[_IN_NAME] = arguments
@@ -234,7 +236,9 @@ def check_weight_options(given: Mapping[str, Any]) -> None:
     if given["checkpoint"] is not None and given["random_init"] is not None:
         raise click.UsageError("--checkpoint and --random-init exclude each other")
     if given["checkpoint"] is None and given["checkpoint_key"] is not None:
-        raise click.UsageError("--checkpoint-key chooses within a file: give --checkpoint too")
+        raise click.UsageError(
+            "--checkpoint-key chooses within a file: give --checkpoint too"
+        )
     resampled = given["weights_size"] is not None or given["resample_patches"]
     if given["random_init"] is not None and resampled:
         raise click.UsageError(
@@ -364,14 +368,31 @@ weight_options = together(*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION)
 
 # By click's names. An option in a name is one of these, or of the forward pass.
 OPTION_NAMES = (
-    "checkpoint", "checkpoint_key", "weights_size", "resample_patches", "random_init", "img_size",
-    "img_mean", "img_std", "crop_pct", "crop_mode", "fill", "transform", "processor",
-    "trust_remote_code", "model_args",
-)  # fmt: skip
+    "checkpoint",
+    "checkpoint_key",
+    "weights_size",
+    "resample_patches",
+    "random_init",
+    "img_size",
+    "img_mean",
+    "img_std",
+    "crop_pct",
+    "crop_mode",
+    "fill",
+    "transform",
+    "processor",
+    "trust_remote_code",
+    "model_args",
+)
 NAMED_OPTIONS = (
-    *OPTION_NAMES, "ablate_skip", "replace", "ablate_heads", "block_attention", "registers",
+    *OPTION_NAMES,
+    "ablate_skip",
+    "replace",
+    "ablate_heads",
+    "block_attention",
+    "registers",
     "precision",
-)  # fmt: skip
+)
 
 
 # What recomputes what a store lacks: `data`, `checkpoint`, `trust_store`, `device`.

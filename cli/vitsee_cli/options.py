@@ -36,7 +36,9 @@ from vitsee_core.runtime.parameters import DeclaredParameter
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-VERBOSITY = "vitsee.verbosity"  # in the click context, shared by the group and its command
+VERBOSITY = (
+    "vitsee.verbosity"  # in the click context, shared by the group and its command
+)
 
 
 def apply(command: Any, decorators: Sequence[Decorator]) -> Any:
@@ -65,8 +67,12 @@ def verbosity(command: Any) -> Any:
 
     shared: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": set_up}
     both = (
-        click.option("-v", "--verbose", **shared, help="More detail on stderr, and tracebacks."),
-        click.option("-q", "--quiet", **shared, help="Only warnings and errors on stderr."),
+        click.option(
+            "-v", "--verbose", **shared, help="More detail on stderr, and tracebacks."
+        ),
+        click.option(
+            "-q", "--quiet", **shared, help="Only warnings and errors on stderr."
+        ),
     )
     # A finished command appends options, a function collects them from the last to the first.
     for option in both if isinstance(command, click.Command) else reversed(both):
@@ -168,15 +174,21 @@ def distinct_labels(command: Any, name: str) -> Any:
     return checked
 
 
-def open_stores(stores: Iterable[StorePath], *, allow_partial: bool = False) -> list[Store]:
+def open_stores(
+    stores: Iterable[StorePath], *, allow_partial: bool = False
+) -> list[Store]:
     """The stores of the command line, opened in their order; StoreError as of `open_store`."""
     from vitsee_stores import open_store
 
-    return [open_store(s.place, allow_partial=allow_partial, label=s.label) for s in stores]
+    return [
+        open_store(s.place, allow_partial=allow_partial, label=s.label) for s in stores
+    ]
 
 
 force_option = click.option(
-    "--force", is_flag=True, help="Overwrite existing output.  [default: refuse, before any work]"
+    "--force",
+    is_flag=True,
+    help="Overwrite existing output.  [default: refuse, before any work]",
 )
 
 _if_changed_option = click.option(
@@ -204,7 +216,9 @@ _png_option = a_file(
 def output_options(command: Any) -> Any:
     """-o, --png, --force and --if-changed, and --replicates of a command that has it, together as
     `outputs`: an Outputs."""
-    return _table_option(_png_option(force_option(_if_changed_option(_with_outputs(command)))))
+    return _table_option(
+        _png_option(force_option(_if_changed_option(_with_outputs(command))))
+    )
 
 
 def table_options(command: Any) -> Any:
@@ -228,9 +242,13 @@ def _with_outputs(command: Any) -> Any:
 
         output = None if output == Path("-") else output
         if replicates and output is None:
-            raise click.UsageError("--replicates writes a file beside the table: give -o TABLE too")
+            raise click.UsageError(
+                "--replicates writes a file beside the table: give -o TABLE too"
+            )
         if if_changed and output is None:
-            raise click.UsageError("--if-changed is about a table's file: give -o TABLE too")
+            raise click.UsageError(
+                "--if-changed is about a table's file: give -o TABLE too"
+            )
         if if_changed and force:
             raise click.UsageError("--if-changed and --force exclude each other")
         outputs = Outputs(output, png, force or if_changed, replicates, if_changed)
@@ -248,7 +266,10 @@ steps_option = click.option(
 )
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON for programs.  [default: for people]"
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON for programs.  [default: for people]",
 )
 
 replicates_option = click.option(

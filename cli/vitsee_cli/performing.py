@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 KEPT = "finished steps are kept; repeat the command to go on"
 MOST_WORKERS = 8  # by default; more wait for the disk and for the longest step
-WORKER_BYTES = 1 << 30  # of a process beside a step's budget: its packages, a large figure
+WORKER_BYTES = (
+    1 << 30
+)  # of a process beside a step's budget: its packages, a large figure
 SECONDS_TO_END = 20.0  # for a step to remove what is half made, once it is stopped
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -54,7 +56,9 @@ def n_workers(jobs: int | None, memory: int | None) -> int:
         return jobs
     whole = machine.memory_bytes()
     room = 3 if memory is None else whole * 3 // 4 // (WORKER_BYTES + memory)
-    return max(1, min(machine.n_cores(), MOST_WORKERS, room, whole * 3 // 4 // WORKER_BYTES))
+    return max(
+        1, min(machine.n_cores(), MOST_WORKERS, room, whole * 3 // 4 // WORKER_BYTES)
+    )
 
 
 class Performer:
@@ -84,7 +88,10 @@ class Performer:
             group = self.ctx.find_root().command
             with console.of_a_step(self.shown, own_words):
                 code = group.main(
-                    list(step.words), prog_name="vitsee", standalone_mode=False, parent=self.ctx
+                    list(step.words),
+                    prog_name="vitsee",
+                    standalone_mode=False,
+                    parent=self.ctx,
                 )
         except click.ClickException as error:
             return Outcome(2, error.format_message())
@@ -92,16 +99,22 @@ class Performer:
             return Outcome(1, own_words(" ".join(str(error).split())))
         except Exception as error:  # a bug in one step: the others go on
             console.debug_traceback()
-            return Outcome(1, f"{type(error).__name__}: {error}; run it by itself: {step.line}")
+            return Outcome(
+                1, f"{type(error).__name__}: {error}; run it by itself: {step.line}"
+            )
         finally:
             self.ctx.meta[options.VERBOSITY] = self.verbosity
             self.ctx.meta[console.RESUMES] = KEPT
             console.setup(self.verbosity)
         # A study has no --force: what it would delete, its user does.
         anew = f"remove {shlex.join(map(str, step.outputs))} to extract anew"
-        reason = self.ctx.meta.get(console.REASON, "").replace("start anew with --force", anew)
+        reason = self.ctx.meta.get(console.REASON, "").replace(
+            "start anew with --force", anew
+        )
         return Outcome(
-            code or 0, own_words(reason), applies=not self.ctx.meta.get(console.NOT_OFFERED)
+            code or 0,
+            own_words(reason),
+            applies=not self.ctx.meta.get(console.NOT_OFFERED),
         )
 
 
@@ -125,7 +138,9 @@ class _Worker:
         """One of `n`. Raises OSError: no process can be started."""
         self.connection, theirs = _SPAWN.Pipe()
         share = machine.shared_by(n, os.environ)
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, share), name="vitsee-step")
+        self.process = _SPAWN.Process(
+            target=_serve, args=(theirs, share), name="vitsee-step"
+        )
         self.step: Step | None = None
         resource_tracker.ensure_running()  # which would take the mask away
         # It is inherited, so that no signal arrives before the worker knows what to do.
@@ -141,15 +156,20 @@ class _Worker:
     def how_it_ended(self) -> str:
         self.process.join(SECONDS_TO_END)
         code = self.process.exitcode
-        return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        if code is not None and code < 0:
+            return signal.Signals(-code).name
+        return f"exit code {code}"
 
 
 class Workers:
     """At most `n` processes, started with the first steps that they are given. One that is killed
     costs its own step alone, which is performed again once no other is."""
 
-    def __init__(self, perform: Performer, models: Mapping[Path, NamedModel], n: int) -> None:
-        self.n, self._perform = n, perform
+    def __init__(
+        self, perform: Performer, models: Mapping[Path, NamedModel], n: int
+    ) -> None:
+        self.n = n
+        self._perform = perform
         self._about = _About(perform.ctx.info_name or "", perform.verbosity, models)
         self._workers: list[_Worker] = []
         self._lost: list[Step] = []
@@ -168,7 +188,9 @@ class Workers:
         busy = [worker for worker in self._workers if worker.step is not None]
         if len(busy) + len(self._lost) >= self.n:
             return False
-        return not (self._on_gpu(step) and any(self._on_gpu(w.step) for w in busy if w.step))
+        return not (
+            self._on_gpu(step) and any(self._on_gpu(w.step) for w in busy if w.step)
+        )
 
     def begin(self, step: Step) -> None:
         """Have it performed. Raises VitseeError: no process can be started."""
@@ -185,7 +207,9 @@ class Workers:
         worker.step = step
         alone = not step.inputs or step.name in self._again
         with suppress(OSError):  # it is gone, which `ended` sees
-            worker.connection.send((step, machine.shared_by(1 if alone else self.n, os.environ)))
+            worker.connection.send(
+                (step, machine.shared_by(1 if alone else self.n, os.environ))
+            )
 
     def ended(self) -> tuple[str, Outcome]:
         """Wait for a step: its name, and how it ended."""
@@ -194,7 +218,9 @@ class Workers:
             if not busy:
                 self.begin(self._lost.pop(0))
                 continue
-            names = [worker.step.name for worker in self._workers if worker.step is not None]
+            names = [
+                worker.step.name for worker in self._workers if worker.step is not None
+            ]
             with console.status(", ".join(names)):
                 found = wait(list(busy))
             for ready in found:
@@ -217,19 +243,25 @@ class Workers:
 
         self._workers.remove(worker)
         worker.connection.close()
-        how = f"its process ended early ({worker.how_it_ended()}), as when memory runs out"
+        how = (
+            f"its process ended early ({worker.how_it_ended()}), as when memory runs out"
+        )
         if step.name in self._again:
             return Outcome(1, f"{how}; run it by itself: {step.line}")
         self._again.add(step.name)
         self._lost.append(step)
-        console.warn(f"{step.name}: {how}; it is performed again when the others have ended")
+        console.warn(
+            f"{step.name}: {how}; it is performed again when the others have ended"
+        )
         return None
 
     def _on_gpu(self, step: Step) -> bool:
         """Whether a step may compute on a GPU, whose memory the steps of several processes would
         have to share without knowing of each other."""
         command = commands_of(self._perform.ctx)(step.command)
-        takes = command is not None and any(param.name == "device" for param in command.params)
+        takes = command is not None and any(
+            param.name == "device" for param in command.params
+        )
         return takes and machine.may_have_gpu()
 
     def close(self) -> None:

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 # options, too, is taken for a place that is written.
 READ_PATHS = frozenset(
     (
-        *("checkpoint", "depth", "dictionary", "ids", "masks", "only", "pairs", "panoptic"),
+        *(
+            "checkpoint",
+            "depth",
+            "dictionary",
+            "ids",
+            "masks",
+            "only",
+            "pairs",
+            "panoptic",
+        ),
         *("response", "response_ids", "truth"),
     )
 )
@@ -85,14 +94,17 @@ def _values(command: click.Command, step: Step) -> Iterator[Value]:
 
 def _check(study: Study, step: Step, value: Value) -> None:
     """Refuse a path that is written, or a store that is read, outside of the study's folder."""
-    param, text = value.param, value.text
+    param = value.param
+    text = value.text
     if not isinstance(param.type, PathType) or param.name in READ_PATHS:
         return
     if isinstance(param, click.Option) and study.sets(step.command, param.opts[-1]):
         return
     is_table = isinstance(param, click.Argument) and text.endswith(TABLE_ENDINGS)
     path = text.rpartition("=")[2] if isinstance(param, click.Argument) else text
-    if is_table or Path(os.path.abspath(path)).is_relative_to(os.path.abspath(study.folder)):
+    if is_table or Path(os.path.abspath(path)).is_relative_to(
+        os.path.abspath(study.folder)
+    ):
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(

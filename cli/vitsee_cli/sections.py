@@ -27,7 +27,8 @@ from vitsee_core.runtime.options import STORES as STORES
 from vitsee_core.tables.text import shorten, visible
 
 OTHER_COMMANDS = "Other commands"
-_COMMANDS, _ANALYSES = "vitsee_cli.commands", "vitsee_core.analyses"
+_COMMANDS = "vitsee_cli.commands"
+_ANALYSES = "vitsee_core.analyses"
 LONGEST = 72  # letters of a guest's line in the help
 
 REST = "Other options"
@@ -42,7 +43,9 @@ def own_names() -> list[str]:
 
 def names() -> list[str]:
     """The names of all commands, sorted: vitsee's own, and those of other packages."""
-    return sorted([*own_names(), *(guest.command for guest in registry.guests().values())])
+    return sorted(
+        [*own_names(), *(guest.command for guest in registry.guests().values())]
+    )
 
 
 def module_of(name: str) -> str:
@@ -50,7 +53,9 @@ def module_of(name: str) -> str:
     analysis."""
     stem = name.replace("-", "_")
     own = f"{_COMMANDS}.{stem}"
-    return own if importlib.util.find_spec(own) is not None else f"{_ANALYSES}.{stem}"
+    if importlib.util.find_spec(own) is not None:
+        return own
+    return f"{_ANALYSES}.{stem}"
 
 
 def command_named(name: str) -> click.Command:
@@ -58,7 +63,9 @@ def command_named(name: str) -> click.Command:
     from vitsee_cli.signature import command_of
 
     stem = name.replace("-", "_")
-    if (guest := registry.guests().get(stem) if name not in own_names() else None) is not None:
+    if (
+        guest := registry.guests().get(stem) if name not in own_names() else None
+    ) is not None:
         console.show_lines_of(guest.module.partition(".")[0])
         return command_of(stem)
     module = module_of(name)
@@ -75,10 +82,13 @@ def described(name: str) -> tuple[click.Command, str]:
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
     text = Path(spec.origin).read_text("utf-8")
-    docstring = re.search(r'^def command\(.*?^    ("""(?:.*?)""")', text, re.MULTILINE | re.DOTALL)
+    docstring = re.search(
+        r'^def command\(.*?^    ("""(?:.*?)""")', text, re.MULTILINE | re.DOTALL
+    )
     if docstring:  # a file of commands
         heading = re.search(r"^QUESTION = (\w+)$", text, re.MULTILINE)
-        help_text, question = ast.literal_eval(docstring[1]), heading[1] if heading else ""
+        help_text = ast.literal_eval(docstring[1])
+        question = heading[1] if heading else ""
     else:
         help_text, question = _declared(text)
     heading_text: str = getattr(headings, question, OTHER_COMMANDS)
@@ -96,7 +106,11 @@ def _declared(source: str) -> _Declared:
     start = re.search(r"^ANALYSIS\b[^=\n]*= *[\w.]*Analysis\(", source, re.MULTILINE)
     # Parsing all functions would take most of the time: from the declaration, which is the last
     # statement, to the parenthesis that closes it.
-    call = re.match(r"ANALYSIS.*?^\)", source[start.start() :], re.DOTALL | re.M) if start else None
+    call = (
+        re.match(r"ANALYSIS.*?^\)", source[start.start() :], re.DOTALL | re.M)
+        if start
+        else None
+    )
     help_text = question = ""
     for node in ast.walk(ast.parse(call[0])) if call else ():
         if isinstance(node, ast.keyword) and node.arg == "help":
@@ -120,7 +134,9 @@ def _guest_described(guest: registry.Guest) -> tuple[click.Command, str]:
     line = visible((lines or [guest.summary])[0].strip().rstrip("."))
     line = shorten(line, LONGEST) if len(line) > LONGEST else line
     question = getattr(headings, declared.question, "")
-    command = click.Command(guest.command, short_help=f"{line} [{visible(guest.package)}]")
+    command = click.Command(
+        guest.command, short_help=f"{line} [{visible(guest.package)}]"
+    )
     return command, question if question in QUESTIONS else OTHER_COMMANDS
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 # What a shell reports for SIGINT and SIGTERM; resumable work ends with 75 (EX_TEMPFAIL) instead.
-EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+EXIT_RESUMABLE = 75
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
 # Commands that can end at any moment, since nothing half-made needs to be removed, and what they
 # report before they have stored anything.
@@ -70,14 +72,18 @@ class Raised:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._before: dict[
+            signal.Signals, Callable[[int, FrameType | None], Any] | int | None
+        ] = {}
 
     def __enter__(self) -> None:
         """Set the handlers; only the main thread can."""
         import threading
 
         main = threading.current_thread() is threading.main_thread()
-        resumable = self._command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end
+        resumable = (
+            self._command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end
+        )
         if main and not resumable and not _in_a_worker:
             self._before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
 
@@ -88,7 +94,9 @@ class Raised:
 
 def exit_code(stop: KeyboardInterrupt) -> int:
     """The exit code of a command that cannot be resumed."""
-    return EXIT_TERMINATED if stop.args == (signal.SIGTERM.name,) else EXIT_INTERRUPTED
+    if stop.args == (signal.SIGTERM.name,):
+        return EXIT_TERMINATED
+    return EXIT_INTERRUPTED
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -102,7 +110,8 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     name = f"vitsee {_command}".rstrip()
-    line, code = f"{name}: interrupted", 128 + number
+    line = f"{name}: interrupted"
+    code = 128 + number
     if _command in RESUMABLE:
         line = f"{name}: stopped by {signal.Signals(number).name} {_kept or RESUMABLE[_command]}"
         code = EXIT_RESUMABLE

@@ -81,7 +81,9 @@ def analysis_options(analysis: Analysis) -> Callable[[Any], Any]:
     for parameter in parameters_of(analysis.run).values():
         if isinstance(parameter.about, Offers):
             offers = parameter.about
-    fields = {key: option for key, option in _EXECUTION.items() if key in offers.fields.split()}
+    fields = {
+        key: option for key, option in _EXECUTION.items() if key in offers.fields.split()
+    }
     decorators = [
         options.output_options,
         *([options.replicates_option] if offers.replicates else []),
@@ -159,7 +161,9 @@ def _gathered(
             of = options_of(parameter.about.kind)
             values = {key: given.pop(key) for key in parameter.about.fields or of}
             needed = [values[key] for key in values if of[key].default is REQUIRED]
-            given[parameter.name] = parameter.about.kind(**values) if all(needed) else None
+            given[parameter.name] = (
+                parameter.about.kind(**values) if all(needed) else None
+            )
     for name, parameter in own.items():
         decide = getattr(parameter.about, "decide", None)
         if decide is not None and given[name] is None:

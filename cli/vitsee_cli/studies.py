@@ -75,7 +75,9 @@ def run_study(
         return found, found if extend is None else extend(study, found)
 
     own, plan = planned(models)
-    if known and not record.finished(plan.extractions):  # a model is run: what it is now counts
+    if known and not record.finished(
+        plan.extractions
+    ):  # a model is run: what it is now counts
         models = _survey(study.models)
         own, plan = planned(models)
     if not plan.steps:
@@ -88,13 +90,22 @@ def run_study(
             raise VitseeError(f"no model was extracted; see {running.record_path(study)}")
         return planned(made)[1] if len(made) < len(models) else plan
 
-    needed = cost.cost(own, *cost.stores_of(study, models), cost.measured_speed(study.device))
+    needed = cost.cost(
+        own, *cost.stores_of(study, models), cost.measured_speed(study.device)
+    )
     about = needed.describe(len(models), study.n_images())
     _execute(ctx, study, plan, models, of_those, about, dry_run=dry_run, at_once=at_once)
 
 
-def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str | None, *,
-               dry_run: bool, at_once: int | None = None) -> None:  # fmt: skip
+def run_recipe(
+    ctx: click.Context,
+    study: Study,
+    recipe: RecipeFile,
+    data: str | None,
+    *,
+    dry_run: bool,
+    at_once: int | None = None,
+) -> None:
     """The same of a study that is written as a file.
 
     Args:
@@ -127,7 +138,9 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
     about = needed.describe(len(surveyed), max(n_images.values(), default=0))
     study = replace(study, models={place.stem: name for place, name in names.items()})
-    _execute(ctx, study, plan, known, lambda _: plan, about, dry_run=dry_run, at_once=at_once)
+    _execute(
+        ctx, study, plan, known, lambda _: plan, about, dry_run=dry_run, at_once=at_once
+    )
 
 
 def run_checkpoints(
@@ -168,16 +181,24 @@ def run_checkpoints(
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     if len(models) > 1:
-        raise click.UsageError("--checkpoints are of one model: give one, and others their own -o")
+        raise click.UsageError(
+            "--checkpoints are of one model: give one, and others their own -o"
+        )
     ((label, name),) = models.items()
     options = model_options_of(name)
     checkpoints.check_name(options)
     unit, files, without = checkpoints.find_checkpoints(pattern)
     (model,) = _survey(models)
-    sources = [open_source(place).labels for place in (data, *([] if train is None else [train]))]
+    sources = [
+        open_source(place).labels for place in (data, *([] if train is None else [train]))
+    ]
     labelled = all(bool((labels >= 0).any()) for labels in sources)
-    apply, left_out = checkpoints.applicable(model, with_train=train is not None and labelled)
-    chosen = measurements(analyses or apply, (FIRST, LAST, PREVIOUS), with_train=train is not None)
+    apply, left_out = checkpoints.applicable(
+        model, with_train=train is not None and labelled
+    )
+    chosen = measurements(
+        analyses or apply, (FIRST, LAST, PREVIOUS), with_train=train is not None
+    )
     for what, why in {**({} if analyses else left_out), **without}.items():
         console.say(f"left out: {what}: {why}")
     n_images = min(images, len(sources[0]))
@@ -189,9 +210,18 @@ def run_checkpoints(
     if dry_run:
         console.out("\n".join(f"{unit} {file.step}: {file.path}" for file in files))
         return
-    series = Series(output, data, chosen, name=label, unit=unit, train=train,
-                    train_images=n_train, keep=keep, resume=True,
-                    options={"images": n_images, "seed": seed, "device": device})  # fmt: skip
+    series = Series(
+        output,
+        data,
+        chosen,
+        name=label,
+        unit=unit,
+        train=train,
+        train_images=n_train,
+        keep=keep,
+        resume=True,
+        options={"images": n_images, "seed": seed, "device": device},
+    )
     failed = checkpoints.run(series, options, files, console.say)
     page = output / "report.html"
     if series.steps_of(MEASURED):
@@ -199,7 +229,9 @@ def run_checkpoints(
         assert isinstance(group, click.Group)
         report = group.get_command(ctx, "report")
         assert report is not None
-        ctx.invoke(report, folder=output, output=page, title=f"{label} over training", force=True)
+        ctx.invoke(
+            report, folder=output, output=page, title=f"{label} over training", force=True
+        )
         console.out(str(page))
     if lost := [file.path.name for file in failed] + [*without]:
         raise VitseeError(
@@ -245,7 +277,9 @@ def _execute(
     workers = None
     try:
         with naming(named_models):
-            failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
+            failed = running.carry_out(
+                plan.extractions, record, perform, console.say, total=total
+            )
             again = of_those(failed)
             steps = [*again.analyses, report_step(study)]
             record.outdate(report_step(study))
@@ -254,9 +288,15 @@ def _execute(
             n = min(n_workers(at_once, _memory_of(study)), len(again.analyses))
             workers = Workers(perform, named_models, n) if n > 1 else None
             failed += running.carry_out(
-                steps, record, perform, console.say,
-                first=first, total=total, before=failed, workers=workers,
-            )  # fmt: skip
+                steps,
+                record,
+                perform,
+                console.say,
+                first=first,
+                total=total,
+                before=failed,
+                workers=workers,
+            )
     except running.Stopped as stopped:
         console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
@@ -311,7 +351,8 @@ def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
     """Survey all models before any work starts, and name all that are unknown."""
     from vitsee_core.study.catalogue import survey
 
-    found, unknown = [], []
+    found = []
+    unknown = []
     for label, name in models.items():
         try:
             found.append(survey(label, name, vars(model_options_of(name))))

@@ -16,12 +16,23 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from vitsee_core.study.steps import Setting
 
-MODELS, SET = "models", "set"
+MODELS = "models"
+SET = "set"
 NO_KEYS = ("file", "help", "of_models")  # of a file
 # What a study decides for each of its steps.
 DECIDED = frozenset(
     (
-        *("output", "png", "force", "replicates", "stores", "tables", "data", "images", "train"),
+        *(
+            "output",
+            "png",
+            "force",
+            "replicates",
+            "stores",
+            "tables",
+            "data",
+            "images",
+            "train",
+        ),
         *("seed", "device", "memory", "model_name", "dry_run", "plan", "shard"),
         *("verbose", "quiet", "help"),
     )
@@ -54,7 +65,9 @@ def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
     defaults: dict[str, Any] = {}
     for key, value in found.items():
         if key not in known or key in ("verbose", "quiet"):
-            expected = ", ".join(name for name in known if name not in ("verbose", "quiet"))
+            expected = ", ".join(
+                name for name in known if name not in ("verbose", "quiet")
+            )
             raise VitseeError(f"{path}: no key {key!r}; expected {expected}")
         param = known[key]
         several = getattr(param, "multiple", False) or param.nargs == -1
@@ -82,7 +95,9 @@ def _several(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _table(value: Any, path: Path, name: str) -> Mapping[str, Any]:
@@ -136,9 +151,13 @@ def settings(
         param = params.get(f"--{option}")
         if param is None:
             expected = ", ".join(word.removeprefix("--") for word in params)
-            raise click.UsageError(f"--set {name}.{option}: expected an option of {expected}")
+            raise click.UsageError(
+                f"--set {name}.{option}: expected an option of {expected}"
+            )
         if len(given) > 1 and not param.multiple:
-            raise click.UsageError(f"--set {name}.{option} is given as {' and '.join(given)}")
+            raise click.UsageError(
+                f"--set {name}.{option} is given as {' and '.join(given)}"
+            )
         try:
             setting = _setting(param, f"--{option}", given, ctx)
         except click.BadParameter as error:
@@ -149,13 +168,17 @@ def settings(
             command = command_of(name)
         except GuestError:  # its own step reports it
             continue
-        if command is not None and any(param.name == "memory" for param in command.params):
+        if command is not None and any(
+            param.name == "memory" for param in command.params
+        ):
             own = Setting(("--memory",), ("--memory", str(memory)))
             found.setdefault(name, []).append(own)
     return found
 
 
-def _setting(param: click.Option, option: str, given: list[str], ctx: click.Context) -> Setting:
+def _setting(
+    param: click.Option, option: str, given: list[str], ctx: click.Context
+) -> Setting:
     from vitsee_core.study.steps import Setting
 
     spellings = (*param.opts, *param.secondary_opts)
@@ -175,7 +198,8 @@ def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
     options = {word: param for param in command.params for word in param.opts}
 
     def replaced(match: re.Match[str]) -> str:
-        word, value = match[1], match[2]
+        word = match[1]
+        value = match[2]
         if word in kept or word not in options or options[word].name in DECIDED:
             return match[0]
         key = word.removeprefix("--")

@@ -46,23 +46,34 @@ class PathType(ParamType):
     def __init__(self, completes: str = "file", *, stream: bool = False):
         """`completes`: what the shell offers, `file` (and folders) or `dir`. `stream`: `-` stands
         for a standard stream and comes back as Path("-")."""
-        self.completes, self.stream = completes, stream
+        self.completes = completes
+        self.stream = stream
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         if isinstance(value, Path):
             return value
         return self.path(value, param, ctx)
 
-    def path(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def path(
+        self, text: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
         if not text.strip():
             self.fail("an empty text is not a path; is a variable unset?", param, ctx)
         if text == "-" and not self.stream:
-            self.fail("- is not a path here; write ./- for a file of that name", param, ctx)
+            self.fail(
+                "- is not a path here; write ./- for a file of that name", param, ctx
+            )
         if is_url(text):
-            self.fail(f"{text} is a URL, which only stores have; expected a path", param, ctx)
+            self.fail(
+                f"{text} is a URL, which only stores have; expected a path", param, ctx
+            )
         path = Path(text).expanduser()
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise VitseeError(f"{text} is a pipe or a device; expected a file or a folder")
+            raise VitseeError(
+                f"{text} is a pipe or a device; expected a file or a folder"
+            )
         return path
 
     def shell_complete(
@@ -76,7 +87,9 @@ class TableType(PathType):
 
     name = "table"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         from vitsee_core.tables.files import is_stream
 
         if isinstance(value, str) and is_stream(Path(value)):
@@ -92,10 +105,16 @@ class PlaceType(PathType):
     def __init__(self) -> None:
         super().__init__("dir")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if isinstance(value, Place) else self.place(value, param, ctx)
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        if isinstance(value, Place):
+            return value
+        return self.place(value, param, ctx)
 
-    def place(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+    def place(
+        self, text: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Place:
         if not is_url(text):
             return self.path(text, param, ctx)
         try:
@@ -111,13 +130,19 @@ class StoreType(PlaceType):
     A path that exists is taken as a path, even with `=` in it.
     """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         if isinstance(value, StorePath):
             return value
         label, rest = _named(value)
         place = self.place(rest, param, ctx)
         # `.` and `..` have no stem of their own.
-        own = place.resolve() if isinstance(place, Path) and not place.stem.strip(".") else place
+        own = (
+            place.resolve()
+            if isinstance(place, Path) and not place.stem.strip(".")
+            else place
+        )
         return StorePath(label or own.stem, place)
 
     def shell_complete(
@@ -142,7 +167,9 @@ class NamedFileType(PathType):
 
     name = "file"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         if isinstance(value, NamedFile):
             return value
         label, rest = _named(value)
@@ -155,8 +182,12 @@ def _named(text: str) -> tuple[str, str]:
     label, sign, rest = text.partition("=")
     if not sign or not label or Path(text).exists():
         return "", text
-    grouped = bool(split_label(label)[0]) and (is_url(rest) or Path(rest).expanduser().exists())
-    return (label, rest) if "/" not in label or grouped else ("", text)
+    grouped = bool(split_label(label)[0]) and (
+        is_url(rest) or Path(rest).expanduser().exists()
+    )
+    if "/" not in label or grouped:
+        return (label, rest)
+    return ("", text)
 
 
 def _folders(text: str) -> list[str]:
@@ -166,7 +197,9 @@ def _folders(text: str) -> list[str]:
     prefix = text[: len(text) - len(start)]
     place = Path(prefix or ".").expanduser()
     try:
-        names = sorted(p.name for p in place.iterdir() if p.is_dir() and p.name.startswith(start))
+        names = sorted(
+            p.name for p in place.iterdir() if p.is_dir() and p.name.startswith(start)
+        )
     except OSError:
         return []
     names = [name for name in names if start.startswith(".") or not name.startswith(".")]
@@ -196,7 +229,9 @@ class FiniteRange(click.FloatRange):
 
     name = "number"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -224,7 +259,9 @@ def parse_size(text: str | int) -> int:
         raise click.BadParameter(
             f"{text!r} is not a size; expected e.g. 4G, 512M or a number of bytes"
         )
-    number, unit, suffix = match[1], match[2].upper(), (match[3] or "").upper()
+    number = match[1]
+    unit = match[2].upper()
+    suffix = (match[3] or "").upper()
     scale = _SI_UNITS[unit] if unit and suffix == "B" else _UNITS[unit]
     size = float(number) * scale
     if not 1 <= size < 2**63:
@@ -261,7 +298,9 @@ def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise click.BadParameter(f"{text!r}; expected numbers, e.g. 0.5,0.5,0.5") from None
+        raise click.BadParameter(
+            f"{text!r}; expected numbers, e.g. 0.5,0.5,0.5"
+        ) from None
     if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
         raise click.BadParameter(f"{text!r}; expected one or three finite numbers")
     return numbers

@@ -22,12 +22,15 @@ def test_it_is_the_mean_of_a_loop(store: vitsee.Store, order: str, power: int) -
     images = store.acts("blocks.1.out")[:].astype(float)
     norms = [
         math.fsum(
-            math.fsum(abs(x) ** power for x in token.tolist()) ** (1 / power) for token in image
+            math.fsum(abs(x) ** power for x in token.tolist()) ** (1 / power)
+            for token in image
         )
         / len(image)
         for image in images
     ]
-    assert table["value"].tolist() == pytest.approx([math.fsum(norms) / len(norms)], rel=1e-6)
+    assert table["value"].tolist() == pytest.approx(
+        [math.fsum(norms) / len(norms)], rel=1e-6
+    )
     assert table["n_images"].tolist() == [6]
 
 
@@ -36,4 +39,7 @@ def test_its_figure_and_its_words(store: vitsee.Store, tmp_path: Path) -> None:
     assert table["site"].tolist()[0] == "embed"
     table.plot().savefig(tmp_path / "norm.png")
     table.to_csv(tmp_path / "norm.csv")
-    assert vitsee.Table.read(tmp_path / "norm.csv")["value"].tolist() == table["value"].tolist()
+    assert (
+        vitsee.Table.read(tmp_path / "norm.csv")["value"].tolist()
+        == table["value"].tolist()
+    )

@@ -28,9 +28,12 @@ ORDERS = {"1": 1.0, "2": 2.0, "inf": np.inf}
 def run(
     *stores: api.Store,
     sites: Annotated[Sequence[str], api.SITES] = ("blocks",),
-    order: Annotated[str, api.Option("Which norm: 2 is the length.", choices=tuple(ORDERS))] = "2",
+    order: Annotated[
+        str, api.Option("Which norm: 2 is the length.", choices=tuple(ORDERS))
+    ] = "2",
     execution: Annotated[
-        api.Execution, api.Offers("images seed jobs memory", dask="slabs", replicates=False)
+        api.Execution,
+        api.Offers("images seed jobs memory", dask="slabs", replicates=False),
     ] = api.DEFAULT,
 ) -> api.Table:
     """One row per store and site: the mean norm, in the units of the activations.
@@ -68,7 +71,9 @@ def read_norms(
     norms = {}
     for feature in features:
         every_token = slice(0, len(feature.tokens))
-        tokens = feature.of_slab(slab, every_token).astype(np.float64)  # (images, tokens, channels)
+        tokens = feature.of_slab(slab, every_token).astype(
+            np.float64
+        )  # (images, tokens, channels)
         norms[feature.site.name] = np.linalg.norm(tokens, ord=order, axis=-1).mean(axis=1)
     return norms
 

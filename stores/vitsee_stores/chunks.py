@@ -25,7 +25,8 @@ from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
 Box = tuple[slice, ...]
-ZSTD_LEVEL, LZ4_LEVEL = 1, 5
+ZSTD_LEVEL = 1
+LZ4_LEVEL = 5
 _thread = threading.local()
 
 
@@ -159,7 +160,9 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
     ]
 
 
-def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
+def read_chunk(
+    files: Files, spec: ArraySpec, index: Sequence[int]
+) -> tuple[NDArray[Any], int]:
     """One whole chunk, padding included, and its checksum. An uncompressed chunk is in memory that
     this thread's next read may reuse. Raises StoreError: missing, unreadable or damaged; names the
     array and, if there is one, the slab."""
@@ -181,7 +184,9 @@ def defect(files: Files, name: str, error: OSError | ValueError) -> str:
         raise no_answer(files, name, error) from None
     if isinstance(error, FileNotFoundError):
         return "is missing"
-    return f"cannot be read: {reason(error)}" if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError):
+        return f"cannot be read: {reason(error)}"
+    return str(error)
 
 
 def no_answer(files: Files, name: str, error: OSError) -> Unreachable:
@@ -198,4 +203,6 @@ def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> St
 
 
 def where(spec: ArraySpec, index: Sequence[int]) -> str:
-    return spec.path if spec.per == "once" else f"{spec.path}, slab {index[0]}"
+    if spec.per == "once":
+        return spec.path
+    return f"{spec.path}, slab {index[0]}"

@@ -51,14 +51,18 @@ def contents(
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
-        raise StoreError(f"arrays written once: {sorted(once)}, expected {sorted(written)}")
+        raise StoreError(
+            f"arrays written once: {sorted(once)}, expected {sorted(written)}"
+        )
     files: list[tuple[str, Pieces]] = []
     checksums: dict[str, int] = {}
     for path, spec in specs.items():
         if spec.per == "once":
             values = np.asarray(once[path], spec.dtype)
             if values.shape != spec.shape:
-                raise StoreError(f"{path} has shape {values.shape}, expected {spec.shape}")
+                raise StoreError(
+                    f"{path} has shape {values.shape}, expected {spec.shape}"
+                )
             pieces = encode(values, spec)
             checksums[path] = checksum(bytes(pieces[-1]))
             files.append((chunk_name(spec, (0,) * values.ndim), pieces))
@@ -74,7 +78,14 @@ def contents(
 
 # Order of keys in the files, independent of the zarr version.
 KEYS = (
-    *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding"),
+    *(
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+    ),
     *("fill_value", "codecs", "attributes", "dimension_names", "storage_transformers"),
 )
 
@@ -82,11 +93,15 @@ KEYS = (
 def documents(specs: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
     """The zarr.json of every group and array below the root, by path: all groups, then the arrays
     in their order. Raises StoreError: zarr cannot make such an array."""
-    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {"."}
+    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {
+        "."
+    }
     made = {path: _group() for path in sorted(groups)}
     for path, spec in specs.items():
         try:
-            made[path] = _array(spec.shape, spec.chunks, spec.dtype, spec.codec, spec.axes)
+            made[path] = _array(
+                spec.shape, spec.chunks, spec.dtype, spec.codec, spec.axes
+            )
         except (ValueError, TypeError, OverflowError) as error:
             raise StoreError(f"zarr makes no array {path}: {error}") from None
     return made
@@ -104,17 +119,24 @@ def _group() -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)  # a store has few distinct kinds of arrays
 def _array(
-    shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, codec: str, axes: tuple[str, ...]
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    dtype: str,
+    codec: str,
+    axes: tuple[str, ...],
 ) -> dict[str, Any]:
     import zarr
     from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
 
-    item, held = np.dtype(dtype).itemsize, dict[str, Any]()
+    item = np.dtype(dtype).itemsize
+    held = dict[str, Any]()
     compressors: dict[str, list[Any]] = {
         "none": [],
         "zstd": [ZstdCodec(level=ZSTD_LEVEL, checksum=False)],
-        "lz4": [BloscCodec(typesize=item, cname="lz4", clevel=LZ4_LEVEL, shuffle="shuffle")],
+        "lz4": [
+            BloscCodec(typesize=item, cname="lz4", clevel=LZ4_LEVEL, shuffle="shuffle")
+        ],
     }
     zarr.create_array(
         MemoryStore(held),
@@ -134,7 +156,10 @@ def _array(
 def _document(held: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(held["zarr.json"].to_bytes())
     order = {key: place for place, key in enumerate(KEYS)}
-    return {key: fields[key] for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))}
+    return {
+        key: fields[key]
+        for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))
+    }
 
 
 # ---------------- how much of the disk
@@ -150,14 +175,21 @@ def max_disk_bytes(manifest: Manifest, block: int) -> int:
     specs = arrays(manifest.plan)
     made = documents(specs)
     root = len(to_text(root_document(manifest, complete=False)))
-    root += sum(SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once")
-    n_files = Counter(str(PurePosixPath(path).parent) for path in made)  # starting with folders
+    root += sum(
+        SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once"
+    )
+    n_files = Counter(
+        str(PurePosixPath(path).parent) for path in made
+    )  # starting with folders
     total = 2 * _blocks(root, block)
     for path, document in made.items():
         total += _blocks(len(to_text(document)), block)
         if path in specs:
             spec = specs[path]
-            n_files[path], longest = math.prod(spec.grid), spec.chunk_bytes + CHECKSUM_BYTES
+            n_files[path], longest = (
+                math.prod(spec.grid),
+                spec.chunk_bytes + CHECKSUM_BYTES,
+            )
             # zstd and lz4 in Blosc add less than this to incompressible data (ZSTD_COMPRESSBOUND;
             # BLOSC_MAX_OVERHEAD).
             longest += 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64

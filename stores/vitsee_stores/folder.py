@@ -37,7 +37,8 @@ from vitsee_stores.url import Url, parse_place
 T = TypeVar("T")
 R = TypeVar("R")
 
-CREATING, REMOVING = ".creating", ".removing"
+CREATING = ".creating"
+REMOVING = ".removing"
 EFFECTIVE = os.access in os.supports_effective_ids
 _thread = threading.local()
 
@@ -52,7 +53,8 @@ class Folder(Files):
 
     def __init__(self, place: Path, *, durable: bool = True, parents: int = 0):
         self.place: Path = place
-        self.durable, self.parents = durable, parents
+        self.durable = durable
+        self.parents = parents
         self._prefix = os.path.join(place, "")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,7 +101,8 @@ class Folder(Files):
         with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
             file.seek(start)
             data = bytearray(length)
-            view, done = memoryview(data), 0
+            view = memoryview(data)
+            done = 0
             while done < length and (got := file.readinto(view[done:])):
                 done += got
         if done < length:
@@ -225,7 +228,8 @@ class Folder(Files):
             path
             for folder in folders
             for name in self.names(folder)
-            if name.endswith(PARTIAL) and chosen(path := os.path.join(self.place, folder, name))
+            if name.endswith(PARTIAL)
+            and chosen(path := os.path.join(self.place, folder, name))
         )
 
     def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
@@ -287,5 +291,7 @@ def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Fi
 
 def store_around(path: Path) -> Path | None:
     """The store (a folder with a zarr.json) that contains a path; None if there is none."""
-    folders = reversed(path.resolve().parents)  # the root's zarr.json, not a nested group's
+    folders = reversed(
+        path.resolve().parents
+    )  # the root's zarr.json, not a nested group's
     return next((folder for folder in folders if (folder / ZARR_JSON).is_file()), None)

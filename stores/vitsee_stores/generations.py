@@ -80,7 +80,9 @@ class Generation:
     def committed(self) -> NDArray[np.bool_]:
         """(slabs,) which of its slabs can be read, by the names of their markers where it is
         complete."""
-        return np.ones(self.manifest.plan.n_slabs, np.bool_) if self.complete else self.marked
+        if self.complete:
+            return np.ones(self.manifest.plan.n_slabs, np.bool_)
+        return self.marked
 
     @property
     def marked(self) -> NDArray[np.bool_]:
@@ -92,14 +94,18 @@ class Generation:
 
 def files_of(files: Files, number: int) -> Files:
     """The files of a store's generation."""
-    return files if number == 1 else files.inside(f"{FOLDER}/{number}")
+    if number == 1:
+        return files
+    return files.inside(f"{FOLDER}/{number}")
 
 
 def numbers(files: Files) -> list[int]:
     """The numbers of the generations that were begun after the first, in order. Raises StoreError:
     the store cannot be listed."""
     names = metadata.list_names(files, FOLDER)
-    return sorted(int(name) for name in names if re.fullmatch(r"[2-9]|[1-9]\d{1,5}", name))
+    return sorted(
+        int(name) for name in names if re.fullmatch(r"[2-9]|[1-9]\d{1,5}", name)
+    )
 
 
 def read_generations(files: Files) -> list[Generation]:
@@ -112,9 +118,11 @@ def read_generations(files: Files) -> list[Generation]:
     for number in numbers(files) if published else ():
         last = found[-1]
         if number != last.number + 1:
-            lost, what = last.number + 1, "is missing"
+            lost = last.number + 1
+            what = "is missing"
         elif not last.published:
-            lost, what = last.number, "is unfinished"
+            lost = last.number
+            what = "is unfinished"
         else:
             own = files_of(files, number)
             try:
@@ -122,7 +130,9 @@ def read_generations(files: Files) -> list[Generation]:
             except NoStore:  # it was removed meanwhile
                 break
             try:
-                whole = grown([one.manifest.store_id for one in found], last.whole, manifest)
+                whole = grown(
+                    [one.manifest.store_id for one in found], last.whole, manifest
+                )
             except ValueError as error:
                 raise StoreError(f"{own} is no generation of {files}: {error}") from None
             found.append(Generation(own, manifest, published, whole))
@@ -145,7 +155,9 @@ def grown(before: Sequence[str], whole: Manifest, own: Manifest) -> Manifest:
     Raises:
         ValueError: the generation does not fit the store.
     """
-    growth, old, new = own.growth, whole.plan, own.plan
+    growth = own.growth
+    old = whole.plan
+    new = own.plan
     if growth is None or list(growth.after) != list(before):
         raise ValueError("it was not added to these generations")
     if own.splits[: len(whole.splits)] != whole.splits or new.boxes != old.boxes:
@@ -168,7 +180,9 @@ def grown(before: Sequence[str], whole: Manifest, own: Manifest) -> Manifest:
     erf = old.erf
     if erf is not None and new.erf is not None:
         with_erf = {*erf.sites, *new.erf.sites}
-        erf = dataclasses.replace(erf, sites=tuple(n for n in growth.sites if n in with_erf))
+        erf = dataclasses.replace(
+            erf, sites=tuple(n for n in growth.sites if n in with_erf)
+        )
     plan = dataclasses.replace(
         old,
         n_images=n_images,
@@ -196,7 +210,11 @@ def _check_arrays(
         if path in SEALS or spec.per == "once":
             continue
         theirs = whole.get(path)
-        cut = [(s.chunks, s.shape[1:], s.dtype, s.codec) for s in (spec, theirs) if s is not None]
+        cut = [
+            (s.chunks, s.shape[1:], s.dtype, s.codec)
+            for s in (spec, theirs)
+            if s is not None
+        ]
         if len(cut) < 2 or cut[0] != cut[1]:
             raise ValueError(f"its array {path} does not fit")
     wanted = [path for path, spec in whole.items() if spec.per in ("image", "slab")]
@@ -205,21 +223,27 @@ def _check_arrays(
         raise ValueError(f"it has no array {lost[0]}")
 
 
-def _with_sites(old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan) -> dict[str, Any]:
+def _with_sites(
+    old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan
+) -> dict[str, Any]:
     """The identity of a store as if the sites that a generation adds had been asked for at once."""
     by_site = {}
     for key in ("tokens", "dtype"):
-        before, added = old.get(key), own.get(key)
+        before = old.get(key)
+        added = own.get(key)
         if isinstance(before, dict) and isinstance(added, dict):
             usual = before.get("default") if len(before) == 1 else None
             by_site[key] = before | {site: v for site, v in added.items() if v != usual}
     return {**old, "sites": [site.name for site in plan.stored], **by_site}
 
 
-def committed(generations: Sequence[Generation], *, marked: bool = False) -> NDArray[np.bool_]:
+def committed(
+    generations: Sequence[Generation], *, marked: bool = False
+) -> NDArray[np.bool_]:
     """(slabs,) which slabs of the whole store can be read in all their arrays. marked: by what
     their markers say, which reads all of them."""
-    flags, n_images = np.ones(generations[-1].whole.plan.n_slabs, np.bool_), 0
+    flags = np.ones(generations[-1].whole.plan.n_slabs, np.bool_)
+    n_images = 0
     for one in generations:
         own = one.marked if marked else one.committed
         slabs = slice(one.first_slab, one.first_slab + len(own))
@@ -236,7 +260,9 @@ class GrownChunks(VerifiedChunks):
 
     def __init__(self, generations: Sequence[Generation]):
         super().__init__(generations[0].files, generations[-1].whole)
-        self.specs = {path: spec for path, spec in self.specs.items() if path not in SEALS}
+        self.specs = {
+            path: spec for path, spec in self.specs.items() if path not in SEALS
+        }
         self.generations = tuple(generations)
         self._own = [VerifiedChunks(one.files, one.manifest) for one in generations]
 
@@ -259,7 +285,10 @@ class GrownChunks(VerifiedChunks):
     def _of(self, path: str, slab: int) -> tuple[int, VerifiedChunks]:
         """The last generation that has a slab of an array."""
         for place in reversed(range(len(self._own))):
-            if slab >= self.generations[place].first_slab and path in self._own[place].specs:
+            if (
+                slab >= self.generations[place].first_slab
+                and path in self._own[place].specs
+            ):
                 return place, self._own[place]
         raise KeyError(f"{path}, slab {slab}")
 
@@ -272,14 +301,18 @@ class GrownChunks(VerifiedChunks):
             first = one.first_slab * one.manifest.plan.slab
             if first + one.manifest.plan.n_images > len(values):
                 added = own.read_all(own.specs[spec.path])
-                values = np.concatenate([_wide(part, spec) for part in (values[:first], added)])
+                values = np.concatenate(
+                    [_wide(part, spec) for part in (values[:first], added)]
+                )
         return _wide(values, spec)
 
     def _read_rows(self, spec: ArraySpec, slabs: Iterable[int]) -> None:
         by_place: dict[int, list[int]] = {}
         for slab in slabs:
             place, _ = self._of(spec.path, slab)
-            by_place.setdefault(place, []).append(slab - self.generations[place].first_slab)
+            by_place.setdefault(place, []).append(
+                slab - self.generations[place].first_slab
+            )
         for place, own in by_place.items():
             self._own[place]._read_rows(spec, own)
 

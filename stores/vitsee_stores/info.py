@@ -41,9 +41,13 @@ def describe(
     files = files_at(path)
     every = read_generations(files)
     found = [every[0], *(one for one in every[1:] if one.published)]
-    manifest, slabs = found[-1].whole, committed(found, marked=True)
-    plan, grown = manifest.plan, len(found) > 1
-    chunks = GrownChunks(found) if grown else VerifiedChunks(files, manifest, found[0].markers)
+    manifest = found[-1].whole
+    slabs = committed(found, marked=True)
+    plan = manifest.plan
+    grown = len(found) > 1
+    chunks = (
+        GrownChunks(found) if grown else VerifiedChunks(files, manifest, found[0].markers)
+    )
     there = np.flatnonzero(slabs).tolist()
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
@@ -58,7 +62,9 @@ def describe(
         "n_valid": _n_valid(chunks, there, report),
         "slab": plan.slab,
         "codec": plan.codec,
-        "size_bytes": sum(size for one in found for size in n_bytes(one.manifest.plan).values()),
+        "size_bytes": sum(
+            size for one in found for size in n_bytes(one.manifest.plan).values()
+        ),
         "model": text["model"],
         "weights": weights_name(text["model"]),
         "sites": {site.name: _site(site) for site in plan.sites},
@@ -108,7 +114,9 @@ def _generation(one: Generation) -> dict[str, Any]:
         "n_slabs": plan.n_slabs,
         "n_committed": len(one.markers),
         "size_bytes": sum(n_bytes(plan).values()),
-        "committed": max((str(m.get("committed", "")) for m in one.markers.values()), default=""),
+        "committed": max(
+            (str(m.get("committed", "")) for m in one.markers.values()), default=""
+        ),
         "command": one.manifest.info.get("command"),
         "data_folder": one.manifest.info.get("data_folder"),
         "store_id": one.manifest.store_id,
@@ -132,7 +140,9 @@ def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
         if slab in committed:
             continue
         host, pid, when = (str(claim.get(key, "")) for key in ("host", "pid", "time"))
-        one = by.setdefault((host, pid), {"host": host, "pid": pid, "time": when, "slabs": []})
+        one = by.setdefault(
+            (host, pid), {"host": host, "pid": pid, "time": when, "slabs": []}
+        )
         one["time"] = max(one["time"], when)
         one["slabs"].append(slab)
     return list(by.values())
@@ -205,7 +215,9 @@ def _n_valid(
         return None
 
 
-def _labels(chunks: VerifiedChunks, names: list[str] | None) -> list[dict[str, Any]] | None:
+def _labels(
+    chunks: VerifiedChunks, names: list[str] | None
+) -> list[dict[str, Any]] | None:
     """Each label with its name and number of images, unlabelled images (label null) last; None if
     the labels cannot be read."""
     try:
@@ -220,7 +232,9 @@ def _labels(chunks: VerifiedChunks, names: list[str] | None) -> list[dict[str, A
     named = {label: names[label] for label in known if names and label < len(names)}
     listed = [{"label": n, "name": named.get(n), "n_images": counts[n]} for n in known]
     return listed + [
-        {"label": None, "name": None, "n_images": n} for label, n in counts.items() if label < 0
+        {"label": None, "name": None, "n_images": n}
+        for label, n in counts.items()
+        if label < 0
     ]
 
 

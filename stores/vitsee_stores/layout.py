@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitsee_stores.plan import CODECS, AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.plan import (
+    CODECS,
+    AttentionGroup,
+    ErfPlan,
+    SiteSpec,
+    StorePlan,
+    TokenLayout,
+)
 from vitsee_stores.selectors import GROUPS, select_names
 
 __all__ = [
@@ -37,7 +44,8 @@ FORMAT_VERSION = 2
 FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "native", "pixel_hash", "window")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
-SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
+SMALL_CHUNK = 4 << 20
+LARGE_CHUNK = 16 << 20
 
 Per = Literal["image", "slab", "commit", "once"]
 
@@ -74,7 +82,9 @@ class ArraySpec:
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each axis."""
-        return tuple(math.ceil(n / c) for n, c in zip(self.shape, self.chunks, strict=True))
+        return tuple(
+            math.ceil(n / c) for n, c in zip(self.shape, self.chunks, strict=True)
+        )
 
     def has_slab(self, slab: int) -> bool:
         """Whether the slab writes chunks of this array."""
@@ -102,7 +112,8 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
 def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
     """Offset of each array's chunks in a row of `checksums`: arrays in the order of their paths, a
     slab's chunks of an array in C order; arrays that end before the slab keep their places."""
-    begin, offsets = 0, dict[str, int]()
+    begin = 0
+    offsets = dict[str, int]()
     for path in sorted(path for path, spec in specs.items() if spec.has_slab(0)):
         offsets[path] = begin
         begin += specs[path].n_chunks
@@ -142,7 +153,12 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
             axes = ("sampled_frame", *pixel_axes)
             table.image("input", (plan.clip.frames, *plan.inputs), axes, "uint8")
     for name, shape in plan.weights:
-        table.once(f"weights/{name}", shape, "float32", [f"{name}_{i}" for i in range(len(shape))])
+        table.once(
+            f"weights/{name}",
+            shape,
+            "float32",
+            [f"{name}_{i}" for i in range(len(shape))],
+        )
     n = plan.n_images
     table.once("samples/index", (n,), "int64", ["image"])
     table.once("samples/label", (n,), "int64", ["image"])
@@ -180,9 +196,11 @@ class _Specs:
     ) -> None:
         rest = (shape,) if isinstance(shape, int) else shape
         names = (axes,) if isinstance(axes, str) else axes
-        full, chunks = (self.plan.n_images, *rest), (self.plan.slab, *rest)
+        full = (self.plan.n_images, *rest)
+        chunks = (self.plan.slab, *rest)
         chunks = _chunks(chunks, np.dtype(dtype).itemsize)
-        axes, codec = ("image", *names), self.plan.codec
+        axes = ("image", *names)
+        codec = self.plan.codec
         self._add(ArraySpec(path, full, chunks, dtype, "image", nan_ok, axes, codec))
 
     def slab(
@@ -197,15 +215,23 @@ class _Specs:
     ) -> None:
         full = (self.plan.n_slabs if n_slabs is None else n_slabs, *shape)
         chunks = _chunks((1, *shape), np.dtype(dtype).itemsize)
-        axes, codec = (axis, *axes), self.plan.codec
+        axes = (axis, *axes)
+        codec = self.plan.codec
         self._add(ArraySpec(path, full, chunks, dtype, "slab", False, axes, codec, pairs))
 
     def commit(self, path: str, length: int, axis: str, dtype: str) -> None:
-        full, axes = (self.plan.n_slabs, length), ("slab", axis)
-        self._add(ArraySpec(path, full, (1, length), dtype, "commit", False, axes, "none"))
+        full = (self.plan.n_slabs, length)
+        axes = ("slab", axis)
+        self._add(
+            ArraySpec(path, full, (1, length), dtype, "commit", False, axes, "none")
+        )
 
-    def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
-        self._add(ArraySpec(path, shape, shape, dtype, "once", False, tuple(axes), "none"))
+    def once(
+        self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]
+    ) -> None:
+        self._add(
+            ArraySpec(path, shape, shape, dtype, "once", False, tuple(axes), "none")
+        )
 
     def _add(self, spec: ArraySpec) -> None:
         if spec.path in self.specs:
@@ -224,11 +250,16 @@ def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
             break
         shortest = max(1, math.ceil(SMALL_CHUNK / one))
         longest = max(shortest, LARGE_CHUNK // one)
-        n, low, high = shape[axis], min(shortest, shape[axis]), min(longest, shape[axis])
+        n = shape[axis]
+        low = min(shortest, shape[axis])
+        high = min(longest, shape[axis])
         # The best lengths are the shortest that give this number of pieces.
-        most, least = math.ceil(n / low), math.ceil(n / high)
+        most = math.ceil(n / low)
+        least = math.ceil(n / high)
         if most - least < high - low:
-            lengths = {max(low, math.ceil(n / pieces)) for pieces in range(least, most + 1)}
+            lengths = {
+                max(low, math.ceil(n / pieces)) for pieces in range(least, most + 1)
+            }
         else:
             lengths = set(range(low, high + 1))
         chunks[axis] = min(lengths, key=lambda c: (math.ceil(n / c) * c, c))
@@ -248,14 +279,21 @@ def _site(table: _Specs, site: SiteSpec) -> None:
         else:
             if layout.prefix:
                 shape = (layout.n_prefix, site.dim)
-                table.image(f"{folder}/prefix", shape, ("prefix_token", "channel"), site.dtype)
+                table.image(
+                    f"{folder}/prefix", shape, ("prefix_token", "channel"), site.dtype
+                )
             if layout.grid is None:
                 table.image(
-                    f"{folder}/rows", (layout.rows, site.dim), ("row", "channel"), site.dtype
+                    f"{folder}/rows",
+                    (layout.rows, site.dim),
+                    ("row", "channel"),
+                    site.dtype,
                 )
             else:
                 grid_axes = ("frame", "row", "col", "channel")[-1 - len(layout.body) :]
-                table.image(f"{folder}/grid", (*layout.body, site.dim), grid_axes, site.dtype)
+                table.image(
+                    f"{folder}/grid", (*layout.body, site.dim), grid_axes, site.dtype
+                )
     if layout is not None:
         if layout.cls_tokens:
             table.image(f"pooled/{site.name}/cls", site.dim, "channel")
@@ -263,19 +301,31 @@ def _site(table: _Specs, site: SiteSpec) -> None:
 
 
 def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
-    layout, folder = group.layout, group.folder
+    layout = group.layout
+    folder = group.folder
     if layout.grid is None:
         raise ValueError(f"attention of {group.blocks} without a grid")
-    n_blocks, n_heads, n_tokens = len(group.blocks), max(group.n_heads), layout.n_tokens
+    n_blocks = len(group.blocks)
+    n_heads = max(group.n_heads)
+    n_tokens = layout.n_tokens
     ragged = len(set(group.n_heads)) > 1
     # xarray needs one size per axis name within a folder and everything below it.
     suffix = f"_{group.prefix}" if group.prefix else ""
-    block, head, dy, dx, key = (f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key"))
-    heads, head_axes = (n_blocks, n_heads), (block, head)
+    block, head, dy, dx, key = (
+        f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key")
+    )
+    heads = (n_blocks, n_heads)
+    head_axes = (block, head)
     in_time = () if layout.frames is None else ("distance_frames", "frame_mass")
     for name in ("distance_px", "distance_unit", "qk_nmi", *in_time):
         table.image(folder + name, heads, head_axes, nan_ok=True)
-    for name in ("distance_px_raw", "prefix_mass", "entropy", "query_std", "received_max"):
+    for name in (
+        "distance_px_raw",
+        "prefix_mass",
+        "entropy",
+        "query_std",
+        "received_max",
+    ):
         table.image(folder + name, heads, head_axes, nan_ok=ragged)
     for name in ("n_queries", "received_argmax"):
         table.image(folder + name, heads, head_axes, "int32")
@@ -285,7 +335,8 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     if layout.frames is not None:
         apart = (*heads, 2 * layout.frames - 1)
         table.slab(folder + "aligned_frames", apart, (*head_axes, f"dt{suffix}"))
-    per_key, key_axes = (*heads, n_tokens), (*head_axes, key)
+    per_key = (*heads, n_tokens)
+    key_axes = (*head_axes, key)
     table.slab(folder + "received", per_key, key_axes)
     if layout.cls_tokens:
         table.slab(folder + "cls_map", per_key, key_axes)

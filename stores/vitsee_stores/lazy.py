@@ -66,10 +66,14 @@ def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
             within.append(slice(None, None, chosen.step))
         elif isinstance(part, (list, np.ndarray)) and np.ndim(part) > 0:
             if listed is not None:
-                raise TypeError("a lazy array takes one list of places or mask; index the result")
+                raise TypeError(
+                    "a lazy array takes one list of places or mask; index the result"
+                )
             places = _places(part, n)
             listed = (axis, places)
-            low, high = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
+            low, high = (
+                (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
+            )
             box.append(slice(low, high))
             within.append(slice(None))
         else:
@@ -159,7 +163,8 @@ class LazyArray:
         out = np.empty(shape, self.dtype)
         if not out.size:
             box[0] = slice(0, 0)
-        start, stop = box[0].start, box[0].stop
+        start = box[0].start
+        stop = box[0].stop
         for low in range(start - start % step, stop, step):
             rows = slice(max(low, start), min(low + step, stop))
             here = np.arange(len(places))
@@ -169,19 +174,27 @@ class LazyArray:
                     continue
                 rows = slice(int(places[here].min()), int(places[here].max()) + 1)
             slab = self.load((rows, *box[1:]))
-            taken = slab.take(places[here] - (rows if axis == 0 else box[axis]).start, axis)
+            taken = slab.take(
+                places[here] - (rows if axis == 0 else box[axis]).start, axis
+            )
             if axis == 0:
                 out[here] = taken
             else:
                 out[rows.start - start : rows.stop - start] = taken
         values: NDArray[Any] = out[cut.within]
-        return np.moveaxis(values, cut.result_axis, 0) if cut.to_front else values
+        if cut.to_front:
+            return np.moveaxis(values, cut.result_axis, 0)
+        return values
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
         if copy is False:
             raise ValueError("a lazy array cannot become an array without being read")
         values = self[...]
-        return values if dtype is None else values.astype(dtype, copy=False)
+        if dtype is None:
+            return values
+        return values.astype(dtype, copy=False)
 
     def load(self, box: Box) -> NDArray[Any]:
         """The part of the array inside `box`, (start, stop) on every axis."""
@@ -202,8 +215,13 @@ class StoredArray(LazyArray):
         committed: NDArray[np.bool_],
         fixed: Mapping[int, int] | None = None,
     ):
-        self.source, self.spec, self.committed, self.fixed = chunks, spec, committed, fixed or {}
-        self.shape = tuple(n for axis, n in enumerate(spec.shape) if axis not in self.fixed)
+        self.source = chunks
+        self.spec = spec
+        self.committed = committed
+        self.fixed = fixed or {}
+        self.shape = tuple(
+            n for axis, n in enumerate(spec.shape) if axis not in self.fixed
+        )
         self.dtype = np.dtype(spec.dtype)
         free = (n for axis, n in enumerate(spec.chunks) if axis not in self.fixed)
         self.rows_per_chunk = next(free)
@@ -212,13 +230,17 @@ class StoredArray(LazyArray):
         """The part inside `box`; into `out` if given (no fixed axes then)."""
         free = iter(box)
         full = tuple(
-            slice(self.fixed[axis], self.fixed[axis] + 1) if axis in self.fixed else next(free)
+            slice(self.fixed[axis], self.fixed[axis] + 1)
+            if axis in self.fixed
+            else next(free)
             for axis in range(len(self.spec.shape))
         )
         values = self.source.read_box(
             self.spec, full, out, skip=lambda slab: not self.committed[slab]
         )
-        return values if out is not None else values.reshape([p.stop - p.start for p in box])
+        if out is not None:
+            return values
+        return values.reshape([p.stop - p.start for p in box])
 
     def parts(self, box: Box) -> list[ChunkPart]:
         """The intersections of `box` with chunks, for `read_part`."""
@@ -237,11 +259,13 @@ class TokenArray(LazyArray):
     """(images, tokens, dim): prefix tokens, then grid cells row by row, or plain rows."""
 
     def __init__(self, prefix: StoredArray | None, body: StoredArray):
-        self.prefix, self.body = prefix, body
+        self.prefix = prefix
+        self.body = body
         self.n_prefix = 0 if prefix is None else prefix.shape[1]
         n_body = math.prod(body.shape[1:-1])
         self.shape = (body.shape[0], self.n_prefix + n_body, body.shape[-1])
-        self.dtype, self.rows_per_chunk = body.dtype, body.rows_per_chunk
+        self.dtype = body.dtype
+        self.rows_per_chunk = body.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         """Reads all tokens of the images in `box`."""
@@ -261,13 +285,17 @@ class LazyTokenMean(LazyArray):
     """(images, dim) float32: the mean over tokens from `first` on, summed in float64."""
 
     def __init__(self, tokens: TokenArray, first: int):
-        self.tokens, self.first = tokens, first
+        self.tokens = tokens
+        self.first = first
         self.shape = (tokens.shape[0], tokens.shape[2])
-        self.dtype, self.rows_per_chunk = np.dtype(np.float32), tokens.rows_per_chunk
+        self.dtype = np.dtype(np.float32)
+        self.rows_per_chunk = tokens.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         rows, channels = box
-        values = self.tokens.load((rows, slice(self.first, self.tokens.shape[1]), channels))
+        values = self.tokens.load(
+            (rows, slice(self.first, self.tokens.shape[1]), channels)
+        )
         return values.mean(1, dtype=np.float64).astype(np.float32)
 
 
@@ -279,11 +307,19 @@ class NormalisedInputs(LazyArray):
     """
 
     def __init__(
-        self, pixels: StoredArray, valid: NDArray[np.bool_], mean: list[float], std: list[float]
+        self,
+        pixels: StoredArray,
+        valid: NDArray[np.bool_],
+        mean: list[float],
+        std: list[float],
     ):
-        self.pixels, self.valid, self.shape = pixels, valid, pixels.shape
-        self.mean, self.std = np.array(mean, np.float32), np.array(std, np.float32)
-        self.dtype, self.rows_per_chunk = np.dtype(np.float32), pixels.rows_per_chunk
+        self.pixels = pixels
+        self.valid = valid
+        self.shape = pixels.shape
+        self.mean = np.array(mean, np.float32)
+        self.std = np.array(std, np.float32)
+        self.dtype = np.dtype(np.float32)
+        self.rows_per_chunk = pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         values = self.pixels.load(box).astype(np.float32)

@@ -58,17 +58,22 @@ class Claims:
             start = random.randrange(len(free)) if free else 0
             taken = self._put(free[start:] + free[:start], most)
             if not taken:
-                lost = [slab for slab in slabs if slab in claimed and self._is_lost(slab)][:most]
+                lost = [
+                    slab for slab in slabs if slab in claimed and self._is_lost(slab)
+                ][:most]
                 self.files.remove([_name(slab) for slab in lost])
                 taken = self._put(lost, most)
         except OSError as error:
-            raise StoreError(f"cannot claim slabs of {self.files}: {reason(error)}") from None
+            raise StoreError(
+                f"cannot claim slabs of {self.files}: {reason(error)}"
+            ) from None
         return sorted(taken)
 
     def release(self) -> None:
         """Release all held claims. On failure they expire after a while."""
         with self._lock:
-            held, self._held = self._held, set()
+            held = self._held
+            self._held = set()
         try:
             self.files.remove([_name(slab) for slab in held])
         except OSError as error:
@@ -126,7 +131,9 @@ class Claims:
             data = b""
         record = _parsed(data)
         run = self._about.get("run")
-        if has_ended(str(record.get("process", ""))) or (run and record.get("run") == run):
+        if has_ended(str(record.get("process", ""))) or (
+            run and record.get("run") == run
+        ):
             return True
         now = time.monotonic()
         before, since = self._seen.get(slab, (None, now))
@@ -168,5 +175,7 @@ def _name(slab: int) -> str:
 
 
 def _claimed(files: Files) -> set[int]:
-    matches = (re.fullmatch(r"\.claim\.(0|[1-9]\d{0,9})\.json", n) for n in files.names(FOLDER))
+    matches = (
+        re.fullmatch(r"\.claim\.(0|[1-9]\d{0,9})\.json", n) for n in files.names(FOLDER)
+    )
     return {int(match[1]) for match in matches if match}

@@ -120,7 +120,7 @@ class Manifest:
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
         if unknown := [name for name in features if name not in FEATURES]:
-            names = few([repr(name[:SHOWN_VALUE]) for name in unknown])
+            names = abbreviate([repr(name[:SHOWN_VALUE]) for name in unknown])
             raise StoreError(
                 f"the store uses {names}, which this vitsee does not read; update vitsee"
             )
@@ -138,7 +138,9 @@ class Manifest:
                 )
             once = {path for path, spec in specs.items() if spec.per == "once"}
             if set(manifest.checksums) != once:
-                raise ValueError("checksums does not name the arrays that are written once")
+                raise ValueError(
+                    "checksums does not name the arrays that are written once"
+                )
             if manifest.growth is not None:
                 for i, name in enumerate(manifest.growth.sites):
                     check_name(name, f"growth.sites[{i}]")
@@ -163,7 +165,9 @@ def without_absent(value: Any) -> Any:
             for key, item in value.items()
             if item is not None or key not in LATER_FIELDS
         }
-    return [without_absent(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_absent(item) for item in value]
+    return value
 
 
 class _Identity(Struct):
@@ -285,9 +289,13 @@ def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
         raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
     for name in samples.ids:
         if "\0" in name:
-            raise StoreError(f"the sample id {name!r} holds a NUL character; rename that image")
+            raise StoreError(
+                f"the sample id {name!r} holds a NUL character; rename that image"
+            )
     width = max(len(encode_id(name)) for name in samples.ids)
-    return dataclasses.replace(plan, id_bytes=max(1, width), boxes=samples.boxes is not None)
+    return dataclasses.replace(
+        plan, id_bytes=max(1, width), boxes=samples.boxes is not None
+    )
 
 
 def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
@@ -295,16 +303,18 @@ def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
-    return [f"{few(some, shown)}: {reason}" for reason, some in names.items()]
+    return [f"{abbreviate(some, shown)}: {reason}" for reason, some in names.items()]
 
 
-def few(names: Sequence[str], shown: int = 3) -> str:
+def abbreviate(names: Sequence[str], shown: int = 3) -> str:
     """`a, b, c and 9 more`."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 
 
-def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = "") -> None:
+def check_identity(
+    stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = ""
+) -> None:
     """Compare the identity fields in `given` with the store's. instead: what else could be done.
     Raises IdentityMismatch: names every differing field, what is stored and what was given."""
     lines: list[str] = []
@@ -321,16 +331,22 @@ def _differences(name: str, stored: Any, given: Any) -> list[str]:
     if isinstance(stored, dict) and isinstance(given, dict):
         lines = []
         for key in dict.fromkeys([*stored, *given]):
-            lines += _differences(f"{name}.{key}", stored.get(key, ABSENT), given.get(key, ABSENT))
+            lines += _differences(
+                f"{name}.{key}", stored.get(key, ABSENT), given.get(key, ABSENT)
+            )
         return lines
-    return [] if stored == given else [f"{name} is {_short(stored)}, given {_short(given)}"]
+    if stored == given:
+        return []
+    return [f"{name} is {_short(stored)}, given {_short(given)}"]
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch("[0-9a-f]{64}", text):
         return text[:12]
-    return text if len(text) <= SHOWN_VALUE else f"{text[: SHOWN_VALUE - 4]} ..."
+    if len(text) <= SHOWN_VALUE:
+        return text
+    return f"{text[: SHOWN_VALUE - 4]} ..."
 
 
 def jsonable(value: Any) -> Any:
@@ -346,8 +362,14 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return jsonable(value.item())
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+        if math.isnan(value):
+            return "NaN"
+        if value > 0:
+            return "Infinity"
+        return "-Infinity"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return str(value)
 
 
 # ---------------- the name of a model's weights: column `weights` of tables
@@ -360,7 +382,9 @@ def _tag(name: object) -> str:
     `OWNER/NAME`, begins no tag, that of timm's at a hub, `hf-hub:OWNER/NAME.TAG`, does."""
     text = str(name or "")
     is_path = "/" in text and ":" not in text
-    return "pretrained" if is_path else text.partition(".")[2] or "pretrained"
+    if is_path:
+        return "pretrained"
+    return text.partition(".")[2] or "pretrained"
 
 
 def weights_name(model: Mapping[str, Any]) -> str:
@@ -376,11 +400,16 @@ def weights_name(model: Mapping[str, Any]) -> str:
     """
     record = model.get("weights")
     weights = record if isinstance(record, Mapping) else {}
-    source, digest = weights.get("source"), str(weights.get("sha256") or "")[:SHORT]
+    source = weights.get("source")
+    digest = str(weights.get("sha256") or "")[:SHORT]
     if source == "random":
         name = f"random {weights.get('seed', '')}".rstrip()
     elif source == "checkpoint":
-        key = f"#{weights['key']}" if weights.get("other_keys") and weights.get("key") else ""
+        key = (
+            f"#{weights['key']}"
+            if weights.get("other_keys") and weights.get("key")
+            else ""
+        )
         name = f"{weights.get('file') or 'checkpoint'}{key}"
     elif source in ("pretrained", "local-dir"):
         name = str(weights.get("folder") or "") or _tag(weights.get("pretrained"))
@@ -389,7 +418,9 @@ def weights_name(model: Mapping[str, Any]) -> str:
     ablated = [str(skip) for skip in model.get("ablate_skip") or ()]
     without = [f"without {', '.join(ranges(ablated))}"] if ablated else []
     codes = [f"codes of {model['codes']}"] if model.get("codes") else []
-    return ", ".join([name, *without, *map(str, model.get("interventions") or ()), *codes])
+    return ", ".join(
+        [name, *without, *map(str, model.get("interventions") or ()), *codes]
+    )
 
 
 def described_weights(manifest: Manifest) -> str:

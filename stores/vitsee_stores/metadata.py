@@ -21,7 +21,8 @@ from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 
 ZARR_JSON = "zarr.json"
-MOST_BYTES, MOST_DEPTH = 16 << 20, 32
+MOST_BYTES = 16 << 20
+MOST_DEPTH = 32
 
 
 def parse(text: bytes) -> Any:
@@ -39,7 +40,8 @@ def parse(text: bytes) -> Any:
         value = json.loads(text.decode(), parse_constant=refuse, parse_float=number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level := [
         item
         for one in level
@@ -63,7 +65,9 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def root_document(manifest: Manifest, complete: bool) -> dict[str, Any]:
-    return group_document({ATTRIBUTE: with_digest({**manifest.to_json(), "complete": complete})})
+    return group_document(
+        {ATTRIBUTE: with_digest({**manifest.to_json(), "complete": complete})}
+    )
 
 
 def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +84,9 @@ def root_text(manifest: Manifest, complete: bool) -> bytes:
     document = root_document(manifest, complete)
     text = to_text(document)
     if len(text) > MOST_BYTES:
-        raise StoreError(f"the manifest has {len(text)} bytes, expected at most {MOST_BYTES}")
+        raise StoreError(
+            f"the manifest has {len(text)} bytes, expected at most {MOST_BYTES}"
+        )
     try:
         Manifest.from_json(parse(text)["attributes"][ATTRIBUTE])
     except (StoreError, ValueError) as error:
@@ -95,7 +101,9 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
     try:
         manifest = Manifest.from_json(data)
         if type(data.get("complete")) is not bool:
-            raise StoreError("the manifest is damaged: it does not say whether it is complete")
+            raise StoreError(
+                "the manifest is damaged: it does not say whether it is complete"
+            )
         if with_digest(data)["digest"] != data.get("digest"):
             raise StoreError("the manifest is damaged: it does not match its digest")
         return manifest, data.get("complete") is True
@@ -122,10 +130,16 @@ def check_ours(files: Files) -> dict[str, Any]:
     except FileNotFoundError:
         if not _is_there(files):
             named = "/" in str(files) or str(files).endswith(".zarr")
-            run = f"MODEL --data DATA -o {files}" if named else f"{files} --data DATA -o NAME.zarr"
+            run = (
+                f"MODEL --data DATA -o {files}"
+                if named
+                else f"{files} --data DATA -o NAME.zarr"
+            )
             told = f"run: vitsee extract {run}{'' if named else ', if that is a model'}"
             near = _near(str(files))
-            raise NoStore(f"no store at {files}: nothing is there{near} ({told})") from None
+            raise NoStore(
+                f"no store at {files}: nothing is there{near} ({told})"
+            ) from None
         raise StoreError(
             f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "
             "extract writes)"
@@ -159,7 +173,9 @@ def _is_there(files: Files) -> bool:
         raise StoreError(f"{files} cannot be read: {reason(error)}") from None
 
 
-def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
+def encode_marker(
+    seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec
+) -> bytes:
     """A slab's commit marker as its chunk's bytes: JSON padded with spaces.
 
     seal: what readers compare (store_id, slab, checksums). Provenance that does not fit is dropped,
@@ -204,8 +220,12 @@ def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
     spec = arrays(manifest.plan)["commits"]
     names = list_names(files, spec.path)
     slabs = sorted(numbers(names, manifest.plan.n_slabs))
-    markers = files.each_small(lambda slab: read_marker(files, slab, spec, manifest), slabs)
-    return {k: marker for k, marker in zip(slabs, markers, strict=True) if marker is not None}
+    markers = files.each_small(
+        lambda slab: read_marker(files, slab, spec, manifest), slabs
+    )
+    return {
+        k: marker for k, marker in zip(slabs, markers, strict=True) if marker is not None
+    }
 
 
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:

@@ -41,7 +41,11 @@ def _layout_text(site: SiteSpec) -> str:
         return f"= {site.alias_of}"
     if site.layout is None:
         return site.kind
-    grid = "x".join(map(str, site.layout.body)) if site.layout.grid else f"{site.layout.rows} rows"
+    grid = (
+        "x".join(map(str, site.layout.body))
+        if site.layout.grid
+        else f"{site.layout.rows} rows"
+    )
     return " + ".join([*site.layout.prefix, grid])
 
 
@@ -49,7 +53,9 @@ def shown_cell(value: Any) -> str:
     """A cell's text: floats to six digits, None and NaN as ""."""
     if value is None or value != value:
         return ""
-    return f"{value:.6g}" if isinstance(value, (float, np.floating)) else str(value)
+    if isinstance(value, (float, np.floating)):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def to_frame(columns: Mapping[str, Any], attrs: Mapping[str, Any] | None = None) -> Any:

@@ -43,7 +43,8 @@ WAIT_SECONDS = 0.5
 THREADS = 16
 # Larger objects are written in parts of this size.
 PART_BYTES = 32 << 20
-ROOT, LAST_MADE = "zarr.json", "commits/zarr.json"
+ROOT = "zarr.json"
+LAST_MADE = "commits/zarr.json"
 _thread = threading.local()
 _process: list[int] = []  # pid in which obstore's threads run, once started
 
@@ -109,7 +110,9 @@ class Objects(Files):
 
         def once() -> tuple[int, bytes]:
             try:
-                response = obstore.get(self._client, name, options={"range": {"suffix": length}})
+                response = obstore.get(
+                    self._client, name, options={"range": {"suffix": length}}
+                )
                 return response.meta["size"], bytes(response.bytes())
             except (NotSupportedError, GenericError) as error:
                 # The first is raised by Azure, the second for a range of an empty object.
@@ -117,7 +120,11 @@ class Objects(Files):
                     raise
             size = obstore.head(self._client, name)["size"]
             start = max(0, size - length)
-            part = obstore.get_range(self._client, name, start=start, end=size) if size else b""
+            part = (
+                obstore.get_range(self._client, name, start=start, end=size)
+                if size
+                else b""
+            )
             return size, bytes(part)
 
         return self._tried(once)
@@ -139,8 +146,13 @@ class Objects(Files):
 
     def names(self, folder: str = "") -> set[str]:
         """Names below a prefix, up to the next slash."""
-        listing = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
-        paths = [*(entry["path"] for entry in listing["objects"]), *listing["common_prefixes"]]
+        listing = self._tried(
+            lambda: obstore.list_with_delimiter(self._client, folder or None)
+        )
+        paths = [
+            *(entry["path"] for entry in listing["objects"]),
+            *listing["common_prefixes"],
+        ]
         return {path.rpartition("/")[2] for path in paths}
 
     def walk(
@@ -177,7 +189,9 @@ class Objects(Files):
     def listed(self) -> list[str]:
         """The names of all objects."""
         return self._tried(
-            lambda: [entry["path"] for page in obstore.list(self._client) for entry in page]
+            lambda: [
+                entry["path"] for page in obstore.list(self._client) for entry in page
+            ]
         )
 
     # writing ----------------------------------------------------------------------------------
@@ -309,7 +323,9 @@ def _joined(pieces: Pieces) -> bytes:
 def _in_words(error: BaseError) -> tuple[str, bool]:
     """obstore's error as part of a line, and whether retrying is useless."""
     text = str(error)
-    if "169.254.169.254" in text or "metadata.google" in text:  # the clouds' metadata servers
+    if (
+        "169.254.169.254" in text or "metadata.google" in text
+    ):  # the clouds' metadata servers
         return (
             "no credentials are set (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
             "AWS_SKIP_SIGNATURE=true for a public bucket)"

@@ -81,7 +81,9 @@ class TokenLayout:
         if there is no grid."""
         if self.grid is None:
             return (self.rows,)
-        return self.grid if self.frames is None else (self.frames, *self.grid)
+        if self.frames is None:
+            return self.grid
+        return (self.frames, *self.grid)
 
     @property
     def n_tokens(self) -> int:
@@ -156,7 +158,9 @@ class AttentionGroup:
 
     @property
     def folder(self) -> str:
-        return f"attention/{self.prefix}/" if self.prefix else "attention/"
+        if self.prefix:
+            return f"attention/{self.prefix}/"
+        return "attention/"
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,9 @@ class ErfPlan:
 
 # The longest side of an image over its shortest that is brought to native resolution.
 MOST_ASPECT = 200
-_LEAST_SCALE, _MOST_SCALE, _SCALES_APART = 1e-6, 100.0, 1e-5
+_LEAST_SCALE = 1e-6
+_MOST_SCALE = 100.0
+_SCALES_APART = 1e-5
 
 
 def corner_size(size: Size, short_side: int, multiple: int) -> Size:
@@ -180,7 +186,9 @@ def corner_size(size: Size, short_side: int, multiple: int) -> Size:
     every machine."""
     height, width = size
     long = max(size) * short_side // min(size) // multiple * multiple
-    return (short_side, long) if height <= width else (long, short_side)
+    if height <= width:
+        return (short_side, long)
+    return (long, short_side)
 
 
 def pixels_size(size: Size, multiple: int, least: int, most: int) -> Size:
@@ -215,10 +223,13 @@ def patches_size(size: Size, patch: int, most: int) -> Size:
     scale by halves, which is repeated here."""
 
     def scaled(scale: float) -> Size:
-        height, width = (max(patch, math.ceil(side * scale / patch) * patch) for side in size)
+        height, width = (
+            max(patch, math.ceil(side * scale / patch) * patch) for side in size
+        )
         return height, width
 
-    low, high = _LEAST_SCALE, _MOST_SCALE
+    low = _LEAST_SCALE
+    high = _MOST_SCALE
     while high - low >= _SCALES_APART:
         scale = (low + high) / 2
         if math.prod(scaled(scale)) <= most:
@@ -268,7 +279,12 @@ class Canvas:
         """(height, width) of an original image on the canvas. Raises ValueError: as
         `pixels_size`."""
         return canvas_size(
-            size, self.crop_mode, self.multiple, self.short_side, self.min_pixels, self.max_pixels
+            size,
+            self.crop_mode,
+            self.multiple,
+            self.short_side,
+            self.min_pixels,
+            self.max_pixels,
         )
 
     def filled(self, sizes: NDArray[Any]) -> NDArray[np.bool_]:
@@ -398,12 +414,16 @@ class StorePlan:
     def gram_sites(self) -> tuple[SiteSpec, ...]:
         """The sites with a Gram matrix within each slab: all stored sites except vectors, whose
         values are stored anyway."""
-        return tuple(s for s in self.stored if s.kind != "vector") if self.grams else ()
+        if self.grams:
+            return tuple(s for s in self.stored if s.kind != "vector")
+        return ()
 
     @property
     def n_erf_slabs(self) -> int:
         """Number of leading slabs with an image whose receptive fields are stored."""
-        return 0 if self.erf is None else math.ceil(self.erf.n_images / self.slab)
+        if self.erf is None:
+            return 0
+        return math.ceil(self.erf.n_images / self.slab)
 
     def rows(self, slab: int) -> slice:
         """The rows of a slab's images."""

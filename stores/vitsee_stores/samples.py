@@ -38,7 +38,9 @@ class Samples:
         if self.boxes is not None:
             lengths.add(len(self.boxes))
         if len(lengths) != 1:
-            raise ValueError(f"samples of one length were expected, not {sorted(lengths)}")
+            raise ValueError(
+                f"samples of one length were expected, not {sorted(lengths)}"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,7 +122,9 @@ class StoreSamples:
         if self.box is None:
             return self.id
         whole = np.isnan(self.box[:, 0])
-        return np.where(whole, self.id, [name.rpartition("#")[0] for name in self.id.tolist()])
+        return np.where(
+            whole, self.id, [name.rpartition("#")[0] for name in self.id.tolist()]
+        )
 
     def to_pandas(self) -> Any:
         """The samples as a pandas DataFrame, one row per image, `size` as `height` and `width`,
@@ -129,7 +133,9 @@ class StoreSamples:
         sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
         box = np.empty((len(self), 0)) if self.box is None else self.box
         edges = dict(zip(("x0", "y0", "x1", "y1"), box.T, strict=False))
-        return to_frame({**{name: getattr(self, name) for name in names}, **sides, **edges})
+        return to_frame(
+            {**{name: getattr(self, name) for name in names}, **sides, **edges}
+        )
 
 
 def encode_id(name: str) -> bytes:
@@ -143,7 +149,9 @@ def samples_arrays(
     """The arrays below `samples/`. id_bytes, splits: of the store's plan and manifest."""
     names = np.array([encode_id(name) for name in samples.ids], f"S{id_bytes}")
     codes = {name: code for code, name in enumerate(splits)}
-    boxes = {} if samples.boxes is None else {"samples/box": samples.boxes.astype(np.float32)}
+    boxes = (
+        {} if samples.boxes is None else {"samples/box": samples.boxes.astype(np.float32)}
+    )
     return {
         **boxes,
         "samples/index": np.asarray(samples.index, np.int64),
@@ -156,7 +164,8 @@ def samples_arrays(
 def check_samples(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> None:
     """Refuse arrays that `samples_arrays` cannot have written. Raises ValueError: a code without a
     split, a label below -1, or an invalid box."""
-    codes, labels = arrays["samples/split"], arrays["samples/label"]
+    codes = arrays["samples/split"]
+    labels = arrays["samples/label"]
     if codes.min() < 0 or codes.max() >= len(splits):
         raise ValueError(f"codes {codes.min()} to {codes.max()} of {len(splits)} splits")
     if labels.min() < -1:
@@ -175,7 +184,9 @@ def decode_ids(encoded: NDArray[np.uint8]) -> list[str]:
     return [name.decode("utf-8", "surrogateescape") for name in names.tolist()]
 
 
-def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
+def samples_from_arrays(
+    arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]
+) -> Samples:
     """The samples that `samples_arrays` wrote. Raises ValueError: see `check_samples`."""
     check_samples(arrays, splits)
     return Samples(

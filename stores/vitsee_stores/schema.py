@@ -28,7 +28,8 @@ Real = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 MOST_NAME_BYTES = 200
-MOST_ROW_BYTES, MOST_CHUNKS = 1 << 40, 1 << 22
+MOST_ROW_BYTES = 1 << 40
+MOST_CHUNKS = 1 << 22
 MAY_BE_ABSENT = ("grams", "boxes")  # and is false then
 _OF_CROP_MODES = ("short_side", "min_pixels", "max_pixels")
 SHOWN = 60
@@ -62,7 +63,9 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
                 checked({key: item}, kind, where)
         raise ValueError(_in_words(str(error), value, where)) from None
     except UnicodeEncodeError:
-        raise ValueError(f"{where or 'it'} has a field whose name is no Unicode text") from None
+        raise ValueError(
+            f"{where or 'it'} has a field whose name is no Unicode text"
+        ) from None
 
 
 def _in_words(message: str, value: Any, where: str) -> str:
@@ -83,8 +86,11 @@ def _in_words(message: str, value: Any, where: str) -> str:
         value = value[key]
     where = where.removeprefix(".")
     if field := re.fullmatch("Object (missing|contains).* field `(.*)`", said):
-        place, missing = f"{where}.{field[2]}".removeprefix("."), field[1] == "missing"
-        return f"{place} is missing" if missing else f"{place} is no known field"
+        place = f"{where}.{field[2]}".removeprefix(".")
+        missing = field[1] == "missing"
+        if missing:
+            return f"{place} is missing"
+        return f"{place} is no known field"
     return str(unexpected(where or "it", value, kind))
 
 
@@ -125,7 +131,13 @@ def unexpected(where: str, value: Any, expected: str) -> ValueError:
     # Of TOML there are dates, too.
     in_full = not isinstance(value, (dict, list)) or not value
     shown = json.dumps(value, default=str) if in_full else "..."
-    kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
+    kind = (
+        "an object"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else ""
+    )
     shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
     return ValueError(f"{where} is {kind or shown}, expected {expected}")
 
@@ -178,10 +190,14 @@ def _names(plan: StorePlan) -> Iterator[tuple[str, str]]:
 def _check_sites(plan: StorePlan) -> None:
     """Check that each site's fields agree, and that aliases are of stored sites."""
     for i, site in enumerate(plan.sites):
-        where, kind, layout = f"plan.sites[{i}]", site.kind, site.layout
+        where = f"plan.sites[{i}]"
+        kind = site.kind
+        layout = site.layout
         if (layout is None) != (kind in ("vector", "raw")):
-            raise ValueError(f"{where} is of kind {kind} {'without' if layout is None else 'with'} "
-                             "a token layout")  # fmt: skip
+            raise ValueError(
+                f"{where} is of kind {kind} {'without' if layout is None else 'with'} "
+                "a token layout"
+            )
         if layout is not None and (layout.grid is None) != (kind == "rows"):
             raise ValueError(f"{where} is of kind {kind}, which its grid contradicts")
         if layout is not None and layout.grid is None and layout.rows < 1:
@@ -195,7 +211,9 @@ def _check_sites(plan: StorePlan) -> None:
     stored = {site.name for site in plan.stored}
     for site in plan.sites:
         if site.alias_of is not None and site.alias_of not in stored:
-            raise ValueError(f"{site.name} is an alias of {site.alias_of}, which is not stored")
+            raise ValueError(
+                f"{site.name} is an alias of {site.alias_of}, which is not stored"
+            )
     if len({site.name for site in plan.sites}) < len(plan.sites):
         raise ValueError("two sites have one name")
 
@@ -206,18 +224,25 @@ def _check_frames(layout: TokenLayout, plan: StorePlan, where: str) -> None:
         what = "grid" if layout.grid is None else "plan.clip"
         raise ValueError(f"{where}.frames is {layout.frames} without a {what}")
     if layout.frames is None and layout.stride_frames is not None:
-        raise ValueError(f"{where}.stride_frames is {layout.stride_frames:g} without frames")
+        raise ValueError(
+            f"{where}.stride_frames is {layout.stride_frames:g} without frames"
+        )
 
 
 def _check_parts(plan: StorePlan) -> None:
     """Check that attention, receptive fields, tiles and clips fit the sites and each other."""
     for i, group in enumerate(plan.attention):
-        blocks, n_heads, grid = group.blocks, group.n_heads, group.layout.grid
+        blocks = group.blocks
+        n_heads = group.n_heads
+        grid = group.layout.grid
         if not blocks or len(blocks) != len(n_heads) or grid is None:
-            raise ValueError(f"plan.attention[{i}] has {len(blocks)} blocks, {len(n_heads)} "
-                             f"numbers of heads and the grid {grid}")  # fmt: skip
+            raise ValueError(
+                f"plan.attention[{i}] has {len(blocks)} blocks, {len(n_heads)} "
+                f"numbers of heads and the grid {grid}"
+            )
         _check_frames(group.layout, plan, f"plan.attention[{i}].layout")
-        body, other = group.layout.body, group.layout.n_prefix and plan.clip is None
+        body = group.layout.body
+        other = group.layout.n_prefix and plan.clip is None
         if group.window is not None and (
             other
             or len(group.window) != len(body)
@@ -238,7 +263,9 @@ def _check_parts(plan: StorePlan) -> None:
             most = f"at most plan.n_images, {plan.n_images}"
             raise unexpected("plan.erf.n_images", plan.erf.n_images, most)
         stored = [site for site in plan.stored if site.layout is not None]
-        with_grid = {site.name for site in stored if site.layout and site.layout.grid is not None}
+        with_grid = {
+            site.name for site in stored if site.layout and site.layout.grid is not None
+        }
         if lost := [name for name in plan.erf.sites if name not in with_grid]:
             raise ValueError(f"plan.erf.sites names {lost[0]}, which has no stored grid")
     if plan.rollout and not plan.attention:
@@ -263,14 +290,22 @@ def _check_canvas(canvas: Canvas, plan: StorePlan) -> None:
         raise unexpected("plan.canvas.min_pixels", canvas.min_pixels, most)
     if (canvas.own_grids and not canvas.is_native) or (canvas.tiles and canvas.is_native):
         what = "tiles" if canvas.is_native else "own_grids"
-        raise ValueError(f"plan.canvas has {what}, which images of {canvas.crop_mode} do not have")
+        raise ValueError(
+            f"plan.canvas has {what}, which images of {canvas.crop_mode} do not have"
+        )
     if not canvas.in_parts:
         return
     more = [plan.sublayers, plan.grams, plan.erf, plan.rollout]
-    more += [plan.attention] if canvas.tiles else [plan.attention_level in ("rows", "full")]
-    layouts = [site.layout for site in plan.sites if site.kind != "vector" or canvas.tiles]
+    more += (
+        [plan.attention] if canvas.tiles else [plan.attention_level in ("rows", "full")]
+    )
+    layouts = [
+        site.layout for site in plan.sites if site.kind != "vector" or canvas.tiles
+    ]
     layouts += [group.layout for group in plan.attention]
-    if any(more) or any(one is None or one.grid is None or one.n_prefix for one in layouts):
+    if any(more) or any(
+        one is None or one.grid is None or one.n_prefix for one in layouts
+    ):
         what = "tiles" if canvas.tiles else "own_grids"
         raise ValueError(f"plan.canvas has {what}, beside what {what} do not have")
 
@@ -286,6 +321,8 @@ def _check_arrays(specs: dict[str, ArraySpec]) -> None:
                 raise ValueError(f"{above} is an array, and {path} would be in it")
         row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
         if spec.per != "once" and row > MOST_ROW_BYTES:
-            raise ValueError(f"{path} has {row} bytes a row, expected at most {MOST_ROW_BYTES}")
+            raise ValueError(
+                f"{path} has {row} bytes a row, expected at most {MOST_ROW_BYTES}"
+            )
     if (chunks := n_places(specs)) > MOST_CHUNKS:
         raise ValueError(f"a slab has {chunks} chunks, expected at most {MOST_CHUNKS}")

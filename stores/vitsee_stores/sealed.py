@@ -53,9 +53,11 @@ def chunk_parts(spec: ArraySpec, box: Box) -> list[ChunkPart]:
     ]
     parts = []
     for index in itertools.product(*touched):
-        inside, target = [], []
+        inside = []
+        target = []
         for i, part, size in zip(index, box, spec.chunks, strict=True):
-            start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
+            start = max(part.start, i * size)
+            stop = min(part.stop, (i + 1) * size)
             inside.append(slice(start - i * size, stop - i * size))
             target.append(slice(start - part.start, stop - part.start))
         parts.append(ChunkPart(index, tuple(inside), tuple(target)))
@@ -72,7 +74,9 @@ class VerifiedChunks:
         manifest: Manifest,
         markers: Mapping[int, Mapping[str, Any]] | None = None,
     ):
-        self.files, self.manifest, self._markers = files, manifest, markers or {}
+        self.files = files
+        self.manifest = manifest
+        self._markers = markers or {}
         self.specs = arrays(manifest.plan)
         self._places = places(self.specs)
         self._rows: dict[int, NDArray[np.uint32]] = {}
@@ -89,7 +93,9 @@ class VerifiedChunks:
         if actual != expected and (
             spec.per == "once" or actual != self.expected(spec, index, again=True)
         ):
-            raise damage(self.files, spec, index, "is not the chunk that was committed here")
+            raise damage(
+                self.files, spec, index, "is not the chunk that was committed here"
+            )
         return block
 
     def expected(self, spec: ArraySpec, index: Sequence[int], again: bool = False) -> int:
@@ -100,7 +106,9 @@ class VerifiedChunks:
             return self.manifest.checksums[spec.path]
         slab = index[0]
         if again or slab not in self._rows:
-            self._rows[slab] = self.read_row(slab, None if again else self._markers.get(slab))
+            self._rows[slab] = self.read_row(
+                slab, None if again else self._markers.get(slab)
+            )
         return int(self._rows[slab][self.place(spec, index)])
 
     def place(self, spec: ArraySpec, index: Sequence[int]) -> int:
@@ -109,16 +117,23 @@ class VerifiedChunks:
             within = within * n + i
         return self._places[spec.path] + within
 
-    def read_row(self, slab: int, marker: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
+    def read_row(
+        self, slab: int, marker: Mapping[str, Any] | None = None
+    ) -> NDArray[np.uint32]:
         """(chunks,) the checksums of a slab's chunks, as sealed by its marker. marker: its
         contents, if already read. Raises StoreError: the marker or the row is missing, damaged, or
         from another slab or store; StoreMismatch: another store is there now."""
-        spec, index = self.specs["checksums"], (slab, 0)
+        spec = self.specs["checksums"]
+        index = (slab, 0)
         if marker is None:
-            marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
+            marker = metadata.read_marker(
+                self.files, slab, self.specs["commits"], self.manifest
+            )
         if marker is None:
             if metadata.read_root(self.files)[0].store_id != self.manifest.store_id:
-                raise StoreMismatch(f"{self.files} was replaced by another store during the work")
+                raise StoreMismatch(
+                    f"{self.files} was replaced by another store during the work"
+                )
             what = "is no sound marker of this slab"
             raise damage(self.files, self.specs["commits"], index, what)
         name = chunk_name(spec, index)
@@ -168,7 +183,9 @@ class VerifiedChunks:
 
         def read(part: ChunkPart) -> None:
             skipped = spec.per != "once" and skip(part.chunk[0])
-            result[part.target] = spec.fill if skipped else self.read(spec, part.chunk)[part.inside]
+            result[part.target] = (
+                spec.fill if skipped else self.read(spec, part.chunk)[part.inside]
+            )
 
         parts = chunk_parts(spec, box)
         if spec.per in ("image", "slab"):
@@ -180,7 +197,9 @@ class VerifiedChunks:
     def _read_rows(self, spec: ArraySpec, slabs: Iterable[int]) -> None:
         """Prefetch these slabs' checksum rows, once each, to read an array."""
         new = [slab for slab in slabs if slab not in self._rows]
-        self._rows.update(zip(new, self.files.each_small(self.read_row, new), strict=True))
+        self._rows.update(
+            zip(new, self.files.each_small(self.read_row, new), strict=True)
+        )
 
     def read_all(self, spec: ArraySpec) -> NDArray[Any]:
         """A whole array. Raises StoreError: a chunk is missing, damaged, or not the one that was
@@ -202,7 +221,8 @@ class SlabChecks:
     """Checks slab after slab: the last four bytes of every chunk; with `deep`, all bytes."""
 
     def __init__(self, chunks: VerifiedChunks, deep: bool):
-        self.chunks, self.deep = chunks, deep
+        self.chunks = chunks
+        self.deep = deep
 
     def problems(self, slab: int) -> Iterator[str]:
         """One line per problem."""
@@ -218,7 +238,11 @@ class SlabChecks:
             yield problem
         chunks = self._chunks(slab)
         ends = dict(
-            zip(chunks, self.chunks.files.each(partial(self._end, row), chunks), strict=True)
+            zip(
+                chunks,
+                self.chunks.files.each(partial(self._end, row), chunks),
+                strict=True,
+            )
         )
         sound = [
             chunk
@@ -229,8 +253,12 @@ class SlabChecks:
         contents = dict(zip(sound, read, strict=True))
         for spec, of_array in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
             indices = [index for _, index in of_array]
-            yield from self._missing(spec, {index: ends[spec, index] for index in indices})
-            checks = [contents[spec, index] for index in indices if (spec, index) in contents]
+            yield from self._missing(
+                spec, {index: ends[spec, index] for index in indices}
+            )
+            checks = [
+                contents[spec, index] for index in indices if (spec, index) in contents
+            ]
             yield from (problem for problem, _ in checks if problem)
             if not_finite := set[int]().union(*(rows for _, rows in checks)):
                 yield _not_finite(spec, slab, not_finite)
@@ -243,13 +271,17 @@ class SlabChecks:
             raise
         except StoreError:
             return False
-        return not any(self.chunks.files.each(partial(self._end, row), self._chunks(slab)))
+        return not any(
+            self.chunks.files.each(partial(self._end, row), self._chunks(slab))
+        )
 
     def _chunks(self, slab: int) -> list[Chunk]:
         specs = [spec for spec in self.chunks.specs.values() if spec.has_slab(slab)]
         return [(spec, index) for spec in specs for index, _ in boxes(spec, slab)]
 
-    def _missing(self, spec: ArraySpec, ends: Mapping[tuple[int, ...], str]) -> Iterator[str]:
+    def _missing(
+        self, spec: ArraySpec, ends: Mapping[tuple[int, ...], str]
+    ) -> Iterator[str]:
         """A line for each damaged end of an array's chunks, and one for all missing chunks."""
         absent = [index for index, what in ends.items() if what == MISSING]
         for index, what in ends.items():
@@ -264,16 +296,21 @@ class SlabChecks:
     def _end(self, row: NDArray[np.uint32], chunk: Chunk) -> str:
         """Check a chunk file's size and trailing checksum; the defect in words, "" if none."""
         spec, index = chunk
-        expected, files = int(row[self.chunks.place(spec, index)]), self.chunks.files
+        expected = int(row[self.chunks.place(spec, index)])
+        files = self.chunks.files
         name = chunk_name(spec, index)
         try:
             size, end = files.read_end(name, CHECKSUM_BYTES)
             check_length(size, spec)
         except (OSError, ValueError) as error:
             return defect(files, name, error)
-        return "" if checksum(end) == expected else "does not have the checksum that was committed"
+        if checksum(end) == expected:
+            return ""
+        return "does not have the checksum that was committed"
 
-    def _contents(self, valid: NDArray[np.bool_] | None, chunk: Chunk) -> tuple[str, set[int]]:
+    def _contents(
+        self, valid: NDArray[np.bool_] | None, chunk: Chunk
+    ) -> tuple[str, set[int]]:
         """Check a chunk's bytes: the defect in words, and the rows with unexpected NaN or inf."""
         spec, index = chunk
         try:
@@ -282,7 +319,9 @@ class SlabChecks:
             raise
         except StoreError as error:
             return without_advice(error, self.chunks.files), set()
-        if block.dtype.kind != "f" or (valid is None and (spec.per == "image" or spec.pairs)):
+        if block.dtype.kind != "f" or (
+            valid is None and (spec.per == "image" or spec.pairs)
+        ):
             return "", set()
         if spec.pairs and valid is not None:
             i, j = (
@@ -311,7 +350,11 @@ class SlabChecks:
         the arrays that say so."""
         specs = self.chunks.specs
         try:
-            n = len(range(*self.chunks.manifest.plan.rows(slab).indices(specs["valid"].shape[0])))
+            n = len(
+                range(
+                    *self.chunks.manifest.plan.rows(slab).indices(specs["valid"].shape[0])
+                )
+            )
             flags = self.chunks.read(specs["valid"], (slab,))[:n].copy()
             count = int(self.chunks.read(specs["n_valid"], (slab,))[0])
             sizes = self.chunks.read(specs["size"], (slab, 0))[:n].copy()
@@ -325,7 +368,9 @@ class SlabChecks:
         elif count != int(flags.sum()):
             wrong = f"n_valid, slab {slab}: is {count}, but {flags.sum()} rows are valid"
         elif (sizes < 0).any() or sizes[flags == 0].any():
-            wrong = f"size, slab {slab}: is negative, or not 0 where no image could be read"
+            wrong = (
+                f"size, slab {slab}: is negative, or not 0 where no image could be read"
+            )
         return flags == 1, wrong
 
 
@@ -342,7 +387,9 @@ def _not_finite(spec: ArraySpec, slab: int, rows: set[int]) -> str:
 def listed(items: Iterable[Any]) -> str:
     """The first few items, and their number."""
     names = [str(item) for item in items]
-    return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f", ... ({len(names)})" if len(names) > SHOWN else ""
+    )
 
 
 def without_advice(error: StoreError, files: Files) -> str:

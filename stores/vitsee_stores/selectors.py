@@ -30,7 +30,9 @@ MOST_OF_A_RANGE = 1000
 ENDS = ("first", "last")
 PLACES = ("stage", "depth")
 # A block's path from the container of its stage on: layer3.0, stages.2.blocks.5, blocks.1.0.
-_STAGE = re.compile(r"(?:^|\.)(?:layer(?P<one>\d+)|(?:stages|layers|blocks)\.(?P<zero>\d+))\..*\d")
+_STAGE = re.compile(
+    r"(?:^|\.)(?:layer(?P<one>\d+)|(?:stages|layers|blocks)\.(?P<zero>\d+))\..*\d"
+)
 
 
 def select_names(
@@ -54,7 +56,9 @@ def select_names(
     without: set[str] = set()
     parts = split_patterns(patterns)
     if not parts:
-        raise SiteError(f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'")
+        raise SiteError(
+            f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'"
+        )
     for part in parts:
         pattern = part.removeprefix(NOT)
         matched = set(_match(pattern, sites, what))
@@ -83,7 +87,11 @@ def select_names(
 
 def split_patterns(patterns: Iterable[str]) -> list[str]:
     """Comma lists as single patterns, ranges as one each; a comma in brackets belongs to a glob."""
-    parts = [part.strip() for pattern in patterns for part in re.split(r",(?![^[]*\])", pattern)]
+    parts = [
+        part.strip()
+        for pattern in patterns
+        for part in re.split(r",(?![^[]*\])", pattern)
+    ]
     return [one for part in parts for one in _each_number(part)]
 
 
@@ -92,9 +100,12 @@ def _each_number(part: str) -> list[str]:
     match = re.search(r"(?<![\d-])(\d{1,6})\.\.(\d{1,6})(?![\d])", part)
     if match is None:
         return [part]
-    first, last = int(match[1]), int(match[2])
+    first = int(match[1])
+    last = int(match[2])
     if not first <= last < first + MOST_OF_A_RANGE:
-        raise SiteError(f"{part!r} is no range; expected two numbers, the smaller one first")
+        raise SiteError(
+            f"{part!r} is no range; expected two numbers, the smaller one first"
+        )
     return [
         one
         for number in range(first, last + 1)
@@ -113,7 +124,9 @@ def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
         return
     matched = list(_named(pattern, {site.name: site.name for site in sites}))
     # Modules' own paths count where no name of vitsee's is meant.
-    yield from matched or _named(pattern, {s.site_path: s.name for s in sites if s.site_path})
+    yield from matched or _named(
+        pattern, {s.site_path: s.name for s in sites if s.site_path}
+    )
 
 
 def _named(pattern: str, names: Mapping[str, str]) -> Iterator[str]:
@@ -148,7 +161,9 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
                 f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)"
             )
         # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
-        by_distance = sorted(candidates, key=lambda site: round(abs(site.rel_depth - place), 9))
+        by_distance = sorted(
+            candidates, key=lambda site: round(abs(site.rel_depth - place), 9)
+        )
         chosen = by_distance[:1]
     else:
         chosen = _of_stage(pattern, text, candidates, what)
@@ -156,9 +171,13 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
     return [site.name for site in candidates if site.block in blocks]
 
 
-def _of_stage(pattern: str, text: str, found: Sequence[SiteSpec], what: str) -> list[SiteSpec]:
+def _of_stage(
+    pattern: str, text: str, found: Sequence[SiteSpec], what: str
+) -> list[SiteSpec]:
     if not re.fullmatch(r"-?\d+", text):
-        raise SiteError(f"{pattern!r} is no stage; expected stage:0, stage:1, ... or stage:-1")
+        raise SiteError(
+            f"{pattern!r} is no stage; expected stage:0, stage:1, ... or stage:-1"
+        )
     stages: dict[int, SiteSpec] = {}
     for site in found:
         match = _STAGE.search(site.block or "")
@@ -166,7 +185,9 @@ def _of_stage(pattern: str, text: str, found: Sequence[SiteSpec], what: str) -> 
             number = int(match["zero"]) if match["one"] is None else int(match["one"]) - 1
             stages[number] = site  # the last one stays
     if len(stages) < 2 and not any(stages):
-        raise SiteError(f"{pattern!r}: this {what} has no stages; name a place by depth:F")
+        raise SiteError(
+            f"{pattern!r}: this {what} has no stages; name a place by depth:F"
+        )
     numbers = range(max(stages) + 1)
     wanted = int(text)
     if not -len(numbers) <= wanted < len(numbers) or numbers[wanted] not in stages:
@@ -203,7 +224,9 @@ def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
             if int(part[1:]) <= len(numbers):
                 number = sorted(numbers)[int(part)]
                 head = before_text.split(".") if before_text else []
-                resolved += _without_negatives([*head, str(number), *parts[place + 1 :]], names)
+                resolved += _without_negatives(
+                    [*head, str(number), *parts[place + 1 :]], names
+                )
         return resolved
     return [".".join(parts)]
 
@@ -246,7 +269,9 @@ class TokenSelection(str):
     __slots__ = ()
 
     @classmethod
-    def parse(cls, text: str | tuple[int, ...], words: Iterable[str] = WORDS) -> TokenSelection:
+    def parse(
+        cls, text: str | tuple[int, ...], words: Iterable[str] = WORDS
+    ) -> TokenSelection:
         """Parse a word or a cell, `ROW,COL` or (row, col), of clips with the frame before them.
 
         Args:
@@ -268,7 +293,9 @@ class TokenSelection(str):
     @property
     def cell(self) -> tuple[int, int] | None:
         """(row, col) if it is a cell of an image or a clip, else None."""
-        return None if (place := parse_place(self)) is None else (place[-2], place[-1])
+        if (place := parse_place(self)) is None:
+            return None
+        return (place[-2], place[-1])
 
     @property
     def frame(self) -> int | None:
@@ -288,12 +315,15 @@ class TokenSelection(str):
 
     def members(self, layout: TokenLayout) -> range:
         """Indices of its tokens among all tokens of the layout; empty if there are none."""
-        n, n_prefix = layout.n_tokens, layout.n_prefix
+        n = layout.n_tokens
+        n_prefix = layout.n_prefix
         if self == "cls":
             return layout.cls_tokens
         if (place := parse_place(self)) is not None:
             body = () if layout.grid is None else layout.body
-            if len(place) != len(body) or any(i >= n for i, n in zip(place, body, strict=True)):
+            if len(place) != len(body) or any(
+                i >= n for i, n in zip(place, body, strict=True)
+            ):
                 return range(0)
             at = 0  # row by row; without numpy, which `vitsee --help` does not load
             for i, n_along in zip(place, body, strict=True):
@@ -313,10 +343,14 @@ class TokenSelection(str):
         if members := self.members(layout):
             return members
         special = {"cls": "class token", "rest": "tokens but the first"}
-        what, counted = special.get(self, f"tokens {str(self)!r}"), ""
+        what = special.get(self, f"tokens {str(self)!r}")
+        counted = ""
         if self.cell is not None:
-            what, counted = f"token {self}", ", counted from 0"
-        raise SiteError(f"{owner} has no {what}: it has {describe_layout(layout)}{counted}")
+            what = f"token {self}"
+            counted = ", counted from 0"
+        raise SiteError(
+            f"{owner} has no {what}: it has {describe_layout(layout)}{counted}"
+        )
 
 
 @dataclass(frozen=True)
@@ -337,7 +371,10 @@ def layout_tokens(layout: TokenLayout) -> tuple[Token, ...]:
         return (*prefix, *(Token(str(i)) for i in range(layout.rows)))
     rows, cols = layout.grid
     if layout.frames is None:
-        return (*prefix, *(Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)))
+        return (
+            *prefix,
+            *(Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)),
+        )
     places = itertools.product(range(layout.frames), range(rows), range(cols))
     return (*prefix, *(Token(f"{t},{r},{c}", r, c, t) for t, r, c in places))
 
@@ -348,4 +385,6 @@ def describe_layout(layout: TokenLayout) -> str:
     if layout.grid is None:
         return f"{prefix} and {layout.rows} rows that are no image grid"
     grid = f"{prefix} and a grid of {layout.grid[0]} x {layout.grid[1]}"
-    return grid if layout.frames is None else f"{grid} at {layout.frames} times"
+    if layout.frames is None:
+        return grid
+    return f"{grid} at {layout.frames} times"

@@ -34,7 +34,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, StoreError, StoreMismatch
+from vitsee_stores.errors import (
+    IncompleteStore,
+    MissingInput,
+    SiteError,
+    StoreError,
+    StoreMismatch,
+)
 from vitsee_stores.folder import files_at
 from vitsee_stores.generations import committed, read_generations
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
@@ -47,7 +53,9 @@ from vitsee_stores.url import Place, Url
 class Store(StoreContents):
     """A store opened for reading, see `open_store`; pickles as its address."""
 
-    def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> LazyArray:
+    def acts(
+        self, site: str, tokens: Tokens = "all", *, partial: bool = False
+    ) -> LazyArray:
         """Activations of one site.
 
         Args:
@@ -98,7 +106,9 @@ class Store(StoreContents):
             return self.array(f"vectors/{spec.name}")
         path = f"pooled/{spec.name}/{kind}"
         if path not in self.arrays:
-            has = "no token layout" if spec.layout is None else describe_layout(spec.layout)
+            has = (
+                "no token layout" if spec.layout is None else describe_layout(spec.layout)
+            )
             what = "class token" if kind == "cls" else f"pooled {kind!r}"
             raise SiteError(f"{self.label}: {spec.name} has no {what}: it has {has}")
         return self.array(path)
@@ -127,7 +137,9 @@ class Store(StoreContents):
         slab's images that `erf_counts` counts, in input pixels. Only the first slabs have any.
         Raises MissingInput: not stored, or not for this site."""
         name = self.site(site).name
-        reason = None if self.plan.erf is None else self.manifest.left_out.get(f"{name} erf")
+        reason = (
+            None if self.plan.erf is None else self.manifest.left_out.get(f"{name} erf")
+        )
         why = _left_out_or(reason, "--erf 256")
         missing = f"{self.label} has no receptive field of {name} ({why})"
         return self.array(f"erf/{name}", missing=missing)
@@ -136,7 +148,9 @@ class Store(StoreContents):
         """(erf slabs,) int64: number of valid images summed in `erf`, 0 for an uncommitted slab.
         Raises MissingInput: the store has no receptive fields."""
         how = f"extract them with --erf 256 {ELSEWHERE}"
-        return self.array("erf/count", missing=f"{self.label} keeps no receptive fields ({how})")
+        return self.array(
+            "erf/count", missing=f"{self.label} keeps no receptive fields ({how})"
+        )
 
     def weights(self, name: str) -> NDArray[np.float32]:
         """One of the model's small weights (listed in FORMAT.md): `filters`, `positions`,
@@ -203,7 +217,9 @@ class Store(StoreContents):
         pixels = self.array("input", missing=missing)
         mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
         if not len(mean) == len(std) == 3 or 0 in std:
-            raise StoreError(f"{self.place} does not say with what mean and std it was normalised")
+            raise StoreError(
+                f"{self.place} does not say with what mean and std it was normalised"
+            )
         return NormalisedInputs(pixels, self.valid, mean, std)
 
     def slabs(self, images: int | None = None) -> Iterator[Slab]:
@@ -237,7 +253,9 @@ class Slab:
         """(rows,) which rows hold an image."""
         return self.store.valid[self.rows]
 
-    def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> NDArray[Any]:
+    def acts(
+        self, site: str, tokens: Tokens = "all", *, partial: bool = False
+    ) -> NDArray[Any]:
         return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
@@ -266,7 +284,14 @@ class Slab:
 
 # Summaries of attention that are one number for each image and head, whatever the image's grid.
 BY_IMAGE = (
-    *("distance_px", "distance_px_raw", "distance_unit", "entropy", "prefix_mass", "query_std"),
+    *(
+        "distance_px",
+        "distance_px_raw",
+        "distance_unit",
+        "entropy",
+        "prefix_mass",
+        "query_std",
+    ),
     *("head_std", "qk_nmi", "n_queries"),
 )
 # A store that is there takes more sites and images only.
@@ -274,7 +299,9 @@ ELSEWHERE = "-o NEW.zarr"
 
 
 def _left_out_or(reason: str | None, option: str) -> str:
-    return f"left out: {reason}" if reason else f"extract it with {option} {ELSEWHERE}"
+    if reason:
+        return f"left out: {reason}"
+    return f"extract it with {option} {ELSEWHERE}"
 
 
 def no_whole_grid(store: StoreContents) -> SiteError:
@@ -293,7 +320,10 @@ def no_whole_grid(store: StoreContents) -> SiteError:
 
 
 def open_store(
-    path: str | os.PathLike[str] | Url, *, allow_partial: bool = False, label: str | None = None
+    path: str | os.PathLike[str] | Url,
+    *,
+    allow_partial: bool = False,
+    label: str | None = None,
 ) -> Store:
     """Open the store at `path`.
 
@@ -311,7 +341,10 @@ def open_store(
 
 
 def _opened(
-    path: str | os.PathLike[str] | Url, allow_partial: bool, label: str | None, last: int | None
+    path: str | os.PathLike[str] | Url,
+    allow_partial: bool,
+    label: str | None,
+    last: int | None,
 ) -> Store:
     """`open_store`, of at most `last` generations."""
     every = read_generations(files_at(path))
@@ -340,7 +373,9 @@ def _address(store: Store) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=16)
-def _at(place: Place, label: str, store_id: str, generation: int, flags: bytes | None) -> Store:
+def _at(
+    place: Place, label: str, store_id: str, generation: int, flags: bytes | None
+) -> Store:
     """Reopen a pickled store with the generations that it had; if unfinished, with the slabs that
     were committed when it was pickled. Raises StoreMismatch: another store is there now."""
     store = _opened(place, flags is not None, label, generation)
@@ -382,7 +417,8 @@ def _first_difference(a: Store, b: Store) -> str:
     if a.n_images != b.n_images:
         return f"{a.n_images} images against {b.n_images}"
     for what in ("id", "label"):
-        ours, theirs = getattr(a.samples, what), getattr(b.samples, what)
+        ours = getattr(a.samples, what)
+        theirs = getattr(b.samples, what)
         rows = np.flatnonzero(ours != theirs)
         if rows.size:
             row = int(rows[0])

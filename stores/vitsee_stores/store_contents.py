@@ -127,9 +127,12 @@ class StoreContents:
     def revision_of(self, site: str) -> str:
         """Digest of the commit markers of a site's slabs; changes when one is rewritten or added,
         and not when other sites are."""
-        name, used = self.site(site).name, {1: list(range(self.n_slabs))}
+        name = self.site(site).name
+        used = {1: list(range(self.n_slabs))}
         if isinstance(self.chunks, GrownChunks):
-            folders = tuple(f"{folder}/{name}" for folder in ("acts", "vectors", "pooled"))
+            folders = tuple(
+                f"{folder}/{name}" for folder in ("acts", "vectors", "pooled")
+            )
             path = next(path for path in self.arrays if path.startswith(folders))
             used = self.chunks.used(path)
         return revision(self.generations, used)
@@ -178,7 +181,9 @@ class StoreContents:
         than their canvas. Unreadable images count as filling it. Raises MissingInput: the store
         uses a canvas and does not record image sizes."""
         canvas = self.plan.canvas
-        return np.ones(self.n_images, np.bool_) if canvas is None else canvas.filled(self.sizes)
+        if canvas is None:
+            return np.ones(self.n_images, np.bool_)
+        return canvas.filled(self.sizes)
 
     # sites and arrays -------------------------------------------------------------------------
 
@@ -187,7 +192,9 @@ class StoreContents:
         Raises SiteError: a pattern without a match."""
         patterns = [patterns] if isinstance(patterns, str) else patterns
         hint = f"vitsee info {shlex.quote(str(self.place))}"
-        return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
+        return select_names(
+            patterns, self.plan.sites, what=f"store, {self.label}", hint=hint
+        )
 
     def site(self, name: str) -> SiteSpec:
         """The stored site for one name, an alias or `blocks.-1.out`. Raises MissingInput: the store
@@ -197,7 +204,9 @@ class StoreContents:
             try:
                 (site,) = self.select([name])
             except SiteError as error:
-                raise MissingInput(f"{self.label}: {error}; extract adds it with --sites") from None
+                raise MissingInput(
+                    f"{self.label}: {error}; extract adds it with --sites"
+                ) from None
             except ValueError:
                 raise SiteError(f"{name!r} names several sites; expected one") from None
         return self.sites[site.alias_of] if site.alias_of else site
@@ -230,16 +239,21 @@ def token_array(
 ) -> LazyArray:
     """The array that `Store.acts` describes, for a site whose tokens are all stored. Raises
     SiteError: the site has no such tokens."""
-    owner, folder = f"{store.label}: {spec.name}", f"acts/{spec.name}"
+    owner = f"{store.label}: {spec.name}"
+    folder = f"acts/{spec.name}"
     body = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
     chosen = TokenSelection.parse(tokens)
     members = chosen.require(layout, owner)
     if chosen == "patches" and layout.grid is None:
-        raise SiteError(f"{owner} has no tokens 'patches': it has {describe_layout(layout)}")
+        raise SiteError(
+            f"{owner} has no tokens 'patches': it has {describe_layout(layout)}"
+        )
     prefix = store.array(f"{folder}/prefix") if layout.prefix else None
     if chosen in ("all", "each", "mean-all", "rest"):
         everything = TokenArray(prefix, store.array(body))
-        return LazyTokenMean(everything, members.start) if chosen.is_mean else everything
+        if chosen.is_mean:
+            return LazyTokenMean(everything, members.start)
+        return everything
     if chosen == "patches":
         return store.array(body)
     if chosen == "prefix" and prefix is not None:

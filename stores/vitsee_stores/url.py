@@ -61,9 +61,13 @@ def parse_place(place: str | os.PathLike[str] | Url) -> Place:
     if scheme not in SCHEMES:
         expected = ", ".join(f"{known}://" for known in SCHEMES)
         raise StoreError(f"{text}: stores are in folders or at URLs with {expected}")
-    bucket, *parts = (part for part in rest.split("/") if part) if rest.strip("/") else ("",)
+    bucket, *parts = (
+        (part for part in rest.split("/") if part) if rest.strip("/") else ("",)
+    )
     if not bucket or not parts or {".", ".."} & {*parts} or re.search(r"[?#]", rest):
-        raise StoreError(f"{text} names no store; expected {scheme}://BUCKET/FOLDER/NAME.zarr")
+        raise StoreError(
+            f"{text} names no store; expected {scheme}://BUCKET/FOLDER/NAME.zarr"
+        )
     return Url(scheme, bucket, "/".join(parts))
 
 

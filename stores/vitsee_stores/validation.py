@@ -27,7 +27,7 @@ from vitsee_stores.generations import (
     read_generations,
 )
 from vitsee_stores.layout import ArraySpec
-from vitsee_stores.manifest import ATTRIBUTE, Manifest, few
+from vitsee_stores.manifest import ATTRIBUTE, Manifest, abbreviate
 from vitsee_stores.samples import samples_from_arrays
 from vitsee_stores.sealed import SlabChecks, VerifiedChunks, listed, without_advice
 from vitsee_stores.url import Url
@@ -63,7 +63,9 @@ def validate(
     return list(dict.fromkeys(problems))
 
 
-def _of_generations(files: Files, deep: bool, report: Callable[[int, int], None]) -> Iterator[str]:
+def _of_generations(
+    files: Files, deep: bool, report: Callable[[int, int], None]
+) -> Iterator[str]:
     """The problems of what was added to a complete store, each behind its folder; and of how the
     generations fit."""
     begun = numbers(files)
@@ -79,7 +81,9 @@ def _of_generations(files: Files, deep: bool, report: Callable[[int, int], None]
         for line in _problems(own, manifest, complete, deep, report):
             yield f"{FOLDER}/{number}: {line}"
     try:
-        found = [one for one in read_generations(files) if one.number == 1 or one.published]
+        found = [
+            one for one in read_generations(files) if one.number == 1 or one.published
+        ]
         if len(found) > 1:
             yield from _same_images(found)
     except Unreachable:
@@ -122,17 +126,24 @@ def remedy(damage: Sequence[str]) -> str:
         if (match := re.search(pattern, line)) is None:
             return ""
         slabs.add((match[1] or "", int(match[2])))
-    markers = [os.path.join(folder, f"commits/c.{slab}.0") for folder, slab in sorted(slabs)]
+    markers = [
+        os.path.join(folder, f"commits/c.{slab}.0") for folder, slab in sorted(slabs)
+    ]
     those = "that slab" if len(slabs) == 1 else "those slabs"
-    return (
-        f"delete {few(markers)}, then repeat the vitsee extract command: it makes {those} again"
-        if markers
-        else ""
-    )
+    if markers:
+        return (
+            f"delete {abbreviate(markers)}, then repeat the vitsee extract command: it "
+            f"makes {those} again"
+        )
+    return ""
 
 
 def _problems(
-    files: Files, manifest: Manifest, complete: bool, deep: bool, report: Callable[[int, int], None]
+    files: Files,
+    manifest: Manifest,
+    complete: bool,
+    deep: bool,
+    report: Callable[[int, int], None],
 ) -> Iterator[str]:
     chunks = VerifiedChunks(files, manifest)
     committed = list(metadata.read_markers(files, manifest))
@@ -157,7 +168,9 @@ def _markers(
         yield f"commits: the store is marked complete, but has no sound marker of slab {missing}"
     if not complete:
         names = metadata.list_names(files, "commits")
-        for slab in sorted(metadata.numbers(names, manifest.plan.n_slabs) - set(committed)):
+        for slab in sorted(
+            metadata.numbers(names, manifest.plan.n_slabs) - set(committed)
+        ):
             yield (
                 f"commits, slab {slab}: c.{slab}.0 is damaged, or that of another slab or store: "
                 "the slab does not count as committed"
@@ -179,7 +192,9 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
             return "is no JSON"
         return actual if isinstance(actual, dict) else "is no JSON object"
 
-    for path, actual in zip(expected, files.each_small(read, list(expected)), strict=True):
+    for path, actual in zip(
+        expected, files.each_small(read, list(expected)), strict=True
+    ):
         what = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         if isinstance(actual, str):
             yield f"{what} {actual}"
@@ -193,14 +208,17 @@ def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Itera
     """The places where a zarr.json differs; fields that only this zarr version writes may be
     absent."""
     for key in dict.fromkeys([*document, *found]):
-        is_, should = found.get(key, OPTIONAL.get(key)), document.get(key, OPTIONAL.get(key))
+        is_ = found.get(key, OPTIONAL.get(key))
+        should = document.get(key, OPTIONAL.get(key))
         if key not in found and key not in OPTIONAL and key not in KEYS:
             continue
         if _text(is_) != _text(should) or (key not in found and key not in OPTIONAL):
             yield f"says {_short(key)} {_text(is_)}, expected {_text(should)}"
 
 
-def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
+def _foreign_files(
+    files: Files, specs: Mapping[str, ArraySpec], complete: bool
+) -> Iterator[str]:
     folders = {*documents(specs), *({FOLDER} if complete else ())}
     unlisted: list[OSError] = []
     for path, below, names in files.walk(unlisted.append):
@@ -212,7 +230,9 @@ def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool)
                 below.remove(name)
                 yield f"{_short(inner)}: is no part of the store"
         # Hidden files are left by file systems and desktops (.nfs*, .DS_Store).
-        for name in sorted(n for n in names if n != metadata.ZARR_JSON and not n.startswith(".")):
+        for name in sorted(
+            n for n in names if n != metadata.ZARR_JSON and not n.startswith(".")
+        ):
             if path in specs and _is_chunk(name, specs[path]):
                 continue
             inner = _short(f"{path}/{name}" if path else name)

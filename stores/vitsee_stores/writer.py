@@ -93,7 +93,10 @@ class StoreWriter:
                 writer = cls.join(path, durable=durable)
                 if writer is None:
                     raise StoreError(f"cannot make {path}: {reason(error)}") from None
-        fields = {"samples_fingerprint": manifest.samples_fingerprint, **manifest.identity}
+        fields = {
+            "samples_fingerprint": manifest.samples_fingerprint,
+            **manifest.identity,
+        }
         stored = writer.manifest
         check_identity(
             {"samples_fingerprint": stored.samples_fingerprint, **stored.identity}, fields
@@ -210,7 +213,9 @@ class StoreWriter:
         checks = SlabChecks(VerifiedChunks(self.files, self.manifest), deep=False)
         if checks.agree(k):
             return True
-        time.sleep(random.uniform(0, 0.2 * 2**attempt))  # the other process may be about to commit
+        time.sleep(
+            random.uniform(0, 0.2 * 2**attempt)
+        )  # the other process may be about to commit
         return checks.agree(k)
 
     def finish(self) -> bool:
@@ -249,13 +254,17 @@ class StoreWriter:
         if missing := [path for path in specs if path not in given]:
             raise StoreError(f"slab {k} lacks {', '.join(missing)}")
         if unknown := [path for path in given if path not in specs]:
-            raise StoreError(f"slab {k} has arrays that are not in the plan: {', '.join(unknown)}")
+            raise StoreError(
+                f"slab {k} has arrays that are not in the plan: {', '.join(unknown)}"
+            )
         rows = self.plan.rows(k)
         jobs = []
         for path, spec in specs.items():
             n = (rows.stop - rows.start,) if spec.per == "image" else ()
             array = np.asarray(given[path])
-            if array.shape != (*n, *spec.shape[1:]) or array.dtype != np.dtype(spec.dtype):
+            if array.shape != (*n, *spec.shape[1:]) or array.dtype != np.dtype(
+                spec.dtype
+            ):
                 raise StoreError(
                     f"slab {k}: {path} is {array.dtype} {array.shape}, expected "
                     f"{spec.dtype} {(*n, *spec.shape[1:])}"
@@ -273,7 +282,9 @@ class StoreWriter:
         own checksum."""
         with self.files.writing() as put:
 
-            def write(job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]]) -> tuple[int, int]:
+            def write(
+                job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]],
+            ) -> tuple[int, int]:
                 spec, index, values = job
                 pieces = encode(padded(values, spec), spec)
                 return put(chunk_name(spec, index), pieces), checksum(bytes(pieces[-1]))
@@ -286,14 +297,16 @@ class StoreWriter:
             row_size, row_sum = write((sealed, (k, 0), row))
         return sum(size for size, _ in written) + row_size, row_sum
 
-    def _sweep(self, chosen: Callable[[str], bool], slabs: Sequence[int] | None = None) -> int:
+    def _sweep(
+        self, chosen: Callable[[str], bool], slabs: Sequence[int] | None = None
+    ) -> int:
         """Remove temporary files, only of these slabs if given; returns how many."""
         wanted = None if slabs is None else set(map(str, slabs))
 
         def swept(path: str) -> bool:
-            return (wanted is None or os.path.basename(path).split(".")[1] in wanted) and chosen(
-                path
-            )
+            return (
+                wanted is None or os.path.basename(path).split(".")[1] in wanted
+            ) and chosen(path)
 
         return self.files.sweep(("", *self.arrays), swept)
 

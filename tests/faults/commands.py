@@ -30,19 +30,25 @@ class Command:
             moment(trial.rng, process, self.seconds, begun)
             killed(process, trial.ended)
             return
-        done = start(trial.run, self.words(path), path.parent, trial.rng.randint(1, self.steps))
+        done = start(
+            trial.run, self.words(path), path.parent, trial.rng.randint(1, self.steps)
+        )
         code = done.end().code
         assert code in (0, -signal.SIGKILL), done.end().stderr
         trial.ended("resumed" if code else "ended before the signal")
 
 
-def start(run: Server, words: list[object], below: Path, at: int, log: str = "") -> Process:
+def start(
+    run: Server, words: list[object], below: Path, at: int, log: str = ""
+) -> Process:
     """The command, to be killed before that change of the disk below a folder; 0: never."""
     env = {"VITSEE_DIE_BELOW": str(below), "VITSEE_DIE_AT": str(at), "VITSEE_STEPS": log}
     return run.start(*words, env=env, before="tests.faults.hooks:die_at_a_step")
 
 
-def undisturbed(run: Server, words: Callable[[Path], list[object]], path: Path) -> Command:
+def undisturbed(
+    run: Server, words: Callable[[Path], list[object]], path: Path
+) -> Command:
     """Run a command to its end."""
     path.parent.mkdir(exist_ok=True)
     log, started = path.parent.with_suffix(".steps"), time.monotonic()

@@ -66,9 +66,15 @@ def whole(run: Server, images: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def trial(
-    request: pytest.FixtureRequest, run: Server, images: Path, whole: Whole, tmp_path: Path
+    request: pytest.FixtureRequest,
+    run: Server,
+    images: Path,
+    whole: Whole,
+    tmp_path: Path,
 ) -> Trial:
-    seed = getattr(request.node, "callspec", None) and request.node.callspec.params.get("seed", 0)
+    seed = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+        "seed", 0
+    )
     ended = request.getfixturevalue("ended")
     return Trial(run, images, whole, tmp_path, random.Random(seed or 0), ended)
 
@@ -103,14 +109,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{'fault':{width}}  trials  how they ended")
         for name, counts in sorted(found.items()):
             how = ", ".join(f"{end} {n}" for end, n in sorted(counts.items()))
-            terminalreporter.write_line(f"{name:{width}}  {sum(counts.values()):6}  {how}")
+            terminalreporter.write_line(
+                f"{name:{width}}  {sum(counts.values()):6}  {how}"
+            )
 
 
 @pytest.fixture(scope="session")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store whose Gram matrices take a while."""
     layout = TokenLayout(("cls",), (2, 2), stride_px=(16.0, 16.0))
-    sites = tuple(tokens_site(f"blocks.{i}.out", layout, dim=64, depth=i) for i in range(6))
+    sites = tuple(
+        tokens_site(f"blocks.{i}.out", layout, dim=64, depth=i) for i in range(6)
+    )
     path = tmp_path_factory.mktemp("many") / "many.zarr"
     write(path, StorePlan(1500, 250, "none", sites))
     return path

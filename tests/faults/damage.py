@@ -62,7 +62,9 @@ class Trials:
                 ended["validate --deep finds"] += deep
                 ended[f"readers: {outcome}"] += 1
                 if not deep or outcome == "other numbers":
-                    names = ", ".join(str(path.relative_to(self.store)) for path, _ in undo)
+                    names = ", ".join(
+                        str(path.relative_to(self.store)) for path, _ in undo
+                    )
                     print(f"{kind}: {names}: {outcome}, found: {deep}", file=sys.stderr)
             for path, data in undo:
                 path.write_bytes(data)
@@ -81,7 +83,11 @@ class Trials:
             now = read(self.store)
         except VitseeError:
             return "refused"
-        if any(now[name] != value for name, value in self.before.items() if now[name] is not None):
+        if any(
+            now[name] != value
+            for name, value in self.before.items()
+            if now[name] is not None
+        ):
             return "other numbers"
         return "refused" if any(value is None for value in now.values()) else "unaffected"
 
@@ -89,9 +95,13 @@ class Trials:
         """One chunk, row or marker where it does not belong."""
         target, rng = self.rng_chunk(), self.random
         size = target.stat().st_size
-        alike = [path for path in self.chunks if path.stat().st_size == size and path != target]
+        alike = [
+            path for path in self.chunks if path.stat().st_size == size and path != target
+        ]
         action = rng.choice(("swap", "copy", "foreign", "foreign slab"))
-        if action == "foreign slab":  # all of a slab but, half the time, its marker or its row
+        if (
+            action == "foreign slab"
+        ):  # all of a slab but, half the time, its marker or its row
             ending = f"c.{rng.randrange(2)}"
             left = rng.choice(("commits", "checksums", "", ""))
             paths = [
@@ -123,7 +133,9 @@ class Trials:
     def metadata_bit(self) -> Undo:
         """One bit of a zarr.json (half the time the root's) after which another value is read; of
         `complete` alone nobody can know what it was."""
-        target = self.random.choice((self.documents[-1], self.random.choice(self.documents)))
+        target = self.random.choice(
+            (self.documents[-1], self.random.choice(self.documents))
+        )
         target = self.random.choice((self.store / "zarr.json", target))
         before = target.read_bytes()
         while True:
@@ -193,14 +205,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Damage stores, and see what finds it.")
     parser.add_argument("trials", type=int, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grown", action="store_true", help="stores of three generations")
+    parser.add_argument(
+        "--grown", action="store_true", help="stores of three generations"
+    )
     arguments = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory(prefix="damage-") as folder:
         trials = Trials(Path(folder), arguments.seed, arguments.grown)
         for kind in KINDS:
             ended = trials.run(kind, arguments.trials)
-            print(f"{kind}: " + ", ".join(f"{what} {n}" for what, n in sorted(ended.items())))
+            print(
+                f"{kind}: "
+                + ", ".join(f"{what} {n}" for what, n in sorted(ended.items()))
+            )
             failed |= ended["validate --deep finds"] < ended["trials"]
             failed |= "readers: other numbers" in ended
     sys.exit(failed)

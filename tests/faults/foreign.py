@@ -35,17 +35,30 @@ from tests.faults.fuzz import DEEP, Changes, Hang
 from vitsee_cli.main import main as vitsee
 from vitsee_cli.recipe_steps import check_steps
 from vitsee_core.features.imports import read_arrays, read_ids
-from vitsee_core.truth.masks import open_masks
-from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import Study
 from vitsee_core.tables.results import read_result
+from vitsee_core.truth.masks import open_masks
+from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_stores.errors import VitseeError
 
 SECONDS, MEMORY = 20, 6 << 30
 CELLS = (
-    *("1", "-2.5", "1,5", "1.234,5", "1_000", "nan", "inf", "-Infinity", "NA", "", " ", " 3 "),
+    *(
+        "1",
+        "-2.5",
+        "1,5",
+        "1.234,5",
+        "1_000",
+        "nan",
+        "inf",
+        "-Infinity",
+        "NA",
+        "",
+        " ",
+        " 3 ",
+    ),
     *(
         "x",
         '"',
@@ -63,7 +76,18 @@ CELLS = (
         "é",
         "\ud7ff",
     ),
-    *("9" * 400, "1e400", "x" * 200_000, "a\nb", "a\rb", "true", "None", "0x10", "١٢", "[1, 2]"),
+    *(
+        "9" * 400,
+        "1e400",
+        "x" * 200_000,
+        "a\nb",
+        "a\rb",
+        "true",
+        "None",
+        "0x10",
+        "١٢",
+        "[1, 2]",
+    ),
 )
 NAMES = (
     "store",
@@ -141,7 +165,9 @@ class Tables(Foreign):
 
     def variant(self) -> Path:
         rng = self.random
-        ending = rng.choice((".csv", ".csv", ".csv", ".tsv", ".csv.gz", ".json", ".parquet"))
+        ending = rng.choice(
+            (".csv", ".csv", ".csv", ".tsv", ".csv.gz", ".json", ".parquet")
+        )
         data = self._sound(ending) if rng.random() < 0.6 else self._odd(ending)
         if rng.random() < 0.4:
             data = self.noise(data) if data else data
@@ -160,7 +186,9 @@ class Tables(Foreign):
         odd = rng.choice((None, float("nan"), 0.0, 1e300))
         columns: dict[str, Any] = {
             "id": [f"image {i}" for i in range(n)],
-            rng.choice(("site", "label")): [rng.choice(("a", "b, c", "é")) for _ in range(n)],
+            rng.choice(("site", "label")): [
+                rng.choice(("a", "b, c", "é")) for _ in range(n)
+            ],
             "value": [rng.choice((odd, rng.random())) for _ in range(n)],
             "row": list(range(n)),
         }
@@ -173,7 +201,9 @@ class Tables(Foreign):
     def _sound(self, ending: str) -> bytes:
         frame, buffer = self._frame(), io.BytesIO()
         if ending == ".parquet":
-            compression = self.random.choice(("zstd", "uncompressed", "snappy", "gzip", "lz4"))
+            compression = self.random.choice(
+                ("zstd", "uncompressed", "snappy", "gzip", "lz4")
+            )
             frame.write_parquet(buffer, compression=compression)  # type: ignore[arg-type]
             return buffer.getvalue()
         if ending == ".json":
@@ -181,7 +211,9 @@ class Tables(Foreign):
         flat = frame.drop("lists", strict=False)
         flat.write_csv(buffer, separator=self.random.choice(",;\t|"))
         data = buffer.getvalue()
-        data = data.replace(b"\n", self.random.choice((b"\n", b"\n", b"\r\n", b"\r", b"\n\n")))
+        data = data.replace(
+            b"\n", self.random.choice((b"\n", b"\n", b"\r\n", b"\r", b"\n\n"))
+        )
         return gzip.compress(data) if ending == ".csv.gz" else data
 
     def _odd(self, ending: str) -> bytes:
@@ -197,7 +229,9 @@ class Tables(Foreign):
         quote = rng.choice(("", "", '"'))
         lines = [separator.join(f"{quote}{cell}{quote}" for cell in row) for row in rows]
         text = rng.choice(("\n", "\r\n", "\r")).join(lines)
-        encoding = rng.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1"))
+        encoding = rng.choice(
+            ("utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1")
+        )
         data = text.encode(encoding, "replace")
         return gzip.compress(data) if ending == ".csv.gz" else data
 
@@ -245,13 +279,39 @@ HOSTILE = (
         "-o",
         "--",
     ),
-    *("-o /tmp/elsewhere/x.csv", "norms a.zarr -o ../../../x.csv", "norms a.zarr -o", "", " ", "'"),
-    *("norms a.zarr -o/tmp/elsewhere/x.csv", "norms a.zarr --output=/tmp/elsewhere/x.csv"),
-    *("norms a.zarr --png /tmp/elsewhere/x.png", "concepts a.zarr --save /tmp/elsewhere/x.npz"),
-    *("cka a.zarr ../../other", "cka a.zarr b.zarr --cache /tmp/elsewhere", "{few}", "{none}", "{"),
-    *("norms a.zarr -qo /tmp/elsewhere/x.csv", "best-layer p.csv --table /tmp/elsewhere/t.csv"),
+    *(
+        "-o /tmp/elsewhere/x.csv",
+        "norms a.zarr -o ../../../x.csv",
+        "norms a.zarr -o",
+        "",
+        " ",
+        "'",
+    ),
+    *(
+        "norms a.zarr -o/tmp/elsewhere/x.csv",
+        "norms a.zarr --output=/tmp/elsewhere/x.csv",
+    ),
+    *(
+        "norms a.zarr --png /tmp/elsewhere/x.png",
+        "concepts a.zarr --save /tmp/elsewhere/x.npz",
+    ),
+    *(
+        "cka a.zarr ../../other",
+        "cka a.zarr b.zarr --cache /tmp/elsewhere",
+        "{few}",
+        "{none}",
+        "{",
+    ),
+    *(
+        "norms a.zarr -qo /tmp/elsewhere/x.csv",
+        "best-layer p.csv --table /tmp/elsewhere/t.csv",
+    ),
     *("norms s3://bucket/x.zarr", "retrieve a.zarr --export-queries /tmp/elsewhere/q"),
-    *("/bin/true", "export a.zarr -o /tmp/elsewhere/x.npy", "cache --remove /tmp/elsewhere"),
+    *(
+        "/bin/true",
+        "export a.zarr -o /tmp/elsewhere/x.npy",
+        "cache --remove /tmp/elsewhere",
+    ),
     *(
         "--data demo:test -o /tmp/elsewhere/x",
         "--data demo:test --erf x",
@@ -265,7 +325,16 @@ HOSTILE = (
         "x" * 5000,
     ),
 )
-DATES = ("1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "inf", "nan", "-0", "0x10", "9" * 30)
+DATES = (
+    "1979-05-27",
+    "07:32:00",
+    "1979-05-27T07:32:00Z",
+    "inf",
+    "nan",
+    "-0",
+    "0x10",
+    "9" * 30,
+)
 
 
 class Studies(Foreign):
@@ -278,7 +347,9 @@ class Studies(Foreign):
                 self._hostile(tree)
             else:
                 self.change(tree)
-        text = "\n".join(f"{_toml(key)} = {self._value(value)}" for key, value in tree.items())
+        text = "\n".join(
+            f"{_toml(key)} = {self._value(value)}" for key, value in tree.items()
+        )
         data = text.encode("utf-8", "replace")
         if rng.random() < 0.15:
             data = self.noise(data)
@@ -296,7 +367,9 @@ class Studies(Foreign):
             inner = place.values() if isinstance(place, dict) else place
             places += [item for item in inner if isinstance(item, (dict, list)) and item]
         place, rng = self.random.choice(places), self.random
-        key = rng.choice(list(place) if isinstance(place, dict) else list(range(len(place))))
+        key = rng.choice(
+            list(place) if isinstance(place, dict) else list(range(len(place)))
+        )
         if isinstance(place, dict) and rng.random() < 0.3:
             place[rng.choice(HOSTILE)] = place.pop(key)
         else:
@@ -311,7 +384,9 @@ class Studies(Foreign):
         if rng.random() < 0.003:
             return "{ " + "a." * rng.choice((10, 50_000)) + "a = 1 }"
         if isinstance(value, dict):
-            items = (f"{_toml(str(key))} = {self._value(item)}" for key, item in value.items())
+            items = (
+                f"{_toml(str(key))} = {self._value(item)}" for key, item in value.items()
+            )
             return "{ " + ", ".join(items) + " }"
         if isinstance(value, list):
             return "[" + ", ".join(self._value(item) for item in value) + "]"
@@ -334,7 +409,9 @@ class Studies(Foreign):
             for option, value in zip(step.words, step.words[1:], strict=False):
                 if option in ("-o", "--output", "--png", "--save", "--cache", "--table"):
                     assert _is_below(Path(value), folder), step
-            assert not any("elsewhere" in word for word in step.words if word[:1] == "-"), step
+            assert not any(
+                "elsewhere" in word for word in step.words if word[:1] == "-"
+            ), step
 
 
 def _is_below(path: Path, folder: Path) -> bool:
@@ -347,8 +424,22 @@ def _toml(text: str) -> str:
 
 SQUARE = [[1, 1, 3, 1, 3, 3, 1, 3]]
 SHAPES: tuple[Any, ...] = (
-    *(SQUARE, [], None, "", "x", [[]], [[0.1, 0.1, 0.5, 0.1, 0.5, 0.5]], [[1, 1, 3]], [1, 1, 3, 3]),
-    *({"counts": [20, 4], "size": [4, 6]}, {"counts": "h0", "size": [4, 6]}, {"counts": "P" * 50}),
+    *(
+        SQUARE,
+        [],
+        None,
+        "",
+        "x",
+        [[]],
+        [[0.1, 0.1, 0.5, 0.1, 0.5, 0.5]],
+        [[1, 1, 3]],
+        [1, 1, 3, 3],
+    ),
+    *(
+        {"counts": [20, 4], "size": [4, 6]},
+        {"counts": "h0", "size": [4, 6]},
+        {"counts": "P" * 50},
+    ),
     *({"counts": [10**10], "size": [10**5, 10**5]}, {"counts": [24], "size": ["4", "6"]}),
     *([[1e308, 1, 3, 1, 3, 3]], [[float("nan")] * 6], [["1", "1", "3", "1", "3", "3"]]),
 )
@@ -366,11 +457,17 @@ class Annotations(Foreign):
 
     def variant(self) -> Path:
         rng = self.random
-        images = [{"id": i, "file_name": f"{i}.jpg", "height": 4, "width": 6} for i in (1, 2)]
-        categories = [{"id": i, "name": name, "isthing": 1} for i, name in ((1, "cat"), (2, "dog"))]
+        images = [
+            {"id": i, "file_name": f"{i}.jpg", "height": 4, "width": 6} for i in (1, 2)
+        ]
+        categories = [
+            {"id": i, "name": name, "isthing": 1} for i, name in ((1, "cat"), (2, "dog"))
+        ]
         if rng.random() < 0.3:
             segments = [{"id": 5, "category_id": 1, "iscrowd": 0}]
-            annotations = [{"image_id": 1, "file_name": "a.png", "segments_info": segments}]
+            annotations = [
+                {"image_id": 1, "file_name": "a.png", "segments_info": segments}
+            ]
         else:
             annotations = [
                 {"id": k, "image_id": rng.choice((1, 2, "1", 2, 7)), "category_id": 1 + k % 2,
@@ -381,9 +478,13 @@ class Annotations(Foreign):
         tree = {"images": images, "annotations": annotations, "categories": categories}
         for _ in range(rng.choice((0, 1, 1, 2))):
             self.change(tree)
-        text = json.dumps(tree).replace(json.dumps(DEEP), "[" * rng.choice((100, 100_000)))
+        text = json.dumps(tree).replace(
+            json.dumps(DEEP), "[" * rng.choice((100, 100_000))
+        )
         path = self.folder / "a.json"
-        path.write_bytes(self.noise(text.encode()) if rng.random() < 0.1 else text.encode())
+        path.write_bytes(
+            self.noise(text.encode()) if rng.random() < 0.1 else text.encode()
+        )
         return path
 
     def readers(self) -> dict[str, Callable[[Path], object]]:

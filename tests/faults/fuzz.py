@@ -54,7 +54,17 @@ DEEP = "lists in lists"  # made in the text: Python cannot copy what is nested t
 SAMPLES = ("samples/index", "samples/label", "samples/split", "samples/id")
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 2**31, 2**62, 10**12, 10**300, 0.5, -0.5, 1e308),
-    *("", "x", "..", "../../../etc/passwd", "/etc/passwd", "a/b", "a\0b", "\x1b[31m", "=1+1"),
+    *(
+        "",
+        "x",
+        "..",
+        "../../../etc/passwd",
+        "/etc/passwd",
+        "a/b",
+        "a\0b",
+        "\x1b[31m",
+        "=1+1",
+    ),
     *("\ud800", "x" * 5000, "zarr.json", "c", "none", "float64", "9" * 400),
     *([], {}, [[]], [0, 0], [1e9, 1e9], {"": {}}, ["..", "/"]),
 )
@@ -68,11 +78,15 @@ def make_store(path: Path, commit: bool = True) -> None:
     """A small store with most kinds of arrays: two slabs of two images, written unless not
     `commit`."""
     layout = TokenLayout(("cls",), (1, 2), stride_px=(8.0, 8.0))
-    site = SiteSpec("b.0.out", "out", "b.0", ("blocks",), "tokens", 2, (3, 2), layout, 0, 0.5)
+    site = SiteSpec(
+        "b.0.out", "out", "b.0", ("blocks",), "tokens", 2, (3, 2), layout, 0, 0.5
+    )
     alias = SiteSpec(
         "b.1.in", "in", "b.1", (), "tokens", 2, (3, 2), layout, 0, 0.5, alias_of="b.0.out"
     )
-    vector = SiteSpec("logits", "logits", None, ("head",), "vector", 3, (3,), None, 1, 1.0)
+    vector = SiteSpec(
+        "logits", "logits", None, ("head",), "vector", 3, (3,), None, 1, 1.0
+    )
     plan = StorePlan(
         4,
         2,
@@ -93,7 +107,12 @@ def make_store(path: Path, commit: bool = True) -> None:
     labels = np.array([0, 1, -1, 0])
     samples = Samples(np.arange(4), list("abcd"), labels, ["s", "s", "", ""], boxes)
     manifest = new_manifest(
-        {"model": {"name": "m", "args": {}}, "seed": 0, "order": "shuffled", "precision": "fp32"},
+        {
+            "model": {"name": "m", "args": {}},
+            "seed": 0,
+            "order": "shuffled",
+            "precision": "fp32",
+        },
         plan,
         samples,
         model={
@@ -116,12 +135,15 @@ def make_store(path: Path, commit: bool = True) -> None:
     for k in range(2 if commit else 0):
         slab = {
             name: np.ones(
-                (2, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:], spec.dtype
+                (2, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:],
+                spec.dtype,
             )
             for name, spec in specs.items()
             if spec.has_slab(k)
         }
-        writer.write_slab(k, {**slab, "n_valid": np.array(2)}, {"command": "fuzz", "host": "h"})
+        writer.write_slab(
+            k, {**slab, "n_valid": np.array(2)}, {"command": "fuzz", "host": "h"}
+        )
     writer.finish()
 
 
@@ -200,7 +222,11 @@ class Fuzzer(Changes):
         make_store(self.store)
         if generation > 1:
             grow(self.store)
-        self.at = self.store if generation == 1 else self.store / "generations" / str(generation)
+        self.at = (
+            self.store
+            if generation == 1
+            else self.store / "generations" / str(generation)
+        )
         own: dict[str, Callable[[Path], object]] = {
             **{"open": read_everything, "describe": describe, "validate": check}
         }
@@ -208,7 +234,11 @@ class Fuzzer(Changes):
         self.rarely = set(readers)
         self.files = {
             name: (self.at / name).read_bytes()
-            for name in ("zarr.json", *NAMES, *(f"{name}/{self._chunk(name)}" for name in SAMPLES))
+            for name in (
+                "zarr.json",
+                *NAMES,
+                *(f"{name}/{self._chunk(name)}" for name in SAMPLES),
+            )
         }
         self.root = json.loads(self.files["zarr.json"])
 
@@ -216,7 +246,9 @@ class Fuzzer(Changes):
         """How `n` variants ended, by reader; those with a fault print how."""
         ended: Counter[str] = Counter()
         for number in range(n):
-            changed = self.random.choice([self.manifest] * 6 + [self.marker, self.samples])()
+            changed = self.random.choice(
+                [self.manifest] * 6 + [self.marker, self.samples]
+            )()
             for name, reader in self.readers.items():
                 if name in self.rarely and number % 20:
                     continue
@@ -276,7 +308,11 @@ class Fuzzer(Changes):
         if name.startswith("commits") and self.random.random() < 0.7:
             held = json.loads(body)
             self.change(held)
-            body = json.dumps(held).encode().ljust(4096)[: self.random.choice((4096, 4096, 100))]
+            body = (
+                json.dumps(held)
+                .encode()
+                .ljust(4096)[: self.random.choice((4096, 4096, 100))]
+            )
         else:
             body = self.noise(body)
         self.put(name, body)
@@ -292,7 +328,9 @@ class Fuzzer(Changes):
         data["checksums"][path] = self.put(name, body)
         if self.random.random() < 0.3:
             self.change(data["plan"])
-        text = json.dumps({**document, "attributes": {ATTRIBUTE: metadata.with_digest(data)}})
+        text = json.dumps(
+            {**document, "attributes": {ATTRIBUTE: metadata.with_digest(data)}}
+        )
         (self.at / "zarr.json").write_text(text)
         return ["zarr.json", name]
 
@@ -309,7 +347,11 @@ class Fuzzer(Changes):
 def read_everything(path: Path) -> None:
     """What a store that opens is asked for by every analysis."""
     store = open_store(path, allow_partial=True)
-    _ = store.samples.id, store.samples.split, [store.revision_of(name) for name in store.sites]
+    _ = (
+        store.samples.id,
+        store.samples.split,
+        [store.revision_of(name) for name in store.sites],
+    )
     for slab in store.slabs():
         slab.valid.sum()
     for name in store.arrays:
@@ -351,7 +393,12 @@ _allowed: list[str] | None = None
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if _allowed is not None and event in ("open", "os.listdir", "os.scandir", "os.remove"):
+    if _allowed is not None and event in (
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "os.remove",
+    ):
         path = arguments[0]
         if isinstance(path, (str, bytes, os.PathLike)):
             place = os.path.realpath(os.fsdecode(path))
@@ -369,7 +416,12 @@ def limited(store: Path) -> Iterator[list[str]]:
 
     _outside.clear()
     _allowed = [os.path.realpath(store), os.path.realpath(sys.prefix), sys.base_prefix]
-    _allowed += [*sysconfig.get_paths().values(), str(Path(__file__).parents[2]), "/proc", "/dev"]
+    _allowed += [
+        *sysconfig.get_paths().values(),
+        str(Path(__file__).parents[2]),
+        "/proc",
+        "/dev",
+    ]
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -398,7 +450,9 @@ def main() -> None:
     for what, count in sorted(ended.items()):
         print(f"{what:40} {count}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{arguments.variants} variants, seed {arguments.seed}, peak memory {peak:.0f} MiB")
+    print(
+        f"{arguments.variants} variants, seed {arguments.seed}, peak memory {peak:.0f} MiB"
+    )
     if any("FAULT" in what for what in ended):
         sys.exit(1)
     shutil.rmtree(folder)

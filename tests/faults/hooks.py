@@ -125,7 +125,13 @@ def die_at_a_step() -> None:
         if event == "open":
             changes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         else:
-            changes = event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
+            changes = event in (
+                "os.rename",
+                "os.link",
+                "os.remove",
+                "os.mkdir",
+                "os.rmdir",
+            )
         if not changes or isinstance(args[0], int):
             return
         if not os.path.abspath(os.fsdecode(args[0])).startswith(below):

@@ -29,7 +29,9 @@ def test_a_lost_claim_is_found_without_a_clock(trial: Trial) -> None:
     """Of a process that was killed on another machine, by heartbeats that stop; of one that lives
     there, heartbeats go on whatever its clock says."""
     path, words = trial.path, trial.extraction("--shard", "claims")
-    one = trial.run.start(*words, before=f"{hooks.__name__}:clock_runs_backwards_elsewhere")
+    one = trial.run.start(
+        *words, before=f"{hooks.__name__}:clock_runs_backwards_elsewhere"
+    )
     until = time.monotonic() + 60
     while not list(path.glob("commits/.claim.*.json")) and time.monotonic() < until:
         time.sleep(0.001)

@@ -54,9 +54,18 @@ def words_of_import(folder: Path) -> Callable[[Path], list[object]]:
 
 def words_of_encode(folder: Path, base: Path) -> Callable[[Path], list[object]]:
     w, zeros = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32), np.zeros
-    topk = Dictionary("topk", w.T.copy(), zeros(64, np.float32), w, zeros(16, np.float32), k=3)
+    topk = Dictionary(
+        "topk", w.T.copy(), zeros(64, np.float32), w, zeros(16, np.float32), k=3
+    )
     save_dictionary(topk, folder / "d.safetensors")
-    words = ["encode", base, "--dictionary", folder / "d.safetensors", "--sites", "blocks.0.out"]
+    words = [
+        "encode",
+        base,
+        "--dictionary",
+        folder / "d.safetensors",
+        "--sites",
+        "blocks.0.out",
+    ]
     return lambda path: [*words, "-o", path, "--device", "cpu"]
 
 
@@ -106,7 +115,9 @@ def test_a_store_in_the_making_killed_again_and_again(
     for _ in range(3):
         command.kill(trial, path, changed(partial(n_committed, path)))
         check_unfinished(path, whole)
-        assert committed.items() <= markers(path).items(), "committed slabs were made again"
+        assert committed.items() <= markers(path).items(), (
+            "committed slabs were made again"
+        )
         committed = markers(path)
     ends_well(trial.run.run(*command.words(path)))
     check_finished(path, whole)
@@ -132,7 +143,9 @@ def files_of(folder: Path) -> dict[str, bytes | None]:
     found = [place for place in folder.rglob("*") if place.is_file()]
     plain = (".csv", ".png")
     return {
-        str(place.relative_to(folder)): place.read_bytes() if place.suffix in plain else None
+        str(place.relative_to(folder)): place.read_bytes()
+        if place.suffix in plain
+        else None
         for place in found
     }
 
@@ -158,10 +171,12 @@ def test_a_study_killed_again_and_again(trial: Trial, study: Command, seed: int)
         else:
             study.kill(trial, folder, changed(partial(files_of, folder)))
         now = steps_done(folder)
-        assert all(now[name] == step for name, step in done.items() if name != "report"), (
-            "a step was done again"
+        assert all(
+            now[name] == step for name, step in done.items() if name != "report"
+        ), "a step was done again"
+        assert committed.items() <= markers(folder / STORE).items(), (
+            "slabs were made again"
         )
-        assert committed.items() <= markers(folder / STORE).items(), "slabs were made again"
         check_unfinished(folder / STORE, expected)
         done, committed = now, markers(folder / STORE)
     check_finished(folder / STORE, expected)

@@ -22,7 +22,9 @@ TRIALS_AT_ONCE = 8
 
 
 @pytest.fixture(scope="module")
-def cache(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def cache(
+    whole: Whole, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
     """A folder of Gram matrices, and what commands print that use it."""
     folder = tmp_path_factory.mktemp("cache")
     printed = {}
@@ -49,7 +51,11 @@ def test_damaged_matrices_are_made_again(
         path.write_bytes(damaged(path.read_bytes(), rng.choice(DAMAGES), rng))
         for words, before in printed.items():
             done = invoke(words, {"S": whole.path, "C": folder})
-            assert (done.exit_code, done.stdout) == (0, before), (path.name, words, done.stderr)
+            assert (done.exit_code, done.stdout) == (0, before), (
+                path.name,
+                words,
+                done.stderr,
+            )
             ended("same numbers")
 
 
@@ -84,11 +90,17 @@ def test_damaged_slabs_are_made_again(trial: Trial, seed: int) -> None:
     slab = rng.randrange(open_store(path).n_slabs)
     marker = path / "commits" / f"c.{slab}.0"
     if seed % 2:
-        chunks = [p for p in path.rglob(f"c.{slab}*") if p.name.split(".")[1] == str(slab)]
-        chunk = rng.choice([p for p in sorted(chunks) if not {"samples", "weights"} & {*p.parts}])
+        chunks = [
+            p for p in path.rglob(f"c.{slab}*") if p.name.split(".")[1] == str(slab)
+        ]
+        chunk = rng.choice(
+            [p for p in sorted(chunks) if not {"samples", "weights"} & {*p.parts}]
+        )
         chunk.write_bytes(damaged(chunk.read_bytes(), rng.choice(DAMAGES), rng))
         said = invoke(f"validate --deep {path}", {}).stderr
-        assert f"(delete commits/c.{slab}.0, then repeat the vitsee extract command" in said
+        assert (
+            f"(delete commits/c.{slab}.0, then repeat the vitsee extract command" in said
+        )
         marker.unlink()
     else:
         marker.write_bytes(damaged(marker.read_bytes(), rng.choice(DAMAGES), rng))

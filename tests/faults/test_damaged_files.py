@@ -80,7 +80,9 @@ def says_the_same(a: bytes, b: bytes) -> bool:
 
 
 def invoke(words: str, names: dict[str, Path]) -> Result:
-    return CliRunner().invoke(main, [str(names.get(word, word)) for word in words.split()])
+    return CliRunner().invoke(
+        main, [str(names.get(word, word)) for word in words.split()]
+    )
 
 
 class Stores:
@@ -91,7 +93,9 @@ class Stores:
         kept = ["--sites", "blocks", "--sites", "head", "--attention", "full", "--grams"]
         kept += ["--erf", "6", "--inputs", "--sites", "norms", "--tokens", "norms=pooled"]
         kept += ["--sites", "*.branch", "--tokens", "*.branch=pooled"]
-        for (name, path), chosen in zip(self.names.items(), ("first", "second"), strict=True):
+        for (name, path), chosen in zip(
+            self.names.items(), ("first", "second"), strict=True
+        ):
             (place / name).mkdir()
             for image in sorted(images.rglob("*.png"))[chosen == "second" :: 2]:
                 target = place / name / image.parent.name / image.name
@@ -125,11 +129,15 @@ class Stores:
 
     def kinds(self) -> list[str]:
         """Arrays and documents by kind: those of one site or block stand for all."""
-        files = sorted(str(p.relative_to(self.store)) for p in self.store.rglob("*") if p.is_file())
+        files = sorted(
+            str(p.relative_to(self.store)) for p in self.store.rglob("*") if p.is_file()
+        )
         return sorted({kind_of(name) for name in files})
 
     def one_of(self, kind: str, rng: random.Random) -> str:
-        files = sorted(str(p.relative_to(self.store)) for p in self.store.rglob("*") if p.is_file())
+        files = sorted(
+            str(p.relative_to(self.store)) for p in self.store.rglob("*") if p.is_file()
+        )
         return rng.choice([name for name in files if kind_of(name) == kind])
 
 
@@ -137,7 +145,9 @@ def kind_of(name: str) -> str:
     """`acts/blocks.3.out/grid/c.0.0.0.0` -> `acts/SITE/grid/c`."""
     parts = name.split("/")
     if parts[-1] == "zarr.json":
-        return "zarr.json" if len(parts) == 1 else "ARRAY/zarr.json"  # that validate alone reads
+        return (
+            "zarr.json" if len(parts) == 1 else "ARRAY/zarr.json"
+        )  # that validate alone reads
     parts[-1] = "c"
     return "/".join("SITE" if "." in part else part for part in parts)
 
@@ -191,7 +201,11 @@ def outcomes(stores: Stores, name: str) -> Iterator[str]:
             assert result.stdout == stores.clean[words], (words, name)
             yield "same numbers"
         else:
-            assert (result.exit_code, result.stdout) == (1, ""), (words, name, result.output)
+            assert (result.exit_code, result.stdout) == (1, ""), (
+                words,
+                name,
+                result.output,
+            )
             assert "Traceback" not in said and is_named(name, said), (words, name, said)
             yield "refused by name"
     try:
@@ -208,5 +222,9 @@ def is_named(name: str, text: str) -> bool:
         return name in text or ": the manifest is damaged: " in text
     if array == "commits" and f"no sound marker of slab {file.split('.')[1]}" in text:
         return True
-    lines = [line for line in text.splitlines() if f"{array}:" in line or f"{array}, slab" in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if f"{array}:" in line or f"{array}, slab" in line
+    ]
     return name in text or any(f" {file} " in line for line in lines)

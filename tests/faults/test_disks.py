@@ -58,7 +58,9 @@ def fill(folder: Path) -> Path:
 
 @pytest.mark.fault("disk full while extracting")
 @seeds(1)
-def test_an_extraction_on_a_disk_that_gets_full(trial: Trial, disk: Disks, seed: int) -> None:
+def test_an_extraction_on_a_disk_that_gets_full(
+    trial: Trial, disk: Disks, seed: int
+) -> None:
     """One line, committed slabs kept; with room again the same command makes the rest."""
     run, whole, (place, seen) = trial.run, trial.whole, disk(16)
     path, view = place / "s.zarr", seen / "s.zarr"
@@ -82,7 +84,9 @@ def test_an_extraction_on_a_disk_that_gets_full(trial: Trial, disk: Disks, seed:
 
 @pytest.mark.fault("disk read-only while extracting")
 @seeds(1)
-def test_an_extraction_on_a_disk_that_turns_read_only(trial: Trial, disk: Disks, seed: int) -> None:
+def test_an_extraction_on_a_disk_that_turns_read_only(
+    trial: Trial, disk: Disks, seed: int
+) -> None:
     run, whole, (place, seen) = trial.run, trial.whole, disk(16)
     path, view = place / "s.zarr", seen / "s.zarr"
     words = extraction(trial.images, path, *trial.rng.choice(([], ["--shard", "claims"])))
@@ -113,7 +117,14 @@ def caching(
     run: Server, store: Path, place: Path, seen: Path, seconds: float, seed: int
 ) -> tuple[list[object], Process]:
     """`cka` with its cache on that disk, and its process, somewhere in the middle of it."""
-    words: list[object] = ["cka", store, "--estimator", "exact", "--cache", place / "cache"]
+    words: list[object] = [
+        "cka",
+        store,
+        "--estimator",
+        "exact",
+        "--cache",
+        place / "cache",
+    ]
     process = run.start(*words)
     moment(random.Random(seed), process, seconds, lambda: any((seen / "cache").glob("*")))
     return words, process
@@ -170,7 +181,14 @@ def test_a_table_on_a_full_disk(trial: Trial, disk: Disks) -> None:
     """Neither the table nor half of it, nor a sidecar or a picture alone."""
     place, seen = disk(0.05)
     filler = fill(seen)
-    words = ["attn-dist", trial.whole.path, "-o", place / "r.csv", "--png", place / "r.png"]
+    words = [
+        "attn-dist",
+        trial.whole.path,
+        "-o",
+        place / "r.csv",
+        "--png",
+        place / "r.png",
+    ]
     line = says_one_line(trial.run.run(*words))
     assert "cannot write" in line and str(place) in line and "no space left" in line
     assert list(seen.iterdir()) == [filler]
@@ -179,7 +197,9 @@ def test_a_table_on_a_full_disk(trial: Trial, disk: Disks) -> None:
 
 @pytest.mark.fault("disk of a study's results full")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_study_on_a_disk_that_is_full(run: Server, disk: Disks, jobs: int, ended: Ends) -> None:
+def test_a_study_on_a_disk_that_is_full(
+    run: Server, disk: Disks, jobs: int, ended: Ends
+) -> None:
     """The steps that failed are named in a line, results of before are whole; with room again the
     same command makes the rest."""
     place, seen = disk(60)
@@ -201,7 +221,9 @@ def test_a_study_on_a_disk_that_is_full(run: Server, disk: Disks, jobs: int, end
     line = done.stderr.splitlines()[-1]
     assert line.startswith("vitsee study: 3 of 4 steps failed: "), line
     for step in ("cka-v", "spectrum", "report"):
-        assert f"{step} (cannot write {place / 'out'}" in line and "no space left" in line, line
+        assert (
+            f"{step} (cannot write {place / 'out'}" in line and "no space left" in line
+        ), line
     assert results() == before
     filler.unlink()
     ends_well(run.run(*changed))

@@ -49,13 +49,17 @@ def test_a_generation_of_images_with_another_grid(tmp_path: Path) -> None:
     site["layout"]["grid"] = [1, 3]
     document["attributes"][ATTRIBUTE] = metadata.with_digest(manifest)
     root.write_text(json.dumps(document))
-    with pytest.raises(VitseeError, match=r"no generation of .*: its site b\.0\.norm1 has other"):
+    with pytest.raises(
+        VitseeError, match=r"no generation of .*: its site b\.0\.norm1 has other"
+    ):
         open_store(tmp_path / "a.zarr")
 
 
 @pytest.mark.fault("edited sidecars")
 @seeds(1)
-def test_what_reads_a_sidecar_survives_any(tmp_path: Path, seed: int, ended: Ends) -> None:
+def test_what_reads_a_sidecar_survives_any(
+    tmp_path: Path, seed: int, ended: Ends
+) -> None:
     rng = np.random.default_rng(0)
     acts = {f"blocks.{i}.out": rng.normal(size=(8, 7, 3)) for i in range(3)}
     store = write_sites(tmp_path / "a.zarr", acts)
@@ -89,7 +93,9 @@ def run(*words: object) -> str:
 
 @pytest.mark.fault("damaged arrays of images")
 @seeds(1)
-def test_what_reads_arrays_of_images_survives_any(tmp_path: Path, seed: int, ended: Ends) -> None:
+def test_what_reads_arrays_of_images_survives_any(
+    tmp_path: Path, seed: int, ended: Ends
+) -> None:
     path = tmp_path / "a.npz"
     images = np.random.default_rng(0).integers(0, 256, (4, 6, 5, 3), np.uint8)
     arrays: dict[str, Any] = {
@@ -110,8 +116,12 @@ def test_what_reads_arrays_of_images_survives_any(tmp_path: Path, seed: int, end
                 ended("one line")
 
 
-@pytest.mark.parametrize(("at", "bits", "said"), [(6, 1, "encrypted"), (8, 99, "not supported")])
-def test_members_that_cannot_be_unpacked(tmp_path: Path, at: int, bits: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "bits", "said"), [(6, 1, "encrypted"), (8, 99, "not supported")]
+)
+def test_members_that_cannot_be_unpacked(
+    tmp_path: Path, at: int, bits: int, said: str
+) -> None:
     """Flags (encrypted) and compression of the first member, in its header and in the list."""
     path = tmp_path / "a.npz"
     np.savez(path, images=np.zeros((2, 4, 4), np.uint8))
@@ -129,5 +139,7 @@ def test_arrays_that_unpack_to_more_than_the_memory(
     path = tmp_path / "a.npz"
     np.savez_compressed(path, images=np.zeros((20, 100, 100), np.uint8))
     monkeypatch.setattr("vitsee_core.images.sources.arrays.memory_bytes", lambda: 100_000)
-    with pytest.raises(VitseeError, match="unpacks to 200 kB, this machine has 100 kB of memory"):
+    with pytest.raises(
+        VitseeError, match="unpacks to 200 kB, this machine has 100 kB of memory"
+    ):
         open_source(str(path))

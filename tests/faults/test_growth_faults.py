@@ -67,7 +67,10 @@ def stores(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def commands(
-    run: Server, images: Path, stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    run: Server,
+    images: Path,
+    stores: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Command]:
     """Each growth, as it is when nothing disturbs it."""
     made = {}
@@ -101,14 +104,20 @@ def check(path: Path, base: Path, at_once: Path, complete: bool) -> None:
     store, whole = open_store(path), open_store(at_once)
     left = [] if complete else ["was left behind by a killed process"]
     assert store.complete
-    assert [line for line in validate(path, deep=True) if not line.endswith(tuple(left))] == []
+    assert [
+        line for line in validate(path, deep=True) if not line.endswith(tuple(left))
+    ] == []
     before = array_bytes(base)
-    assert {name: data for name, data in array_bytes(path).items() if name in before} == before
+    assert {
+        name: data for name, data in array_bytes(path).items() if name in before
+    } == before
     assert store.generation == 2 if complete else store.generation in (1, 2)
     expected = open_store(base) if store.generation == 1 else whole
     assert store.arrays.keys() - {*SEALS} == expected.arrays.keys() - {*SEALS}
     for name in store.arrays.keys() - {*SEALS}:
-        assert_array_equal(store.array(name)[...], expected.array(name)[...], err_msg=name)
+        assert_array_equal(
+            store.array(name)[...], expected.array(name)[...], err_msg=name
+        )
     if complete:
         assert leftovers(path) == leftovers(path / "generations/2") == []
         assert not list(path.rglob(".claim*"))
@@ -116,7 +125,9 @@ def check(path: Path, base: Path, at_once: Path, complete: bool) -> None:
 
 @pytest.mark.fault("a growing store killed")
 @seeds(1)
-def test_a_growing_store_killed_again_and_again(trial: Trial, growing: Growing, seed: int) -> None:
+def test_a_growing_store_killed_again_and_again(
+    trial: Trial, growing: Growing, seed: int
+) -> None:
     for _ in range(3):
         begun = changed(partial(n_committed, growing.path / "generations/2"))
         growing.command.kill(trial, growing.path, begun)
@@ -139,7 +150,9 @@ def test_a_growing_store_killed_at_each_commit(trial: Trial, growing: Growing) -
         trial.ended("resumed")
         growing.check()
     slabs = open_store(growing.path).generations[1].manifest.plan.n_slabs
-    assert steps == 1 + slabs + 1, "the empty generation, its slabs, and that it is complete"
+    assert steps == 1 + slabs + 1, (
+        "the empty generation, its slabs, and that it is complete"
+    )
     ends_well(trial.run.run(*growing.words))
     assert validate(growing.path, deep=True) == []
 

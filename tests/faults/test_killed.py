@@ -61,7 +61,12 @@ def test_claiming_processes_are_killed_and_replaced(trial: Trial, seed: int) -> 
 @pytest.mark.fault("cka killed while it caches")
 @seeds(1)
 def test_a_gram_pass_killed_again_and_again(
-    run: Server, many: Path, clean: tuple[str, float], tmp_path: Path, seed: int, ended: Ends
+    run: Server,
+    many: Path,
+    clean: tuple[str, float],
+    tmp_path: Path,
+    seed: int,
+    ended: Ends,
 ) -> None:
     """The numbers of one that kept nothing, and no half file beside the whole ones."""
     rng, cache, table = random.Random(seed), tmp_path / "cache", tmp_path / "r.csv"
@@ -88,7 +93,9 @@ def test_a_sum_killed_again_and_again(
 ) -> None:
     """It goes on where it was, and gives the bytes of one that nobody killed."""
     rng, path = random.Random(seed), tmp_path / "s.zarr"
-    site = tokens_site("blocks.0.out", TokenLayout((), (2, 2), stride_px=(16.0, 16.0)), dim=8)
+    site = tokens_site(
+        "blocks.0.out", TokenLayout((), (2, 2), stride_px=(16.0, 16.0)), dim=8
+    )
     write(path, StorePlan(240, 8, "none", (site,)))
     words = ["spectrum", path, "--tokens", "all", *spread]
     whole, table = tmp_path / "whole.csv", tmp_path / "r.csv"
@@ -118,7 +125,12 @@ def test_a_sum_killed_again_and_again(
 @pytest.mark.fault("one of two cka on one cache killed")
 @seeds(1)
 def test_two_gram_passes_on_one_cache(
-    run: Server, many: Path, clean: tuple[str, float], tmp_path: Path, seed: int, ended: Ends
+    run: Server,
+    many: Path,
+    clean: tuple[str, float],
+    tmp_path: Path,
+    seed: int,
+    ended: Ends,
 ) -> None:
     rng, cache = random.Random(seed), tmp_path / "cache"
     both = [run.start("cka", many, "--cache", cache) for _ in range(2)]
@@ -148,14 +160,19 @@ def test_what_a_killed_extraction_started_ends(
         time.sleep(0.01)
     left = set(Path("/dev/shm").glob("*")) - before
     # joblib's are of tests that run beside this one: extract has none of these.
-    assert {place.name for place in left if not place.name.startswith("sem.loky-")} == set()
+    assert {
+        place.name for place in left if not place.name.startswith("sem.loky-")
+    } == set()
     ended("left nothing running")
 
 
 def runs(pid: int) -> bool:
     """Whether a process has not ended, if perhaps nobody asked yet how."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 

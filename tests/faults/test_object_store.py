@@ -13,7 +13,14 @@ from numpy.testing import assert_array_equal
 
 from tests.extractions import array_bytes, extracted
 from tests.faults.conftest import Trial
-from tests.faults.trials import TRIALS, ends_well, extraction, moment, says_one_line, seeds
+from tests.faults.trials import (
+    TRIALS,
+    ends_well,
+    extraction,
+    moment,
+    says_one_line,
+    seeds,
+)
 from tests.processes import Ended
 from tests.s3 import Fault, Proxy, download, environment, make_bucket, proxy, upload
 from tests.s3 import server as s3_server
@@ -100,7 +107,9 @@ def test_an_extraction_through_a_bad_server(
 
 @pytest.mark.fault("cka on a bucket whose server fails at random")
 @seeds(1)
-def test_cka_through_a_bad_server(trial: Trial, bad: Proxy, local: Path, seed: int) -> None:
+def test_cka_through_a_bad_server(
+    trial: Trial, bad: Proxy, local: Path, seed: int
+) -> None:
     """The numbers of a good disk, or one line; never others."""
     run, url, env = trial.run, f"s3://trials/cka{seed}/s.zarr", surroundings(bad)
     bad.faults = []
@@ -125,14 +134,20 @@ def test_cka_through_a_bad_server(trial: Trial, bad: Proxy, local: Path, seed: i
 @pytest.mark.fault("a store in a bucket whose server fails at random grows, killed too")
 @pytest.mark.parametrize("kind", ["sites", "images"])
 @seeds(1)
-def test_a_store_grows_through_a_bad_server(trial: Trial, bad: Proxy, kind: str, seed: int) -> None:
+def test_a_store_grows_through_a_bad_server(
+    trial: Trial, bad: Proxy, kind: str, seed: int
+) -> None:
     """After each process the store has what it had, or all; at the end what a good disk gets."""
     url, env = f"s3://trials/grown-{kind}{seed}/s.zarr", surroundings(bad)
-    more = {"sites": ["--images", 13, "--sites", "norms"], "images": ["--images", 24]}[kind]
+    more = {"sites": ["--images", 13, "--sites", "norms"], "images": ["--images", 24]}[
+        kind
+    ]
     bad.faults = []
     first = extraction(trial.images, url, *SMALL, "--images", 13)
     ends_well(trial.run.run(*first, env=env))
-    before = open_store(url).vectors("logits")[:12]  # the 13th is made again, in another batch
+    before = open_store(url).vectors("logits")[
+        :12
+    ]  # the 13th is made again, in another batch
     words = extraction(trial.images, url, *more)
     for _ in disturbed(trial, bad, url, words, "generations/2"):
         assert_array_equal(open_store(url).vectors("logits")[:12], before)

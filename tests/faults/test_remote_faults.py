@@ -16,7 +16,16 @@ from obstore.exceptions import GenericError
 from obstore.store import from_url
 
 from tests.conftest import slab_arrays
-from tests.s3 import Fault, Proxy, environment, make_bucket, objects, proxy, server, upload
+from tests.s3 import (
+    Fault,
+    Proxy,
+    environment,
+    make_bucket,
+    objects,
+    proxy,
+    server,
+    upload,
+)
 from tests.test_remote_stores import PLAN, folder_name, manifest, samples, write
 from vitsee_cli.main import main
 from vitsee_stores import (
@@ -69,7 +78,11 @@ def of_chunk(method: str, path: str) -> bool:
 
 @pytest.mark.parametrize("what", ["500", "cut", "lost", "slow"])
 def test_a_read_that_fails_twice_gives_the_right_numbers(
-    what: str, faulty: Proxy, url: str, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+    what: str,
+    faulty: Proxy,
+    url: str,
+    make_store: MakeStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if what == "slow":
         monkeypatch.setenv("AWS_TIMEOUT", "0.3s")
@@ -116,14 +129,25 @@ def test_a_marker_that_cannot_be_asked_for_is_not_taken_for_a_missing_slab(
         lambda: describe(url),
         lambda: open_store(url).revision,
     ):
-        with pytest.raises(StoreError, match=rf"^{url} cannot be read: commits/c.1.0: the server"):
+        with pytest.raises(
+            StoreError, match=rf"^{url} cannot be read: commits/c.1.0: the server"
+        ):
             call()
 
 
 @pytest.mark.parametrize(
-    "name", ["valid/c.1", "samples/label/c.0", "n_valid/c.2", "checksums/c.0.0", "hash/zarr.json"]
+    "name",
+    [
+        "valid/c.1",
+        "samples/label/c.0",
+        "n_valid/c.2",
+        "checksums/c.0.0",
+        "hash/zarr.json",
+    ],
 )
-def test_what_gives_no_answer_is_not_taken_for_damage(name: str, faulty: Proxy, url: str) -> None:
+def test_what_gives_no_answer_is_not_taken_for_damage(
+    name: str, faulty: Proxy, url: str
+) -> None:
     """validate and info stop with the line, in place of reporting damage or leaving facts out."""
     faulty.faults = [Fault("500", lambda method, path: path.endswith(name))]
     said = rf"^{url} cannot be read: {name}: the server answered"
@@ -139,7 +163,8 @@ def test_slow_answers_within_patience_are_only_slow(
 ) -> None:
     faulty.faults, faulty.patience = [Fault("slow")], 0.02
     assert_array_equal(
-        open_store(url).acts("embed")[:], open_store(make_store("b.zarr")).acts("embed")[:]
+        open_store(url).acts("embed")[:],
+        open_store(make_store("b.zarr")).acts("embed")[:],
     )
 
 
@@ -163,10 +188,16 @@ def test_a_marker_whose_answer_is_lost_counts_as_put(faulty: Proxy, url: str) ->
     place = f"{url}.new"
     writer = write(place, manifest(), range(0))
     faulty.faults = [
-        Fault("lost", lambda method, path: method == "PUT" and path.endswith("c.0.0"), times=1)
+        Fault(
+            "lost",
+            lambda method, path: method == "PUT" and path.endswith("c.0.0"),
+            times=1,
+        )
     ]
     assert writer.write_slab(0, slab_arrays(PLAN, 0), {}) > 0
-    markers = [r for r in faulty.requests if r.startswith("PUT") and r.endswith("commits/c.0.0")]
+    markers = [
+        r for r in faulty.requests if r.startswith("PUT") and r.endswith("commits/c.0.0")
+    ]
     assert len(markers) == 2
     assert describe(place)["n_committed"] == 1
 
@@ -174,7 +205,9 @@ def test_a_marker_whose_answer_is_lost_counts_as_put(faulty: Proxy, url: str) ->
 def test_a_slab_that_cannot_be_put_is_not_committed(faulty: Proxy, url: str) -> None:
     place = f"{url}.new"
     writer = write(place, manifest(), range(1))
-    faulty.faults = [Fault("500", lambda method, path: method == "PUT" and path.endswith("c.1.0"))]
+    faulty.faults = [
+        Fault("500", lambda method, path: method == "PUT" and path.endswith("c.1.0"))
+    ]
     with pytest.raises(StoreError) as raised:
         writer.write_slab(1, slab_arrays(PLAN, 1), {})
     assert str(raised.value) == (
@@ -187,10 +220,16 @@ def test_a_slab_that_cannot_be_put_is_not_committed(faulty: Proxy, url: str) -> 
     assert validate(place, deep=True) == []
 
 
-def test_a_store_left_half_made_is_finished_by_who_comes_next(faulty: Proxy, url: str) -> None:
+def test_a_store_left_half_made_is_finished_by_who_comes_next(
+    faulty: Proxy, url: str
+) -> None:
     place = f"{url}.new"
-    faulty.faults = [Fault("500", lambda method, path: method == "PUT" and "samples/" in path)]
-    with pytest.raises(StoreError, match=rf"cannot make {place}: the server answered 500"):
+    faulty.faults = [
+        Fault("500", lambda method, path: method == "PUT" and "samples/" in path)
+    ]
+    with pytest.raises(
+        StoreError, match=rf"cannot make {place}: the server answered 500"
+    ):
         write(place, manifest())
     assert "zarr.json" in objects(place) and "commits/zarr.json" not in objects(place)
     faulty.faults = []
@@ -198,7 +237,9 @@ def test_a_store_left_half_made_is_finished_by_who_comes_next(faulty: Proxy, url
     assert joined is not None and not joined.is_made
     others = samples()
     others.ids[0] = "x.png"
-    with pytest.raises(StoreError, match="was left half made, from other images or weights"):
+    with pytest.raises(
+        StoreError, match="was left half made, from other images or weights"
+    ):
         joined.finish_creation(others)
     with pytest.raises(IdentityMismatch, match="seed is 0, given 1"):
         write(place, manifest(seed=1))
@@ -212,22 +253,31 @@ def test_commands_say_it_in_one_line(faulty: Proxy, url: str) -> None:
     for words in (["info", url], ["validate", url], ["attn-dist", url]):
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 1 and done.stdout == ""
-        assert done.stderr.splitlines()[-1].startswith("Error: ") or "cannot be read" in done.stderr
+        assert (
+            done.stderr.splitlines()[-1].startswith("Error: ")
+            or "cannot be read" in done.stderr
+        )
         assert "Traceback" not in done.stderr
-        assert f"{url} cannot be read: the server answered 500" in done.stderr.replace("\n", " ")
+        assert f"{url} cannot be read: the server answered 500" in done.stderr.replace(
+            "\n", " "
+        )
 
 
 def test_a_server_that_is_not_there_is_one_line(
     faulty: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(StoreError, match=rf"^{url} cannot be read: cannot connect to 127.0.0.1:9"):
+    with pytest.raises(
+        StoreError, match=rf"^{url} cannot be read: cannot connect to 127.0.0.1:9"
+    ):
         open_store(url)
 
 
 def test_denied_access_is_not_tried_again(faulty: Proxy, url: str) -> None:
     faulty.faults = [Fault("403")]
-    with pytest.raises(StoreError, match=rf"^{url} cannot be read: access is denied \(Access"):
+    with pytest.raises(
+        StoreError, match=rf"^{url} cannot be read: access is denied \(Access"
+    ):
         open_store(url)
     assert len(faulty.requests) == 1
 
@@ -244,6 +294,8 @@ def test_denied_access_is_not_tried_again(faulty: Proxy, url: str) -> None:
          "http://h:1/b", "cannot connect to h:1", False),
     ],
 )  # fmt: skip
-def test_errors_of_obstore_become_parts_of_a_line(text: str, said: str, final: bool) -> None:
+def test_errors_of_obstore_become_parts_of_a_line(
+    text: str, said: str, final: bool
+) -> None:
     words, is_final = remote._in_words(GenericError(text))
     assert words.startswith(said) and "\n" not in words and is_final == final

@@ -76,7 +76,9 @@ def test_processes_that_start_together_make_one_store(
 @pytest.mark.fault("two writers of every slab")
 @many_slabs
 @seeds(2)
-def test_two_owners_of_every_slab(tmp_path: Path, whole: dict[str, bytes], seed: int) -> None:
+def test_two_owners_of_every_slab(
+    tmp_path: Path, whole: dict[str, bytes], seed: int
+) -> None:
     """Neither ends with an error, and the bytes are right."""
     both = tmp_path / "both.zarr"
     end(start(both, "many-slabs", [(0, 1)] * 2, late=0.01 * (seed % 10)))

@@ -52,7 +52,9 @@ def changed(look: Callable[[], object]) -> Callable[[], bool]:
     return lambda: look() != before
 
 
-def moment(rng: random.Random, process: Process, seconds: float, begun: Callable[[], bool]) -> None:
+def moment(
+    rng: random.Random, process: Process, seconds: float, begun: Callable[[], bool]
+) -> None:
     """Wait for a random moment of a process that takes so many seconds: half the time any, half the
     time soon after `begun`."""
     until = time.monotonic() + 60
@@ -106,7 +108,9 @@ def check_unfinished(path: Path, whole: dict[str, bytes]) -> None:
             assert found[name] == data, name
 
 
-def check_all_finish(processes: Sequence[Process], path: Path, whole: dict[str, bytes]) -> None:
+def check_all_finish(
+    processes: Sequence[Process], path: Path, whole: dict[str, bytes]
+) -> None:
     """All end well, and their store is as `check_finished` asks."""
     for process in processes:
         ends_well(process.end())

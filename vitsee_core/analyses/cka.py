@@ -113,11 +113,20 @@ def run(
         sites = sites or PRESETS[preset].sites
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     how = choose_estimator(
-        stores, preset, estimator, batch=batch, examples=examples, repeats=repeats,
-        images=execution.images, seed=execution.seed, pair_by=pair_by,
-    )  # fmt: skip
+        stores,
+        preset,
+        estimator,
+        batch=batch,
+        examples=examples,
+        repeats=repeats,
+        images=execution.images,
+        seed=execution.seed,
+        pair_by=pair_by,
+    )
     rows, cols = (
-        None if side is None else [Representation(store, site, tokens) for store, site in side]
+        None
+        if side is None
+        else [Representation(store, site, tokens) for store, site in side]
         for side in (chosen.rows, chosen.cols)
     )
     h = hsic(
@@ -127,21 +136,35 @@ def run(
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(cache, not no_cache, execution.device, execution.memory, execution.map, precision)
+            *(
+                cache,
+                not no_cache,
+                execution.device,
+                execution.memory,
+                execution.map,
+                precision,
+            )
         ),
         pair_by=pair_by,
         progress=execution.progress,
     )
-    sides = [(chosen.rows, h.rows), *([] if chosen.cols is None else [(chosen.cols, h.cols)])]
+    sides = [
+        (chosen.rows, h.rows),
+        *([] if chosen.cols is None else [(chosen.cols, h.cols)]),
+    ]
     remarks = [
         remark
         for side, own in sides
-        for remark in without_value([f"{store.label} {site.name}" for store, site in side], own)
+        for remark in without_value(
+            [f"{store.label} {site.name}" for store, site in side], own
+        )
     ]
     remarks += few_images(h.n_images)
     for remark in remarks:
         log.warning("%s", remark)
-    any_tokens = any(site.kind != "vector" for _, site in (*chosen.rows, *(chosen.cols or ())))
+    any_tokens = any(
+        site.kind != "vector" for _, site in (*chosen.rows, *(chosen.cols or ()))
+    )
     notes = {
         **h.notes,
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
@@ -152,7 +175,9 @@ def run(
     }
     similarity = summarise(h)
     at = tuple(np.array(chosen.places).T)
-    numbers = {column: getattr(similarity, name)[at].tolist() for column, name in NUMBERS.items()}
+    numbers = {
+        column: getattr(similarity, name)[at].tolist() for column, name in NUMBERS.items()
+    }
     return Table.from_rows(
         (
             pair_columns(chosen.rows[i], (chosen.cols or chosen.rows)[j])
@@ -224,7 +249,9 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     Raises:
         VitseeError: other numbers of images, fewer than `LEAST`, or numbers that are not finite.
     """
-    grams = [_gram(_flat(features, name)) for features, name in ((a, "first"), (b, "second"))]
+    grams = [
+        _gram(_flat(features, name)) for features, name in ((a, "first"), (b, "second"))
+    ]
     n = len(grams[0])
     if len(grams[1]) != n or n < LEAST:
         raise VitseeError(
@@ -235,15 +262,22 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     labels = block_labels(n, None)
     kept = [np.flatnonzero(labels != block) for block in range(labels.max() + 1)]
     without = np.array(
-        [_cka(*(g[np.ix_(own, own)] for g in grams)) if len(own) >= LEAST else np.nan
-         for own in kept]
-    )  # fmt: skip
+        [
+            _cka(*(g[np.ix_(own, own)] for g in grams)) if len(own) >= LEAST else np.nan
+            for own in kept
+        ]
+    )
     _, low, high = interval(np.array(value), without)
     row: dict[str, Any] = {
-        "metric": "cka", "value": value, "std": float(standard_error(without)),
-        "low": float(low), "high": float(high), "spread": "jackknife", "n_images": n,
+        "metric": "cka",
+        "value": value,
+        "std": float(standard_error(without)),
+        "low": float(low),
+        "high": float(high),
+        "spread": "jackknife",
+        "n_images": n,
         "replicates": without,
-    }  # fmt: skip
+    }
     columns = ("metric", "value", "std", "low", "high", "spread", "n_images")
     notes: dict[str, Any] = {"estimator": "exact, unbiased HSIC over all images"}
     notes["remarks"] = few_images(n)

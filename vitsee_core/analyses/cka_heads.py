@@ -82,10 +82,12 @@ def run(
         ),
     ] = None,
     cumulative: Annotated[
-        bool, Option("Groups of the k most local heads, k from 1 to all.  [default: windows]")
+        bool,
+        Option("Groups of the k most local heads, k from 1 to all.  [default: windows]"),
     ] = False,
     sites_b: Annotated[
-        Sequence[str], pairwise.side("the second store", "its blocks in the lower half by depth")
+        Sequence[str],
+        pairwise.side("the second store", "its blocks in the lower half by depth"),
     ] = (),
     estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
     batch: Annotated[int | None, pairwise.BATCH] = None,
@@ -122,7 +124,9 @@ def run(
     a, b = stores
     chosen, *others = chosen_blocks(a, ("blocks",) if block is None else (block,))
     if block is not None and others:
-        raise VitseeError(f"--block {block} chooses {1 + len(others)} blocks; expected one")
+        raise VitseeError(
+            f"--block {block} chooses {1 + len(others)} blocks; expected one"
+        )
     heads = _heads(a, chosen)
     distances = _distances(a, b, chosen, execution)
     groups = _groups(distances, window, cumulative)
@@ -132,9 +136,15 @@ def run(
         else [site for site in b.select("blocks") if site.rel_depth <= 0.5]
     )
     how = choose_estimator(
-        stores, preset, estimator, batch=batch, examples=examples, repeats=repeats,
-        images=execution.images, seed=execution.seed,
-    )  # fmt: skip
+        stores,
+        preset,
+        estimator,
+        batch=batch,
+        examples=examples,
+        repeats=repeats,
+        images=execution.images,
+        seed=execution.seed,
+    )
     h = hsic(
         heads,
         [*heads, *(Representation(b, site) for site in sites)],
@@ -142,7 +152,14 @@ def run(
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(cache, not no_cache, execution.device, execution.memory, execution.map, precision)
+            *(
+                cache,
+                not no_cache,
+                execution.device,
+                execution.memory,
+                execution.map,
+                precision,
+            )
         ),
         progress=execution.progress,
     )
@@ -154,7 +171,9 @@ def run(
     grouped = over_groups(h, members)
     similarity = summarise(grouped)
     remarks = [
-        *without_value([f"heads {' '.join(map(str, group))}" for group in groups], grouped.rows),
+        *without_value(
+            [f"heads {' '.join(map(str, group))}" for group in groups], grouped.rows
+        ),
         *without_value([f"{b.label} {site.name}" for site in sites], grouped.cols),
     ]
     for remark in remarks:
@@ -173,7 +192,10 @@ def run(
             "distance_px": float(distances[group].mean()),
             "metric": "cka",
             "value": float(similarity.cka[i, j]),
-            **{name: float(getattr(similarity, name)[i, j]) for name in ("std", "low", "high")},
+            **{
+                name: float(getattr(similarity, name)[i, j])
+                for name in ("std", "low", "high")
+            },
             "spread": h.spread,
             "n_images": h.n_images,
             WORD: None if similarity.without is None else similarity.without[:, i, j],
@@ -209,7 +231,9 @@ def _heads(store: Store, block: StoredAttention) -> list[Representation]:
     return [Representation(store, site, channels=part) for part in slices]
 
 
-def _distances(a: Store, b: Store, block: StoredAttention, execution: Execution) -> NDArray[Any]:
+def _distances(
+    a: Store, b: Store, block: StoredAttention, execution: Execution
+) -> NDArray[Any]:
     """(heads,) mean attention distance in pixels over the images of the comparison."""
     rows = execution.rows(a)
     rows = replace(rows, mask=rows.mask & require_paired(a, b))
@@ -296,9 +320,13 @@ def plot(table: Table) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, spread: bool) -> None:
+def _draw_curve(
+    axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, spread: bool
+) -> None:
     names = ("distance_px", "value", "std", "low", "high")
-    x, y, std, low, high = rows.sort("distance_px", maintain_order=True).select(names).to_numpy().T
+    x, y, std, low, high = (
+        rows.sort("distance_px", maintain_order=True).select(names).to_numpy().T
+    )
     if not spread:
         axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
         return
@@ -318,7 +346,9 @@ def headline(table: Table) -> list[Answer]:
         "store_a", "store_b", maintain_order=True, as_dict=True
     )
     for (store_a, store_b), own in pairs.items():
-        rows = own.filter(site_b=own["site_b"][0]).sort("distance_px", maintain_order=True)
+        rows = own.filter(site_b=own["site_b"][0]).sort(
+            "distance_px", maintain_order=True
+        )
         near, far = (
             f"{measured(rows, i)} for heads at {number(float(rows['distance_px'][i]))} px"
             for i in (0, -1)

@@ -39,11 +39,9 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.features import choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.truth.labels.labelled_rows import LabelledRows, random_features
-from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.runtime.options import (
     CLS_OR_MEAN,
     KNOWLEDGE,
@@ -63,6 +61,13 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import LabelledRows, random_features
+from vitsee_core.truth.masks.segments import (
+    LabelledSegments,
+    Segmentation,
+    as_segmentation,
+    examples_of,
+)
 from vitsee_core.types import Float, Float32, Integers, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -77,7 +82,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-headline = partial(best_layers, units={"purity": "purity", "segment_purity": "purity of segments"})
+headline = partial(
+    best_layers, units={"purity": "purity", "segment_purity": "purity of segments"}
+)
 
 Score = dict[str, Any]
 
@@ -91,7 +98,9 @@ SEGMENT_COLUMNS = (*COLUMNS[:-2], "low", "high", "n_images", "n_segments", "base
 SEGMENT = "segment_"  # before a metric's name, of segments
 SEGMENT_METRICS = tuple(f"{SEGMENT}{metric}" for metric in METRICS)
 PRESETS = ("walmer",)
-WALMER_K, WALMER_IMAGES = 80, 999  # as their code has it: of COCO and of PartImageNet
+# as their code has it: of COCO and of PartImageNet
+WALMER_K = 80
+WALMER_IMAGES = 999
 METHOD = (
     f"scikit-learn KMeans, init k-means++, n_init {N_INIT}, float32, random_state seed, seed + 1, "
     "...; nmi normalised by the arithmetic mean of the entropies"
@@ -126,7 +135,8 @@ def run(
         ),
     ] = None,
     n_seeds: Annotated[
-        int, Option("Runs of k-means, with the seeds SEED, SEED + 1, ...", "--seeds", least=1)
+        int,
+        Option("Runs of k-means, with the seeds SEED, SEED + 1, ...", "--seeds", least=1),
     ] = 3,
     metrics: Annotated[
         Sequence[str],
@@ -145,12 +155,15 @@ def run(
             "--baseline",
             choices=SEGMENT_BASELINES,
             or_none=True,
-            decide=lambda given: BASELINES if given["masks"] is None else SEGMENT_BASELINES,
+            decide=lambda given: (
+                BASELINES if given["masks"] is None else SEGMENT_BASELINES
+            ),
             default="shuffled and random, with --masks image too",
         ),
     ] = None,
     execution: Annotated[
-        Execution, Offers("images seed jobs memory", dask="sites, and the masks of --masks,")
+        Execution,
+        Offers("images seed jobs memory", dask="sites, and the masks of --masks,"),
     ] = DEFAULT,
 ) -> Table:
     """One row per site and metric, then those of the baselines.
@@ -183,7 +196,9 @@ def run(
         k = WALMER_K if k is None else k
     names = METRICS if choice is None else SEGMENT_METRICS
     plain = {} if choice is None else dict(zip(METRICS, names, strict=True))
-    wanted = asked_for([plain.get(name, name) for name in metrics] or names, names, "cluster")
+    wanted = asked_for(
+        [plain.get(name, name) for name in metrics] or names, names, "cluster"
+    )
     known = BASELINES if choice is None else SEGMENT_BASELINES
     baselines = known if baselines is None else baselines
     for name in baselines:
@@ -198,7 +213,8 @@ def run(
             f"{MAX_SEED}: a smaller --seed"
         )
     selected = select_each(stores, sites, sites_of)
-    plans, read = [], {}
+    plans = []
+    read = {}
     for store, chosen in selected.members:
         examples = examples_of(choice, [(store, chosen)], execution)
         data = examples.rows(store)
@@ -211,10 +227,14 @@ def run(
             )
         _check(data, n_clusters, chosen, execution.memory)
         read[store.label] = {
-            site.name: examples.features(data, site, tokens, one_vector=True) for site in chosen
+            site.name: examples.features(data, site, tokens, one_vector=True)
+            for site in chosen
         }
         plans.append((data, chosen, n_clusters))
-    dims = [len({site.dim for site in sites_}) * ("random" in baselines) for _, sites_, _ in plans]
+    dims = [
+        len({site.dim for site in sites_}) * ("random" in baselines)
+        for _, sites_, _ in plans
+    ]
     counts = [
         len(data) * (len(sites_) * (1 + ("image" in baselines)) + n)
         for (data, sites_, n_clusters), n in zip(plans, dims, strict=True)
@@ -240,19 +260,24 @@ def run(
         for data, chosen, n_clusters in plans:
             label = data.store.label
             own = None if choice is None else blocks[label]
-            work = _Clusters(data, n_clusters, notes["seeds"], read[label], baselines, wanted, own)
+            work = _Clusters(
+                data, n_clusters, notes["seeds"], read[label], baselines, wanted, own
+            )
             tables += _store_rows(work, chosen, execution, notes)
     return Table.from_rows(tables, COLUMNS if choice is None else SEGMENT_COLUMNS, notes)
 
 
-def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None) -> None:
+def _check(
+    data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None
+) -> None:
     """Refuse what cannot be clustered, before any work."""
-    label, n = data.store.label, len(data)
+    label = data.store.label
+    n = len(data)
     if k < 1:
         raise VitseeError(f"k is {k}; expected at least 1 cluster")
     if k > n:
         raise VitseeError(
-            f"{k} clusters were asked for, but {label} has {counted(n, data.WHAT)}; "
+            f"{k} clusters were asked for, but {label} has {plural(n, data.WHAT)}; "
             f"expected --k of at most {n}"
         )
     if isinstance(data, LabelledSegments) and len(np.unique(data.labels)) == 1:
@@ -283,16 +308,20 @@ class _Clusters:
     metrics: Sequence[str]
     blocks: Blocks | None = None
 
-    def __call__(self, execution: Execution, item: str | int) -> tuple[dict[str, list[Score]], str]:
+    def __call__(
+        self, execution: Execution, item: str | int
+    ) -> tuple[dict[str, list[Score]], str]:
         """The scores of a site and of its baselines, or those of random features with this many
         channels; and remarks."""
-        data, progress = self.data, execution.progress
+        data = self.data
+        progress = execution.progress
         if isinstance(item, int):
             # Standard normal vectors, drawn anew for each seed.
             noise = (random_features(len(data), item, (seed, 2)) for seed in self.seeds)
             return {"random": self.scores(self.of(noise, progress))}, ""
         features = self.read[item]
-        jobs, memory = execution.jobs, execution.budget
+        jobs = execution.jobs
+        memory = execution.budget
         vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
         remark = ""
         if (vectors == vectors[0]).all():
@@ -323,7 +352,8 @@ class _Clusters:
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
         """One entry per metric: mean and spread over seeds, and the interval of segments."""
-        values, without = [], []
+        values = []
+        without = []
         for seed, assigned in zip(self.seeds, clusters, strict=True):
             labels = self.data.labels
             if shuffled:
@@ -351,10 +381,14 @@ class _Clusters:
 
 
 def _store_rows(
-    work: _Clusters, sites: Sequence[SiteSpec], execution: Execution, notes: dict[str, Any]
+    work: _Clusters,
+    sites: Sequence[SiteSpec],
+    execution: Execution,
+    notes: dict[str, Any],
 ) -> list[Score]:
     """The rows of one store, the baselines' last."""
-    data, store = work.data, work.data.store
+    data = work.data
+    store = work.data.store
     reason = why_meaningless(data.labels, work.k, data.NOUN)
     found: dict[str | int, dict[str, list[Score]]] = {}
     if reason is not None:
@@ -363,12 +397,16 @@ def _store_rows(
     else:
         dims = dict.fromkeys(site.dim for site in sites if "random" in work.baselines)
         items: list[str | int] = [*(site.name for site in sites), *dims]
-        for item, (scores, remark) in zip(items, execution.spread(work, items), strict=True):
+        for item, (scores, remark) in zip(
+            items, execution.spread(work, items), strict=True
+        ):
             found[item] = scores
             if remark:
                 notes["remarks"].append(remark)
                 log.info("%s", remark)
-    nothing = [{"metric": metric, "value": np.nan, "std": np.nan} for metric in work.metrics]
+    nothing = [
+        {"metric": metric, "value": np.nan, "std": np.nan} for metric in work.metrics
+    ]
     rows: list[Score] = []
     for name in ("", *dict.fromkeys(work.baselines)):
         for site in sites:
@@ -387,7 +425,8 @@ def plot(table: Table) -> Figure:
     drawn = table.frame
     of_segments = "n_segments" in drawn.columns
     if not of_segments:
-        value, std = pl.col("value"), pl.col("std")
+        value = pl.col("value")
+        std = pl.col("std")
         drawn = drawn.with_columns(low=value - std, high=value + std)
     spread = "95 % interval over images" if of_segments else "one std over seeds"
     counts = ("n_segments", "segments") if of_segments else ("n_images", "")
@@ -402,7 +441,8 @@ def plot(table: Table) -> Figure:
 
 def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None:
     """Why k clusters of these examples say nothing of any features; None if they do."""
-    n, n_classes = len(labels), len(np.unique(labels))
+    n = len(labels)
+    n_classes = len(np.unique(labels))
     if n_classes == 1:
         one = noun if n == 1 else f"class among its {noun}s"
         return f"there is one {one}, with which all clusters agree"
@@ -440,10 +480,14 @@ def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
 def _contingency(clusters: Integers, labels: Integers) -> Integers:
     """(clusters, classes) numbers of members."""
     shape = int(clusters.max()) + 1, int(labels.max()) + 1
-    return np.bincount(clusters * shape[1] + labels, minlength=shape[0] * shape[1]).reshape(shape)
+    return np.bincount(
+        clusters * shape[1] + labels, minlength=shape[0] * shape[1]
+    ).reshape(shape)
 
 
-def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> dict[str, Float]:
+def agreement_without(
+    clusters: Integers, labels: Integers, blocks: Blocks
+) -> dict[str, Float]:
     """Metric -> (blocks,) the agreement of the same clusters without the members of each block; NaN
     if nothing is left."""
     n_classes = int(labels.max()) + 1
@@ -461,10 +505,16 @@ def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
     n = counts.sum()
     if n == 0:
         return dict.fromkeys(METRICS, np.nan)
-    rows, columns = counts.sum(1), counts.sum(0)
-    of_rows, of_columns, of_both = (_entropy(x / n) for x in (rows, columns, counts.ravel()))
-    mean_entropy, mutual = (of_rows + of_columns) / 2, of_rows + of_columns - of_both
-    together, in_rows, in_columns = (float((c * (c - 1)).sum()) for c in (counts, rows, columns))
+    rows = counts.sum(1)
+    columns = counts.sum(0)
+    of_rows, of_columns, of_both = (
+        _entropy(x / n) for x in (rows, columns, counts.ravel())
+    )
+    mean_entropy = (of_rows + of_columns) / 2
+    mutual = of_rows + of_columns - of_both
+    together, in_rows, in_columns = (
+        float((c * (c - 1)).sum()) for c in (counts, rows, columns)
+    )
     by_chance = in_rows * in_columns / (n * (n - 1)) if n > 1 else 0.0
     most = (in_rows + in_columns) / 2
     return {

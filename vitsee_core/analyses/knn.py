@@ -33,23 +33,9 @@ from vitsee_core.features import SiteFeatures, check_alike, compared, require_co
 from vitsee_core.features.compared import other_precision
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.truth.labels.labelled_rows import (
-    ALLOW_SHARED,
-    PER_CLASS,
-    RANDOM_BASELINE,
-    TRAIN_IMAGES,
-    LabelledRows,
-    accuracy_interval,
-    check_disjoint,
-    random_pieces,
-    shared_ids,
-    training_execution,
-)
-from vitsee_core.truth.labels.neighbours import Nearest, nearest
-from vitsee_core.truth.masks.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.options import (
     CLS_OR_MEAN,
     KNOWLEDGE,
@@ -67,6 +53,25 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import (
+    ALLOW_SHARED,
+    PER_CLASS,
+    RANDOM_BASELINE,
+    TRAIN_IMAGES,
+    LabelledRows,
+    accuracy_interval,
+    check_disjoint,
+    random_pieces,
+    shared_ids,
+    training_execution,
+)
+from vitsee_core.truth.labels.neighbours import Nearest, nearest
+from vitsee_core.truth.masks.segments import (
+    Examples,
+    Segmentation,
+    as_segmentation,
+    examples_of,
+)
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -79,7 +84,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-headline = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
+headline = partial(
+    best_layers, units={"top1": "of the images right", "top5": "with it among five"}
+)
 
 VOTES = ("softmax", "majority")
 BASELINES = ("random",)
@@ -102,22 +109,28 @@ def run(
     ] = None,
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     tokens: Annotated[str | None, tokens_option(VECTOR_WORDS, CLS_OR_MEAN)] = None,
-    ks: Annotated[Sequence[int], Option("Number of neighbours.", "--k", metavar="K", least=1)] = (
-        20,
-    ),
+    ks: Annotated[
+        Sequence[int], Option("Number of neighbours.", "--k", metavar="K", least=1)
+    ] = (20,),
     vote: Annotated[
         str, Option("A neighbour's vote: exp(cosine / temperature), or 1.", choices=VOTES)
     ] = "softmax",
     temperature: Annotated[
-        float, Option("Of the softmax vote.", metavar="T", above=0, only_with=("vote", "softmax"))
+        float,
+        Option(
+            "Of the softmax vote.", metavar="T", above=0, only_with=("vote", "softmax")
+        ),
     ] = 0.07,
-    metrics: Annotated[Sequence[str], metrics_option(METRICS, "all that can be had")] = (),
+    metrics: Annotated[
+        Sequence[str], metrics_option(METRICS, "all that can be had")
+    ] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     per_class: Annotated[bool, PER_CLASS] = False,
     train_images: Annotated[int | None, TRAIN_IMAGES] = None,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     execution: Annotated[
-        Execution, Offers("images seed device jobs memory", dask="sites, and the masks of --masks,")
+        Execution,
+        Offers("images seed device jobs memory", dask="sites, and the masks of --masks,"),
     ] = DEFAULT,
 ) -> Table:
     """One row per site, k and metric: the accuracy on the test images and its 95 % interval.
@@ -146,7 +159,9 @@ def run(
     seed = execution.seed
     choice = as_segmentation(masks)
     read = [] if choice is None else [(s, s.select(list(sites))) for s in (train, *tests)]
-    of_train = {train.manifest.store_id: training_execution(execution, tests, train_images)}
+    of_train = {
+        train.manifest.store_id: training_execution(execution, tests, train_images)
+    }
     examples = examples_of(choice, read, execution, training=of_train)
     a = examples.rows(train)
     # Everything is checked before any work.
@@ -159,21 +174,31 @@ def run(
     wanted = asked_for(metrics or METRICS, METRICS, "knn")
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if wanted == ["top5"] and not n_top and not per_class:
-        raise VitseeError(f"no top5: it needs --k of {TOP} and more, and more than {TOP} classes")
+        raise VitseeError(
+            f"no top5: it needs --k of {TOP} and more, and more than {TOP} classes"
+        )
     if not n_top and "top5" in wanted:
         log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
     work = _Search(a, tuple(queries), tuple(ks), vote, temperature, per_class, wanted)
-    items: list[_Item] = [(q, s.name) for q, query in enumerate(queries) for s in query.sites]
-    drawn = [(q, dim) for q, query in enumerate(queries) for dim in query.dims if baselines]
+    items: list[_Item] = [
+        (q, s.name) for q, query in enumerate(queries) for s in query.sites
+    ]
+    drawn = [
+        (q, dim) for q, query in enumerate(queries) for dim in query.dims if baselines
+    ]
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
-    words = {name: str(ours.selection) for q in queries for name, (ours, _) in q.read.items()}
+    words = {
+        name: str(ours.selection) for q in queries for name, (ours, _) in q.read.items()
+    }
     remarks = [remark for query in queries for remark in query.remarks]
     found: dict[_Item, list[dict[str, Any]]] = {}
     n_rows = len(a) * (len(items) + len(drawn))
     with counting(execution.progress, n_rows, SITE_IMAGES):
         some = [*items, *drawn]
-        for item, (scores, remark) in zip(some, execution.spread(work, some), strict=True):
+        for item, (scores, remark) in zip(
+            some, execution.spread(work, some), strict=True
+        ):
             found[item] = scores
             if remark and remark not in remarks:
                 remarks.append(remark)
@@ -183,7 +208,9 @@ def run(
             place = site_columns(query.data.store, site)
             rows += [place | score | {"baseline": ""} for score in found[q, site.name]]
             for name in dict.fromkeys(baselines):
-                random_rows += [place | score | {"baseline": name} for score in found[q, site.dim]]
+                random_rows += [
+                    place | score | {"baseline": name} for score in found[q, site.dim]
+                ]
     notes = {
         "interval": a.INTERVAL,
         "train": {"store": train.label, **a.describe()},
@@ -237,11 +264,17 @@ class _Search:
     per_class: bool
     metrics: Sequence[str]
 
-    def __call__(self, execution: Execution, item: _Item) -> tuple[list[dict[str, Any]], str]:
-        a, query, site = self.train, self.queries[item[0]], item[1]
-        b, budget = query.data, execution.budget
+    def __call__(
+        self, execution: Execution, item: _Item
+    ) -> tuple[list[dict[str, Any]], str]:
+        a = self.train
+        query = self.queries[item[0]]
+        site = item[1]
+        b = query.data
+        budget = execution.budget
         if isinstance(site, int):
-            dim, selection = site, ""
+            dim = site
+            selection = ""
             pieces = [
                 partial(random_pieces, len(data), dim, (execution.seed, i))
                 for i, data in enumerate((a, b))
@@ -249,15 +282,20 @@ class _Search:
         else:
             ours, theirs = query.read[site]
             dim = ours.dim
-            selection = "" if ours.site.layout is None or b.NOUN != "image" else ours.selection
+            selection = (
+                "" if ours.site.layout is None or b.NOUN != "image" else ours.selection
+            )
             pieces = [
                 partial(data.vectors, features, jobs=execution.jobs, memory=budget // 4)
                 for data, features in ((a, ours), (b, theirs))
             ]
         found = nearest(
-            *(pieces[0], pieces[1], (len(b), len(a), dim)), k=max(self.ks), device=execution.device,
-            memory=3 * budget // 4, progress=execution.progress,
-        )  # fmt: skip
+            *(pieces[0], pieces[1], (len(b), len(a), dim)),
+            k=max(self.ks),
+            device=execution.device,
+            memory=3 * budget // 4,
+            progress=execution.progress,
+        )
         remark = ""
         if found.constant and isinstance(site, str):
             which = f"{selection} " if selection else ""
@@ -270,7 +308,8 @@ class _Search:
     def _scores(
         self, found: Nearest, test: LabelledRows, blocks: Blocks
     ) -> Iterator[dict[str, Any]]:
-        train, neighbours = self.train, self.train.labels[found.rows]
+        train = self.train
+        neighbours = self.train.labels[found.rows]
         how = train.n_classes, self.vote, self.temperature
         for k in self.ks:
             rank = ranks(found.cosines[:, :k], neighbours[:, :k], test.labels, *how)
@@ -305,7 +344,9 @@ def _query(
     read = {}
     for site in chosen:
         ours, theirs = (
-            examples.features(own, site, tokens, among=(train.store, *tests), one_vector=True)
+            examples.features(
+                own, site, tokens, among=(train.store, *tests), one_vector=True
+            )
             for own in (train, data)
         )
         check_alike(ours, theirs)
@@ -333,7 +374,7 @@ def _checked(
     if max(ks) > len(train):
         raise VitseeError(
             f"{max(ks)} neighbours were asked for, but {train.store.label} has "
-            f"{counted(len(train), train.WHAT)}; expected --k of at most {len(train)}"
+            f"{plural(len(train), train.WHAT)}; expected --k of at most {len(train)}"
         )
     return sorted(set(ks))
 
@@ -362,12 +403,15 @@ def ranks(
     out = np.empty(len(labels), np.int64)
     for start in range(0, len(labels), VOTED_AT_ONCE):
         part = slice(start, start + VOTED_AT_ONCE)
-        own, voters = labels[part], neighbours[part]
+        own = labels[part]
+        voters = neighbours[part]
         votes = np.ones(voters.shape)
         if vote == "softmax":
             # Only ratios count: divided by the nearest one's, small temperatures stay finite.
             with np.errstate(over="ignore"):  # to -inf: a vote of 0
-                votes = np.exp((cosines[part] - cosines[part, :1].astype(float)) / temperature)
+                votes = np.exp(
+                    (cosines[part] - cosines[part, :1].astype(float)) / temperature
+                )
         cells = np.arange(len(own))[:, np.newaxis] * n_classes + voters
         sums = np.bincount(cells.ravel(), votes.ravel(), len(own) * n_classes)
         scores = sums.reshape(len(own), n_classes)

@@ -31,7 +31,7 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     count,
     evenly,
@@ -43,12 +43,18 @@ from vitsee_core.figures.panels import (
 )
 from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import GREY, plain_log_ticks, styled
-from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.models.weights import Classifier
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, metrics_option
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Gather,
+    Offers,
+    Option,
+    metrics_option,
+)
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
@@ -61,10 +67,11 @@ from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.types import Float, Float32, Integers, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import NotOffered, SiteError, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,12 +97,20 @@ def run(
     *stores: Store,
     metrics: Annotated[
         Sequence[str],
-        metrics_option(METRICS, "all that can be had", "lens_top1 and lens_rank need labels."),
+        metrics_option(
+            METRICS, "all that can be had", "lens_top1 and lens_rank need labels."
+        ),
     ] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
-    patches: Annotated[bool, Option("Also classify every patch alone (needs all tokens).")] = False,
-    origin: Annotated[Provenance | None, Gather(Provenance, ("checkpoint", "trust"))] = None,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    patches: Annotated[
+        bool, Option("Also classify every patch alone (needs all tokens).")
+    ] = False,
+    origin: Annotated[
+        Provenance | None, Gather(Provenance, ("checkpoint", "trust"))
+    ] = None,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """One row per store, site and metric; with `patches` also one per cell of the grid.
 
@@ -118,7 +133,9 @@ def run(
     """
     for metric in metrics:
         if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}")
+            raise VitseeError(
+                f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}"
+            )
     heads = Classifiers(origin or Provenance())
     selected = select_each(stores, sites, partial(_sites, heads=heads, patches=patches))
     if heads.origin.checkpoint and not heads.rebuilt:
@@ -140,7 +157,9 @@ def run(
         "chance": {work.store.label: 1 / work.n_classes for work in works},
         "remarks": [work.remark for work in works if work.remark],
         "seed": execution.seed,
-        "images": {w.store.label: r.describe() for w, r in zip(works, picked, strict=True)},
+        "images": {
+            w.store.label: r.describe() for w, r in zip(works, picked, strict=True)
+        },
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
@@ -168,11 +187,11 @@ def _sites(
         inner = [site for site in store.sites.values() if "head" not in site.groups]
         raise (SiteError if _readable(store, head, inner, patches) else NotOffered)(
             f"the classifier of {store.label} reads {head.pool} of {head.width} channels: none of "
-            f"{few([site.name for site in chosen])} has these"
+            f"{abbreviate([site.name for site in chosen])} has these"
         )
     if len(readable) < len(chosen):
         left = [site.name for site in chosen if site not in readable]
-        log.info("%s: the classifier cannot read %s", store.label, few(left))
+        log.info("%s: the classifier cannot read %s", store.label, abbreviate(left))
     return readable
 
 
@@ -184,7 +203,11 @@ def _readable(
         layout = store.site(site.name).layout
         if "head" in site.groups and site.name != head.site:  # has been through the norm
             continue
-        if layout is None or site.dim != head.width or (head.pool == "cls" and layout.cls is None):
+        if (
+            layout is None
+            or site.dim != head.width
+            or (head.pool == "cls" and layout.cls is None)
+        ):
             continue
         if patches and layout.grid is None:
             continue
@@ -206,10 +229,16 @@ class _Store:
         metrics: Sequence[str],
         patches: bool,
     ) -> None:
-        self.store, self.rows, self.execution, self.patches = store, rows, execution, patches
-        self.head, self.n_classes = head, head.n_classes
+        self.store = store
+        self.rows = rows
+        self.execution = execution
+        self.patches = patches
+        self.head = head
+        self.n_classes = head.n_classes
         mask = rows.mask & store.valid
-        self.labels = block_labels(int(mask.sum()), None if store.shuffled else execution.seed)
+        self.labels = block_labels(
+            int(mask.sum()), None if store.shuffled else execution.seed
+        )
         self.remark = why_not_own(store, mask, self.n_classes)
         asked = {*metrics} & {*OF_LABELS}
         if self.remark and asked:
@@ -223,9 +252,15 @@ class _Store:
 
     def __call__(self, site: SiteSpec) -> list[dict[str, Any]]:
         spec = self.store.site(site.name)
-        work = _ReadLogits(spec.name, self.head, self.patches, "lens_agreement" in self.metrics)
+        work = _ReadLogits(
+            spec.name, self.head, self.patches, "lens_agreement" in self.metrics
+        )
         use = self.execution
-        options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
+        options: dict[str, Any] = {
+            "jobs": use.jobs,
+            "map": use.map,
+            "progress": use.progress,
+        }
         parts = list(each_slab(self.store, work, rows=self.rows, **options))
         place = site_columns(self.store, site)
         rows: list[Cells] = []
@@ -237,14 +272,19 @@ class _Store:
             of_cells = values[:, 1:]
             whole = mean_cells(of_cells.mean(1), self.labels)
             rows.append({"metric": metric, "token": "patches"} | whole)
-            found = statistic(np.ascontiguousarray(of_cells.T), "mean", self.labels).estimates()
+            found = statistic(
+                np.ascontiguousarray(of_cells.T), "mean", self.labels
+            ).estimates()
             assert spec.layout is not None and spec.layout.grid is not None
             cols = spec.layout.grid[1]
             rows += [
                 {"metric": metric, "row": t // cols, "col": t % cols} | cells_of(found, t)
                 for t in range(of_cells.shape[1])
             ]
-        return [place | (row if row["metric"] == "lens_rank" else as_share(row)) for row in rows]
+        return [
+            place | (row if row["metric"] == "lens_rank" else as_share(row))
+            for row in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -270,12 +310,21 @@ class _ReadLogits:
             assert tokens is not None
             body = tokens[:, layout.n_prefix :]
             parts = [
-                _scores(self.head.of_tokens(body[i : i + n]), labels[i : i + n], output[i : i + n])
+                _scores(
+                    self.head.of_tokens(body[i : i + n]),
+                    labels[i : i + n],
+                    output[i : i + n],
+                )
                 for n in (IMAGES_AT_ONCE,)
                 for i in range(0, len(body), n)
             ]
-            found.append({m: np.concatenate([part[m] for part in parts]) for m in METRICS})
-        return {metric: np.concatenate([one[metric] for one in found], 1) for metric in METRICS}
+            found.append(
+                {m: np.concatenate([part[m] for part in parts]) for m in METRICS}
+            )
+        return {
+            metric: np.concatenate([one[metric] for one in found], 1)
+            for metric in METRICS
+        }
 
     def _output(self, slab: Slab) -> Integers:
         """(images,) the class that the model predicts."""
@@ -287,18 +336,23 @@ class _ReadLogits:
 
     def _logits(self, slab: Slab, site: str, tokens: Float32 | None = None) -> Float:
         """(images, classes) of a site's tokens, which are read unless given."""
-        kind, layout = self.head.pooled_kind, slab.store.site(site).layout
+        kind = self.head.pooled_kind
+        layout = slab.store.site(site).layout
         assert layout is not None
         if kind is not None:
             return self.head.of_tokens(slab.pooled(site, kind)[slab.valid])
-        return self.head.logits(slab.acts(site)[slab.valid] if tokens is None else tokens, layout)
+        return self.head.logits(
+            slab.acts(site)[slab.valid] if tokens is None else tokens, layout
+        )
 
 
 def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Float]:
     """Metric -> (images, places) of logits (images, places, classes). Raises VitseeError: a logit
     is not finite."""
     if not np.isfinite(logits).all():
-        raise VitseeError("the classifier gives logits that are not finite (see vitsee validate)")
+        raise VitseeError(
+            "the classifier gives logits that are not finite (see vitsee validate)"
+        )
     first = logits.argmax(-1)
     known = (labels >= 0)[:, np.newaxis] & (labels < logits.shape[-1])[:, np.newaxis]
     at = np.clip(labels, 0, logits.shape[-1] - 1)[:, np.newaxis, np.newaxis]
@@ -317,7 +371,9 @@ def headline(table: Table) -> list[Answer]:
     shares = {"lens_top1": "right", "lens_agreement": "as the model's output"}
     metric = next((m for m in shares if m in table["metric"]), None)
     answers = []
-    for store, rows in by_store(table, metric=metric, token=None, row=None) if metric else []:
+    for store, rows in (
+        by_store(table, metric=metric, token=None, row=None) if metric else []
+    ):
         values = rows["value"].to_numpy()
         i = int((values >= NEARLY * values[-1]).argmax())
         text = f"share of images {shares[str(metric)]}: {first_and_last(rows)}"
@@ -351,7 +407,9 @@ def plot(table: Table) -> Figure:
     for axes, metric, own in panels:
         draw_depth_curves(axes, own, among=pooled)
         of_stores = pl.col("store").is_in([*own["store"]])
-        _draw_patches(axes, rows.filter(of_stores, metric=metric, token="patches"), pooled)
+        _draw_patches(
+            axes, rows.filter(of_stores, metric=metric, token="patches"), pooled
+        )
         if metric == "lens_rank":
             axes.set_yscale("log")
             axes.set_ylim(0.9, 1.2 * max(2.0, axes.dataLim.y1))
@@ -376,7 +434,9 @@ def _draw_patches(axes: Axes, rows: pl.DataFrame, among: pl.DataFrame) -> None:
         axes.plot([], [], color=GREY, **look, label="patches alone")
 
 
-def _draw_maps(grid: Grid, part: Any, rows: pl.DataFrame, sites: list[str], top: Any) -> None:
+def _draw_maps(
+    grid: PanelGrid, part: Any, rows: pl.DataFrame, sites: list[str], top: Any
+) -> None:
     panels = grid.axes(part)
     for axes, site in zip(panels, sites, strict=True):
         own = rows.filter(site=site)

@@ -39,7 +39,9 @@ Key = tuple[str, str]  # array and group
 
 log = logging.getLogger(__name__)
 
-LEFT_OUT = " attention"  # follows a block's name in the manifest's list of what was left out
+LEFT_OUT = (
+    " attention"  # follows a block's name in the manifest's list of what was left out
+)
 SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 ALIGNED_FRAMES = "aligned_frames"  # of clips, by the offset in time
 
@@ -50,7 +52,9 @@ class SlabSums:
 
     # (array, group) -> (parts, blocks, ...) float64, NaN where an image has none
     sums: dict[Key, Float]
-    n_images: NDArray[np.int64]  # (parts,) valid images in each part, a run of consecutive slabs
+    n_images: NDArray[
+        np.int64
+    ]  # (parts,) valid images in each part, a run of consecutive slabs
 
 
 def sum_slabs(
@@ -136,7 +140,9 @@ def uniform_map(grid: Grid, window: Grid | None = None) -> Float:
     return _over_windows(grid, window, lambda own: offset_pairs(own) / (own[0] * own[1]))
 
 
-def _over_windows(grid: Grid, window: Grid | None, each: Callable[[Grid], Float]) -> Float:
+def _over_windows(
+    grid: Grid, window: Grid | None, each: Callable[[Grid], Float]
+) -> Float:
     """The sum of maps by offset of all windows of a grid, over its cells."""
     gh, gw = grid
     total = np.zeros((2 * gh - 1, 2 * gw - 1))
@@ -151,7 +157,9 @@ def per_query(aligned: Float, window: Grid | None = None) -> Float:
     height, width = aligned.shape[-2:]
     coverage = query_coverage(((height + 1) // 2, (width + 1) // 2), window)
     with np.errstate(invalid="ignore"):
-        return np.where(coverage > 0, aligned / np.where(coverage > 0, coverage, 1), np.nan)
+        return np.where(
+            coverage > 0, aligned / np.where(coverage > 0, coverage, 1), np.nan
+        )
 
 
 def blocks_of_each(
@@ -192,7 +200,9 @@ def _without_attention(store: Store) -> dict[str, str]:
     }
 
 
-def check_class_token(store: Store, blocks: Sequence[StoredAttention], instead: str) -> None:
+def check_class_token(
+    store: Store, blocks: Sequence[StoredAttention], instead: str
+) -> None:
     """Raises MissingInput if a block has no class token; `instead` names an alternative."""
     for block in blocks:
         if block.layout.cls is None:
@@ -218,7 +228,9 @@ def check_heads(
                 f"{store.label} has no head {missing[0]} in {block.site}; expected 0 to "
                 f"{block.n_heads - 1}"
             )
-    return [np.array(sorted(set(heads)) or range(block.n_heads), np.int64) for block in blocks]
+    return [
+        np.array(sorted(set(heads)) or range(block.n_heads), np.int64) for block in blocks
+    ]
 
 
 def map_columns(
@@ -241,7 +253,9 @@ def map_columns(
         "metric": metric,
         "head": np.repeat(heads, cells),
         **({"frame": frames} if in_time else {}),
-        "row": np.tile(np.repeat(np.arange(height) + first[0], width), n_heads * n_frames),
+        "row": np.tile(
+            np.repeat(np.arange(height) + first[0], width), n_heads * n_frames
+        ),
         "col": np.tile(np.arange(width) + first[1], n_heads * n_frames * height),
         "value": maps.ravel(),
         "n_images": np.repeat(n_images, cells),

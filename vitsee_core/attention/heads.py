@@ -47,7 +47,8 @@ class StoredAttention(StoredPart):
     def window_text(self) -> str | None:
         """The cell of the column `window`, `8 x 8`, of clips with the cells in time before them;
         None where a query sees all keys."""
-        layout, sides = self.layout, self.window or self.layout.grid
+        layout = self.layout
+        sides = self.window or self.layout.grid
         if sides is None or (self.window is None and self.times is None):
             return None
         in_time = () if layout.frames is None else (self.times or layout.frames,)
@@ -57,7 +58,8 @@ class StoredAttention(StoredPart):
 def _windows(group: AttentionGroup) -> tuple[Grid | None, int | None]:
     """The rows and columns of a group's windows, and their cells in time; None where they cover
     the grid, and all of its times."""
-    layout, window = group.layout, group.window
+    layout = group.layout
+    window = group.window
     if window is None:
         return None, None
     sides: Grid | None = window[-2], window[-1]
@@ -69,7 +71,9 @@ def _windows(group: AttentionGroup) -> tuple[Grid | None, int | None]:
     )
 
 
-def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[StoredAttention]:
+def attention_blocks(
+    store: Store, patterns: Sequence[str] = ("blocks",)
+) -> list[StoredAttention]:
     """The blocks of a store that have attention summaries, in the model's order.
 
     Raises:
@@ -79,9 +83,14 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
     groups = store.attention_blocks
     if not groups:
         reason = store.manifest.left_out.get("attention")
-        why = reason or "it was extracted with --attention none (expected --attention summary)"
+        why = (
+            reason
+            or "it was extracted with --attention none (expected --attention summary)"
+        )
         raise MissingInput(f"{store.label} has no attention summaries: {why}")
-    depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
+    depths = {
+        name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places
+    }
     blocks = [
         StoredAttention(
             name, *depths[name], group.layout, group.prefix, row, heads, *_windows(group)
@@ -114,7 +123,8 @@ def uniform_distance(layout: TokenLayout, window: Grid | None = None) -> float:
         return np.nan
     total, (step_y, step_x) = 0.0, layout.stride_px
     for (gh, gw), n in window_sizes(layout.grid, window).items():
-        dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
+        dy = np.arange(1 - gh, gh)
+        dx = np.arange(1 - gw, gw)
         lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
         total += n * float((offset_pairs((gh, gw)) * lengths).sum() / (gh * gw))
     return total / math.prod(layout.grid)
@@ -141,7 +151,8 @@ def uniform_in_time(block: StoredAttention) -> tuple[float, float]:
 def offset_pairs(grid: Grid) -> Float:
     """The pairs of cells of a grid at each offset key minus query: (2 rows - 1, 2 cols - 1)."""
     (gh, gw) = grid
-    dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
+    dy = np.arange(1 - gh, gh)
+    dx = np.arange(1 - gw, gw)
     return np.outer(gh - abs(dy), gw - abs(dx)).astype(np.float64)
 
 
@@ -152,13 +163,16 @@ def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
         Counter(min(side, n - start) for start in range(0, n, side))
         for n, side in zip(grid, window or grid, strict=True)
     ]
-    return Counter({(a, b): n * m for a, n in sides[0].items() for b, m in sides[1].items()})
+    return Counter(
+        {(a, b): n * m for a, n in sides[0].items() for b, m in sides[1].items()}
+    )
 
 
 def keys_seen(block: StoredAttention) -> float:
     """Spatial keys that a query sees, their mean over queries: all without windows."""
     layout = block.layout
-    grid, times = layout.grid or (1, layout.n_body), layout.frames or 1
+    grid = layout.grid or (1, layout.n_body)
+    times = layout.frames or 1
     in_time = window_sizes((times, 1), (block.times or times, 1))
     seen = sum(n * (a * b) ** 2 for (a, b), n in window_sizes(grid, block.window).items())
     return seen * sum(n * a**2 for (a, _), n in in_time.items()) / layout.n_body
@@ -168,7 +182,8 @@ def even_shares(block: StoredAttention) -> NDArray[np.float64]:
     """(tokens,) the attention that each token gets, the mean over spatial queries, where every
     query spreads its own evenly over what it sees: 1 / tokens without windows. Prefix tokens are
     seen from all windows."""
-    layout, n_prefix = block.layout, block.layout.n_prefix
+    layout = block.layout
+    n_prefix = block.layout.n_prefix
     body = layout.frames or 1, *(layout.grid or (1, layout.n_body))
     sides = block.times or body[0], *(block.window or body[1:])
     lengths = [
@@ -180,7 +195,9 @@ def even_shares(block: StoredAttention) -> NDArray[np.float64]:
     return np.concatenate([np.full(n_prefix, each.mean()), seen * each / len(seen)])
 
 
-def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]) -> Table:
+def with_windows(
+    table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]
+) -> Table:
     """The table of blocks of stores with the column `window` ("8 x 8", null where a query sees all
     keys) and the note of that name, where any block has windows; else as it is."""
     found = [
@@ -191,8 +208,11 @@ def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAtt
     ]
     if not found:
         return table
-    frame, before = table.frame, table.frame.columns.index("metric")
-    windows = pl.DataFrame(found).with_columns(pl.col("store", "site").cast(pl.Categorical()))
+    frame = table.frame
+    before = table.frame.columns.index("metric")
+    windows = pl.DataFrame(found).with_columns(
+        pl.col("store", "site").cast(pl.Categorical())
+    )
     joined = frame.join(windows, on=["store", "site"], how="left", maintain_order="left")
     columns = [*frame.columns[:before], "window", *frame.columns[before:]]
     of_clips = any(" x " in one["window"].partition(" x ")[2] for one in found)

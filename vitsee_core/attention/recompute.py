@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.images.selection import shorter_ids
 from vitsee_core.models.provenance import Pictures, Provenance, model_of
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Integers
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -87,7 +87,9 @@ def find_rows(store: Store, names: Sequence[str]) -> Integers:
                 *(store.label, name, rows[0], name, other),
             )
         if not store.valid[rows[0]]:
-            raise VitseeError(f"{store.label} holds nothing of the image {name!r}: it is not valid")
+            raise VitseeError(
+                f"{store.label} holds nothing of the image {name!r}: it is not valid"
+            )
         places.append(int(rows[0]))
     return np.array(places, np.int64)
 
@@ -136,7 +138,12 @@ def attention_of_images(
             _stored(store, rows, take, chosen)
             if stored
             else recomputed_calls(
-                store, rows, partial(_softmaxed, take), chosen, origin or Provenance(), device
+                store,
+                rows,
+                partial(_softmaxed, take),
+                chosen,
+                origin or Provenance(),
+                device,
             )
         )
         for part in parts:
@@ -175,11 +182,15 @@ def _stored(
         for block in blocks:
             array = store.attention(f"full/{block.site}")
             wide = array[int(part[0]) : int(part[-1]) + 1][part - part[0]]
-            values[block.site] = _keep(take(block, torch.from_numpy(wide.astype(np.float32))))
+            values[block.site] = _keep(
+                take(block, torch.from_numpy(wide.astype(np.float32)))
+            )
         yield Attended(part, values)
 
 
-def _softmaxed(take: Take, block: StoredAttention, call: AttentionCall) -> Mapping[str, Tensor]:
+def _softmaxed(
+    take: Take, block: StoredAttention, call: AttentionCall
+) -> Mapping[str, Tensor]:
     import torch
 
     return take(block, torch.softmax(call.scores(slice(None)), -1))
@@ -228,7 +239,7 @@ def recomputed_calls(
     precision = store.manifest.identity.get("precision", "fp32")
     if precision == "tf32" and where.type != "cuda":
         precision = "fp32"
-    what = counted(len(rows), "images")
+    what = plural(len(rows), "images")
     log.info("computing the attention of %s with %s on %s", what, model.name, where)
     size = _batch_size(blocks)
     pixels_of = Pictures(store, origin.data)
@@ -239,7 +250,9 @@ def recomputed_calls(
         def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
             values[block.name] = _keep(take(by_name[block.name], call))
 
-    capture = Capture(model, table, sites=[], attention=[known[block.site] for block in blocks])
+    capture = Capture(
+        model, table, sites=[], attention=[known[block.site] for block in blocks]
+    )
     with torch.inference_mode(), precision_context(where, precision), capture:
         for start in range(0, len(rows), size):
             part = rows[start : start + size]

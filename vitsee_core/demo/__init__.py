@@ -33,5 +33,7 @@ def data_file() -> Path:
 
 def _installed(path: Path) -> Path:
     if not path.exists():
-        raise VitseeError(f"{path} is missing; expected it in the package: install vitsee again")
+        raise VitseeError(
+            f"{path} is missing; expected it in the package: install vitsee again"
+        )
     return path

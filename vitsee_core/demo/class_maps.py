@@ -44,7 +44,9 @@ class Miniature(NamedTuple):
     split: int  # 0 trains, 1 tests
     number: int  # within it
     pixels: Pixels
-    classes: NDArray[np.uint8]  # (height, width) 0 for the background, then the ten classes
+    classes: NDArray[
+        np.uint8
+    ]  # (height, width) 0 for the background, then the ten classes
 
 
 def write_class_maps(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
@@ -59,7 +61,9 @@ def write_class_maps(folder: str | Path, seed: int = 0, n_images: int = 12) -> N
 def _miniatures(seed: int, n_images: int) -> Iterator[Miniature]:
     for split in (0, 1):
         for number in range(n_images):
-            scene = random_scene(SIZES[number % len(SIZES)], N_OBJECTS, (seed, 20 + split, number))
+            scene = random_scene(
+                SIZES[number % len(SIZES)], N_OBJECTS, (seed, 20 + split, number)
+            )
             yield Miniature(split, number, scene.pixels, _classes(scene))
 
 
@@ -72,7 +76,8 @@ def _classes(scene: Scene) -> NDArray[np.uint8]:
 
 def _border(classes: NDArray[np.uint8]) -> Mask:
     found = np.zeros(classes.shape, bool)
-    down, across = classes[1:] != classes[:-1], classes[:, 1:] != classes[:, :-1]
+    down = classes[1:] != classes[:-1]
+    across = classes[:, 1:] != classes[:, :-1]
     found[1:] |= down
     found[:-1] |= down
     found[:, 1:] |= across
@@ -117,7 +122,9 @@ def _write_cityscapes(root: Path, every: list[Miniature]) -> None:
         split = ("train", "val")[one.split]
         city = CITIES[one.split]
         name = f"{city}_{one.number:06d}_000019"
-        save_image(one.pixels, root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png")
+        save_image(
+            one.pixels, root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png"
+        )
         folder = root / "gtFine" / split / city
         save_image(table[one.classes], folder / f"{name}_gtFine_labelIds.png")
         save_image(one.classes, folder / f"{name}_gtFine_instanceIds.png")

@@ -34,9 +34,22 @@ from vitsee_core.types import Mask
 
 SIZES = ((96, 128), (128, 96), (112, 112))  # of images, in turn
 N_OBJECTS = 4
-WALL, FLOOR = 171, 190  # categories of stuff, numbered as COCO numbers its own
+# categories of stuff, numbered as COCO numbers its own
+WALL = 171
+FLOOR = 190
 PART_SPLITS = {"train": (0, 1, 5), "val": (2, 7), "test": (8, 9)}  # classes
-KINDS = ("Top", "Trouser", "Top", "Top", "Top", "Shoe", "Top", "Shoe", "Bag", "Shoe")  # of a class
+KINDS = (
+    "Top",
+    "Trouser",
+    "Top",
+    "Top",
+    "Top",
+    "Shoe",
+    "Top",
+    "Shoe",
+    "Bag",
+    "Shoe",
+)  # of a class
 HALVES = ("Upper", "Lower")
 
 
@@ -81,7 +94,9 @@ def run_lengths(mask: Mask) -> dict[str, Any]:
 
 def _runs(row: Mask) -> list[tuple[int, int]]:
     """First and past-the-last columns of the runs of a row."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]]).astype(np.int8)))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], row, [False]]).astype(np.int8))
+    )
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
@@ -106,11 +121,18 @@ def _write_split(
         pixels = _with_floor(scene, floor)
         name = f"{number:012d}"
         save_image(pixels, folder / split / f"{name}.jpg")
-        about = {"id": number, "file_name": f"{name}.jpg", "height": size[0], "width": size[1]}
+        about = {
+            "id": number,
+            "file_name": f"{name}.jpg",
+            "height": size[0],
+            "width": size[1],
+        }
         images.append(about)
         crowded = k % 4 == 3  # the first two objects of every fourth image
         objects += _objects(scene, number, crowded, first=len(objects) + 1)
-        panoptic.append(_panoptic(scene, floor, number, annotations / f"panoptic_{split}"))
+        panoptic.append(
+            _panoptic(scene, floor, number, annotations / f"panoptic_{split}")
+        )
     content = {"images": images, "annotations": objects, "categories": things}
     write_json(annotations / f"instances_{split}.json", content)
     every = [*(one | {"isthing": 1} for one in things), *stuff]
@@ -131,13 +153,17 @@ def _with_floor(scene: Scene, floor: Mask) -> Pixels:
 def _objects(scene: Scene, image: int, crowded: bool, first: int) -> list[dict[str, Any]]:
     """The annotations of an image; what cannot be seen has none."""
     found: list[dict[str, Any]] = []
-    masks, classes = list(scene.masks), scene.classes.tolist()
+    masks = list(scene.masks)
+    classes = scene.classes.tolist()
     if crowded:
-        masks, classes = [masks[0] | masks[1], *masks[2:]], classes[1:]
+        masks = [masks[0] | masks[1], *masks[2:]]
+        classes = classes[1:]
     for at, (mask, number) in enumerate(zip(masks, classes, strict=True)):
         if mask.any():
             crowd = crowded and at == 0
-            about = {"id": first + len(found), "image_id": image} | _part(mask, category_id(number))
+            about = {"id": first + len(found), "image_id": image} | _part(
+                mask, category_id(number)
+            )
             shape = run_lengths(mask) if crowd else outlines(mask)
             found.append(about | {"iscrowd": int(crowd), "segmentation": shape})
     return found
@@ -187,7 +213,8 @@ def _write_parts(
             free = [whole - own for whole, own in zip(size, one.mask.shape, strict=True)]
             top, left = (int(rng.integers(0, n + 1)) for n in free)
             scene = compose(size, [Placed(one, top, left)], (seed, 8, number, k))
-            mask, below = scene.masks[0], np.arange(size[0])[:, None] >= top + len(one.mask) // 2
+            mask = scene.masks[0]
+            below = np.arange(size[0])[:, None] >= top + len(one.mask) // 2
             halves = mask & ~below, mask & below
             pixels = np.where(halves[1][..., None], scene.pixels // 2, scene.pixels)
             name = f"{wnid}_{17 * k + 3}"

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.demo.scenes import PER_CLASS, Placed, compose, sprite
 from vitsee_core.demo.indexed_masks import VOID, write_mask
+from vitsee_core.demo.scenes import PER_CLASS, Placed, compose, sprite
 
 QUALITY = 95  # of the JPEG files
 
@@ -46,9 +46,18 @@ class Clip:
 
 CLIPS = (
     # The second object leaves the frame: its last masks are empty.
-    Clip("a", 8, (48, 80), [(1, 30, (9, 4), (0, 4)), (8, 18, (20, 58), (1, 5))], ("val",)),
+    Clip(
+        "a", 8, (48, 80), [(1, 30, (9, 4), (0, 4)), (8, 18, (20, 58), (1, 5))], ("val",)
+    ),
     # The second passes before the first; void along its edge in one frame.
-    Clip("b", 6, (48, 80), [(3, 34, (7, 26), (0, 1)), (5, 16, (26, 6), (0, 6))], ("val",), void=3),
+    Clip(
+        "b",
+        6,
+        (48, 80),
+        [(3, 34, (7, 26), (0, 1)), (5, 16, (26, 6), (0, 6))],
+        ("val",),
+        void=3,
+    ),
     Clip("c", 5, (48, 64), [(9, 26, (4, 6), (3, 5))], ("val",)),
     Clip("train-only", 3, (48, 80), [(7, 24, (12, 10), (0, 4))], ("train",)),
 )
@@ -63,7 +72,9 @@ def write_davis(folder: str | Path, seed: int = 0) -> None:
             name = f"{frame:05d}"
             image = _made(folder / "JPEGImages" / "480p" / clip.name) / f"{name}.jpg"
             Image.fromarray(pixels).save(image, quality=QUALITY, subsampling=0)
-            write_mask(_made(folder / "Annotations" / "480p" / clip.name) / f"{name}.png", labels)
+            write_mask(
+                _made(folder / "Annotations" / "480p" / clip.name) / f"{name}.png", labels
+            )
         for name in clip.lists:
             lists[name].append(clip.name)
     sets = _made(folder / "ImageSets" / "2017")
@@ -71,15 +82,22 @@ def write_davis(folder: str | Path, seed: int = 0) -> None:
         (sets / f"{name}.txt").write_text("".join(f"{video}\n" for video in videos))
 
 
-def _frames(clip: Clip, seed: tuple[int, int]) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+def _frames(
+    clip: Clip, seed: tuple[int, int]
+) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
     """(height, width, 3) pixels and (height, width) numbers of objects of each frame."""
     rng = np.random.default_rng(seed)
-    sprites = [sprite(kind, int(rng.integers(PER_CLASS)), size) for kind, size, *_ in clip.objects]
+    sprites = [
+        sprite(kind, int(rng.integers(PER_CLASS)), size)
+        for kind, size, *_ in clip.objects
+    ]
     found = []
     for frame in range(clip.n_frames):
         placed = [
             Placed(one, top + frame * down, left + frame * right)
-            for one, (_, _, (top, left), (down, right)) in zip(sprites, clip.objects, strict=True)
+            for one, (_, _, (top, left), (down, right)) in zip(
+                sprites, clip.objects, strict=True
+            )
         ]
         scene = compose(clip.size, placed, (*seed, 1))
         labels = np.zeros(clip.size, np.uint8)

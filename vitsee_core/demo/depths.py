@@ -20,7 +20,9 @@ from vitsee_core.types import Float
 SIZE = (72, 96)
 N_OBJECTS = 3
 SCENES = ("bedroom_0001", "kitchen_0002")  # in turn
-NEAR, FAR = 1.2, 7.5  # metres, of the floor at the lower edge and of the wall
+# metres, of the floor at the lower edge and of the wall
+NEAR = 1.2
+FAR = 7.5
 HORIZON = 0.4  # of the height
 FRAME = 3  # pixels
 
@@ -37,7 +39,8 @@ class Miniature(NamedTuple):
 def write_depths(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
     """Write the set below `folder`; n_images: of each split."""
     for one in miniatures(seed, n_images):
-        place, number = Path(folder, "nyu", one.name).parent, one.name[-5:]
+        place = Path(folder, "nyu", one.name).parent
+        number = one.name[-5:]
         save_image(one.pixels, place / f"rgb_{number}.jpg")
         values = np.rint(one.depths * 1000).astype(np.uint16)
         save_image(values, place / f"sync_depth_{number}.png")

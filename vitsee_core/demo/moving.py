@@ -25,7 +25,9 @@ Frames = NDArray[np.uint8]
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}
 SHAPES = ("square", "disc", "triangle")
-SIZE, FRAMES = 32, 8  # pixels of a side; frames of a clip
+# pixels of a side; frames of a clip
+SIZE = 32
+FRAMES = 8
 CLIPS = {"train": 240, "val": 160}
 SEEDS = {"train": 1, "val": 2}  # the model was trained on those of another seed
 MODEL = Path(__file__).with_name("moving.safetensors")
@@ -55,7 +57,8 @@ def clips(n: int, seed: int) -> Iterator[tuple[str, Frames]]:
 def _clip(step: tuple[int, int], rng: np.random.Generator) -> Frames:
     background = _smooth(rng)
     colour = background.mean((0, 1)) + rng.choice([-1, 1], 3) * rng.uniform(70, 120, 3)
-    shape, side = SHAPES[rng.integers(len(SHAPES))], int(rng.integers(8, 13))
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    side = int(rng.integers(8, 13))
     speed = rng.uniform(1.5, 2.5)
     reach = speed * (FRAMES - 1) / 2  # from the middle of the path to its ends
     middle = rng.uniform(side / 2, SIZE - side / 2, 2)
@@ -81,7 +84,8 @@ def _smooth(rng: np.random.Generator) -> NDArray[np.float64]:
 def _shape(kind: str, centre: NDArray[np.float64], side: int) -> NDArray[np.float64]:
     """(height, width) the part of each pixel that a shape covers, by 4 x 4 points in each."""
     points = (np.arange(4 * SIZE) + 0.5) / 4
-    y, x = points[:, np.newaxis] - centre[0], points - centre[1]
+    y = points[:, np.newaxis] - centre[0]
+    x = points - centre[1]
     half = side / 2
     inside = {
         "square": (abs(y) <= half) & (abs(x) <= half),

@@ -44,7 +44,11 @@ class _Set:
 
 
 def write_revisited(
-    folder: str | Path, seed: int = 0, n_queries: int = 6, n_each: int = 3, n_others: int = 20
+    folder: str | Path,
+    seed: int = 0,
+    n_queries: int = 6,
+    n_each: int = 3,
+    n_others: int = 20,
 ) -> None:
     """Write the set; the same for the same arguments.
 
@@ -64,7 +68,10 @@ def write_revisited(
     for landmark in landmarks:
         lists[landmark] = {
             kind: [
-                made.add(f"{_stem(landmark)}_{place}{i:05d}", _scene(landmark, kind, seed, k, i))
+                made.add(
+                    f"{_stem(landmark)}_{place}{i:05d}",
+                    _scene(landmark, kind, seed, k, i),
+                )
                 for i in range(counts[kind])
             ]
             for place, (k, kind) in zip((10, 20, 30), enumerate(_KINDS), strict=True)
@@ -72,13 +79,16 @@ def write_revisited(
     for i in range(n_others):
         other = OTHERS[i % len(OTHERS)]
         made.add(f"{_stem(other)}_40{i:05d}", _scene(other, "easy", seed, 3, i))
-    queries, truth = [], []
+    queries = []
+    truth = []
     for i in range(n_queries):
         landmark = landmarks[i % len(landmarks)]
         scene = _scene(landmark, "easy", seed, 4, i)
         queries.append(f"{_stem(landmark)}_00{i:05d}")
         made.save(queries[-1], scene)
-        truth.append({"bbx": [float(edge) for edge in box_of(scene.masks[0])]} | lists[landmark])
+        truth.append(
+            {"bbx": [float(edge) for edge in box_of(scene.masks[0])]} | lists[landmark]
+        )
     found: dict[str, Any] = {"imlist": made.images, "qimlist": queries, "gnd": truth}
     (folder / f"gnd_{NAME}.pkl").write_bytes(pickle.dumps(found, protocol=2))
 

@@ -85,22 +85,32 @@ def sprite(category: int | str, instance: int = 0, size: int = 28) -> Sprite:
     images, names = _bundled()
     number = names.index(category) if category in names else category
     if not isinstance(number, int) or not 0 <= number < N_CLASSES:
-        raise VitseeError(f"no class {category!r} in the demo; its classes: {', '.join(names)}")
+        raise VitseeError(
+            f"no class {category!r} in the demo; its classes: {', '.join(names)}"
+        )
     if not 0 <= instance < PER_CLASS:
-        raise VitseeError(f"no instance {instance} of a class; expected 0 to {PER_CLASS - 1}")
+        raise VitseeError(
+            f"no instance {instance} of a class; expected 0 to {PER_CLASS - 1}"
+        )
     if size < 1:
-        raise VitseeError(f"an object of {size} pixels was asked for; expected at least 1")
+        raise VitseeError(
+            f"an object of {size} pixels was asked for; expected at least 1"
+        )
     grey = _cropped(images[number, instance])
     height, width = (max(1, round(side * size / max(grey.shape))) for side in grey.shape)
     scaled = Image.fromarray(grey).resize((width, height), Image.Resampling.BILINEAR)
     # The rim of the scaled image is fainter than the rim of the bundled one.
     shades = _cropped(np.asarray(scaled))
     mask = shades > THRESHOLD
-    jitter, saturation = np.random.default_rng((number, instance)).uniform(-1, 1, 2).tolist()
+    jitter, saturation = (
+        np.random.default_rng((number, instance)).uniform(-1, 1, 2).tolist()
+    )
     hue = (number / N_CLASSES + _HUE_JITTER * jitter) % 1
     colour = np.array(colorsys.hsv_to_rgb(hue, 0.85 + 0.1 * saturation, 1.0))
     light = _DARKEST + (1 - _DARKEST) * shades[..., None] / 255
-    return Sprite(np.where(mask[..., None], 255 * light * colour, 0).astype(np.uint8), mask, number)
+    return Sprite(
+        np.where(mask[..., None], 255 * light * colour, 0).astype(np.uint8), mask, number
+    )
 
 
 def background(size: tuple[int, int], seed: int | Sequence[int] = 0) -> Pixels:
@@ -129,7 +139,9 @@ def compose(
         masks[:, *inside] &= ~shown
         mask[inside] = shown
         pixels[inside][shown] = one.sprite.pixels[part][shown]
-    return Scene(pixels, masks, np.array([one.sprite.category for one in placed], np.int64))
+    return Scene(
+        pixels, masks, np.array([one.sprite.category for one in placed], np.int64)
+    )
 
 
 def random_scene(
@@ -167,7 +179,9 @@ def box_of(mask: Mask) -> tuple[int, int, int, int]:
     return int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1
 
 
-def save_image(pixels: NDArray[Any], path: Path, palette: Sequence[int] | None = None) -> None:
+def save_image(
+    pixels: NDArray[Any], path: Path, palette: Sequence[int] | None = None
+) -> None:
     """Write pixels, of which those with a palette become its indices, in a folder that is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.fromarray(pixels)
@@ -186,11 +200,13 @@ def _overlap(
     size: tuple[int, int], placed: Placed
 ) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
     """The pixels of the scene that the sprite's array covers, and the same of the sprite."""
-    inside, part = [], []
+    inside = []
+    part = []
     for start, own, whole in zip(
         (placed.top, placed.left), placed.sprite.mask.shape, size, strict=True
     ):
-        first, last = max(0, start), max(0, start, min(whole, start + own))
+        first = max(0, start)
+        last = max(0, start, min(whole, start + own))
         inside.append(slice(first, last))
         part.append(slice(first - start, last - start))
     return (inside[0], inside[1]), (part[0], part[1])
@@ -209,5 +225,7 @@ def _cropped(grey: Pixels) -> Pixels:
 def _bundled() -> tuple[Pixels, list[str]]:
     """(class, instance, 28, 28) images in the file's order, and the classes' names."""
     with np.load(data_file(), allow_pickle=False) as file:
-        images, labels, names = file["images"], file["labels"], file["class_names"].tolist()
+        images = file["images"]
+        labels = file["labels"]
+        names = file["class_names"].tolist()
     return np.stack([images[labels == number] for number in range(N_CLASSES)]), names

@@ -31,7 +31,12 @@ from vitsee_core.demo.scenes import (
 )
 
 CATEGORIES = ("Trouser", "Dress", "Bag")
-SIZES = ((96, 128), (128, 96), (112, 112), (80, 120))  # (height, width) of images, in turn
+SIZES = (
+    (96, 128),
+    (128, 96),
+    (112, 112),
+    (80, 120),
+)  # (height, width) of images, in turn
 N_IMAGES = 6  # of a category
 HEIGHTS = (0.1, 0.5, 0.9)  # of an object, where its rims are keypoints
 SLOTS = 30  # keypoints that an image annotation has room for
@@ -41,7 +46,7 @@ SCALES = (1.2, 1.6)  # ratios of sizes that separate the scale variations 0, 1 a
 
 
 @dataclass(frozen=True)
-class Shown:
+class SpairImage:
     """An image of the set. size: (height, width). box: x0, y0, x1, y1 of what is seen. points: x, y
     by slot, None where hidden. cut: whether the frame cuts the object off. length: of the whole
     object's longer side, in pixels."""
@@ -64,7 +69,9 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
     """
     root = Path(folder)
     shown = {
-        category.lower(): [_write_image(root, category, i, (seed, c, i)) for i in range(N_IMAGES)]
+        category.lower(): [
+            _write_image(root, category, i, (seed, c, i)) for i in range(N_IMAGES)
+        ]
         for c, category in enumerate(CATEGORIES)
     }
     # Of the published splits only test is scored here; the others have a pair of each category.
@@ -75,7 +82,9 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
                 number = len(names) + 1
                 stem = f"{number:06d}-{source.name}-{target.name}"
                 names.append(f"{stem}:{category}")
-                path = root / "PairAnnotation" / split / f"{stem}{separator}{category}.json"
+                path = (
+                    root / "PairAnnotation" / split / f"{stem}{separator}{category}.json"
+                )
                 write_json(path, _pair(number, category, source, target))
         for size, listed in (("large", names), ("small", names[::2])):
             path = root / "Layout" / size / f"{split}.txt"
@@ -83,7 +92,7 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
             path.write_text("".join(f"{name}\n" for name in listed))
 
 
-def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Shown:
+def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> SpairImage:
     rng = np.random.default_rng(seed)
     size = SIZES[i % len(SIZES)]
     length = int(rng.integers(3 * min(size) // 5, 19 * min(size) // 20))
@@ -94,40 +103,58 @@ def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Sh
     if i == CUT:
         left = size[1] - cols // 2 - cols // 4
     scene = compose(size, [Placed(one, top, left)], seed)
-    word, name = category.lower(), f"2008_{CATEGORIES.index(category) * N_IMAGES + i:06d}"
+    word = category.lower()
+    name = f"2008_{CATEGORIES.index(category) * N_IMAGES + i:06d}"
     mask = scene.masks[0]
-    shown = Shown(name, size, list(box_of(mask)), _points(one, top, left, size), i == CUT, length)
+    shown = SpairImage(
+        name, size, list(box_of(mask)), _points(one, top, left, size), i == CUT, length
+    )
     number = class_names().index(category) + VOC
     save_image(scene.pixels, root / "JPEGImages" / word / f"{name}.jpg")
-    save_image((mask * number).astype(np.uint8), root / "Segmentation" / word / f"{name}.png")
+    save_image(
+        (mask * number).astype(np.uint8), root / "Segmentation" / word / f"{name}.png"
+    )
     slots = shown.points + [None] * (SLOTS - len(shown.points))
     write_json(
         root / "ImageAnnotation" / word / f"{name}.json",
         {
-            "filename": f"{name}.jpg", "category": word, "azimuth_id": 0, "pose": "Unspecified",
-            "image_width": size[1], "image_height": size[0], "bndbox": shown.box,
+            "filename": f"{name}.jpg",
+            "category": word,
+            "azimuth_id": 0,
+            "pose": "Unspecified",
+            "image_width": size[1],
+            "image_height": size[0],
+            "bndbox": shown.box,
             "kps": {str(slot): point for slot, point in enumerate(slots)},
-            "truncated": int(shown.cut), "occluded": 0, "difficult": 0, "mirror": 0,
+            "truncated": int(shown.cut),
+            "occluded": 0,
+            "difficult": 0,
+            "mirror": 0,
         },
-    )  # fmt: skip
+    )
     return shown
 
 
-def _points(one: Sprite, top: int, left: int, size: tuple[int, int]) -> list[list[int] | None]:
+def _points(
+    one: Sprite, top: int, left: int, size: tuple[int, int]
+) -> list[list[int] | None]:
     """x, y of both rims at each of `HEIGHTS`, None beyond the frame."""
     found: list[list[int] | None] = []
     for part in HEIGHTS:
         row = round(part * (len(one.mask) - 1))
         cols = np.flatnonzero(one.mask[row])
         for col in (cols[0], cols[-1]) if len(cols) else ():
-            x, y = left + int(col), top + row
+            x = left + int(col)
+            y = top + row
             found.append([x, y] if 0 <= x < size[1] and 0 <= y < size[0] else None)
         if not len(cols):
             found += [None, None]
     return found
 
 
-def _pair(number: int, category: str, source: Shown, target: Shown) -> dict[str, Any]:
+def _pair(
+    number: int, category: str, source: SpairImage, target: SpairImage
+) -> dict[str, Any]:
     """The annotation of a pair, with the keys of the published files."""
     both = [
         (slot, a, b)
@@ -138,12 +165,22 @@ def _pair(number: int, category: str, source: Shown, target: Shown) -> dict[str,
     file = f"{source.name}-{target.name}:{category}"
     return {
         "filename": f"{number:06d}-{file}",
-        "src_imname": f"{source.name}.jpg", "trg_imname": f"{target.name}.jpg",
-        "src_imsize": [*source.size[::-1], 3], "trg_imsize": [*target.size[::-1], 3],
-        "src_bndbox": source.box, "trg_bndbox": target.box, "category": category,
-        "src_pose": "Unspecified", "trg_pose": "Unspecified",
-        "src_kps": [a for _, a, _ in both], "trg_kps": [b for _, _, b in both],
-        "kps_ids": [str(slot) for slot, _, _ in both], "mirror": 0, "viewpoint_variation": 0,
+        "src_imname": f"{source.name}.jpg",
+        "trg_imname": f"{target.name}.jpg",
+        "src_imsize": [*source.size[::-1], 3],
+        "trg_imsize": [*target.size[::-1], 3],
+        "src_bndbox": source.box,
+        "trg_bndbox": target.box,
+        "category": category,
+        "src_pose": "Unspecified",
+        "trg_pose": "Unspecified",
+        "src_kps": [a for _, a, _ in both],
+        "trg_kps": [b for _, _, b in both],
+        "kps_ids": [str(slot) for slot, _, _ in both],
+        "mirror": 0,
+        "viewpoint_variation": 0,
         "scale_variation": sum(ratio > step for step in SCALES),
-        "truncation": int(source.cut) + 2 * int(target.cut), "occlusion": 0, "pair_id": number,
-    }  # fmt: skip
+        "truncation": int(source.cut) + 2 * int(target.cut),
+        "occlusion": 0,
+        "pair_id": number,
+    }

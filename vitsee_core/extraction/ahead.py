@@ -17,7 +17,12 @@ from vitsee_core.extraction.options import (
     OptionError,
     Request,
 )
-from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
+from vitsee_core.extraction.prepare import (
+    check_output,
+    chosen_images,
+    cut_sides,
+    plan_contents,
+)
 from vitsee_core.extraction.run import default_batch, erf_cost, prepare, strategy_of
 from vitsee_core.extraction.slab_grams import choose_strategy
 from vitsee_core.images.clips import has_clips
@@ -60,7 +65,10 @@ def dry_run(asked: Request) -> DryRun:
     model = asked.model
     assert isinstance(model, ModelOptions), "a model that is loaded has its weights"
     check_model_options(model.name, vars(model))
-    if not needs_weights(model, asked) and (planned := _from_shapes(model, asked)) is not None:
+    if (
+        not needs_weights(model, asked)
+        and (planned := _from_shapes(model, asked)) is not None
+    ):
         return planned
     prepared = prepare(asked)
     batch_size = strategy_of(prepared, asked.run).batch_size
@@ -71,8 +79,14 @@ def dry_run(asked: Request) -> DryRun:
 
 def needs_weights(model: ModelOptions, asked: Request) -> bool:
     """Whether the options depend on weights, whatever the architecture."""
-    data, run = asked.data, asked.run
-    canvas = data.short_side is not None or data.tiles or data.multiple is not None or data.of_clips
+    data = asked.data
+    run = asked.run
+    canvas = (
+        data.short_side is not None
+        or data.tiles
+        or data.multiple is not None
+        or data.of_clips
+    )
     canvas = canvas or any(getattr(data, name) for name in OF_NATIVE)
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
     changed = ablated or any(model.interventions.values())
@@ -84,17 +98,23 @@ def needs_weights(model: ModelOptions, asked: Request) -> bool:
 def _brings_arguments(model: ModelOptions) -> bool:
     """Whether a checkpoint's layout has arguments that differ from the architecture's."""
     try:
-        file = model.checkpoint and Checkpoint.read(model.checkpoint, model.checkpoint_key)
+        file = model.checkpoint and Checkpoint.read(
+            model.checkpoint, model.checkpoint_key
+        )
     except ModelError:
         return False  # the extraction refuses it
-    return bool(file and file.layout and source_of(model.name).layout_arguments(file.layout.args))
+    return bool(
+        file and file.layout and source_of(model.name).layout_arguments(file.layout.args)
+    )
 
 
 def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
     """The plan without weights; None if shapes are not enough."""
     check_output(asked)
-    keep, run = asked.keep, asked.run
-    device, selection = resolve_device(run.device), chosen_images(asked.data, {})
+    keep = asked.keep
+    run = asked.run
+    device = resolve_device(run.device)
+    selection = chosen_images(asked.data, {})
     if has_clips(selection.source):
         return None
     listing = from_shapes(options.name, vars(options))
@@ -114,14 +134,21 @@ def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
     first_images(selection, model.transform, {})
     choose_strategy(contents, table, device, run.batch_size, default_batch(device))
     left_out = {**choices.left_out, **table.left_out}
-    notes = [*notes, *cut_sides(options, model), *table.remarks, *selection.notes, UNCHECKED]
+    notes = [
+        *notes,
+        *cut_sides(options, model),
+        *table.remarks,
+        *selection.notes,
+        UNCHECKED,
+    ]
     return DryRun(with_samples(contents, selection.samples), left_out, tuple(notes))
 
 
 # ---------------- a job array
 
 MOST_TASKS = 8
-CORES_CPU, CORES_VALIDATE = 8, 2
+CORES_CPU = 8
+CORES_VALIDATE = 2
 WORKERS_GPU = 8  # loading processes: extract's own default
 # A task that cannot commit one slab within its time limit would requeue forever.
 MOST_RESTARTS = 50
@@ -208,7 +235,9 @@ def array_script(
     """
     for text in (*words, store, folder):
         if not text.isprintable():
-            raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
+            raise OptionError(
+                f"--plan: {text!r} cannot stand in a script; choose another name"
+            )
     end = words.index("--") if "--" in words else len(words)
     cores = (WORKERS_GPU if workers is None else workers) + 2
     if not gpu:
@@ -233,7 +262,9 @@ def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> st
     counted and the model's name is looked up, so that mistakes are found before they wait in a
     queue; no model is built, and nothing is written. Raises VitseeError: no such model or images;
     the store is complete; --force."""
-    data, keep, run = asked.data, asked.keep, asked.run
+    data = asked.data
+    keep = asked.keep
+    run = asked.run
     if run.force:
         raise VitseeError(
             "--force with --plan: each task would delete the others' work; delete the store first"
@@ -252,5 +283,6 @@ def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> st
         n_slabs = -(-n_images // plan.slab)
         if grows:
             n_slabs -= plan.n_images // plan.slab
-    place, gpu = (str(run.output), os.getcwd()), not run.device.startswith("cpu")
+    place = (str(run.output), os.getcwd())
+    gpu = not run.device.startswith("cpu")
     return array_script(words, *place, n_slabs, workers=run.workers, gpu=gpu, shard=shard)

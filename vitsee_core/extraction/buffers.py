@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitsee_core.summaries.summary import PER_CLIP, PER_IMAGE
 from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.summaries.summary import PER_CLIP, PER_IMAGE
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import ArraySpec, SiteSpec, StorePlan, arrays
 
@@ -37,15 +37,21 @@ class SlabBuffers:
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
-        specs = {p: s for p, s in arrays(plan).items() if s.per == "image" or is_sum(p, s)}
+        specs = {
+            p: s for p, s in arrays(plan).items() if s.per == "image" or is_sum(p, s)
+        }
         self._sites = [site.name for site in plan.sites]
         shapes: dict[str, Shape] = {PEAKS: ((len(self._sites),), torch.float32)}
         for path, spec in specs.items():
-            shape = (plan.slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+            shape = (
+                (plan.slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+            )
             shapes[path] = shape, getattr(torch, spec.dtype)
         self._memory = HostMemory(shapes, pinned=pinned)
         tensors = self._memory.tensors
-        self.arrays = {path: tensors[path] for path, spec in specs.items() if spec.per == "image"}
+        self.arrays = {
+            path: tensors[path] for path, spec in specs.items() if spec.per == "image"
+        }
         self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
         self.unstored: dict[str, Tensor] | None = None
         self.begin()
@@ -89,7 +95,9 @@ def feature_paths(site: SiteSpec) -> list[str]:
     """The arrays of a site's activations, prefix first."""
     body = {"tokens": "grid", "rows": "rows", "raw": "raw"}[site.kind]
     has_prefix = site.layout is not None and site.layout.n_prefix > 0
-    return [f"acts/{site.name}/{part}" for part in (["prefix"] if has_prefix else []) + [body]]
+    return [
+        f"acts/{site.name}/{part}" for part in (["prefix"] if has_prefix else []) + [body]
+    ]
 
 
 def is_sum(path: str, spec: ArraySpec) -> bool:
@@ -119,12 +127,16 @@ def to_store(
     valid = out["valid"] == 1
     for path, value in sums.items():
         array = value.numpy()
-        out[path] = as_block(array, valid, plan.slab) if path.startswith("grams/") else array
+        out[path] = (
+            as_block(array, valid, plan.slab) if path.startswith("grams/") else array
+        )
     out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
     return out
 
 
-def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray[np.float32]:
+def as_block(
+    gram: NDArray[Any], valid: NDArray[np.bool_], slab: int
+) -> NDArray[np.float32]:
     """(slab, slab): the matrix of the valid images in their places, NaN elsewhere."""
     block = np.full((slab, slab), np.nan, np.float32)
     places = np.flatnonzero(valid)
@@ -148,7 +160,11 @@ class HostMemory:
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], *, pinned: bool = False, block: Tensor | None = None
+        self,
+        shapes: Mapping[str, Shape],
+        *,
+        pinned: bool = False,
+        block: Tensor | None = None,
     ) -> None:
         size = block_bytes(shapes)
         self._block = torch.empty(size, dtype=torch.uint8) if block is None else block
@@ -176,7 +192,9 @@ class HostMemory:
 
 
 def block_bytes(shapes: Mapping[str, Shape]) -> int:
-    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values())
+    return sum(
+        _aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values()
+    )
 
 
 def _aligned(n: int) -> int:

@@ -52,7 +52,9 @@ def frame_layout(layout: TokenLayout, frames: int) -> TokenLayout:
     """The layout of one frame of a clip, which `clip_layout` made a clip's."""
     prefix = tuple(name.rpartition(".")[0] for name in layout.prefix[::frames])
     rows = layout.rows // frames
-    return dataclasses.replace(layout, prefix=prefix, rows=rows, frames=None, stride_frames=None)
+    return dataclasses.replace(
+        layout, prefix=prefix, rows=rows, frames=None, stride_frames=None
+    )
 
 
 def clip_site(site: SiteSpec, frames: int) -> SiteSpec:
@@ -61,7 +63,9 @@ def clip_site(site: SiteSpec, frames: int) -> SiteSpec:
         layout = clip_layout(site.layout, frames)
         return dataclasses.replace(site, layout=layout, shape=(layout.n_tokens, site.dim))
     if site.kind == "raw":
-        return dataclasses.replace(site, shape=(frames, *site.shape), dim=frames * site.dim)
+        return dataclasses.replace(
+            site, shape=(frames, *site.shape), dim=frames * site.dim
+        )
     return site
 
 
@@ -118,7 +122,8 @@ class FrameObserver(SlabObserver):
         return self._joined(rollout(means, of_frame), of_frame.n_prefix) / self._frames
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        stored, name = self._stored[site.name], site.name
+        stored = self._stored[site.name]
+        name = site.name
         if stored.kind == "vector":
             self._note_peak(name, largest_magnitude(body))
             self._keep(f"vectors/{name}", self._over_frames(body))
@@ -148,7 +153,9 @@ class FrameObserver(SlabObserver):
 
     def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         group, reducer, row = self._place[block.name]
-        folder, heads, frames = group.folder, slice(0, block.n_heads), self._frames
+        folder = group.folder
+        heads = slice(0, block.n_heads)
+        frames = self._frames
         summary = reducer.reduce(call, self._mask.repeat_interleave(frames))
         rows = {
             name: self._joined(value, reducer.layout.n_prefix, 2) / frames
@@ -161,7 +168,9 @@ class FrameObserver(SlabObserver):
         self._stage(folder + "head_std", self._over_frames(summary.head_std), row)
         aligned = summary.aligned / frames
         self._sums[folder + "aligned"][row, heads] += aligned
-        self._sums[folder + "aligned_frames"][row, heads, frames - 1] += aligned.sum((-2, -1))
+        self._sums[folder + "aligned_frames"][row, heads, frames - 1] += aligned.sum(
+            (-2, -1)
+        )
         for name, path in (("received_rows", "received"), ("cls_rows", "cls_map")):
             if name in rows:
                 valid = rows[name][self._mask].to(self._sum_dtype)
@@ -175,7 +184,8 @@ class FrameObserver(SlabObserver):
         """Name -> (clips, heads) of each of the summary's numbers."""
         wide = self._sum_dtype
         n_queries = self._by_clip(summary.n_queries)
-        counts, out = n_queries.to(wide), {"n_queries": n_queries.sum(1)}
+        counts = n_queries.to(wide)
+        out = {"n_queries": n_queries.sum(1)}
         counted = counts.sum(1)
         for name in OF_COUNTED:
             each = self._by_clip(getattr(summary, name)).to(wide)
@@ -210,5 +220,8 @@ class FrameObserver(SlabObserver):
         """Numbers of all tokens in a clip's order: (clips, tokens, ...) of (clips x frames, tokens
         of a frame, ...), the tokens on this axis."""
         x = x.movedim(axis, 1)
-        parts = self._prefix(x[:, :n_prefix]), self._by_clip(x[:, n_prefix:]).flatten(1, 2)
+        parts = (
+            self._prefix(x[:, :n_prefix]),
+            self._by_clip(x[:, n_prefix:]).flatten(1, 2),
+        )
         return torch.cat(parts, 1).movedim(1, axis)

@@ -34,7 +34,7 @@ from vitsee_core.models.intervention_spec import placed as placed_stores
 from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.dask_worker import on_this_worker
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.streaming import Map
 from vitsee_stores import StoreWriter
@@ -61,7 +61,9 @@ class SlabsByWorker:
         self._one = threading.Lock()  # one model per process; it has the device to itself
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         return {**own, "prepared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +112,8 @@ def extract_by_workers(asked: Request, map: Map, progress: Progress = SILENT) ->
     work.asked = dataclasses.replace(work.asked, run=run)
     del prepared  # frees this process' model
     execution = Execution(map=map, progress=progress)
-    started, outcome = time.perf_counter(), Outcome(False, examples=plan.examples)
+    started = time.perf_counter()
+    outcome = Outcome(False, examples=plan.examples)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
     try:
@@ -121,7 +124,9 @@ def extract_by_workers(asked: Request, map: Map, progress: Progress = SILENT) ->
         stop = StopRequest()
         stop.signal_name = str(signal_raised)
         own = getattr(map, "local", 0)  # processes that end with this one
-        raise stopped(stop, writer, "" if own else "workers finish what they have begun") from None
+        raise stopped(
+            stop, writer, "" if own else "workers finish what they have begun"
+        ) from None
     outcome.seconds = time.perf_counter() - started
     outcome.complete = writer.finish()
     return outcome
@@ -131,11 +136,14 @@ def _until_done(
     writer: StoreWriter, execution: Execution, work: SlabsByWorker
 ) -> Iterator[Outcome]:
     """Results of each piece; slabs claimed by others are requested again."""
-    before, pause = -1, None
+    before = -1
+    pause = None
     while len(missing := np.flatnonzero(~writer.committed()).tolist()):
         if len(missing) == before:
             if pause is None:
-                log.info("waiting for %s that others have claimed", counted(before, "slabs"))
+                log.info(
+                    "waiting for %s that others have claimed", plural(before, "slabs")
+                )
                 pause = sharding.pauses()
             time.sleep(next(pause))
         before = len(missing)
@@ -147,7 +155,9 @@ def _until_done(
 
 def by_absolute_paths(asked: Request) -> SlabsByWorker:
     """The options with paths that are valid in any working directory."""
-    model, data, run = asked.model, asked.data, asked.run
+    model = asked.model
+    data = asked.data
+    run = asked.run
     assert isinstance(model, ModelOptions), "workers load the model by its name"
     model = dataclasses.replace(
         model,
@@ -160,7 +170,9 @@ def by_absolute_paths(asked: Request) -> SlabsByWorker:
     only = data.only and data.only.absolute()
     data = dataclasses.replace(data, data=placed(data.data, Path.cwd()), only=only)
     run = dataclasses.replace(run, output=run.output.absolute())
-    return SlabsByWorker(Request(model, data, asked.keep, run), {"run": secrets.token_hex(8)})
+    return SlabsByWorker(
+        Request(model, data, asked.keep, run), {"run": secrets.token_hex(8)}
+    )
 
 
 @contextmanager

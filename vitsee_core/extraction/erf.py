@@ -72,7 +72,8 @@ class ErfCost:
 
     def describe(self, batches: Sequence[int], n_sites: int) -> str:
         """The cost in words, for batches of these many remaining images."""
-        n_images, largest = sum(batches), max(batches)
+        n_images = sum(batches)
+        largest = max(batches)
         return (
             f"receptive fields of {n_images} images at {n_sites} sites: {len(batches) * n_sites} "
             f"backward passes over at most {largest} images, about {self.seconds * n_images:.3g} s "
@@ -84,9 +85,16 @@ class ErfPasses:
     """Forward and backward passes of one model for these sites."""
 
     def __init__(
-        self, model: LoadedModel, table: SiteTable, sites: Sequence[SiteSpec], device: torch.device
+        self,
+        model: LoadedModel,
+        table: SiteTable,
+        sites: Sequence[SiteSpec],
+        device: torch.device,
     ) -> None:
-        self._model, self._table, self._sites, self._device = model, table, sites, device
+        self._model = model
+        self._table = table
+        self._sites = sites
+        self._device = device
         self._capture = Capture(model, table, sites=sites)
         self.plain_attention = False
 
@@ -121,7 +129,9 @@ class ErfPasses:
                 if is_out_of_memory(error):
                     raise
                 # Not every fused kernel has a backward pass on every device.
-                log.debug("receptive fields need plain attention, or fail with it: %s", error)
+                log.debug(
+                    "receptive fields need plain attention, or fail with it: %s", error
+                )
                 text = " ".join(str(error).split()).rstrip(".")[:300]
         raise VitseeError(
             f"--erf is not supported: {self._model.name} has no backward pass here: {text}"
@@ -132,7 +142,9 @@ class ErfPasses:
         for _ in range(1 if self._device.type == "cpu" else 2):
             began = time.perf_counter()
             fields = self.fields(pixels)
-            left_out = {name: why for name, field in fields.items() if (why := _refusal(field))}
+            left_out = {
+                name: why for name, field in fields.items() if (why := _refusal(field))
+            }
             seconds = (time.perf_counter() - began) / len(pixels)
         kept: dict[int, int] = {}
 
@@ -183,7 +195,9 @@ def _refusal(field: Tensor | None) -> str | None:
     """Why a site has no field; the field's values arrive on the host with the answer."""
     if field is None:
         return "does not depend on the input by gradient"
-    return None if bool(field.isfinite().all()) else "its gradient is not finite"
+    if bool(field.isfinite().all()):
+        return None
+    return "its gradient is not finite"
 
 
 def prepare_erf(
@@ -225,7 +239,9 @@ class ErfSums:
     float64 (float32 on Metal), and autograd's memory of a batch of `batch_size` images."""
 
     def __init__(self, passes: ErfPasses, size: tuple[int, int], batch_size: int) -> None:
-        self._passes, self._size, self._batch_size = passes, size, batch_size
+        self._passes = passes
+        self._size = size
+        self._batch_size = batch_size
 
     def start(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -239,10 +255,14 @@ class ErfSums:
             fields = self._passes.fields(some)
             for name, field in fields.items():
                 if field is None:
-                    raise VitseeError(f"{name} no longer depends on the input by gradient")
+                    raise VitseeError(
+                        f"{name} no longer depends on the input by gradient"
+                    )
                 wide = torch.float32 if field.device.type == "mps" else torch.float64
                 total = field.sum(0, dtype=wide)
-                self._sums[name] = self._sums[name] + total if name in self._sums else total
+                self._sums[name] = (
+                    self._sums[name] + total if name in self._sums else total
+                )
             self._count += len(some)
         return True
 

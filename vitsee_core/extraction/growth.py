@@ -21,8 +21,8 @@ from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import DataOptions, KeepOptions, Request
 from vitsee_core.extraction.plan import Choices, choose_erf, in_order
 from vitsee_core.extraction.prepare import (
-    Known,
     Prepared,
+    RecordedImages,
     choose_of,
     of_same_model,
     run_self_check,
@@ -30,15 +30,25 @@ from vitsee_core.extraction.prepare import (
     with_dtypes,
 )
 from vitsee_core.images import Selection
-from vitsee_core.models.same_origin import check_reproduced, check_same_images, first_images
-from vitsee_core.runtime.machine import counted
+from vitsee_core.models.same_origin import (
+    check_reproduced,
+    check_same_images,
+    first_images,
+)
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, VitseeError
-from vitsee_stores.generations import Generation, committed, files_of, grown, read_generations
+from vitsee_stores.generations import (
+    Generation,
+    committed,
+    files_of,
+    grown,
+    read_generations,
+)
 from vitsee_stores.layout import SiteSpec, StorePlan
-from vitsee_stores.manifest import Growth, check_identity, few, new_manifest
+from vitsee_stores.manifest import Growth, abbreviate, check_identity, new_manifest
 
 GROWS = "; to what a complete store has, more --sites or more --images can be added"
 # Fields of an identity in which a store may grow; they are compared here.
@@ -68,7 +78,9 @@ class Addition:
         return slice(self.first_slab * plan.slab, self.n_images)
 
 
-def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILENT) -> Prepared:
+def grow_store(
+    writer: StoreWriter, request: Request, progress: Progress = SILENT
+) -> Prepared:
     """An extraction that adds to a complete store, or goes on with what is being added; without
     anything to add, one that has nothing to do.
 
@@ -82,10 +94,13 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     generations = [every[0], *itertools.takewhile(lambda one: one.complete, every[1:])]
     unfinished = every[len(generations)] if len(generations) < len(every) else None
     store = Store(generations, committed(generations), True, "")
-    stored, plan = store.manifest.identity, store.plan
-    data, keep = request.data, request.keep
+    stored = store.manifest.identity
+    plan = store.plan
+    data = request.data
+    keep = request.keep
     device, selection, layout = of_same_model(writer, stored, request, progress)
-    model, table = layout.model, layout.table
+    model = layout.model
+    table = layout.table
     # Which sites have receptive fields is no question of those that are asked for alone.
     of_sites = {**stored, "erf": 0}
     kept = choose_of(layout, KeepOptions(), of_sites)
@@ -100,19 +115,29 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
     prepared = Prepared(
-        *(model, table, selection, device, asked.precision, store.manifest, writer, first),
+        *(
+            model,
+            table,
+            selection,
+            device,
+            asked.precision,
+            store.manifest,
+            writer,
+            first,
+        ),
         notes=(*model.notes(), *table_notes(model, table), *selection.notes),
     )
     if added is None:
         if unfinished is not None and unfinished.published:
             lost = unfinished.manifest.plan.n_slabs - len(unfinished.markers)
             raise VitseeError(
-                f"{unfinished.files} was complete and lacks {counted(lost, 'slabs')}: repeat the "
+                f"{unfinished.files} was complete and lacks {plural(lost, 'slabs')}: repeat the "
                 f"command that made it ({unfinished.manifest.info.get('command')})"
             )
         return prepared
     check_reproduced(store, model, table, first, device, asked.precision)
-    number, rows = store.generation + 1, added.rows(plan)
+    number = store.generation + 1
+    rows = added.rows(plan)
     fingerprint = selection.samples.fingerprint()
     identity = {
         **stored,
@@ -129,10 +154,15 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
         joined = StoreWriter(unfinished.files, unfinished.manifest)
         check_same_addition(unfinished, identity)
     own = plan_of(store, layout, added) if joined is None else joined.plan
-    check = run_self_check(model, table, own, first.pixels, device, asked.precision, fixed=True)
-    erf, without_erf = None, dict[str, str]()
+    check = run_self_check(
+        model, table, own, first.pixels, device, asked.precision, fixed=True
+    )
+    erf = None
+    without_erf = dict[str, str]()
     if own.erf is not None:
-        planned, erf, without_erf = prepare_erf(model, table, own, own.erf, first.pixels, device)
+        planned, erf, without_erf = prepare_erf(
+            model, table, own, own.erf, first.pixels, device
+        )
         own = planned if joined is None else own
     part = dataclasses.replace(selection, samples=selection.samples.part(rows))
     if joined is not None:
@@ -165,7 +195,9 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
                 samples_fingerprint=fingerprint,
             ),
         )
-        grown(before, store.manifest, manifest)  # raises here what every reader would refuse
+        grown(
+            before, store.manifest, manifest
+        )  # raises here what every reader would refuse
     return dataclasses.replace(
         prepared,
         selection=part,
@@ -174,7 +206,7 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
         notes=(*prepared.notes, *check.notes),
         erf=erf,
         files=files_of(store.files, number),
-        known=Known(store.samples.hash[rows.start :], store.place),
+        known=RecordedImages(store.samples.hash[rows.start :], store.place),
         adds=describe(store, added),
     )
 
@@ -193,7 +225,9 @@ def addition(
         IdentityMismatch: other images, or none that begin with the store's.
         VitseeError: both more sites and more images; more images on a canvas.
     """
-    plan, place, n = store.plan, store.place, len(selection)
+    plan = store.plan
+    place = store.place
+    n = len(selection)
     names = {site.name for site in plan.sites}
     sites = tuple(site for site in asked.sites if site.name not in names)
     fingerprint = selection.samples.fingerprint()
@@ -204,7 +238,7 @@ def addition(
             return None
         if n < plan.n_images:
             raise IdentityMismatch(
-                f"{place} has {counted(plan.n_images, 'images')}: sites are added for all of them "
+                f"{place} has {plural(plan.n_images, 'images')}: sites are added for all of them "
                 f"(give --images {plan.n_images})"
             )
         return Addition(in_order(sites, layout.kept), 0, n)
@@ -222,7 +256,8 @@ def addition(
         )
     if sites:
         raise VitseeError(
-            f"{place} is asked for more sites ({few([site.name for site in sites])}) and more "
+            f"{place} is asked for more sites ({abbreviate([site.name for site in sites])}) "
+            "and more "
             f"images ({n} in place of {plan.n_images}): add one after the other, first with "
             f"--images {plan.n_images}, then with --images {n}"
         )
@@ -243,9 +278,10 @@ def check_sites(stored: Choices, asked: Choices, keep: KeepOptions) -> None:
     for field, explicit in (("tokens", keep.tokens), ("dtype", keep.dtype)):
         other = [new for old, new in both if getattr(old, field) != getattr(new, field)]
         if explicit is not None and other:
-            old, new = by_name[other[0].name], other[0]
+            old = by_name[other[0].name]
+            new = other[0]
             raise IdentityMismatch(
-                f"{few([site.name for site in other])}: stored with {field} "
+                f"{abbreviate([site.name for site in other])}: stored with {field} "
                 f"{getattr(old, field)}, given {getattr(new, field)}, and what is stored stays "
                 "(give --sites of further ones alone)"
             )
@@ -260,22 +296,27 @@ def check_same_addition(unfinished: Generation, identity: dict[str, Any]) -> Non
         info = unfinished.manifest.info
         raise IdentityMismatch(
             f"{unfinished.files} is unfinished ({len(unfinished.markers)} of "
-            f"{counted(unfinished.manifest.plan.n_slabs, 'slabs')}), and this asks for something "
+            f"{plural(unfinished.manifest.plan.n_slabs, 'slabs')}), and this asks for something "
             f"else: repeat its own command first ({info.get('command')}), or remove that folder"
         ) from None
 
 
 def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
     """The plan of the generation that adds this."""
-    plan, first = store.plan, added.rows(store.plan).start
+    plan = store.plan
+    first = added.rows(store.plan).start
     if added.n_images > plan.n_images:
         erf = plan.erf
         if erf is not None:
             left = erf.n_images - first
             erf = dataclasses.replace(erf, n_images=left) if left > 0 else None
-        return dataclasses.replace(plan, n_images=added.n_images - first, weights=(), erf=erf)
+        return dataclasses.replace(
+            plan, n_images=added.n_images - first, weights=(), erf=erf
+        )
     erf = None
-    if plan.erf is not None and any(s.layout is not None and s.layout.grid for s in added.stored):
+    if plan.erf is not None and any(
+        s.layout is not None and s.layout.grid for s in added.stored
+    ):
         erf = choose_erf(plan.erf.n_images, added.stored, layout.input_size, {})
     return StorePlan(
         n_images=plan.n_images,
@@ -295,10 +336,14 @@ def describe(store: Store, added: Addition) -> str:
     what = f"generation {store.generation + 1} of {store.place}"
     plan = store.plan
     if added.n_images > plan.n_images:
-        more = counted(added.n_images - plan.n_images, plan.examples)
+        more = plural(added.n_images - plan.n_images, plan.examples)
         again = plan.n_images - added.first_slab * plan.slab
-        remade = f", and makes the last {counted(again, plan.examples)} again" if again else ""
+        remade = (
+            f", and makes the last {plural(again, plan.examples)} again" if again else ""
+        )
         return f"{what} adds {more} to {plan.n_images}{remade}"
     names = [site.name for site in added.stored]
-    examples = counted(plan.n_images, plan.examples)
-    return f"{what} adds {counted(len(names), 'sites')} ({few(names)}) of {examples}"
+    examples = plural(plan.n_images, plan.examples)
+    return (
+        f"{what} adds {plural(len(names), 'sites')} ({abbreviate(names)}) of {examples}"
+    )

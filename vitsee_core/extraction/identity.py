@@ -14,7 +14,13 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, jsonable, weights_name, without_absent
+from vitsee_stores.manifest import (
+    Manifest,
+    check_identity,
+    jsonable,
+    weights_name,
+    without_absent,
+)
 from vitsee_stores.plan import Canvas
 
 
@@ -56,12 +62,17 @@ def given_identity(
     """Fields that were chosen explicitly."""
     of_sites = {key: choices.requested[key] for key in ("sites", "tokens", "dtype")}
     values: dict[str, Any] = {
-        **{key: value for key, value in of_sites.items() if getattr(keep, key) is not None},
+        **{
+            key: value
+            for key, value in of_sites.items()
+            if getattr(keep, key) is not None
+        },
         "seed": data.seed,
         "order": data.order,
         "slab": None if keep.slab is None else min(keep.slab, plan.n_images),
         **{
-            key: getattr(keep, key) for key in ("codec", "attention", "residual", "inputs", "grams")
+            key: getattr(keep, key)
+            for key in ("codec", "attention", "residual", "inputs", "grams")
         },
         "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
         "precision": keep.precision,
@@ -96,9 +107,12 @@ def check_choices(
     """`check_identity` of a store, its weights named by the options that chose them. given: fields
     of identity, the weights among them. instead: what else could be done. Raises IdentityMismatch:
     names every field that differs."""
-    stored, given = dict(made.identity), dict(given)
+    stored = dict(made.identity)
+    given = dict(given)
     if stored.get("weights") != given["weights"]:
-        told = [_options_of(weights) for weights in (made.model.get("weights"), model.weights)]
+        told = [
+            _options_of(weights) for weights in (made.model.get("weights"), model.weights)
+        ]
         if told[0] != told[1]:
             stored["weights"], given["weights"] = told
         elif jsonable(stored.get("model")) != jsonable(given.get("model")):
@@ -112,7 +126,9 @@ def _options_of(record: object) -> str:
     if weights.get("source") == "random":
         return f"--random-init {weights.get('seed')}"
     if weights.get("source") == "checkpoint":
-        key = f" --checkpoint-key {weights.get('key')}" if weights.get("other_keys") else ""
+        key = (
+            f" --checkpoint-key {weights.get('key')}" if weights.get("other_keys") else ""
+        )
         return f"--checkpoint {weights.get('file')}{key}"
     return weights_name({"weights": weights})
 

@@ -21,7 +21,13 @@ from PIL import Image
 
 from vitsee_core.extraction.by_frame import check_by_frame, clip_table
 from vitsee_core.extraction.native import OWN_GRIDS, table_on_canvas
-from vitsee_core.extraction.options import OF_CLIPS, DataOptions, ModelOptions, OptionError, Request
+from vitsee_core.extraction.options import (
+    OF_CLIPS,
+    DataOptions,
+    ModelOptions,
+    OptionError,
+    Request,
+)
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS
@@ -35,7 +41,7 @@ from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.processors import canvas_transform
 from vitsee_core.models.tokens.clips import frames_of
 from vitsee_core.models.tokens.towers import PART, packing_of
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.plan import Canvas, Clip, Size
@@ -74,7 +80,9 @@ class ImageLayout:
         return channels, height, width
 
 
-def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = None) -> ImageLayout:
+def lay_out(
+    asked: Request, selection: Selection, stored: StorePlan | None = None
+) -> ImageLayout:
     """The model, and the canvas or the frames if some are requested.
 
     Args:
@@ -88,7 +96,8 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
             canvas, without tiles.
     """
     _check_options(asked)
-    options, data = asked.model, asked.data
+    options = asked.model
+    data = asked.data
     before = None if stored is None else stored.clip
     frames = data.frames or (None if before is None else before.frames)
     if isinstance(options, LoadedModel):
@@ -115,7 +124,8 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
     multiple = step if data.multiple is None else data.multiple
     tiles = model.input_size[1:] if data.tiles else None
     _check_numbers(model, data.short_side, multiple, step, tiles)
-    canvas, notes = Canvas((0, 0), data.short_side, multiple, tiles), tuple[str, ...]()
+    canvas = Canvas((0, 0), data.short_side, multiple, tiles)
+    notes = tuple[str, ...]()
     if stored is not None and stored.canvas is not None:
         canvas = dataclasses.replace(canvas, size=stored.canvas.size)
     else:
@@ -143,7 +153,8 @@ def _at_native(
     """A tower on images at native resolution. Where they differ in size its sites are found on
     images of its own size, or of the canvas' where that is smaller. Raises VitseeError: bounds that
     are missing, or are none; no image that can be brought to them."""
-    canvas, notes = _bounded(model, asked.data), tuple[str, ...]()
+    canvas = _bounded(model, asked.data)
+    notes = tuple[str, ...]()
     if stored is not None and stored.canvas is not None:
         own = stored.canvas.own_grids
         canvas = dataclasses.replace(canvas, size=stored.canvas.size, own_grids=own)
@@ -187,7 +198,9 @@ def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
             f"--min-pixels is not supported: {model.name} gets as many patches of every image as "
             "--max-pixels hold"
         )
-    wanted = ("max_pixels",) if canvas.crop_mode == "patches" else ("min_pixels", "max_pixels")
+    wanted = (
+        ("max_pixels",) if canvas.crop_mode == "patches" else ("min_pixels", "max_pixels")
+    )
     changed = {name for name, number in given.items() if number is not None}
     canvas = dataclasses.replace(
         canvas,
@@ -201,7 +214,8 @@ def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
             f"--native {' '.join(f'{option} N' for option in unknown)}"
         )
     for name in wanted:
-        option, number = _flag(name), getattr(canvas, name)
+        option = _flag(name)
+        number = getattr(canvas, name)
         if name in changed and number < canvas.multiple**2:
             raise VitseeError(
                 f"{option} is {number}, less than the {canvas.multiple} x {canvas.multiple} pixels "
@@ -223,7 +237,9 @@ def _clip(data: DataOptions, model: LoadedModel, stored: Clip | None) -> Clip | 
     kept = stored or Clip(own or 1)
     frames = data.frames or (own if stored is None else stored.frames)
     if own is not None and frames != own:
-        raise VitseeError(f"{model.name} takes clips of {own} frames: --frames {frames} is not it")
+        raise VitseeError(
+            f"{model.name} takes clips of {own} frames: --frames {frames} is not it"
+        )
     if frames is None:
         if data.of_clips:
             name = "--every" if data.every is not None else "--time"
@@ -240,7 +256,11 @@ def _of_clips(
     for option, given in (("short-side", asked.data.short_side), ("erf", asked.keep.erf)):
         if given:
             raise VitseeError(f"--{option} is not supported with clips (--frames)")
-    about: dict[str, Any] = {"frames": clip.frames, "every": clip.every, "time": clip.time}
+    about: dict[str, Any] = {
+        "frames": clip.frames,
+        "every": clip.every,
+        "time": clip.time,
+    }
     if clip.time == SHUFFLED:
         about["seed"] = seed
     model = dataclasses.replace(model, transform={**model.transform, "clip": about})
@@ -265,7 +285,7 @@ def describe(canvas: Canvas | None) -> str:
 
 def image_sizes(selection: Selection) -> NDArray[np.int64]:
     """(images, 2) height and width from the images' headers, 0 if one cannot be read."""
-    log.info("reading the sizes of %s", counted(len(selection), "images"))
+    log.info("reading the sizes of %s", plural(len(selection), "images"))
 
     # Reported with the image's name when it is read.
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -282,18 +302,23 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
 
 
 def _check_options(asked: Request) -> None:
-    options, data = asked.model, asked.data
+    options = asked.model
+    data = asked.data
     if data.native:
         _check_native(options, data)
         return
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) is not None:
             option = name.replace("_", "-")
-            raise OptionError(f"--{option} is about images at native resolution: give --native too")
+            raise OptionError(
+                f"--{option} is about images at native resolution: give --native too"
+            )
     if data.short_side is None:
         if data.tiles or data.multiple is not None:
             name = "--tiles" if data.tiles else "--multiple"
-            raise OptionError(f"{name} is about images on a canvas: give --short-side N too")
+            raise OptionError(
+                f"{name} is about images on a canvas: give --short-side N too"
+            )
         return
     if isinstance(options, ModelOptions):
         for name in ("crop_mode", "crop_pct", "fill", "processor"):
@@ -334,8 +359,12 @@ def _check_native(options: ModelOptions | LoadedModel, data: DataOptions) -> Non
 def _step(model: LoadedModel, table: SiteTable) -> int:
     """Required multiple, in pixels, of every image side: the steps between the cells of all block
     outputs whose grids cover the input exactly, and of what a language model receives."""
-    grids = [s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])]
-    blocks = [site for site in grids if "blocks" in site.groups or site.name == PART] or grids
+    grids = [
+        s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])
+    ]
+    blocks = [
+        site for site in grids if "blocks" in site.groups or site.name == PART
+    ] or grids
     steps = {round(stride) for site in blocks for stride in site.stride_px or ()}
     if (packing := packing_of(model.module)) is not None:
         steps.add(packing.step)
@@ -369,7 +398,9 @@ def _check_numbers(
                 f"{model.name}; expected {near} or {near + step}"
             )
     if multiple > short:
-        raise VitseeError(f"--multiple is {multiple}; expected at most --short-side, {short}")
+        raise VitseeError(
+            f"--multiple is {multiple}; expected at most --short-side, {short}"
+        )
     least = short // multiple * multiple  # of a square image's second side
     if tiles is not None and least < max(tiles):
         raise VitseeError(
@@ -430,15 +461,23 @@ def _tiled(
     prefix = False
     for site in table.sites:
         layout = site.layout
-        if layout is not None and layout.stride_px is not None and _divides(layout, tiles, step):
+        if (
+            layout is not None
+            and layout.stride_px is not None
+            and _divides(layout, tiles, step)
+        ):
             strides = (round(stride) for stride in layout.stride_px)
-            rows, cols = (n // stride for n, stride in zip(canvas.size, strides, strict=True))
+            rows, cols = (
+                n // stride for n, stride in zip(canvas.size, strides, strict=True)
+            )
             prefix |= layout.n_prefix > 0
             whole = dataclasses.replace(layout, prefix=(), grid=(rows, cols))
             shape = (rows * cols, site.dim)
             kept[site.name] = dataclasses.replace(site, layout=whole, shape=shape)
         elif {"blocks", "head"} & set(site.groups):
-            what = "no grid" if layout is None or layout.grid is None else "no whole patches"
+            what = (
+                "no grid" if layout is None or layout.grid is None else "no whole patches"
+            )
             left_out[site.name] = f"{what}, and {TILED}"
     sites = tuple(s for s in kept.values() if s.alias_of is None or s.alias_of in kept)
     if prefix:

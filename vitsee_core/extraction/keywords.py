@@ -111,14 +111,20 @@ def extract(
         options = {**named, **options}
     values = check_options(options)
     if map is not None and not isinstance(model, str):
-        raise OptionError("the workers of a map load models by their names; give no torch module")
+        raise OptionError(
+            "the workers of a map load models by their names; give no torch module"
+        )
     if map is not None and "shard" in values:
         raise OptionError("a map's workers are given their slabs; leave out shard")
     if isinstance(model, str):
         if transform not in (None, OWN_TRANSFORM) or name is not None:
-            raise OptionError("transform and name belong to a torch module, not to a model's name")
+            raise OptionError(
+                "transform and name belong to a torch module, not to a model's name"
+            )
         values |= {} if transform is None else {"transform": transform}
-        source: ModelOptions | LoadedModel = ModelOptions(model, **_taken(ModelOptions, values))
+        source: ModelOptions | LoadedModel = ModelOptions(
+            model, **_taken(ModelOptions, values)
+        )
     elif isinstance(model, LoadedModel):
         source = model
     else:
@@ -139,7 +145,9 @@ def extract(
         log.warning("%s", line)
     store = open_store(run.output, allow_partial=not outcome.complete)
     if isinstance(source, LoadedModel) and store.manifest.left_out:
-        lacks = "; ".join(f"{what}: {why}" for what, why in store.manifest.left_out.items())
+        lacks = "; ".join(
+            f"{what}: {why}" for what, why in store.manifest.left_out.items()
+        )
         log.warning("%s lacks %s", source.name, lacks)
     return store
 
@@ -165,9 +173,15 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(names)}"
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"options: {', '.join(names)}"
+            )
             raise OptionError(f"no option {key!r} of extract; {hint}")
-    return {key: _checked(key, value) for key, value in options.items() if value is not None}
+    return {
+        key: _checked(key, value) for key, value in options.items() if value is not None
+    }
 
 
 def loaded(

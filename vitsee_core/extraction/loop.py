@@ -35,7 +35,7 @@ from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.runtime.device import precision_context
-from vitsee_core.runtime.machine import counted, freed_memory_kept, is_out_of_memory
+from vitsee_core.runtime.machine import freed_memory_kept, is_out_of_memory, plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
@@ -61,24 +61,35 @@ class SlabLoop:
         reload: Callable[[int], Generator[Batch]] | None = None,
         on_error: str = "nan",
     ):
-        self.prepared, self.writer, self.strategy, self.erf = prepared, writer, strategy, erf
-        self.provenance, self.clock = provenance, Clock()
+        self.prepared = prepared
+        self.writer = writer
+        self.strategy = strategy
+        self.erf = erf
+        self.provenance = provenance
+        self.clock = Clock()
         self.written = 0
         self.overtaken: list[int] = []
         self.unreadable: list[tuple[int, str, str]] = []
         self.remarks = Counter[str]()
         self.not_finite: list[tuple[int, str, str]] = []
-        self._reload, self._fails = reload, on_error == "fail"
+        self._reload = reload
+        self._fails = on_error == "fail"
         self._broken: dict[int, NotFinite] = {}
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
     def run(
-        self, todo: list[int], loading: Iterator[Batch], stop: StopRequest, progress: Progress
+        self,
+        todo: list[int],
+        loading: Iterator[Batch],
+        stop: StopRequest,
+        progress: Progress,
     ) -> None:
         """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
         self.progress = progress
-        prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
+        prepared = self.prepared
+        plan = self.prepared.plan
+        device = self.prepared.device
         table = prepared.table
         capture: Capture | NativeCapture
         if plan.canvas is not None and plan.canvas.own_grids:
@@ -148,7 +159,8 @@ class SlabLoop:
         NotFinite: as `without_broken`."""
         prepared = self.prepared
         self.progress = SILENT
-        failures, self._broken = self._broken, {}
+        failures = self._broken
+        self._broken = {}
         for k, failure in sorted(failures.items()):
             if self._reload is None or not isinstance(capture, Capture):
                 raise failure
@@ -157,22 +169,30 @@ class SlabLoop:
             ids = prepared.selection.samples.ids
             with closing(self._reload(k)) as loading, self.clock("model"):
                 look = partial(self._look, k, observer, capture)
-                batches, left_out = without_broken(loading, look, ids, failure, self._fails)
-            n_unreadable, remarks = len(self.unreadable), self.remarks.copy()
+                batches, left_out = without_broken(
+                    loading, look, ids, failure, self._fails
+                )
+            n_unreadable = len(self.unreadable)
+            remarks = self.remarks.copy()
             feed = PixelFeed(iter(batches), prepared.device)
             if not self._make(k, observer, capture, grams, feed, stop, pool):
                 return
             # Both have been counted the first time.
             del self.unreadable[n_unreadable:]
             self.remarks = remarks
-            self.not_finite += [(image.row, image.name, image.reason) for image in left_out]
+            self.not_finite += [
+                (image.row, image.name, image.reason) for image in left_out
+            ]
             self._wait()
             if k in self._broken:
                 raise self._broken[k]
 
-    def _look(self, k: int, observer: SlabObserver, capture: Capture, batch: Batch) -> FiniteWatch:
+    def _look(
+        self, k: int, observer: SlabObserver, capture: Capture, batch: Batch
+    ) -> FiniteWatch:
         """The images of a batch of slab `k` whose activations are not finite."""
-        prepared, watch = self.prepared, FiniteWatch()
+        prepared = self.prepared
+        watch = FiniteWatch()
         if prepared.changes is not None:
             prepared.changes.begin(prepared.plan.rows(k))
             prepared.changes.at(batch.rows)
@@ -187,7 +207,9 @@ class SlabLoop:
         return watch
 
     @contextmanager
-    def _memory(self, plan: StorePlan, sets: int) -> Iterator[tuple[SlabGrams, SlabObserver]]:
+    def _memory(
+        self, plan: StorePlan, sets: int
+    ) -> Iterator[tuple[SlabGrams, SlabObserver]]:
         """Context with host memory for `sets` slabs and the observer that fills it; freed once no
         copy is pending."""
         device = self.prepared.device
@@ -232,7 +254,8 @@ class SlabLoop:
         stop: StopRequest,
     ) -> bool:
         """One slab through the model; False if a signal came before it was complete."""
-        prepared, clock = self.prepared, self.clock
+        prepared = self.prepared
+        clock = self.clock
         rows = prepared.plan.rows(k)
         observer.start(buffers)
         changes = prepared.changes
@@ -297,14 +320,21 @@ class SlabLoop:
         assert isinstance(capture, Capture)
         valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
         with self.clock("erf"), capture.paused():
-            return self.erf.add(pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop))
+            return self.erf.add(
+                pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop)
+            )
 
     def _write(
-        self, k: int, buffers: SlabBuffers, grams: SlabGrams, fields: dict[str, NDArray[Any]]
+        self,
+        k: int,
+        buffers: SlabBuffers,
+        grams: SlabGrams,
+        fields: dict[str, NDArray[Any]],
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
-        n, where = rows.stop - rows.start, f"{plan.examples} {rows.start} to {rows.stop - 1}"
+        n = rows.stop - rows.start
+        where = f"{plan.examples} {rows.start} to {rows.stop - 1}"
         buffers.wait()
         precision = self.prepared.precision
         with self.clock("writing"):
@@ -336,5 +366,5 @@ def _batch_fits(n_images: int, device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         smaller = f"; try --batch-size {n_images // 2}" if n_images > 1 else ""
-        message = f"out of memory on {device} with {counted(n_images, 'images')} at once{smaller}"
+        message = f"out of memory on {device} with {plural(n_images, 'images')} at once{smaller}"
         raise VitseeError(message) from None

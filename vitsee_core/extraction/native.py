@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from vitsee_core.models.attention_watch import AttentionCall
 
 OWN_GRIDS = "images at native resolution have grids of their own"
-MOST_SIZES = 256  # kept; the order of the tokens of one takes some bytes a token and place
+MOST_SIZES = (
+    256  # kept; the order of the tokens of one takes some bytes a token and place
+)
 
 
 def table_on_canvas(table: SiteTable, canvas: Canvas) -> tuple[SiteTable, dict[str, str]]:
@@ -53,7 +55,9 @@ def table_on_canvas(table: SiteTable, canvas: Canvas) -> tuple[SiteTable, dict[s
         if layout is not None and not layout.prefix:
             attention.append(dataclasses.replace(block, layout=layout))
         else:
-            left_out[f"{block.name} attention"] = f"no grid of whole patches, and {OWN_GRIDS}"
+            left_out[f"{block.name} attention"] = (
+                f"no grid of whole patches, and {OWN_GRIDS}"
+            )
     return dataclasses.replace(
         table,
         sites=sites,
@@ -82,7 +86,9 @@ class NativeCapture:
     many others came."""
 
     def __init__(self, model: LoadedModel, table: SiteTable, plan: StorePlan) -> None:
-        self._model, self._table, self._chosen = model, table, hook_points(table, plan)
+        self._model = model
+        self._table = table
+        self._chosen = hook_points(table, plan)
         self._captures: dict[Size, Capture] = {}
 
     def __enter__(self) -> NativeCapture:
@@ -133,13 +139,16 @@ class NativeObserver(SlabObserver):
             yield pixels[images, :, :height, :width]
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        stored, name = self._stored[site.name], site.name
+        stored = self._stored[site.name]
+        name = site.name
         self._note_peak(name, largest_magnitude(body))
         if stored.kind == "vector":
             self._keep_each(f"vectors/{name}", body)
             return
         assert stored.layout is not None and stored.layout.grid is not None
-        self._keep_each(f"pooled/{name}/mean", body.flatten(1, 2).mean(1, dtype=torch.float32))
+        self._keep_each(
+            f"pooled/{name}/mean", body.flatten(1, 2).mean(1, dtype=torch.float32)
+        )
         if stored.tokens == "all":
             rows, cols = body.shape[1:3]
             grid = body.new_zeros(len(body), *stored.layout.grid, body.shape[3])
@@ -148,7 +157,8 @@ class NativeObserver(SlabObserver):
 
     def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         group, _, row = self._place[block.name]
-        folder, heads = group.folder, slice(0, block.n_heads)
+        folder = group.folder
+        heads = slice(0, block.n_heads)
         layout = block.layout
         if layout not in self._reducers:
             self._reducers[layout] = AttentionReducer(layout, self._device, rollout=False)
@@ -157,17 +167,24 @@ class NativeObserver(SlabObserver):
         assert layout.grid is not None and group.layout.grid is not None
         (rows, cols), (all_rows, all_cols) = layout.grid, group.layout.grid
         token = summary.received_argmax
-        on_canvas = torch.div(token, cols, rounding_mode="floor") * all_cols + token % cols
+        on_canvas = (
+            torch.div(token, cols, rounding_mode="floor") * all_cols + token % cols
+        )
         for name in PER_HEAD:
             value = getattr(summary, name)
             if name == "received_argmax":
                 value = torch.where(token < 0, token, on_canvas)
             self._stage(folder + name, value, row, heads)
         self._stage(folder + "head_std", summary.head_std, row)
-        down, across = all_rows - rows, all_cols - cols
+        down = all_rows - rows
+        across = all_cols - cols
         offsets = self._sums[folder + "aligned"][row, heads]
-        offsets[:, down : down + 2 * rows - 1, across : across + 2 * cols - 1] += summary.aligned
-        received = self._sums[folder + "received"][row, heads].unflatten(1, group.layout.grid)
+        offsets[:, down : down + 2 * rows - 1, across : across + 2 * cols - 1] += (
+            summary.aligned
+        )
+        received = self._sums[folder + "received"][row, heads].unflatten(
+            1, group.layout.grid
+        )
         received[:, :rows, :cols] += summary.received.unflatten(1, layout.grid)
 
     def _keep_each(self, path: str, values: Tensor) -> None:

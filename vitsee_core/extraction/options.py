@@ -166,7 +166,8 @@ def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
     name, mark, rest = text.partition("?")
     if "#" in rest and has_parts(name):
         rest, sign, part = rest.rpartition("#")
-        name, mark = f"{name}{sign}{part}", rest
+        name = f"{name}{sign}{part}"
+        mark = rest
     options: dict[str, list[str]] = {}
     for part in rest.split("&") if mark else ():
         key, equals, value = part.partition("=")
@@ -228,7 +229,9 @@ def options_in_name(text: str) -> tuple[str, dict[str, Any]]:
         try:
             parsed = [read(value) for value in values]
         except (KeyError, ValueError):
-            raise OptionError(f"{text!r}: {key} is {values[-1]!r}; expected {_EXPECTED}") from None
+            raise OptionError(
+                f"{text!r}: {key} is {values[-1]!r}; expected {_EXPECTED}"
+            ) from None
         if key == "model-arg":
             found[field] = dict(parsed)
         elif field in ("ablate_skip", *INTERVENTIONS):
@@ -272,7 +275,10 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fill": ("fill", str),
     "transform": ("transform", str),
     "processor": ("processor", str),
-    "trust-remote-code": ("trust_remote_code", {"true": True, "false": False}.__getitem__),
+    "trust-remote-code": (
+        "trust_remote_code",
+        {"true": True, "false": False}.__getitem__,
+    ),
     "model-arg": ("model_args", _argument),
     "ablate-skip": ("ablate_skip", str),
     **{name.replace("_", "-"): (name, str) for name in INTERVENTIONS},

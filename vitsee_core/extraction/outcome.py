@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from vitsee_core.images.picture_remarks import remark_lines
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_stores.errors import VitseeError
 
 REST = "setting up"  # mostly compiled loops, which are read or made, and buffers
@@ -64,7 +64,9 @@ class Outcome:
 
         several = sum(self.clock.values()) > 1.05 * self.seconds
         line = ("all workers together: " if several else "") + listed(self.clock)
-        return f"{line}; beside these {listed(self.beside)}" if self.beside else line
+        if self.beside:
+            return f"{line}; beside these {listed(self.beside)}"
+        return line
 
     def unreadable_line(self) -> str:
         """Which images could not be read, or break the model, and why; "" if none."""
@@ -78,14 +80,14 @@ class Outcome:
             named = "; ".join(f"{name} ({reason})" for _, name, reason in images[:10])
             more = f"; and {len(images) - 10} more" if len(images) > 10 else ""
             lines.append(
-                f"{len(images)} of {counted(self.n_images, self.examples)} {deed}: {named}{more}; "
+                f"{len(images)} of {plural(self.n_images, self.examples)} {deed}: {named}{more}; "
                 "their rows are NaN with valid = 0"
             )
         return "; ".join(lines)
 
     def remark_lines(self) -> list[str]:
         """What was done to images that are not plain RGB, a line each."""
-        return remark_lines(self.remarks, counted(self.n_images, self.examples))
+        return remark_lines(self.remarks, plural(self.n_images, self.examples))
 
 
 class Clock:
@@ -100,7 +102,8 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.beside: dict[str, float] = {}
-        self._owner, self._lock = threading.get_ident(), threading.Lock()
+        self._owner = threading.get_ident()
+        self._lock = threading.Lock()
         self._running = _Running()
 
     def add(self, stage: str, seconds: float) -> None:
@@ -115,7 +118,9 @@ class Clock:
             "writing (a faster disk, --tokens pooled)": ("waiting for the writer",),
             "the model and its summaries": ("model", "reductions", "grams", "erf"),
         }
-        return max(stages, key=lambda part: sum(self.seconds.get(s, 0.0) for s in stages[part]))
+        return max(
+            stages, key=lambda part: sum(self.seconds.get(s, 0.0) for s in stages[part])
+        )
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -131,7 +136,8 @@ class Clock:
 
     def _change(self) -> None:
         """Add the time since the last change to the running stage."""
-        now, running = time.perf_counter(), self._running
+        now = time.perf_counter()
+        running = self._running
         if running.stages:
             self.add(running.stages[-1], now - running.since)
         running.since = now

@@ -54,7 +54,10 @@ class Choices:
 
 
 def choose(
-    keep: KeepOptions, stored: Mapping[str, Any], table: SiteTable, input_size: tuple[int, int, int]
+    keep: KeepOptions,
+    stored: Mapping[str, Any],
+    table: SiteTable,
+    input_size: tuple[int, int, int],
 ) -> Choices:
     """Resolve `keep` against an existing store's identity (`stored`, {} for a new one) and what the
     model supports. An unsupported default is left out with its reason. Raises VitseeError: an
@@ -78,17 +81,23 @@ def choose(
     names = stored_names(select_names(patterns, table.sites)) if patterns else []
     tokens = dict.fromkeys(names, tokens_default)
     for selector, value in tokens_by.items():
-        tokens |= dict.fromkeys(stored_names(select_names([selector], table.sites)), value)
+        tokens |= dict.fromkeys(
+            stored_names(select_names([selector], table.sites)), value
+        )
     dtypes = dict.fromkeys(names, dtype_default)
     for selector, value in dtype_by.items():
-        dtypes |= dict.fromkeys(stored_names(select_names([selector], table.sites)), value)
+        dtypes |= dict.fromkeys(
+            stored_names(select_names([selector], table.sites)), value
+        )
     sites = tuple(
         dataclasses.replace(s, tokens=tokens[s.name], dtype=dtypes[s.name])
         for s in table.sites
         if s.name in names
     )
 
-    def supported(name: str, given: Any, default: Any, off: Any, refusal: str | None) -> Any:
+    def supported(
+        name: str, given: Any, default: Any, off: Any, refusal: str | None
+    ) -> Any:
         value = given if given is not None else stored.get(name, default)
         if value == off or refusal is None:
             return value
@@ -97,7 +106,9 @@ def choose(
         left_out[name] = refusal
         return off
 
-    attention = supported("attention", keep.attention, "summary", "none", table.attention_refusal)
+    attention = supported(
+        "attention", keep.attention, "summary", "none", table.attention_refusal
+    )
     residual = supported("residual", keep.residual, True, False, table.residual_refusal)
     if attention != "none" and table.rollout_refusal is not None:
         left_out["rollout"] = table.rollout_refusal
@@ -140,7 +151,9 @@ def require_blocks(table: SiteTable) -> None:
         "its first dimension ": "images doubled, flipped or cropped inside the model",
     }
     for beginning, cause in causes.items():
-        hidden = [name for name, why in table.left_out.items() if why.startswith(beginning)]
+        hidden = [
+            name for name, why in table.left_out.items() if why.startswith(beginning)
+        ]
         if len(hidden) >= MIN_HIDDEN:
             names = f"{hidden[0]} and {len(hidden) - 1} more"
             raise VitseeError(
@@ -158,13 +171,17 @@ def choose_erf(
 ) -> ErfPlan:
     """Receptive fields of the chosen sites with a grid; the others go into `left_out`. Raises
     VitseeError: no chosen site has a grid."""
-    with_grid = [s.name for s in sites if s.layout is not None and s.layout.grid is not None]
+    with_grid = [
+        s.name for s in sites if s.layout is not None and s.layout.grid is not None
+    ]
     if not with_grid:
         raise VitseeError(
             f"--erf {n_images} is not supported: no chosen site has an image grid (choose others "
             "with --sites)"
         )
-    left_out |= {f"{s.name} erf": "no image grid" for s in sites if s.name not in with_grid}
+    left_out |= {
+        f"{s.name} erf": "no image grid" for s in sites if s.name not in with_grid
+    }
     return ErfPlan(n_images, tuple(with_grid), input_size[1:])
 
 
@@ -196,12 +213,16 @@ def build_plan(
         attention=groups,
         attention_level=choices.attention,
         rollout=bool(groups) and table.rollout_refusal is None,
-        sublayers=tuple((s.name, s.layout) for s in table.sublayers) if choices.residual else (),
+        sublayers=tuple((s.name, s.layout) for s in table.sublayers)
+        if choices.residual
+        else (),
         places=places(table),
         inputs=choices.inputs,
         grams=choices.grams,
         erf=choices.erf
-        and dataclasses.replace(choices.erf, n_images=min(choices.erf.n_images, n_images)),
+        and dataclasses.replace(
+            choices.erf, n_images=min(choices.erf.n_images, n_images)
+        ),
         canvas=canvas,
         clip=clip,
         pixel_hashes=True,
@@ -232,10 +253,15 @@ def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, 
 
 def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
     """Index and relative depth of every block with attention and every sublayer."""
-    last_block = max((site.depth - 1 for site in table.sites if site.part == "out"), default=0)
+    last_block = max(
+        (site.depth - 1 for site in table.sites if site.part == "out"), default=0
+    )
     last_sublayer = max((sublayer.index for sublayer in table.sublayers), default=0)
     blocks = [(b.name, b.index, b.index / max(last_block, 1)) for b in table.attention]
-    return (*blocks, *((s.name, s.index, s.index / max(last_sublayer, 1)) for s in table.sublayers))
+    return (
+        *blocks,
+        *((s.name, s.index, s.index / max(last_sublayer, 1)) for s in table.sublayers),
+    )
 
 
 def hook_points(table: SiteTable, plan: StorePlan) -> dict[str, Any]:
@@ -285,7 +311,9 @@ def fit_slab(
     memory = memory_bytes()
     if explicit is not None:
         if explicit < 1:
-            raise VitseeError(f"--slab is {explicit}; expected a positive number of images")
+            raise VitseeError(
+                f"--slab is {explicit}; expected a positive number of images"
+            )
         slab = min(explicit, n_images)
         need = 2 * slab_bytes(build_plan(choices, table, n_images, slab, clip=clip))
         if need > memory:
@@ -297,13 +325,16 @@ def fit_slab(
     default = slab = min(max(1, DEFAULT_SLAB // times_of(table)), n_images)
     while (
         slab > 1
-        and 2 * slab_bytes(build_plan(choices, table, n_images, slab, clip=clip)) > memory // 4
+        and 2 * slab_bytes(build_plan(choices, table, n_images, slab, clip=clip))
+        > memory // 4
     ):
         slab = (slab + 1) // 2
     note = None
     if slab < default:
         examples = "images" if clip is None else CLIPS
-        note = f"slab reduced to {slab} {examples} so that two fit a quarter of the memory"
+        note = (
+            f"slab reduced to {slab} {examples} so that two fit a quarter of the memory"
+        )
     return slab, note
 
 

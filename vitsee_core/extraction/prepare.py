@@ -27,7 +27,14 @@ from vitsee_core.extraction.not_finite import FiniteWatch
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
 from vitsee_core.extraction.slab_grams import gram_notes
-from vitsee_core.images import DataError, ImageSource, Selection, normalise, open_source, select
+from vitsee_core.images import (
+    DataError,
+    ImageSource,
+    Selection,
+    normalise,
+    open_source,
+    select,
+)
 from vitsee_core.images.clips import has_clips
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import first_tensor
@@ -50,12 +57,12 @@ from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch, SiteError, VitseeError
 from vitsee_stores.files import Files
 from vitsee_stores.layout import StorePlan
-from vitsee_stores.manifest import Manifest, few, new_manifest
+from vitsee_stores.manifest import Manifest, abbreviate, new_manifest
 from vitsee_stores.url import Place
 
 
 @dataclass(frozen=True)
-class Known:
+class RecordedImages:
     """The first images of an extraction, as a store has them.
 
     hashes: (rows,) of their encoded bytes, 0 of unreadable ones.
@@ -70,7 +77,7 @@ class Known:
         expected = self.hashes[first : first + len(found)]
         other = (np.flatnonzero(expected != found[: len(expected)]) + first).tolist()
         if other:
-            named = few([ids[row] for row in other])
+            named = abbreviate([ids[row] for row in other])
             raise IdentityMismatch(
                 f"{named}: not the images that {self.place} was made from, or readable in one of "
                 "both only; nothing of these is added (give the images that it was made from)"
@@ -104,7 +111,7 @@ class Prepared:
     weights: SmallWeights | None = None
     changes: Changes | None = None
     files: Files | None = None
-    known: Known | None = None
+    known: RecordedImages | None = None
     adds: str = ""
 
     @property
@@ -135,18 +142,26 @@ def of_same_model(
     return device, as_model_takes(selection, layout, asked.data, stored), layout
 
 
-def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT) -> Prepared:
+def join_store(
+    writer: StoreWriter, asked: Request, progress: Progress = SILENT
+) -> Prepared:
     """An extraction that continues an existing store, by that store's plan. Raises VitseeError: as
     `prepare`; IdentityMismatch: the store was made from another model, other images or other
     choices."""
-    stored, plan, keep = writer.manifest.identity, writer.manifest.plan, asked.keep
+    stored = writer.manifest.identity
+    plan = writer.manifest.plan
+    keep = asked.keep
     device, selection, layout = of_same_model(writer, stored, asked, progress)
-    model, table = layout.model, layout.table
+    model = layout.model
+    table = layout.table
     choices = choose_of(layout, keep, stored)
     given = given_identity(keep, asked.data, choices, plan)
     changes = changes_of(layout, keep, selection, stored.get("seed", 0))
     absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
-    fixed = {**fixed_identity(model, selection, layout.canvas), **changed_identity(changes)}
+    fixed = {
+        **fixed_identity(model, selection, layout.canvas),
+        **changed_identity(changes),
+    }
     check_choices(writer.manifest, model, {**absent, **fixed, **given})
     weights = None
     if not writer.is_made:
@@ -162,7 +177,16 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
     notes = (*model.notes(), *table_notes(model, table), *selection.notes, *check.notes)
     return Prepared(
-        *(model, table, selection, device, choices.precision, writer.manifest, writer, first),
+        *(
+            model,
+            table,
+            selection,
+            device,
+            choices.precision,
+            writer.manifest,
+            writer,
+            first,
+        ),
         notes=(*notes, *change_notes(model, changes)),
         erf=erf,
         weights=weights,
@@ -173,22 +197,31 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
 def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     """An extraction into a new store, planned but not yet created. Raises VitseeError: as
     `prepare`."""
-    data, keep, run = asked.data, asked.keep, asked.run
-    device, selection = resolve_device(run.device), chosen_images(data, {}, progress)
+    data = asked.data
+    keep = asked.keep
+    run = asked.run
+    device = resolve_device(run.device)
+    selection = chosen_images(data, {}, progress)
     with soon_said("loading the model"):
         layout = with_orientation(lay_out(asked, selection), data, {})
     selection = as_model_takes(selection, layout, data, {})
-    model, table = layout.model, layout.table
+    model = layout.model
+    table = layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(asked.model, model), *table_notes(model, table)]
     changes = changes_of(layout, keep, selection, data.seed or 0)
     model.module.to(device)
     first = first_images(selection, model.transform, {})
-    check = run_self_check(model, table, plan, first.pixels, device, choices.precision, changes)
+    check = run_self_check(
+        model, table, plan, first.pixels, device, choices.precision, changes
+    )
     plan = without_sublayers(plan, check.left_out)
-    erf, without_erf = None, dict[str, str]()
+    erf = None
+    without_erf = dict[str, str]()
     if plan.erf is not None:
-        plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
+        plan, erf, without_erf = prepare_erf(
+            model, table, plan, plan.erf, first.pixels, device
+        )
     plan = with_dtypes(plan, check.dtypes)
     manifest = new_manifest(
         {
@@ -249,13 +282,20 @@ def plan_contents(
     weights = small_weights(layout.model, layout.table, keep.head_weights)
     plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas, layout.clip)
     plan = replace(plan, weights=weights.shapes)
-    notes = [*layout.notes, *([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
+    notes = [
+        *layout.notes,
+        *([slab_note] if slab_note else []),
+        *gram_notes(plan),
+        *weights.notes,
+    ]
     if keep.erf is not None and keep.erf > n_images:
         notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
     return choices, plan, weights, notes
 
 
-def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
+def choose_of(
+    layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]
+) -> Choices:
     """The choices among the sites that the store can keep. Raises VitseeError: as `choose`."""
     try:
         return choose(keep, stored, layout.kept, layout.input_size)
@@ -267,7 +307,10 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
 
 
 def as_model_takes(
-    selection: Selection, layout: ImageLayout, data: DataOptions, stored: Mapping[str, Any]
+    selection: Selection,
+    layout: ImageLayout,
+    data: DataOptions,
+    stored: Mapping[str, Any],
 ) -> Selection:
     """The same data as clips, for a model of clips. Raises VitseeError: clips for a model of images
     without a number of frames."""
@@ -299,7 +342,10 @@ def with_orientation(
 
 
 def chosen_images(
-    data: DataOptions, stored: Mapping[str, Any], progress: Progress = SILENT, clips: bool = False
+    data: DataOptions,
+    stored: Mapping[str, Any],
+    progress: Progress = SILENT,
+    clips: bool = False,
 ) -> Selection:
     """The images, with an existing store's (`stored`: its identity) seed and order by default;
     clips where they are asked for, or where there are no images."""
@@ -364,19 +410,27 @@ def run_self_check(
     ):
         images = normalise(pixels, model.transform, device)
         dtypes = {site.name: site.dtype for site in plan.sites}
-        check = self_check(model, table, images, dtypes=dtypes, **hook_points(table, plan))
+        check = self_check(
+            model, table, images, dtypes=dtypes, **hook_points(table, plan)
+        )
         if not check.finite:
             # The loop names the images that break a sound model.
             sound = finite_images(model, table, plan, images)
             if 0 < len(sound) < len(images):
                 pixels = pixels[sound]
                 images = images[sound]
-                check = self_check(model, table, images, dtypes=dtypes, **hook_points(table, plan))
+                check = self_check(
+                    model, table, images, dtypes=dtypes, **hook_points(table, plan)
+                )
     lacking = sorted(check.left_out.keys() & {name for name, _ in plan.sublayers})
     if lacking and fixed:
         name = lacking[0]
-        check.failures.append(f"{name}: {check.left_out[name]}, as it was when the store was made")
-    check.notes += [f"no residual products of {name}: {check.left_out[name]}" for name in lacking]
+        check.failures.append(
+            f"{name}: {check.left_out[name]}, as it was when the store was made"
+        )
+    check.notes += [
+        f"no residual products of {name}: {check.left_out[name]}" for name in lacking
+    ]
     if not check.ok:
         kind = VitseeError if check.finite else NotFinite
         raise kind(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
@@ -396,17 +450,28 @@ def finite_images(
     return [row for row in range(len(images)) if row not in watch.first_sites]
 
 
-def changes_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Changes:
+def changes_of(
+    layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int
+) -> Changes:
     """The model's interventions for a store of these images. Raises VitseeError: they exclude
     --erf, --tiles and images with grids of their own."""
-    model, canvas = layout.model, layout.canvas
-    tiles, grids = canvas is not None and canvas.tiles, canvas is not None and canvas.own_grids
+    model = layout.model
+    canvas = layout.canvas
+    tiles = canvas is not None and canvas.tiles
+    grids = canvas is not None and canvas.own_grids
     for option, asked in (("erf", keep.erf), ("tiles", tiles), ("native", grids)):
         if asked and model.interventions:
-            raise VitseeError(f"--{option} is not supported with {model.interventions[0].text}")
+            raise VitseeError(
+                f"--{option} is not supported with {model.interventions[0].text}"
+            )
     identity = fixed_identity(model, selection, canvas)
     switch = Switch(
-        model.name, layout.table, model.interventions, identity, seed, selection.samples.index
+        model.name,
+        layout.table,
+        model.interventions,
+        identity,
+        seed,
+        selection.samples.index,
     )
     return switch.changes(model.module)
 
@@ -425,7 +490,11 @@ def change_notes(model: LoadedModel, changes: Changes) -> list[str]:
 def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:
     """A remark if a crop mode for whole images still crops them by the model's own share."""
     share = model.transform.get("crop_pct", 1)
-    if not isinstance(options, ModelOptions) or options.crop_pct is not None or share >= 1:
+    if (
+        not isinstance(options, ModelOptions)
+        or options.crop_pct is not None
+        or share >= 1
+    ):
         return []
     if options.crop_mode not in ("squash", "border"):
         return []
@@ -446,7 +515,9 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
         return []
     # With several embeddings of one image (CrossViT) some see each pixel.
     ends = [[patches.covered[axis] for patches in table.patches] for axis in (0, 1)]
-    (top, bottom), (left, right) = ((min(a for a, _ in e), max(b for _, b in e)) for e in ends)
+    (top, bottom), (left, right) = (
+        (min(a for a, _ in e), max(b for _, b in e)) for e in ends
+    )
     height, width = model.input_size[1:]
     if (top, left, bottom, right) == (0, 0, height, width):
         return []
@@ -459,18 +530,24 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
 
 def without_sublayers(plan: StorePlan, left_out: Collection[str]) -> StorePlan:
     """The plan without the residual products of these sublayers."""
-    kept = tuple((name, layout) for name, layout in plan.sublayers if name not in left_out)
+    kept = tuple(
+        (name, layout) for name, layout in plan.sublayers if name not in left_out
+    )
     return replace(plan, sublayers=kept)
 
 
 def with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
-    sites = tuple(replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites)
+    sites = tuple(
+        replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites
+    )
     return replace(plan, sites=sites)
 
 
 # ---------------- weights that a store keeps
 
-OF_CLIPS = "the model takes clips, and its filters, positions and classifier reach over time"
+OF_CLIPS = (
+    "the model takes clips, and its filters, positions and classifier reach over time"
+)
 HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked for
 
 
@@ -488,7 +565,9 @@ class SmallWeights:
         return tuple((name, values.shape) for name, values in self.arrays.items())
 
 
-def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> SmallWeights:
+def small_weights(
+    model: LoadedModel, table: SiteTable, head: bool | None
+) -> SmallWeights:
     """The small weights of a model on the CPU. head: whether to keep the classifier; None: if it
     takes at most `HEAD_BYTES`. Raises VitseeError: `head` is requested and the model's is not a
     formula over tokens."""
@@ -496,8 +575,14 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
         if head:
             raise VitseeError(f"--head-weights is not supported: {OF_CLIPS}")
         names = (FILTERS, POSITIONS)
-        record: dict[str, Any] = {"sites": {}, "kind": "", "absent": dict.fromkeys(names, OF_CLIPS)}
-        return SmallWeights({}, {"input_weights": record, "head_weights": {"absent": OF_CLIPS}})
+        record: dict[str, Any] = {
+            "sites": {},
+            "kind": "",
+            "absent": dict.fromkeys(names, OF_CLIPS),
+        }
+        return SmallWeights(
+            {}, {"input_weights": record, "head_weights": {"absent": OF_CLIPS}}
+        )
     own = input_weights_of(model)
     classifier = find_classifier(model, table) if head is not False else "not asked for"
     notes: list[str] = []
@@ -506,7 +591,8 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
             raise VitseeError(f"--head-weights is not supported: {classifier}")
         absent = classifier
     elif head is None and classifier.n_bytes > HEAD_BYTES:
-        size, most = human_bytes(classifier.n_bytes), human_bytes(HEAD_BYTES)
+        size = human_bytes(classifier.n_bytes)
+        most = human_bytes(HEAD_BYTES)
         absent = f"it takes {size}, above {most} (extract --head-weights keeps it)"
         notes.append(f"the classifier's weights are not kept: {absent}")
     else:

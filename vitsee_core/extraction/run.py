@@ -31,11 +31,11 @@ from vitsee_core.images import Batch, batches
 from vitsee_core.models.same_origin import check_same_images
 from vitsee_core.runtime.device import device_name
 from vitsee_core.runtime.machine import (
-    counted,
     disk_block_bytes,
     free_disk_bytes,
     human_bytes,
     n_cores,
+    plural,
     scratch_folder,
 )
 from vitsee_core.runtime.progress import SILENT, Progress, counting
@@ -60,8 +60,11 @@ def extract(asked: Request, shard: Shard, progress: Progress = SILENT) -> Outcom
         Interrupted: a signal; exit code 75.
     """
     if asked.run.force and (shard.claims or shard.count > 1):
-        raise VitseeError("--force with --shard would delete other shards' work: delete it first")
-    prepared, run = prepare(asked, progress), asked.run
+        raise VitseeError(
+            "--force with --shard would delete other shards' work: delete it first"
+        )
+    prepared = prepare(asked, progress)
+    run = asked.run
     with StopRequest() as stop:
         prepared, writer = made_or_joined(prepared, asked)
         if announce(prepared, writer, run):
@@ -91,7 +94,9 @@ def prepare(asked: Request, progress: Progress = SILENT) -> Prepared:
         check_output(asked)
         return plan_store(asked, progress)
     if writer.manifest.growth is not None:
-        raise StoreError(f"{writer.place} is a generation of the store above it: give that one")
+        raise StoreError(
+            f"{writer.place} is a generation of the store above it: give that one"
+        )
     if writer.complete and not _changed(writer, asked):
         return grow_store(writer, asked, progress)
     return join_store(writer, asked, progress)
@@ -129,7 +134,7 @@ def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
         log.info("%s", prepared.adds)
     if writer.complete:
         tidy(writer.files)
-        examples = counted(prepared.plan.n_images, prepared.plan.examples)
+        examples = plural(prepared.plan.n_images, prepared.plan.examples)
         log.info("%s is complete (%s): nothing to do", run.output, examples)
         return True
     return False
@@ -145,7 +150,8 @@ def fill_claimed(
 ) -> Outcome:
     """Make missing slabs as they can be claimed, until none is missing or a signal came. Raises
     Interrupted: a signal within a slab."""
-    plan, outcome = prepared.plan, Outcome(False, examples=prepared.plan.examples)
+    plan = prepared.plan
+    outcome = Outcome(False, examples=prepared.plan.examples)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
     with (
@@ -153,7 +159,9 @@ def fill_claimed(
         closing(claimed_rounds(writer, stop)) as rounds,
     ):
         for number, mine in enumerate(rounds):
-            outcome.add(fill(prepared, writer, run, shard, mine, progress, stop, number == 0))
+            outcome.add(
+                fill(prepared, writer, run, shard, mine, progress, stop, number == 0)
+            )
     return outcome
 
 
@@ -169,13 +177,17 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if run.force:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
-    need, free, taken = sum(sizes.values()), free_disk_bytes(scratch_folder(run.output)), 0
+    need = sum(sizes.values())
+    free = free_disk_bytes(scratch_folder(run.output))
+    taken = 0
     if isinstance(run.output, Path):  # of this machine's disk
         taken = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
     strategy = strategy_of(prepared, run)
     place = run.output if prepared.files is None else prepared.files
     folders = folder_sizes(prepared.plan)
-    by_folder = (f"{one.name.rstrip('/')} {human_bytes(one.size_bytes)}" for one in folders)
+    by_folder = (
+        f"{one.name.rstrip('/')} {human_bytes(one.size_bytes)}" for one in folders
+    )
     log.info("%s takes %s: %s", place, human_bytes(need), ", ".join(by_folder))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
@@ -206,7 +218,8 @@ def fill(
     """Make and commit every missing slab of `mine`, which the shard owns or has claimed. Without
     `remarks`, what earlier rounds logged is logged at debug level. Raises Interrupted: a signal
     came before they were all made."""
-    plan, device = prepared.plan, prepared.device
+    plan = prepared.plan
+    device = prepared.device
     level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()
     todo = [k for k in mine if not committed[k]]
@@ -218,14 +231,14 @@ def fill(
         return Outcome(complete=False)
     if len(todo) < len(mine):
         there = len(mine) - len(todo)
-        log.log(level, "resuming: %d of %s are there", there, counted(len(mine), "slabs"))
+        log.log(level, "resuming: %d of %s are there", there, plural(len(mine), "slabs"))
     strategy = strategy_of(prepared, run)
     batch_size = strategy.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
     log.log(
         level,
         "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
-        *(counted(total, plan.examples), counted(len(todo), "slabs")),
+        *(plural(total, plan.examples), plural(len(todo), "slabs")),
         *(plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
@@ -267,13 +280,21 @@ def fill(
         return load([plan.rows(k)])
 
     job = SlabLoop(
-        prepared, writer, provenance, strategy, erf=erf, reload=reload, on_error=run.on_error
+        prepared,
+        writer,
+        provenance,
+        strategy,
+        erf=erf,
+        reload=reload,
+        on_error=run.on_error,
     )
     loading = load(spans)
     started = time.perf_counter()
     # Claims and workers make several rounds of one phase, which their caller counts.
     phase = (
-        nullcontext() if shard.claims or shard.dask else counting(progress, total, plan.examples)
+        nullcontext()
+        if shard.claims or shard.dask
+        else counting(progress, total, plan.examples)
     )
     with phase, job.clock(REST), closing(loading):
         job.run(todo, loading, stop, progress)
@@ -285,7 +306,7 @@ def fill(
     if job.overtaken:
         log.info(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
-            *(counted(len(job.overtaken), "slabs"), len(todo)),
+            *(plural(len(job.overtaken), "slabs"), len(todo)),
         )
     return Outcome(
         complete=False,
@@ -306,7 +327,7 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
     until_now = f" until now ({others})" if others else ""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of "
-        f"{counted(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume",
+        f"{plural(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume",
         stop.signal_name or "",
     )
 
@@ -320,7 +341,9 @@ def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str
     size = cost.batch_size(prepared.device, batch_size)
     loaded = [
         min(batch_size, stop - first)
-        for start, stop in ((span.start, min(span.stop, plan.erf.n_images)) for span in spans)
+        for start, stop in (
+            (span.start, min(span.stop, plan.erf.n_images)) for span in spans
+        )
         for first in range(start, stop, batch_size)
     ]
     pieces = [min(size, n - first) for n in loaded for first in range(0, n, size)]

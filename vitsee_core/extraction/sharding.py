@@ -27,7 +27,7 @@ import numpy as np
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import StopRequest
 from vitsee_core.runtime.command_lines import without_options
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_stores import StorePlan, StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.generations import Generation, read_generations
@@ -39,7 +39,9 @@ from vitsee_stores.writer import tidy
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 16
-FIRST_SECONDS, POLL_SECONDS = 0.2, 5.0  # of waiting for others: at first, and at most
+# of waiting for others: at first, and at most
+FIRST_SECONDS = 0.2
+POLL_SECONDS = 5.0
 
 
 try:
@@ -92,9 +94,12 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
         raise OptionError(f"--shard is {text!r}; expected i/n (as 0/8), slurm or claims")
-    index, count = int(match[1]), int(match[2])
+    index = int(match[1])
+    count = int(match[2])
     if count == 0:
-        raise OptionError(f"--shard {text}: no shards; expected i/n (as 0/8), slurm or claims")
+        raise OptionError(
+            f"--shard {text}: no shards; expected i/n (as 0/8), slurm or claims"
+        )
     if index >= count:
         raise OptionError(
             f"--shard {text}: shards count from 0, so the last is {count - 1}/{count}"
@@ -121,7 +126,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Shard:
             "--shard slurm: neither SLURM_ARRAY_TASK_ID nor SLURM_PROCID is set "
             "(run under sbatch --array or srun, or give --shard i/n)"
         )
-    task, tasks = 0, 1
+    task = 0
+    tasks = 1
     if "SLURM_ARRAY_TASK_ID" in environ:
         tasks = number("SLURM_ARRAY_TASK_COUNT")
         offset = number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", 0)
@@ -132,7 +138,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Shard:
                 "numbered array tasks (a resubmitted part of an array: give --shard i/n)"
             )
     if rank >= ranks:
-        raise VitseeError(f"--shard slurm: SLURM_PROCID {rank} is not below SLURM_NTASKS {ranks}")
+        raise VitseeError(
+            f"--shard slurm: SLURM_PROCID {rank} is not below SLURM_NTASKS {ranks}"
+        )
     return Shard(task * ranks + rank, tasks * ranks)
 
 
@@ -154,7 +162,10 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
                 claims.release()
                 continue
             if pause is None:
-                log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
+                log.info(
+                    "waiting for %s that others have claimed",
+                    plural(len(missing), "slabs"),
+                )
                 pause = pauses()
             _sleep(next(pause), stop)
 
@@ -228,7 +239,8 @@ def complete_plan(command: str, output: Place) -> StorePlan | None:
 
 
 def _was_made_by(command: str, generation: Generation) -> bool:
-    info, place = generation.manifest.info, generation.files.place
+    info = generation.manifest.info
+    place = generation.files.place
     try:
         made = shlex.split(str(info.get("command", "")))
     except ValueError:
@@ -239,4 +251,6 @@ def _was_made_by(command: str, generation: Generation) -> bool:
     if not isinstance(place, Path):
         return True
     finished = (place / ZARR_JSON).stat().st_mtime
-    return not any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made)
+    return not any(
+        os.path.isfile(word) and os.path.getmtime(word) > finished for word in made
+    )

@@ -21,6 +21,8 @@ from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.models.selfcheck import NotFinite
+from vitsee_core.runtime.device import precision_context, to_device
+from vitsee_core.runtime.threads import by_chunks
 from vitsee_core.summaries import (
     AttentionReducer,
     is_by_token,
@@ -31,8 +33,6 @@ from vitsee_core.summaries import (
     take_tokens,
 )
 from vitsee_core.summaries.summary import PER_CLIP
-from vitsee_core.runtime.device import precision_context, to_device
-from vitsee_core.runtime.threads import by_chunks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 
@@ -67,8 +67,11 @@ class SlabObserver:
         precision: str = "fp32",
         clock: Clock | None = None,
     ):
-        self._plan, self._device, self._grams = plan, device, grams
-        self._precision, self._clock = precision, clock
+        self._plan = plan
+        self._device = device
+        self._grams = grams
+        self._precision = precision
+        self._clock = clock
         self._copies = HostCopies(device)
         self._lock = threading.Lock()
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -109,7 +112,8 @@ class SlabObserver:
         """`first`: the batch's first row within the slab."""
         self._rows = slice(first, first + len(batch.valid))
         self._images: Any = slice(None)  # of the batch, that values are staged for
-        self._batch, self._valid = batch, torch.from_numpy(batch.valid)
+        self._batch = batch
+        self._valid = torch.from_numpy(batch.valid)
         # Where all images count the mask stays on the host and nothing waits for the device; else
         # it is copied there once, and not once per block.
         all_valid = bool(batch.valid.all())
@@ -135,7 +139,8 @@ class SlabObserver:
                 self._keep("attention/rollout", self._rolled(means, group.layout))
             for path, value in self._staged.items():
                 self._keep(path, value)
-        self._head_means, self._staged = {}, {}
+        self._head_means = {}
+        self._staged = {}
         if self._plan.inputs is not None:
             self._keep("input", self._batch.pixels)
         self._copies.end_batch()
@@ -179,7 +184,9 @@ class SlabObserver:
         def take(images: slice) -> None:
             some = [part[images] for part in parts]
             if layout is None:
-                self._note_peak(site.name, *map(largest_magnitude, filter(Tensor.numel, some)))
+                self._note_peak(
+                    site.name, *map(largest_magnitude, filter(Tensor.numel, some))
+                )
             else:
                 summary = pass_over(None if prefix is None else some[0], some[-1], layout)
                 self._note_peak(site.name, summary.peak)
@@ -194,7 +201,9 @@ class SlabObserver:
 
     def _paths(self, site: SiteSpec) -> list[str]:
         """The arrays of a site's activations that are kept, prefix first."""
-        return feature_paths(site) if site.name in self._grams.kept else []
+        if site.name in self._grams.kept:
+            return feature_paths(site)
+        return []
 
     def _take_tokens(
         self,
@@ -230,7 +239,11 @@ class SlabObserver:
         """Context of float32 precision, whatever the model runs in, and of the time it takes."""
         timed = nullcontext() if self._clock is None else self._clock("reductions")
         model_is = self._precision
-        exact = nullcontext() if model_is == "fp32" else precision_context(self._device, "fp32")
+        exact = (
+            nullcontext()
+            if model_is == "fp32"
+            else precision_context(self._device, "fp32")
+        )
         with timed, exact:
             yield
 
@@ -261,7 +274,9 @@ class SlabObserver:
         into strided host memory would wait for the device."""
         if path not in self._staged:
             out = self._buffers.arrays[path][self._rows]
-            self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+            self._staged[path] = torch.empty(
+                out.shape, dtype=out.dtype, device=self._device
+            )
         self._staged[path][(self._images, *place)] = value.to(self._staged[path].dtype)
 
     def _keep(self, path: str, value: Tensor, images: slice = slice(None)) -> None:
@@ -272,7 +287,9 @@ class SlabObserver:
         for peak in peaks:
             with self._lock:
                 before = self._peaks.get(name)
-                self._peaks[name] = peak if before is None else torch.maximum(before, peak)
+                self._peaks[name] = (
+                    peak if before is None else torch.maximum(before, peak)
+                )
 
 
 def check_peaks(
@@ -296,7 +313,11 @@ def check_peaks(
                 f"{site.name} has {peak} in {where}: the model's own output is broken{way_on}"
             )
         if stored_half and peak > FLOAT16_MAX:
-            way_on = "" if site.tokens == "all" else ", or go on with whole slabs as --batch-size"
+            way_on = (
+                ""
+                if site.tokens == "all"
+                else ", or go on with whole slabs as --batch-size"
+            )
             raise Overflow(
                 f"{site.name} reaches |x| = {peak:.6g} in {where}, more than float16 holds "
                 "(65504); nothing was clipped: extract anew with --dtype "

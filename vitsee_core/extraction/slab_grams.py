@@ -48,10 +48,10 @@ from vitsee_core.kernels.backend import matmul_backend
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import precision_context
 from vitsee_core.runtime.machine import (
-    counted,
     free_disk_bytes,
     human_bytes,
     memory_bytes,
+    plural,
     scratch_folder,
 )
 from vitsee_stores.errors import VitseeError, reason
@@ -72,7 +72,9 @@ class SlabGrams:
 
     def __init__(self, plan: StorePlan) -> None:
         self.kept = frozenset(
-            site.name for site in plan.sites if site.kind != "vector" and site.tokens == "all"
+            site.name
+            for site in plan.sites
+            if site.kind != "vector" and site.tokens == "all"
         )
 
     def reserve(
@@ -81,11 +83,15 @@ class SlabGrams:
         """Give the buffers, before a slab, the additional memory that Gram matrices need; `take`
         waits for a free set."""
 
-    def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+    def of_batch(
+        self, site: str, parts: Sequence[Tensor], valid: Tensor
+    ) -> Mapping[str, Tensor]:
         """Array name -> Gram matrix, from the live tensors of one batch; see `GramProducts`."""
         return {}
 
-    def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
+    def on_device(
+        self, buffers: SlabBuffers, n: int, copies: HostCopies
+    ) -> Mapping[str, Tensor]:
         """The matrices to compute after the last batch of a slab of `n` images, before it goes to
         the writer's thread."""
         return {}
@@ -101,9 +107,12 @@ class LiveGrams(SlabGrams):
     def __init__(self, plan: StorePlan, device: torch.device, clock: Clock) -> None:
         super().__init__(plan)
         self._sites = {site.name for site in plan.gram_sites}
-        self._products, self._clock = GramProducts(device), clock
+        self._products = GramProducts(device)
+        self._clock = clock
 
-    def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+    def of_batch(
+        self, site: str, parts: Sequence[Tensor], valid: Tensor
+    ) -> Mapping[str, Tensor]:
         if site not in self._sites:
             return {}
         with self._clock("grams"):
@@ -122,9 +131,12 @@ class BufferedGrams(SlabGrams):
     ) -> None:
         super().__init__(plan)
         self.kept |= {site.name for site in plan.gram_sites}
-        self._paths = {f"grams/{site.name}/all": feature_paths(site) for site in plan.gram_sites}
+        self._paths = {
+            f"grams/{site.name}/all": feature_paths(site) for site in plan.gram_sites
+        }
         self._clock = clock
-        self._on_device, self._on_host = GramProducts(device), GramProducts(torch.device("cpu"))
+        self._on_device = GramProducts(device)
+        self._on_host = GramProducts(torch.device("cpu"))
         self._free: queue.SimpleQueue[Tensors] = queue.SimpleQueue()
         for tensors in sets:
             self._free.put(tensors)
@@ -134,7 +146,9 @@ class BufferedGrams(SlabGrams):
     ) -> None:
         buffers.unstored = take(self._free)
 
-    def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
+    def on_device(
+        self, buffers: SlabBuffers, n: int, copies: HostCopies
+    ) -> Mapping[str, Tensor]:
         """Frees the memory at once: later copies wait for the products."""
         if not copies.asynchronous:
             return {}
@@ -144,9 +158,13 @@ class BufferedGrams(SlabGrams):
         return self._made(self._on_device, buffers, n)
 
     def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        return {} if buffers.unstored is None else self._made(self._on_host, buffers, n)
+        if buffers.unstored is None:
+            return {}
+        return self._made(self._on_host, buffers, n)
 
-    def _made(self, products: GramProducts, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
+    def _made(
+        self, products: GramProducts, buffers: SlabBuffers, n: int
+    ) -> Mapping[str, Tensor]:
         """Matrices of the valid images among the first `n`; frees their memory."""
         with self._clock("grams"):
             valid = buffers["valid"][:n] == 1
@@ -188,7 +206,8 @@ class GramProducts:
 
     def _add(self, features: Tensor, rows: Tensor | None, total: Tensor) -> None:
         """Add the product of one part's features (images, columns)."""
-        n, width = len(total), features.shape[1]
+        n = len(total)
+        width = features.shape[1]
         columns = max(1, CHUNK_BYTES[self._device.type] // (4 * n))
         if len(self._buffer) < n * min(columns, width):
             self._buffer = torch.empty(n * min(columns, width), device=self._device)
@@ -199,7 +218,9 @@ class GramProducts:
             x.copy_(piece if rows is None else piece[rows])
             x -= x.mean(0)
             if self._device.type == "cpu":
-                with np.errstate(all="ignore"):  # `check_peaks` reports what is not finite
+                with np.errstate(
+                    all="ignore"
+                ):  # `check_peaks` reports what is not finite
                     self._backend.add_gram(total.numpy(), x.numpy())
             else:
                 self._backend.add_gram(total, x)
@@ -227,7 +248,9 @@ def _flat(x: Tensor) -> Tensor:
 # Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for
 # ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
 FORWARD_FACTOR = 8
-FORWARD, MEMORY, FILE = "forward", "memory", "file"
+FORWARD = "forward"
+MEMORY = "memory"
+FILE = "file"
 FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 
@@ -269,7 +292,7 @@ class GramStrategy:
             )
         if not self.set_bytes:
             return f"{of}: from the slab buffers"
-        return f"{of}: activations of {counted(self.n_sets, 'slabs')} wait in {size} of host memory"
+        return f"{of}: activations of {plural(self.n_sets, 'slabs')} wait in {size} of host memory"
 
     def check_room(self, free: int, slab: int) -> None:
         """Raises VitseeError: the scratch file needs more than the `free` bytes beside the
@@ -294,7 +317,8 @@ class GramStrategy:
         blocks: list[Tensor | None] = [None] * self.n_sets
         if self.name == FILE:
             self.check_room(free_disk_bytes(scratch_folder(output)), plan.slab)
-            space, size = _scratch(self.scratch_bytes, output), self.set_bytes
+            space = _scratch(self.scratch_bytes, output)
+            size = self.set_bytes
             blocks = [
                 torch.frombuffer(space, dtype=torch.uint8, count=size, offset=k * size)
                 for k in range(self.n_sets)
@@ -325,7 +349,9 @@ def gram_notes(plan: StorePlan) -> list[str]:
 def unstored_arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     """Activations that a slab's Gram matrices need beside stored ones: those of sites that are
     stored pooled, under the names they would have in a store."""
-    everything = tuple(dataclasses.replace(site, tokens="all") for site in plan.gram_sites)
+    everything = tuple(
+        dataclasses.replace(site, tokens="all") for site in plan.gram_sites
+    )
     whole = arrays(dataclasses.replace(plan, sites=everything))
     stored = arrays(plan)
     return {p: s for p, s in whole.items() if p.startswith("acts/") and p not in stored}
@@ -348,7 +374,9 @@ def choose_strategy(
     batch_size = min(explicit_batch or default_batch, plan.slab)
     if not plan.gram_sites:
         return GramStrategy(batch_size)
-    if batch_size == plan.slab or (explicit_batch is None and _forward_fits(plan, table, device)):
+    if batch_size == plan.slab or (
+        explicit_batch is None and _forward_fits(plan, table, device)
+    ):
         return GramStrategy(plan.slab, FORWARD)
     set_bytes = block_bytes(_shapes(plan))
     room = memory_bytes() // 4 - 2 * slab_bytes(plan)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vitsee_core.extraction.buffers import SlabBuffers
 from vitsee_core.extraction.slab import SlabObserver
-from vitsee_core.summaries import largest_magnitude
 from vitsee_core.runtime.device import to_device
+from vitsee_core.summaries import largest_magnitude
 from vitsee_stores.layout import SiteSpec, TokenLayout
 from vitsee_stores.plan import Canvas, Size
 
@@ -58,8 +58,12 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
     for image, size in enumerate(sizes):
         if min(size) < 1:
             continue
-        rows, cols = (starts(*axis) for axis in zip(canvas.image(size), canvas.tiles, strict=True))
-        tiles += [Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols]
+        rows, cols = (
+            starts(*axis) for axis in zip(canvas.image(size), canvas.tiles, strict=True)
+        )
+        tiles += [
+            Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols
+        ]
     return tiles
 
 
@@ -93,9 +97,11 @@ class TiledObserver(SlabObserver):
             self._tiles = tiles[first : first + most]
             self._last = first + most >= len(tiles)
             yield torch.stack(
-                [pixels[t.image, :, t.top : t.top + height, t.left : t.left + width]
-                 for t in self._tiles]
-            )  # fmt: skip
+                [
+                    pixels[t.image, :, t.top : t.top + height, t.left : t.left + width]
+                    for t in self._tiles
+                ]
+            )
 
     def end_batch(self) -> None:
         """Images without tiles have grids of zeros."""
@@ -113,8 +119,10 @@ class TiledObserver(SlabObserver):
         if grid is None:
             grid = self._grids[site.name] = self._empty(stored, body)
         for tile, tokens in zip(self._tiles, body, strict=True):
-            row, col = tile.new[0] // step_y, tile.new[1] // step_x
-            top, left = tile.top // step_y + row, tile.left // step_x + col
+            row = tile.new[0] // step_y
+            col = tile.new[1] // step_x
+            top = tile.top // step_y + row
+            left = tile.left // step_x + col
             new = tokens[row:, col:]
             grid[tile.image, top : top + len(new), left : left + new.shape[1]] = new
         if self._last:
@@ -142,7 +150,9 @@ class TiledObserver(SlabObserver):
         """(images, 1) cells on each image, sent to the device once per batch."""
         if step not in self._n_cells:
             n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._sizes]
-            self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[:, None]
+            self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[
+                :, None
+            ]
         return self._n_cells[step]
 
 

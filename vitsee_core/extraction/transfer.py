@@ -116,7 +116,8 @@ class PixelFeed:
     the previous batch: call `ahead` once its forward pass has been started."""
 
     def __init__(self, loading: Iterator[Batch], device: torch.device) -> None:
-        self._loading, self._device = loading, device
+        self._loading = loading
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._next: tuple[Batch, Tensor, torch.cuda.Event] | None = None

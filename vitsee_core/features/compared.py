@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitsee_stores.errors import StoreMismatch
-from vitsee_stores.manifest import few, weights_name
+from vitsee_stores.manifest import abbreviate, weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -40,15 +40,21 @@ ABSENT_KEYS = {"processor": "timm"}  # of a transform: whose way of resizing and
 def default_token(stores: Iterable[Store], site: str) -> str:
     """`cls` if the site has a class token in every store that has the site, else `mean`."""
     layouts = [store.site(site).layout for store in stores if site in store.sites]
-    return "cls" if all(layout is None or layout.cls_tokens for layout in layouts) else "mean"
+    if all(layout is None or layout.cls_tokens for layout in layouts):
+        return "cls"
+    return "mean"
 
 
 def model_key(store: Store) -> str:
     """Equal for stores with the same model, weights, skip connections and interventions."""
-    return json.dumps([_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True)
+    return json.dumps(
+        [_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True
+    )
 
 
-def require_comparable(store: Store, others: Iterable[Store], *, trains: str = "") -> None:
+def require_comparable(
+    store: Store, others: Iterable[Store], *, trains: str = ""
+) -> None:
     """Refuse stores whose vectors are not comparable with those of `store`.
 
     Args:
@@ -67,8 +73,14 @@ def require_comparable(store: Store, others: Iterable[Store], *, trains: str = "
                 if field == "model" and names[0] != names[1]:
                     what = f"{names[0]} against {names[1]}"
                 if field == "weights":
-                    ours, theirs = (weights_name(s.manifest.model) for s in (store, other))
-                    what = f"{ours} against {theirs}" if ours != theirs else f"both {names[0]}"
+                    ours, theirs = (
+                        weights_name(s.manifest.model) for s in (store, other)
+                    )
+                    what = (
+                        f"{ours} against {theirs}"
+                        if ours != theirs
+                        else f"both {names[0]}"
+                    )
                 advice = "extract both in the same way"
                 if trains and field == "model":
                     advice = (
@@ -109,7 +121,9 @@ def require_same_transform(
         ]
         if not settings:
             continue
-        difference = f"{base.label} and {store.label} saw other pixels ({few(settings)})"
+        difference = (
+            f"{base.label} and {store.label} saw other pixels ({abbreviate(settings)})"
+        )
         if of_model:
             raise StoreMismatch(
                 f"{difference} and have different {' and '.join(of_model)}: an effect is of one "
@@ -132,7 +146,9 @@ def _other_model(pair: tuple[Store, Store]) -> list[str]:
     """In words, what differs between the models of two stores beside the size of their input."""
     words = []
     ours, theirs = (store.manifest for store in pair)
-    sizes = [setting for key, setting in _differences(pair, "transform") if key == "input_size"]
+    sizes = [
+        setting for key, setting in _differences(pair, "transform") if key == "input_size"
+    ]
     for field, word in DECISIVE.items():
         keys = {key for key, _ in _differences(pair, field)}
         if field == "transform":
@@ -140,7 +156,11 @@ def _other_model(pair: tuple[Store, Store]) -> list[str]:
         if field == "model":
             keys -= {"input_size", "args"} if sizes else {"input_size"}
         # Position tables are resampled for another input size, so that the digest is another, too.
-        if field == "weights" and sizes and weights_name(ours.model) == weights_name(theirs.model):
+        if (
+            field == "weights"
+            and sizes
+            and weights_name(ours.model) == weights_name(theirs.model)
+        ):
             continue
         if keys:
             words.append(word)
@@ -168,15 +188,19 @@ def compared(
         asked: the token that the user requested, None for the default.
     """
     distinct = list({store.manifest.store_id: store for store in stores}.values())
-    lines, record = [], {}
+    lines = []
+    record = {}
     for field in RECORDED:
         differing = [
-            f"{key}: {_by_value(distinct, values)}" for key, values in _differences(distinct, field)
+            f"{key}: {_by_value(distinct, values)}"
+            for key, values in _differences(distinct, field)
         ]
         if not differing:
             record[field] = _setting(distinct[0], field)
         if differing and field in LOGGED:
-            log.info("the %ss of the compared stores differ: %s", field, "; ".join(differing))
+            log.info(
+                "the %ss of the compared stores differ: %s", field, "; ".join(differing)
+            )
         lines += differing
     if asked is None and not isinstance(tokens, str):
         lines += _without_class_token(distinct, tokens)
@@ -184,17 +208,23 @@ def compared(
     return {"stores": labels, "tokens": tokens, **record, "differences": lines}
 
 
-def _without_class_token(stores: Sequence[Store], tokens: Mapping[str, str]) -> Iterator[str]:
+def _without_class_token(
+    stores: Sequence[Store], tokens: Mapping[str, str]
+) -> Iterator[str]:
     """A remark if the mean replaces a class token that some of the stores have."""
     sites: dict[str, list[str]] = {}
     for site, word in tokens.items():
         layouts = {s.label: s.site(site).layout for s in stores if site in s.sites}
-        bare = [label for label, layout in layouts.items() if layout and not layout.cls_tokens]
+        bare = [
+            label for label, layout in layouts.items() if layout and not layout.cls_tokens
+        ]
         if word == "mean" and 0 < len(bare) < len(layouts):
-            sites.setdefault(few(bare), []).append(site)
+            sites.setdefault(abbreviate(bare), []).append(site)
     for labels, names in sites.items():
-        line = f"tokens: the mean over patches in all stores, as {labels} has no class token"
-        log.info("%s (%s)", line, few(names))
+        line = (
+            f"tokens: the mean over patches in all stores, as {labels} has no class token"
+        )
+        log.info("%s (%s)", line, abbreviate(names))
         yield line
 
 
@@ -231,9 +261,11 @@ def _by_value(stores: Sequence[Store], values: Sequence[Any]) -> str:
     labels: dict[str, list[str]] = {}
     for store, value in zip(stores, values, strict=True):
         labels.setdefault(_text(value), []).append(store.label)
-    return ", ".join(f"{value} ({few(own)})" for value, own in labels.items())
+    return ", ".join(f"{value} ({abbreviate(own)})" for value, own in labels.items())
 
 
 def _text(value: Any) -> str:
     """Text, with digests shortened to their first digits."""
-    return value[:8] if isinstance(value, str) and len(value) == 64 else str(value)
+    if isinstance(value, str) and len(value) == 64:
+        return value[:8]
+    return str(value)

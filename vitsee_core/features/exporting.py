@@ -94,9 +94,11 @@ def export(
     ending = ending_of(path, ENDINGS, "the export")
     chosen = store.select([site])
     if len(chosen) != 1:
-        raise SiteError(f"{site} chooses {len(chosen)} sites of {store.label}; expected one")
+        raise SiteError(
+            f"{site} chooses {len(chosen)} sites of {store.label}; expected one"
+        )
     features = choose_features(store, chosen[0], tokens)
-    if ending == ".parquet" and features.several:
+    if ending == ".parquet" and features.has_tokens:
         raise SiteError(
             f"--tokens {features.selection} is {len(features.tokens)} vectors per image; .parquet "
             "takes one (name a .npy or .safetensors, or choose cls, mean, ROW,COL)"
@@ -104,7 +106,9 @@ def export(
     rows = execution.rows(store)
     mask = rows.mask & store.valid
     kind = features.arrays[0].dtype if dtype == "stored" else np.dtype(dtype)
-    inner = (len(features.tokens), features.dim) if features.several else (features.dim,)
+    inner = (
+        (len(features.tokens), features.dim) if features.has_tokens else (features.dim,)
+    )
     shape = (int(mask.sum()), *inner)
     about = {
         "store": store.label,
@@ -123,7 +127,9 @@ def export(
     with new_files([companion, path], force=force) as (of_about, of_data):
         with open(of_data, "xb") as file, counting(execution.progress, shape[0]):
             sink = _SINKS[ending](file, shape, kind, about, _samples(store, mask))
-            for block in features.blocks(mask, jobs=execution.jobs, memory=execution.memory):
+            for block in features.blocks(
+                mask, jobs=execution.jobs, memory=execution.memory
+            ):
                 sink.add(_cast(block.reshape(len(block), *inner), kind, features))
                 execution.progress.advance(len(block))
             sink.close()
@@ -133,7 +139,9 @@ def export(
 
 def _samples(store: Store, mask: NDArray[np.bool_]) -> Mapping[str, NDArray[Any]]:
     samples = store.samples
-    columns = {name: getattr(samples, name)[mask] for name in ("index", "id", "label", "split")}
+    columns = {
+        name: getattr(samples, name)[mask] for name in ("index", "id", "label", "split")
+    }
     return {"row": np.flatnonzero(mask), **columns}
 
 
@@ -142,7 +150,9 @@ def samples_table(store: Store, execution: Execution = DEFAULT) -> Table:
     return Table(dict(_samples(store, execution.rows(store).mask & store.valid)))
 
 
-def _cast(block: NDArray[Any], kind: np.dtype[Any], features: SiteFeatures) -> NDArray[Any]:
+def _cast(
+    block: NDArray[Any], kind: np.dtype[Any], features: SiteFeatures
+) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         cast: NDArray[Any] = block.astype(kind)
     if kind.itemsize < block.dtype.itemsize and not np.isfinite(cast).all():
@@ -164,8 +174,13 @@ class _Sink(ABC):
         about: Mapping[str, Any],
         samples: Mapping[str, NDArray[Any]],
     ) -> None:
-        self.file, self.shape, self.kind, self.samples = file, shape, kind, samples
-        self.about = {name: json.dumps(plain_json(value)) for name, value in about.items()}
+        self.file = file
+        self.shape = shape
+        self.kind = kind
+        self.samples = samples
+        self.about = {
+            name: json.dumps(plain_json(value)) for name, value in about.items()
+        }
         self.open()
 
     @abstractmethod
@@ -224,7 +239,8 @@ class _Parquet(_Sink):
             for name, values in self.samples.items()
         ]
         schema = pa.schema([*fields, pa.field(NAME, numbers)], metadata=self.about)
-        self.writer, self.done = pq.ParquetWriter(self.file, schema), 0
+        self.writer = pq.ParquetWriter(self.file, schema)
+        self.done = 0
 
     def add(self, block: NDArray[Any]) -> None:
         import pyarrow as pa
@@ -233,7 +249,8 @@ class _Parquet(_Sink):
         schema = self.writer.schema
         flat = pa.array(np.ascontiguousarray(block).ravel())
         columns = [
-            pa.array(v[part].tolist(), schema.field(k).type) for k, v in self.samples.items()
+            pa.array(v[part].tolist(), schema.field(k).type)
+            for k, v in self.samples.items()
         ]
         columns.append(pa.FixedSizeListArray.from_arrays(flat, self.shape[-1]))
         self.writer.write_table(pa.Table.from_arrays(columns, schema=schema))
@@ -254,7 +271,9 @@ _SINKS: Mapping[str, type[_Sink]] = {
 
 PROTOCOL = "2.1"
 TOKENS_PER_SHARD = 2_400_000  # saev's default
-FAMILY = "clip"  # saev admits its own wrappers of models only; its loaders do not look at it
+FAMILY = (
+    "clip"  # saev admits its own wrappers of models only; its loaders do not look at it
+)
 TOKENS = ("all", "patches")
 
 
@@ -292,10 +311,13 @@ def export_saev(
         VitseeError: less than an image per file, or a folder that exists or cannot be written.
     """
     if tokens not in (None, *TOKENS):
-        raise SiteError(f"--tokens {tokens} with --format saev; expected {' or '.join(TOKENS)}")
+        raise SiteError(
+            f"--tokens {tokens} with --format saev; expected {' or '.join(TOKENS)}"
+        )
     chosen = [choose_features(store, site, "all") for site in store.select(list(sites))]
     with_cls = _check_alike(chosen) and tokens != "patches"
-    layout, dim = chosen[0].site.layout, chosen[0].dim
+    layout = chosen[0].site.layout
+    dim = chosen[0].dim
     assert layout is not None
     n_tokens = layout.n_body + with_cls
     if left := [kind for kind in layout.prefix if not (with_cls and kind == "cls")]:
@@ -343,7 +365,9 @@ def export_saev(
     place = _place(folder, about)
     check_place(place)
     if place.exists() and not force:
-        raise VitseeError(f"{place} exists; give another folder, or --force to replace it")
+        raise VitseeError(
+            f"{place} exists; give another folder, or --force to replace it"
+        )
     shape = (per_shard, len(chosen), n_tokens, dim)
     remove_left(place.parent)
     partial_place = hidden_name(place)
@@ -355,7 +379,9 @@ def export_saev(
         work = partial(_write_slab, chosen, with_cls, shards, places)
         jobs = max(1, min(execution.jobs, execution.budget // chosen[0].slab_bytes))
         with counting(execution.progress, n):
-            for _ in each_slab(store, work, rows=rows, jobs=jobs, progress=execution.progress):
+            for _ in each_slab(
+                store, work, rows=rows, jobs=jobs, progress=execution.progress
+            ):
                 pass
         for shard in shards:
             shard.flush()

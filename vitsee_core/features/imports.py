@@ -37,19 +37,22 @@ from vitsee_core.types import pl
 from vitsee_stores import Store, StoreWriter, open_store
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
-from vitsee_stores.manifest import few, new_manifest
+from vitsee_stores.manifest import abbreviate, new_manifest
 from vitsee_stores.samples import Samples
 from vitsee_stores.url import Place
 
 Array = NDArray[Any]
 T = TypeVar("T")
-ID, LABEL = "id", "label"
+ID = "id"
+LABEL = "label"
 # Columns that `vitsee export` writes beside the features.
 ABOUT = (ID, LABEL, "row", "index", "split")
 EXPECTED = "expected names of columns and numbers"
 NUMBERS = f"expected numbers in every column but {', '.join(ABOUT)}"
 SLAB = 256
-MEAN, GROUP = "mean", "blocks"  # so that analyses take imported sites by default
+# so that analyses take imported sites by default
+MEAN = "mean"
+GROUP = "blocks"
 LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
 
 
@@ -76,7 +79,9 @@ def read_arrays(path: Path) -> Arrays:
                 "(images, dim) or (images, tokens, dim)"
             )
         if 0 in values.shape[1:]:
-            raise VitseeError(f"{path}: {name} is {values.shape}; expected a number an image")
+            raise VitseeError(
+                f"{path}: {name} is {values.shape}; expected a number an image"
+            )
     if not found.values:
         raise VitseeError(f"{path} has no array; expected one of numbers")
     return found
@@ -94,7 +99,9 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
     ending = ending_of(path, (".txt", *_TABLES), "ids")
     columns = _read(_TABLES[ending], path, f"{ending} table")
     if ID not in columns:
-        raise VitseeError(f"{path} has columns {', '.join(columns)}; expected one called {ID}")
+        raise VitseeError(
+            f"{path} has columns {', '.join(columns)}; expected one called {ID}"
+        )
     labels = columns.get(LABEL)
     return [*map(str, columns[ID])], None if labels is None else [*map(str, labels)]
 
@@ -122,10 +129,14 @@ def _pt(path: Path) -> Arrays:
     except OSError:
         raise
     except Exception as error:  # the unpickler raises nearly anything on damaged files
-        raise VitseeError(f"{path} is no file of tensors alone: {one_line(error)}") from None
+        raise VitseeError(
+            f"{path} is no file of tensors alone: {one_line(error)}"
+        ) from None
     tensors = {path.stem: found} if isinstance(found, torch.Tensor) else found
     if not isinstance(tensors, Mapping):
-        raise VitseeError(f"{path} holds a {type(found).__name__}; expected tensors by name")
+        raise VitseeError(
+            f"{path} holds a {type(found).__name__}; expected tensors by name"
+        )
     arrays = {}
     for name, value in tensors.items():
         if isinstance(value, torch.Tensor):
@@ -178,10 +189,14 @@ def _parquet_columns(path: Path) -> dict[str, Sequence[Any]]:
     return {column.name: column.to_list() for column in frame.get_columns()}
 
 
-def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[Path], Arrays]:
+def _of_columns(
+    read: Callable[[Path], dict[str, Sequence[Any]]],
+) -> Callable[[Path], Arrays]:
     def arrays(path: Path) -> Arrays:
         columns = read(path)
-        ids, labels = ([*map(str, columns[n])] if n in columns else None for n in (ID, LABEL))
+        ids, labels = (
+            [*map(str, columns[n])] if n in columns else None for n in (ID, LABEL)
+        )
         numbers: dict[str, Array] = {}
         for name, cells in columns.items():
             if name in ABOUT:
@@ -191,7 +206,9 @@ def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[P
             except (ValueError, TypeError):
                 words = (f"{str(cell)[:40]!r}" for cell in cells if not _is_number(cell))
                 found = next(words, "lists of different lengths")
-                raise VitseeError(f"{path}: column {name} holds {found}; {NUMBERS}") from None
+                raise VitseeError(
+                    f"{path}: column {name} holds {found}; {NUMBERS}"
+                ) from None
         lists = {name: values for name, values in numbers.items() if values.ndim > 1}
         flat = {name: values for name, values in numbers.items() if values.ndim == 1}
         if flat:
@@ -212,7 +229,9 @@ def _is_number(cell: Any) -> bool:
 _TABLES = {".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_columns}
 _READERS: dict[str, Callable[[Path], Arrays]] = {
     **{
-        ".npy": lambda path: Arrays({path.stem: np.lib.format.open_memmap(path, mode="r")}),
+        ".npy": lambda path: Arrays(
+            {path.stem: np.lib.format.open_memmap(path, mode="r")}
+        ),
         ".npz": lambda path: Arrays(read_npz(path, str(path))),
         ".pt": _pt,
         ".pth": _pt,
@@ -233,7 +252,9 @@ class Tokens:
     prefix: tuple[str, ...] = ()
     grid: tuple[int, int] | None = None
 
-    def layout(self, name: str, n_tokens: int, size: tuple[int, int] | None) -> TokenLayout:
+    def layout(
+        self, name: str, n_tokens: int, size: tuple[int, int] | None
+    ) -> TokenLayout:
         """The layout of an array's tokens. size: of the images in pixels, where it is known. Raises
         VitseeError: the numbers of tokens differ."""
         n_patches = n_tokens - len(self.prefix)
@@ -243,8 +264,10 @@ class Tokens:
             found = f"{name} has {n_tokens} tokens an image"
             given = f"{len(self.prefix)} of --prefix and " if self.prefix else ""
             wanted = f"{rows} x {cols} of --grid" if self.grid else "a square of patches"
-            raise VitseeError(f"{found}; expected {given}{wanted} (say --prefix cls,... and --grid "
-                              "ROWSxCOLS)")  # fmt: skip
+            raise VitseeError(
+                f"{found}; expected {given}{wanted} (say --prefix cls,... and --grid "
+                "ROWSxCOLS)"
+            )
         stride = None if size is None else (size[0] / rows, size[1] / cols)
         return TokenLayout(self.prefix, (rows, cols), stride_px=stride)
 
@@ -294,7 +317,11 @@ def import_arrays(
         raise VitseeError(f"{first} has no rows; expected one an image")
     samples, hashes, sizes, rows, class_names = _images(n_rows, found, ids, like)
     size = None if like is None else like.manifest.transform.get("input_size")
-    size = (int(size[1]), int(size[2])) if isinstance(size, list) and len(size) == 3 else None
+    size = (
+        (int(size[1]), int(size[2]))
+        if isinstance(size, list) and len(size) == 3
+        else None
+    )
     sites = tuple(
         _site(name, array, place, len(values), tokens or Tokens(), size, dtype)
         for place, (name, array) in enumerate(values.items())
@@ -310,16 +337,18 @@ def import_arrays(
     }
     info = {
         "command": command,
-        "data": {"data": few([str(path) for path in paths])},
+        "data": {"data": abbreviate([str(path) for path in paths])},
         "versions": result_versions(),
         "columns": {name: names for one in found for name, names in one.columns.items()},
     }
     manifest = new_manifest(
-        identity, plan, samples,
+        identity,
+        plan,
+        samples,
         model={"name": model or paths[0].stem, "weights": {"source": "imported"}},
         class_names=class_names,
         info=info,
-    )  # fmt: skip
+    )
     for site in sites:
         _check_numbers(site, values[site.name], samples.ids, rows)
     writer = StoreWriter.create_or_join(output, manifest, samples)
@@ -329,10 +358,11 @@ def import_arrays(
             slab = _slab(sites, values, rows[some])
             valid = rows[some] >= 0
             slab |= {
-                "valid": valid.astype(np.uint8), "n_valid": np.array(valid.sum(), np.int64),
+                "valid": valid.astype(np.uint8),
+                "n_valid": np.array(valid.sum(), np.int64),
                 "hash": np.where(valid, hashes[some], 0).astype(np.uint64),
                 "size": np.where(valid[:, None], sizes[some], 0).astype(np.int32),
-            }  # fmt: skip
+            }
             writer.write_slab(k, slab, {"command": command})
             progress.advance(len(valid))
     writer.finish()
@@ -343,11 +373,13 @@ def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[st
     if names and len(names) != len(values):
         raise VitseeError(
             f"--as is given {len(names)} times for {len(values)} arrays "
-            f"({few([name for name, _ in values])}); expected one a site"
+            f"({abbreviate([name for name, _ in values])}); expected one a site"
         )
-    named = [(name, array) for name, (_, array) in zip(names, values, strict=True)] if names else (
-        list(values)
-    )  # fmt: skip
+    named = (
+        [(name, array) for name, (_, array) in zip(names, values, strict=True)]
+        if names
+        else (list(values))
+    )
     twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
     if twice:
         raise VitseeError(f"two arrays would be the site {twice[0]}; name each with --as")
@@ -355,22 +387,31 @@ def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[st
 
 
 # The images of a store, their hashes and sizes, the row of each in the arrays (-1: none), classes.
-_Images = tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64], list[str] | None]
+_Images = tuple[
+    Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64], list[str] | None
+]
 
 
-def _images(n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None) -> _Images:
+def _images(
+    n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None
+) -> _Images:
     ids, labels = read_ids(path) if path is not None else (None, None)
     for one in found if ids is None else ():
-        ids, labels = one.ids or ids, one.labels or labels
+        ids = one.ids or ids
+        labels = one.labels or labels
     if ids is not None and len(ids) != n_rows:
         where = path or "the table"
-        raise VitseeError(f"{where} has {len(ids)} ids for {n_rows} rows; expected one a row")
+        raise VitseeError(
+            f"{where} has {len(ids)} ids for {n_rows} rows; expected one a row"
+        )
     if twice := [name for name, n in Counter(ids or ()).items() if n > 1]:
         raise VitseeError(f"two rows have the id {twice[0]!r}; expected one row an image")
     if like is not None:
         return _as_in(like, n_rows, ids)
     if ids is None:
-        raise VitseeError("whose rows these are is not said: give --ids FILE, or --like STORE")
+        raise VitseeError(
+            "whose rows these are is not said: give --ids FILE, or --like STORE"
+        )
     codes, names = class_labels(labels or [""] * n_rows)
     rows = np.arange(n_rows, dtype=np.int64)
     # There are no files to hash: images are the same where their ids are.
@@ -398,11 +439,12 @@ def _as_in(like: Store, n_rows: int, ids: list[str] | None) -> _Images:
         rows[:] = [place.get(name, -1) for name in theirs.id.tolist()]
         if (rows < 0).all():
             raise VitseeError(
-                f"no image of {like.label} has one of these ids: {few(ids)} against "
-                f"{few(theirs.id[:3].tolist())}"
+                f"no image of {like.label} has one of these ids: {abbreviate(ids)} against "
+                f"{abbreviate(theirs.id[:3].tolist())}"
             )
-    samples = Samples(theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(),
-                      theirs.box)  # fmt: skip
+    samples = Samples(
+        theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(), theirs.box
+    )
     return samples, theirs.hash, theirs.size, rows, like.manifest.class_names
 
 
@@ -414,19 +456,32 @@ def _digest(array: Array) -> str:
 
 
 def _site(
-    name: str, array: Array, place: int, n_sites: int, tokens: Tokens,
-    size: tuple[int, int] | None, dtype: str,
-) -> SiteSpec:  # fmt: skip
+    name: str,
+    array: Array,
+    place: int,
+    n_sites: int,
+    tokens: Tokens,
+    size: tuple[int, int] | None,
+    dtype: str,
+) -> SiteSpec:
     if array.ndim > 3:
         raise VitseeError(
             f"{name} has {array.ndim} axes; expected (images, dim), or (images, tokens, dim)"
         )
     dim = array.shape[-1]
     spec = SiteSpec(
-        name, part=name.rpartition(".")[2], block=name.rpartition(".")[0] or None,
-        groups=(GROUP, "all"), kind="vector", dim=dim, shape=(dim,), layout=None, depth=place,
-        rel_depth=place / max(1, n_sites - 1), dtype="float32",
-    )  # fmt: skip
+        name,
+        part=name.rpartition(".")[2],
+        block=name.rpartition(".")[0] or None,
+        groups=(GROUP, "all"),
+        kind="vector",
+        dim=dim,
+        shape=(dim,),
+        layout=None,
+        depth=place,
+        rel_depth=place / max(1, n_sites - 1),
+        dtype="float32",
+    )
     if array.ndim == 2:
         return spec
     layout = tokens.layout(name, array.shape[1], size)
@@ -446,7 +501,11 @@ def _check_numbers(
         wrong = ~(np.abs(some) <= most).reshape(len(some), -1).all(1)
         for row in (start + np.flatnonzero(wrong)).tolist():
             if row in name:
-                what = "not finite" if not np.isfinite(array[row]).all() else f"beyond {site.dtype}"
+                what = (
+                    "not finite"
+                    if not np.isfinite(array[row]).all()
+                    else f"beyond {site.dtype}"
+                )
                 raise VitseeError(
                     f"{site.name}: row {row} ({name[row]}) holds numbers that are {what}; leave "
                     "that image out, or give --dtype float32"
@@ -470,7 +529,9 @@ def _slab(
         patches = x[:, layout.n_prefix :]
         grid = patches.reshape(len(x), *layout.grid, site.dim)
         slab[f"acts/{site.name}/grid"] = grid.astype(site.dtype)
-        slab[f"pooled/{site.name}/mean"] = patches.mean(1, dtype=np.float64).astype(np.float32)
+        slab[f"pooled/{site.name}/mean"] = patches.mean(1, dtype=np.float64).astype(
+            np.float32
+        )
         if layout.prefix:
             slab[f"acts/{site.name}/prefix"] = x[:, : layout.n_prefix].astype(site.dtype)
         if layout.cls is not None:

@@ -36,7 +36,7 @@ def not_finite(store: Store, site: str, rows: slice | int | None = None) -> Vits
 
 
 @dataclass(frozen=True)
-class Strip:
+class FeatureBlock:
     """Some columns of a feature matrix: the part of `array` that `box` selects on its axes after
     the first."""
 
@@ -64,7 +64,8 @@ class Strip:
         """The result of `read` for rows of one slab, in pieces to be used before the next is
         requested: which columns, and their values (rows, columns). Uncopied parts of chunks, if a
         chunk's columns are contiguous."""
-        array, shape = self.array, [part.stop - part.start for part in self.box]
+        array = self.array
+        shape = [part.stop - part.start for part in self.box]
         if isinstance(array, StoredArray) and not array.fixed:
             parts = array.parts((rows, *self.box))
             places = [_consecutive(part.target[1:], shape) for part in parts]
@@ -85,10 +86,13 @@ class Strip:
             and len(array.parts((rows, *self.box))) == 1
         )
 
-    def cut(self, columns: int) -> list[Strip]:
+    def cut(self, columns: int) -> list[FeatureBlock]:
         """This strip in strips of at most `columns` columns."""
         chunks = _chunk_lengths(self.array)
-        return [Strip(self.array, piece) for piece in _pieces(self.box, chunks, columns)]
+        return [
+            FeatureBlock(self.array, piece)
+            for piece in _pieces(self.box, chunks, columns)
+        ]
 
 
 class FeatureMatrix:
@@ -96,7 +100,9 @@ class FeatureMatrix:
     among others of the same store, for a cache."""
 
     def __init__(self, store: Store, key: Sequence[str], parts: Sequence[Part]) -> None:
-        self.store, self.key, self.parts = store, tuple(key), tuple(parts)
+        self.store = store
+        self.key = tuple(key)
+        self.parts = tuple(parts)
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -105,7 +111,7 @@ class FeatureMatrix:
 
     @property
     def n_features(self) -> int:
-        return sum(Strip(array, box).n_columns for array, box in self.parts)
+        return sum(FeatureBlock(array, box).n_columns for array, box in self.parts)
 
     @property
     def item_size(self) -> int:
@@ -121,7 +127,8 @@ class FeatureMatrix:
     def chunk_bytes(self) -> int:
         """Bytes of the largest stored chunk: memory of a reading thread beside its strip."""
         return max(
-            (a.spec.chunk_bytes for a, _ in self.parts if isinstance(a, StoredArray)), default=0
+            (a.spec.chunk_bytes for a, _ in self.parts if isinstance(a, StoredArray)),
+            default=0,
         )
 
     @property
@@ -135,10 +142,14 @@ class FeatureMatrix:
             for array, box in self.parts
         )
 
-    def strips(self, columns: int) -> list[Strip]:
+    def strips(self, columns: int) -> list[FeatureBlock]:
         """All features in strips of at most `columns` columns, cut at chunk boundaries if possible,
         so that each byte is read once."""
-        return [strip for array, box in self.parts for strip in Strip(array, box).cut(columns)]
+        return [
+            strip
+            for array, box in self.parts
+            for strip in FeatureBlock(array, box).cut(columns)
+        ]
 
 
 def _consecutive(target: Box, shape: Sequence[int]) -> slice | None:
@@ -168,7 +179,8 @@ def _pieces(box: Box, chunks: Sequence[int], limit: int) -> Iterator[Box]:
     if math.prod(lengths) <= limit or not box:
         yield box
         return
-    first, inner = box[0], math.prod(lengths[1:])
+    first = box[0]
+    inner = math.prod(lengths[1:])
     if inner <= limit:
         step = limit // inner
         if step > chunks[0]:
@@ -185,8 +197,10 @@ class ClampedArray(LazyArray):
     """An array whose values are clipped to [-bound, bound]."""
 
     def __init__(self, array: LazyArray, bound: float):
-        self.array, self.bound = array, bound
-        self.shape, self.dtype = array.shape, array.dtype
+        self.array = array
+        self.bound = bound
+        self.shape = array.shape
+        self.dtype = array.dtype
         self.rows_per_chunk = array.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
@@ -200,7 +214,9 @@ def clamped(features: FeatureMatrix, bound: float) -> FeatureMatrix:
     return FeatureMatrix(features.store, (*features.key, f"clamped at {bound!r}"), parts)
 
 
-def quantile_of_sizes(matrices: Sequence[FeatureMatrix], mask: Mask, share: float) -> float:
+def quantile_of_sizes(
+    matrices: Sequence[FeatureMatrix], mask: Mask, share: float
+) -> float:
     """The value below which this share of all |x| lies: the floor(share m)-th of m ascending
     values, counted from 0; |x| as float32.
 

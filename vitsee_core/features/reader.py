@@ -63,21 +63,28 @@ def last_stage_matching(store: Store, site: SiteSpec) -> Matching | None:
     layout = site.layout
     if layout is None or layout.grid is None or layout.n_prefix:
         return None
-    outs = [s for s in store.sites.values() if "blocks" in s.groups and s.layout is not None]
+    outs = [
+        s for s in store.sites.values() if "blocks" in s.groups and s.layout is not None
+    ]
     last = outs[-1] if outs else None
     if last is None or last.rel_depth != 1 or last.layout is None:
         raise MissingInput(
             f"{store.label} lacks the output of the last block, whose grid and channels "
             "--match-last-stage needs; extract it with --sites blocks"
         )
-    grid, target = layout.grid, last.layout.grid
+    grid = layout.grid
+    target = last.layout.grid
     if target is None:
         return None
     patch = largest_patch(site.dim, grid, last.dim, target)
-    return None if patch == 1 and grid == target else Matching(patch, target)
+    if patch == 1 and grid == target:
+        return None
+    return Matching(patch, target)
 
 
-def largest_patch(dim: int, grid: tuple[int, int], last_dim: int, last: tuple[int, int]) -> int:
+def largest_patch(
+    dim: int, grid: tuple[int, int], last_dim: int, last: tuple[int, int]
+) -> int:
     """The largest p with dim x p^2 <= last_dim that divides the grid and leaves at least as many
     cells each way as the last stage has; 1 if there is none."""
     (rows, cols), (last_rows, last_cols) = grid, last
@@ -85,7 +92,9 @@ def largest_patch(dim: int, grid: tuple[int, int], last_dim: int, last: tuple[in
         (
             p
             for p in range(2, math.isqrt(max(last_dim // dim, 1)) + 1)
-            if rows % p == cols % p == 0 and rows // p >= last_rows and cols // p >= last_cols
+            if rows % p == cols % p == 0
+            and rows // p >= last_rows
+            and cols // p >= last_cols
         ),
         default=1,
     )
@@ -107,7 +116,9 @@ def adaptive_average(maps: Float32, grid: tuple[int, int]) -> Float32:
         if n == k:
             continue
         bins = [slice(i * n // k, -(-(i + 1) * n // k)) for i in range(k)]
-        means = [out[(slice(None),) * axis + (b,)].mean(axis=axis, keepdims=True) for b in bins]
+        means = [
+            out[(slice(None),) * axis + (b,)].mean(axis=axis, keepdims=True) for b in bins
+        ]
         out = np.concatenate(means, axis=axis)
     return out
 
@@ -133,12 +144,16 @@ class SiteFeatures:
     def arrays(self) -> list[LazyArray]:
         """The stored arrays with the tokens, in the tokens' order. Raises SiteError: the site has
         no such tokens; MissingInput: the site is stored pooled only."""
-        store, name, layout = self.store, self.site.name, self.site.layout
+        store = self.store
+        name = self.site.name
+        layout = self.site.layout
         if layout is None:
             return [store.acts(name, self.selection)]
         if self.matching is not None:
             assert self.layout is not None
-            self.selection.require(self.layout, f"{store.label}: {name} on the last stage's grid")
+            self.selection.require(
+                self.layout, f"{store.label}: {name} on the last stage's grid"
+            )
             return [store.acts(name, "patches")]
         if self.selection in ("cls", "mean"):
             return [store.pooled(name, self.selection)]
@@ -157,7 +172,7 @@ class SiteFeatures:
         return dataclasses.replace(self.site.layout, grid=self.matching.grid)
 
     @property
-    def several(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether an image has, or may have, several vectors: one per token."""
         return self.site.layout is not None and not self.selection.is_vector
 
@@ -167,7 +182,7 @@ class SiteFeatures:
         layout = self.layout
         if layout is None:
             return [Token("")]
-        if not self.several:
+        if not self.has_tokens:
             row, col = self.selection.cell or (None, None)
             return [Token(self.selection, row, col, self.selection.frame)]
         members = self.selection.members(layout)
@@ -176,7 +191,7 @@ class SiteFeatures:
     @property
     def n_prefix(self) -> int:
         layout = self.layout
-        if layout is None or not self.several:
+        if layout is None or not self.has_tokens:
             return 0
         members = self.selection.members(layout)
         return max(0, min(layout.n_prefix, members.stop) - members.start)
@@ -190,14 +205,19 @@ class SiteFeatures:
     @property
     def slab_bytes(self) -> int:
         """Memory of a slab while it is read: as stored, and in float32."""
-        whole = self.several or self.selection in ("mean-all", "rest") or self.matching is not None
+        whole = (
+            self.has_tokens
+            or self.selection in ("mean-all", "rest")
+            or self.matching is not None
+        )
         of_image = math.prod(self.site.shape) if whole else self.site.dim
         return 2 * 4 * of_image * self.store.plan.slab
 
     def groups(self, n_tokens: int) -> list[slice]:
         """`tokens` in groups of about `n_tokens`, cut at chunk boundaries as far as possible, so
         that each byte is read once."""
-        n, n_prefix = len(self.tokens), self.n_prefix
+        n = len(self.tokens)
+        n_prefix = self.n_prefix
         if n <= n_tokens:
             return [slice(0, n)]
         unit = self._chunk_tokens()
@@ -226,24 +246,30 @@ class SiteFeatures:
         """
         if self.matching is not None:
             return self._matched(rows)[:, part]
-        if not self.several:
+        if not self.has_tokens:
             values = self.arrays[0][rows]
             return values.reshape(len(values), 1, -1)
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         for array in self.arrays:
             n = math.prod(array.shape[1:-1])
-            start, stop = max(part.start - at, 0), min(part.stop - at, n)
+            start = max(part.start - at, 0)
+            stop = min(part.stop - at, n)
             if start < stop:
                 pieces.append(_consecutive(array, rows, start, stop))
             at += n
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces, axis=1)
 
     def _matched(self, rows: slice) -> Float32:
         assert self.matching is not None and self.layout is not None
         cells = self.matching.apply(self.arrays[0][rows].astype(np.float32))
         members = self.selection.members(self.layout)
         chosen = cells[:, members.start : members.stop]
-        return chosen.mean(axis=1, keepdims=True) if self.selection.is_mean else chosen
+        if self.selection.is_mean:
+            return chosen.mean(axis=1, keepdims=True)
+        return chosen
 
     def of_slab(self, slab: Slab, part: slice) -> Float32:
         """(images, tokens, dim) of a slab's images that count. Raises VitseeError: a number is not
@@ -255,7 +281,12 @@ class SiteFeatures:
         return wide
 
     def blocks(
-        self, mask: Mask, part: slice | None = None, *, jobs: int = 1, memory: int | None = None
+        self,
+        mask: Mask,
+        part: slice | None = None,
+        *,
+        jobs: int = 1,
+        memory: int | None = None,
     ) -> Iterator[Float32]:
         """(images of a slab, tokens, dim) of the images in `mask`, in the store's order.
 
@@ -274,7 +305,9 @@ class SiteFeatures:
         work = partial(self.of_slab, part=part)
         yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
 
-    def vectors(self, mask: Mask, *, jobs: int = 1, memory: int | None = None) -> Iterator[Float32]:
+    def vectors(
+        self, mask: Mask, *, jobs: int = 1, memory: int | None = None
+    ) -> Iterator[Float32]:
         """(images of a slab, dim): `blocks` of features with one vector per image."""
         for block in self.blocks(mask, slice(0, 1), jobs=jobs, memory=memory):
             yield block[:, 0]
@@ -289,7 +322,10 @@ class SiteFeatures:
             SiteError: the site has no such tokens.
             MissingInput: the site is stored pooled only.
         """
-        key = [self.site.name, "all" if self.site.kind == "vector" else str(self.selection)]
+        key = [
+            self.site.name,
+            "all" if self.site.kind == "vector" else str(self.selection),
+        ]
         last: tuple[slice, ...] = ()
         if channels is not None:
             low, high, _ = channels.indices(self.arrays[0].shape[-1])
@@ -308,7 +344,8 @@ def _consecutive(array: LazyArray, rows: slice, start: int, stop: int) -> NDArra
     if array.ndim == 3:
         return array[rows, start:stop]
     n_cells = math.prod(array.shape[2:-1])  # of one place along the first axis
-    first, last = start // n_cells, -(-stop // n_cells)
+    first = start // n_cells
+    last = -(-stop // n_cells)
     cells = array[rows, first:last]
     cells = cells.reshape(len(cells), -1, cells.shape[-1])
     return cells[:, start - first * n_cells : stop - first * n_cells]
@@ -355,7 +392,7 @@ def choose_features(
             last_stage_matching(store, site) if match_last_stage else None,
             partial,
         )
-    if one_vector and features.several:
+    if one_vector and features.has_tokens:
         raise SiteError(
             f"--tokens {features.selection} is several tokens of {site.name}; expected one vector"
         )
@@ -366,7 +403,8 @@ def choose_features(
 def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
     """Refuse a site with other tokens or channels in the test store. Raises StoreMismatch: names
     both."""
-    a, b = ours.store.label, theirs.store.label
+    a = ours.store.label
+    b = theirs.store.label
     names = [[token.name for token in features.tokens] for features in (ours, theirs)]
     if ours.dim != theirs.dim or names[0] != names[1]:
         shapes = f"{len(names[0])} x {ours.dim} against {len(names[1])} x {theirs.dim}"
@@ -377,7 +415,9 @@ def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
 
 
 AT_ONCE = 1 << 15  # numbers that stay in the cache during the steps of `widened`
-KEPT = np.int32(-0x70000001)  # all bits but those of the exponent that the sign was spread over
+KEPT = np.int32(
+    -0x70000001
+)  # all bits but those of the exponent that the sign was spread over
 TO_FLOAT32 = np.float32(2.0**112)  # between the exponents of both types
 INFINITE = np.float32(2.0**16)  # what the least float16 that is no number becomes
 
@@ -387,7 +427,8 @@ def widened(values: NDArray[Any]) -> tuple[Float32, bool]:
     if values.dtype == np.float16 and values.flags.c_contiguous:
         # numpy converts each number by itself, in four times the time of these steps on its bits.
         out = np.empty(values.shape, np.float32)
-        halves, bits = values.reshape(-1).view(np.int16), out.reshape(-1).view(np.int32)
+        halves = values.reshape(-1).view(np.int16)
+        bits = out.reshape(-1).view(np.int32)
         finite = True
         for start in range(0, values.size, AT_ONCE):
             some = bits[start : start + AT_ONCE]

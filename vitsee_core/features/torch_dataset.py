@@ -68,16 +68,29 @@ class TokenDataset(IterableDataset[torch.Tensor]):
     ) -> None:
         super().__init__()
         if batch_size < 1 or mixed < 1:
-            raise VitseeError(f"batches of {batch_size} of {mixed} slabs; expected 1 and more")
+            raise VitseeError(
+                f"batches of {batch_size} of {mixed} slabs; expected 1 and more"
+            )
         if not 0 <= rank < world:
-            raise VitseeError(f"rank {rank} of {world} processes; expected 0 to {world - 1}")
+            raise VitseeError(
+                f"rank {rank} of {world} processes; expected 0 to {world - 1}"
+            )
         self.store = open_store(store) if isinstance(store, (str, os.PathLike)) else store
         chosen = self.store.site(site)
-        if tokens is None and chosen.layout is not None and chosen.layout.grid is not None:
+        if (
+            tokens is None
+            and chosen.layout is not None
+            and chosen.layout.grid is not None
+        ):
             tokens = "patches"
         self.features = choose_features(self.store, chosen, tokens)
-        self.batch_size, self.mixed, self.shuffle, self.seed = batch_size, mixed, shuffle, seed
-        self.rank, self.world, self.epoch = rank, world, 0
+        self.batch_size = batch_size
+        self.mixed = mixed
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.epoch = 0
 
     @property
     def dim(self) -> int:
@@ -86,7 +99,7 @@ class TokenDataset(IterableDataset[torch.Tensor]):
     @property
     def n_tokens(self) -> int:
         """Tokens per epoch, over all processes."""
-        per_image = len(self.features.tokens) if self.features.several else 1
+        per_image = len(self.features.tokens) if self.features.has_tokens else 1
         return int(self.store.valid.sum()) * per_image
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -43,10 +43,13 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     Raises:
         VitseeError: no such column, or several values at one place of a curve.
     """
-    by, rows = by or ("store",), table.frame
+    by = by or ("store",)
+    rows = table.frame
     for name in (x, *by, "value", "metric"):
         if name not in rows.columns:
-            raise VitseeError(f"this result has no column {name}; it has {', '.join(rows.columns)}")
+            raise VitseeError(
+                f"this result has no column {name}; it has {', '.join(rows.columns)}"
+            )
     rows = of_models(rows).filter(pl.col(x).is_not_null())
     if not len(rows):
         raise VitseeError(f"no row of a model has a value of {x}")
@@ -56,7 +59,9 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     numbers = ["value", *(n for n in ("low", "high", "n_images") if n in rows.columns)]
     at = pl.col(x).cast(pl.String).replace_strict(places) if text else pl.col(x)
     # Not the sign of groups, which would have panels of their own.
-    curve = pl.concat_str([pl.col(n).cast(pl.String).fill_null("None") for n in by], separator=", ")
+    curve = pl.concat_str(
+        [pl.col(n).cast(pl.String).fill_null("None") for n in by], separator=", "
+    )
     drawn = rows.select(
         "metric",
         *numbers,
@@ -77,7 +82,9 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     return figure
 
 
-def _check_one_each(rows: pl.DataFrame, drawn: pl.DataFrame, x: str, by: Sequence[str]) -> None:
+def _check_one_each(
+    rows: pl.DataFrame, drawn: pl.DataFrame, x: str, by: Sequence[str]
+) -> None:
     place = pl.struct("panel", "store", "rel_depth")
     again = drawn.select(place.is_duplicated()).to_series()
     if not again.any():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.figures.panels import medium, room
+from vitsee_core.figures.patch_maps.photos import evenly_with
 from vitsee_core.figures.patch_sheets import (
     BAR,
     MARGIN,
@@ -21,7 +22,6 @@ from vitsee_core.figures.patch_sheets import (
     within,
 )
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.figures.patch_maps.photos import evenly_with
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
 
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-SMALLEST, LARGEST = 3.9, 6.5  # ems of a tile's width
-GAP, LINE_GAP = 0.35, 1.2  # ems
+# ems of a tile's width
+SMALLEST = 3.9
+LARGEST = 6.5
+# ems
+GAP = 0.35
+LINE_GAP = 1.2
 NAMES = 6.2  # ems of the names of layers, at the left
 STORE = 1.5  # ems of the name of a store, where there are several
 TIMES = {
@@ -52,12 +56,13 @@ class Moment:
 
     def frames(self, n: int) -> str:
         """Those of n sampled frames that lie in it, as `0` or `2–3`."""
-        first, last = self.cell * n // self.of, max((self.cell + 1) * n // self.of - 1, 0)
+        first = self.cell * n // self.of
+        last = max((self.cell + 1) * n // self.of - 1, 0)
         return str(first) if last <= first else f"{first}–{last}"
 
 
 @dataclass(frozen=True)
-class Strip:
+class ClipStrip:
     """The maps of one layer: (frames, rows, cols) or (frames, rows, cols, 4). edges: top, left,
     bottom, right of the grid on the frames. cell: (frame, row, col) to frame in red."""
 
@@ -74,7 +79,7 @@ class ClipLine:
 
     image: str
     title: str
-    strips: Sequence[Strip]
+    strips: Sequence[ClipStrip]
     mark: tuple[float, float, float] | None = None
 
 
@@ -104,7 +109,9 @@ class ClipSheet:
         def draw_line(box: Box, k: int, top: float) -> AxesImage | None:
             return self._draw_line(box, self.lines[k], columns, top, start, several)
 
-        bar = Bar(self.bar, self._head(self.lines[0]), 26.0, LINE_GAP) if self.bar else None
+        bar = (
+            Bar(self.bar, self._head(self.lines[0]), 26.0, LINE_GAP) if self.bar else None
+        )
         texts = [*self.caption, *self._said(columns)]
         return draw_sheet(width, heights, texts, draw_line, bar)
 
@@ -131,7 +138,9 @@ class ClipSheet:
         return int(self.notes.get("clip", {}).get("frames", columns[0].of))
 
     def _about(self, image: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.notes.get("images", {}).get(image, {}) if image else {}
+        found: Mapping[str, Any] = (
+            self.notes.get("images", {}).get(image, {}) if image else {}
+        )
         return found
 
     def _tile(self, image: str) -> tuple[float, float]:
@@ -157,36 +166,45 @@ class ClipSheet:
     ) -> AxesImage | None:
         about, (wide, tall) = self._about(line.image), self._tile(line.image)
         seen = about.get("frame", WHOLE)
-        at, last = top + TITLE / 2, None
+        at = top + TITLE / 2
+        last = None
         if line.title:
             letters = int((len(columns) * (self._side + GAP) + NAMES) / 0.56)
             box.text(MARGIN, at, shorten(line.title, letters), fontsize=medium().font)
             at += TITLE
-        n, step = self._n_frames(columns), about.get("seconds")
+        n = self._n_frames(columns)
+        step = about.get("seconds")
         for name in ("frame", "seconds") if step else ("frame",):
             box.text(start - 0.6, at, name, ha="right", color=GREY)
             for k, moment in enumerate(columns):
                 said = moment.frames(n)
                 if name == "seconds" and step:
                     said = f"{moment.cell * n / moment.of * float(step):.2f}"
-                box.text(start + k * (self._side + GAP) + self._side / 2, at, said, ha="center")
+                box.text(
+                    start + k * (self._side + GAP) + self._side / 2, at, said, ha="center"
+                )
             at += TITLE
-        at, lefts = at - TITLE / 2, self._lefts(columns, start, wide)
+        at = at - TITLE / 2
+        lefts = self._lefts(columns, start, wide)
         if self.photos:
             for left, moment in zip(lefts, columns, strict=True):
                 place = box.place(left, at, wide, tall, seen)
                 picture = about.get("pictures", {}).get(str(moment.at(n)))
                 place.picture(picture, about.get("edges", WHOLE), "no\npicture")
-                if line.mark and Moment(int(line.mark[0] * moment.of), moment.of) == moment:
+                if (
+                    line.mark
+                    and Moment(int(line.mark[0] * moment.of), moment.of) == moment
+                ):
                     place.cross(*line.mark[1:])
             at += tall + GAP
         before = None
         for strip in line.strips:
             most = int(NAMES / 0.56)
             parts = [  # `block 3, time` is too long for a line
-                part for line in strip.title.split("\n")
+                part
+                for line in strip.title.split("\n")
                 for part in (line.split(", ") if len(line) > most else [line])
-            ]  # fmt: skip
+            ]
             name = "\n".join(shorten(part, most) for part in parts)
             box.text(start - 0.6, at + tall / 2, name, ha="right")
             if several and strip.store != before:
@@ -196,7 +214,8 @@ class ClipSheet:
                 box.text(MARGIN + 0.4, middle, owner, ha="center", rotation=90)
             before = strip.store
             for left, moment in zip(lefts, columns, strict=True):
-                k, cell = moment.at(len(strip.values)), strip.cell
+                k = moment.at(len(strip.values))
+                cell = strip.cell
                 own = (cell[1], cell[2]) if cell is not None and cell[0] == k else None
                 tile = Map("", strip.values[k], strip.edges, own)
                 last = box.place(left, at, wide, tall, seen).map(tile, self.look)

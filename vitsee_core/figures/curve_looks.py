@@ -65,7 +65,11 @@ def curve_looks(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, Look]
     found = {}
     for curve in curves:
         same = [kind for kind in kinds if curve.is_points and kind[0] == curve.values]
-        kind = kinds.index(same[0] if same else curve[1:]) if same or curve[1:] in kinds else 0
+        kind = (
+            kinds.index(same[0] if same else curve[1:])
+            if same or curve[1:] in kinds
+            else 0
+        )
         if grouped:
             kinded = {"marker": marker(kind)} if len(kinds) > 1 else {}
             found[curve] = grouped[curve.store] | kinded
@@ -75,7 +79,11 @@ def curve_looks(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, Look]
         stroke = STROKES[kind % len(STROKES)] if len(stores) > 1 else "-"
         if len(stores) > 1 and len(kinds) > 1:
             mark = kind
-        found[curve] = {"color": colour(tint), "marker": marker(mark), "linestyle": stroke}
+        found[curve] = {
+            "color": colour(tint),
+            "marker": marker(mark),
+            "linestyle": stroke,
+        }
     return found
 
 
@@ -89,11 +97,15 @@ def store_looks(rows: pl.DataFrame) -> dict[str, Look]:
             for i, store in enumerate(order)
         }
     parts = {store: split_label(store)[1].partition(SIGN)[::2] for store in order}
-    names, variants = (list(dict.fromkeys(of)) for of in zip(*parts.values(), strict=True))
+    names, variants = (
+        list(dict.fromkeys(of)) for of in zip(*parts.values(), strict=True)
+    )
     return {
         store: {
             "color": colour(names.index(name)),
-            "marker": marker(variants.index(variant) if len(variants) > 1 else names.index(name)),
+            "marker": marker(
+                variants.index(variant) if len(variants) > 1 else names.index(name)
+            ),
             "linestyle": STROKES[variants.index(variant) % len(STROKES)],
         }
         for store, (name, variant) in parts.items()
@@ -107,14 +119,22 @@ def site_kind(site: str) -> str:
         return "out"
     match = re.fullmatch(r".*?\.\d+\.(.+)", site)
     # The last number ends the block's path: stages.0.blocks.1.out.
-    while match is not None and (deeper := re.fullmatch(r".*?(?:^|\.)\d+\.(.+)", match[1])):
+    while match is not None and (
+        deeper := re.fullmatch(r".*?(?:^|\.)\d+\.(.+)", match[1])
+    ):
         match = deeper
-    return match[1] if match is not None else "block" if re.search(r"\.\d+$", site) else HEAD
+    if match is not None:
+        return match[1]
+    if re.search(r"\.\d+$", site):
+        return "block"
+    return HEAD
 
 
 def of_models(rows: pl.DataFrame) -> pl.DataFrame:
     """The rows without those of baselines."""
-    return rows.filter(pl.col("baseline").is_null()) if "baseline" in rows.columns else rows
+    if "baseline" in rows.columns:
+        return rows.filter(pl.col("baseline").is_null())
+    return rows
 
 
 def baselines_of(rows: pl.DataFrame) -> dict[str, pl.DataFrame]:
@@ -142,7 +162,9 @@ def curve_label(rows: pl.DataFrame, by: Sequence[str], curve: Curve) -> str:
         parts.append(PARTS.get(curve.kind, curve.kind) or "block output")
     for name, value in zip(by, curve.values, strict=True):
         if name in rows.columns and rows[name].n_unique() > 1:
-            parts.append(token_words(str(value)) if name == "token" else f"{name} = {value}")
+            parts.append(
+                token_words(str(value)) if name == "token" else f"{name} = {value}"
+            )
     return ", ".join(parts)
 
 

@@ -13,7 +13,7 @@ from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
     head_words,
 )
-from vitsee_core.figures.panels import Grid, stack
+from vitsee_core.figures.panels import PanelGrid, stack
 from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables.groups import groups_of, split_label
 from vitsee_core.tables.text import shorten
@@ -49,13 +49,15 @@ class CurveGrid:
         are named below the axis."""
         outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
         names = max((len(head_words(site)) for site in outside), default=0)
-        return cls(n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names)
+        return cls(
+            n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names
+        )
 
     @property
-    def grids(self) -> list[Grid]:
+    def grids(self) -> list[PanelGrid]:
         if len(self.groups) == 1:
-            return [Grid(self.n, height=self.height)]
-        return [Grid(len(self.groups), height=self.height)] * self.n
+            return [PanelGrid(self.n, height=self.height)]
+        return [PanelGrid(len(self.groups), height=self.height)] * self.n
 
     @property
     def size(self) -> tuple[float, float]:
@@ -74,7 +76,9 @@ class CurveGrid:
             for axes, group in zip(grid.axes(part), self.groups, strict=True):
                 stores = [label for label in labels if split_label(label)[0] == group]
                 if stores:
-                    found.append((axes, metric, own.filter(pl.col("store").is_in(stores))))
+                    found.append(
+                        (axes, metric, own.filter(pl.col("store").is_in(stores)))
+                    )
                 else:
                     axes.set_visible(False)
         return found
@@ -86,13 +90,16 @@ class CurveGrid:
         of_metric: dict[str, list[Axes]] = {}
         for axes, metric, rows in panels:
             of_metric.setdefault(metric, []).append(axes)
-            group, title = split_label(str(rows["store"][0]))[0], axes.get_title(loc="left")
+            group = split_label(str(rows["store"][0]))[0]
+            title = axes.get_title(loc="left")
             name = shorten(group or "no group", GROUP_LETTERS)
             axes.set_title(f"{name}, {title}" if title else name)
         for every in of_metric.values():
             limits = [axes.get_ylim() for axes in every]
             for axes in every:
-                axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+                axes.set_ylim(
+                    min(low for low, _ in limits), max(high for _, high in limits)
+                )
 
 
 def of_metrics(rows: pl.DataFrame, metrics: Sequence[str]) -> list[tuple[str, Any]]:

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEPTH_LABEL = "relative depth"
-BASELINE, BEST, NOTHING = "baseline: ", "best layer", "no value"
+BASELINE = "baseline: "
+BEST = "best layer"
+NOTHING = "no value"
 HEAD_STEP = 0.2  # of the x axis, a place for each site after the last block
 MOST_INTERVALS = 8  # curves of a panel whose intervals are drawn
 DODGE = 0.016  # of the x axis, between intervals of different curves
 INTERVAL = "95 % interval"
-Intervals = Literal["bands", "bars", "none"]  # none: of so many curves that they would hide them
+Intervals = Literal[
+    "bands", "bars", "none"
+]  # none: of so many curves that they would hide them
 # Looks of further columns, see `draw_marks`.
 DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
 DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
@@ -72,8 +76,10 @@ def draw_depth_curves(
         counts: the column whose number stands at the upper right, and what it counts.
     """
     among = rows if among is None else among
-    curves, looks = by_curve(rows, by), curve_looks(among, by)
-    dashes, shared = dashes_of(among), shared_baselines(curves)
+    curves = by_curve(rows, by)
+    looks = curve_looks(among, by)
+    dashes = dashes_of(among)
+    shared = shared_baselines(curves)
     heads = [s for s in rows["site"].unique(maintain_order=True) if site_kind(s) == HEAD]
     places = {site: 1 + HEAD_STEP * (i + 1) for i, site in enumerate(heads)}
     drawn, moves = _intervals(among, by)
@@ -87,11 +93,24 @@ def draw_depth_curves(
             text = "_nolegend_"
         texts.append(text)
         _draw_baselines(axes, curves[curve], curve, look, dashes, shared, places)
-        _draw_curve(axes, of_models(curves[curve]), curve, {**look, "label": text}, places,
-                    moves.get(curve, 0.0), drawn)  # fmt: skip
+        _draw_curve(
+            axes,
+            of_models(curves[curve]),
+            curve,
+            {**look, "label": text},
+            places,
+            moves.get(curve, 0.0),
+            drawn,
+        )
     for name in baselines_of(rows):
-        axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1,
-                  label=baseline_words(name, metric))  # fmt: skip
+        axes.plot(
+            [],
+            [],
+            color=GREY,
+            linestyle=dashes[name],
+            linewidth=1,
+            label=baseline_words(name, metric),
+        )
     if moves and spread:
         _explain(axes, spread, drawn)
     _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
@@ -140,11 +159,15 @@ def head_words(site: str) -> str:
 def _bounds(rows: pl.DataFrame) -> tuple[Any, Any]:
     """`low` and `high`, NaN where the table has none."""
     nothing = np.full(len(rows), np.nan)
-    low, high = (rows[n].to_numpy() if n in rows.columns else nothing for n in ("low", "high"))
+    low, high = (
+        rows[n].to_numpy() if n in rows.columns else nothing for n in ("low", "high")
+    )
     return low, high
 
 
-def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[Intervals, dict[Curve, float]]:
+def _intervals(
+    among: pl.DataFrame, by: Sequence[str]
+) -> tuple[Intervals, dict[Curve, float]]:
     """How intervals are drawn, in all panels alike, and how far each curve that has some is moved
     to the right, so that bars of several curves stand beside each other."""
     if "low" not in among.columns:
@@ -152,7 +175,11 @@ def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[Intervals, dict[
     among = of_models(among).filter(pl.col("low").is_finite())
     if not len(among):
         return "bands", {}
-    metrics = among.partition_by("metric", maintain_order=True) if "metric" in among else [among]
+    metrics = (
+        among.partition_by("metric", maintain_order=True)
+        if "metric" in among
+        else [among]
+    )
     ends: dict[str, dict[Curve, float]] = {}  # of the curves of each group of stores
     crowded = False
     depths = among["rel_depth"].to_numpy()
@@ -188,7 +215,9 @@ def _explain(axes: Axes, spread: str, drawn: Intervals) -> None:
         # No fill_between: before matplotlib 3.11 a legend below subfigures refuses it.
         axes.fill([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")
     else:
-        axes.plot([], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}")
+        axes.plot(
+            [], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}"
+        )
 
 
 def _places(rows: pl.DataFrame, curve: Curve, places: dict[str, float]) -> Any:
@@ -207,7 +236,8 @@ def _draw_baselines(
     places: dict[str, float],
 ) -> None:
     for name, own in baselines_of(rows).items():
-        x, y = _places(own, curve, places), own["value"].to_numpy()
+        x = _places(own, curve, places)
+        y = own["value"].to_numpy()
         tint = GREY if name in shared else look["color"]
         line: Look = {"color": tint, "linestyle": dashes[name], "linewidth": 1}
         if curve.is_points or len(own) == 1:  # a line of one point would be invisible
@@ -227,7 +257,9 @@ def _draw_curve(
 ) -> None:
     if not len(rows):
         return
-    x, y, bounds = _places(rows, curve, places), rows["value"].to_numpy(), _bounds(rows)
+    x = _places(rows, curve, places)
+    y = rows["value"].to_numpy()
+    bounds = _bounds(rows)
     if np.isfinite(bounds[0]).any() and drawn != "none":
         if drawn == "bands" and not curve.is_points and len(rows) > 1:
             axes.fill_between(x, *bounds, color=look["color"], alpha=0.18, linewidth=0)
@@ -248,9 +280,11 @@ def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:
             label.set(rotation=90, fontsize=small())
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel(ylabel)
-    low, high = axes.dataLim.y0, axes.dataLim.y1
+    low = axes.dataLim.y0
+    high = axes.dataLim.y1
     if np.isfinite([low, high]).all():
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
         margin = 0.05 * (high - low or 1)
         axes.set_ylim(low - (margin if low < 0 else 0), high + margin)
 
@@ -264,6 +298,12 @@ def _mark_missing(axes: Axes, rows: pl.DataFrame, places: dict[str, float]) -> N
     cells = missing.select("site", "rel_depth").unique(maintain_order=True)
     if x := {places.get(site, depth) for site, depth in cells.rows()}:
         axes.plot(
-            sorted(x), [0.03] * len(x), "x", transform=axes.get_xaxis_transform(),
-            color=GREY, label=NOTHING, markersize=4, clip_on=False,
-        )  # fmt: skip
+            sorted(x),
+            [0.03] * len(x),
+            "x",
+            transform=axes.get_xaxis_transform(),
+            color=GREY,
+            label=NOTHING,
+            markersize=4,
+            clip_on=False,
+        )

@@ -25,7 +25,8 @@ def fit(figure: Figure, dpi: float) -> None:
     every = [axes for axes in all_axes(figure) if axes.get_visible()]
     _share_labels(every)
     whole: Whole = {}
-    before, figure.dpi = figure.dpi, dpi
+    before = figure.dpi
+    figure.dpi = dpi
     for _ in range(ROUNDS):
         _lay_out(figure)
         for axes in every:
@@ -82,7 +83,8 @@ def _share_labels(every: list[Axes]) -> None:
         if spec is not None and spec.colspan.stop - spec.colspan.start == 1:
             places[id(spec.get_gridspec()), spec.rowspan.start, spec.colspan.start] = axes
     for (grid, row, column), axes in places.items():
-        below, left = places.get((grid, row + 1, column)), places.get((grid, row, column - 1))
+        below = places.get((grid, row + 1, column))
+        left = places.get((grid, row, column - 1))
         if below is not None and _alike(axes, below, "x"):
             axes.xaxis.label.set_visible(False)
         if left is not None and _alike(axes, left, "y"):
@@ -158,7 +160,9 @@ def _break(text: Text, room: float, side: str, whole: Whole) -> bool:
 
 def _shrink(axes: Axes) -> bool:
     """Write the texts in a panel smaller where two beside each other touch; whether they were."""
-    every = [(text, text.get_window_extent()) for text in axes.texts if text.get_visible()]
+    every = [
+        (text, text.get_window_extent()) for text in axes.texts if text.get_visible()
+    ]
     every.sort(key=lambda one: (one[1].y0, one[1].x0))
     fits = 1.0
     for (_, a), (_, b) in pairwise(every):
@@ -200,7 +204,9 @@ def _thin(axis: Any) -> bool:
     if step == 1:
         return False
     kept = ticks[::step]
-    looks = [{"rotation": label.get_rotation(), "size": label.get_size()} for _, label in kept]
+    looks = [
+        {"rotation": label.get_rotation(), "size": label.get_size()} for _, label in kept
+    ]
     axis.set_ticks([place for place, _ in kept], [label.get_text() for _, label in kept])
     for label, look in zip(axis.get_ticklabels(), looks, strict=True):
         label.set(**look)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     colour_bar,
     count,
@@ -41,9 +41,13 @@ GAP = 0.08  # of a tile
 FINE_CELLS = 400  # across a picture, from which on lines have to be thin
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
-LARGEST, ALONE = 8.5, 26.0  # ems of a tile, and of a single one
+# ems of a tile, and of a single one
+LARGEST = 8.5
+ALONE = 26.0
 BAR = 5.0  # ems of the colour bar with its numbers
-SMALLEST, TALLEST = 0.9, 60.0  # ems of a tile, and of all tiles of a model
+# ems of a tile, and of all tiles of a model
+SMALLEST = 0.9
+TALLEST = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,14 @@ class Tiles:
     def centre(self, row: int, column: int) -> tuple[float, float]:
         """The middle of a tile in the picture, (y, x)."""
         (height, width), (down, across) = self.size, self.gaps()
-        return row * (height + down) + (height - 1) / 2, column * (width + across) + (width - 1) / 2
+        return row * (height + down) + (height - 1) / 2, column * (width + across) + (
+            width - 1
+        ) / 2
 
     def shape(self) -> tuple[int, int]:
         (height, width), (down, across) = self.size, self.gaps()
-        n_rows, n_columns = len(self.row_labels), len(self.column_labels)
+        n_rows = len(self.row_labels)
+        n_columns = len(self.column_labels)
         return n_rows * (height + down) - down, n_columns * (width + across) - across
 
 
@@ -80,7 +87,9 @@ def cut_maps(rows: pl.DataFrame) -> Iterator[tuple[int, int, str, Float]]:
     a row without a head counts as head 0. The cells of a map are in the table once each."""
     filled = rows.with_columns(pl.col("head").fill_null(0))
     ordered = filled.sort("depth", "head", "row", "col", maintain_order=True)
-    for (depth, site, head), own in ordered.group_by("depth", "site", "head", maintain_order=True):
+    for (depth, site, head), own in ordered.group_by(
+        "depth", "site", "head", maintain_order=True
+    ):
         height = own["row"].n_unique()
         yield depth, head, str(site), own["value"].to_numpy().reshape(height, -1)
 
@@ -91,7 +100,11 @@ Convert = Callable[[Float, tuple[int, int] | None], Float]
 def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles]:
     """The maps of a store, each converted by `convert` (which gets the window of its block, too),
     by grid size, the largest first; rows are the layers that have it."""
-    windows = dict(rows.select("site", "window").unique().iter_rows()) if "window" in rows else {}
+    windows = (
+        dict(rows.select("site", "window").unique().iter_rows())
+        if "window" in rows
+        else {}
+    )
     by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
     for entry in cut_maps(rows):
         by_size.setdefault(entry[-1].shape, []).append(entry)
@@ -100,7 +113,9 @@ def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles
         layers = list(dict.fromkeys(site for _, _, site, _ in entries))
         heads = sorted({entry[1] for entry in entries})
         maps = {
-            (layers.index(site), heads.index(h)): convert(values, window_of(windows.get(site)))
+            (layers.index(site), heads.index(h)): convert(
+                values, window_of(windows.get(site))
+            )
             if convert
             else values
             for _, h, site, values in entries
@@ -112,7 +127,9 @@ def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles
 
 def value_range(tiles: Sequence[Tiles]) -> tuple[float, float]:
     """The limits of colours for all tiles, see `colour_range`."""
-    return colour_range(np.concatenate([m.ravel() for t in tiles for m in t.maps.values()]))
+    return colour_range(
+        np.concatenate([m.ravel() for t in tiles for m in t.maps.values()])
+    )
 
 
 def colour_range(values: Float) -> tuple[float, float]:
@@ -129,7 +146,12 @@ def colour_range(values: Float) -> tuple[float, float]:
 
 
 def draw_tiles(
-    axes: Axes, tiles: Tiles, *, scale: str, limits: tuple[float, float], midlines: bool = False
+    axes: Axes,
+    tiles: Tiles,
+    *,
+    scale: str,
+    limits: tuple[float, float],
+    midlines: bool = False,
 ) -> AxesImage:
     """Draw the tiles into `axes`, which loses its frame; returns what `imshow` returns.
 
@@ -150,7 +172,8 @@ def draw_tiles(
     whole = np.full(tiles.shape(), np.nan)
     (height, width), (down, across) = tiles.size, tiles.gaps()
     for (row, column), values in tiles.maps.items():
-        top, left = row * (height + down), column * (width + across)
+        top = row * (height + down)
+        left = column * (width + across)
         shown = stretched(values) if scale == "head" else values
         whole[top : top + height, left : left + width] = shown
     norms = {
@@ -178,8 +201,11 @@ def stretched(values: Float) -> Float:
     """A map over its own range, 0 to 1; 0 where it is constant, NaN as it is."""
     if np.isnan(values).all():
         return values
-    low, high = np.nanmin(values), np.nanmax(values)
-    return (values - low) / (high - low) if high > low else np.where(np.isnan(values), values, 0.0)
+    low = np.nanmin(values)
+    high = np.nanmax(values)
+    if high > low:
+        return (values - low) / (high - low)
+    return np.where(np.isnan(values), values, 0.0)
 
 
 def _draw_midlines(axes: Axes, tiles: Tiles) -> None:
@@ -192,7 +218,9 @@ def _draw_midlines(axes: Axes, tiles: Tiles) -> None:
         y, x = tiles.centre(row, column)
         lines.append([(x - width / 2, y), (x + width / 2, y)])
         lines.append([(x, y - height / 2), (x, y + height / 2)])
-    axes.add_collection(LineCollection(lines, colors=MIDLINE, linewidths=thin, alpha=0.75))
+    axes.add_collection(
+        LineCollection(lines, colors=MIDLINE, linewidths=thin, alpha=0.75)
+    )
 
 
 def mark_middle(axes: Axes, size: tuple[int, ...]) -> None:
@@ -210,7 +238,8 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
     frames = []
     for row, column in tiles.maps:
         y, x = tiles.centre(row, column)
-        top, left = y - (height - 1) / 2 + cell[0] - 0.5, x - (width - 1) / 2 + cell[1] - 0.5
+        top = y - (height - 1) / 2 + cell[0] - 0.5
+        left = x - (width - 1) / 2 + cell[1] - 0.5
         frames.append(Rectangle((left, top), 1, 1))
     axes.add_collection(
         PatchCollection(frames, facecolor="none", edgecolor=MIDLINE, linewidths=0.9)
@@ -230,7 +259,9 @@ def bar_label(unit: str, scale: str, low: float | None) -> str:
         return "each head scaled to its own range"
     if low:
         return f"{unit} ({NOT_FROM_ZERO})"
-    return f"{unit} (cube-root colours)" if scale == "shared" else unit
+    if scale == "shared":
+        return f"{unit} (cube-root colours)"
+    return unit
 
 
 # ---------------------------------------------------------------- whole figures
@@ -268,7 +299,11 @@ def draw_grid(
         (axes,) = grid.axes(part)
         image = draw_tiles(axes, tiles, scale=scale, limits=limits, midlines=midlines)
         rows, columns = tiles.size
-        of = "" if len(all_tiles) == 1 else f" of the blocks with maps of {rows} x {columns}"
+        of = (
+            ""
+            if len(all_tiles) == 1
+            else f" of the blocks with maps of {rows} x {columns}"
+        )
         axes.set_xlabel(f"head{of}")
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
@@ -282,14 +317,14 @@ def draw_grid(
     return figure
 
 
-def tile_grid(tiles: Tiles) -> Grid:
+def tile_grid(tiles: Tiles) -> PanelGrid:
     """The room of one picture of tiles in a figure: tiles as large as is useful."""
     height, width = tiles.shape()
     side = LARGEST if len(tiles.maps) > 1 else ALONE
     around = 0.52 * max(map(len, tiles.row_labels)) + 9
     cell = min(side / max(tiles.size), (room() - around) / width, 110 / height)
     whole = width * cell + around
-    return Grid(1, width=whole, widest=whole, height=height * cell + 5)
+    return PanelGrid(1, width=whole, widest=whole, height=height * cell + 5)
 
 
 # ------------------------------------------------------------------------------- several models
@@ -317,7 +352,9 @@ def draw_models(
     return figure
 
 
-def models_of(rows: pl.DataFrame, convert: Convert | None = None) -> list[tuple[str, Tiles]]:
+def models_of(
+    rows: pl.DataFrame, convert: Convert | None = None
+) -> list[tuple[str, Tiles]]:
     """(label, tiles) of each store and grid size, the stores of a group beside each other."""
     return [
         (store, tiles)
@@ -327,10 +364,12 @@ def models_of(rows: pl.DataFrame, convert: Convert | None = None) -> list[tuple[
     ]
 
 
-def models_grid(models: Sequence[Tiles]) -> Grid:
+def models_grid(models: Sequence[Tiles]) -> PanelGrid:
     """The room of pictures of tiles side by side: as large as is useful, as small as is legible."""
     columns = max(len(tiles.column_labels) for tiles in models)
-    beside = 1.0 if max(len(tiles.maps) for tiles in models) == 1 else 3.0  # of blocks' numbers
+    beside = (
+        1.0 if max(len(tiles.maps) for tiles in models) == 1 else 3.0
+    )  # of blocks' numbers
     least = 6.2 if beside == 1 else max(11.0, SMALLEST * columns + beside)
     across = max(1, min(len(models), int((room() - BAR) / least)))
     across = -(-len(models) // -(-len(models) // across))  # lines of about equal length
@@ -338,12 +377,12 @@ def models_grid(models: Sequence[Tiles]) -> Grid:
     ratio = max(tiles.shape()[0] / tiles.shape()[1] for tiles in models)
     width = side + beside + BAR / across
     height = min(side * ratio, TALLEST) + (2.2 if beside == 1 else 4.4)
-    return Grid(len(models), width, height, width, most=across, extra=1.5)
+    return PanelGrid(len(models), width, height, width, most=across, extra=1.5)
 
 
 def draw_side_by_side(
     part: Any,
-    grid: Grid,
+    grid: PanelGrid,
     models: Sequence[tuple[str, Tiles]],
     title: str,
     unit: str,
@@ -357,9 +396,10 @@ def draw_side_by_side(
     every = grid.axes(part)
     for axes, (name, tiles) in zip(every, models, strict=True):
         numbered = Tiles(
-            tiles.maps, [label.removeprefix("block ") for label in tiles.row_labels],
+            tiles.maps,
+            [label.removeprefix("block ") for label in tiles.row_labels],
             tiles.column_labels,
-        )  # fmt: skip
+        )
         image = draw_tiles(axes, numbered, scale=scale, limits=limits, midlines=midlines)
         axes.xaxis.tick_bottom()
         if len(tiles.maps) == 1:

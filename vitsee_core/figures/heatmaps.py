@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     beyond,
     colour_bar,
     count,
@@ -44,7 +44,9 @@ NO_VALUE = "#9FB4BD"  # bluish grey: not a colour of the map
 BOUNDARY = "#A0A0A0"  # seen on both ends of the map
 MOST_LABELS = 24
 MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers
-BAR, NUMBER = 6.0, 2.2  # ems of a colour bar with its label, and of a cell with a number
+# ems of a colour bar with its label, and of a cell with a number
+BAR = 6.0
+NUMBER = 2.2
 LARGEST = 2.8  # ems of a cell's side
 
 
@@ -87,7 +89,11 @@ class Panel:
         """Ems of a cell in a panel of this width."""
         rows, cols = self.values.shape
         return float(
-            min((width - self.around()[0]) / cols, 34 / rows, max(LARGEST, 10 / max(rows, cols)))
+            min(
+                (width - self.around()[0]) / cols,
+                34 / rows,
+                max(LARGEST, 10 / max(rows, cols)),
+            )
         )
 
 
@@ -126,13 +132,14 @@ def data_limits(values: Sequence[Float]) -> tuple[float, float]:
     every = every[np.isfinite(every)]
     if not len(every):
         return 0.0, 1.0
-    low, high = float(every.min()), float(every.max())
+    low = float(every.min())
+    high = float(every.max())
     low = 0.0 if -0.05 < low < 0.15 else np.floor(low / 0.05 + 1e-9) * 0.05
     high = 1.0 if 0.85 < high < 1.05 else np.ceil(high / 0.05 - 1e-9) * 0.05
     return float(low), float(high if high > low else low + 0.05)
 
 
-def _grid(panels: Sequence[Panel]) -> Grid:
+def _grid(panels: Sequence[Panel]) -> PanelGrid:
     """Cells as large as is useful, and so many panels on a line that they can be read."""
     beside = max(panel.around()[0] for panel in panels)
     cols = max(panel.values.shape[1] for panel in panels)
@@ -142,20 +149,28 @@ def _grid(panels: Sequence[Panel]) -> Grid:
         max(26 / longest, NUMBER if any(p.numbers for p in panels) else 0.45),
     )
     width = min(room(), max(beside + cols * wanted, 16.0))
-    grid = Grid(len(panels), width=width, widest=width, most=3)
+    grid = PanelGrid(len(panels), width=width, widest=width, most=3)
     wide = grid.size[0] / em() / grid.across
     height = max(len(p.rows) * p.side(wide) + p.around()[1] for p in panels) + 2
-    return Grid(len(panels), width=width, widest=width, most=3, height=max(height, 11.0))
+    return PanelGrid(
+        len(panels), width=width, widest=width, most=3, height=max(height, 11.0)
+    )
 
 
 def with_range(label: str, span: tuple[float, float]) -> str:
     """The label of a colour bar with its ends, where they are not 0 and 1."""
     name = label.partition(", colours from")[0]
-    return name if span == (0.0, 1.0) else f"{name}, colours from {span[0]:.3g} to {span[1]:.3g}"
+    if span == (0.0, 1.0):
+        return name
+    return f"{name}, colours from {span[0]:.3g} to {span[1]:.3g}"
 
 
 def _add_bar(
-    axes: Axes, image: AxesImage, span: tuple[float, float], of: Sequence[Panel], label: str
+    axes: Axes,
+    image: AxesImage,
+    span: tuple[float, float],
+    of: Sequence[Panel],
+    label: str,
 ) -> None:
     values = np.concatenate([one.values.ravel() for one in of])
     # Rounding lifts the CKA of a site with itself slightly above 1.
@@ -167,7 +182,9 @@ def _draw(axes: Axes, panel: Panel, span: tuple[float, float], cell: float) -> A
     import matplotlib
 
     colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
-    image = axes.imshow(panel.values, cmap=colours, vmin=span[0], vmax=span[1], aspect="equal")
+    image = axes.imshow(
+        panel.values, cmap=colours, vmin=span[0], vmax=span[1], aspect="equal"
+    )
     map_axes(axes)
     y, x = panel.ticks(cell)
     x.put_on(axes.xaxis)
@@ -212,11 +229,14 @@ def describe_scale(table: Table) -> str:
 # ----------------------------------------------------------------------- from tables about pairs
 
 
-def panels_of(table: Table, column: str = "value", about: str | None = None) -> list[Panel]:
+def panels_of(
+    table: Table, column: str = "value", about: str | None = None
+) -> list[Panel]:
     """Heatmaps: rows upwards, columns to the right, from input to output; one panel for each kind
     of sublayer where skips are compared with branches; numbers in the cells where models are
     compared by one site each. about: the title; by default tokens and number of images."""
-    a, b = _cells(table.frame, "a"), _cells(table.frame, "b")
+    a = _cells(table.frame, "a")
+    b = _cells(table.frame, "b")
     partners: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row, col in zip(a, b, strict=True):
         partners.setdefault(row, []).append(col)
@@ -302,23 +322,36 @@ def draw_curves(axes: Axes, rows: pl.DataFrame) -> dict[str, Any]:
             others = SiteAxis.of([(store, site) for site in own["site_b"]], blocks)
             text = f"against {others.ticks(len(others)).label}"
         if len(references) > 1:
-            x, text = own["rel_depth_a"], f"{shorten(reference, 28)} {text}"
+            x = own["rel_depth_a"]
+            text = f"{shorten(reference, 28)} {text}"
         if _has(own, "low"):
-            axes.fill_between(x, own["low"], own["high"], color=colour(i), alpha=0.2, linewidth=0)
+            axes.fill_between(
+                x, own["low"], own["high"], color=colour(i), alpha=0.2, linewidth=0
+            )
         elif _has(own, "std"):
-            axes.errorbar(x, own["value"], own["std"], color=colour(i), fmt="none", capsize=2)
-        handles += axes.plot(x, own["value"], color=colour(i), marker=marker(i), label=text)
+            axes.errorbar(
+                x, own["value"], own["std"], color=colour(i), fmt="none", capsize=2
+            )
+        handles += axes.plot(
+            x, own["value"], color=colour(i), marker=marker(i), label=text
+        )
         if _has(own, "tau"):
             axes.plot(x, own["tau"], color=colour(i), linestyle=(0, (1, 1.5)))
             axes.plot(x, own["null_mean"], color=colour(i), linestyle=(0, (4, 1.5)))
     if _has(rows, "low"):
-        handles.append(Patch(color=GREY, alpha=0.3, linewidth=0, label="95 % interval over images"))
+        handles.append(
+            Patch(color=GREY, alpha=0.3, linewidth=0, label="95 % interval over images")
+        )
     elif _has(rows, "std"):
         label = "std over minibatch repeats (the estimator's noise)"
-        handles.append(Line2D([], [], color=GREY, marker="|", linestyle="none", label=label))
+        handles.append(
+            Line2D([], [], color=GREY, marker="|", linestyle="none", label=label)
+        )
     if _has(rows, "tau"):
         for dash, label in ((4, "mean with images permuted"), (1, "its 5 % threshold")):
-            handles.append(Line2D([], [], color=GREY, linestyle=(0, (dash, 1.5)), label=label))
+            handles.append(
+                Line2D([], [], color=GREY, linestyle=(0, (dash, 1.5)), label=label)
+            )
     if len(references) > 1:
         axes.set_xlabel("relative depth")
     else:

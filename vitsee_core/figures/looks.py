@@ -97,7 +97,12 @@ def _mappables(figure: Figure, bars: list[Colorbar]) -> list[ScalarMappable]:
     numbers: list[ScalarMappable] = []
     for one in found:
         values = one.get_array()
-        if values is None or np.ndim(values) > 2 or one.cmap.N < 16 or one.cmap.name == "gray":
+        if (
+            values is None
+            or np.ndim(values) > 2
+            or one.cmap.N < 16
+            or one.cmap.name == "gray"
+        ):
             continue
         if not any(one is other for other in numbers):
             numbers.append(one)
@@ -121,20 +126,30 @@ def _recolour(coloured: list[ScalarMappable], name: str) -> None:
 
 
 def _limit(
-    figure: Figure, coloured: list[ScalarMappable], bars: list[Colorbar], low: float, high: float
+    figure: Figure,
+    coloured: list[ScalarMappable],
+    bars: list[Colorbar],
+    low: float,
+    high: float,
 ) -> None:
     from matplotlib.colors import LogNorm
 
     if not coloured:
         for axes in _curves(figure):
             if axes.get_yscale() == "log" and low <= 0:
-                raise VitseeError(f"the y axis is logarithmic: a range from {low:g} is impossible")
+                raise VitseeError(
+                    f"the y axis is logarithmic: a range from {low:g} is impossible"
+                )
             axes.set_ylim(low, high)
         return
-    values = np.concatenate([np.asarray(one.get_array(), float).ravel() for one in coloured])
+    values = np.concatenate(
+        [np.asarray(one.get_array(), float).ravel() for one in coloured]
+    )
     for one in coloured:
         if isinstance(one.norm, LogNorm) and low <= 0:
-            raise VitseeError(f"the colours are logarithmic: a range from {low:g} is not possible")
+            raise VitseeError(
+                f"the colours are logarithmic: a range from {low:g} is not possible"
+            )
         one.set_clim(low, high)
     for bar in bars:
         _renew(figure, bar, beyond(values, low, high))
@@ -147,7 +162,9 @@ def _renew(figure: Figure, bar: Colorbar, extend: str) -> None:
     label = axes.get_ylabel() if upright else axes.get_xlabel()
     bar.mappable.callbacks.disconnect(cast(Any, bar.mappable).colorbar_cid)
     axes.clear()
-    new = figure.colorbar(bar.mappable, cax=axes, orientation=bar.orientation, extend=extend)
+    new = figure.colorbar(
+        bar.mappable, cax=axes, orientation=bar.orientation, extend=extend
+    )
     if ", colours from" in label:
         label = with_range(label, bar.mappable.get_clim())
     new.set_label(label)
@@ -173,7 +190,9 @@ def _make_logarithmic(figure: Figure, which: str) -> None:
 
     panels = _curves(figure)
     if not panels:
-        raise VitseeError(f"this figure has no {which} axis of numbers to make logarithmic")
+        raise VitseeError(
+            f"this figure has no {which} axis of numbers to make logarithmic"
+        )
     for axes in panels:
         if getattr(axes, f"get_{which}scale")() == "symlog":  # which has a place for 0
             continue
@@ -182,7 +201,9 @@ def _make_logarithmic(figure: Figure, which: str) -> None:
         if not np.isfinite(interval).all():
             continue
         if interval[1] <= 0 or not np.isfinite(smallest):
-            raise VitseeError(f"no value is positive: the {which} axis cannot be logarithmic")
+            raise VitseeError(
+                f"no value is positive: the {which} axis cannot be logarithmic"
+            )
         low = interval[0] if interval[0] > 0 else smallest
         ratio = (interval[1] / low) ** 0.06 if interval[1] > low else 1.5
         limits = low / ratio, interval[1] * ratio

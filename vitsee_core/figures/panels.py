@@ -117,7 +117,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PanelGrid:
     """Panels side by side, as many as the width has room for, evenly on lines.
 
     Attributes:
@@ -159,7 +159,9 @@ class Grid:
 
     def axes(self, box: Any, **options: Any) -> list[Axes]:
         """The panels in a figure or a part of one, line by line."""
-        every = list(box.subplots(self.down, self.across, squeeze=False, **options).ravel())
+        every = list(
+            box.subplots(self.down, self.across, squeeze=False, **options).ravel()
+        )
         for axes in every[self.n :]:
             axes.set_visible(False)
         return every[: self.n]
@@ -185,8 +187,8 @@ def stack(*grids: Sized) -> tuple[Figure, list[Any]]:
 
 
 def panels(n: int, **shape: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of n panels; shape: see `Grid`."""
-    grid = Grid(max(n, 1), **shape)
+    """A figure of n panels; shape: see `PanelGrid`."""
+    grid = PanelGrid(max(n, 1), **shape)
     figure, (box,) = stack(grid)
     return figure, grid.axes(box)
 
@@ -205,7 +207,8 @@ def legend_below(figure: Any, found: Mapping[str, Any], **look: Any) -> None:
     root = figure.get_figure(root=True)
     wide = root.bbox.width - 2 * em() * root.dpi
     place: dict[str, Any] = {"loc": "outside lower center", "columnspacing": 1.4, **look}
-    columns, letters = len(found), max(12, int(wide / (0.6 * em() * root.dpi)) - 6)
+    columns = len(found)
+    letters = max(12, int(wide / (0.6 * em() * root.dpi)) - 6)
     labels = ["\n".join(textwrap.wrap(label, letters)) or label for label in found]
     while True:
         legend = root.legend(list(found.values()), labels, ncols=columns, **place)
@@ -265,27 +268,31 @@ def name_part(part: Any, text: str) -> None:
     part.suptitle(text, x=0.01, ha="left", fontsize=medium().font)
 
 
-def bars_at_ends(grid: Grid, every: Sequence[Axes], image: Any, label: str, **more: Any) -> None:
+def bars_at_ends(
+    grid: PanelGrid, every: Sequence[Axes], image: Any, label: str, **more: Any
+) -> None:
     """A colour bar at the end of each full line of a grid whose panels have one scale."""
     for i, axes in enumerate(every):
         if i % grid.across == grid.across - 1:
             colour_bar(axes, image, label, **more)
 
 
-def small_maps(n: int, lines: int = 1, largest: float = 11.0) -> Grid:
+def small_maps(n: int, lines: int = 1, largest: float = 11.0) -> PanelGrid:
     """A grid of n small maps with some lines of text above, and a colour bar at the ends: as large
     as the room allows, from 6 ems up."""
     bar = 7.0
     across = min(max(n, 1), 14, max(1, int((room() - bar) / 6.2)))
     side = min((room() - bar) / across, largest)
     width = side + bar / across
-    return Grid(max(n, 1), width=width, height=side + lines, widest=width, most=14)
+    return PanelGrid(max(n, 1), width=width, height=side + lines, widest=width, most=14)
 
 
-def map_title(axes: Axes, grid: Grid, text: str) -> None:
+def map_title(axes: Axes, grid: PanelGrid, text: str) -> None:
     """Write above a small map, shortened to its width."""
     axes.set_title(
-        shorten(text, max(8, int((grid.width - 1) / 0.54))), fontsize=small(), loc="center"
+        shorten(text, max(8, int((grid.width - 1) / 0.54))),
+        fontsize=small(),
+        loc="center",
     )
 
 
@@ -303,10 +310,14 @@ def count(rows: pl.DataFrame, name: str = "n_images") -> str:
         return ""
     if "value" in rows.columns:
         rows = rows.filter(pl.col("value").is_not_null())
-    low, high = cast("tuple[int | None, int | None]", (rows[name].min(), rows[name].max()))
+    low, high = cast(
+        "tuple[int | None, int | None]", (rows[name].min(), rows[name].max())
+    )
     if low is None:
         return ""
-    return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+    if low == high:
+        return f"{high:.0f}"
+    return f"{low:.0f} to {high:.0f}"
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:
@@ -317,11 +328,20 @@ def evenly(items: Sequence[Item], most: int) -> list[Item]:
 
 def beyond(values: Any, low: float, high: float) -> str:
     """The ends of a colour bar that some of the values lie beyond, in matplotlib's words."""
-    below, above = bool((values < low).any()), bool((values > high).any())
-    return "both" if below and above else "min" if below else "max" if above else "neither"
+    below = bool((values < low).any())
+    above = bool((values > high).any())
+    if below and above:
+        return "both"
+    if below:
+        return "min"
+    if above:
+        return "max"
+    return "neither"
 
 
-def note_count(axes: Axes, rows: pl.DataFrame, name: str = "n_images", word: str = "") -> None:
+def note_count(
+    axes: Axes, rows: pl.DataFrame, name: str = "n_images", word: str = ""
+) -> None:
     """Write `n = 2000` at the upper right of a panel."""
     if n := count(rows, name):
         text = f"n = {n}{word and ' '}{word.removesuffix('s') if n == '1' else word}"

@@ -30,7 +30,12 @@ MOST_LAYERS = 6  # of a store, below one another
 TILE = 6.5  # ems of a map's width, and of a photograph's beside one store's maps
 TALLEST = 1.5  # of a map's height over its width, before it gets narrower
 PHOTO = 8.5  # ems
-MARGIN, GAP, LINE_GAP, TITLE, LABEL = 0.8, 0.5, 0.8, 1.3, 1.7  # ems
+# ems
+MARGIN = 0.8
+GAP = 0.5
+LINE_GAP = 0.8
+TITLE = 1.3
+LABEL = 1.7
 LETTERS = 1.85  # of the caption, per em
 FOOT = 1.8  # ems, with room for the note on few images
 BAR = 7.0  # ems of the colour bar with its label
@@ -81,7 +86,9 @@ class Sheet:
         heights = [self._height(line, first=not k) for k, line in enumerate(self.lines)]
 
         def draw_line(box: Box, k: int, top: float) -> AxesImage | None:
-            return self._draw_line(box, self.lines[k], top, start, first=not k, named=several)
+            return self._draw_line(
+                box, self.lines[k], top, start, first=not k, named=several
+            )
 
         bar = Bar(self.bar, self._head(True), math.inf) if self.bar else None
         return draw_sheet(width, heights, self.caption, draw_line, bar)
@@ -92,7 +99,9 @@ class Sheet:
 
     def _head(self, first: bool) -> float:
         """Ems of the text above a photograph and its first maps."""
-        return TITLE * max(self._titles(), 1) if first else TITLE * self.photos
+        if first:
+            return TITLE * max(self._titles(), 1)
+        return TITLE * self.photos
 
     def _height(self, line: SheetLine, first: bool) -> float:
         """Ems of a line of images, with the text above it and the room below."""
@@ -122,17 +131,27 @@ class Sheet:
         return float(self.about.get(image, {}).get("aspect", 1.0))
 
     def _draw_line(
-        self, box: Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
+        self,
+        box: Box,
+        line: SheetLine,
+        top: float,
+        start: float,
+        *,
+        first: bool,
+        named: bool,
     ) -> AxesImage | None:
         about = self.about.get(line.image, {})
         seen = about.get("frame", WHOLE)
         wide, tall = self._tile(line.image)
-        at, last = top + self._head(first), None
+        at = top + self._head(first)
+        last = None
         if self.photos:
             photo = self._photo(line.image)
             left = MARGIN + (self._photo_width() - photo[0]) / 2
             place = box.place(left, at, *photo, seen)
-            place.title(shorten(line.title, int(self._photo_width() / 0.56)))  # as wide as it is
+            place.title(
+                shorten(line.title, int(self._photo_width() / 0.56))
+            )  # as wide as it is
             place.picture(about.get("picture"), about.get("edges", WHOLE), "no picture")
             if line.mark is not None:
                 place.cross(*line.mark)
@@ -184,14 +203,17 @@ def draw_sheet(
     figure = new_figure(em(size[0]), em(size[1]))
     figure.set_layout_engine("none")
     box = Box.of(figure, size)
-    image, top = None, MARGIN
+    image = None
+    top = MARGIN
     for k, tall in enumerate(heights):
         image = draw_line(box, k, top) or image
         top += tall
     if bar is not None and image is not None:
         tall = min(max(sum(heights) - bar.head - bar.gap, 6.0), bar.longest)
         x, y = box.at(width, MARGIN + bar.head + tall)
-        drawn = figure.colorbar(image, cax=figure.add_axes((x, y, 0.8 / size[0], tall / size[1])))
+        drawn = figure.colorbar(
+            image, cax=figure.add_axes((x, y, 0.8 / size[0], tall / size[1]))
+        )
         drawn.set_label(bar.label)
         drawn.outline.set_linewidth(0.5)  # type: ignore[operator]
     for k, text in enumerate(texts):
@@ -220,7 +242,9 @@ class Box:
         return left / width, 1 - top / height
 
     def text(self, left: float, top: float, text: str, **look: Any) -> None:
-        self.figure.text(*self.at(left, top), text, **{"fontsize": small(), "va": "center", **look})
+        self.figure.text(
+            *self.at(left, top), text, **{"fontsize": small(), "va": "center", **look}
+        )
 
     def place(
         self, left: float, top: float, wide: float, tall: float, seen: Sequence[float]
@@ -228,7 +252,12 @@ class Box:
         """A framed place, in ems, for the part of an image within its edges `seen`."""
         from matplotlib.patches import Rectangle
 
-        look: dict[str, Any] = {"fill": False, "edgecolor": GREY, "linewidth": 0.4, "zorder": 2.5}
+        look: dict[str, Any] = {
+            "fill": False,
+            "edgecolor": GREY,
+            "linewidth": 0.4,
+            "zorder": 2.5,
+        }
         frame = Rectangle((left, top), wide, tall, **look)
         self.panel.add_patch(frame)
         return Place(self, frame, seen)
@@ -272,8 +301,10 @@ class Place:
         if tile.cell is not None:
             top, left, bottom, right = tile.edges
             rows, cols = tile.values.shape[:2]
-            tall, wide = (bottom - top) / rows, (right - left) / cols
-            y, x = top + tile.cell[0] * tall, left + tile.cell[1] * wide
+            tall = (bottom - top) / rows
+            wide = (right - left) / cols
+            y = top + tile.cell[0] * tall
+            x = left + tile.cell[1] * wide
             (x0, y0), (x1, y1) = self.at(y, x), self.at(y + tall, x + wide)
             edge: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
             cell = Rectangle((x0, y0), x1 - x0, y1 - y0, **edge)
@@ -283,21 +314,31 @@ class Place:
     def cross(self, y: float, x: float) -> None:
         """A red cross with a white edge."""
         for colour, size in (("white", 2.6), (MARK, 1.3)):
-            look: dict[str, Any] = {"color": colour, "markersize": 9, "markeredgewidth": size}
+            look: dict[str, Any] = {
+                "color": colour,
+                "markersize": 9,
+                "markeredgewidth": size,
+            }
             (line,) = self.box.panel.plot(*([one] for one in self.at(y, x)), "+", **look)
             line.set_clip_path(self.frame)
 
-    def _image(self, pixels: NDArray[Any], edges: Sequence[float], **look: Any) -> AxesImage:
+    def _image(
+        self, pixels: NDArray[Any], edges: Sequence[float], **look: Any
+    ) -> AxesImage:
         (left, top), (right, bottom) = self.at(*edges[:2]), self.at(*edges[2:])
         flat: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
-        image = self.box.panel.imshow(pixels, extent=(left, right, bottom, top), **flat, **look)
+        image = self.box.panel.imshow(
+            pixels, extent=(left, right, bottom, top), **flat, **look
+        )
         image.set_clip_path(self.frame)
         return image
 
 
 def within(width: float, height: float, aspect: float) -> tuple[float, float]:
     """Width and height of the largest picture of this height over width within a box."""
-    return (width, width * aspect) if width * aspect <= height else (height / aspect, height)
+    if width * aspect <= height:
+        return (width, width * aspect)
+    return (height / aspect, height)
 
 
 def shown_sites(rows: pl.DataFrame, *, bar: bool = True) -> dict[str, list[str]]:
@@ -319,10 +360,14 @@ def shown_layers(rows: pl.DataFrame, most: int = MOST_LAYERS) -> dict[str, list[
 
 def of_sites(rows: pl.DataFrame, sites: Mapping[str, Sequence[str]]) -> pl.DataFrame:
     """The rows about sites that are drawn: fewer to look through."""
-    return rows.filter(pl.col("site").is_in({site for own in sites.values() for site in own}))
+    return rows.filter(
+        pl.col("site").is_in({site for own in sites.values() for site in own})
+    )
 
 
-def grid_of(rows: pl.DataFrame, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
+def grid_of(
+    rows: pl.DataFrame, sheet: Mapping[str, Any], site: str, image: str
+) -> tuple[Any, Any]:
     """(rows, cols), of clips (frames, rows, cols), and edges of a site's grid on an image, from the
     notes; else as far as there are cells, over the whole image."""
     own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
@@ -348,7 +393,9 @@ def places_in(rows: pl.DataFrame) -> list[str]:
 def place_values(rows: pl.DataFrame, shape: Sequence[int]) -> Float:
     """(rows, cols), of clips (frames, rows, cols): values of the cells, NaN where there is none."""
     found = np.full(tuple(shape), np.nan)
-    found[tuple(rows[name].to_numpy() for name in places_in(rows))] = rows["value"].to_numpy()
+    found[tuple(rows[name].to_numpy() for name in places_in(rows))] = rows[
+        "value"
+    ].to_numpy()
     return found
 
 

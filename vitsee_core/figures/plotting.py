@@ -56,10 +56,19 @@ GREY = "#6B6B6B"
 
 
 # Colours of the paper, of letters and black lines, and of the grid.
-THEMES = {"light": ("white", "black", "#E4E4E4"), "dark": ("#16181d", "#e8e6e3", "#3a3d45")}
+THEMES = {
+    "light": ("white", "black", "#E4E4E4"),
+    "dark": ("#16181d", "#e8e6e3", "#3a3d45"),
+}
 # Those that dark paper swallows.
-_ON_DARK = {"#000000": "#e8e6e3", "#0072B2": "#4aa8e8", "#009E73": "#2fc296", "#332288": "#8f7fe8",
-            "#882255": "#d06a9b", "#AA4499": "#cf7fc4"}  # fmt: skip
+_ON_DARK = {
+    "#000000": "#e8e6e3",
+    "#0072B2": "#4aa8e8",
+    "#009E73": "#2fc296",
+    "#332288": "#8f7fe8",
+    "#882255": "#d06a9b",
+    "#AA4499": "#cf7fc4",
+}
 _LOOK: ContextVar[tuple[str, Callable[[Any], None] | None]] = ContextVar(
     "look", default=("light", None)
 )
@@ -87,7 +96,8 @@ def ink() -> str:
 
 def _style() -> dict[str, Any]:
     """Settings of matplotlib for the medium: what is drawn is as large as its letters want it."""
-    size, em = medium().font, medium().em
+    size = medium().font
+    em = medium().em
     thin = size / 8  # points
     paper, ink, lines = THEMES[theme()]
     return {
@@ -105,7 +115,11 @@ def _style() -> dict[str, Any]:
         "axes.labelpad": 0.35 * size,
         "xtick.labelsize": small(),
         "ytick.labelsize": small(),
-        **{f"{axis}tick.major.{what}": n * thin for axis in "xy" for what, n in _TICKS.items()},
+        **{
+            f"{axis}tick.major.{what}": n * thin
+            for axis in "xy"
+            for what, n in _TICKS.items()
+        },
         "legend.fontsize": small(),
         "legend.frameon": False,
         "legend.handlelength": 1.8,
@@ -124,7 +138,13 @@ def _style() -> dict[str, Any]:
     }
 
 
-_LETTERS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_LETTERS = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "xtick.color",
+    "ytick.color",
+)
 _TICKS = {"size": 2.5, "width": 0.5, "pad": 2.5}
 
 
@@ -143,7 +163,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
         # The backend is left alone: rc_context would not bring the caller's back.
         plain: dict[Any, Any] = {
-            k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")
+            k: v
+            for k, v in matplotlib.rcParamsDefault.items()
+            if not k.startswith("backend")
         }
         literal: Any = draw
         given = [*map(_literal, args)]
@@ -151,7 +173,8 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
         if _DRAWING.get():  # by a function that is styled too
             return literal(*given, **named)  # type: ignore[no-any-return]
         found = [observations(table.frame) for table in args if isinstance(table, Table)]
-        token, less = _DRAWING.set(True), medium()
+        token = _DRAWING.set(True)
+        less = medium()
         try:
             while True:
                 with drawn_for(less), matplotlib.rc_context(plain | _style()):
@@ -161,7 +184,10 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
                     if found and (fewest := min(found))[0] < FEW:
                         note_below(drawn, too_few(*fewest))
                     for table in args:
-                        if isinstance(table, Table) and table.notes.get("examples") == CLIPS:
+                        if (
+                            isinstance(table, Table)
+                            and table.notes.get("examples") == CLIPS
+                        ):
                             _say_clips(drawn, table)
                     if (finish := _LOOK.get()[1]) is not None:
                         finish(drawn)
@@ -191,7 +217,9 @@ def _literal(value: Any) -> Any:
     if isinstance(value, Table):
         return value.map_text(figure_text)
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_literal, value)) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(_literal, value))
+        return value
     table = getattr(value, "table", None)
     if isinstance(table, Table) and is_dataclass(value) and not isinstance(value, type):
         return replace(value, table=_literal(table))
@@ -200,7 +228,9 @@ def _literal(value: Any) -> Any:
 
 def colour(i: int) -> str:
     chosen = COLOURS[i % len(COLOURS)]
-    return _ON_DARK.get(chosen, chosen) if theme() == "dark" else chosen
+    if theme() == "dark":
+        return _ON_DARK.get(chosen, chosen)
+    return chosen
 
 
 def marker(i: int) -> str:
@@ -229,16 +259,23 @@ def store_order(rows: pl.DataFrame) -> list[str]:
     return list(dict.fromkeys([*_STORES.get(), *own]))
 
 
-def integer_ticks(axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: int = 9) -> None:
+def integer_ticks(
+    axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: int = 9
+) -> None:
     """Whole numbers on the x axis, at most `limit` of them, evenly spaced."""
-    low, high = int(min(values)), int(max(values))
+    low = int(min(values))
+    high = int(max(values))
     step = next(
-        s for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000) if (high - low) / s < limit
+        s
+        for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000)
+        if (high - low) / s < limit
     )
     axes.set_xticks(range(low, high + 1, step))
 
 
-FINE, DECADES = (1.0, 2.0, 5.0), (1.0,)  # of `plain_log_ticks`
+# of `plain_log_ticks`
+FINE = (1.0, 2.0, 5.0)
+DECADES = (1.0,)
 
 
 def plain_log_ticks(axis: Axis, subs: Sequence[float] = FINE) -> None:
@@ -252,13 +289,20 @@ def plain_log_ticks(axis: Axis, subs: Sequence[float] = FINE) -> None:
 
 
 def _plain_number(value: float) -> str:
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"$10^{{{np.log10(value):.3g}}}$"
+    if 1e-3 <= value < 1e5:
+        return f"{value:g}"
+    return f"$10^{{{np.log10(value):.3g}}}$"
 
 
 def reference_line(axes: Axes, value: float, text: str) -> None:
     """A dashed grey line across the panel, in the legend as `text` (not at all if it is "")."""
     axes.axhline(
-        value, color=GREY, linestyle=(0, (5, 3)), linewidth=1, label=text or "_nolegend_", zorder=1
+        value,
+        color=GREY,
+        linestyle=(0, (5, 3)),
+        linewidth=1,
+        label=text or "_nolegend_",
+        zorder=1,
     )
 
 
@@ -279,15 +323,20 @@ def figure_bytes(
         "pdf.fonttype": 42,
         "image.composite_image": False,  # each in its own resolution
     }
-    undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    undated: dict[str, dict[str, Any]] = {
+        "svg": {"Date": None},
+        "pdf": {"CreationDate": None},
+    }
     if kind == "png" and dpi != DPI:  # letters are not as wide in other numbers of dots
         with _warnings_in_a_line(figure):
             fit(figure, dpi)
-    buffer, laid_out = io.BytesIO(), not figure.stale
+    buffer = io.BytesIO()
+    laid_out = not figure.stale
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure, said=laid_out):
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
             # savefig would draw it once more, only to lay it out, which `fit` has done.
-            dpi_before, engine = figure.dpi, figure.get_layout_engine()
+            dpi_before = figure.dpi
+            engine = figure.get_layout_engine()
             if laid_out:
                 figure.set_layout_engine("none")
             figure.dpi = dpi
@@ -321,10 +370,14 @@ def _warnings_in_a_line(figure: Figure, *, said: bool = False) -> Iterator[None]
     if crowded and not said:
         width, height = figure.get_size_inches()
         log.warning(
-            "%g x %g inches leave the panels no room: the figure is unreadable", width, height
+            "%g x %g inches leave the panels no room: the figure is unreadable",
+            width,
+            height,
         )
     if letters and not said:
-        log.warning("the figure's font has no letters %s: boxes stand for them", "".join(letters))
+        log.warning(
+            "the figure's font has no letters %s: boxes stand for them", "".join(letters)
+        )
 
 
 def save_figure(figure: Figure, path: str | Path, *, force: bool = False) -> None:

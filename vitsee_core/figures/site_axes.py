@@ -41,7 +41,9 @@ def layer_ticks(axes: Axes, names: Mapping[int, str], limit: int = 9) -> None:
         integer_ticks(axes, [*names], limit)
         return
     # Of two attentions of a block the odd steps show both in turn.
-    step = next(step for step in (1, 3, 5, 7, 9, 15, 25, len(names)) if len(names) / step <= 14)
+    step = next(
+        step for step in (1, 3, 5, 7, 9, 15, 25, len(names)) if len(names) / step <= 14
+    )
     shown = list(names)[::step]
     axes.set_xticks(shown, [names[place] for place in shown], rotation=90)
 
@@ -98,7 +100,8 @@ class SiteAxis:
 
     def runs(self) -> list[tuple[str, int, int]]:
         """(block, first cell, cells) of consecutive cells; a site outside any block is alone."""
-        found, at = [], 0
+        found = []
+        at = 0
         for block, members in groupby(self.blocks):
             n = len(list(members))
             found += [(block, at, n)] if block else [("", at + k, 1) for k in range(n)]
@@ -114,7 +117,9 @@ class SiteAxis:
         """The labels of the axis, about `most` at most: every site's, or every block's, or some of
         those."""
         if len(set(zip(self.stores, self.sites, strict=True))) == 1:
-            return self._labelled([(0, site_words(self.sites[0], self.blocks[0]))], "site")
+            return self._labelled(
+                [(0, site_words(self.sites[0], self.blocks[0]))], "site"
+            )
         if len(set(self.stores)) > 1:
             return self._store_ticks(most)
         if not any(self.blocks):
@@ -128,13 +133,17 @@ class SiteAxis:
             what = f"{what}, {part}"
         if len(self) <= most:
             texts = [
-                site_words(site) if not block
-                else numbers[block] if alike
+                site_words(site)
+                if not block
+                else numbers[block]
+                if alike
                 else f"{numbers[block]} {PARTS.get(_part(site, block), _part(site, block))}".strip()
                 for site, block in zip(self.sites, self.blocks, strict=True)
-            ]  # fmt: skip
+            ]
             return self._labelled(enumerate(texts), what)
-        runs = [(at + (n - 1) / 2, numbers[block]) for block, at, n in self.runs() if block]
+        runs = [
+            (at + (n - 1) / 2, numbers[block]) for block, at, n in self.runs() if block
+        ]
         shown = runs[:: _step(len(runs), most)]
         # Sites outside the blocks, where there is room for their labels.
         gap = 0.9 * len(self) / most
@@ -162,7 +171,8 @@ class SiteAxis:
         alike = len(set(self.sites)) == 1
         pairs = zip(self.stores, self.sites, strict=True)
         texts = [
-            shorten(st, 24) if alike else f"{shorten(st, 24)}: {site_words(si)}" for st, si in pairs
+            shorten(st, 24) if alike else f"{shorten(st, 24)}: {site_words(si)}"
+            for st, si in pairs
         ]
         every = range(0, len(self), _step(len(self), most))
         label = site_words(self.sites[0], self.blocks[0]) if alike else ""

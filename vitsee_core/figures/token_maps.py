@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 Column = tuple[str, Mapping[Any, float]]
 
 NO_VALUE = "#C9C9C9"
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+SEQUENTIAL = "viridis"
+DIVERGING = "RdBu_r"
 # Heights, the patches' being 1: of each prefix token, and of the line below them.
-PREFIX_SHARE, GAP = 0.08, 0.012
+PREFIX_SHARE = 0.08
+GAP = 0.012
 MOST_TICKS = 7
 MEANS = ("patches", "registers", "flat")  # are means over several tokens
 
@@ -50,10 +52,13 @@ class MapPanel:
         map."""
         names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
         prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
-        values = np.array([[of.get(name, np.nan) for _, of in columns] for name in prefix])
+        values = np.array(
+            [[of.get(name, np.nan) for _, of in columns] for name in prefix]
+        )
         cells = [sorted(t for t in of if isinstance(t, tuple)) for _, of in columns]
         bodies = tuple(
-            np.array([of[t] for t in own]) for (_, of), own in zip(columns, cells, strict=True)
+            np.array([of[t] for t in own])
+            for (_, of), own in zip(columns, cells, strict=True)
         )
         alike = all(own == cells[0] for own in cells)
         return cls(
@@ -82,7 +87,8 @@ def colour_scale(metric: str, values: Float) -> Normalize:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return Normalize(0, 1)
-    low, high = float(finite.min()), float(finite.max())
+    low = float(finite.min())
+    high = float(finite.max())
     if metric == "cos_branch":
         reach = max(abs(low), abs(high)) or 1.0
         return Normalize(-reach, reach)
@@ -113,9 +119,13 @@ def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
         scale: from `colour_scale`.
     """
     n = len(panel.sites)
-    tops = [-GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))]
+    tops = [
+        -GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))
+    ]
     for top, values in zip(tops, panel.prefix_values, strict=True):
-        image = _image(axes, values[np.newaxis], scale, (-0.5, n - 0.5), (top, top + PREFIX_SHARE))
+        image = _image(
+            axes, values[np.newaxis], scale, (-0.5, n - 0.5), (top, top + PREFIX_SHARE)
+        )
     for k, values in enumerate(panel.bodies):
         if len(values):
             image = _image(axes, values[:, np.newaxis], scale, (k - 0.5, k + 0.5), (0, 1))
@@ -132,7 +142,11 @@ def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
 
 
 def _image(
-    axes: Axes, values: Float, scale: Normalize, x: tuple[float, float], y: tuple[float, float]
+    axes: Axes,
+    values: Float,
+    scale: Normalize,
+    x: tuple[float, float],
+    y: tuple[float, float],
 ) -> AxesImage:
     """Cells that fill the box x, y; the first row on top."""
     import matplotlib
@@ -154,7 +168,9 @@ def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float]) -> None:
     places = [top + PREFIX_SHARE / 2 for top in tops]
     texts = ["CLS" if name == "cls" else token_words(name) for name in panel.prefix]
     if panel.cells:
-        starts = [k for k, place in enumerate(panel.cells) if place[1:] == panel.cells[0][1:]]
+        starts = [
+            k for k, place in enumerate(panel.cells) if place[1:] == panel.cells[0][1:]
+        ]
         shown = starts[:: -(-len(starts) // 6)]
         places += [(k + 0.5) / len(panel.cells) for k in shown]
         texts += [str(panel.cells[k][0]) for k in shown]

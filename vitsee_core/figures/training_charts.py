@@ -14,7 +14,7 @@ import numpy as np
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, data_limits
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     colour_bar,
     handles_of,
     legend_below,
@@ -49,20 +49,35 @@ GROWS = 5.0  # later gaps between steps over earlier ones, from which on the axi
 # Of matplotlib's viridis, on light paper and on dark: its ends would vanish.
 SHADES = {"light": (0.0, 0.9), "dark": (0.2, 1.0)}
 WORDS = {"step": "training step", "epoch": "epoch"}
-BELOW, BESIDE = 16.0, 24.0  # ems of a row of panels, and across one that has another beside it
+# ems of a row of panels, and across one that has another beside it
+BELOW = 16.0
+BESIDE = 24.0
 
 
 # Columns of parts of an image or a model, and their plural; a layer's value is that of the whole,
 # or the mean over its parts.
 WITHIN = {
-    "head": "heads", "row": "cells", "col": "cells", "frequency": "frequencies",
-    "class": "classes", "image": "images", "query": "queries", "video": "videos",
-    "object": "objects", "segment": "segments", "component": "components", "channel": "channels",
-    "concept": "concepts", "filter": "filters", "group": "groups",
-}  # fmt: skip
+    "head": "heads",
+    "row": "cells",
+    "col": "cells",
+    "frequency": "frequencies",
+    "class": "classes",
+    "image": "images",
+    "query": "queries",
+    "video": "videos",
+    "object": "objects",
+    "segment": "segments",
+    "component": "components",
+    "channel": "channels",
+    "concept": "concepts",
+    "filter": "filters",
+    "group": "groups",
+}
 # Columns that tell values of one layer apart: each of their values is a panel of its own.
 SETTINGS = ("token", "type", "at", "part", "shots", "k", "l2", "l2_relative", "best")
-INTERVAL, RUNS = "interval", "runs"  # what a band is, beside the least and largest of parts
+# what a band is, beside the least and largest of parts
+INTERVAL = "interval"
+RUNS = "runs"
 
 
 @styled
@@ -84,12 +99,13 @@ def draw_over_training(table: Table, by: Sequence[str] = ()) -> Figure:
     unit = table.step_unit
     rows = layers_over_steps(table, pooled="site" in by)
     parts = rows.partition_by("panel", "run", maintain_order=True)
-    shown, n_more = parts[:MOST_PANELS], max(0, len(parts) - MOST_PANELS)
+    shown = parts[:MOST_PANELS]
+    n_more = max(0, len(parts) - MOST_PANELS)
     maps = any(own["site"].n_unique() > 1 for own in shown)
     across = 2 if maps and room() >= 2 * BESIDE else 1
     width = min(room() / across, 36.0)
     n = len(shown) * (2 if maps else 1)
-    grid = Grid(n, width=width, widest=width, height=BELOW, most=across)
+    grid = PanelGrid(n, width=width, widest=width, height=BELOW, most=across)
     figure, (box,) = stack(grid)
     every = grid.axes(box)
     shades = _shades(rows)
@@ -106,7 +122,9 @@ def draw_over_training(table: Table, by: Sequence[str] = ()) -> Figure:
         _add_depth_bars(every[:: 2 if maps else 1], shades)
     legend_below(figure, handles_of(every))
     if n_more:
-        note_below(figure, f"{n_more} more in the table: choose with --metric and --sites")
+        note_below(
+            figure, f"{n_more} more in the table: choose with --metric and --sites"
+        )
     return figure
 
 
@@ -116,7 +134,8 @@ def is_log(steps: Sequence[int] | Float) -> bool:
     gaps = np.diff(np.sort([step for step in steps if step > 0]))
     if len(gaps) < 2:
         return False
-    early, late = gaps[: len(gaps) // 2], gaps[-(len(gaps) // 2) :]
+    early = gaps[: len(gaps) // 2]
+    late = gaps[-(len(gaps) // 2) :]
     return float(np.median(late)) >= GROWS * float(np.median(early))
 
 
@@ -135,21 +154,33 @@ def _shades(rows: pl.DataFrame) -> dict[str, Any]:
     return {site: matplotlib.colormaps["viridis"](of[depths[site]]) for site in inner}
 
 
-def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: str) -> None:
+def _draw_curves(
+    axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: str
+) -> None:
     sites = rows.partition_by("site", maintain_order=True, as_dict=True)
     named = len({*shades.values()}) <= MOST_NAMED
     bands = len(sites) <= MOST_BANDS
     for i, ((site,), own) in enumerate(sites.items()):
         own = own.sort("step")
-        x, y = own["step"].to_numpy(), own["value"].to_numpy()
+        x = own["step"].to_numpy()
+        y = own["value"].to_numpy()
         outside = site not in shades
-        look: dict[str, Any] = {"color": ink() if outside else shades[site], "markersize": 2}
-        look |= {"linestyle": (0, (4, 1.5)) if outside else "-", "marker": "o" if named else None}
-        low, high = own["low"].to_numpy(), own["high"].to_numpy()
+        look: dict[str, Any] = {
+            "color": ink() if outside else shades[site],
+            "markersize": 2,
+        }
+        look |= {
+            "linestyle": (0, (4, 1.5)) if outside else "-",
+            "marker": "o" if named else None,
+        }
+        low = own["low"].to_numpy()
+        high = own["high"].to_numpy()
         if bands and np.isfinite(low).any():
             axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
         text = layer_words(site, own["block"][0])
-        axes.plot(x, y, label=text if named or outside else "_nolegend_", zorder=3 + i, **look)
+        axes.plot(
+            x, y, label=text if named or outside else "_nolegend_", zorder=3 + i, **look
+        )
     if rows["low"].is_finite().any():
         text = _band_words(rows)
         if bands:
@@ -165,7 +196,8 @@ def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: s
 def _put_limits(axes: Axes) -> None:
     """Limits of y: from 0, unless all values lie within a factor of two, whose changes would be
     flat lines."""
-    low, high = axes.dataLim.y0, axes.dataLim.y1
+    low = axes.dataLim.y0
+    high = axes.dataLim.y1
     if not np.isfinite([low, high]).all():
         return
     narrow = high > low > high / 2
@@ -183,7 +215,9 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 def _band_words(rows: pl.DataFrame) -> str:
     kinds = rows["band"].unique(maintain_order=True).to_list()
     words = {INTERVAL: "95 % interval", RUNS: "95 % interval over the runs"}
-    return " or ".join(words.get(kind, f"least to largest of the {kind}") for kind in kinds)
+    return " or ".join(
+        words.get(kind, f"least to largest of the {kind}") for kind in kinds
+    )
 
 
 def step_axis(axes: Axes, steps: Float, unit: str) -> None:
@@ -193,12 +227,15 @@ def step_axis(axes: Axes, steps: Float, unit: str) -> None:
     words = WORDS.get(unit, unit)
     formatter = ticker.EngFormatter(sep="")
     if is_log(steps):
-        first, last = float(steps[steps > 0].min()), float(steps.max())
+        first = float(steps[steps > 0].min())
+        last = float(steps.max())
         if steps.min() > 0:
             axes.set_xscale("log")
         else:
             axes.set_xscale("symlog", linthresh=first, linscale=0.5)
-        tens = [10.0**k for k in range(-1, 13) if first * 0.999 <= 10.0**k <= last * 1.001]
+        tens = [
+            10.0**k for k in range(-1, 13) if first * 0.999 <= 10.0**k <= last * 1.001
+        ]
         ticks = tens if len(tens) > 1 else [first, last]
         axes.set_xticks([*([0.0] if steps.min() == 0 else []), *ticks])
         axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -216,13 +253,20 @@ def _draw_map(axes: Axes, rows: pl.DataFrame, unit: str) -> None:
 
     sites = rows["site"].unique(maintain_order=True).to_list()
     steps = rows["step"].unique().sort().to_list()
-    places = ({site: i for i, site in enumerate(sites)}, {step: i for i, step in enumerate(steps)})
+    places = (
+        {site: i for i, site in enumerate(sites)},
+        {step: i for i, step in enumerate(steps)},
+    )
     values = np.full((len(sites), len(steps)), np.nan)
     for site, step, value in rows.select("site", "step", "value").rows():
         values[places[0][site], places[1][step]] = np.nan if value is None else value
     finite = values[np.isfinite(values)]
     similar = rows["metric"][0].startswith("cka")
-    span = data_limits([values]) if similar else _widened(*map(float, (finite.min(), finite.max())))
+    span = (
+        data_limits([values])
+        if similar
+        else _widened(*map(float, (finite.min(), finite.max())))
+    )
     colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
     image = axes.imshow(values, cmap=colours, vmin=span[0], vmax=span[1], aspect="auto")
     map_axes(axes)
@@ -274,7 +318,8 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     Raises:
         VitseeError: several values of one layer at one step.
     """
-    unit, rows = table.step_unit, table.frame
+    unit = table.step_unit
+    rows = table.frame
     if BASELINE in rows.columns:
         rows = rows.filter(pl.col(BASELINE).is_null())
     if "site_a" in rows.columns:
@@ -286,15 +331,24 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
         else:
             rows = rows.with_columns(_compared(rows, unit))
     rows = rows.with_columns(
-        *(pl.lit(None, pl.Float64).alias(n) for n in ("low", "high") if n not in rows.columns),
-        *(pl.lit(None, pl.Int64).alias(n) for n in ("n_images",) if n not in rows.columns),
+        *(
+            pl.lit(None, pl.Float64).alias(n)
+            for n in ("low", "high")
+            if n not in rows.columns
+        ),
+        *(
+            pl.lit(None, pl.Int64).alias(n)
+            for n in ("n_images",)
+            if n not in rows.columns
+        ),
     )
     varying = [n for n in SETTINGS if n in rows.columns and rows[n].n_unique() > 1]
     keys = ["metric", *(["compared"] if "compared" in rows.columns else []), *varying]
     rows, inside = _of_wholes(rows, keys)
     layer = [*keys, "model", "site", "block", "rel_depth", unit]
     if inside:
-        parts, value = pl.len() > 1, pl.col("value")
+        parts = pl.len() > 1
+        value = pl.col("value")
         rows = rows.group_by(layer, maintain_order=True).agg(
             value.mean(),
             low=pl.when(parts).then(value.min()).otherwise(pl.col("low").first()),
@@ -321,7 +375,9 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     if pooled:
         rows = _pooled(rows, ["panel", "metric", "site", "block", "rel_depth", unit])
     texts = ("panel", "metric", "run", "site", "block", "band")
-    found = rows.with_columns(run=pl.lit("") if pooled else pl.col("model"), step=pl.col(unit))
+    found = rows.with_columns(
+        run=pl.lit("") if pooled else pl.col("model"), step=pl.col(unit)
+    )
     numbers = ("rel_depth", "step", "value", "low", "high", "n_images")
     found = found.select(*texts, *numbers)
     found = found.with_columns(pl.col(texts).cast(pl.String))
@@ -344,17 +400,22 @@ def layer_words(site: str, block: str | None) -> str:
 def answers_over_training(table: Table) -> list[Answer]:
     """How the first metric of a table changes from the first step to the last, in the first and in
     the last block: a line per model."""
-    unit, rows = table.step_unit, layers_over_steps(table)
+    unit = table.step_unit
+    rows = layers_over_steps(table)
     rows = rows.filter(pl.col("panel") == rows["panel"][0], pl.col("value").is_finite())
     found = []
-    for (run,), own in rows.partition_by("run", maintain_order=True, as_dict=True).items():
+    for (run,), own in rows.partition_by(
+        "run", maintain_order=True, as_dict=True
+    ).items():
         said = []
         inner = own.filter(pl.col("block").is_not_null())
         layers = (inner if len(inner) else own).partition_by("site", maintain_order=True)
         for layer in dict.fromkeys((0, len(layers) - 1)):
             at = layers[layer].sort("step")
             words = layer_words(at["site"][0], at["block"][0])
-            ends = [f"{number(at['value'][i])} at {unit} {at['step'][i]:,}" for i in (0, -1)]
+            ends = [
+                f"{number(at['value'][i])} at {unit} {at['step'][i]:,}" for i in (0, -1)
+            ]
             said.append(f"{words} from {' to '.join(ends)}")
         found.append((str(run), f"{own['panel'][0]}: {', '.join(said)}"))
     return found
@@ -368,10 +429,18 @@ def _compared(rows: pl.DataFrame, unit: str) -> pl.Expr:
     }
     of_each = rows.group_by("model_b").agg(pl.col("store_a").n_unique())["store_a"]
     if of_each.max() == 1:
-        named = {label: label if n is None else f"{unit} {n}" for label, n in steps.items()}
-        if len({*named.values()}) > 1 and None not in steps.values():  # of each run its own last
+        named = {
+            label: label if n is None else f"{unit} {n}" for label, n in steps.items()
+        }
+        if (
+            len({*named.values()}) > 1 and None not in steps.values()
+        ):  # of each run its own last
             named = dict.fromkeys(named, f"the last {unit}")
-        text = pl.col("store_a").cast(pl.String).replace_strict(named, return_dtype=pl.String)
+        text = (
+            pl.col("store_a")
+            .cast(pl.String)
+            .replace_strict(named, return_dtype=pl.String)
+        )
         return text.alias("compared")
     return pl.lit(f"the {unit} before").alias("compared")
 
@@ -405,32 +474,42 @@ def _words(rows: pl.DataFrame, keys: Sequence[str]) -> pl.Series:
             elif cell is not None:
                 texts.append(f"{name} {cell}")
         known[cells] = ", ".join(texts)
-    return pl.Series("panel", [known[cells] for cells in rows.select(keys).rows()], pl.String)
+    return pl.Series(
+        "panel", [known[cells] for cells in rows.select(keys).rows()], pl.String
+    )
 
 
 def _pooled(rows: pl.DataFrame, layer: Sequence[str]) -> pl.DataFrame:
     """Means over the models, with intervals over them."""
     value = pl.col("value")
     rows = rows.group_by(layer, maintain_order=True).agg(
-        value.mean(), sd=value.std(), n=value.is_finite().sum(), n_images=pl.col("n_images").max()
+        value.mean(),
+        sd=value.std(),
+        n=value.is_finite().sum(),
+        n_images=pl.col("n_images").max(),
     )
     half = [
         t_quantile(n - 1) * sd / np.sqrt(n) if n > 1 and sd is not None else None
         for n, sd in rows.select("n", "sd").rows()
     ]
     at = pl.Series("half", half, pl.Float64)
-    return rows.with_columns(low=pl.col("value") - at, high=pl.col("value") + at, band=pl.lit(RUNS))
+    return rows.with_columns(
+        low=pl.col("value") - at, high=pl.col("value") + at, band=pl.lit(RUNS)
+    )
 
 
 def _without_copies(rows: pl.DataFrame) -> pl.DataFrame:
     """The rows without panels whose values are those of an earlier one times a number."""
     kept: dict[str, pl.DataFrame] = {}
-    for (name,), own in rows.partition_by("panel", maintain_order=True, as_dict=True).items():
+    for (name,), own in rows.partition_by(
+        "panel", maintain_order=True, as_dict=True
+    ).items():
         same = ("run", "site", "step")
         own = own.sort(*same)
         for other in kept.values():
             if own.select(same).equals(other.select(same)):
-                a, b = own["value"].to_numpy(), other["value"].to_numpy()
+                a = own["value"].to_numpy()
+                b = other["value"].to_numpy()
                 ratio = float(np.nansum(a * b) / max(np.nansum(b * b), 1e-300))
                 if ratio and np.allclose(a, ratio * b, rtol=1e-6, equal_nan=True):
                     break

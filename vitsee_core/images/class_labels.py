@@ -15,7 +15,9 @@ from vitsee_core.images.errors import DataError
 
 log = logging.getLogger(__name__)
 
-MISSING = frozenset(("nan", "<na>"))  # as pandas and NumPy write a label that is not there
+MISSING = frozenset(
+    ("nan", "<na>")
+)  # as pandas and NumPy write a label that is not there
 NO_LABELS = "none"  # of --label-key and --label-column
 _SEPARATORS = ";|"  # between several classes of one image
 _LARGEST_LABEL = 2**62
@@ -43,7 +45,9 @@ def class_labels(values: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | 
     texts = ["" if value.lower() in MISSING else value for value in values]
     if texts != list(values):
         n_missing = sum(text != value for text, value in zip(texts, values, strict=True))
-        log.warning("labels that are nan (%d of %d) are taken for none", n_missing, len(values))
+        log.warning(
+            "labels that are nan (%d of %d) are taken for none", n_missing, len(values)
+        )
     numbers = _whole_numbers(texts)
     if numbers is None:
         _refuse_several(texts)

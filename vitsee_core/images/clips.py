@@ -65,9 +65,11 @@ class ClipRecipe:
     def apply(self, clip: OpenClip) -> NDArray[np.uint8]:
         """Pixels (frames, channels, height, width) in the order that the model sees. Raises
         ImageError: fewer frames than are asked for, or one that cannot be decoded."""
-        sampling, moving = self.sampling, clip.moving
+        sampling = self.sampling
+        moving = clip.moving
         try:
-            places, order = sampling.chosen(clip.sample, moving.line), sampling.order(clip.sample)
+            places = sampling.chosen(clip.sample, moving.line)
+            order = sampling.order(clip.sample)
             seen = sorted(set(order))
             out = np.empty(self.shape, np.uint8)
             frames = moving.frames([places[k] for k in seen])
@@ -81,7 +83,9 @@ class ClipRecipe:
                     )
                 clip.height, clip.width = size
                 keep_clip_remarks(clip, remarks_on(image))
-                out[[at for at, place in enumerate(order) if place == k]] = self.each.apply(image)
+                out[[at for at, place in enumerate(order) if place == k]] = (
+                    self.each.apply(image)
+                )
             clip.seconds = sampling.seconds(moving.line)
             return out
         finally:
@@ -158,7 +162,9 @@ def as_clips(source: ImageSource) -> ImageSource:
     """The source with each of its files, or folders, as a clip. Raises DataError: its samples are
     parts of files, or PyAV is not installed."""
     if source.boxes is not None:
-        raise DataError(f"{source.name} has boxes, which clips do not have; leave the column out")
+        raise DataError(
+            f"{source.name} has boxes, which clips do not have; leave the column out"
+        )
     first = source.locations[0] if len(source) else None
     if importlib.util.find_spec("av") is None and source.opener.folder(first) is None:
         raise DataError(MISSING)
@@ -177,7 +183,9 @@ class FrameFolder:
     def __init__(self, sample: str, folder: str, exif: bool = False) -> None:
         """exif: whether frames are turned upright. Raises OSError: the folder cannot be read."""
         names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-        self.sample, self.folder, self.exif = sample, folder, exif
+        self.sample = sample
+        self.folder = folder
+        self.exif = exif
         self.names = sorted(filter(is_image, names), key=natural_key)
         self.line = Timeline(range(len(self.names)), len(self.names))
 
@@ -198,7 +206,9 @@ class FrameFolder:
             try:
                 yield decode(name, self._bytes(name), self.exif)[0]
             except ImageError as error:
-                raise ImageError(self.sample, f"its frame {name}: {error.reason}") from None
+                raise ImageError(
+                    self.sample, f"its frame {name}: {error.reason}"
+                ) from None
 
     def _bytes(self, name: str) -> bytes:
         return read_regular(os.path.join(self.folder, name), MOST_BYTES)

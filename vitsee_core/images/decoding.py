@@ -49,7 +49,8 @@ from vitsee_stores.plan import Size
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REASON_LENGTH = 200
 MOST_BYTES = 1 << 30  # of an encoded image
-_ZIP_HEADER, _ZIP_MAGIC = 30, b"PK\x03\x04"
+_ZIP_HEADER = 30
+_ZIP_MAGIC = b"PK\x03\x04"
 _TAR_HEADER = 512
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 _AT_ONCE_FAR = 16  # images that are asked of a server at the same time, and in memory
@@ -172,9 +173,13 @@ class TarOpener(FilesOpener):
         tar, name, offset, size = location
         _check_bytes(name, size)
         # With its header, which is another if the tar was written anew.
-        data = self.files.read_range(self.tars[tar], offset - _TAR_HEADER, size + _TAR_HEADER)
+        data = self.files.read_range(
+            self.tars[tar], offset - _TAR_HEADER, size + _TAR_HEADER
+        )
         if not data[124] & 0x80 and int(data[124:135].strip(b"\0 ") or b"0", 8) != size:
-            raise ImageError(name, f"the tar file changed: other bytes than {size} at {offset}")
+            raise ImageError(
+                name, f"the tar file changed: other bytes than {size} at {offset}"
+            )
         return data[_TAR_HEADER:]
 
 
@@ -192,8 +197,12 @@ class ZipOpener(Opener):
             file.seek(offset)
             header = file.read(_ZIP_HEADER)
             if len(header) < _ZIP_HEADER or not header.startswith(_ZIP_MAGIC):
-                raise ImageError(name, "the zip file is damaged: no member where one should be")
-            skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+                raise ImageError(
+                    name, "the zip file is damaged: no member where one should be"
+                )
+            skip = int.from_bytes(header[26:28], "little") + int.from_bytes(
+                header[28:30], "little"
+            )
             file.seek(skip, os.SEEK_CUR)
             data = file.read(packed)
         if deflated:
@@ -250,7 +259,8 @@ class RowOpener(Opener):
 
     def _bytes(self, location: int) -> bytes:
         image = self.dataset[location][self.column] or {}
-        encoded, path = image.get("bytes"), image.get("path")
+        encoded = image.get("bytes")
+        path = image.get("path")
         if encoded:
             return bytes(encoded)
         if path:
@@ -269,7 +279,9 @@ class JointOpener(Opener):
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         heirs = [part.inherit() for part in self.parts]
-        return JointOpener(tuple(heir for heir, _ in heirs)), sum((fds for _, fds in heirs), ())
+        return JointOpener(tuple(heir for heir, _ in heirs)), sum(
+            (fds for _, fds in heirs), ()
+        )
 
     def _load(self, location: tuple[int, Any]) -> tuple[Image.Image, int]:
         return self.parts[location[0]].load(location[1])
@@ -338,10 +350,13 @@ def header_size(name: str, file: IO[bytes], exif: bool = False) -> Size:
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:
-    image, most = Image.open(file, formats=readable_formats()), Image.MAX_IMAGE_PIXELS
+    image = Image.open(file, formats=readable_formats())
+    most = Image.MAX_IMAGE_PIXELS
     if most and image.width * image.height > most:
         size = f"{image.width} x {image.height}"
-        raise ImageError(name, f"too many pixels: {size}, expected at most {most}; make it smaller")
+        raise ImageError(
+            name, f"too many pixels: {size}, expected at most {most}; make it smaller"
+        )
     return image
 
 
@@ -356,7 +371,9 @@ def _pillow(name: str) -> Iterator[None]:
         # Pillow's answer to a size in a damaged file, far above the limit of pixels.
         raise ImageError(name, "it asks for more memory than there is: damaged") from None
     except UnidentifiedImageError:
-        raise ImageError(name, f"not an image, or of a format other than {FORMAT_NAMES}") from None
+        raise ImageError(
+            name, f"not an image, or of a format other than {FORMAT_NAMES}"
+        ) from None
     except Image.DecompressionBombError as error:
         raise ImageError(name, f"too many pixels: {one_line(error)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
@@ -416,7 +433,9 @@ class Facts:
         rows = slice(start, start + len(some.valid))
         for name in ("valid", "hash", "size", "seconds", "pixel_hash"):
             getattr(self, name)[rows] = getattr(some, name)
-        self.errors = sorted([*self.errors, *((start + k, why) for k, why in some.errors)])
+        self.errors = sorted(
+            [*self.errors, *((start + k, why) for k, why in some.errors)]
+        )
         self.remarks.update(some.remarks)
 
 

@@ -23,7 +23,7 @@ from vitsee_core.images.left_out import count_ending, left_out_line
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ VIDEOS = frozenset((".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 
 def is_image(name: str) -> bool:
     """Whether a file's name ends like an image's and does not start with a dot."""
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in FORMAT_OF_ENDING
+    return (
+        not name.startswith(".") and os.path.splitext(name)[1].lower() in FORMAT_OF_ENDING
+    )
 
 
 def is_video(name: str) -> bool:
@@ -47,8 +49,12 @@ def image_stem(name: str) -> str:
     return stem if ending.lower() in FORMAT_OF_ENDING else name
 
 
-PICTURES = ("--png", "--table")  # options of commands behind which a picture's name stands
-STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
+PICTURES = (
+    "--png",
+    "--table",
+)  # options of commands behind which a picture's name stands
+STUDY = "study.json"
+SIDECARS = tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
 
 def open_folder(path: Path, name: str) -> ImageSource:
@@ -73,7 +79,9 @@ def open_folder(path: Path, name: str) -> ImageSource:
     )
 
 
-def classify(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
+def classify(
+    paths: Sequence[str],
+) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
     """Labels (-1 for none), split names ("" for none) and class names from paths below the root.
 
     The first folder of a path is its class. If every first folder is a split's name (train, val,
@@ -113,12 +121,15 @@ def member_path(name: str) -> str:
 def is_hidden(path: str) -> bool:
     """Whether a member of an archive lies in a hidden folder, or in the one that macOS adds."""
     return any(
-        (part.startswith(".") and part != "..") or part == "__MACOSX" for part in path.split("/")
+        (part.startswith(".") and part != "..") or part == "__MACOSX"
+        for part in path.split("/")
     )
 
 
 def walk(
-    root: str, wanted: Callable[[str], bool] = is_image, others: Counter[str] | None = None
+    root: str,
+    wanted: Callable[[str], bool] = is_image,
+    others: Counter[str] | None = None,
 ) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point; wanted: of
     files whose name it says yes to; others: counts those left out by their endings.
@@ -132,7 +143,7 @@ def walk(
     left_out: list[str] = []
     found = sorted(_walk(root, "", frozenset(), left_out, wanted, others))
     if left_out:
-        log.warning("left out of %s: %s", root, few(sorted(left_out)))
+        log.warning("left out of %s: %s", root, abbreviate(sorted(left_out)))
     return found
 
 
@@ -204,9 +215,16 @@ def _pictures(entries: Sequence[os.DirEntry[str]]) -> set[str]:
         if words and entry.name != STUDY:
             ending = next(end for end in SIDECARS if entry.name.endswith(end))
             places = [b for a, b in itertools.pairwise(words) if a in PICTURES]
-            places += [word.partition("=")[2] for word in words if word.startswith("--png=")]
-            named |= {entry.name.removesuffix(ending) + ".png", *map(os.path.basename, places)}
-    return {entry.name for entry in entries if entry.name in named and is_image(entry.name)}
+            places += [
+                word.partition("=")[2] for word in words if word.startswith("--png=")
+            ]
+            named |= {
+                entry.name.removesuffix(ending) + ".png",
+                *map(os.path.basename, places),
+            }
+    return {
+        entry.name for entry in entries if entry.name in named and is_image(entry.name)
+    }
 
 
 def utf8(path: str) -> str:

@@ -20,7 +20,9 @@ from vitsee_core.images.decoding import JointOpener, Opener
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_stores.samples import Samples
 
-_TERM = re.compile(r"(?P<name>[^\[\]+]*)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?")
+_TERM = re.compile(
+    r"(?P<name>[^\[\]+]*)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?"
+)
 _BOUND = re.compile(r"-?\d+|\d+(?:\.\d+)?%")
 _SYNONYMS = (
     ("train", "training"),
@@ -121,11 +123,15 @@ def join(name: str, parts: Sequence[ImageSource]) -> ImageSource:
     name different classes."""
     first = parts[0]
     if any(part.class_names != first.class_names for part in parts):
-        raise DataError(f"the splits of {name} name different classes; extract them one by one")
+        raise DataError(
+            f"the splits of {name} name different classes; extract them one by one"
+        )
     return ImageSource(
         name=name,
         opener=JointOpener(tuple(part.opener for part in parts)),
-        locations=[(k, place) for k, part in enumerate(parts) for place in part.locations],
+        locations=[
+            (k, place) for k, part in enumerate(parts) for place in part.locations
+        ],
         ids=[sample for part in parts for sample in part.ids],
         labels=np.concatenate([part.labels for part in parts]),
         splits=[split for part in parts for split in part.splits],
@@ -151,10 +157,13 @@ def parse_split(expression: str) -> list[Term]:
         match = _TERM.fullmatch(text.strip())
         if match is None or not text.strip():
             raise _unreadable(expression)
-        start, stop = (match["start"] or "").strip(), (match["stop"] or "").strip()
+        start = (match["start"] or "").strip()
+        stop = (match["stop"] or "").strip()
         if any(bound and not _BOUND.fullmatch(bound) for bound in (start, stop)):
             raise _unreadable(expression)
-        terms.append(Term(match["name"].strip() or EVERY_SPLIT, start, stop, text.strip()))
+        terms.append(
+            Term(match["name"].strip() or EVERY_SPLIT, start, stop, text.strip())
+        )
     return terms
 
 
@@ -168,7 +177,9 @@ def match_name(name: str, present: Sequence[str]) -> str | None:
     return None
 
 
-def apply_split(expression: str, splits: Sequence[str], data: str) -> tuple[list[int], list[str]]:
+def apply_split(
+    expression: str, splits: Sequence[str], data: str
+) -> tuple[list[int], list[str]]:
     """Positions that the expression picks from samples with these splits, and their split names.
 
     Slices count in the data set's own order and are half open; percentages are rounded down to
@@ -194,12 +205,16 @@ def apply_split(expression: str, splits: Sequence[str], data: str) -> tuple[list
         start, stop = _split_bounds(term, len(pool))
         picked = pool[start:stop]
         if not picked:
-            raise DataError(f"{term.text!r} picks none of the {len(pool)} images of {data}")
+            raise DataError(
+                f"{term.text!r} picks none of the {len(pool)} images of {data}"
+            )
         positions += picked
         own = name is None or uses[name] == 1
         names += [splits[i] if own else term.text for i in picked]
     if len(set(positions)) < len(positions):
-        raise DataError(f"the parts of {expression!r} overlap; expected parts that share no image")
+        raise DataError(
+            f"the parts of {expression!r} overlap; expected parts that share no image"
+        )
     return positions, names
 
 

@@ -91,22 +91,30 @@ def batches(
     transform that timm cannot build, or a worker that was killed.
     """
     if on_error not in ON_ERROR:
-        raise DataError(f"unknown on_error {on_error!r}; expected one of: {', '.join(ON_ERROR)}")
+        raise DataError(
+            f"unknown on_error {on_error!r}; expected one of: {', '.join(ON_ERROR)}"
+        )
     if workers < 0:
         raise DataError(f"{workers} workers; expected 0 or more")
     ranges = [_range(part, len(selection)) for part in rows]
-    still, clip = make_recipe(transform), transform.get("clip")
+    still = make_recipe(transform)
+    clip = transform.get("clip")
     recipe: AnyRecipe = still if clip is None else ClipRecipe(still, Sampling(**clip))
     n_images = sum(part.stop - part.start for part in ranges)
     return _batches(selection, recipe, ranges, min(workers, n_images), on_error)
 
 
 def _batches(
-    selection: Selection, recipe: AnyRecipe, ranges: list[slice], workers: int, on_error: str
+    selection: Selection,
+    recipe: AnyRecipe,
+    ranges: list[slice],
+    workers: int,
+    on_error: str,
 ) -> Generator[Batch]:
     import torch
 
-    source, ids = selection.source, selection.samples.ids
+    source = selection.source
+    ids = selection.samples.ids
     index = selection.samples.index
     places = [[source.locations[i] for i in index[part]] for part in ranges]
 
@@ -117,7 +125,9 @@ def _batches(
 
     with closing(_ahead(produce)) as loaded:
         for part, (pixels, of) in zip(ranges, loaded, strict=True):
-            named = [(part.start + k, ids[part.start + k], reason) for k, reason in of.errors]
+            named = [
+                (part.start + k, ids[part.start + k], reason) for k, reason in of.errors
+            ]
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
             batch = torch.from_numpy(pixels)
@@ -135,7 +145,10 @@ def _batches(
 
 
 def _load_here(
-    opener: Opener, places: Sequence[Sequence[Any]], recipe: AnyRecipe, stopped: threading.Event
+    opener: Opener,
+    places: Sequence[Sequence[Any]],
+    recipe: AnyRecipe,
+    stopped: threading.Event,
 ) -> Generator[Loaded]:
     """The batches one after another, in this thread; ends early when `stopped`."""
     for locations in places:
@@ -200,7 +213,9 @@ def _range(part: slice | tuple[int, int], n: int) -> slice:
     start, stop = (part.start or 0, part.stop) if isinstance(part, slice) else part
     stop = n if stop is None else stop
     if not 0 <= start < stop <= n:
-        raise DataError(f"rows {start}:{stop} are outside the {n} samples of the selection")
+        raise DataError(
+            f"rows {start}:{stop} are outside the {n} samples of the selection"
+        )
     return slice(int(start), int(stop))
 
 
@@ -293,7 +308,8 @@ def _dispatch(
             if worker.n_tasks >= _TASKS_AHEAD or (number not in running and not free):
                 break
             if number not in running:
-                slot, n = free.popleft(), len(places[number])
+                slot = free.popleft()
+                n = len(places[number])
                 view = ring.array((n, *recipe.shape), slot * slot_bytes)
                 running[number] = _Open(slot, view, Facts.none(n), n)
             offset = running[number].slot * slot_bytes + start * image_bytes
@@ -336,7 +352,14 @@ def _start(fds: tuple[int, ...]) -> _Worker:
         raise DataError("loading processes need a POSIX system; run with --workers 0")
     ours, theirs = socket.socketpair()
     paths = [path or os.getcwd() for path in sys.path]
-    command = [sys.executable, "-I", "-c", _START, json.dumps(paths), str(theirs.fileno())]
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        _START,
+        json.dumps(paths),
+        str(theirs.fileno()),
+    ]
     # The mask is inherited, so that no signal arrives before the worker could ignore it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -344,7 +367,10 @@ def _start(fds: tuple[int, ...]) -> _Worker:
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *fds),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of torch, which some recipes import
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+            },  # of torch, which some recipes import
         )
     except OSError as error:
         ours.close()
@@ -389,7 +415,9 @@ def serve(fd: int) -> None:
             out = ring.array((len(locations), *recipe.shape), offset)
             try:
                 answer: Any = (number, start, load_into(out, opener, locations, recipe))
-            except DataError as error:  # of what the images are read from, not of one of them
+            except (
+                DataError
+            ) as error:  # of what the images are read from, not of one of them
                 answer = error
             socket.send(answer)
     except (EOFError, ConnectionError):

@@ -11,7 +11,8 @@ from PIL import Image
 from vitsee_stores.plan import Size
 
 _ORIENTATION = 0x0112  # tags of EXIF, and of TIFF
-_WIDTH, _LENGTH = 0x0100, 0x0101
+_WIDTH = 0x0100
+_LENGTH = 0x0101
 # The turn that brings a picture of each orientation upright; of 1 none.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -24,8 +25,12 @@ _TURNS = {
 }
 _SIDEWAYS = frozenset((5, 6, 7, 8))  # height becomes width
 
-EXIF_IGNORED, EXIF_APPLIED = "exif ignored", "exif applied"
-ALPHA, FRAMES, SIXTEEN_BITS, CMYK = "alpha", "frames", "16 bits", "CMYK"
+EXIF_IGNORED = "exif ignored"
+EXIF_APPLIED = "exif applied"
+ALPHA = "alpha"
+FRAMES = "frames"
+SIXTEEN_BITS = "16 bits"
+CMYK = "CMYK"
 WARNED = "warned"
 _DONE = {
     EXIF_IGNORED: "an EXIF orientation, which was not applied (--exif turns them upright)",
@@ -35,7 +40,8 @@ _DONE = {
     SIXTEEN_BITS: "16 bits a channel, which became 8",
     CMYK: "CMYK colours, converted to RGB without a profile",
 }
-_MESSAGES_SHOWN, _MESSAGE_LENGTH = 3, 100
+_MESSAGES_SHOWN = 3
+_MESSAGE_LENGTH = 100
 
 # Under this name in what Pillow keeps beside an image's pixels, which cropping and turning keep.
 _KEY = "vitsee_remarks"
@@ -71,12 +77,16 @@ def size_when_loaded(image: Image.Image, exif: bool) -> Size:
         size = int(tags[_LENGTH]), int(tags[_WIDTH])
         return _size_upright(size, tags.get(_ORIENTATION, 1))
     size = image.height, image.width
-    return _size_upright(size, orientation_of(image)) if exif else size
+    if exif:
+        return _size_upright(size, orientation_of(image))
+    return size
 
 
 def _size_upright(size: Size, orientation: int) -> Size:
     height, width = size
-    return (width, height) if orientation in _SIDEWAYS else (height, width)
+    if orientation in _SIDEWAYS:
+        return (width, height)
+    return (height, width)
 
 
 def has_wide_channels(image: Image.Image) -> bool:
@@ -130,7 +140,9 @@ def remarks_on(image: Any) -> tuple[str, ...]:
 def warned(messages: Collection[str]) -> list[str]:
     """The remarks for what Pillow warned about while it read one image."""
     texts = [" ".join(message.split())[:_MESSAGE_LENGTH] for message in messages]
-    return [WARNED, *(f"{WARNED}: {text}" for text in texts)] if texts else []
+    if texts:
+        return [WARNED, *(f"{WARNED}: {text}" for text in texts)]
+    return []
 
 
 def remark_lines(counts: Mapping[str, int], total: str) -> list[str]:
@@ -149,5 +161,7 @@ def remark_lines(counts: Mapping[str, int], total: str) -> list[str]:
         shown = "; ".join(common[:_MESSAGES_SHOWN])
         if len(common) > _MESSAGES_SHOWN:
             shown += f"; and {len(common) - _MESSAGES_SHOWN} others"
-        lines.append(f"{counts[WARNED]} of {total} made Pillow warn, and were read: {shown}")
+        lines.append(
+            f"{counts[WARNED]} of {total} made Pillow warn, and were read: {shown}"
+        )
     return lines

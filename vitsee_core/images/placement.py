@@ -113,11 +113,20 @@ Edges = Integers
 
 _RESIZES: dict[str, Callable[..., Size]] = {
     "resize": lambda size, edges, _: resized(size, edges),
-    "resize_keep_ratio": lambda size, target, longest, _: resized_keep_ratio(size, target, longest),
+    "resize_keep_ratio": lambda size, target, longest, _: resized_keep_ratio(
+        size, target, longest
+    ),
     "corner": lambda size, _, *numbers: canvas_size(size, *numbers[:-1]),
 }
 _DECIDING = (
-    *("input_size", "interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean"),
+    *(
+        "input_size",
+        "interpolation",
+        "crop_pct",
+        "crop_mode",
+        "crop_border_pixels",
+        "mean",
+    ),
     *("short_side", "multiple", "min_pixels", "max_pixels", "processor"),
 )
 
@@ -157,7 +166,8 @@ class Placement:
         if layout.grid is None or layout.stride_px is None:
             raise ValueError("a layout without a grid has no cells")
         rows, cols = (
-            layout.offset_px[axis] + (np.arange(layout.grid[axis]) + 0.5) * layout.stride_px[axis]
+            layout.offset_px[axis]
+            + (np.arange(layout.grid[axis]) + 0.5) * layout.stride_px[axis]
             for axis in (0, 1)
         )
         down = (rows > self.top) & (rows < self.bottom)
@@ -186,8 +196,10 @@ def place(
     if min(now) < 1:
         raise _no_place(whole)
     # Of the whole image, in the pixels of what it has become so far.
-    top, left = -float(part[0]), -float(part[1])
-    height, width = float(whole[0]), float(whole[1])
+    top = -float(part[0])
+    left = -float(part[1])
+    height = float(whole[0])
+    width = float(whole[1])
     for name, arguments in _steps(transform):
         corner: Size = (0, 0)
         if name in _RESIZES:
@@ -198,21 +210,30 @@ def place(
             left, width = (edge * new[1] / now[1] for edge in (left, width))
         elif name == "center_crop":
             new, _, *down = arguments
-            corner = crop_corner(now[0], new[0], *down), crop_corner(now[1], new[1], *down)
+            corner = (
+                crop_corner(now[0], new[0], *down),
+                crop_corner(now[1], new[1], *down),
+            )
         elif name == "trim":
             corner, new = trimmed(now, *arguments)
         else:
             continue
-        top, left, now = top - corner[0], left - corner[1], new
+        top = top - corner[0]
+        left = left - corner[1]
+        now = new
     return Placement(top, left, top + height, left + width)
 
 
 def _no_place(size: Size) -> DataError:
-    return DataError(f"an image of {size[1]} x {size[0]} pixels has no place on the input")
+    return DataError(
+        f"an image of {size[1]} x {size[0]} pixels has no place on the input"
+    )
 
 
 def _steps(transform: Mapping[str, Any]) -> tuple[Step, ...]:
-    deciding = {name: transform[name] for name in _DECIDING if transform.get(name) is not None}
+    deciding = {
+        name: transform[name] for name in _DECIDING if transform.get(name) is not None
+    }
     return _steps_of(json.dumps(deciding, default=str, sort_keys=True))
 
 
@@ -236,7 +257,9 @@ def cell_edges(layout: TokenLayout, size: tuple[int, ...]) -> tuple[Edges, Edges
     position.
     """
     if layout.grid is None or layout.stride_px is None:
-        raise VitseeError("these tokens do not say which pixels are theirs: no grid, or no stride")
+        raise VitseeError(
+            "these tokens do not say which pixels are theirs: no grid, or no stride"
+        )
     rows, cols = (
         np.clip(np.rint(start + step * np.arange(n + 1)), 0, length).astype(np.int64)
         for n, length, start, step in zip(
@@ -249,7 +272,8 @@ def cell_edges(layout: TokenLayout, size: tuple[int, ...]) -> tuple[Edges, Edges
 def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
     """(n_out,) which of n places contains the middle of each of `n_out` equal parts of `low` to
     `high`, by Pillow's nearest resize, its rounding included; below 0 or at least n beyond them."""
-    begin, end = min(0, int(np.floor(low))), max(n, int(np.ceil(high)))
+    begin = min(0, int(np.floor(low)))
+    end = max(n, int(np.ceil(high)))
     ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
     box = (low - begin, 0, high - begin, 1)
     resized = ramp.resize((n_out, 1), Image.Resampling.NEAREST, box)

@@ -76,7 +76,9 @@ def select(
     if seed < 0:
         raise DataError(f"the seed is {seed}; expected 0 or more")
     if images is not None and per_class is not None:
-        raise DataError("both a number of images and a number per class; expected one of them")
+        raise DataError(
+            "both a number of images and a number per class; expected one of them"
+        )
     for name, value in (("images", images), ("images per class", per_class)):
         if value is not None and value < 1:
             raise DataError(f"{value} {name}; expected 1 or more")
@@ -87,8 +89,11 @@ def select(
     shuffled = random_order(len(source), seed)
     if only is not None:
         shuffled = shuffled[named_only(only, source.ids, source.name)[shuffled]]
-    n, notes = len(shuffled), list[str]()
-    index = shuffled if order == "shuffled" or per_class is not None else np.sort(shuffled)
+    n = len(shuffled)
+    notes = list[str]()
+    index = (
+        shuffled if order == "shuffled" or per_class is not None else np.sort(shuffled)
+    )
     if per_class is not None:
         index, notes = _balanced(source, index, per_class)
     elif images is not None:
@@ -115,20 +120,30 @@ def _balanced(
     labels = source.labels[index]
     # Rank of each sample among those of its class, in the order of `index`.
     by_class = np.argsort(labels, kind="stable")
-    classes, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    classes, starts, counts = np.unique(
+        labels[by_class], return_index=True, return_counts=True
+    )
     rank = np.empty(len(index), np.int64)
     rank[by_class] = np.arange(len(index)) - np.repeat(starts, counts)
     names = source.class_names or []
-    sizes = dict.fromkeys(range(len(names)), 0)  # named classes without an image are worth a word
+    sizes = dict.fromkeys(
+        range(len(names)), 0
+    )  # named classes without an image are worth a word
     sizes |= {int(c): int(n) for c, n in zip(classes, counts, strict=True) if c >= 0}
     small = [
-        f"{names[c] if names else c} ({size})" for c, size in sizes.items() if size < per_class
+        f"{names[c] if names else c} ({size})"
+        for c, size in sizes.items()
+        if size < per_class
     ]
     notes = []
     if small:
-        more = f" and {len(small) - _NAMES_SHOWN} more" if len(small) > _NAMES_SHOWN else ""
+        more = (
+            f" and {len(small) - _NAMES_SHOWN} more" if len(small) > _NAMES_SHOWN else ""
+        )
         shown = ", ".join(small[:_NAMES_SHOWN])
-        notes.append(f"fewer than {per_class} images in {len(small)} classes: {shown}{more}")
+        notes.append(
+            f"fewer than {per_class} images in {len(small)} classes: {shown}{more}"
+        )
     return index[(labels >= 0) & (rank < per_class)], notes
 
 
@@ -137,15 +152,23 @@ def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
     DataError: the file is missing, too large, not UTF-8, or has no line."""
     try:
         if not path.is_file():
-            raise DataError(f"no file {path}; {option} expects a list of images, one a line")
+            raise DataError(
+                f"no file {path}; {option} expects a list of images, one a line"
+            )
         if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} has more than {MOST_BYTES} bytes; expected a list of images")
+            raise DataError(
+                f"{path} has more than {MOST_BYTES} bytes; expected a list of images"
+            )
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; {option} expects a list of images") from None
+        raise DataError(
+            f"{path} is not UTF-8 text; {option} expects a list of images"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from None
-    lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [
+        (k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()
+    ]
     if not lines:
         raise DataError(f"{path} is empty; {option} expects a list of images, one a line")
     return lines

@@ -18,7 +18,14 @@ from vitsee_core.images.errors import DataError
 from vitsee_core.images.transform import make_recipe, normalise
 
 # Of steps that change nothing but the type, from 0..255 to 0..1 included.
-_TO_TENSOR = ("ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ConvertImageDtype", "ToDtype")
+_TO_TENSOR = (
+    "ToTensor",
+    "PILToTensor",
+    "ToImage",
+    "ToPureTensor",
+    "ConvertImageDtype",
+    "ToDtype",
+)
 _TIMM_TO_TENSOR = ("MaybeToTensor", "MaybePILToTensor", "ToNumpy")
 _KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 TOLERANCE = 1e-5  # of the model's input: float32 in another order
@@ -53,7 +60,9 @@ def transform_config(transform: Any) -> dict[str, Any]:
 
 def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
     if "input_size" not in given:
-        raise DataError(f"a transform needs input_size (channels, rows, cols), has {list(given)}")
+        raise DataError(
+            f"a transform needs input_size (channels, rows, cols), has {list(given)}"
+        )
     default = {"interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "center"}
     config = {**default, "mean": (0.0,), "std": (1.0,), **given}
     try:
@@ -63,7 +72,12 @@ def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise DataError(f"a transform's numbers: {error}") from None
     numbers = (*mean, *std, crop_pct)
-    if len(size) != 3 or min(size) < 1 or not all(map(math.isfinite, numbers)) or min(std) <= 0:
+    if (
+        len(size) != 3
+        or min(size) < 1
+        or not all(map(math.isfinite, numbers))
+        or min(std) <= 0
+    ):
         raise DataError(
             f"the transform has input_size {size}, mean {mean}, std {std}, crop_pct {crop_pct}; "
             "expected (channels, rows, cols), finite numbers, and std above 0"
@@ -88,7 +102,9 @@ def _flat(transform: Any) -> Iterator[Any]:
 def _edge(size: Any) -> int | tuple[int, int]:
     if isinstance(size, int):
         return size
-    return int(size[0]) if len(size) == 1 else (int(size[0]), int(size[1]))
+    if len(size) == 1:
+        return int(size[0])
+    return (int(size[0]), int(size[1]))
 
 
 def _both(size: Any) -> tuple[int, int]:
@@ -103,7 +119,8 @@ def _floats(values: Any) -> tuple[float, ...]:
 def _from_steps(transform: Any) -> dict[str, Any]:
     resize: int | tuple[int, int] | None = None  # an edge, or (rows, cols)
     crop: tuple[int, int] | None = None
-    interpolation, channels = "bilinear", 3
+    interpolation = "bilinear"
+    channels = 3
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     for step in _flat(transform):
@@ -114,13 +131,16 @@ def _from_steps(transform: Any) -> dict[str, Any]:
         elif kind == "CenterCrop":
             crop = _both(step.size)
         elif kind == "ImageClassification":  # torchvision's preset
-            resize, crop = _edge(step.resize_size), _both(step.crop_size)
+            resize = _edge(step.resize_size)
+            crop = _both(step.crop_size)
             interpolation = step.interpolation.value
-            mean, std = _floats(step.mean), _floats(step.std)
+            mean = _floats(step.mean)
+            std = _floats(step.std)
         elif kind == "Grayscale" and step.num_output_channels == 1:
             channels = 1
         elif kind == "Normalize":
-            mean, std = _floats(step.mean), _floats(step.std)
+            mean = _floats(step.mean)
+            std = _floats(step.std)
         elif kind not in (*_TO_TENSOR, *_TIMM_TO_TENSOR):
             raise DataError(
                 f"the transform's {kind} cannot be kept in a store; expected Resize, CenterCrop, "
@@ -164,8 +184,13 @@ def largest_difference(transform: Any, config: Mapping[str, Any]) -> tuple[float
     recipe = make_recipe(config)
     rng = np.random.default_rng(0)
     side = max(recipe.shape[1:])
-    differences, largest = [], 0.0
-    for width, height in ((side + 37, side), (side, 2 * side + 5), (side // 2 + 1, side // 2 + 3)):
+    differences = []
+    largest = 0.0
+    for width, height in (
+        (side + 37, side),
+        (side, 2 * side + 5),
+        (side // 2 + 1, side // 2 + 3),
+    ):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
         pixels = torch.from_numpy(recipe.apply(image).copy())[None]
         expected = normalise(pixels, config, "cpu")[0]

@@ -36,7 +36,9 @@ FILLS = ("mean", "black")  # what lies beside an image that does not fill the in
 # What resizes in place of Pillow as timm calls it: transformers' image processors with Pillow, with
 # torchvision's tensors of 8 bits, or with its tensors of floats, which are rounded here to 8 bits.
 PROCESSORS = ("pil", "torchvision", "torchvision-float")
-MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
+MOST_PIXELS = (
+    2**27
+)  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Recipe:
         except (ValueError, OverflowError) as error:
             raise ImageError("image", f"cannot be resized: {error}") from None
         pixels = np.asarray(image)
-        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        if pixels.ndim == 2:
+            return pixels[None]
+        return pixels.transpose(2, 0, 1)
 
 
 class AnyRecipe(Protocol):
@@ -79,7 +83,9 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
         wide = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ImageError("image", f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
+        raise ImageError(
+            "image", f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits"
+        )
     try:
         with heard_warnings():
             return image if image.mode == mode else image.convert(mode)
@@ -95,8 +101,11 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     DataError: the config is none that timm can build, or has not one or three channels."""
     channels, height, width = transform["input_size"]
     if channels not in _MODES:
-        raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
-    shape, whole = (channels, height, width), None
+        raise DataError(
+            f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)"
+        )
+    shape = (channels, height, width)
+    whole = None
     if (mode := transform.get("crop_mode")) in ("corner", *NATIVE):
         names = ("short_side", "min_pixels", "max_pixels")
         numbers = mode, transform["multiple"], *(transform.get(name) for name in names)
@@ -110,7 +119,8 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     if transform.get("fill") == "black":
         steps = [(s[0], (s[1][0], 0)) if s[0] == "center_crop" else s for s in steps]
     if (processor := transform.get("processor")) is not None:
-        steps, whole = [_as_processor(step, processor) for step in steps], None
+        steps = [_as_processor(step, processor) for step in steps]
+        whole = None
     return Recipe(shape, tuple(steps), whole)
 
 
@@ -131,12 +141,17 @@ def _as_processor(step: Step, processor: str) -> Step:
 def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
     """timm's steps for these settings; None for unusual ones, which timm itself must decide."""
     height, width = transform["input_size"][1:]
-    mode, interpolation = transform.get("crop_mode"), transform.get("interpolation")
-    share, border = transform.get("crop_pct"), transform.get("crop_border_pixels")
+    mode = transform.get("crop_mode")
+    interpolation = transform.get("interpolation")
+    share = transform.get("crop_pct")
+    border = transform.get("crop_border_pixels")
     mean = transform.get("mean") or ()
     known = (
         all(type(side) is int and side > 0 for side in (height, width))
-        and all(type(number) in (int, float) and math.isfinite(number) for number in (share, *mean))
+        and all(
+            type(number) in (int, float) and math.isfinite(number)
+            for number in (share, *mean)
+        )
         and (border is None or (type(border) is int and border >= 0))
         and interpolation in INTERPOLATIONS
     )
@@ -166,7 +181,14 @@ def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
     timm cannot build the config."""
     from timm.data.transforms_factory import create_transform
 
-    names = ("interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean", "std")
+    names = (
+        "interpolation",
+        "crop_pct",
+        "crop_mode",
+        "crop_border_pixels",
+        "mean",
+        "std",
+    )
     chosen = {name: transform[name] for name in names if transform.get(name) is not None}
     size = tuple(transform["input_size"])
     try:
@@ -192,7 +214,9 @@ def normalise(
     channels = pixels.shape[-3]
     for name in ("mean", "std"):
         if len(transform[name]) not in (1, channels):
-            raise DataError(f"{name} has {len(transform[name])} values for {channels} channels")
+            raise DataError(
+                f"{name} has {len(transform[name])} values for {channels} channels"
+            )
     x = pixels.to(device, non_blocking=True).to(torch.float32)
     # A number as divisor is turned into a multiplication on CUDA, which rounds differently.
     largest, mean, std = (
@@ -218,8 +242,16 @@ def _lower(step: Any) -> Step | None:
     if kind == "Resize" and step.max_size is None:
         size = (step.size,) if isinstance(step.size, int) else tuple(step.size)
         return "resize", (size, step.interpolation.value)
-    if kind == "ResizeKeepRatio" and not step.random_scale_prob and not step.random_aspect_prob:
-        return "resize_keep_ratio", (tuple(step.size), step.longest, step.interpolation.value)
+    if (
+        kind == "ResizeKeepRatio"
+        and not step.random_scale_prob
+        and not step.random_aspect_prob
+    ):
+        return "resize_keep_ratio", (
+            tuple(step.size),
+            step.longest,
+            step.interpolation.value,
+        )
     if kind == "CenterCrop":
         return "center_crop", (tuple(step.size), 0)
     if kind == "CenterCropOrPad" and step.padding_mode == "constant":
@@ -257,7 +289,9 @@ def crop_corner(side: int, target: int, down: bool = False) -> int:
     to the even pixel, as torchvision does, or `down`, as transformers does."""
     if side < target:
         return -((target - side) // 2)
-    return (side - target) // 2 if down else round((side - target) / 2.0)
+    if down:
+        return (side - target) // 2
+    return round((side - target) / 2.0)
 
 
 def trimmed(size: Size, border: int) -> tuple[Size, Size]:
@@ -277,17 +311,23 @@ def _resize_keep_ratio(
     return _to_size(image, target, interpolation)
 
 
-def _to_size(image: Image.Image, size: tuple[int, int], interpolation: str) -> Image.Image:
+def _to_size(
+    image: Image.Image, size: tuple[int, int], interpolation: str
+) -> Image.Image:
     height, width = size
     if height * width > MOST_PIXELS:
-        raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
+        raise ValueError(
+            f"{image.width} x {image.height} pixels become {width} x {height}"
+        )
     library, _, how = interpolation.rpartition(":")
     if library:
         return _by_torchvision(image, size, how, library != "torchvision")
     return image.resize((width, height), Image.Resampling[how.upper()])
 
 
-def _by_torchvision(image: Image.Image, size: Size, how: str, as_floats: bool) -> Image.Image:
+def _by_torchvision(
+    image: Image.Image, size: Size, how: str, as_floats: bool
+) -> Image.Image:
     """Resized as a tensor; torch is imported here, for the workers that need it."""
     import torch
     from torchvision.transforms.v2 import functional
@@ -296,7 +336,10 @@ def _by_torchvision(image: Image.Image, size: Size, how: str, as_floats: bool) -
     planes = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
     mode = functional.InterpolationMode(how)
     planes = functional.resize(
-        planes.float() if as_floats else planes, list(size), interpolation=mode, antialias=True
+        planes.float() if as_floats else planes,
+        list(size),
+        interpolation=mode,
+        antialias=True,
     )
     if as_floats:
         planes = planes.round().clamp(0, 255).to(torch.uint8)
@@ -305,15 +348,20 @@ def _by_torchvision(image: Image.Image, size: Size, how: str, as_floats: bool) -
 
 
 def _center_crop(
-    image: Image.Image, size: tuple[int, int], fill: int | tuple[int, ...], down: bool = False
+    image: Image.Image,
+    size: tuple[int, int],
+    fill: int | tuple[int, ...],
+    down: bool = False,
 ) -> Image.Image:
     height, width = size
-    wide, high = max(width - image.width, 0), max(height - image.height, 0)
+    wide = max(width - image.width, 0)
+    high = max(height - image.height, 0)
     if wide or high:
         border = (wide // 2, high // 2, (wide + 1) // 2, (high + 1) // 2)
         one = isinstance(fill, tuple) and image.mode == "L"
         image = ImageOps.expand(image, border, fill[0] if one else fill)  # type: ignore[index]
-    top, left = crop_corner(image.height, height, down), crop_corner(image.width, width, down)
+    top = crop_corner(image.height, height, down)
+    left = crop_corner(image.width, width, down)
     return image.crop((left, top, left + width, top + height))
 
 

@@ -67,12 +67,17 @@ class Sampling:
     def chosen(self, name: str, line: Timeline) -> list[int]:
         """The sampled frames in the order of time, as places in the timeline. Raises ImageError:
         the clip has no frames, or fewer than are asked for."""
-        n, asked = len(line), self.frames
+        n = len(line)
+        asked = self.frames
         if not n:
             raise ImageError(name, "it has no frames")
         reach = asked if self.every is None else (asked - 1) * self.every + 1
         if reach > n:
-            how = "" if self.every is None else f" every {self.every} reach over {reach} and"
+            how = (
+                ""
+                if self.every is None
+                else f" every {self.every} reach over {reach} and"
+            )
             has = f"{n} frame{'' if n == 1 else 's'}"
             raise ImageError(name, f"it has {has}; {asked} frames{how} were asked for")
         begin = line.starts[0]
@@ -81,7 +86,8 @@ class Sampling:
             ticks = [begin + (2 * k + 1) * length // (2 * asked) for k in range(asked)]
         else:
             ticks = [
-                begin + (length * n + (2 * k + 1 - asked) * self.every * length) // (2 * n)
+                begin
+                + (length * n + (2 * k + 1 - asked) * self.every * length) // (2 * n)
                 for k in range(asked)
             ]
         places = np.searchsorted(np.array(line.starts, np.int64), ticks, side="right") - 1
@@ -99,7 +105,9 @@ class Sampling:
         draws = np.random.PCG64(int.from_bytes(key, "little"))
         while True:
             # numpy promises the raw draws across its versions, not what it makes of them.
-            order: NDArray[np.int64] = np.argsort(draws.random_raw(self.frames), kind="stable")
+            order: NDArray[np.int64] = np.argsort(
+                draws.random_raw(self.frames), kind="stable"
+            )
             if (order != np.arange(self.frames)).any():
                 return [int(place) for place in order]
 
@@ -109,16 +117,22 @@ class Sampling:
         if line.tick_seconds is None or self.frames == 1:
             return float("nan")
         length = (line.end - line.starts[0]) * line.tick_seconds
-        return length / self.frames if self.every is None else length * self.every / len(line)
+        if self.every is None:
+            return length / self.frames
+        return length * self.every / len(line)
 
 
 # ---------------- video files
 
 FORMATS = "mov,matroska,webm,avi,gif"
-MISSING = "videos are read by PyAV, which is not installed; run: pip install 'vitsee[video]'"
+MISSING = (
+    "videos are read by PyAV, which is not installed; run: pip install 'vitsee[video]'"
+)
 # A container that says it lasts longer than what it holds by more than this share is cut short.
 _CUT_SHARE = Fraction(1, 20)
-_GIF_END, _GIF_TAIL, _GIF_PADDING = b";", 64, b"\0\r\n"
+_GIF_END = b";"
+_GIF_TAIL = 64
+_GIF_PADDING = b"\0\r\n"
 # Of the signs of a, b, c, d in a display matrix: a pixel (x, y) goes to (a x + c y, b x + d y).
 _TURNS = {
     (0, -1, 1, 0): Image.Transpose.ROTATE_90,
@@ -182,12 +196,16 @@ class Video:
     def _read_line(self) -> Timeline:
         with self._opened() as (container, stream):
             starts: list[tuple[int, int]] = []
-            n_packets, last, whole = 0, Fraction(0), container.format.name.startswith("matroska")
+            n_packets = 0
+            last = Fraction(0)
+            whole = container.format.name.startswith("matroska")
             for packet in container.demux() if whole else container.demux(stream):
                 if not packet.size:
                     continue
                 if packet.pts is not None and packet.time_base is not None:
-                    last = max(last, (packet.pts + (packet.duration or 0)) * packet.time_base)
+                    last = max(
+                        last, (packet.pts + (packet.duration or 0)) * packet.time_base
+                    )
                 if packet.stream is not stream:
                     continue
                 n_packets += 1
@@ -202,7 +220,9 @@ class Video:
             self._counted |= container.format.name == "avi"
             rate = stream.average_rate
             if self._counted or not starts:
-                return Timeline(range(n_packets), n_packets, float(1 / rate) if rate else None)
+                return Timeline(
+                    range(n_packets), n_packets, float(1 / rate) if rate else None
+                )
             starts.sort()
             self._keys.sort()
             times = [pts for pts, _ in starts]
@@ -218,7 +238,8 @@ class Video:
         """Raises ImageError: the file holds fewer frames, or less time, than it says."""
         if n_packets < stream.frames:
             raise ImageError(
-                self.name, f"it is cut short: {n_packets} of {stream.frames} frames are there"
+                self.name,
+                f"it is cut short: {n_packets} of {stream.frames} frames are there",
             )
         if last is not None and container.duration:
             stated = Fraction(container.duration, 1_000_000)
@@ -236,7 +257,9 @@ class Video:
         _OtherTimes: a frame is not where the packets said."""
         times = self.line.starts
         with self._opened() as (container, stream):
-            decoded, at, image = container.decode(stream), None, None
+            decoded = container.decode(stream)
+            at = None
+            image = None
             for place in places:
                 wanted = times[place]
                 if at == wanted and image is not None:
@@ -283,7 +306,9 @@ class Video:
                     yield image
                 if not wanted:
                     return
-        raise ImageError(self.name, f"frame {wanted[0]} of {len(self.line)} cannot be decoded")
+        raise ImageError(
+            self.name, f"frame {wanted[0]} of {len(self.line)} cannot be decoded"
+        )
 
     def _upright(self, frame: Any) -> Image.Image:
         """A frame as its display matrix turns it."""
@@ -291,7 +316,9 @@ class Video:
             raise ImageError(self.name, "a frame is damaged")
         # One thread: others would cost each frame more time than they save, and workers decode
         # beside each other.
-        image: Image.Image = self._scaler.reformat(frame, format="rgb24", threads=1).to_image()
+        image: Image.Image = self._scaler.reformat(
+            frame, format="rgb24", threads=1
+        ).to_image()
         turn = None
         if (matrix := frame.side_data.get("DISPLAYMATRIX")) is not None:
             a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
@@ -311,7 +338,9 @@ class Video:
         try:
             options = {"format_whitelist": FORMATS}
             # A title of other bytes than UTF-8 is no reason not to read the frames.
-            with av.open(self.file, "r", options=options, metadata_errors="replace") as container:
+            with av.open(
+                self.file, "r", options=options, metadata_errors="replace"
+            ) as container:
                 moving = [
                     stream
                     for stream in container.streams.video
@@ -320,24 +349,32 @@ class Video:
                 if not moving:
                     raise ImageError(self.name, "it has no video stream")
                 stream = container.streams.best("video")
-                if stream not in moving:  # a cover picture may be called the default stream
+                if (
+                    stream not in moving
+                ):  # a cover picture may be called the default stream
                     stream = moving[0]
                 self._scaler = av.video.reformatter.VideoReformatter()
-                context, most = stream.codec_context, Image.MAX_IMAGE_PIXELS
+                context = stream.codec_context
+                most = Image.MAX_IMAGE_PIXELS
                 if context is None:
-                    raise ImageError(self.name, "its codec is not built into PyAV's FFmpeg")
+                    raise ImageError(
+                        self.name, "its codec is not built into PyAV's FFmpeg"
+                    )
                 context.thread_count = 1
                 context.options = {"err_detect": "explode"}
                 if most and context.width * context.height > most:
                     size = f"{context.width} x {context.height}"
                     raise ImageError(
-                        self.name, f"too many pixels: {size} a frame, expected at most {most}"
+                        self.name,
+                        f"too many pixels: {size} a frame, expected at most {most}",
                     )
                 yield container, stream
         except av.error.FFmpegError as error:
             # FFmpeg's ENOMEM, a MemoryError of Python's too, mostly is a size in a damaged file
             # that no machine has.
-            text = str(error.strerror or one_line(error))  # without FFmpeg's error numbers
+            text = str(
+                error.strerror or one_line(error)
+            )  # without FFmpeg's error numbers
             why = f"not a video that FFmpeg reads ({text[0].lower()}{text[1:]})"
             raise ImageError(self.name, why) from None
         except OSError as error:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 # Multiplications above which a GPU, or torch's faster cast, is worth importing torch, which takes
 # seconds; and above which compiled loops are worth loading, which takes a second.
-LARGE, HUGE = 1e11, 5e11
+LARGE = 1e11
+HUGE = 5e11
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
-GOOD_WIDTH, N_WIDTHS = 1024, 8
+GOOD_WIDTH = 1024
+N_WIDTHS = 8
 TERMS = 16384  # products that `add_gram` sums in single precision on a GPU
 PRECISIONS = ("fp32", "bf16")  # of the products of Gram matrices
 BF16_COLUMNS = 2048  # that one product of bfloat16 sums
@@ -116,7 +118,9 @@ def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
     """The backend of a device, as `choose_device` names it."""
     if device == "cpu":
         return Cpu()
-    return CudaBfloat16(device) if precision == "bf16" else Cuda(device)
+    if precision == "bf16":
+        return CudaBfloat16(device)
+    return Cuda(device)
 
 
 def require_bfloat16(device: str) -> None:
@@ -150,7 +154,11 @@ class Cpu:
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         """Cast by torch, if it is imported and the values are float16: 2 to 5 times as fast."""
-        if "torch" in sys.modules and values.dtype == np.float16 and values.flags.writeable:
+        if (
+            "torch" in sys.modules
+            and values.dtype == np.float16
+            and values.flags.writeable
+        ):
             import torch
 
             torch.from_numpy(to).copy_(torch.from_numpy(values))
@@ -159,7 +167,10 @@ class Cpu:
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        with one_blas_thread(), one_torch_thread() if "torch" in sys.modules else nullcontext():
+        with (
+            one_blas_thread(),
+            one_torch_thread() if "torch" in sys.modules else nullcontext(),
+        ):
             yield
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> None: ...
@@ -175,7 +186,9 @@ class Cpu:
     def take(self, x: NDArray[Any]) -> NDArray[Any]:
         return x
 
-    def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
+    def multiply(
+        self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]
+    ) -> None:
         """Symmetric products by numpy, which calls syrk: half the work. Others by torch, if
         imported: 20 % faster than numpy at some hundred rows, 5 % at a thousand."""
         if left is right or "torch" not in sys.modules:
@@ -183,7 +196,11 @@ class Cpu:
         else:
             import torch
 
-            torch.mm(torch.from_numpy(left), torch.from_numpy(right).T, out=torch.from_numpy(out))
+            torch.mm(
+                torch.from_numpy(left),
+                torch.from_numpy(right).T,
+                out=torch.from_numpy(out),
+            )
 
     def add(self, total: Float, product: NDArray[Any]) -> None:
         np.add(total, product, out=total)
@@ -202,7 +219,8 @@ class Cuda:
     def __init__(self, device: str) -> None:
         import torch
 
-        self._torch, self._device = torch, torch.device(device)
+        self._torch = torch
+        self._device = torch.device(device)
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
@@ -230,7 +248,11 @@ class Cuda:
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """A symmetric product a few columns at a time, each from the diagonal down."""
-        width = len(right) if left is not right else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
+        width = (
+            len(right)
+            if left is not right
+            else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
+        )
         for at in range(0, len(right), width):
             first = at if left is right else 0
             columns = slice(at, at + width)
@@ -243,7 +265,8 @@ class Cuda:
         """Add x x^T in sums of at most `TERMS` products: longer ones lose digits, how many depends
         on the kernel that cuBLAS chooses. All whole pieces are one batched call, which fills a GPU
         where one small matrix does not."""
-        torch, width = self._torch, x.shape[1]
+        torch = self._torch
+        width = x.shape[1]
         whole = width // TERMS
         if whole:
             pieces = x[:, : whole * TERMS].unflatten(1, (whole, TERMS)).transpose(0, 1)
@@ -283,7 +306,8 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._torch, self._device = torch, device
+        self._torch = torch
+        self._device = device
         self._kept: dict[str, Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
@@ -293,7 +317,9 @@ class Buffers:
             # Allocating this much memory each time costs page faults worth a tenth of the run. An
             # inference tensor could not be written outside inference mode by a later caller.
             with self._torch.inference_mode(False):
-                kept = self._torch.empty(size, dtype=self._torch.float32, device=self._device)
+                kept = self._torch.empty(
+                    size, dtype=self._torch.float32, device=self._device
+                )
             self._kept[name] = kept
         return kept[:size].view(shape)
 
@@ -305,7 +331,8 @@ class Staging:
     def __init__(self, device: Any, n: int, dtype: np.dtype[Any]) -> None:
         import torch
 
-        self._torch, self._device = torch, device
+        self._torch = torch
+        self._device = device
         on_gpu = device.type == "cuda"
         like = torch.from_numpy(np.empty(0, dtype)).dtype
         self._memory = torch.empty(n, dtype=like, pin_memory=on_gpu)

@@ -65,7 +65,8 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
 
 def _with_compiled_callees(function: Callable[P, R]) -> Callable[P, R]:
     """The function with numba's versions of the compiled functions that it calls by name."""
-    names, code = function.__globals__, function.__code__
+    names = function.__globals__
+    code = function.__code__
     called = {
         name: names[name]
         for name in code.co_names
@@ -86,7 +87,8 @@ def _digest(
 ) -> str:
     """Digest of the files that a function's compiled code depends on beside its own: those of its
     callees, recursively."""
-    digest, own = hashlib.sha256(), inspect.getsourcefile(function)
+    digest = hashlib.sha256()
+    own = inspect.getsourcefile(function)
     for name, callee in called.items():
         digest.update(getattr(made[name], "__qualname__", name).encode())
         file = inspect.getsourcefile(inspect.unwrap(callee))
@@ -98,9 +100,12 @@ def _digest(
 # float16 as float32: its bits, moved to their places there, count 2^112 too small; from INFINITE on
 # they are infinity or NaN, whose exponent is another.
 SCALE = np.float32(2.0**112)
-INFINITE, EXPONENT = np.uint32(0x0F800000), np.uint32(0x70000000)
-SIZE, SIGN = np.uint32(0x7FFF), np.uint32(0x8000)
-TO_SIZE, TO_SIGN = np.uint32(13), np.uint32(16)
+INFINITE = np.uint32(0x0F800000)
+EXPONENT = np.uint32(0x70000000)
+SIZE = np.uint32(0x7FFF)
+SIGN = np.uint32(0x8000)
+TO_SIZE = np.uint32(13)
+TO_SIGN = np.uint32(16)
 
 
 @compiled
@@ -120,7 +125,8 @@ def _shift(
     raw: NDArray[np.uint16], mean: NDArray[np.float32], x: NDArray[np.float32]
 ) -> tuple[np.float32, np.float32]:
     """x = raw - mean, for one row; returns its product with `mean`, and its sum."""
-    along, total = np.float32(0), np.float32(0)
+    along = np.float32(0)
+    total = np.float32(0)
     for k in range(len(raw)):
         value = _single(raw[k]) - mean[k]
         x[k] = value
@@ -165,6 +171,7 @@ def shift_bytes(
 ) -> None:
     """x = (raw - mean) scale, for (rows, columns), with a mean and a scale per column."""
     for i in range(raw.shape[0]):
-        of, to = raw[i], x[i]
+        of = raw[i]
+        to = x[i]
         for j in range(len(of)):
             to[j] = (np.float32(of[j]) - mean[j]) * scale[j]

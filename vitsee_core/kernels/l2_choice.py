@@ -14,7 +14,8 @@ from vitsee_core.types import Float, Integers
 
 GRID = tuple(2.0**e for e in range(-10, 20))  # of Google's few-shot evaluations
 # Numbers made at a time: residuals stay in cache, and the parts they are mixed of take 16 MB.
-BLOCK, PARTS = 1 << 16, 1 << 21
+BLOCK = 1 << 16
+PARTS = 1 << 21
 ROUNDING = 1e-11
 
 
@@ -28,12 +29,14 @@ class HeldOut:
     method = "most held-out images right, then the least squared error"
 
     def __init__(self, factors: Factors, l2s: Sequence[float]) -> None:
-        self.factors, self.l2s = factors, tuple(l2s)
+        self.factors = factors
+        self.l2s = tuple(l2s)
         self.right: Integers = np.zeros(len(self.l2s), np.int64)
         r, n_classes = factors.rhs.shape
         # Sums over coordinates, from which squared errors follow at any l2.
         self._counts: Integers = np.zeros(n_classes, np.int64)
-        self._sums, self._scatter = np.zeros((n_classes, r)), np.zeros((r, r))
+        self._sums = np.zeros((n_classes, r))
+        self._scatter = np.zeros((r, r))
 
     def add(self, x: NDArray[np.floating[Any]], labels: Integers) -> None:
         """Count images (m, dim) of these classes."""
@@ -60,9 +63,14 @@ class HeldOut:
         factors = self.factors
         weights = factors.weights(l2)
         level = factors.algebra.intercept(factors.mean_target, factors.n, l2)
-        n, every = int(self._counts.sum()), self._sums.sum(0)
-        of_levels = self._counts @ (1 - level) ** 2 + (n - self._counts) @ (1 + level) ** 2
-        crossed = 2 * self._sums - every - level[:, np.newaxis] * every  # sum of (t - b) z'
+        n = int(self._counts.sum())
+        every = self._sums.sum(0)
+        of_levels = (
+            self._counts @ (1 - level) ** 2 + (n - self._counts) @ (1 + level) ** 2
+        )
+        crossed = (
+            2 * self._sums - every - level[:, np.newaxis] * every
+        )  # sum of (t - b) z'
         products = np.einsum("rc,rc->", weights, self._scatter @ weights)
         return float(of_levels - 2 * np.einsum("cr,rc->", crossed, weights) + products)
 
@@ -83,10 +91,13 @@ class LeaveOneOut:
     method = "the least leave-one-out squared error"
 
     def __init__(self, factors: Factors, l2s: Sequence[float]) -> None:
-        self.factors, self.l2s = factors, tuple(l2s)
+        self.factors = factors
+        self.l2s = tuple(l2s)
         self.squared_error = np.zeros(len(self.l2s))
         self._mix, self._weights = mixture(factors, l2s)
-        intercepts = [factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s]
+        intercepts = [
+            factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s
+        ]
         self._levels = np.stack(intercepts)[:, np.newaxis] + 1  # minus targets of -1
 
     def add(self, x: NDArray[np.floating[Any]], labels: Integers) -> None:
@@ -102,7 +113,9 @@ class LeaveOneOut:
         weights = 1 / np.square(np.where(left > 1e-12, left, np.nan))
         errors, (n_parts, _, n_classes) = np.zeros(len(self.l2s)), self._weights.shape
         step = max(1, BLOCK // (len(self.l2s) * n_classes))
-        many = max(step, PARTS // max(1, n_parts * n_classes))  # no part: all features are constant
+        many = max(
+            step, PARTS // max(1, n_parts * n_classes)
+        )  # no part: all features are constant
         for first in range(0, len(z), many):
             parts = z[first : first + many] @ self._weights
             for at in range(0, parts.shape[1], step):
@@ -110,8 +123,12 @@ class LeaveOneOut:
                 residuals = np.tensordot(self._mix, block, 1)
                 some = slice(first + at, first + at + block.shape[1])
                 residuals += self._levels
-                residuals[:, np.arange(residuals.shape[1]), labels[some]] -= 2  # own class: 1
-                errors += np.einsum("lm,lmc,lmc->l", weights[:, some], residuals, residuals)
+                residuals[:, np.arange(residuals.shape[1]), labels[some]] -= (
+                    2  # own class: 1
+                )
+                errors += np.einsum(
+                    "lm,lmc,lmc->l", weights[:, some], residuals, residuals
+                )
         return errors
 
     def count(self, found: Float) -> None:
@@ -132,7 +149,8 @@ def mixture(factors: Factors, l2s: Sequence[float]) -> tuple[Float, Float]:
     function of l2. Not so if a probe can fit every image: its remaining residuals are smaller than
     that.
     """
-    values, n_l2 = factors.values, len(l2s)
+    values = factors.values
+    n_l2 = len(l2s)
     shrunk = values / (values + np.array(l2s)[:, np.newaxis])
     left, sizes, right = np.linalg.svd(shrunk, full_matrices=False)
     k = int(np.count_nonzero(sizes > ROUNDING * sizes[:1]))

@@ -30,15 +30,20 @@ UNUSED = torch.iinfo(torch.int64).min
 class Neighbours:
     """The k nearest rows of each query, among all rows added so far."""
 
-    def __init__(self, queries: Float32, k: int, device: torch.device, tile: int = 0) -> None:
+    def __init__(
+        self, queries: Float32, k: int, device: torch.device, tile: int = 0
+    ) -> None:
         """queries: (m, dim). tile: queries processed at a time."""
         # Metal has no float64: it computes only the first product.
         self._exact_device = torch.device("cpu") if device.type == "mps" else device
-        self._device, self._tile = device, tile or TILE_QUERIES
+        self._device = device
+        self._tile = tile or TILE_QUERIES
         self._queries = unit(queries, self._exact_device)
         self._fast = self._queries.float().to(device)
         shape = (len(queries), k)
-        self._keys = torch.full(shape, UNUSED, dtype=torch.int64, device=self._exact_device)
+        self._keys = torch.full(
+            shape, UNUSED, dtype=torch.int64, device=self._exact_device
+        )
         self._n = 0
         self._memory = self._fast.new_empty(0)
         # |error| of a float32 dot product of unit vectors, the rounding of both counted.
@@ -57,13 +62,18 @@ class Neighbours:
             part = slice(start, start + self._tile)
             candidates = largest_products(self._fast[part], fast, width, self._memory)
             near, which = (x.to(self._exact_device) for x in candidates)
-            queries, keys = self._queries[part], self._keys[part]
+            queries = self._queries[part]
+            keys = self._keys[part]
             best = self._best(keys, queries, stored, lengths, near, which)
             if near.shape[1] < len(rows):
                 hidden = near[:, -1] >= _cosines_in(best[:, -1]) - self._error
                 if hidden.any():
-                    cosines = rounded(queries[hidden] @ (stored.double() / lengths[:, None]).T)
-                    numbers = torch.arange(self._n, self._n + len(rows), device=cosines.device)
+                    cosines = rounded(
+                        queries[hidden] @ (stored.double() / lengths[:, None]).T
+                    )
+                    numbers = torch.arange(
+                        self._n, self._n + len(rows), device=cosines.device
+                    )
                     every = torch.cat([keys[hidden], keys_of(cosines, numbers)], 1)
                     best[hidden] = every.topk(keys.shape[1]).values
             self._keys[part] = best
@@ -80,7 +90,9 @@ class Neighbours:
     ) -> torch.Tensor:
         """The best k among `keys` and the rows `which`, whose float32 cosines are `near`."""
         k = keys.shape[1]
-        at_least = torch.cat([_cosines_in(keys), near - self._error], 1).topk(k).values[:, -1:]
+        at_least = (
+            torch.cat([_cosines_in(keys), near - self._error], 1).topk(k).values[:, -1:]
+        )
         open_ = near >= at_least - self._error  # for a query the first columns
         products = torch.zeros_like(near, dtype=torch.float64)
         n_open = open_.sum(1)
@@ -133,7 +145,9 @@ def largest_products(
     They are in the k groups of products with the largest maxima: a pass over the maxima of groups
     takes a third of the time of `topk`. memory: (m (n + GROUP),) is overwritten.
     """
-    m, n, width = len(queries), len(rows), -(-len(rows) // GROUP) * GROUP
+    m = len(queries)
+    n = len(rows)
+    width = -(-len(rows) // GROUP) * GROUP
     near = memory[: m * width].view(m, width)
     near[:, n:] = -torch.inf
     torch.mm(queries, rows.T, out=near[:, :n])
@@ -141,7 +155,9 @@ def largest_products(
         return near[:, :n].topk(min(n, k))
     groups = near.unflatten(1, (-1, GROUP))
     first = groups.amax(2).topk(k).indices
-    values, places = groups.gather(1, first[..., None].expand(-1, -1, GROUP)).flatten(1).topk(k)
+    values, places = (
+        groups.gather(1, first[..., None].expand(-1, -1, GROUP)).flatten(1).topk(k)
+    )
     return values, first.gather(1, places // GROUP) * GROUP + places % GROUP
 
 

@@ -41,7 +41,8 @@ class SufficientStats:
     """
 
     def __init__(self, dim: int, n_classes: int) -> None:
-        self.dim, self.n_classes = dim, n_classes
+        self.dim = dim
+        self.n_classes = n_classes
         self.n = 0
         self.counts: Integers = np.zeros(n_classes, np.int64)
         self._shift: Float | None = None
@@ -65,7 +66,9 @@ class SufficientStats:
         self.counts += np.bincount(labels, minlength=self.n_classes)
         self._waiting.append((x, labels))
         self._n_waiting += len(x)
-        return self._ready() if self._n_waiting >= WORTH * self.dim else None
+        if self._n_waiting >= WORTH * self.dim:
+            return self._ready()
+        return None
 
     def joined(self, other: SufficientStats) -> SufficientStats:
         """The statistics of both sets of images."""
@@ -77,7 +80,8 @@ class SufficientStats:
             for x, labels in part._waiting:
                 out._waiting.append((x, labels))
                 out._n_waiting += len(x)
-        out.n, out.counts = self.n + other.n, self.counts + other.counts
+        out.n = self.n + other.n
+        out.counts = self.counts + other.counts
         if out._scatter is not None and out._waiting:
             out._flush()
         return out
@@ -129,7 +133,9 @@ class SufficientStats:
         self._class_sums += of_class
 
     def _ready(self) -> Piece:
-        piece, self._waiting, self._n_waiting = self._waiting, [], 0
+        piece = self._waiting
+        self._waiting = []
+        self._n_waiting = 0
         if self._shift is None:
             self._shift = piece[0][0][0].astype(np.float64)
         return piece
@@ -165,7 +171,9 @@ def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
     from scipy.sparse import csc_array
 
     ones = np.ones(len(labels))
-    one_hot = csc_array((ones, labels, np.arange(len(labels) + 1)), (n_classes, len(labels)))
+    one_hot = csc_array(
+        (ones, labels, np.arange(len(labels) + 1)), (n_classes, len(labels))
+    )
     return one_hot @ x
 
 
@@ -195,7 +203,9 @@ class Algebra:
 
     def leverage(self, n: int, l2: float) -> float:
         """The intercept's share in each training image's leverage."""
-        return 1 / (n if self.constant is None else n + l2 / self.constant / self.constant)
+        return 1 / (
+            n if self.constant is None else n + l2 / self.constant / self.constant
+        )
 
     def scales(self, sums_of_squares: Float, n: int) -> Float | None:
         """(dim,) factors of the centred features; None for all 1."""
@@ -281,8 +291,10 @@ class Factors:
             y: (n, columns) targets.
             algebra: treatment of the intercept and of scales.
         """
-        mean, target = x.mean(0), y.mean(0)
-        x, y = x - mean, y - target
+        mean = x.mean(0)
+        target = y.mean(0)
+        x = x - mean
+        y = y - target
         scales = algebra.scales(np.einsum("ij,ij->j", x, x), len(x))
         if scales is not None:
             x *= scales
@@ -290,7 +302,8 @@ class Factors:
             basis, values, rhs = _by_dual(x, y)
         else:
             values, basis = np.linalg.eigh(x.T @ x)
-            values, rhs = np.maximum(values, 0), basis.T @ (x.T @ y)
+            values = np.maximum(values, 0)
+            rhs = basis.T @ (x.T @ y)
         if scales is not None:
             basis = basis * scales[:, np.newaxis]
         return cls(basis, mean @ basis, values, rhs, target, len(x), algebra)
@@ -311,7 +324,9 @@ def _decomposed(kernel: Float) -> tuple[Float, Float]:
     return values[kept], vectors[:, kept]
 
 
-def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebra) -> Factors:
+def from_kernel(
+    kernel: Float, labels: Integers, n_classes: int, algebra: Algebra
+) -> Factors:
     """`Factors` of images known by their inner products only.
 
     `coordinates` then takes the inner products (m, n) of images with the training images.

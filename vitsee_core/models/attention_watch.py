@@ -64,12 +64,16 @@ class AttentionCall(ABC):
 
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.to(dtype)
+    return x
 
 
 def repeated(x: Tensor, n_heads: int) -> Tensor:
     """Grouped heads (images, groups, tokens, dim) as all heads."""
-    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+    if x.shape[1] == n_heads:
+        return x
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -78,7 +82,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
         return False
     if x.is_meta:  # no addresses there, but storages that differ
         storages = x.untyped_storage()._cdata, y.untyped_storage()._cdata
-        return bool(storages[0] == storages[1] and x.storage_offset() == y.storage_offset())
+        return bool(
+            storages[0] == storages[1] and x.storage_offset() == y.storage_offset()
+        )
     return x.data_ptr() == y.data_ptr()
 
 
@@ -91,7 +97,8 @@ def _by_image(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
 
 def _at_once(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
     """The same in one call, which fills a GPU."""
-    left, right = torch.mul(query, scale).flatten(0, 1), key.flatten(0, 1)
+    left = torch.mul(query, scale).flatten(0, 1)
+    right = key.flatten(0, 1)
     torch.bmm(left, right.transpose(1, 2), out=out.flatten(0, 1))
 
 
@@ -126,7 +133,9 @@ class KernelCall(AttentionCall):
             else:
                 out.add_(mask)
         if self.causal:
-            later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device).triu_(1)
+            later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device).triu_(
+                1
+            )
             out.masked_fill_(later, float("-inf"))
         return out
 
@@ -135,7 +144,9 @@ class SoftmaxCall(AttentionCall):
     """The argument of an explicit softmax and the value that its result was multiplied with."""
 
     def __init__(self, given: Tensor, value: Tensor, output: Tensor) -> None:
-        self.given, self.value, self.output = given, value, output
+        self.given = given
+        self.value = value
+        self.output = output
         self.n_images, self.n_heads, self.n_tokens = given.shape[:3]
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
@@ -220,19 +231,26 @@ class AttentionWatch(AttentionMode):
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(images x heads, ...) of an nn.MultiheadAttention as (images, heads, ...)."""
-        return x.unflatten(0, (-1, RUNNING[-1])) if RUNNING and x.ndim == 3 else x
+        if RUNNING and x.ndim == 3:
+            return x.unflatten(0, (-1, RUNNING[-1]))
+        return x
 
-    def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    def _kernel(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
         arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
         if result.dtype != arguments["query"].dtype:
             # Autocast stands between what is seen here and the kernel: queries and keys that left
             # a normalisation in single precision were rounded to the type that the result has.
             arguments = {name: _rounded(x, result.dtype) for name, x in arguments.items()}
-        query, key = arguments["query"], arguments["key"]
+        query = arguments["query"]
+        key = arguments["key"]
         call = KernelCall(arguments, result) if query.ndim == 4 else None
         self.sink(AttentionEvent(tuple(query.shape[:-1]), key.shape[-2], call=call))
 
-    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    def _softmax(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
         given = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if isinstance(given, Tensor) and given.ndim >= 3 and dim in (-1, given.ndim - 1):
@@ -245,8 +263,11 @@ class AttentionWatch(AttentionMode):
         value: Tensor
         if _same(args[0], weights):
             value = args[1]
-        elif _same(args[1], weights.transpose(-2, -1)):  # value^T @ weights^T, as in LeViT's maps
-            value, result = args[0].transpose(-2, -1), result.transpose(-2, -1)
+        elif _same(
+            args[1], weights.transpose(-2, -1)
+        ):  # value^T @ weights^T, as in LeViT's maps
+            value = args[0].transpose(-2, -1)
+            result = result.transpose(-2, -1)
         else:
             return
         self.pending = None
@@ -276,7 +297,9 @@ class AttentionWatch(AttentionMode):
         if self.pending is not None and self.pending[2] >= depth:
             given = self.pending[0]
             self.pending = None
-            self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], mixed=True))
+            self.sink(
+                AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], mixed=True)
+            )
 
 
 class FirstAttention(TorchFunctionMode):
@@ -323,7 +346,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _with(function: Any, names: dict[str, Any]) -> FunctionType:
     """The same code with other global names."""
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    return FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__
+    )
 
 
 def without_fast_path(module: nn.Module) -> None:

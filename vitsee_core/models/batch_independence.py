@@ -80,7 +80,9 @@ class Composition(NamedTuple):
 
     def tolerance(self, precision: str) -> float:
         """The largest difference that roundings explain in this precision."""
-        return SAME_SIZE_TOLERANCE if self.same_size else OTHER_SIZE_TOLERANCE[precision]
+        if self.same_size:
+            return SAME_SIZE_TOLERANCE
+        return OTHER_SIZE_TOLERANCE[precision]
 
 
 def compositions(images: Tensor) -> list[Composition]:
@@ -231,7 +233,8 @@ def passage(module: nn.Module, images: Tensor, watch_half: bool = False) -> Pass
 
     def note(name: str, entering: bool, x: Tensor | None) -> None:
         around = name if not entering else (stack[-1] if stack else name)
-        prints, by_image = None, False
+        prints = None
+        by_image = False
         if x is not None and not x.is_complex():
             x = _images_first(x, n_images)
             by_image = x.ndim > 0 and len(x) == n_images
@@ -305,7 +308,9 @@ class Dependence(NamedTuple):
     error: float
 
 
-def batch_dependence(module: nn.Module, images: Tensor, other: Composition) -> Dependence | None:
+def batch_dependence(
+    module: nn.Module, images: Tensor, other: Composition
+) -> Dependence | None:
     """The module that first gives something else for an image in the other batch; None where every
     module gives the same.
 
@@ -315,19 +320,24 @@ def batch_dependence(module: nn.Module, images: Tensor, other: Composition) -> D
     first = passage(module, images, watch_half=True)
     second = passage(module, other.images)
     signs = torch.randn(images.shape, generator=torch.Generator().manual_seed(4)).sign()
-    perturbed = passage(module, images * (1 + PERTURBATION * signs.to(images.device, images.dtype)))
+    perturbed = passage(
+        module, images * (1 + PERTURBATION * signs.to(images.device, images.dtype))
+    )
     exact = tolerance = other.tolerance("fp32")
     if first.half:
         tolerance = ROUNDED_TOLERANCE if other.same_size else other.tolerance("half")
     largest = 0.0
-    for event, there, shaken in zip(first.events, second.events, perturbed.events, strict=False):
+    for event, there, shaken in zip(
+        first.events, second.events, perturbed.events, strict=False
+    ):
         if (event.module, event.entering) != (there.module, there.entering):
             return Dependence(_named(module, event.around), float("inf"))
         if event.prints is None or there.prints is None or not event.by_image:
             continue
         if not there.by_image:
             return Dependence(_named(module, event.around), float("inf"))
-        rows, first_rows = list(other.rows), list(other.first_rows)
+        rows = list(other.rows)
+        first_rows = list(other.first_rows)
         error = difference(event.prints[first_rows], there.prints[rows])
         largest = max(largest, error)
         if error <= tolerance:
@@ -343,4 +353,6 @@ def batch_dependence(module: nn.Module, images: Tensor, other: Composition) -> D
 def _named(module: nn.Module, path: str) -> str:
     """`blocks.0.norm1 (BatchNorm1d)`."""
     kind = type(module.get_submodule(path)).__name__
-    return f"{path} ({kind})" if path else f"the model itself ({kind})"
+    if path:
+        return f"{path} ({kind})"
+    return f"the model itself ({kind})"

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import (
+    AttentionCall,
+    AttentionEvent,
+    AttentionWatch,
+)
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
@@ -53,7 +57,9 @@ class Hooks:
     """Consumers of hook points, by module: registered once, calls counted in every pass."""
 
     def __init__(self, module: nn.Module, table: SiteTable) -> None:
-        self.module, self.turned, self.orders = module, table.turned, table.orders
+        self.module = module
+        self.turned = table.turned
+        self.orders = table.orders
         self.n_images = 0
         self.consumers: dict[Place, list[tuple[int, Consumer]]] = defaultdict(list)
         self.expected: dict[Place, tuple[int, str]] = {}
@@ -69,7 +75,8 @@ class Hooks:
     def install(self) -> None:
         """Register one hook for each module and direction."""
         for place in self.consumers:
-            child, see = self.module.get_submodule(place[0]), partial(self._see, place)
+            child = self.module.get_submodule(place[0])
+            see = partial(self._see, place)
             if place[1]:
                 handle = child.register_forward_pre_hook(
                     lambda _m, args, kwargs, see=see: see(input_tensor(args, kwargs)),
@@ -77,7 +84,9 @@ class Hooks:
                 )
             else:
                 handle = child.register_forward_hook(
-                    lambda m, _, output, see=see: see(output_tensor(m, output, self.n_images))
+                    lambda m, _, output, see=see: see(
+                        output_tensor(m, output, self.n_images)
+                    )
                 )
             self.handles.append(handle)
 
@@ -98,15 +107,17 @@ class Hooks:
                     f"one forward pass, expected {calls}"
                 )
 
-    def laid(self, place: Place, x: Tensor) -> Tensor:
+    def to_grid_order(self, place: Place, x: Tensor) -> Tensor:
         """The tensor of a place with images in front, and its tokens in the image's order."""
         x = x.transpose(0, 1) if place in self.turned else x
-        return self.orders[place].laid(x) if place in self.orders else x
+        if place in self.orders:
+            return self.orders[place].to_grid_order(x)
+        return x
 
     def _see(self, place: Place, x: Tensor | None) -> None:
         call = self.counts[place]
         self.counts[place] += 1
-        x = None if x is None else self.laid(place, x)
+        x = None if x is None else self.to_grid_order(place, x)
         # What an observer computes is no attention of the model, and the watch would cost each of
         # its thousands of calls some microseconds.
         with torch._C.DisableTorchFunction():
@@ -133,7 +144,8 @@ class Capture:
         attention: Sequence[AttentionBlock] = (),
     ) -> None:
         refuse_compiled(model.module)
-        self.model, self.table = model, table
+        self.model = model
+        self.table = table
         self.watch = AttentionWatch(self._attended)
         self.watch.active = False
         self.hooks = Hooks(model.module, table)
@@ -180,7 +192,9 @@ class Capture:
                 is not the batch; what the observer got in this pass is then invalid.
         """
         if not self.hooks.handles:
-            raise CaptureError("hooks are not installed; expected: with Capture(...) as capture")
+            raise CaptureError(
+                "hooks are not installed; expected: with Capture(...) as capture"
+            )
         self._observer, self.hooks.n_images = observer, len(x)
         self.hooks.counts.clear()
         self._seen.clear()
@@ -205,7 +219,9 @@ class Capture:
         for path, block in self._blocks.items():
             child = self.model.module.get_submodule(path)
             self.hooks.handles += [
-                child.register_forward_pre_hook(lambda _m, _a, block=block: self._open(block)),
+                child.register_forward_pre_hook(
+                    lambda _m, _a, block=block: self._open(block)
+                ),
                 child.register_forward_hook(lambda _m, _a, _o: self._close()),
             ]
         self.hooks.install()
@@ -242,7 +258,9 @@ class Capture:
         for i, name in enumerate((residual.skip, residual.branch)):
             view = self.table.points[name].view
 
-            def gather(x: Tensor, i: int = i, flat: Callable[[Tensor], Tensor] = view.flat) -> None:
+            def gather(
+                x: Tensor, i: int = i, flat: Callable[[Tensor], Tensor] = view.flat
+            ) -> None:
                 self._whole(sublayer.name, x)
                 parts = self._waiting[sublayer.name]
                 parts[i] = flat(x)

@@ -20,7 +20,11 @@ class Product(NamedTuple):
 
 
 def read_einsum(
-    arguments: Sequence[Any], scores: Tensor, weights_at: int, turned: bool, result: Tensor
+    arguments: Sequence[Any],
+    scores: Tensor,
+    weights_at: int,
+    turned: bool,
+    result: Tensor,
 ) -> Product | None:
     """The product of weights and values that an einsum computes; None where it is another one.
 
@@ -31,17 +35,21 @@ def read_einsum(
         turned: whether they have keys before queries there, the last two axes exchanged.
         result: of the einsum.
     """
-    equation, operands = arguments[0], _operands(arguments[1:])
+    equation = arguments[0]
+    operands = _operands(arguments[1:])
     if not isinstance(equation, str) or len(operands) != 2:
         return None
     spelled = _spelled(equation, operands)
     if spelled is None:
         return None
     terms, output_axes = spelled
-    weight_axes, value_axes = terms[weights_at], terms[1 - weights_at]
+    weight_axes = terms[weights_at]
+    value_axes = terms[1 - weights_at]
     if turned:
         weight_axes = weight_axes[:-2] + weight_axes[-1] + weight_axes[-2]
-    if any(len(set(axes)) != len(axes) for axes in (weight_axes, value_axes, output_axes)):
+    if any(
+        len(set(axes)) != len(axes) for axes in (weight_axes, value_axes, output_axes)
+    ):
         return None
     key = weight_axes[-1]
     own_axes = [axis for axis in value_axes if axis not in weight_axes]
@@ -54,7 +62,9 @@ def read_einsum(
     if sorted(output_axes) != sorted(batch + query + dim):
         return None
     value_axes_there = [axis for axis in batch + key + dim if axis in value_axes]
-    value = operands[1 - weights_at].permute([value_axes.index(axis) for axis in value_axes_there])
+    value = operands[1 - weights_at].permute(
+        [value_axes.index(axis) for axis in value_axes_there]
+    )
     for place, axis in enumerate(batch):
         if axis not in value_axes:
             value = value.unsqueeze(place)

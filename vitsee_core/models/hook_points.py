@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
-SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+SUMS = {
+    torch.add,
+    Tensor.add,
+    Tensor.add_,
+    Tensor.__add__,
+    Tensor.__radd__,
+    Tensor.__iadd__,
+}
 # Sums with a product, x + a * b, of which no tensor holds the product.
 SCALED_SUMS = {torch.addcmul, Tensor.addcmul, Tensor.addcmul_}
 SHOWN = 4  # names in an error line
@@ -147,9 +154,16 @@ def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     found = list(tensors_in(value))
     if len(found) > 1 and n_images is not None:
         found = [x for x in found if x.ndim > 1 and len(x) == n_images]
-        if len(found) > 1 and isinstance(value, tuple) and (first := value[0]) is found[0]:
+        if (
+            len(found) > 1
+            and isinstance(value, tuple)
+            and (first := value[0]) is found[0]
+        ):
             alike = [x for x in found[1:] if x.ndim == first.ndim]
-            found = [first, *(x for x in alike if x.ndim < 2 or x.shape[-1] != x.shape[-2])]
+            found = [
+                first,
+                *(x for x in alike if x.ndim < 2 or x.shape[-1] != x.shape[-2]),
+            ]
     return found[0] if len(found) == 1 else None
 
 
@@ -176,7 +190,9 @@ def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     """The tensor a module works on: its first argument."""
     if args:
         return plain(args[0]) if isinstance(args[0], Tensor) else None
-    return next((plain(value) for value in kwargs.values() if isinstance(value, Tensor)), None)
+    return next(
+        (plain(value) for value in kwargs.values() if isinstance(value, Tensor)), None
+    )
 
 
 @contextmanager

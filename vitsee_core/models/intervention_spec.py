@@ -23,7 +23,11 @@ from vitsee_stores.url import is_url
 
 REFERRING = ("mean", "noise", "shuffle")
 COUNTED = ("outliers", "random")
-OPTIONS = {"replace": "--replace", "heads": "--ablate-heads", "attention": "--block-attention"}
+OPTIONS = {
+    "replace": "--replace",
+    "heads": "--ablate-heads",
+    "attention": "--block-attention",
+}
 OPTIONS |= {"registers": "--registers"}
 _STORED = re.compile(rf"(.*=(?:{'|'.join((*REFERRING, *COUNTED))}):)(.+)")
 
@@ -133,13 +137,19 @@ def _replacement(text: str) -> Replacement:
     words, at, sites = place.partition("@")
     tokens = tuple(word.strip() for word in words.split(","))
     if not (at and sites and all(tokens)):
-        raise _malformed("--replace", text, "TOKENS@SITES=VALUES, as in cls@blocks.6.out=zero")
+        raise _malformed(
+            "--replace", text, "TOKENS@SITES=VALUES, as in cls@blocks.6.out=zero"
+        )
     for word in tokens:
         kind, colon, number = word.partition(":")
         if (colon or kind in COUNTED) and not (
-            kind in COUNTED and re.fullmatch("[1-9][0-9]{0,8}", number) and len(tokens) == 1
+            kind in COUNTED
+            and re.fullmatch("[1-9][0-9]{0,8}", number)
+            and len(tokens) == 1
         ):
-            raise _malformed("--replace", text, "outliers:N or random:N alone, N from 1 on")
+            raise _malformed(
+                "--replace", text, "outliers:N or random:N alone, N from 1 on"
+            )
     return Replacement(text, tokens, sites, _values("--replace", text, values))
 
 
@@ -147,7 +157,9 @@ def _ablation(text: str) -> HeadAblation:
     place, equals, values = text.partition("=")
     blocks, _, numbers = place.rpartition(":")
     if not blocks or not re.fullmatch("[0-9]{1,6}(,[0-9]{1,6})*", numbers):
-        raise _malformed("--ablate-heads", text, "BLOCK:HEAD,HEAD[=VALUES], as in blocks.3:0,5")
+        raise _malformed(
+            "--ablate-heads", text, "BLOCK:HEAD,HEAD[=VALUES], as in blocks.3:0,5"
+        )
     heads = tuple(sorted({int(number) for number in numbers.split(",")}))
     found = _values("--ablate-heads", text, values) if equals else ZERO
     return HeadAblation(text, blocks, heads, found)
@@ -157,22 +169,32 @@ def _block(text: str) -> Block:
     what, at, blocks = text.rpartition("@")
     both = re.fullmatch("[^<>@]+<-[^<>@]+", what)
     if not (
-        at and blocks and (both or what == "own" or re.fullmatch(r"distance>\d+(\.\d+)?", what))
+        at
+        and blocks
+        and (both or what == "own" or re.fullmatch(r"distance>\d+(\.\d+)?", what))
     ):
         expected = "QUERIES<-KEYS@BLOCKS, own@BLOCKS or distance>K@BLOCKS, as in"
-        raise _malformed("--block-attention", text, f"{expected} 'cls<-patches@blocks.6..11'")
+        raise _malformed(
+            "--block-attention", text, f"{expected} 'cls<-patches@blocks.6..11'"
+        )
     return Block(text, what, blocks)
 
 
 def _registers(text: str) -> Registers:
     number = "[1-9][0-9]{0,5}"
-    match = re.fullmatch(rf"({number}):({number})@([^=]+)=({'|'.join(COUNTED)}):(.+)", text)
+    match = re.fullmatch(
+        rf"({number}):({number})@([^=]+)=({'|'.join(COUNTED)}):(.+)", text
+    )
     if match is None:
-        expected = "N:NEURONS@SITE=outliers:STORE or =random:STORE, both numbers from 1 on"
+        expected = (
+            "N:NEURONS@SITE=outliers:STORE or =random:STORE, both numbers from 1 on"
+        )
         raise _malformed(
             "--registers", text, f"{expected}, as in 1:10@blocks.8.out=outliers:base.zarr"
         )
-    return Registers(text, int(match[1]), int(match[2]), match[3], Values(match[4], match[5]))
+    return Registers(
+        text, int(match[1]), int(match[2]), match[3], Values(match[4], match[5])
+    )
 
 
 def _values(option: str, text: str, values: str) -> Values:
@@ -180,7 +202,9 @@ def _values(option: str, text: str, values: str) -> Values:
     if (kind == "zero" and not colon) or (kind in REFERRING and store):
         return Values(kind, store)
     choices = ", ".join(f"{word}:STORE" for word in REFERRING)
-    raise _malformed(option, text, f"the values zero, {choices}, with STORE a plain extraction")
+    raise _malformed(
+        option, text, f"the values zero, {choices}, with STORE a plain extraction"
+    )
 
 
 def _malformed(option: str, text: str, expected: str) -> InterventionError:

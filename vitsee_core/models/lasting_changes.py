@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.hook_points import HookPoint, ModelError, branch_only, input_tensor
+from vitsee_core.models.hook_points import (
+    HookPoint,
+    ModelError,
+    branch_only,
+    input_tensor,
+)
 from vitsee_core.models.interventions.changes import swapped
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
@@ -29,7 +34,7 @@ from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.survey import Survey, survey
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.selectors import GROUPS, select_names
 
 if TYPE_CHECKING:
@@ -53,7 +58,9 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     table = site_table(model)
     said = dict.fromkeys(names, "--ablate-skip")
     said |= dict.fromkeys(model.trained_without, "ablate_skip of its config.json:")
-    asked = {found: said[x] for x in said for found in _sublayers(model, table, x, said[x])}
+    asked = {
+        found: said[x] for x in said for found in _sublayers(model, table, x, said[x])
+    }
     chosen = sorted(asked)
     if not chosen:
         return
@@ -65,7 +72,8 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
             )
     ends = [table.points[table.residuals[name].branch].hook_points[0] for name in chosen]
     cuts = _cut(model.module, ends)
-    before, model.ablate_skip = model.ablate_skip, tuple(chosen)
+    before = model.ablate_skip
+    model.ablate_skip = tuple(chosen)
     proven = site_table(model)
     for name in chosen:
         if name not in proven.residuals:
@@ -73,8 +81,12 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
                 handle.remove()
             model.ablate_skip = before
             block = table.residuals[name].total.rpartition(".")[0]
-            reason = proven.left_out.get(block, "without its skip the block is no longer read")
-            raise ModelError(f"{asked[name]} {name} cannot be done in {model.name}: {reason}")
+            reason = proven.left_out.get(
+                block, "without its skip the block is no longer read"
+            )
+            raise ModelError(
+                f"{asked[name]} {name} cannot be done in {model.name}: {reason}"
+            )
 
 
 def _sublayers(model: LoadedModel, table: SiteTable, text: str, option: str) -> list[str]:
@@ -84,7 +96,9 @@ def _sublayers(model: LoadedModel, table: SiteTable, text: str, option: str) -> 
         block = residual.total.rpartition(".")[0]
         for place in dict.fromkeys((block, name)):
             places.setdefault(place, []).append(name)
-    known = [replace(table.sites[0], name=name, groups=(), alias_of=None) for name in places]
+    known = [
+        replace(table.sites[0], name=name, groups=(), alias_of=None) for name in places
+    ]
     try:
         found = [] if text in GROUPS else select_names([text], known)
     except SiteError:
@@ -97,7 +111,8 @@ def _sublayers(model: LoadedModel, table: SiteTable, text: str, option: str) -> 
         raise ModelError(f"{option} {text}: {model.name} has {table.residual_refusal}")
     raise ModelError(
         f"{option} {text}: {model.name} has no residual block or sublayer of this name whose "
-        f"skip is known; there are: {few(list(places), SHOWN)} (run: vitsee sites {model.name})"
+        f"skip is known; there are: {abbreviate(list(places), SHOWN)} (run: vitsee sites "
+        f"{model.name})"
     )
 
 
@@ -120,7 +135,8 @@ def _cut(module: nn.Module, ends: Sequence[HookPoint]) -> list[RemovableHandle]:
 
     before = module.register_forward_pre_hook(lambda _m, _a: counts.clear())
     behind = [
-        module.get_submodule(path).register_forward_hook(partial(cut, path)) for path in ending
+        module.get_submodule(path).register_forward_hook(partial(cut, path))
+        for path in ending
     ]
     return [before, *behind]
 
@@ -134,7 +150,8 @@ def add_registers(model: LoadedModel, n: int) -> None:
             nothing takes the last block's output as it is. The model is left unchanged.
     """
     said = f"--registers cannot be added to {model.name}"
-    table, found = site_table(model), survey(model.module, model.input_size)
+    table = site_table(model)
+    found = survey(model.module, model.input_size)
     layout = _shared_layout(table, found, said)
     n_there = sum(name.startswith("reg") for name in layout.prefix)
     added = tuple(f"reg{n_there + i}" for i in range(n))
@@ -143,7 +160,8 @@ def add_registers(model: LoadedModel, n: int) -> None:
     at = layout.n_prefix
     handles = [
         model.module.get_submodule(path).register_forward_pre_hook(
-            _Tokens(at, n if path == first else -n, (path, True) in table.turned), with_kwargs=True
+            _Tokens(at, n if path == first else -n, (path, True) in table.turned),
+            with_kwargs=True,
         )
         for path in (first, *ends)
     ]
@@ -208,7 +226,9 @@ def _retraced(model: LoadedModel) -> SiteTable:
             model.module(torch.zeros(2, *model.input_size, device=device))
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"its forward pass has a fixed number of tokens ({text})") from error
+        raise ModelError(
+            f"its forward pass has a fixed number of tokens ({text})"
+        ) from error
     return site_table(model)
 
 
@@ -238,7 +258,9 @@ class _Tokens:
     out there. turned: tokens come before images."""
 
     def __init__(self, at: int, n: int, turned: bool) -> None:
-        self.at, self.n, self.dim = at, n, 0 if turned else 1
+        self.at = at
+        self.n = n
+        self.dim = 0 if turned else 1
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         old = input_tensor(args, kwargs)

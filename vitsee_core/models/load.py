@@ -85,9 +85,17 @@ def load_model(
             architecture does not take, or a skip that cannot be ablated.
     """
     args: dict[str, Any] = dict(model_args or {})
-    options: dict[str, Any] = {"transform": transform, "processor": processor, "native": native}
+    options: dict[str, Any] = {
+        "transform": transform,
+        "processor": processor,
+        "native": native,
+    }
     options |= {"trust_remote_code": trust_remote_code, "checkpoint": checkpoint}
-    options |= {"checkpoint_key": checkpoint_key, "random_init": random_init, "crop_pct": crop_pct}
+    options |= {
+        "checkpoint_key": checkpoint_key,
+        "random_init": random_init,
+        "crop_pct": crop_pct,
+    }
     options |= {"weights_size": weights_size, "resample_patches": resample_patches}
     source = source_of(name, options)
     if foreign is not None:
@@ -107,7 +115,10 @@ def load_model(
         wanted["frames"] = frames
     try:
         module = source.make(
-            pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
+            pretrained=not fresh,
+            seed=random_init or 0,
+            wanted=wanted,
+            foreign=foreign is not None,
         )
         require_plain_tensors(module, name)
         one_for_all = (
@@ -123,7 +134,9 @@ def load_model(
     except ModelError as error:
         if layout is None or not layout.args:
             raise
-        raise ModelError(f"{checkpoint} is a checkpoint of {layout.name}, but {error}") from error
+        raise ModelError(
+            f"{checkpoint} is a checkpoint of {layout.name}, but {error}"
+        ) from error
     given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
     given |= {"crop_mode": crop_mode, "fill": fill}
     config = source.transform(module, wanted.get("img_size"), given)
@@ -207,11 +220,15 @@ def own_model(
     refuse_compiled(module)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
     kind = type(module)
-    architecture = str(config.get("architecture") or f"{kind.__module__}.{kind.__qualname__}")
+    architecture = str(
+        config.get("architecture") or f"{kind.__module__}.{kind.__qualname__}"
+    )
     name = name or str(config.get("architecture") or kind.__name__)
     if transform is None:
         if not config:
-            raise ModelError(f"{name} is not a timm model: give its transform (transform=...)")
+            raise ModelError(
+                f"{name} is not a timm model: give its transform (transform=...)"
+            )
         transform = input_transform(module, name, None, {})
     require_plain_tensors(module, name)
     if next(module.parameters(), None) is None:
@@ -219,7 +236,9 @@ def own_model(
     try:
         module = module if copied else copy.deepcopy(module).cpu()
     except (RuntimeError, TypeError) as error:
-        raise ModelError(f"{name} cannot be copied: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{name} cannot be copied: {str(error).splitlines()[0]}"
+        ) from error
     _still(module)
     if frames is not None:
         recognise(module, frames, tuple(transform["input_size"]), name)
@@ -276,10 +295,14 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
     source = source_of(name, options)
     source.check_choices()
     source.check_arguments(options.get("model_args") or {})
-    checkpoint, random_init = options.get("checkpoint"), options.get("random_init")
-    checkpoint_key, crop_pct = options.get("checkpoint_key"), options.get("crop_pct")
+    checkpoint = options.get("checkpoint")
+    random_init = options.get("random_init")
+    checkpoint_key = options.get("checkpoint_key")
+    crop_pct = options.get("crop_pct")
     if checkpoint is not None and random_init is not None:
-        raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
+        raise ModelError(
+            "--checkpoint and --random-init exclude each other; give one of them"
+        )
     resampled = options.get("weights_size") is not None or options.get("resample_patches")
     if random_init is not None and resampled:
         raise ModelError(
@@ -287,12 +310,16 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
             "does not read; leave them out"
         )
     if checkpoint_key is not None and checkpoint is None:
-        raise ModelError("--checkpoint-key chooses within a file: give --checkpoint FILE too")
+        raise ModelError(
+            "--checkpoint-key chooses within a file: give --checkpoint FILE too"
+        )
     if random_init is not None and not 0 <= random_init <= MOST_SEED:
         raise ModelError(f"--random-init is {random_init}; expected 0 to {MOST_SEED}")
     if crop_pct is not None and not 0 < crop_pct <= 1:
         percent = f"; {crop_pct / 100:.2f}?" if 1 < crop_pct <= 100 else ""
-        raise ModelError(f"--crop-pct is {crop_pct:g}; expected above 0, at most 1{percent}")
+        raise ModelError(
+            f"--crop-pct is {crop_pct:g}; expected above 0, at most 1{percent}"
+        )
 
 
 def hash_weights(module: nn.Module) -> str:
@@ -303,7 +330,9 @@ def hash_weights(module: nn.Module) -> str:
             continue
         flat = tensor.detach().cpu().contiguous()
         digest.update(f"{key} {flat.dtype} {tuple(flat.shape)}\n".encode())
-        digest.update(flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
+        digest.update(
+            flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else b""
+        )
     return digest.hexdigest()
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from vitsee_core.models.intervention_spec import Intervention
-from vitsee_core.models.survey.geometry import Geometry
-from vitsee_stores.manifest import few
+from vitsee_core.models.survey.geometry import ModelGeometry
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.plan import Canvas
 
 
@@ -47,7 +47,7 @@ class LoadedModel:
     ablate_skip: tuple[str, ...] = ()
     trained_without: tuple[str, ...] = ()
     interventions: tuple[Intervention, ...] = ()
-    geometry: Geometry | None = None
+    geometry: ModelGeometry | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     native: Canvas | None = None
 
@@ -56,8 +56,10 @@ class LoadedModel:
         checkpoint, or follows from its layout; what timm's configuration advises; skips that its
         own configuration leaves out; of its weights the key taken where a file has several, tensors
         left random, resampled or without use; what its source remarks."""
-        weights, parts = self.weights, []
-        others, key = weights.get("other_keys"), weights.get("key", "")
+        weights = self.weights
+        parts = []
+        others = weights.get("other_keys")
+        key = weights.get("key", "")
         prefix = weights.get("prefix", "").strip(".")
         if others or "ema" in key.lower():
             same = not prefix or (key and (prefix.endswith(key) or key.endswith(prefix)))
@@ -66,26 +68,32 @@ class LoadedModel:
         if others:
             file = "" if "file" in weights else "--checkpoint FILE "
             option = f"{file}--checkpoint-key {others[0]}"
-            parts.append(f"other copies: {few(others)} ({option})")
+            parts.append(f"other copies: {abbreviate(others)} ({option})")
         if missing := weights.get("missing"):
-            parts.append(f"not in these weights, so random: {few(missing)}")
+            parts.append(f"not in these weights, so random: {abbreviate(missing)}")
         if resampled := weights.get("resampled"):
-            parts.append(f"resampled: {few(resampled)}")
+            parts.append(f"resampled: {abbreviate(resampled)}")
         if unexpected := weights.get("unexpected"):
-            parts.append(f"left over: {few(unexpected)}")
+            parts.append(f"left over: {abbreviate(unexpected)}")
         where = weights.get("file") or weights.get("pretrained") or "weights"
         lines = [f"{self.name} {note}" for note in self.origin.get("notes", ())]
-        lines += [*self._assumed(), *(f"{where}: {note}" for note in weights.get("notes", ()))]
+        lines += [
+            *self._assumed(),
+            *(f"{where}: {note}" for note in weights.get("notes", ())),
+        ]
         lines += [f"{where}: {'; '.join(parts)}"] if parts else []
         if self.trained_without:
-            blocks = few(self.trained_without)
-            lines.append(f"{self.name} has no skip connections in {blocks} (its config.json)")
+            blocks = abbreviate(self.trained_without)
+            lines.append(
+                f"{self.name} has no skip connections in {blocks} (its config.json)"
+            )
         return lines
 
     def _assumed(self) -> list[str]:
         """A line about the layout of a checkpoint, and what was taken for lack of a better."""
         weights = self.weights
-        layout, assumed = weights.get("layout"), weights.get("assumed")
+        layout = weights.get("layout")
+        assumed = weights.get("assumed")
         if weights.get("source") != "checkpoint" or (layout is None and not assumed):
             return []
         if not assumed:
@@ -94,7 +102,11 @@ class LoadedModel:
         options = {"mean": "--img-mean", "std": "--img-std", "crop_pct": "--crop-pct"}
         options["num_heads"] = "--model-arg num_heads=N"
         others = ", ".join(option for name, option in options.items() if name in assumed)
-        known = f"may be {layout}" if layout else f"has no known layout: as {self.name} has them"
+        known = (
+            f"may be {layout}"
+            if layout
+            else f"has no known layout: as {self.name} has them"
+        )
         return [
             f"{weights['file']} {known}, assumed are {_settings(assumed)} "
             f"(a file of weights does not say them; for others: {others})"

@@ -82,7 +82,9 @@ def without_parametrizations(module: nn.Module) -> None:
                 value = _constant(child, key, name)
             except (AttributeError, RuntimeError, TypeError, ValueError) as error:
                 text = " ".join(str(error).split())
-                raise ModelError(f"the parametrization of {name} fails: {text}") from error
+                raise ModelError(
+                    f"the parametrization of {name} fails: {text}"
+                ) from error
             _replace(child, key, value)
 
 
@@ -107,7 +109,9 @@ def _replace(layer: nn.Module, key: str, value: Tensor) -> None:
     assert isinstance(originals, parametrize.ParametrizationList)
     was_buffer = not originals._parameters
     # torch would write the value into the memory of a single original, which layers may share.
-    parametrize.remove_parametrizations(layer, key, leave_parametrized=not originals.is_tensor)
+    parametrize.remove_parametrizations(
+        layer, key, leave_parametrized=not originals.is_tensor
+    )
     delattr(layer, key)
     if was_buffer:
         layer.register_buffer(key, value)

@@ -37,7 +37,9 @@ def rounding_error(total: Tensor, *terms: Tensor) -> float:
         scale = scale + term.float().abs()
     same = (summed == total) | (summed.isnan() & total.isnan())
     error = (summed - total).abs() / (scale * 2 * eps + torch.finfo(torch.float32).tiny)
-    return float(torch.where(same, torch.zeros_like(error), error).nan_to_num(float("inf")).max())
+    return float(
+        torch.where(same, torch.zeros_like(error), error).nan_to_num(float("inf")).max()
+    )
 
 
 def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
@@ -53,7 +55,9 @@ def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
     if not total.shape == skip.shape == given.shape:
         return float("inf")
     eps = max(torch.finfo(x.dtype).eps for x in (total, skip, given))
-    total, skip, given = total.double(), skip.double(), given.double()
+    total = total.double()
+    skip = skip.double()
+    given = given.double()
     power = given.square().sum((0, 1))
     power = torch.where(power > 0, power, torch.ones_like(power))
     factors = ((total - skip) * given).sum((0, 1)) / power
@@ -66,7 +70,9 @@ def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
     return float(torch.where(both_nan, 0.0, error).nan_to_num(float("inf")).max())
 
 
-def beyond(errors: Mapping[str, float], names: Iterable[str], allowed: float) -> dict[str, float]:
+def beyond(
+    errors: Mapping[str, float], names: Iterable[str], allowed: float
+) -> dict[str, float]:
     """The names whose error is not within `allowed`, with the error; inf where it was not
     measured."""
     found = {name: errors.get(name, math.inf) for name in names}
@@ -90,7 +96,9 @@ class SumProof:
         self.scaled: ScaledBranches | None = None
         # A copy, because a call of the model's own module would count as one more call.
         self.activations = {
-            name: copy.deepcopy(module.get_submodule(table.residuals[name].activation or ""))
+            name: copy.deepcopy(
+                module.get_submodule(table.residuals[name].activation or "")
+            )
             for name in names
             if table.residuals[name].activation
         }
@@ -141,14 +149,20 @@ class SumProof:
             parts = self.waiting.setdefault(name, {})
             parts[role] = view.flat(x).clone()
             if len(parts) == 3:
-                skip, branch, total = parts["skip"], parts["branch"], parts["total"]
+                skip = parts["skip"]
+                branch = parts["branch"]
+                total = parts["total"]
                 del self.waiting[name]
                 if residual.witness is not None:
                     branch_view = self.table.points[residual.branch].view
-                    self.errors[name] = self._scaled_error(name, branch_view, skip, branch, total)
+                    self.errors[name] = self._scaled_error(
+                        name, branch_view, skip, branch, total
+                    )
                 elif name in self.activations:
                     summed = branch if residual.ablated else branch + skip
-                    self.errors[name] = rounding_error(total, self.activations[name](summed))
+                    self.errors[name] = rounding_error(
+                        total, self.activations[name](summed)
+                    )
                 else:
                     terms = (branch,) if residual.ablated else (skip, branch)
                     self.errors[name] = rounding_error(total, *terms)

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 MOST_PIXELS = 1 << 14  # along one side of the input
-PIXEL_BYTES = 256  # a forward pass takes for each pixel of one image, at least; ViT-S/16 more
+PIXEL_BYTES = (
+    256  # a forward pass takes for each pixel of one image, at least; ViT-S/16 more
+)
 
 
 DATA = Option(
@@ -108,11 +110,15 @@ def _named_for(store: Store) -> NamedModel | None:
     if is_url(str(store.place)):
         return None
     found = _NAMED.get().get(store.path.resolve())
-    same = found is not None and jsonable(dict(found.args)) == store.manifest.model.get("args", {})
+    same = found is not None and jsonable(dict(found.args)) == store.manifest.model.get(
+        "args", {}
+    )
     return found if same else None
 
 
-def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = False) -> LoadedModel:
+def model_of(
+    store: Store, checkpoint: Path | None = None, *, trust: bool = False
+) -> LoadedModel:
     """The model that a store was made with, proven by the hash of its weights.
 
     It is the one that the running command names for the store (`naming`), if it names one.
@@ -129,7 +135,8 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     from vitsee_core.models.sources.base import OWN_TRANSFORM
 
     _check_record(store)
-    record, canvas = store.manifest.model, store.plan.canvas
+    record = store.manifest.model
+    canvas = store.plan.canvas
     weights, (_, *size) = record["weights"], record["input_size"]
     if canvas is not None and canvas.tiles is not None:
         raise MissingInput(
@@ -155,7 +162,8 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         )
     info = store.manifest.info
     made_in = Path(info.get("data_folder", "."))
-    file, key = checkpoint, None
+    file = checkpoint
+    key = None
     if checkpoint is None and weights.get("source") == "checkpoint":
         file = made_in / (info.get("checkpoint") or weights.get("file") or "")
         key = weights.get("key") or None
@@ -179,7 +187,11 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             foreign=None if trust or own is not None else store.label,
         )
     except VitseeError as error:
-        hint = "" if "--" in str(error) else " (name the file of its weights with --checkpoint)"
+        hint = (
+            ""
+            if "--" in str(error)
+            else " (name the file of its weights with --checkpoint)"
+        )
         raise VitseeError(
             f"the model of {store.label} cannot be loaded again: {error}{hint}"
         ) from None
@@ -194,19 +206,27 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
 
 def _check_record(store: Store) -> None:
     """Raise MissingInput for a manifest without a record of its model, or of other types."""
-    model, info = store.manifest.model, store.manifest.info
+    model = store.manifest.model
+    info = store.manifest.info
     try:
-        weights, args = model.get("weights"), model.get("args", {})
+        weights = model.get("weights")
+        args = model.get("args", {})
         if not isinstance(weights, dict):
             raise TypeError("no weights")
         _, height, width = model["input_size"]
         texts = [model["name"], weights["sha256"], weights.get("source", "")]
-        texts += [info.get("checkpoint") or weights.get("file") or "", weights.get("key") or ""]
-        if not all(isinstance(x, str) for x in (*texts, *model.get("ablate_skip", ()), *args)):
+        texts += [
+            info.get("checkpoint") or weights.get("file") or "",
+            weights.get("key") or "",
+        ]
+        if not all(
+            isinstance(x, str) for x in (*texts, *model.get("ablate_skip", ()), *args)
+        ):
             raise TypeError("text")
         if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in (height, width)):
             raise ValueError("input_size")
-        seed, _ = weights.get("seed"), model.get("origin", {}).get("trust_remote_code")
+        seed = weights.get("seed")
+        _ = model.get("origin", {}).get("trust_remote_code")
         trained_size = weights.get("weights_size") or (1, 1)
         if len(trained_size) != 2 or not all(type(x) is int for x in trained_size):
             raise TypeError("weights_size")
@@ -233,7 +253,8 @@ def _check_size(store: Store, size: tuple[int, int]) -> None:
                 f"{store.label} says that its input has {size[0]} x {size[1]} pixels, and its "
                 f"sites cover {covered:g} of {size[axis]}; extract it anew"
             )
-    need, memory = PIXEL_BYTES * size[0] * size[1], memory_bytes()
+    need = PIXEL_BYTES * size[0] * size[1]
+    memory = memory_bytes()
     if need > memory:
         raise MissingInput(
             f"{store.label} was made of {size[0]} x {size[1]} pixels: its model takes about "
@@ -247,7 +268,8 @@ class Pictures:
 
     def __init__(self, store: Store, data: str | None = None) -> None:
         """`data`: where the images are now, as for `extract --data`; by default where they were."""
-        self._store, self._data = store, data
+        self._store = store
+        self._data = data
 
     @cached_property
     def source(self) -> ImageSource:
@@ -270,21 +292,27 @@ class Pictures:
             return np.stack([stored[int(row)] for row in rows])
         from vitsee_core.images import Selection, batches
 
-        source, samples = self.source, store.samples
+        source = self.source
+        samples = store.samples
         ids = samples.id[rows].tolist()
         hint = f"(name the data that {store.label} was made from with --data)"
         for name in ids:
             if name not in self._places:
-                raise VitseeError(f"{source.name} no longer has the image {name!r} {hint}")
+                raise VitseeError(
+                    f"{source.name} no longer has the image {name!r} {hint}"
+                )
         # By name: images that came to a folder since then have moved the others on.
         index = np.array([self._places[name] for name in ids], np.int64)
         selection = Selection(source.samples_at(index), source, {})
-        transform, whole = store.manifest.transform, [slice(0, len(rows))]
+        transform = store.manifest.transform
+        whole = [slice(0, len(rows))]
         with closing(batches(selection, transform, whole, on_error="fail")) as loading:
             batch = next(loading)
         for name, now, then in zip(ids, batch.hash, samples.hash[rows], strict=True):
             if now != then:
-                raise VitseeError(f"{name!r} in {source.name} is another picture now {hint}")
+                raise VitseeError(
+                    f"{name!r} in {source.name} is another picture now {hint}"
+                )
         return batch.pixels.numpy()
 
     def check_decoding(self) -> None:
@@ -320,13 +348,19 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
     info = store.manifest.info
     options = info.get("data")
     if not options:
-        raise MissingInput(f"{store.label} does not say where its images are; extract it anew")
-    if data is None and (is_url(text := str(options["data"])) or text.startswith("hfds/")):
+        raise MissingInput(
+            f"{store.label} does not say where its images are; extract it anew"
+        )
+    if data is None and (
+        is_url(text := str(options["data"])) or text.startswith("hfds/")
+    ):
         raise MissingInput(
             f"{store.label} was made from {text[:80]}, which a store may not open by itself (name "
             "it, or where its images are now, with --data)"
         )
-    text = data if data is not None else placed(options["data"], Path(info["data_folder"]))
+    text = (
+        data if data is not None else placed(options["data"], Path(info["data_folder"]))
+    )
     own = {key: options.get(key) for key in ("label_key", "image_column", "label_column")}
     if Path(text).suffix != Path(str(options["data"])).suffix:
         own = {}  # of files of that kind
@@ -369,7 +403,9 @@ class Classifiers:
             return stored_classifier(store)
         except MissingInput as missing:
             kept = missing
-        from vitsee_core.models.weights.classifier import classifier_of  # torch, with the model
+        from vitsee_core.models.weights.classifier import (
+            classifier_of,  # torch, with the model
+        )
 
         try:
             model = model_of(store, self.origin.checkpoint, trust=self.origin.trust)

@@ -32,7 +32,7 @@ from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
 from vitsee_stores.generations import Generation
 from vitsee_stores.layout import SiteSpec
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -62,8 +62,13 @@ class FirstImages:
     def record(self) -> dict[str, Any]:
         """The entries of the manifest's `info` that later images are compared with."""
         return {
-            "first_images": {"row": self.row, "hash": [f"{value:016x}" for value in self.hash]},
-            "first_images_sha256": hashlib.sha256(self.pixels.numpy().tobytes()).hexdigest(),
+            "first_images": {
+                "row": self.row,
+                "hash": [f"{value:016x}" for value in self.hash],
+            },
+            "first_images_sha256": hashlib.sha256(
+                self.pixels.numpy().tobytes()
+            ).hexdigest(),
         }
 
 
@@ -81,16 +86,20 @@ def first_images(
         ranges = [slice(row, row + len(hashes))]
     else:
         stop = min(CHECK_WITHIN, len(selection))
-        ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
+        ranges = [
+            slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)
+        ]
     with closing(batches(selection, transform, ranges, workers=0)) as loading:
         for batch in loading:
             if batch.valid.any():
                 break
     if not batch.valid.any():
         _, name, reason = batch.errors[-1]
-        examples, expected = "images", "image files that Pillow opens"
+        examples = "images"
+        expected = "image files that Pillow opens"
         if has_clips(selection.source):
-            examples, expected = "clips", "videos or frames that FFmpeg and Pillow open"
+            examples = "clips"
+            expected = "videos or frames that FFmpeg and Pillow open"
         raise VitseeError(
             f"none of the first {batch.rows.stop} {examples} can be read (the last: {name}: "
             f"{reason}); expected {expected}"
@@ -101,17 +110,22 @@ def first_images(
         wanted = batch.valid & (hashes != 0)
         if not wanted.any():
             wanted = batch.valid
-    return FirstImages(batch.rows.start, batch.pixels[torch.from_numpy(wanted)], batch.hash)
+    return FirstImages(
+        batch.rows.start, batch.pixels[torch.from_numpy(wanted)], batch.hash
+    )
 
 
-def check_same_images(writer: StoreWriter, selection: Selection, first: FirstImages) -> None:
+def check_same_images(
+    writer: StoreWriter, selection: Selection, first: FirstImages
+) -> None:
     """Compare the images at hand with those that a store was made from.
 
     Raises:
         IdentityMismatch: other encoded bytes under the same names, or the same bytes that decode to
             other pixels; names the images, or the versions.
     """
-    info, ids = writer.manifest.info, selection.samples.ids
+    info = writer.manifest.info
+    ids = selection.samples.ids
     expected = _committed_hashes(writer)
     if recorded := _recorded(info):
         row, hashes = recorded
@@ -128,7 +142,7 @@ def check_same_images(writer: StoreWriter, selection: Selection, first: FirstIma
             other.append(f"{ids[row]}{'' if found else ' (cannot be read)'}")
     if other:
         raise IdentityMismatch(
-            f"{writer.place} was made from other images of the same names: {few(other)} in "
+            f"{writer.place} was made from other images of the same names: {abbreviate(other)} in "
             f"{selection.source.name}, {len(other)} of {len(expected)} compared (give the data "
             "that it was made from, choose another -o, or start anew with --force)"
         )
@@ -187,7 +201,11 @@ class _Pooled(Observer):
         self.found: dict[str, Float32] = {}
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        mean = body if site.kind == "vector" else body.flatten(1, -2).mean(1, dtype=torch.float32)
+        mean = (
+            body
+            if site.kind == "vector"
+            else body.flatten(1, -2).mean(1, dtype=torch.float32)
+        )
         self.found[site.name] = mean.float().cpu().numpy().copy()
 
 
@@ -207,12 +225,18 @@ def check_reproduced(
         IdentityMismatch: they differ by more than rounding does.
     """
     canvas = store.plan.canvas
-    sites = [s for s in store.plan.sites if s.alias_of is None and s.kind != "raw"][-MOST_SITES:]
+    sites = [s for s in store.plan.sites if s.alias_of is None and s.kind != "raw"][
+        -MOST_SITES:
+    ]
     if not sites or (canvas is not None and canvas.in_parts):
         return
-    pooled, clip, pixels, n_frames = _Pooled(), store.plan.clip, first.pixels, 1
+    pooled = _Pooled()
+    clip = store.plan.clip
+    pixels = first.pixels
+    n_frames = 1
     if clip is not None and clip.by_frame:
-        pixels, n_frames = pixels.flatten(0, 1), clip.frames
+        pixels = pixels.flatten(0, 1)
+        n_frames = clip.frames
     with (
         torch.inference_mode(),
         precision_context(device, precision),
@@ -220,14 +244,18 @@ def check_reproduced(
     ):
         capture.run(normalise(pixels, model.transform, device), pooled)
         tolerance = TOLERANCE[current_precision(device)]
-    rows = np.flatnonzero(store.valid[first.row : first.row + len(first.hash)]) + first.row
+    rows = (
+        np.flatnonzero(store.valid[first.row : first.row + len(first.hash)]) + first.row
+    )
     for site in sites:
         stored = store.pooled(site.name)[rows]
         here = pooled.found[site.name]
         here = here.reshape(len(here) // n_frames, n_frames, -1).mean(1)
         if len(here) != len(rows):  # an image that could not be read then, or cannot now
             return
-        error = float(np.linalg.norm(here - stored) / max(float(np.linalg.norm(stored)), 1e-12))
+        error = float(
+            np.linalg.norm(here - stored) / max(float(np.linalg.norm(stored)), 1e-12)
+        )
         if not error <= tolerance:
             raise IdentityMismatch(
                 f"{model.name} does not give what {store.place} has of {site.name} on the first "

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from vitsee_core.models.capture import Hooks
 
 _MULTIPLY = {
-    *(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.mul_, Tensor.multiply_),
+    *(
+        torch.mul,
+        torch.multiply,
+        Tensor.mul,
+        Tensor.multiply,
+        Tensor.mul_,
+        Tensor.multiply_,
+    ),
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__),
 }
 _DIVIDE = {
@@ -36,7 +43,14 @@ _DIVIDE = {
 # What a scaled branch may pass through and stay the same numbers in the same order.
 _CARRY = {
     *(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.type),
-    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.view, Tensor.reshape, torch.reshape),
+    *(
+        Tensor.contiguous,
+        Tensor.clone,
+        torch.clone,
+        Tensor.view,
+        Tensor.reshape,
+        torch.reshape,
+    ),
     *(Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze),
 }
 MAX_PRODUCTS = 4  # of one branch: factors after one another
@@ -68,7 +82,8 @@ class ScaledBranches(TorchFunctionMode):
 
     def __init__(self, hooks: Hooks, hook_points: Mapping[str, HookPoint]) -> None:
         super().__init__()
-        self.hooks, self.hook_points = hooks, hook_points
+        self.hooks = hooks
+        self.hook_points = hook_points
         self.products: dict[str, list[ScaledBranch]] = {}
         self.shapes: dict[str, torch.Size] = {}
         self.calls: Counter[str] = Counter()
@@ -89,7 +104,7 @@ class ScaledBranches(TorchFunctionMode):
         place = hook_point.module, hook_point.when == "in"
 
         def laid(x: Tensor) -> Tensor:
-            return self.hooks.laid(place, x.reshape(shape))
+            return self.hooks.to_grid_order(place, x.reshape(shape))
 
         return [
             ScaledBranch(laid(scaled.product), tuple(map(laid, scaled.factors)))
@@ -132,7 +147,9 @@ class ScaledBranches(TorchFunctionMode):
     def _followed(self, x: Any) -> _Followed | None:
         """What is known of this very tensor."""
         followed = self.followed.get(id(x))
-        return followed if followed is not None and followed.tensor is x else None
+        if followed is not None and followed.tensor is x:
+            return followed
+        return None
 
     def _note_product(self, args: tuple[Any, ...], product: Tensor) -> None:
         """Note the product of a followed tensor and what it was multiplied with."""

@@ -27,10 +27,10 @@ from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof, beyo
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.survey.patches import disproof
 from vitsee_core.runtime.device import current_precision
-from vitsee_core.runtime.machine import counted, is_out_of_memory
+from vitsee_core.runtime.machine import is_out_of_memory, plural
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 FLOAT16_MAX = float(torch.finfo(torch.float16).max)
 # Recomputed attention against the model's own: summation order in float32, rounded factors in
@@ -136,7 +136,8 @@ def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
     n_images = len(parts[0])
     if n_images < 2:
         return None
-    mean_sq, spread = 0.0, 0.0
+    mean_sq = 0.0
+    spread = 0.0
     for part in parts:
         mean = part.mean(0, dtype=torch.float32)
         mean_sq += float(mean.square().sum(dtype=torch.float32))
@@ -179,8 +180,11 @@ def self_check(
         if site.alias_of is not None and site.alias_of in wanted
     }
     sums = SumProof(model.module, table, names)
-    equal, examiner = AliasProof(aliases), _Examiner(table)
-    capture = Capture(model, table, sites=stored, sublayers=sublayers, attention=attention)
+    equal = AliasProof(aliases)
+    examiner = _Examiner(table)
+    capture = Capture(
+        model, table, sites=stored, sublayers=sublayers, attention=attention
+    )
     sums.attach(capture, names)
     equal.attach(capture)
     examiner.attach(capture, attention)
@@ -198,7 +202,9 @@ def self_check(
         if _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision]):
             dependence = _changing(model, x)
         else:
-            again = Capture(model, table, sites=stored, sublayers=sublayers, attention=attention)
+            again = Capture(
+                model, table, sites=stored, sublayers=sublayers, attention=attention
+            )
             dependence = _batch_failure(check, again, x, examiner.fingerprints, precision)
     if dependence is not None:
         # Whatever else a changing model fails is a consequence.
@@ -224,7 +230,9 @@ def self_check(
     check.failures += [
         f"{name}: attention times values is not what the block uses next (relative difference "
         f"{error:.3g}, allowed {allowed:.3g})"
-        for name, error in beyond(examiner.errors, [b.name for b in attention], allowed).items()
+        for name, error in beyond(
+            examiner.errors, [b.name for b in attention], allowed
+        ).items()
     ]
     for what, proof in (("sums", sums), ("aliases", equal), ("attention", examiner)):
         check.figures[what] = _worst(proof.errors)
@@ -241,7 +249,9 @@ def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> 
     for name, residual in table.residuals.items():
         ends = {alias[s] for s in (residual.skip, residual.branch, residual.total)}
         if residual.witness is not None:
-            ends = {alias[residual.branch]}  # its ends are modules' own, whatever lies between
+            ends = {
+                alias[residual.branch]
+            }  # its ends are modules' own, whatever lies between
         if ends & wanted or residual.ablated:
             chosen.add(name)
     return [name for name in table.residuals if name in chosen]
@@ -261,7 +271,7 @@ def _batch_failure(
     model = capture.model
     largest: dict[str, float] = {}
     for other in compositions(x):
-        n_images = f"a batch of {counted(len(other.images), 'images')}"
+        n_images = f"a batch of {plural(len(other.images), 'images')}"
         prints = Fingerprints()
         try:
             with capture:
@@ -273,13 +283,15 @@ def _batch_failure(
             if is_out_of_memory(error):
                 raise
             text = " ".join(str(error).split())
-            return f"it runs on {counted(len(x), 'images')} and not on {n_images}: {text}"
+            return f"it runs on {plural(len(x), 'images')} and not on {n_images}: {text}"
         errors = prints.differences(first, other.rows, other.first_rows)
         for name, gap in errors.items():
             largest[name] = max(gap, largest.get(name, 0.0))
         suspicious = beyond(errors, errors, other.tolerance(precision))
         if suspicious:
-            failure = _changing(model, x) or _depending(model, x, other, suspicious, precision)
+            failure = _changing(model, x) or _depending(
+                model, x, other, suspicious, precision
+            )
             if failure is not None:
                 return failure
     check.figures["batches"] = _worst(largest)
@@ -298,11 +310,13 @@ def _depending(
     if dependence is None and precision == "fp32":
         # Between modules: in what a site is made of, or the output.
         first = next(iter(suspicious))
-        where, error = first, suspicious[first]
+        where = first
+        error = suspicious[first]
     elif dependence is None or dependence.module is None:
         return None
     else:
-        where, error = dependence.module, dependence.error
+        where = dependence.module
+        error = dependence.error
     return (
         f"features of an image depend on the other images of its batch, first in {where} "
         f"(relative difference {error:.2g}): normalisation, centring or attention over the batch; "
@@ -318,21 +332,27 @@ def _judge_output(
         check.notes.append("the model's output is no single tensor: not compared")
         return False
     if plain.shape != hooked.shape:
-        check.failures.append("the shape of the model's output changes when hooks are installed")
+        check.failures.append(
+            "the shape of the model's output changes when hooks are installed"
+        )
         return True
     gap = float((plain.float() - hooked.float()).abs().nan_to_num(0.0).max())
     scale = float(plain.float().abs().nan_to_num(0.0).max())
     check.figures["output_max_abs_difference"] = gap
     allowed = 0.0 if plain.device.type == "cpu" else tolerance * scale
     if gap > allowed:
-        check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
+        check.failures.append(
+            f"the model's output changes by {gap:.3g} when hooks are installed"
+        )
     if not bool(plain.isfinite().all()):
         check.finite = False
         check.failures.append("the model's output has NaN or inf on the first images")
     return gap > allowed
 
 
-def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor) -> None:
+def _judge_patches(
+    check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor
+) -> None:
     for patches in table.patches:
         wrong = disproof(model.module, patches, x[0])
         if wrong:
@@ -349,7 +369,10 @@ def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Te
 
 
 def _judge_values(
-    check: SelfCheck, examiner: _Examiner, stored: Sequence[SiteSpec], dtypes: Mapping[str, str]
+    check: SelfCheck,
+    examiner: _Examiner,
+    stored: Sequence[SiteSpec],
+    dtypes: Mapping[str, str],
 ) -> None:
     underflowed: list[str] = []
     for site in stored:
@@ -357,7 +380,8 @@ def _judge_values(
         if name not in examiner.max_abs:
             check.failures.append(f"{name} was not captured")
             continue
-        dtype, largest = dtypes.get(name, site.dtype), examiner.max_abs[name]
+        dtype = dtypes.get(name, site.dtype)
+        largest = examiner.max_abs[name]
         if dtype == "float16" and largest > FLOAT16_MAX:
             dtype = "float32"
             check.notes.append(
@@ -380,12 +404,13 @@ def _judge_values(
     if underflowed:
         stored_as = "is" if len(underflowed) == 1 else "are"
         check.notes.append(
-            f"{few(underflowed)} {stored_as} stored in float32: values so small lose digits or "
+            f"{abbreviate(underflowed)} {stored_as} stored in float32: values so small lose "
+            "digits or "
             "become 0 in float16"
         )
     if examiner.broken:
         check.finite = False
-        sites = few(list(examiner.broken))
+        sites = abbreviate(list(examiner.broken))
         check.failures.append(f"NaN or inf in {sites}: are the weights sound?")
     check.figures["sites"] = {
         site.name: {
@@ -404,4 +429,8 @@ def _worst(errors: Mapping[str, float]) -> dict[str, Any]:
     where = max(errors, key=lambda name: errors[name])
     worst = errors[where]
     # JSON knows no infinity.
-    return {"n": len(errors), "max": worst if math.isfinite(worst) else None, "site": where}
+    return {
+        "n": len(errors),
+        "max": worst if math.isfinite(worst) else None,
+        "site": where,
+    }

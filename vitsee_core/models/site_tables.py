@@ -65,7 +65,9 @@ def site_table(model: LoadedModel) -> SiteTable:
             demoted[name].append(reason)
 
 
-def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = True) -> SiteTable:
+def sketch(
+    module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = True
+) -> SiteTable:
     """The site table as `site_table` begins it: what needs pixels (tokens in another order, patches
     measured, sums and attention proven) is left to that.
 
@@ -76,7 +78,9 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
     if not doubtful and frames_of(module) is not None:
         raise ModelError(UNSEEN)
     found = survey(module, size, doubtful=True)
-    if not doubtful and needs_pixels(module, found.trace, [*found.blocks], found.geometry):
+    if not doubtful and needs_pixels(
+        module, found.trace, [*found.blocks], found.geometry
+    ):
         raise ModelError("shapes alone do not show where the image lies in its tokens")
     return TableBuilder(module, found, {}).build()
 
@@ -91,7 +95,8 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     if not table.residuals and not table.attention:
         return {}
     names = list(table.residuals)
-    sums, heads = SumProof(model.module, table, names), AttentionProof(table)
+    sums = SumProof(model.module, table, names)
+    heads = AttentionProof(table)
     capture = Capture(model, table, sites=(), attention=table.attention)
     sums.attach(capture, names)
     heads.attach(capture, table.attention)
@@ -152,7 +157,9 @@ def table_of_size(model: LoadedModel, table: SiteTable, size: Size) -> SiteTable
     return replace(table, points=points, orders=_orders(model, table, size))
 
 
-def _orders(model: LoadedModel, table: SiteTable, size: Size) -> dict[Place, Order | ClipOrder]:
+def _orders(
+    model: LoadedModel, table: SiteTable, size: Size
+) -> dict[Place, Order | ClipOrder]:
     """The orders that the table has, for images of this size; with every block in the pass where
     what is passed over leaves some of them out."""
     if not table.orders:
@@ -179,7 +186,11 @@ def _found(
     """The order at each of the table's places in a pass without these blocks, None where there is
     none with the cells of this size."""
     channels, *reference = model.input_size
-    with _passed_over(model.module, unmoved), torch.inference_mode(False), torch.no_grad():
+    with (
+        _passed_over(model.module, unmoved),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         try:
             seen = orders_at(model.module, (channels, *size))
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
@@ -191,10 +202,16 @@ def _found(
         around = next((path for path in unmoved if _within(place[0], path)), None)
         order = seen.get(place if around is None else (around, True))
         cells = [
-            n * length / own for n, length, own in zip(before.grid, size, reference, strict=True)
+            n * length / own
+            for n, length, own in zip(before.grid, size, reference, strict=True)
         ]
-        if order is None and cells == [1, 1]:  # one cell an image, which is no grid by itself
-            order = Order((1, 1), torch.zeros(1, dtype=torch.long), getattr(before, "axis", 0))
+        if order is None and cells == [
+            1,
+            1,
+        ]:  # one cell an image, which is no grid by itself
+            order = Order(
+                (1, 1), torch.zeros(1, dtype=torch.long), getattr(before, "axis", 0)
+            )
         found[place] = order if order is not None and [*order.grid] == cells else None
     return found
 
@@ -208,7 +225,9 @@ def _unmoved(table: SiteTable) -> list[str]:
             continue
         path = hook_points[0].module
         entering = table.orders.get((path, True))
-        inside = [order for place, order in table.orders.items() if _within(place[0], path)]
+        inside = [
+            order for place, order in table.orders.items() if _within(place[0], path)
+        ]
         if isinstance(entering, Order) and all(
             isinstance(order, Order) and same_order(entering, order) for order in inside
         ):

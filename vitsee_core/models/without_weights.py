@@ -61,7 +61,9 @@ def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
             return listing
         options = {**options, "any_weights": True}
     model = load_model(name, **options)
-    return Listing(site_table(model), model.input_size, proven=True, notes=tuple(model.notes()))
+    return Listing(
+        site_table(model), model.input_size, proven=True, notes=tuple(model.notes())
+    )
 
 
 def from_shapes(name: str, options: Mapping[str, Any]) -> Listing | None:
@@ -105,10 +107,13 @@ def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    device, frames = next(module.parameters()).device, frames_of(module)
+    device = next(module.parameters()).device
+    frames = frames_of(module)
     shape = (1, *size) if frames is None else (1, frames, *size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(torch.ones(shape, device=device))  # an image of zeros is none to some models
+        module(
+            torch.ones(shape, device=device)
+        )  # an image of zeros is none to some models
     return int(counter.get_total_flops())
 
 

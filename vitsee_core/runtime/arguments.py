@@ -69,7 +69,8 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     framed = "execution" in parameters
     takes_stores = {name: keyword.takes_stores for name, keyword in keywords.items()}
     takes_texts = {
-        name: keyword.is_sequence and keyword.types == (str,) for name, keyword in keywords.items()
+        name: keyword.is_sequence and keyword.types == (str,)
+        for name, keyword in keywords.items()
     }
 
     @wraps(run)
@@ -82,7 +83,9 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         if unknown := [name for name in kwargs if name not in keywords]:
             known = [*keywords, *(FIELDS if framed else ())]
             near = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
+            hint = (
+                f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
+            )
             name = registry.name_of(run.__module__)
             raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
         for name, value in kwargs.items():
@@ -100,7 +103,9 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
                 bound.arguments[name] = (value,)
         if framed and (guest := registry.guest_of(run.__module__)) is not None:
             # Workers have to have its code.
-            needed = getattr(bound.arguments.get("execution", DEFAULT).map, "modules", set[str]())
+            needed = getattr(
+                bound.arguments.get("execution", DEFAULT).map, "modules", set[str]()
+            )
             needed.add(guest.module)
         if of_clips and framed:
             execution = bound.arguments.get("execution", DEFAULT)
@@ -126,7 +131,10 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     shown = signature.replace(
         parameters=[
             inspect.Parameter(
-                keyword.name, keyword.kind, default=keyword.default, annotation=keyword.text
+                keyword.name,
+                keyword.kind,
+                default=keyword.default,
+                annotation=keyword.text,
             )
             for keyword in keywords.values()
         ]
@@ -136,7 +144,9 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     return cast(Analysis[P, R_co], called)
 
 
-def _gather_fields(parameters: dict[str, DeclaredParameter], kwargs: dict[str, Any]) -> None:
+def _gather_fields(
+    parameters: dict[str, DeclaredParameter], kwargs: dict[str, Any]
+) -> None:
     """Put the keywords that are fields of a `Fields` into its dataclass."""
     for name, parameter in parameters.items():
         if isinstance(parameter.about, Fields):
@@ -158,7 +168,9 @@ def _without_groups(
     return given
 
 
-def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+def _of_arrays(
+    run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
+) -> Any:
     """The result of an analysis' function `of_arrays`, for arrays in place of stores. Raises
     TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
     name = registry.name_of(run.__module__)
@@ -166,7 +178,11 @@ def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, 
     if of_arrays is None:
         raise TypeError(f"{name}() takes stores or their paths, no arrays")
     n = len(inspect.signature(of_arrays).parameters)
-    if len(args) != n or options or not all(hasattr(value, "__array__") for value in args):
+    if (
+        len(args) != n
+        or options
+        or not all(hasattr(value, "__array__") for value in args)
+    ):
         raise TypeError(
             f"{name}() of arrays takes {n} of them and nothing else; its options belong to stores"
         )
@@ -219,7 +235,10 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
     kept = [p for p in signature.parameters.values() if p.name != "execution"]
     own = [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
         )
         for field in fields(Execution)
     ]

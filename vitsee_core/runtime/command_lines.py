@@ -38,7 +38,9 @@ def resuming(command: str, store: str) -> str | None:
     return shlex.join((*(word for word in kept if word != "--force"), "-o", store))
 
 
-def _by_option(words: Sequence[str], options: Collection[str]) -> Iterator[tuple[str, str | None]]:
+def _by_option(
+    words: Sequence[str], options: Collection[str]
+) -> Iterator[tuple[str, str | None]]:
     """Each word with the option that it belongs to."""
     rest = iter(words)
     for word in rest:

@@ -26,13 +26,15 @@ from typing import Any, TypeVar
 
 from vitsee_core.runtime.dask_worker import REMEDY, DaskError, Done, done, refusal
 from vitsee_core.runtime.lanes import submitted
-from vitsee_core.runtime.machine import THREADS, counted, human_bytes, n_cores
+from vitsee_core.runtime.machine import THREADS, human_bytes, n_cores, plural
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_stores.errors import VitseeError
 
 R = TypeVar("R")
 
-WAIT_SECONDS = 10.0  # for a scheduler's response, and before logging the wait for a worker
+WAIT_SECONDS = (
+    10.0  # for a scheduler's response, and before logging the wait for a worker
+)
 WORKER_SECONDS = 600.0  # for the first worker, which may still be queued
 RETRIES = 2  # after an unexpected error
 LARGE = 1 << 14  # bytes; larger functions are sent once per worker, not with every task
@@ -56,13 +58,17 @@ class DaskMap:
     """
 
     def __init__(self, client: Any, address: str, local: int = 0) -> None:
-        self.client, self.address, self.local = client, address, local
+        self.client = client
+        self.address = address
+        self.local = local
         self.modules: set[str] = set()
         self.sent = self.received = 0
         self._threads: dict[str, int] = {}  # of each worker
         self._asked = -math.inf
 
-    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+    def __call__(
+        self, function: Callable[[Any], R], items: Iterable[Any], /
+    ) -> Iterator[R]:
         """Apply `function` to each item, results in order. Raises VitseeError: a task raised it;
         the cluster is gone; or a worker has other versions."""
         import cloudpickle
@@ -77,7 +83,9 @@ class DaskMap:
                 return self.client.submit(task, data, pure=False, retries=RETRIES)
 
             pickled = (pickle.dumps(item, protocol=5) for item in items)
-            yield from submitted(submit, pickled, lambda: AHEAD * self.n_threads(), self._result)
+            yield from submitted(
+                submit, pickled, lambda: AHEAD * self.n_threads(), self._result
+            )
 
     @contextmanager
     def _on_workers(self, work: bytes) -> Iterator[bytes | str]:
@@ -93,7 +101,8 @@ class DaskMap:
             def __init__(self) -> None:
                 self.work = work
 
-        plugin, name = Work(), f"vitsee-{secrets.token_hex(8)}"
+        plugin = Work()
+        name = f"vitsee-{secrets.token_hex(8)}"
         self.sent += len(work) * max(1, self.n_workers())
         with _one_line(LOST):
             self.client.register_plugin(plugin, name)
@@ -146,13 +155,17 @@ class DaskMap:
                 if future.done():  # the task's own
                     raise
                 if not warned and not self.client.nthreads():
-                    log.warning("the Dask cluster has no workers left: waiting for new ones")
+                    log.warning(
+                        "the Dask cluster has no workers left: waiting for new ones"
+                    )
                     warned = True
 
     def check_versions(self) -> None:
         """Raises DaskError: a worker has other versions, or no vitsee."""
         modules = tuple(sorted(self.modules))
-        with _one_line(f"the Dask workers at {self.address} cannot be asked for their versions"):
+        with _one_line(
+            f"the Dask workers at {self.address} cannot be asked for their versions"
+        ):
             answers: Mapping[str, Any] = self.client.run(
                 partial(worker_versions, modules), on_error="return"
             )
@@ -175,7 +188,9 @@ def parse_address(text: str) -> str | int:
         return n_cores()
     if match := re.fullmatch(r"local:([1-9]\d{0,3})", text):
         return int(match[1])
-    if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith("local:"):
+    if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith(
+        "local:"
+    ):
         return text
     raise DaskError(
         f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's address as "
@@ -197,26 +212,34 @@ def dask_map(address: str) -> Iterator[DaskMap]:
         ) from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", category=distributed.versions.VersionMismatchWarning)
+        warnings.filterwarnings(
+            "ignore", category=distributed.versions.VersionMismatchWarning
+        )
         stack.enter_context(_quiet())
         if isinstance(where, int):
             try:
                 cluster = stack.enter_context(_local(where))
-            except RuntimeError as error:  # Dask wraps any error in this, even a full disk's
+            except (
+                RuntimeError
+            ) as error:  # Dask wraps any error in this, even a full disk's
                 raise DaskError(f"no Dask processes on this machine: {error}") from error
-            client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+            client = stack.enter_context(
+                distributed.Client(cluster, set_as_default=False)
+            )
             made = DaskMap(client, address, where)
         else:
             with _one_line(f"no Dask scheduler answers at {where}"):
-                client = distributed.Client(where, timeout=WAIT_SECONDS, set_as_default=False)
+                client = distributed.Client(
+                    where, timeout=WAIT_SECONDS, set_as_default=False
+                )
             stack.enter_context(client)
             made = DaskMap(client, address)
         _wait_for_workers(made)
         made.check_versions()
         log.info(
             "Dask at %s: %s, %s in all",
-            *(address, counted(made.n_workers(), "workers")),
-            counted(made.n_threads(), "threads"),
+            *(address, plural(made.n_workers(), "workers")),
+            plural(made.n_threads(), "threads"),
         )
         yield made
         log.debug(
@@ -262,7 +285,9 @@ def _local(processes: int) -> Iterator[Any]:
 
 
 def _wait_for_workers(made: DaskMap) -> None:
-    begun, warned, address = time.monotonic(), False, made.address
+    begun = time.monotonic()
+    warned = False
+    address = made.address
     with _one_line(f"the Dask scheduler at {address} does not answer"):
         while not made.n_workers():
             waited = time.monotonic() - begun
@@ -296,7 +321,7 @@ def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
         yield
     except KilledWorker as error:
         raise DaskError(
-            f"one piece of the work ended {counted(error.allowed_failures + 1, 'workers')} (out of "
+            f"one piece of the work ended {plural(error.allowed_failures + 1, 'workers')} (out of "
             "memory? their logs say more); give workers more memory, or take a smaller --memory"
         ) from None
     except errors as error:

@@ -32,7 +32,11 @@ class Done(NamedTuple):
 
 
 def done(
-    ours: Mapping[str, str], work: bytes | str, item: bytes, *, modules: tuple[str, ...] = ()
+    ours: Mapping[str, str],
+    work: bytes | str,
+    item: bytes,
+    *,
+    modules: tuple[str, ...] = (),
 ) -> bytes:
     """The pickled `Done` of one task on this worker.
 
@@ -60,7 +64,9 @@ def done(
     return pickle.dumps(Done(result, error, lines), protocol=5)
 
 
-def refusal(worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> DaskError | None:
+def refusal(
+    worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]
+) -> DaskError | None:
     """The error for a worker with other versions, which would compute other numbers."""
     other = [name for name in ours if theirs.get(name) != ours[name]]
     if not other:
@@ -75,7 +81,9 @@ def refusal(worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> 
 def on_this_worker(error: VitseeError) -> DaskError:
     """An error about something that this worker lacks and the command's own process has."""
     first, _, _ = str(error).partition(" (")
-    return DaskError(f"on the Dask worker at {socket.gethostname()}: {first} ({SAME_FILES})")
+    return DaskError(
+        f"on the Dask worker at {socket.gethostname()}: {first} ({SAME_FILES})"
+    )
 
 
 @lru_cache(maxsize=4)

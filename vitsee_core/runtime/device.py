@@ -22,28 +22,41 @@ def resolve_device(text: str) -> torch.device:
     VitseeError: unknown, or not available on this machine or in this torch build."""
     has_mps = torch.backends.mps.is_available()
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
+        return torch.device(
+            "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+        )
     match = re.fullmatch(r"(cpu|mps|cuda)(?::(\d+))?", text)
     if match is None:
-        raise VitseeError(f"--device is {text!r}; expected auto, cpu, cuda, cuda:1 or mps")
-    kind, index = match[1], int(match[2] or 0)
+        raise VitseeError(
+            f"--device is {text!r}; expected auto, cpu, cuda, cuda:1 or mps"
+        )
+    kind = match[1]
+    index = int(match[2] or 0)
     n_cuda = torch.cuda.device_count()
     if kind == "cuda" and index >= n_cuda:
-        raise VitseeError(f"--device {text}: torch sees {n_cuda} CUDA devices here; try auto")
+        raise VitseeError(
+            f"--device {text}: torch sees {n_cuda} CUDA devices here; try auto"
+        )
     if kind == "mps" and not has_mps:
         raise VitseeError("--device mps: torch sees no Metal device here; try auto")
-    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        return torch.device(kind, index)
+    return torch.device(kind)
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy an array to a device, through pinned memory for a GPU: a copy from pageable memory would
     wait for all pending work there."""
     x = torch.from_numpy(values)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 @contextmanager
@@ -60,7 +73,9 @@ def precision_context(device: torch.device, precision: str) -> Iterator[None]:
         VitseeError: tf32 on a device that is not CUDA.
     """
     if precision == "tf32" and device.type != "cuda":
-        raise VitseeError(f"--precision tf32 exists on CUDA only; this run is on {device.type}")
+        raise VitseeError(
+            f"--precision tf32 exists on CUDA only; this run is on {device.type}"
+        )
     half = AUTOCAST.get(precision, torch.bfloat16)
     with (
         _OPEN.with_switches(_switches(tf32=precision == "tf32")),
@@ -82,7 +97,9 @@ class _OpenContexts:
         """Context in which these switches apply, unless a later context is open."""
         with self._lock:
             if not self._wanted:
-                self._before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
+                self._before = [
+                    (place, name, getattr(place, name)) for place, name, _ in wanted
+                ]
             self._wanted.append(wanted)
             self._set(wanted)
         try:
@@ -128,7 +145,11 @@ def _switches(tf32: bool) -> Switches:
         (matmul, "allow_bf16_reduced_precision_reduction", False),
     ]
     if not hasattr(matmul, "fp32_precision"):  # before torch 2.9
-        return [(matmul, "allow_tf32", tf32), (backends.cudnn, "allow_tf32", tf32), *halves]
+        return [
+            (matmul, "allow_tf32", tf32),
+            (backends.cudnn, "allow_tf32", tf32),
+            *halves,
+        ]
     # The older names, of which there is none for the CPU, may not even be read once somebody has
     # used these.
     cuda: Any = backends.cudnn

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from vitsee_core.runtime.kept_sums import KeptSums
+from vitsee_core.runtime.kept_sums import FoldCheckpoints
 from vitsee_core.runtime.machine import memory_bytes
 from vitsee_core.runtime.progress import SILENT, Forwarded, Progress, Tally
 from vitsee_core.runtime.streaming import A, Map, Rows, choose_rows, fold, thread_map
@@ -18,7 +18,9 @@ from vitsee_stores import Store
 T = TypeVar("T")
 R = TypeVar("R")
 
-PIECES, LONGEST = 4, 64  # of `each`: batches per process, and items per batch
+# of `each`: batches per process, and items per batch
+PIECES = 4
+LONGEST = 64
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class Execution:
     # distributes work over processes instead of `jobs` threads, see `dask_map`
     map: Map | None = None
     progress: Progress = SILENT  # receives progress reports
-    keep: KeptSums | None = None  # where half of long work is kept, and continued from
+    keep: FoldCheckpoints | None = (
+        None  # where half of long work is kept, and continued from
+    )
 
     @property
     def budget(self) -> int:
@@ -133,11 +137,13 @@ class Execution:
         progress.skip(state[1])
         own = replace(self, progress=progress)
         yield from results
-        rest, done = items[len(results) :], len(results)
+        rest = items[len(results) :]
+        done = len(results)
         if self.map is not None:
             new = own._over_workers(work, rest, unit, done)
         else:
-            keep, at = self.keep, kept.number
+            keep = self.keep
+            at = kept.number
             new = (
                 work(replace(own, keep=keep.inside(at, i)), item)
                 for i, item in enumerate(rest, done)
@@ -145,7 +151,9 @@ class Execution:
         for result in new:
             results.append(result)
             kept.offer(
-                len(results), lambda: (results, progress.count), last=len(results) == len(items)
+                len(results),
+                lambda: (results, progress.count),
+                last=len(results) == len(items),
             )
             yield result
 
@@ -165,13 +173,17 @@ class Execution:
         """Executions are pickled without map, progress and keep; if the map's processes share this
         machine, with their share of the memory."""
         if self.map is None:
-            jobs, memory = self.jobs, self.memory
+            jobs = self.jobs
+            memory = self.memory
         else:
-            jobs, memory = 1, self.budget // max(1, getattr(self.map, "local", 0))
+            jobs = 1
+            memory = self.budget // max(1, getattr(self.map, "local", 0))
         return Execution, (self.images, self.seed, jobs, memory, self.device)
 
 
-def _alone(work: Callable[[Execution, T], R], execution: Execution, item: T) -> tuple[R, Tally]:
+def _alone(
+    work: Callable[[Execution, T], R], execution: Execution, item: T
+) -> tuple[R, Tally]:
     """`work` in another process, with a tally of its progress."""
     tally = Tally()
     # This machine may be smaller than the one that the budget was chosen on.

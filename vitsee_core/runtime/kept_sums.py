@@ -49,13 +49,15 @@ ENDING = ".sum"
 EARLIER = ".npz"  # of sums that earlier versions kept, which are not read
 OWN = "vitsee_core."  # modules whose classes are restored
 MOST_BYTES = 4 << 30
-MAGIC, SIZE, CHECKSUM = b"vitsee sum 1\n", struct.Struct("<Q"), struct.Struct("<I")
+MAGIC = b"vitsee sum 1\n"
+SIZE = struct.Struct("<Q")
+CHECKSUM = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class KeptSums:
+class FoldCheckpoints:
     """The sums of one command, in a folder that exists only while there is something in it.
 
     Attributes:
@@ -69,7 +71,7 @@ class KeptSums:
     folder: Path
     command: Callable[[], Any]
     within: str = ""
-    parent: KeptSums | None = None
+    parent: FoldCheckpoints | None = None
     status: str = ""  # what is kept, in words; empty before anything is
     _number: int = 0
     _command: str = field(default="", repr=False)
@@ -86,9 +88,9 @@ class KeptSums:
         self._number += 1
         return KeptSum(self, f"{self.within}{self._number}", [*about, total], unit, total)
 
-    def inside(self, number: str, item: int) -> KeptSums:
+    def inside(self, number: str, item: int) -> FoldCheckpoints:
         """The kept sums for the folds of one item of the series `number`."""
-        return KeptSums(self.folder, self.command, f"{number}.{item}.", self.root)
+        return FoldCheckpoints(self.folder, self.command, f"{number}.{item}.", self.root)
 
     def remove(self) -> None:
         """Remove the folder with all sums; other files in it stay."""
@@ -97,19 +99,22 @@ class KeptSums:
             self.folder.rmdir()
 
     @property
-    def root(self) -> KeptSums:
+    def root(self) -> FoldCheckpoints:
         return self.parent or self
 
     def _files(self) -> list[Path]:
         return [
             path
             for path in self.folder.glob("*")
-            if path.suffix in (ENDING, EARLIER) or (path.suffix == PARTIAL and is_left(path))
+            if path.suffix in (ENDING, EARLIER)
+            or (path.suffix == PARTIAL and is_left(path))
         ]
 
     def key(self, number: str, about: Sequence[Any]) -> str:
         root = self.root
-        root._command = root._command or json.dumps(root.command(), sort_keys=True, default=str)
+        root._command = root._command or json.dumps(
+            root.command(), sort_keys=True, default=str
+        )
         text = json.dumps([root._command, number, *about], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -135,7 +140,8 @@ class KeptSums:
 
     def write(self, number: str, about: Sequence[Any], done: int, state: Any) -> bool:
         """Whether it was written; what prevents it is logged once."""
-        root, path = self.root, self.folder / f"{number}{ENDING}"
+        root = self.root
+        path = self.folder / f"{number}{ENDING}"
         temporary = partial_name(path)
         try:
             self.folder.mkdir(exist_ok=True)
@@ -158,9 +164,9 @@ class KeptSums:
 
 @dataclass
 class KeptSum:
-    """One fold or series of a command; see `KeptSums.next_sum`."""
+    """One fold or series of a command; see `FoldCheckpoints.next_sum`."""
 
-    sums: KeptSums
+    sums: FoldCheckpoints
     number: str
     about: list[Any]
     unit: str
@@ -224,17 +230,19 @@ class KeptFold:
 
     def __init__(
         self,
-        sums: KeptSums,
+        sums: FoldCheckpoints,
         make: Callable[[], Any],
         stores: Sequence[Store],
         mask: Mask,
         n_slabs: int,
     ) -> None:
-        self._make, kind = make, type(make())
+        self._make = make
+        kind = type(make())
         images = hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
         labels = [store.label for store in stores]
         about = [f"{kind.__module__}:{kind.__qualname__}", labels, images]
-        self._kept, self._n = sums.next_sum(about, "slabs", n_slabs), n_slabs
+        self._kept = sums.next_sum(about, "slabs", n_slabs)
+        self._n = n_slabs
 
     def resume(self) -> tuple[int, Any]:
         """How many slabs are merged already, and the accumulator; 0 and None to begin with."""
@@ -317,7 +325,9 @@ class Instance(Struct, tag=True):
     state: dict[str, Node]
 
 
-Node: TypeAlias = bool | int | float | str | Array | Items | Pairs | Objects | Instance | None
+Node: TypeAlias = (
+    bool | int | float | str | Array | Items | Pairs | Objects | Instance | None
+)
 
 
 def write_plain(file: IO[bytes], value: Any, *, most: int = MOST_BYTES) -> None:
@@ -358,7 +368,8 @@ def read_plain(file: IO[bytes]) -> Any:
             raise NotPlain("it is damaged")
 
     def restore(node: Array) -> Any:
-        dtype, shape = np.dtype(node.dtype), node.shape
+        dtype = np.dtype(node.dtype)
+        shape = node.shape
         if dtype.hasobject or dtype.str != node.dtype:
             raise NotPlain(f"an array of {node.dtype}")
         if math.prod(shape) * dtype.itemsize > left():
@@ -410,7 +421,9 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Node:
     if value is None or kind in (bool, float):
         return value
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 63 else Items("int", [str(value)])
+        if -(1 << 63) <= value < 1 << 63:
+            return value
+        return Items("int", [str(value)])
     if kind is str:
         plain = value.isascii() or value == value.encode(errors="ignore").decode()
         raw = value if plain else value.encode("utf-8", "surrogatepass").decode("latin-1")
@@ -423,18 +436,24 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Node:
         scalar = isinstance(value, np.generic)
         return Array(array.dtype.str, array.shape, _is_fortran(array), scalar)
     if kind is np.ndarray:
-        return Objects(value.shape, [_encoded(item, arrays) for item in value.ravel().tolist()])
+        return Objects(
+            value.shape, [_encoded(item, arrays) for item in value.ravel().tolist()]
+        )
     if kind in (list, tuple, set, frozenset):
         return Items(kind.__name__, [_encoded(item, arrays) for item in value])
     if kind is slice:
         parts = (value.start, value.stop, value.step)
         return Items("slice", [_encoded(part, arrays) for part in parts])
     if kind is dict:
-        return Pairs([(_encoded(k, arrays), _encoded(v, arrays)) for k, v in value.items()])
+        return Pairs(
+            [(_encoded(k, arrays), _encoded(v, arrays)) for k, v in value.items()]
+        )
     name = f"{kind.__module__}:{kind.__qualname__}"
     if not hasattr(value, "__dict__") or _class(name) is not kind:
         raise NotPlain(f"a {name}")
-    return Instance(name, {key: _encoded(own, arrays) for key, own in vars(value).items()})
+    return Instance(
+        name, {key: _encoded(own, arrays) for key, own in vars(value).items()}
+    )
 
 
 def _decoded(node: Node, restore: Callable[[Array], Any]) -> Any:
@@ -447,7 +466,9 @@ def _decoded(node: Node, restore: Callable[[Array], Any]) -> Any:
         if (found := _class(node.name)) is None:
             raise NotPlain(f"no class of vitsee's: {node.name}")
         restored: Any = object.__new__(found)
-        vars(restored).update({key: _decoded(own, restore) for key, own in node.state.items()})
+        vars(restored).update(
+            {key: _decoded(own, restore) for key, own in node.state.items()}
+        )
         return restored
     if not isinstance(node, (Items, Objects)):
         return node
@@ -478,6 +499,12 @@ def _class(name: str) -> type | None:
     if not module.startswith(OWN) or module not in sys.modules:
         return None
     found = vars(sys.modules[module]).get(qualified)
-    if not isinstance(found, type) or issubclass(found, enum.Enum) or hasattr(found, "__del__"):
+    if (
+        not isinstance(found, type)
+        or issubclass(found, enum.Enum)
+        or hasattr(found, "__del__")
+    ):
         return None
-    return found if found.__basicsize__ == _Attributes.__basicsize__ else None
+    if found.__basicsize__ == _Attributes.__basicsize__:
+        return found
+    return None

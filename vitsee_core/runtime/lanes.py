@@ -47,7 +47,7 @@ class Stopped(Exception):
     """Another thread failed; this one gives up."""
 
 
-class Turns:
+class OrderedAccess:
     """Orders access to shared things: piece k waits for piece k - 1."""
 
     def __init__(self, n_things: int) -> None:
@@ -143,7 +143,9 @@ def submitted(
     finally:
         running = []
         for future in waiting:
-            with suppress(Exception):  # of a lost cluster: the first error is the one to show
+            with suppress(
+                Exception
+            ):  # of a lost cluster: the first error is the one to show
                 if future.cancel() is False:
                     running.append(future)
         for future in running:
@@ -151,7 +153,10 @@ def submitted(
 
 
 def in_order(
-    work: Callable[[T], R], items: Sequence[T], pool: ThreadPoolExecutor | None, ahead: int
+    work: Callable[[T], R],
+    items: Sequence[T],
+    pool: ThreadPoolExecutor | None,
+    ahead: int,
 ) -> Iterator[R]:
     """Apply `work` to every item, results in order, on the threads of `pool` with at most `ahead`
     items in flight; in the calling thread without a pool."""
@@ -191,7 +196,9 @@ class _SharedLimit:
     sets it, and returns what restores it."""
 
     def __init__(self, limit: Callable[[], Callable[[], object]]) -> None:
-        self._limit, self._lock, self._inside = limit, threading.Lock(), 0
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._inside = 0
         self._restore: Callable[[], object] = bool
 
     @contextmanager
@@ -228,7 +235,8 @@ def _limit_torch() -> Callable[[], object]:
     return partial(torch.set_num_threads, before)
 
 
-_blas, _torch = _SharedLimit(_limit_blas), _SharedLimit(_limit_torch)
+_blas = _SharedLimit(_limit_blas)
+_torch = _SharedLimit(_limit_torch)
 
 
 def one_blas_thread() -> AbstractContextManager[None]:

@@ -22,13 +22,22 @@ if TYPE_CHECKING:
 # In the environment of a process that vitsee starts: how many share the cores that it has itself.
 SHARED = "VITSEE_SHARED_BY"
 # Of the libraries' own threads, read as they are loaded.
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
+THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "POLARS_MAX_THREADS",
+)
 # What drivers of GPUs put there: NVIDIA's, that of Windows' Linux, AMD's.
 DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 # The parameters of glibc's mallopt (malloc.h).
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
 # glibc's own: what its thresholds, which follow the largest block that was freed, grow to.
-MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = 65536, 32 << 20, 64 << 20
+MMAP_MAX = 65536
+MMAP_THRESHOLD = 32 << 20
+TRIM_THRESHOLD = 64 << 20
 OF_THE_USER = {
     "GLIBC_TUNABLES",
     *(f"MALLOC_{name}_" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD")),
@@ -56,7 +65,9 @@ def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _number(name: str, environ: Mapping[str, str]) -> int:
     """A whole number in the environment, 0 for none."""
-    return int(environ[name]) if environ.get(name, "").isdigit() else 0
+    if environ.get(name, "").isdigit():
+        return int(environ[name])
+    return 0
 
 
 def may_have_gpu() -> bool:
@@ -93,7 +104,9 @@ def local_processes(environ: Mapping[str, str]) -> int:
             return 1
         counts += [int(match[1])] * min(int(match[2] or 1), 100_000)
     node = environ.get("SLURM_NODEID", "0")
-    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
+    if node.isdigit() and int(node) < len(counts):
+        return max(1, counts[int(node)])
+    return 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -131,7 +144,9 @@ def is_out_of_threads(error: BaseException) -> bool:
 
 def _refuses_thread(error: BaseException) -> bool:
     text = str(error)
-    if isinstance(error, BlockingIOError):  # fork's EAGAIN; a full pipe's has another text
+    if isinstance(
+        error, BlockingIOError
+    ):  # fork's EAGAIN; a full pipe's has another text
         return "Resource temporarily unavailable" in text
     refused = "WouldBlock" in text or "Resource temporarily unavailable" in text
     return "can't start new thread" in text or ("thread" in text and refused)
@@ -166,10 +181,12 @@ def _existing(path: Path) -> Path:
 def scratch_folder(place: Place) -> Path:
     """A folder on this machine for temporary data of a store: the store's own folder, or for a
     store at a URL the system's folder for temporary files."""
-    return place.absolute().parent if isinstance(place, Path) else Path(tempfile.gettempdir())
+    if isinstance(place, Path):
+        return place.absolute().parent
+    return Path(tempfile.gettempdir())
 
 
-def counted(n: int, noun: str) -> str:
+def plural(n: int, noun: str) -> str:
     """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
     if n == 1:
         # matrix, query, class, analysis, image
@@ -183,7 +200,9 @@ def human_bytes(n: float) -> str:
     """`n` bytes in powers of 1000: 3.6 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(n) < 999.5:
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 99.5 else f"{n:.1f} {unit}"
+            if unit == "B" or n >= 99.5:
+                return f"{n:.0f} {unit}"
+            return f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.1f} TB"
 

@@ -138,7 +138,9 @@ CLS_OR_MEAN = "cls where a site has a class token, else mean (over patches)"
 def tokens_option(words: Iterable[str] = WORDS, default: str | None = None) -> Option:
     """Tokens by one of these words, or a cell of the grid; default: in words."""
     words = tuple(words)
-    listed = ", ".join(f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words)
+    listed = ", ".join(
+        f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words
+    )
 
     def parse(text: str) -> TokenSelection:
         try:

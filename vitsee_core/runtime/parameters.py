@@ -76,7 +76,9 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
     """Name -> parameter of a function or a dataclass. Raises DeclarationError: an annotation that
     cannot be evaluated."""
     function = inspect.unwrap(function)
-    names = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
+    names = getattr(function, "__globals__", None) or vars(
+        sys.modules[function.__module__]
+    )
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = _evaluate(parameter.annotation, names, f"{_place(function)}, {name}")
@@ -114,7 +116,9 @@ def options_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
             options[parameter.name] = parameter
         elif isinstance(parameter.about, Gather):
             gathered = options_of(parameter.about.kind)
-            if parameter.default is not REQUIRED:  # without it none of its fields is required
+            if (
+                parameter.default is not REQUIRED
+            ):  # without it none of its fields is required
                 for name, field in gathered.items():
                     if field.default is REQUIRED:
                         gathered[name] = field._replace(default=None)
@@ -134,7 +138,9 @@ def _evaluate(annotation: Any, names: Mapping[str, Any], place: str) -> Any:
         return Any
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=dict(names), include_extras=True)["it"]
+        return typing.get_type_hints(holder, globalns=dict(names), include_extras=True)[
+            "it"
+        ]
     except NameError as error:
         raise DeclarationError(
             f"{place}: {error}; expected types and options that are imported (not below "

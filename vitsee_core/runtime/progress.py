@@ -133,14 +133,20 @@ class NotebookProgress:
         self.what = what
         self._lock = threading.Lock()
         self._total = self._done = 0
-        self._unit, self._start, self._shown = "images", 0.0, 0.0
+        self._unit = "images"
+        self._start = 0.0
+        self._shown = 0.0
         self._display: Any = None
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """See `Progress`."""
         with self._lock:
-            self._total, self._done, self._unit = total, done, unit
-            self._start, self._shown, self._display = time.monotonic(), 0.0, None
+            self._total = total
+            self._done = done
+            self._unit = unit
+            self._start = time.monotonic()
+            self._shown = 0.0
+            self._display = None
             self._show()
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
@@ -161,7 +167,9 @@ class NotebookProgress:
 
     def line(self) -> str:
         took = time.monotonic() - self._start
-        return f"{self.what}: {self._done:,} of {self._total:,} {self._unit}, {took:.0f} s"
+        return (
+            f"{self.what}: {self._done:,} of {self._total:,} {self._unit}, {took:.0f} s"
+        )
 
     def _show(self, last: bool = False) -> None:
         self._shown = time.monotonic()

@@ -37,7 +37,17 @@ OURS = ("vitsee", "vitsee_cli", "vitsee_core", "vitsee_stores")
 # Commands that are no analyses, and what else `import vitsee` gives: no guest can have these names.
 RESERVED = frozenset(
     (
-        *("cache", "demo", "encode", "explore", "export", "extract", "findings", "help", "import"),
+        *(
+            "cache",
+            "demo",
+            "encode",
+            "explore",
+            "export",
+            "extract",
+            "findings",
+            "help",
+            "import",
+        ),
         *("info", "models", "plot", "report", "rerun", "sites", "study", "validate"),
         *("api", "open_store"),
     )
@@ -84,7 +94,9 @@ class Guest:
             text = loader.get_source(self.module)
         except Exception:  # of another package's files and import hooks
             return ""
-        return text if isinstance(text, str) and len(text) <= MOST_SOURCE else ""
+        if isinstance(text, str) and len(text) <= MOST_SOURCE:
+            return text
+        return ""
 
 
 def own_names() -> list[str]:
@@ -186,7 +198,9 @@ def declaration_of(module: str) -> Any:
 def name_of(module: str) -> str:
     """The name of the analysis whose `run` is in this module."""
     guest = guest_of(module)
-    return guest.name if guest is not None else module.rpartition(".")[2]
+    if guest is not None:
+        return guest.name
+    return module.rpartition(".")[2]
 
 
 @contextlib.contextmanager
@@ -227,7 +241,9 @@ def _files_of(module: str) -> list[tuple[Path, str]]:
         spec = _spec(".".join(parts[:n]))
         if spec is None:
             raise ModuleNotFoundError(module)
-        if spec.origin is None or not spec.has_location:  # a namespace, which others share
+        if (
+            spec.origin is None or not spec.has_location
+        ):  # a namespace, which others share
             continue
         file = Path(spec.origin)
         if spec.submodule_search_locations is None:
@@ -247,7 +263,8 @@ def _spec(module: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        name, path = f"{name}.{part}", list(spec.submodule_search_locations)
+        name = f"{name}.{part}"
+        path = list(spec.submodule_search_locations)
         found = (finder.find_spec(name, path) for finder in sys.meta_path)
         spec = next((one for one in found if one is not None), None)
     return spec
@@ -262,9 +279,13 @@ def _found(_path: tuple[str, ...]) -> tuple[dict[str, Guest], dict[str, str]]:
     found: dict[str, Guest] = {}
     no: dict[str, str] = {}
     own = own_names()
-    for guest in sorted(map(_guest, _entries()), key=lambda g: (g.package.lower(), g.name)):
+    for guest in sorted(
+        map(_guest, _entries()), key=lambda g: (g.package.lower(), g.name)
+    ):
         plain = re.sub(r"\W+", "_", guest.name.lower()).strip("_")
-        if not re.fullmatch("[a-z][a-z0-9_]*", guest.name) or keyword.iskeyword(guest.name):
+        if not re.fullmatch("[a-z][a-z0-9_]*", guest.name) or keyword.iskeyword(
+            guest.name
+        ):
             hint = f", as {plain}" if re.fullmatch("[a-z][a-z0-9_]*", plain) else ""
             why = f"its name is no Python identifier in lower-case letters, digits and _{hint}"
         elif guest.name in own or guest.name in RESERVED:
@@ -285,7 +306,9 @@ def _entries() -> list[EntryPoint]:
     """The entry points of the group. Damaged metadata of a package is as if it were not there."""
     if not any(map(_names_the_group, sys.path)):
         return []
-    from importlib import metadata  # this and its search take 50 ms, which every command would wait
+    from importlib import (
+        metadata,  # this and its search take 50 ms, which every command would wait
+    )
 
     try:
         return list(metadata.entry_points(group=GROUP))
@@ -315,10 +338,13 @@ def _names_the_group(folder: str) -> bool:
 
 
 def _guest(entry: EntryPoint) -> Guest:
-    package, version, summary = "unknown", "", ""
+    package = "unknown"
+    version = ""
+    summary = ""
     with contextlib.suppress(Exception):  # METADATA may lack, or be anything
         assert entry.dist is not None
-        package, version = str(entry.dist.name), str(entry.dist.version)
+        package = str(entry.dist.name)
+        version = str(entry.dist.version)
         summary = str(entry.dist.metadata["Summary"] or "")
     return Guest(entry.name, entry.value.strip(), package, version, summary)
 

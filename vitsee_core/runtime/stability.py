@@ -55,7 +55,9 @@ def deprecated(
         @wraps(function)
         def warn_and_call(*args: P.args, **kwargs: P.kwargs) -> R:
             # stacklevel 2: the warning names the caller's line, not this one.
-            warnings.warn(f"{notice} (deprecated since {since})", FutureWarning, stacklevel=2)
+            warnings.warn(
+                f"{notice} (deprecated since {since})", FutureWarning, stacklevel=2
+            )
             return function(*args, **kwargs)
 
         docstring = f"Deprecated since {since}: {notice}."

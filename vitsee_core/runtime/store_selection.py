@@ -22,8 +22,12 @@ log = logging.getLogger(__name__)
 class StoreSelection(Generic[T]):
     """Result of a selection."""
 
-    members: list[tuple[Store, list[T]]]  # each store that takes part, with its sites, blocks, ...
-    left_out: dict[str, str] = field(default_factory=dict)  # label of each other store -> reason
+    members: list[
+        tuple[Store, list[T]]
+    ]  # each store that takes part, with its sites, blocks, ...
+    left_out: dict[str, str] = field(
+        default_factory=dict
+    )  # label of each other store -> reason
 
     @property
     def stores(self) -> list[Store]:
@@ -102,7 +106,9 @@ def select_each(
     for reason in left_out.values():
         log.warning("left out: %s", reason)
     if not single:
-        chosen = [select(store, matched) for store, matched in zip(able, matching, strict=True)]
+        chosen = [
+            select(store, matched) for store, matched in zip(able, matching, strict=True)
+        ]
     return StoreSelection(
         list(zip(able, chosen, strict=True)),
         {label: str(reason) for label, reason in left_out.items()},

@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.runtime.kept_sums import KeptFold, KeptSums
+from vitsee_core.runtime.kept_sums import FoldCheckpoints, KeptFold
 from vitsee_core.runtime.lanes import one_blas_thread, submitted
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Mask
 from vitsee_stores import Slab, Store, require_paired
@@ -35,7 +35,9 @@ R = TypeVar("R")
 class Map(Protocol):
     """Like the builtin `map`: results in the order of the items."""
 
-    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterable[R]:
+    def __call__(
+        self, function: Callable[[Any], R], items: Iterable[Any], /
+    ) -> Iterable[R]:
         """Apply `function` to each item."""
 
 
@@ -76,7 +78,12 @@ class Rows:
 
     def describe(self) -> dict[str, Any]:
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
-        return {"rows": self.n, "left_out_invalid": self.n_invalid, "chosen": self.how, **remarks}
+        return {
+            "rows": self.n,
+            "left_out_invalid": self.n_invalid,
+            "chosen": self.how,
+            **remarks,
+        }
 
 
 def choose_rows(
@@ -101,9 +108,13 @@ def choose_rows(
         raise VitseeError(f"{images} images were asked for; expected a positive number")
     slabs = [np.arange(slab.rows.start, slab.rows.stop) for slab in store.slabs()]
     rows = np.concatenate(slabs)
-    n, how, remarks = len(rows), "all", list[str]()
+    n = len(rows)
+    how = "all"
+    remarks = list[str]()
     if images is not None and images > n:
-        remarks.append(f"{store.label} holds {n} images: {images} were asked for, all are used")
+        remarks.append(
+            f"{store.label} holds {n} images: {images} were asked for, all are used"
+        )
     elif images is not None and images < n:
         shuffled = store.shuffled
         how = f"the first {images}" if shuffled else f"{images} drawn with seed {seed}"
@@ -113,7 +124,7 @@ def choose_rows(
             order = order[: np.searchsorted(reached, images) + 1]
             rows = np.concatenate([slabs[k] for k in order])
             if len(rows) > images:
-                how += f", rounded up to {counted(len(order), 'whole slabs')}"
+                how += f", rounded up to {plural(len(order), 'whole slabs')}"
                 remarks.append(f"{store.label}: {how} ({len(rows)} images)")
         else:
             rows = rows[_order(n, None if shuffled else seed)[:images]]
@@ -121,12 +132,16 @@ def choose_rows(
     chosen[rows] = True
     invalid = int((chosen & ~store.valid).sum())
     if invalid == chosen.sum():
-        raise VitseeError(f"{store.label} holds no readable image ({n} rows); extract it anew")
+        raise VitseeError(
+            f"{store.label} holds no readable image ({n} rows); extract it anew"
+        )
     return Rows(chosen, invalid, how, tuple(remarks))
 
 
 def _order(n: int, seed: int | None) -> NDArray[np.int64]:
-    return np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
+    if seed is None:
+        return np.arange(n)
+    return np.random.default_rng(seed).permutation(n)
 
 
 def fold(
@@ -139,7 +154,7 @@ def fold(
     slab_bytes: int = 0,
     map: Map | None = None,
     progress: Progress = SILENT,
-    keep: KeptSums | None = None,
+    keep: FoldCheckpoints | None = None,
 ) -> A:
     """The accumulator of all slabs of a store, or of two paired stores in step.
 
@@ -163,13 +178,21 @@ def fold(
     opened = _tuple(stores)
     rows = rows if rows is not None else choose_rows(opened[0])
     items = _pieces(opened, rows)
-    done, total, kept = 0, None, None
+    done = 0
+    total = None
+    kept = None
     if keep is not None and items:
         kept = KeptFold(keep, make, opened, rows.mask, len(items))
         done, total = kept.resume()
         progress.skip(sum(_n_chosen(rows, place) for place, _ in items[:done]))
-    width = jobs if memory is None or not slab_bytes else min(jobs, max(1, memory // slab_bytes))
-    for part in _work_on(opened, partial(_filled, make), items[done:], rows, width, map, progress):
+    width = (
+        jobs
+        if memory is None or not slab_bytes
+        else min(jobs, max(1, memory // slab_bytes))
+    )
+    for part in _work_on(
+        opened, partial(_filled, make), items[done:], rows, width, map, progress
+    ):
         if total is None:
             total = part
         else:
@@ -200,7 +223,9 @@ def each_slab(
 
 def _pieces(opened: tuple[Store, ...], rows: Rows) -> list[tuple[slice, Mask]]:
     """The rows of each slab with a row that counts, and which of them do."""
-    counted = rows.mask & (require_paired(*opened) if len(opened) == 2 else opened[0].valid)
+    counted = rows.mask & (
+        require_paired(*opened) if len(opened) == 2 else opened[0].valid
+    )
     # If slab sizes differ, pieces are the larger slabs: a chunk is read whole.
     plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
     places = [plan.rows(k) for k in range(plan.n_slabs)]
@@ -233,7 +258,7 @@ def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
 
 @dataclass(frozen=True)
 class Piece(Slab):
-    """A slab of which only the rows in `counted` (rows,) count. If a pair has slabs of different
+    """A slab of which only the rows in `plural` (rows,) count. If a pair has slabs of different
     sizes, a piece has the rows of the larger one."""
 
     counted: Mask
@@ -251,7 +276,9 @@ class Piece(Slab):
             ValueError: some images in the sums do not count; see `choose_rows(whole_slabs=True)`.
         """
         if (self.counted != self.store.valid[self.rows]).any():
-            raise ValueError("a part of a slab's images was chosen, its sums are over all of them")
+            raise ValueError(
+                "a part of a slab's images was chosen, its sums are over all of them"
+            )
         if self.rows != self.store.plan.rows(self.k):
             raise StoreMismatch(
                 f"{self.store.label} holds {name} as sums over slabs of {self.store.plan.slab} "
@@ -267,7 +294,9 @@ def _filled(make: Callable[[], A], *slabs: Slab) -> A:
     return accumulator
 
 
-def _on_slab(stores: tuple[Store, ...], work: Callable[..., R], item: tuple[slice, Mask]) -> R:
+def _on_slab(
+    stores: tuple[Store, ...], work: Callable[..., R], item: tuple[slice, Mask]
+) -> R:
     rows, counted = item
     pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in stores)
     return work(*pieces)
@@ -279,10 +308,14 @@ def thread_map(jobs: int) -> Map:
     return partial(_on_threads, jobs)
 
 
-def _on_threads(jobs: int, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+def _on_threads(
+    jobs: int, function: Callable[[Any], R], items: Iterable[Any], /
+) -> Iterator[R]:
     with one_blas_thread():
         if jobs == 1:
             yield from map(function, items)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            yield from submitted(lambda item: pool.submit(function, item), items, lambda: 2 * jobs)
+            yield from submitted(
+                lambda item: pool.submit(function, item), items, lambda: 2 * jobs
+            )

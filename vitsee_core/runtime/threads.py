@@ -19,7 +19,11 @@ CHUNK_BYTES = 1 << 20
 
 
 def run_split(
-    function: Callable[[int, range], None], n_items: int, n_pieces: int, *, plain: bool = False
+    function: Callable[[int, range], None],
+    n_items: int,
+    n_pieces: int,
+    *,
+    plain: bool = False,
 ) -> None:
     """Call `function(piece, items)` for every piece of the items 0 to n_items - 1.
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from vitsee_core.runtime.registry import code_digest
 
 STORE_PACKAGES = ("vitsee", "torch", "timm", "zarr", "numpy", "pillow")
-RESULT_PACKAGES = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
+RESULT_PACKAGES = (
+    "vitsee",
+    "numpy",
+    "torch",
+    "timm",
+    "zarr",
+    "scikit-learn",
+    "matplotlib",
+)
 # What workers of a cluster must share beside the package's code: how they talk, and what decides
 # numbers.
 WORKER_PACKAGES = (
@@ -48,11 +56,18 @@ def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
     for package in (vitsee_core, vitsee_stores):
         (folder,) = map(Path, package.__path__)
         for file in sorted(folder.rglob("*.py")):
-            code.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+            code.update(
+                f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes()
+            )
     installed = _installed(WORKER_PACKAGES)
     minor = installed["python"].rpartition(".")[0]
     guests = {f"the code of {module}": code_digest(module) for module in modules}
-    return {"vitsee's code": code.hexdigest()[:12], **guests, **installed, "python": minor}
+    return {
+        "vitsee's code": code.hexdigest()[:12],
+        **guests,
+        **installed,
+        "python": minor,
+    }
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:

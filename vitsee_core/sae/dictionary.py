@@ -54,9 +54,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENCODED = ("linear", "relu", "topk", "batchtopk", "jumprelu")  # kinds with W_enc and b_enc
+ENCODED = (
+    "linear",
+    "relu",
+    "topk",
+    "batchtopk",
+    "jumprelu",
+)  # kinds with W_enc and b_enc
 KINDS = (*ENCODED, "nearest", "nnls")
-NNLS_STEPS, NNLS_TOLERANCE = 500, 1e-7
+NNLS_STEPS = 500
+NNLS_TOLERANCE = 1e-7
 FORMAT = "vitsee-dictionary"
 CONFIG = "cfg.json"
 SAVED = ("kind", "k", "centre", "positive", "clamp", "site")  # fields in the metadata
@@ -98,9 +105,13 @@ class Dictionary:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise VitseeError(f"no kind of dictionary {self.kind!r}; expected {', '.join(KINDS)}")
+            raise VitseeError(
+                f"no kind of dictionary {self.kind!r}; expected {', '.join(KINDS)}"
+            )
         if self.w_dec.ndim != 2:
-            raise VitseeError(f"the directions have {self.w_dec.ndim} axes; expected (K, channels)")
+            raise VitseeError(
+                f"the directions have {self.w_dec.ndim} axes; expected (K, channels)"
+            )
         n, dim = self.w_dec.shape
         shapes: dict[str, tuple[Float32 | None, tuple[int, ...]]] = {
             "W_dec": (self.w_dec, (n, dim)),
@@ -120,7 +131,9 @@ class Dictionary:
             if not np.isfinite(values).all():
                 raise VitseeError(f"{name} holds numbers that are not finite")
         if self.kind == "topk" and not (self.k and 1 <= self.k <= n):
-            raise VitseeError(f"k is {self.k}; expected 1 to {n}, the number of directions")
+            raise VitseeError(
+                f"k is {self.k}; expected 1 to {n}, the number of directions"
+            )
 
     @property
     def n(self) -> int:
@@ -198,9 +211,13 @@ class Dictionary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             return non_negative_factorization(
-                x, H=self.w_dec, n_components=self.n, update_H=False, tol=NNLS_TOLERANCE,
+                x,
+                H=self.w_dec,
+                n_components=self.n,
+                update_H=False,
+                tol=NNLS_TOLERANCE,
                 max_iter=NNLS_STEPS,
-            )[0]  # fmt: skip
+            )[0]
 
 
 def explained(n: int, error: float, squares: float, total: Float) -> float:
@@ -210,7 +227,9 @@ def explained(n: int, error: float, squares: float, total: Float) -> float:
     if not n:
         return np.nan
     spread = squares - float((total**2).sum()) / n
-    return float(1 - error / spread) if spread > 1e-12 * squares else np.nan
+    if spread > 1e-12 * squares:
+        return float(1 - error / spread)
+    return np.nan
 
 
 @dataclass(frozen=True)
@@ -234,17 +253,28 @@ def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionar
     tensors, told = _read(path)
     try:
         found = _recognised(path, tensors, told)
-        given = {name: value for name, value in asdict(overrides or Overrides()).items()
-                 if value is not None}  # fmt: skip
+        given = {
+            name: value
+            for name, value in asdict(overrides or Overrides()).items()
+            if value is not None
+        }
         if "threshold" in given:
-            given["threshold"] = np.full(len(found["w_dec"]), given["threshold"], np.float32)
+            given["threshold"] = np.full(
+                len(found["w_dec"]), given["threshold"], np.float32
+            )
         found |= given
         if "kind" not in found:
-            raise VitseeError(f"the file does not say its kind; give --kind {'|'.join(ENCODED)}")
+            raise VitseeError(
+                f"the file does not say its kind; give --kind {'|'.join(ENCODED)}"
+            )
         if found["kind"] == "topk" and found.get("k") is None:
-            raise VitseeError("the file does not say how many directions topk keeps; give --k")
+            raise VitseeError(
+                "the file does not say how many directions topk keeps; give --k"
+            )
         if found["kind"] in ("batchtopk", "jumprelu") and found.get("threshold") is None:
-            raise VitseeError(f"the file has no threshold for {found['kind']}; give --threshold")
+            raise VitseeError(
+                f"the file has no threshold for {found['kind']}; give --threshold"
+            )
         return Dictionary(**found)
     except VitseeError as error:
         raise VitseeError(f"{path}: {error}") from None
@@ -263,7 +293,9 @@ def for_sites(
     found = [(read_dictionary(path, overrides), path) for path in paths]
     if not sites:
         if unknown := [path for one, path in found if not one.site]:
-            raise SiteError(f"{unknown[0]} does not say which site it was fitted on; give --sites")
+            raise SiteError(
+                f"{unknown[0]} does not say which site it was fitted on; give --sites"
+            )
         chosen = [store.site(one.site) for one, _ in found]
     else:
         chosen = store.select(list(sites))
@@ -283,9 +315,15 @@ def save_dictionary(dictionary: Dictionary, path: Path, *, force: bool = False) 
     """
     from safetensors.numpy import save_file
 
-    names = {"W_dec": dictionary.w_dec, "b_dec": dictionary.b_dec, "W_enc": dictionary.w_enc}
+    names = {
+        "W_dec": dictionary.w_dec,
+        "b_dec": dictionary.b_dec,
+        "W_enc": dictionary.w_enc,
+    }
     names |= {"b_enc": dictionary.b_enc, "threshold": dictionary.threshold}
-    tensors = {name: np.ascontiguousarray(v) for name, v in names.items() if v is not None}
+    tensors = {
+        name: np.ascontiguousarray(v) for name, v in names.items() if v is not None
+    }
     told = {name: getattr(dictionary, name) for name in SAVED}
     with new_files([path], force=force) as (partial,):
         save_file(tensors, partial, {"format": FORMAT, FORMAT: json.dumps(told)})
@@ -332,7 +370,9 @@ def _torch(path: Path, *, headed: bool) -> tuple[Tensors, Told]:
     with open(path, "rb") as file:
         try:
             told = {"saev": json.loads(file.readline())} if headed else {}
-            found = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+            found = torch.load(
+                io.BytesIO(file.read()), map_location="cpu", weights_only=True
+            )
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             text = " ".join(str(error).split())[:100]
             raise VitseeError(f"{path} is no file of tensors: {text}") from None
@@ -356,7 +396,9 @@ def _recognised(path: Path, tensors: Tensors, told: Told) -> Told:
 def _named(path: Path, tensors: Tensors, told: Told) -> Told:
     """Names as saev, SAELens and vitsee write them."""
     rename = {"W_dec": "w_dec", "b_dec": "b_dec", "W_enc": "w_enc", "b_enc": "b_enc"}
-    found: Told = {ours: tensors[name] for name, ours in rename.items() if name in tensors}
+    found: Told = {
+        ours: tensors[name] for name, ours in rename.items() if name in tensors
+    }
     n, dim = (*found["w_dec"].shape, 0)[:2]
     if "vitsee" in told:
         if not isinstance(told["vitsee"], dict):
@@ -368,8 +410,11 @@ def _named(path: Path, tensors: Tensors, told: Told) -> Told:
         found |= _of_saelens(told["cfg"], found)
     else:
         # saev's state dict without its line of configuration; x is not centred there.
-        log.warning("%s: nothing beside the file says how it was trained: x is %s", path,
-                    "not centred (--centre)")  # fmt: skip
+        log.warning(
+            "%s: nothing beside the file says how it was trained: x is %s",
+            path,
+            "not centred (--centre)",
+        )
     for name in ("threshold", "activation.threshold", "topk_threshold"):
         if name in tensors:
             own = tensors[name]
@@ -386,55 +431,87 @@ def _named(path: Path, tensors: Tensors, told: Told) -> Told:
 
 def _of_saev(header: Told) -> Told:
     activation = header.get("cfg", {}).get("activation", {})
-    kind, given = activation.get("cls"), activation.get("params", {})
+    kind = activation.get("cls")
+    given = activation.get("params", {})
     if kind not in _SAEV_KINDS:
-        raise VitseeError(f"saev's activation {kind!r} is not supported; expected "
-                          f"{', '.join(_SAEV_KINDS)}")  # fmt: skip
+        raise VitseeError(
+            f"saev's activation {kind!r} is not supported; expected "
+            f"{', '.join(_SAEV_KINDS)}"
+        )
     return {"kind": _SAEV_KINDS[kind], "k": given.get("top_k"), "positive": False}
 
 
 def _of_saelens(cfg: Told, found: Told) -> Told:
     kind = cfg.get("architecture", "standard")
     k = cfg.get("k")
-    if cfg.get("activation_fn_str", cfg.get("activation_fn")) == "topk":  # before version 6
-        kind, k = "topk", (cfg.get("activation_fn_kwargs") or {}).get("k")
+    if (
+        cfg.get("activation_fn_str", cfg.get("activation_fn")) == "topk"
+    ):  # before version 6
+        kind = "topk"
+        k = (cfg.get("activation_fn_kwargs") or {}).get("k")
     if kind not in _SAELENS_KINDS:
-        raise VitseeError(f"SAELens' architecture {kind!r} is not supported; expected "
-                          f"{', '.join(_SAELENS_KINDS)}")  # fmt: skip
-    for name, plain in (("normalize_activations", "none"), ("reshape_activations", "none")):
+        raise VitseeError(
+            f"SAELens' architecture {kind!r} is not supported; expected "
+            f"{', '.join(_SAELENS_KINDS)}"
+        )
+    for name, plain in (
+        ("normalize_activations", "none"),
+        ("reshape_activations", "none"),
+    ):
         if (value := cfg.get(name) or plain) != plain:
-            raise VitseeError(f"{name} is {value!r}, which is not supported; fold it into the "
-                              "weights first")  # fmt: skip
+            raise VitseeError(
+                f"{name} is {value!r}, which is not supported; fold it into the "
+                "weights first"
+            )
     told: Told = {"kind": _SAELENS_KINDS[kind], "k": k}
     told["centre"] = bool(cfg.get("apply_b_dec_to_input", True))
     if cfg.get("rescale_acts_by_decoder_norm") and "w_enc" in found and "b_enc" in found:
         norms = np.linalg.norm(found["w_dec"], axis=1)  # as SAELens folds them
-        told |= {"w_enc": found["w_enc"] * norms, "b_enc": found["b_enc"] * norms,
-                 "w_dec": found["w_dec"] / np.maximum(norms, 1e-8)[:, None]}  # fmt: skip
+        told |= {
+            "w_enc": found["w_enc"] * norms,
+            "b_enc": found["b_enc"] * norms,
+            "w_dec": found["w_dec"] / np.maximum(norms, 1e-8)[:, None],
+        }
     return told
 
 
 def _overcomplete(path: Path, tensors: Tensors) -> Told:
     weights = tensors["dictionary._weights"]
     if weights.ndim != 2:
-        raise VitseeError(f"dictionary._weights is {weights.shape}; expected (K, channels)")
+        raise VitseeError(
+            f"dictionary._weights is {weights.shape}; expected (K, channels)"
+        )
     n, dim = weights.shape
     layer = ("encoder.final_block.0.", "encoder.weight", "encoder.bias")
-    if other := [x for x in tensors if not x.startswith((*layer, "dictionary.", "thresholds"))]:
-        raise VitseeError(f"an encoder with {other[0]} is not supported; expected one linear layer")
-    log.info("%s: rows of the dictionary are normalised to length 1, overcomplete's default", path)
+    if other := [
+        x for x in tensors if not x.startswith((*layer, "dictionary.", "thresholds"))
+    ]:
+        raise VitseeError(
+            f"an encoder with {other[0]} is not supported; expected one linear layer"
+        )
+    log.info(
+        "%s: rows of the dictionary are normalised to length 1, overcomplete's default",
+        path,
+    )
     rows = weights / (np.linalg.norm(weights, axis=1, keepdims=True) + 1e-8)
     rows = rows * np.exp(tensors.get("dictionary.multiplier", np.zeros((), np.float32)))
-    linear = {kind: tensors.get(f"encoder.final_block.0.{kind}", tensors.get(f"encoder.{kind}"))
-              for kind in ("weight", "bias")}  # fmt: skip
-    encoder, bias = linear["weight"], linear["bias"]
+    linear = {
+        kind: tensors.get(f"encoder.final_block.0.{kind}", tensors.get(f"encoder.{kind}"))
+        for kind in ("weight", "bias")
+    }
+    encoder = linear["weight"]
+    bias = linear["bias"]
     if encoder is None:
-        log.info("%s: no encoder: the dictionary's own rows are taken (tied weights)", path)
+        log.info(
+            "%s: no encoder: the dictionary's own rows are taken (tied weights)", path
+        )
         encoder = rows
     found: Told = {
-        "w_dec": rows.astype(np.float32), "b_dec": np.zeros(dim, np.float32),
-        "w_enc": encoder.T, "b_enc": np.zeros(n, np.float32) if bias is None else bias,
-    }  # fmt: skip
+        "w_dec": rows.astype(np.float32),
+        "b_dec": np.zeros(dim, np.float32),
+        "w_enc": encoder.T,
+        "b_enc": np.zeros(n, np.float32) if bias is None else bias,
+    }
     if "thresholds" in tensors:
         found |= {"kind": "jumprelu", "threshold": np.exp(tensors["thresholds"])}
     return found

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.versions import result_versions
+from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32
@@ -40,7 +40,14 @@ CODES_BYTES = 256 << 20  # of a slab's codes in float32
 AT_ONCE = 4096  # tokens
 COLUMNS = (*SITE, "metric", "value", "n_images")
 # What the store of codes has of the other's: about images, so that pictures are found again.
-KEPT_INFO = ("data", "data_folder", "selection", "first_images", "first_images_sha256", "columns")
+KEPT_INFO = (
+    "data",
+    "data_folder",
+    "selection",
+    "first_images",
+    "first_images_sha256",
+    "columns",
+)
 DROPPED = ("attention", "residual", "inputs", "grams", "erf", "head_weights")  # not in it
 
 
@@ -121,7 +128,9 @@ def encode_store(
         chosen[site.name] = (replace(site, alias_of=None), features, dictionary)
     sites = tuple(_site(*one, dtype) for one in chosen.values())
     plan = _plan(store, sites)
-    _check_memory(store, plan, [features for _, features, _ in chosen.values()], execution)
+    _check_memory(
+        store, plan, [features for _, features, _ in chosen.values()], execution
+    )
     device = str(resolve_device(execution.device))
     if force:
         remove_store(output)
@@ -130,13 +139,17 @@ def encode_store(
     missing = ~writer.committed()
     with counting(execution.progress, store.n_images, "images"):
         for slab in store.slabs():
-            tokens = {name: of.of_slab(slab, slice(0, len(of.tokens)))
-                      for name, (_, of, _) in chosen.items()}  # fmt: skip
+            tokens = {
+                name: of.of_slab(slab, slice(0, len(of.tokens)))
+                for name, (_, of, _) in chosen.items()
+            }
             for k, rows, part in _parts(slab, writer.plan):
                 arrays = _of_images(store, rows)
                 for site in sites:
                     dictionary = dictionaries[site.name]
-                    codes = _encode(dictionary, tokens[site.name][part], sums[site.name], device)
+                    codes = _encode(
+                        dictionary, tokens[site.name][part], sums[site.name], device
+                    )
                     if missing[k]:
                         arrays |= _arrays(site, codes, store.valid[rows])
                 if missing[k]:
@@ -150,11 +163,17 @@ def encode_store(
         for metric, value in sums[name].metrics().items()
     ]
     made = open_store(output)
-    notes = {"codes": str(output), "store": store.label, "dictionaries": dict(names or {})}
+    notes = {
+        "codes": str(output),
+        "store": store.label,
+        "dictionaries": dict(names or {}),
+    }
     return made, Table.from_rows(lines, COLUMNS, notes)
 
 
-def _site(spec: SiteSpec, features: SiteFeatures, dictionary: Dictionary, dtype: str) -> SiteSpec:
+def _site(
+    spec: SiteSpec, features: SiteFeatures, dictionary: Dictionary, dtype: str
+) -> SiteSpec:
     """A site of codes in the place of the site."""
     layout = features.layout
     plain = replace(spec, dim=dictionary.n, tokens="all", site_path=None, layout=layout)
@@ -195,15 +214,23 @@ def _check_memory(
 
 
 def _writer(
-    store: Store, plan: StorePlan, dictionaries: Mapping[str, Dictionary],
-    names: Mapping[str, str], dtype: str, output: Place, command: str,
-) -> StoreWriter:  # fmt: skip
+    store: Store,
+    plan: StorePlan,
+    dictionaries: Mapping[str, Dictionary],
+    names: Mapping[str, str],
+    dtype: str,
+    output: Place,
+    command: str,
+) -> StoreWriter:
     old = store.manifest
     theirs = store.samples
-    identity = {name: value for name, value in old.identity.items() if name not in DROPPED} | {
+    identity = {
+        name: value for name, value in old.identity.items() if name not in DROPPED
+    } | {
         "command": "encode",
         "of": old.store_id,
-        "weights": f"codes of {old.identity.get('weights', '')}",  # so that extract adds nothing
+        # so that extract adds nothing
+        "weights": f"codes of {old.identity.get('weights', '')}",
         "sites": [site.name for site in plan.sites],
         "tokens": {"default": "all"},
         "dictionaries": {name: _digest(one) for name, one in dictionaries.items()},
@@ -217,12 +244,14 @@ def _writer(
         theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(), theirs.box
     )
     manifest = new_manifest(
-        identity, plan, samples,
+        identity,
+        plan,
+        samples,
         model={**old.model, "codes": codes},
         transform=old.transform,
         class_names=old.class_names,
         info={**kept, "command": command, "versions": result_versions()},
-    )  # fmt: skip
+    )
     return StoreWriter.create_or_join(output, manifest, samples)
 
 
@@ -232,7 +261,9 @@ def _digest(dictionary: Dictionary) -> str:
     for name in sorted(fields):
         value = fields[name]
         digest.update(f"{name} ".encode())
-        digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        digest.update(
+            value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+        )
     return digest.hexdigest()
 
 
@@ -247,18 +278,26 @@ def _parts(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice]]:
 
 def _of_images(store: Store, rows: slice) -> dict[str, NDArray[Any]]:
     valid = store.valid[rows]
-    seconds = {"seconds": store.array("seconds")[rows]} if store.plan.clip is not None else {}
+    seconds = (
+        {"seconds": store.array("seconds")[rows]} if store.plan.clip is not None else {}
+    )
     pixel_hash = store.samples.pixel_hash
-    pixels = {} if pixel_hash is None else {"pixel_hash": pixel_hash[rows].astype(np.uint64)}
+    pixels = (
+        {} if pixel_hash is None else {"pixel_hash": pixel_hash[rows].astype(np.uint64)}
+    )
     return {
-        **seconds, **pixels,
-        "valid": valid.astype(np.uint8), "n_valid": np.array(valid.sum(), np.int64),
+        **seconds,
+        **pixels,
+        "valid": valid.astype(np.uint8),
+        "n_valid": np.array(valid.sum(), np.int64),
         "hash": store.samples.hash[rows].astype(np.uint64),
         "size": store.samples.size[rows].astype(np.int32),
-    }  # fmt: skip
+    }
 
 
-def _encode(dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str) -> Float32:
+def _encode(
+    dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str
+) -> Float32:
     """(images, tokens, K) codes of (images, tokens, D)."""
     flat = tokens.reshape(-1, tokens.shape[-1])
     codes = np.empty((len(flat), dictionary.n), np.float32)
@@ -270,7 +309,9 @@ def _encode(dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str
     return codes.reshape(*tokens.shape[:2], dictionary.n)
 
 
-def _arrays(site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+def _arrays(
+    site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]
+) -> dict[str, NDArray[Any]]:
     """The arrays of one site in a slab, by their names in the store; NaN for images that could not
     be read."""
     layout = site.layout
@@ -292,14 +333,18 @@ def _arrays(site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]) -> dict[st
         body = body.reshape(len(body), *layout.body, site.dim)
         found[f"acts/{site.name}/grid"] = _rows(body, valid, site.dtype)
     if layout.prefix:
-        found[f"acts/{site.name}/prefix"] = _rows(stored[:, : layout.n_prefix], valid, site.dtype)
+        found[f"acts/{site.name}/prefix"] = _rows(
+            stored[:, : layout.n_prefix], valid, site.dtype
+        )
     if cls := list(layout.cls_tokens):
         whole = codes[:, cls].mean(1, dtype=np.float64)
         found[f"pooled/{site.name}/cls"] = _rows(whole, valid, "float32")
     return found
 
 
-def _rows(values: NDArray[Any], valid: NDArray[np.bool_], dtype: DTypeLike) -> NDArray[Any]:
+def _rows(
+    values: NDArray[Any], valid: NDArray[np.bool_], dtype: DTypeLike
+) -> NDArray[Any]:
     """(images of the slab, ...) from those of its valid images."""
     whole = np.full((len(valid), *values.shape[1:]), np.nan, dtype)
     whole[valid] = values

@@ -23,7 +23,13 @@ from vitsee_core.similarity.hsic_sums import (
     summarise,
     weighted_sum,
 )
-from vitsee_core.similarity.representation import Representation, Shift, cosine, pearson, raw_gram
+from vitsee_core.similarity.representation import (
+    Representation,
+    Shift,
+    cosine,
+    pearson,
+    raw_gram,
+)
 
 __all__ = [
     "Estimator",

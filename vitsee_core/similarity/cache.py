@@ -91,7 +91,9 @@ def owned_by_none(path: Path) -> bool:
 # Tiles of a file with their numbers, in any order.
 Tiles = Iterable[tuple[int, NDArray[np.float64]]]
 
-PARTIAL, SCRATCH, OWNER = ".partial", "vitsee-grams-", "owner"
+PARTIAL = ".partial"
+SCRATCH = "vitsee-grams-"
+OWNER = "owner"
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +154,10 @@ class GramCache:
         self, features: FeatureMatrix, rows: Integers, batches: Sequence[Integers] = ()
     ) -> GramFile | None:
         """A cached matrix that contains `rows`, or the matrices of these batches."""
-        store, folder = _revision(features), self.place(features.store)
-        stem, key = self._stem(features), self._key(features)
+        store = _revision(features)
+        folder = self.place(features.store)
+        stem = self._stem(features)
+        key = self._key(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
             header = Header.load(read_regular(path))
             if header is None or (header.store, header.key) != (store, key):
@@ -197,7 +201,11 @@ class GramCache:
                 if not folder.is_dir() and attempt < 2:
                     log.warning(
                         "%s was removed meanwhile; the Gram matrix of %s is made again%s",
-                        *(folder, " ".join(features.key), " and not kept" if attempt else ""),
+                        *(
+                            folder,
+                            " ".join(features.key),
+                            " and not kept" if attempt else "",
+                        ),
                     )
                     if attempt:
                         self._places[features.store.manifest.store_id] = self.scratch
@@ -222,8 +230,11 @@ class GramCache:
         digest.update(rows.astype("<i8").tobytes())
         # A private name, so that two processes computing the same matrix do not collide.
         name = f"{self._stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
-        data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
-        places = {path.with_name(path.name + PARTIAL): path for path in (data, header_file)}
+        data = folder / f"{name}.tiles"
+        header_file = folder / f"{name}.json"
+        places = {
+            path.with_name(path.name + PARTIAL): path for path in (data, header_file)
+        }
         tiles, about = places
         folder.mkdir(parents=True, exist_ok=True)
         owned = None
@@ -233,9 +244,15 @@ class GramCache:
                 origin = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(owned, make(origin), tile)
                 header = Header(
-                    _revision(features), key, rows, batches, tile, origin.ratio, checksums,
+                    _revision(features),
+                    key,
+                    rows,
+                    batches,
+                    tile,
+                    origin.ratio,
+                    checksums,
                     None if batches else origin.shift,
-                )  # fmt: skip
+                )
                 if not batches and (theirs := self.find(features, rows)) is not None:
                     places.clear()  # another process was faster
                     return theirs
@@ -251,7 +268,9 @@ class GramCache:
 
     def _key(self, features: FeatureMatrix) -> tuple[str, ...]:
         """Identity of cached features: store, features, and precision unless fp32."""
-        return features.key if self.precision == "fp32" else (*features.key, self.precision)
+        if self.precision == "fp32":
+            return features.key
+        return (*features.key, self.precision)
 
     def _stem(self, features: FeatureMatrix) -> str:
         """A descriptive file name."""
@@ -276,11 +295,15 @@ def gram_cache(
     if folder is not None:
         check_place(folder / OWNER)
         if not folder.absolute().parent.is_dir():
-            raise VitseeError(f"--cache {folder}: there is no folder {folder.absolute().parent}")
+            raise VitseeError(
+                f"--cache {folder}: there is no folder {folder.absolute().parent}"
+            )
     for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         if owned_by_none(left / OWNER):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=SCRATCH, ignore_cleanup_errors=True
+    ) as scratch:
         owner = create_owned(Path(scratch, OWNER))
         try:
             yield GramCache(folder, persistent, Path(scratch), precision)
@@ -291,7 +314,8 @@ def gram_cache(
 def _revision(features: FeatureMatrix) -> str:
     """Version of a site's numbers: the store's identity, and when the slabs that hold the site
     were committed, in whichever generation."""
-    store, site = features.store, features.key[0]
+    store = features.store
+    site = features.key[0]
     return f"{store.manifest.store_id}:{store.revision_of(site)}"
 
 
@@ -325,7 +349,9 @@ class CacheFolder:
             if not any(self.folder.iterdir()):
                 self.folder.rmdir()
         except OSError as error:
-            raise VitseeError(f"cannot remove {error.filename}: {reason(error)}") from None
+            raise VitseeError(
+                f"cannot remove {error.filename}: {reason(error)}"
+            ) from None
 
 
 def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
@@ -333,8 +359,12 @@ def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
     directory and in the user's cache folder. Raises VitseeError: a place does not exist."""
     roots = [_root(place) for place in places] or [Path(), user_caches()]
     folders = dict.fromkeys(folder for root in roots for folder in _below(root))
-    caches = [cache for folder in sorted(folders) if (cache := _cache(folder)) is not None]
-    indexes = dict.fromkeys(file for root in roots for file in sorted(root.glob(f"*{TAR_INDEX}")))
+    caches = [
+        cache for folder in sorted(folders) if (cache := _cache(folder)) is not None
+    ]
+    indexes = dict.fromkeys(
+        file for root in roots for file in sorted(root.glob(f"*{TAR_INDEX}"))
+    )
     return caches + [CacheFolder(file, "", 0, file.stat().st_size) for file in indexes]
 
 
@@ -356,7 +386,11 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def _headers(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.json")) if Header.load(read_regular(p)) is not None]
+    return [
+        p
+        for p in sorted(folder.glob("*.json"))
+        if Header.load(read_regular(p)) is not None
+    ]
 
 
 def _cache(folder: Path) -> CacheFolder | None:
@@ -365,7 +399,9 @@ def _cache(folder: Path) -> CacheFolder | None:
     if not headers:
         return None
     first = Header.load(read_regular(headers[0]))
-    files = [file for h in headers for file in (h, h.with_suffix(".tiles")) if file.exists()]
+    files = [
+        file for h in headers for file in (h, h.with_suffix(".tiles")) if file.exists()
+    ]
     size = sum(file.stat().st_size for file in files)
     store_id = first.store.partition(":")[0] if first is not None else ""
     return CacheFolder(folder, store_id, len(headers), size)

@@ -58,7 +58,9 @@ class Estimator:
 class GramOptions:
     """Resources; of these only `precision` affects the result."""
 
-    cache: Path | None = None  # folder for Gram matrices; None: `<store>.grams` beside each store
+    cache: Path | None = (
+        None  # folder for Gram matrices; None: `<store>.grams` beside each store
+    )
     use_cache: bool = True  # False keeps nothing
     device: str = "auto"
     memory: int | None = None  # bytes to stay within; None: a quarter of the machine's
@@ -96,7 +98,9 @@ class Comparison:
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
         """The items of rows, and those of cols (None if they are the same)."""
-        return items[: self.n_rows], None if self.among_themselves else items[self.n_rows :]
+        return items[: self.n_rows], None if self.among_themselves else items[
+            self.n_rows :
+        ]
 
     @property
     def n_images(self) -> int:
@@ -115,21 +119,33 @@ class Comparison:
         """The rows that a representation's store counts by itself."""
         return self.own[of.store.manifest.store_id]
 
-    def find(self, of: Representation, batches: Sequence[Integers] = ()) -> GramFile | None:
+    def find(
+        self, of: Representation, batches: Sequence[Integers] = ()
+    ) -> GramFile | None:
         """The cached Gram matrix of a representation over the comparison's images (or over each of
         these batches of them)."""
         return self.cache.find(of.features, self.rows_of(of), batches)
 
     def products(
-        self, of: Representation, rows: Integers, tiles: Sequence[GramTile], origin: FeatureOffset
+        self,
+        of: Representation,
+        rows: Integers,
+        tiles: Sequence[GramTile],
+        origin: FeatureOffset,
     ) -> Iterator[NDArray[np.float64]]:
         """See `products.products`."""
         return products(
-            of.features, rows, tiles,
-            device=self.device, memory=self.memory, precision=self.cache.precision,
-            fused=self.fused, origin=origin, workspace=self.workspace,
+            of.features,
+            rows,
+            tiles,
+            device=self.device,
+            memory=self.memory,
+            precision=self.cache.precision,
+            fused=self.fused,
+            origin=origin,
+            workspace=self.workspace,
             progress=lambda read: self.progress.advance(0, read),
-        )  # fmt: skip
+        )
 
     def grams(
         self,
@@ -148,7 +164,9 @@ class Comparison:
         Raises:
             VitseeError: the disk is too small for them, or processes of `map` use another disk.
         """
-        missing = {r.features.identity: r for r in self.representations if find(r) is None}
+        missing = {
+            r.features.identity: r for r in self.representations if find(r) is None
+        }
         if missing:
             self._require_disk([(r, size(r)) for r in missing.values()])
             self.progress.start(len(missing), unit="Gram matrices")
@@ -179,7 +197,9 @@ class Comparison:
                 time.sleep(0.1)
             if not path.exists():
                 what = f"the Gram matrix of {of.store.label} {of.site.name}"
-                raise VitseeError(f"{what} is not at {path}, where another process put it: {SHARE}")
+                raise VitseeError(
+                    f"{what} is not at {path}, where another process put it: {SHARE}"
+                )
 
     @property
     def execution(self) -> Execution:
@@ -189,9 +209,13 @@ class Comparison:
     def alone(self) -> Comparison:
         """The part that another process needs."""
         return replace(
-            self, representations=(), cache=self.cache.absolute(), progress=SILENT,
-            workspace=Workspace(), map=None,
-        )  # fmt: skip
+            self,
+            representations=(),
+            cache=self.cache.absolute(),
+            progress=SILENT,
+            workspace=Workspace(),
+            map=None,
+        )
 
     def _require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes."""
@@ -207,7 +231,11 @@ class Comparison:
                     f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites or "
                     "--images, or --estimator minibatch with fewer --examples"
                 )
-            kept = "" if self.cache.persistent and place != self.cache.scratch else "temporary "
+            kept = (
+                ""
+                if self.cache.persistent and place != self.cache.scratch
+                else "temporary "
+            )
             log.info("%sGram matrices to make: %s in %s", kept, human_bytes(need), place)
 
 

@@ -21,7 +21,7 @@ from vitsee_core.kernels.backend import (
     require_bfloat16,
 )
 from vitsee_core.runtime.lanes import one_blas_thread
-from vitsee_core.runtime.machine import counted, memory_bytes
+from vitsee_core.runtime.machine import memory_bytes, plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity.cache import gram_cache
@@ -51,7 +51,7 @@ from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -100,7 +100,13 @@ def hsic(
     """
     estimator = estimator or Estimator()
     with comparing(
-        rows, cols, images=images, seed=seed, options=options, pair_by=pair_by, progress=progress
+        rows,
+        cols,
+        images=images,
+        seed=seed,
+        options=options,
+        pair_by=pair_by,
+        progress=progress,
     ) as comparison:
         by_slab = any(r.has_blocks_only for r in comparison.representations)
         with full_precision(comparison.device), one_blas_thread():
@@ -167,7 +173,9 @@ def comparing(
 def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
     """Refuse an unknown precision, or one that this device lacks."""
     if precision not in PRECISIONS:
-        raise VitseeError(f"no precision {precision!r}; expected {' or '.join(PRECISIONS)}")
+        raise VitseeError(
+            f"no precision {precision!r}; expected {' or '.join(PRECISIONS)}"
+        )
     if precision == "bf16":
         if any(r.has_blocks_only for r in of):
             raise VitseeError(
@@ -186,7 +194,9 @@ def _images(
 ) -> tuple[dict[str, Integers], dict[str, Any], dict[str, Integers], bool, list[str]]:
     """Rows counted in all stores, by store_id, with notes on their pairing; those that each counts
     by itself; whether they are in random order; remarks."""
-    stores: dict[str, Store] = {r.store.manifest.store_id: r.store for r in representations}
+    stores: dict[str, Store] = {
+        r.store.manifest.store_id: r.store for r in representations
+    }
     first = next(iter(stores.values()))
     chosen = choose_rows(first, images, seed, whole_slabs=by_slab)
     for remark in chosen.remarks:
@@ -194,12 +204,16 @@ def _images(
     paired, pairing = paired_rows(list(stores.values()), chosen, pair_by)
     n = len(paired[first.manifest.store_id])
     if n < 4:
-        raise VitseeError(f"{counted(n, 'images')} readable in all stores; expected at least 4")
+        raise VitseeError(
+            f"{plural(n, 'images')} readable in all stores; expected at least 4"
+        )
     own = {i: np.flatnonzero(chosen.mask & first.valid) for i in stores}
     for i, store in stores.items():
         if pair_by == "image":
             own[i] = np.flatnonzero(chosen.mask & store.valid)
-        elif store is not first:  # in another order: all its rows, or those with a partner
+        elif (
+            store is not first
+        ):  # in another order: all its rows, or those with a partner
             own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired[i])
     shuffled = first.shuffled
     return paired, pairing, own, shuffled, list(chosen.remarks)
@@ -221,7 +235,12 @@ def _by_kind(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsi
         return within_slabs(comparison, estimator)
     kind = estimator.kind
     if kind == "auto":
-        asked = estimator.batch or estimator.examples or estimator.repeats or estimator.rescale
+        asked = (
+            estimator.batch
+            or estimator.examples
+            or estimator.repeats
+            or estimator.rescale
+        )
         kind = "minibatch" if asked or comparison.n_images > MOST_EXACT else "exact"
         if kind == "minibatch" and not asked:
             n = comparison.n_images
@@ -266,12 +285,12 @@ def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, 
             "features that are almost the same for all images, whose differences lost digits when "
             "they were stored: %s (|mean|^2 up to %.0e times the variance; extract such sites with "
             "--dtype SITE=float32)",
-            *(few(list(offsets)), max(offsets.values())),
+            *(abbreviate(list(offsets)), max(offsets.values())),
         )
     if constant:
         log.warning(
             "the same for all images, so without a value: %s",
-            few(list(dict.fromkeys(names[place] for place in constant))),
+            abbreviate(list(dict.fromkeys(names[place] for place in constant))),
         )
     rows = [place for place in constant if place < comparison.n_rows]
     cols = (
@@ -302,10 +321,16 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
     cells = [np.flatnonzero(labels == k) for k in np.unique(labels)]
     used = [cell for cell in cells if len(cell) >= 4]
     if not used:
-        raise VitseeError(f"{named}, all slabs of fewer than 4 images; CKA needs at least 4")
+        raise VitseeError(
+            f"{named}, all slabs of fewer than 4 images; CKA needs at least 4"
+        )
     if len(used) < len(cells):
-        log.warning("slabs of fewer than 4 images are left out: %d", len(cells) - len(used))
-    log.warning("%s: minibatch CKA with slabs as batches, once (slabs: %d)", named, len(used))
+        log.warning(
+            "slabs of fewer than 4 images are left out: %d", len(cells) - len(used)
+        )
+    log.warning(
+        "%s: minibatch CKA with slabs as batches, once (slabs: %d)", named, len(used)
+    )
     parts = list(each_batch(comparison, _grams(comparison, used, slab), len(used)))
     sizes = [len(cell) for cell in used]
     value = weighted_sum(parts, sizes)
@@ -319,11 +344,17 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
         log.warning("no error bars: fewer than %d slabs", FEWEST_SLABS)
         return replace(value, n_images=sum(sizes), notes=notes)
     without = [
-        weighted_sum(parts, [0 if k == left_out else size for k, size in enumerate(sizes)])
+        weighted_sum(
+            parts, [0 if k == left_out else size for k, size in enumerate(sizes)]
+        )
         for left_out in range(len(used))
     ]
     return replace(
-        value, replicates=stacked(without), spread="slabs", n_images=sum(sizes), notes=notes
+        value,
+        replicates=stacked(without),
+        spread="slabs",
+        n_images=sum(sizes),
+        notes=notes,
     )
 
 
@@ -332,7 +363,7 @@ def _require_slabs(comparison: Comparison, estimator: Estimator) -> tuple[int, s
     only = [r for r in comparison.representations if r.has_blocks_only]
     site = only[0].stored.name
     names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in only))
-    named = f"only Gram matrices within slabs were kept of {few(names)}"
+    named = f"only Gram matrices within slabs were kept of {abbreviate(names)}"
     sizes = {r.store.plan.slab: r.store.label for r in only}
     if len(sizes) > 1:
         described = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
@@ -351,7 +382,9 @@ def _require_slabs(comparison: Comparison, estimator: Estimator) -> tuple[int, s
             f"{named}: the slabs are the batches, once; leave out --examples, --repeats, --preset"
         )
     if estimator.batch not in (None, slab):
-        raise MissingInput(f"{named}: --batch {estimator.batch} is not their slab of {slab} images")
+        raise MissingInput(
+            f"{named}: --batch {estimator.batch} is not their slab of {slab} images"
+        )
     return slab, named
 
 
@@ -367,7 +400,9 @@ def _grams(comparison: Comparison, cells: Sequence[Integers], slab: int) -> list
     ]
 
 
-def _stored(of: Representation, cells: Sequence[Integers], slab: int, batch: int) -> Matrix:
+def _stored(
+    of: Representation, cells: Sequence[Integers], slab: int, batch: int
+) -> Matrix:
     rows = cells[batch]
     k = int(rows[0]) // slab
     places = rows - k * slab

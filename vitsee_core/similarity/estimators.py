@@ -20,7 +20,13 @@ import numpy as np
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator
-from vitsee_core.similarity.gram_file import LARGEST_TILE, GramFile, GramView, gram_bytes, tile_size
+from vitsee_core.similarity.gram_file import (
+    LARGEST_TILE,
+    GramFile,
+    GramView,
+    gram_bytes,
+    tile_size,
+)
 from vitsee_core.similarity.hsic_sums import (
     Hsic,
     PairSums,
@@ -48,8 +54,12 @@ Work = Callable[..., list[Hsic]]
 def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
     """HSIC_1 or HSIC_0 over all images; each replicate leaves out one block of images."""
     grams = full_grams(comparison)
-    partition = jackknife_blocks(comparison.n_images, comparison.shuffled, comparison.seed)
-    work = partial(leave_one_out, partition=partition, biased=biased, device=comparison.device)
+    partition = jackknife_blocks(
+        comparison.n_images, comparison.shuffled, comparison.seed
+    )
+    work = partial(
+        leave_one_out, partition=partition, biased=biased, device=comparison.device
+    )
     values = in_groups(comparison, grams, work, [partition])
     notes = exact_notes(biased, len(values) - 1)
     if len(values) == 1:
@@ -62,7 +72,9 @@ def exact_notes(biased: bool, n_blocks: int) -> dict[str, Any]:
     """Notes for a sidecar."""
     return {
         "estimator": "biased" if biased else "exact",
-        "hsic": "HSIC_0 (biased) over all images" if biased else "HSIC_1 (unbiased), all images",
+        "hsic": "HSIC_0 (biased) over all images"
+        if biased
+        else "HSIC_1 (unbiased), all images",
         "jackknife_blocks": n_blocks,
     }
 
@@ -86,7 +98,8 @@ def _full_gram(comparison: Comparison, of: Representation) -> GramFile:
     size = tile_size(len(rows))
     edges = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
     numbered = {
-        pair: k for k, pair in enumerate(combinations_with_replacement(range(len(edges)), 2))
+        pair: k
+        for k, pair in enumerate(combinations_with_replacement(range(len(edges)), 2))
     }
     # Tiles computed together share rows, whatever their number.
     order = sorted(numbered, key=_along_blocks)
@@ -115,7 +128,9 @@ def block_labels(n: int, seed: int | None) -> Integers:
     """The jackknife's blocks of images: at least 20 (below 24 images, one each), at most a tile
     long. Runs of a shuffled store are random samples; other orders are assigned with `seed`."""
     labels = np.arange(n) * _n_blocks(n) // n
-    return labels if seed is None else np.random.default_rng(seed).permutation(labels)
+    if seed is None:
+        return labels
+    return np.random.default_rng(seed).permutation(labels)
 
 
 def jackknife_blocks(n: int, shuffled: bool, seed: int) -> Partition:
@@ -159,11 +174,15 @@ def leave_one_out(
 
 
 def in_groups(
-    comparison: Comparison, matrices: Sequence[Matrix], work: Work, partitions: Sequence[Partition]
+    comparison: Comparison,
+    matrices: Sequence[Matrix],
+    work: Work,
+    partitions: Sequence[Partition],
 ) -> list[Hsic]:
     """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the memory
     together, with the results assembled."""
-    n, budget = matrices[0].n, comparison.memory * 3 // 4
+    n = matrices[0].n
+    budget = comparison.memory * 3 // 4
     tile = tile_size(n)  # as in the files: every tile is read once
     while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
@@ -183,10 +202,15 @@ def in_groups(
     return assembled(grid)
 
 
-BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
+# Raghu et al. 2021, appendix A
+BATCH = 1024
+EXAMPLES = 10240
+REPEATS = 20
 
 # Number of shuffled images beyond which batches are runs, mixed within windows.
-MANY, RUN, WINDOW = 1 << 14, 1 << 10, 1 << 14
+MANY = 1 << 14
+RUN = 1 << 10
+WINDOW = 1 << 14
 
 # The Gram matrix of a batch, by the batch's number.
 OfBatch = Callable[[int], Matrix]
@@ -210,12 +234,16 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
                 f"Gram matrices that are scaled to [0, 1] are of features with their offset, which "
                 f"need float64; leave out --precision {comparison.cache.precision}"
             )
-        notes["hsic"] += "; Gram matrices scaled to [0, 1] batch by batch, images in order"
+        notes["hsic"] += (
+            "; Gram matrices scaled to [0, 1] batch by batch, images in order"
+        )
         grams = [_rescaled(comparison, r, drawn[0]) for r in comparison.representations]
         values = [weighted_sum(list(each_batch(comparison, grams, len(drawn[0]))))]
     elif _prefer_whole(comparison, repeats * examples * batch):
         partitions = partitions_of(drawn, n)
-        work = partial(over_cells, partitions=partitions, batch=batch, device=comparison.device)
+        work = partial(
+            over_cells, partitions=partitions, batch=batch, device=comparison.device
+        )
         values = in_groups(comparison, full_grams(comparison), work, partitions)
     else:
         batches = [places for cells in drawn for places in cells]
@@ -225,7 +253,11 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     if repeats == 1:
         return replace(values[0], n_images=examples, notes=notes)
     return replace(
-        values[0], replicates=stacked(values), spread="repeats", n_images=examples, notes=notes
+        values[0],
+        replicates=stacked(values),
+        spread="repeats",
+        n_images=examples,
+        notes=notes,
     )
 
 
@@ -245,13 +277,18 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
     examples = estimator.examples or (n if estimator.rescale else EXAMPLES)
     repeats = estimator.repeats or (1 if estimator.rescale else REPEATS)
     if batch < 4:
-        raise VitseeError(f"--batch is {batch}; HSIC_1 needs at least 4 images in a batch")
+        raise VitseeError(
+            f"--batch is {batch}; HSIC_1 needs at least 4 images in a batch"
+        )
     if estimator.rescale and repeats > 1:
-        raise VitseeError("batches in the store's order are the same each time; give --repeats 1")
+        raise VitseeError(
+            "batches in the store's order are the same each time; give --repeats 1"
+        )
     for name, value in (("batch", batch), ("examples", examples)):
         if value > n:
             log.warning("%s %d: there are %d images, all are used", name, value, n)
-    batch, examples = min(batch, n), min(examples, n)
+    batch = min(batch, n)
+    examples = min(examples, n)
     if examples < batch:
         raise VitseeError(f"--examples {examples} are fewer than a batch of {batch}")
     if batch == n and repeats > 1:
@@ -261,7 +298,12 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
 
 
 def draw_batches(
-    n: int, batch: int, examples: int, repeats: int, seed: int | None, shuffled: bool = False
+    n: int,
+    batch: int,
+    examples: int,
+    repeats: int,
+    seed: int | None,
+    shuffled: bool = False,
 ) -> list[list[Integers]]:
     """Repeats of batches of image indices, ascending within a batch; in the images' order without a
     seed.
@@ -285,7 +327,10 @@ def draw_batches(
         )
 
     orders = [order() for _ in range(repeats)]
-    return [[np.sort(of[at : at + batch]) for at in range(0, examples, batch)] for of in orders]
+    return [
+        [np.sort(of[at : at + batch]) for at in range(0, examples, batch)]
+        for of in orders
+    ]
 
 
 def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
@@ -377,13 +422,20 @@ def _batch_grams(
     return made
 
 
-def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Integers]) -> OfBatch:
+def _rescaled(
+    comparison: Comparison, of: Representation, batches: Sequence[Integers]
+) -> OfBatch:
     """Gram matrices of uncentred features, each minus its smallest entry and over its then largest;
     in memory, and in float64 until scaled, because they contain the features' offset."""
     tiles = products(
-        of.features, comparison.rows_of(of), [GramTile(places, places) for places in batches],
-        device=comparison.device, memory=comparison.memory, centred=False, dtype=np.float64,
-    )  # fmt: skip
+        of.features,
+        comparison.rows_of(of),
+        [GramTile(places, places) for places in batches],
+        device=comparison.device,
+        memory=comparison.memory,
+        centred=False,
+        dtype=np.float64,
+    )
     scaled = []
     for gram in tiles:
         shifted = gram - gram.min()
@@ -391,14 +443,18 @@ def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Inte
     return lambda batch: InMemory(len(scaled[batch]), lambda: scaled[batch])
 
 
-def each_batch(comparison: Comparison, grams: Sequence[OfBatch], n_batches: int) -> Iterator[Hsic]:
+def each_batch(
+    comparison: Comparison, grams: Sequence[OfBatch], n_batches: int
+) -> Iterator[Hsic]:
     """HSIC_1 in each batch."""
     for batch in range(n_batches):
         matrices = [of(batch) for of in grams]
         whole = Partition(np.zeros(matrices[0].n, np.int64), 1, crossing=False)
 
         def work(rows: Any, cols: Any, tile: int, whole: Partition = whole) -> list[Hsic]:
-            (total,), own = pair_totals(rows, cols, [whole], device=comparison.device, tile=tile)
+            (total,), own = pair_totals(
+                rows, cols, [whole], device=comparison.device, tile=tile
+            )
             return [as_one_batch(total, own).unbiased()]
 
         yield from in_groups(comparison, matrices, work, [whole])

@@ -100,7 +100,14 @@ class Header:
                 shift = Shift(**shift)
             header = cls(rows=rows, shift=shift, **fields)
             return header if len(header.checksums) == header.n_tiles else None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            zlib.error,
+        ):
             return None
 
     @property
@@ -144,7 +151,9 @@ def read_regular(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return file.read()
+            return b""
     except OSError:
         return b""
 
@@ -185,11 +194,13 @@ def write_tiles(
         if block.shape != (size, size):
             block = np.zeros((size, size), np.float32)
             block[: tile.shape[0], : tile.shape[1]] = tile
-        data, at = block.data.cast("B"), k * block.nbytes
+        data = block.data.cast("B")
+        at = k * block.nbytes
         checksums[k] = int(google_crc32c.value(block))
         while data:
             done = os.pwrite(descriptor, data, at)
-            data, at = data[done:], at + done
+            data = data[done:]
+            at = at + done
     return tuple(checksums[k] for k in sorted(checksums))
 
 
@@ -197,7 +208,8 @@ class GramFile:
     """A complete Gram file; tiles are read on demand, and verified the first time."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.path, self.header = path, header
+        self.path = path
+        self.header = header
         self._checked: set[int] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -208,7 +220,9 @@ class GramFile:
         """(t, t) the k-th tile. Raises DamagedGram: gone, cut short, or not what was written."""
         size = self.header.tile
         try:
-            block = np.fromfile(self.path, np.float32, size * size, offset=k * size * size * 4)
+            block = np.fromfile(
+                self.path, np.float32, size * size, offset=k * size * size * 4
+            )
         except FileNotFoundError:
             raise DamagedGram(self.path, k, "gone") from None
         except OSError:
@@ -228,9 +242,12 @@ class GramFile:
         out = np.empty((len(i), len(j)), np.float32)
         for a, of_i, in_a in _by_tile(i, size):
             for b, of_j, in_b in _by_tile(j, size):
-                low, high = min(a, b), max(a, b)
+                low = min(a, b)
+                high = max(a, b)
                 tile = self.tile(low * along - low * (low - 1) // 2 + high - low)
-                out[of_i, of_j] = _cut(tile, in_a, in_b) if a <= b else _cut(tile, in_b, in_a).T
+                out[of_i, of_j] = (
+                    _cut(tile, in_a, in_b) if a <= b else _cut(tile, in_b, in_a).T
+                )
         return out
 
 
@@ -249,8 +266,11 @@ def _cut(tile: Float32, i: Integers, j: Integers) -> Float32:
 
 
 def _run(places: Integers) -> slice | Integers:
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1) if last - first + 1 == len(places) else places
+    first = int(places[0])
+    last = int(places[-1])
+    if last - first + 1 == len(places):
+        return slice(first, last + 1)
+    return places
 
 
 class GramView:
@@ -275,10 +295,12 @@ class GramView:
 
     def block(self, i: slice, j: slice) -> Float32:
         """(len(i), len(j)) entries of consecutive rows of the view."""
-        along, across = self._places[i], self._places[j]
+        along = self._places[i]
+        across = self._places[j]
         if self._ascending:
             return self.file.block(along, across)
-        of_i, of_j = np.argsort(along), np.argsort(across)
+        of_i = np.argsort(along)
+        of_j = np.argsort(across)
         out = np.empty((len(along), len(across)), np.float32)
         out[np.ix_(of_i, of_j)] = self.file.block(along[of_i], across[of_j])
         return out
@@ -286,7 +308,9 @@ class GramView:
 
 def covers(header: Header, rows: Integers) -> bool:
     """Whether a header's matrix contains all of `rows`."""
-    return not header.batches and bool(np.isin(rows, header.rows, assume_unique=True).all())
+    return not header.batches and bool(
+        np.isin(rows, header.rows, assume_unique=True).all()
+    )
 
 
 def same_batches(header: Header, batches: Sequence[Integers]) -> bool:

@@ -41,7 +41,7 @@ from vitsee_core.similarity.whole_tiles import (
 )
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.types import Float
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 # A self-HSIC below this part of its sum of squares is rounding. It is 0 where features are the same
 # in all images but one, whose pairs cancel.
@@ -69,7 +69,9 @@ class Hsic:
     cols: Float  # (C,) of each column with itself
     # the same with a leading axis: leaving out one block of images each, or one per repeat
     replicates: Hsic | None = None
-    spread: str = ""  # kind of the replicates: "jackknife", "slabs", "repeats", or "" for none
+    spread: str = (
+        ""  # kind of the replicates: "jackknife", "slabs", "repeats", or "" for none
+    )
     n_images: int = 0  # images counted
     notes: dict[str, Any] = field(default_factory=dict)  # for a sidecar
 
@@ -82,7 +84,9 @@ class Similarity:
     std: Float  # the jackknife's standard error, or the standard deviation over repeats
     low: Float  # 95 % interval, NaN unless from a jackknife
     high: Float
-    without: Float | None = None  # (blocks, R, C) the jackknife's replicates, None unless from one
+    without: Float | None = (
+        None  # (blocks, R, C) the jackknife's replicates, None unless from one
+    )
 
 
 def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
@@ -101,7 +105,7 @@ def without_value(names: Sequence[str], own: Float) -> list[str]:
     lost = [name for name, value in zip(names, own, strict=True) if not value > 0]
     if not lost:
         return []
-    some = "every site" if len(lost) == len(names) > 1 else few(lost)
+    some = "every site" if len(lost) == len(names) > 1 else abbreviate(lost)
     return [
         f"no CKA for {some}: the HSIC with itself is not positive (the features of all images, or "
         "of all but one, are the same, or noise of too few images)"
@@ -121,7 +125,9 @@ def summarise(h: Hsic) -> Similarity:
     each = centred_alignment(h.replicates.cross, h.replicates.rows, h.replicates.cols)
     if h.spread == "repeats":
         return Similarity(each.mean(0), each.std(0, ddof=1), nothing, nothing)
-    return Similarity(value, *interval(value, np.moveaxis(each, 0, -1), (-1.0, 1.0)), each)
+    return Similarity(
+        value, *interval(value, np.moveaxis(each, 0, -1), (-1.0, 1.0)), each
+    )
 
 
 def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:
@@ -170,7 +176,8 @@ class PairSums:
     def biased(self) -> Hsic:
         """HSIC_0, diagonals included, for 2 images or more."""
         n = self.n_images
-        d, e = self.diag_rows, self.diag_cols
+        d = self.diag_rows
+        e = self.diag_cols
         whole = PairSums(
             self.products + d @ e.T,
             self.own_rows + (d * d).sum(1),
@@ -201,8 +208,11 @@ def self_hsic(own: Float, products: Float, n: int) -> Float:
 
 def _joint(a: Float, b: Float, outer: bool) -> tuple[Float, Float]:
     """r_K . r_L and s_K s_L of all pairs (outer), or of each with its own."""
-    s, t = a.sum(1), b.sum(1)
-    return (a @ b.T, np.outer(s, t)) if outer else ((a * b).sum(1), s * t)
+    s = a.sum(1)
+    t = b.sum(1)
+    if outer:
+        return (a @ b.T, np.outer(s, t))
+    return ((a * b).sum(1), s * t)
 
 
 def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) -> Hsic:
@@ -224,7 +234,9 @@ def symmetric(h: Hsic) -> Hsic:
 def without(h: Hsic, rows: Sequence[int], cols: Sequence[int]) -> Hsic:
     """`h` with NaN for these rows and columns."""
     again = None if h.replicates is None else without(h.replicates, rows, cols)
-    cross, own_rows, own_cols = h.cross.copy(), h.rows.copy(), h.cols.copy()
+    cross = h.cross.copy()
+    own_rows = h.rows.copy()
+    own_cols = h.cols.copy()
     cross[..., list(rows), :] = np.nan
     cross[..., :, list(cols)] = np.nan
     own_rows[..., list(rows)] = np.nan
@@ -235,7 +247,8 @@ def without(h: Hsic, rows: Sequence[int], cols: Sequence[int]) -> Hsic:
 def stacked(parts: Sequence[Hsic]) -> Hsic:
     """Replicates along a new first axis."""
     cross, rows, cols = (
-        np.stack([getattr(part, name) for part in parts]) for name in ("cross", "rows", "cols")
+        np.stack([getattr(part, name) for part in parts])
+        for name in ("cross", "rows", "cols")
     )
     return Hsic(cross, rows, cols)
 
@@ -280,19 +293,27 @@ def pair_totals(
         device: where to multiply: cpu, cuda or cuda:1.
         tile: side of the tiles.
     """
-    n, n_rows = rows[0].n, len(rows)
+    n = rows[0].n
+    n_rows = len(rows)
     matrices = list(rows) if cols is None else [*rows, *cols]
     first_col = 0 if cols is None else n_rows
-    n_cols, side = len(matrices) - first_col, min(tile, n)
+    n_cols = len(matrices) - first_col
+    side = min(tile, n)
     made = WholeTiles(device, matrices, n_rows, first_col, side)
     diagonals = np.empty((len(matrices), n))
-    totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
+    totals = [
+        _Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions
+    ]
     work = n_rows * n_cols * side * side
     lanes = 1 if work < FEW else n_lanes(max(1, side * side // TERMS))
     with lane_pool(lanes) as pool:
         edges = [slice(at, min(at + tile, n)) for at in range(0, n, tile)]
         for i, j in combinations_with_replacement(edges, 2):
-            cut = [(total, piece) for total in totals for piece in pieces(total.partition, i, j)]
+            cut = [
+                (total, piece)
+                for total in totals
+                for piece in pieces(total.partition, i, j)
+            ]
             of_tile, sums = made.sums(i, j, [piece for _, piece in cut], pool)
             if of_tile is not None:
                 diagonals[:, i] = of_tile
@@ -313,9 +334,17 @@ class _Running:
     """Running totals, in float64 on the host; products and own count pairs within a cell."""
 
     def __init__(
-        self, n_all: int, n_rows: int, n_cols: int, first_col: int, n: int, partition: Partition
+        self,
+        n_all: int,
+        n_rows: int,
+        n_cols: int,
+        first_col: int,
+        n: int,
+        partition: Partition,
     ) -> None:
-        self.partition, self.n_rows, self.first_col = partition, n_rows, first_col
+        self.partition = partition
+        self.n_rows = n_rows
+        self.first_col = first_col
         cells = partition.n_cells if partition.crossing else 1
         self.products = np.zeros((n_rows, n_cols))
         self.own = np.zeros(n_all)
@@ -340,7 +369,8 @@ class _Running:
                 self.touch_own[cell] += sums.own
 
     def finish(self) -> Totals:
-        r, c = slice(0, self.n_rows), slice(self.first_col, None)
+        r = slice(0, self.n_rows)
+        c = slice(self.first_col, None)
         if self.partition.crossing:  # a pair of two cells touches both
             self.products = (self.products + self.touch_products.sum(0)) / 2
             self.own = (self.own + self.touch_own.sum(0)) / 2
@@ -370,13 +400,20 @@ def without_cell(whole: PairSums, total: Totals, labels: Labels, cell: int) -> P
     """`whole` without the images of one cell."""
     keep = labels != cell
     products, own_rows, own_cols = (part[cell] for part in total.touching)
-    sums = whole.sums_rows - total.rows[:, :, cell], whole.sums_cols - total.cols[:, :, cell]
+    sums = (
+        whole.sums_rows - total.rows[:, :, cell],
+        whole.sums_cols - total.cols[:, :, cell],
+    )
     for of_cell in sums:
         of_cell *= keep
     return PairSums(
-        whole.products - products, whole.own_rows - own_rows, whole.own_cols - own_cols, *sums,
-        *(whole.diag_rows * keep, whole.diag_cols * keep), int(keep.sum()),
-    )  # fmt: skip
+        whole.products - products,
+        whole.own_rows - own_rows,
+        whole.own_cols - own_cols,
+        *sums,
+        *(whole.diag_rows * keep, whole.diag_cols * keep),
+        int(keep.sum()),
+    )
 
 
 def sum_over_cells(total: Totals, partition: Partition, size: int) -> Hsic:
@@ -389,7 +426,8 @@ def sum_over_cells(total: Totals, partition: Partition, size: int) -> Hsic:
         numerator: Float = products - 2 / (size - 2) * q + st / ((size - 1) * (size - 2))
         return numerator / (size * (size - 3))
 
-    a, b = total.rows[:, :, 0], total.cols[:, :, 0]
+    a = total.rows[:, :, 0]
+    b = total.cols[:, :, 0]
     return Hsic(
         value(total.products, a, b, True),
         self_hsic(value(total.own_rows, a, a, False), total.own_rows, size),

@@ -48,7 +48,9 @@ from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
-LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
+LARGEST_TILE = 512
+GOOD_TILE = 256
+SMALLEST_TILE = 32
 TILES_ALONG = 2  # diagonal squares are computed whole for sums over pairs
 # (rows, columns, tile=): two groups of matrices in tiles.
 Work = Callable[..., list[Hsic]]
@@ -96,16 +98,24 @@ def hsic_on_the_fly(
         drawn = draw_batches(n, batch, examples, repeats, seed, shuffled)
         partitions = partitions_of(drawn, n)
         work = partial(over_cells, partitions=partitions, batch=batch, device=device)
-        notes, spread = batch_notes(batch, examples, repeats), "repeats" * (repeats > 1)
+        notes = batch_notes(batch, examples, repeats)
+        spread = "repeats" * (repeats > 1)
     else:
-        biased, blocks = estimator.kind == "biased", jackknife_blocks(n, shuffled, seed)
+        biased = estimator.kind == "biased"
+        blocks = jackknife_blocks(n, shuffled, seed)
         partitions = [blocks]
         work = partial(leave_one_out, partition=blocks, biased=biased, device=device)
-        notes, spread = exact_notes(biased, blocks.n_cells), "jackknife" * (n > 4)
+        notes = exact_notes(biased, blocks.n_cells)
+        spread = "jackknife" * (n > 4)
     stored = device == "cpu" and mults > LARGE
     plan = _divide(rows, cols, n, partitions, memory, stored)
     read = partial(
-        matrices, images=images, kept=plan.kept, backend=backend, progress=progress, stored=stored
+        matrices,
+        images=images,
+        kept=plan.kept,
+        backend=backend,
+        progress=progress,
+        stored=stored,
     )
     with full_precision(device), backend.one_thread():
         values = _in_groups(plan, n, work, read, progress)
@@ -168,7 +178,9 @@ def _divide(
             share = 1 / n_parts
             sums += int(share * sum(s.n_matrices for s in stacks) + 1) * each
             sizes = [s.n_features * bytes_per_value(s, stored) for s in stacks]
-            widths = sum(s.n_matrices * size for s, size in zip(stacks, sizes, strict=True))
+            widths = sum(
+                s.n_matrices * size for s, size in zip(stacks, sizes, strict=True)
+            )
             side += int(share * widths + max(sizes)) * tile
         return sums, side
 
@@ -177,7 +189,8 @@ def _divide(
         return sums + _sides(n, tile) * side <= memory
 
     counts = sum(s.n_matrices for s in rows), sum(s.n_matrices for s in cols)
-    tile, parts = int(np.clip(-(-n // TILES_ALONG), min(n, GOOD_TILE), LARGEST_TILE)), (1, 1)
+    tile = int(np.clip(-(-n // TILES_ALONG), min(n, GOOD_TILE), LARGEST_TILE))
+    parts = (1, 1)
     if tile % 64 == 0 and tile < n:
         tile += 8  # at strides of a power of two, columns of a product share lines of the cache
     while tile > GOOD_TILE and not fits(tile, parts):

@@ -104,7 +104,8 @@ def choose_estimator(
                 f"--preset {preset} takes the images in the {theirs.order}'s order, {store.label} "
                 f"holds them {order}; extract it with --order {theirs.order}"
             )
-    size, number = theirs.estimator.batch or 0, theirs.estimator.examples
+    size = theirs.estimator.batch or 0
+    number = theirs.estimator.examples
     if number is None:
         # As many images as all the stores can compare.
         distinct = list({store.manifest.store_id: store for store in stores}.values())
@@ -127,10 +128,13 @@ SITES = sites_option("blocks")
 
 def side(which: str, default: str = "as --sites") -> Option:
     """Sites of one store or side; default: in words."""
-    return Option(f"Sites of {which}.", metavar="GLOB", default=default, completes=SITE_WORDS)
+    return Option(
+        f"Sites of {which}.", metavar="GLOB", default=default, completes=SITE_WORDS
+    )
 
 
-SITES_A, SITES_B = side("the rows"), side("the columns")
+SITES_A = side("the rows")
+SITES_B = side("the columns")
 TOKENS = tokens_option(FEATURE_TOKENS)
 PAIRS = Option(
     "same-depth: the first store's sites with each other store's, by name or else one by one; "
@@ -150,7 +154,9 @@ ESTIMATOR = Option(
     default=f"exact for up to {MOST_EXACT} images, else minibatch",
 )
 BATCH = Option(
-    "Of the minibatch estimator: images in a minibatch.", least=4, default=str(estimators.BATCH)
+    "Of the minibatch estimator: images in a minibatch.",
+    least=4,
+    default=str(estimators.BATCH),
 )
 EXAMPLES = Option(
     "Of the minibatch estimator: images in a repeat, drawn without replacement.",
@@ -173,7 +179,9 @@ def preset(*names: str) -> Option:
     )
 
 
-CACHE = Option("Keep Gram matrices in DIR.", metavar="DIR", default="STORE.grams beside each store")
+CACHE = Option(
+    "Keep Gram matrices in DIR.", metavar="DIR", default="STORE.grams beside each store"
+)
 NO_CACHE = Option("Keep no Gram matrices.  [default: keep them for later comparisons]")
 PRECISION = Option(
     "Of the products that Gram matrices are made of. fp32: CKA within 1e-7 of double precision. "

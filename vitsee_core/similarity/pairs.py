@@ -107,9 +107,13 @@ def _square(sides: Sequence[Sequence[Side]]) -> SitePairs:
 
 
 def _two_sides(
-    stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
+    stores: Sequence[Store],
+    sites: Sequence[str],
+    sites_a: Sequence[str],
+    sites_b: Sequence[str],
 ) -> tuple[list[Side], list[Side]]:
-    first, last = stores[0], stores[-1]
+    first = stores[0]
+    last = stores[-1]
     if not sites_a and not sites_b:
         a, b = sites_of_each((first, last), sites)
         return a, b
@@ -131,7 +135,9 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
     """One site of every store. Raises VitseeError: a store has several."""
     chosen = sites_of_each(stores, sites)
     if any(len(of_store) > 1 for of_store in chosen):
-        counts = ", ".join(f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen)
+        counts = ", ".join(
+            f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen
+        )
         raise VitseeError(
             f"{len(stores)} stores are compared by one site each; {' '.join(sites)} chooses "
             f"{counts} (give --sites pooled, --sites blocks.-1.out, or one site for each family: "
@@ -141,7 +147,10 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
 
 
 def _same_depth(
-    stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
+    stores: Sequence[Store],
+    sites: Sequence[str],
+    sites_a: Sequence[str],
+    sites_b: Sequence[str],
 ) -> SitePairs:
     """Pairs of sites: by name if both lists have the same names, else the i-th with the i-th."""
     if len(stores) == 1 and not (sites_a and sites_b):
@@ -182,13 +191,18 @@ def _branches(store: Store, sites: Sequence[str]) -> SitePairs:
         reason = store.manifest.left_out.get("residual")
         raise MissingInput(
             f"{store.label} keeps no skips and branches"
-            + (f": {reason}" if reason else "; run: vitsee extract MODEL --sites residual ...")
+            + (
+                f": {reason}"
+                if reason
+                else "; run: vitsee extract MODEL --sites residual ..."
+            )
         )
     rows: list[Side] = []
     cols: list[Side] = []
     places: list[tuple[int, int]] = []
     for members in kinds.values():
-        at, n = len(rows), len(members)
+        at = len(rows)
+        n = len(members)
         rows += [(store, skip) for skip, _ in members]
         cols += [(store, branch) for _, branch in members]
         places += [(at + i, at + j) for i in range(n) for j in range(n)]
@@ -226,7 +240,9 @@ def paired_rows(
         VitseeError: an unknown word.
     """
     if pair_by not in PAIR_BY:
-        raise VitseeError(f"no way to pair by {pair_by!r}; expected {' or '.join(PAIR_BY)}")
+        raise VitseeError(
+            f"no way to pair by {pair_by!r}; expected {' or '.join(PAIR_BY)}"
+        )
     first, *others = stores
     names = [store.manifest.store_id for store in stores]
     mask = chosen.mask & first.valid
@@ -261,7 +277,9 @@ def paired_rows(
         )
     left = {store.label: int(store.valid.sum()) - n for store in stores}
     if any(left.values()) and others:
-        counts = ", ".join(f"{count} of {label}" for label, count in left.items() if count)
+        counts = ", ".join(
+            f"{count} of {label}" for label, count in left.items() if count
+        )
         log.info("%d images are paired by id; left out: %s", n, counts)
     equal = np.ones(n, bool)
     for other, of_store in zip(others, paired[1:], strict=True):

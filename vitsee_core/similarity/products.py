@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from vitsee_core.features.matrix import FeatureMatrix, Strip
+from vitsee_core.features.matrix import FeatureBlock, FeatureMatrix
 from vitsee_core.kernels.backend import (
     Cast,
     MatmulBackend,
@@ -33,7 +33,7 @@ from vitsee_core.kernels.backend import (
     product_size,
 )
 from vitsee_core.kernels.compiled import shift_half
-from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
+from vitsee_core.runtime.lanes import OrderedAccess, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity.representation import FeatureOffset
 from vitsee_core.similarity.scaling import feature_scale
@@ -63,7 +63,10 @@ class StripMeans:
     ) -> None:
         """fused: shift half-precision features by compiled code. scale: of all features, a power of
         two; means and what `origin` records are of scaled features."""
-        self._centred, self._origin, self._cast, self._fused = centred, origin, cast, fused
+        self._centred = centred
+        self._origin = origin
+        self._cast = cast
+        self._fused = fused
         self._scale = np.float64(scale)
         self._of: dict[int, NDArray[np.float32]] = {}
         self._sums: dict[int, NDArray[np.float32]] = {}
@@ -72,14 +75,17 @@ class StripMeans:
         """Whether a strip's mean is known, or none is wanted."""
         return not self._centred or strip in self._of
 
-    def fill(self, x: Any, raw: NDArray[Any], strip: int, rows: slice, columns: slice) -> None:
+    def fill(
+        self, x: Any, raw: NDArray[Any], strip: int, rows: slice, columns: slice
+    ) -> None:
         """x[rows, columns] = raw - its strip's mean, in cache-sized pieces. All columns of the
         first rows come first."""
         if not self._centred:
             self._cast_scaled(x[rows, columns], raw)
             return
         self.take_mean(raw, strip)
-        mean, sums = self._of[strip][columns], NO_SUMS
+        mean = self._of[strip][columns]
+        sums = NO_SUMS
         if self._sums_up:
             if strip not in self._sums:
                 self._sums[strip] = np.zeros((len(x), 2), np.float32)
@@ -88,7 +94,8 @@ class StripMeans:
             bits = np.ascontiguousarray(raw).view(np.uint16)
             shift_half(bits, mean, x[rows], columns.start, sums)
             return
-        weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
+        weights = _weights(mean)
+        step = max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
             piece = x[rows, columns][at : at + step]
             self._cast_scaled(piece, raw[at : at + step])
@@ -142,7 +149,9 @@ def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
 
 Places = slice | Integers
 
-MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 16384, 256
+MOST_COLUMNS = 32768
+GOOD_COLUMNS = 16384
+FEWEST_COLUMNS = 256
 LANES = 2  # threads that strips are sized for, whatever the number of cores
 
 
@@ -185,7 +194,12 @@ class StripPlan:
 
     @classmethod
     def of(
-        cls, features: FeatureMatrix, n: int, tiles: Sequence[GramTile], memory: int, item: int
+        cls,
+        features: FeatureMatrix,
+        n: int,
+        tiles: Sequence[GramTile],
+        memory: int,
+        item: int,
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for the libraries, and for a tile on its way to disk. Raises VitseeError: not even one tile
@@ -195,11 +209,14 @@ class StripPlan:
         at_once = max(1, share // (largest * 8))
         # A lane holds its strip, a slab of it as stored, a stored chunk and a product.
         slab = min(features.store.plan.slab, n)
-        groups = (tiles[first : first + at_once] for first in range(0, len(tiles), at_once))
+        groups = (
+            tiles[first : first + at_once] for first in range(0, len(tiles), at_once)
+        )
         used = max(len(_used(n, group)) for group in groups)
         a_column = used * item + slab * features.item_size
         fixed = largest * item + features.chunk_bytes
-        p, least = features.n_features, min(FEWEST_COLUMNS, features.n_features)
+        p = features.n_features
+        least = min(FEWEST_COLUMNS, features.n_features)
         good = min(p, MOST_COLUMNS, max(GOOD_COLUMNS, features.chunk_columns))
         columns = 0
         for lanes in (LANES, 1):
@@ -270,13 +287,16 @@ def products(
         used = _used(len(rows), group)
         local = [_localise(tile, used, len(rows)) for tile in group]
         work = _Pass(features, strips, rows[used], local, centres, backend)
-        work.places, work.fresh = used, ~counted[used]
+        work.places = used
+        work.fresh = ~counted[used]
         counted[used] = True
         yield from work.run(lanes, item, workspace, progress)
 
 
 def _length(part: Places) -> int:
-    return part.stop - part.start if isinstance(part, slice) else len(part)
+    if isinstance(part, slice):
+        return part.stop - part.start
+    return len(part)
 
 
 def _used(n: int, tiles: Sequence[GramTile]) -> Integers:
@@ -295,14 +315,17 @@ def _localise(tile: GramTile, places: Integers, n: int) -> GramTile:
 
     def local(part: Places) -> Places:
         shifted: Integers = to_local[part]
-        first, last = int(shifted[0]), int(shifted[-1])
-        return slice(first, last + 1) if last - first + 1 == len(shifted) else shifted
+        first = int(shifted[0])
+        last = int(shifted[-1])
+        if last - first + 1 == len(shifted):
+            return slice(first, last + 1)
+        return shifted
 
     i = local(tile.i)
     return GramTile(i, i if tile.i is tile.j else local(tile.j))
 
 
-def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
+def _balanced(strips: list[FeatureBlock], columns: int) -> list[FeatureBlock]:
     """Split the last wide strip in two, so that of two threads neither idles meanwhile."""
     if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * FEWEST_COLUMNS:
         return strips
@@ -318,15 +341,20 @@ class _Pass:
     def __init__(
         self,
         features: FeatureMatrix,
-        strips: Sequence[Strip],
+        strips: Sequence[FeatureBlock],
         rows: Integers,
         tiles: Sequence[GramTile],
         centres: StripMeans,
         backend: MatmulBackend,
     ) -> None:
-        self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
-        self._n, self._slabs = len(rows), _by_slab(features, rows)
-        self._item_size, self._slab = features.item_size, features.store.plan.slab
+        self._strips = strips
+        self._tiles = tiles
+        self._centres = centres
+        self._backend = backend
+        self._n = len(rows)
+        self._slabs = _by_slab(features, rows)
+        self._item_size = features.item_size
+        self._slab = features.store.plan.slab
         self._dtype = features.dtype
 
     def run(
@@ -337,21 +365,24 @@ class _Pass:
         progress: Callable[[int], object] | None,
     ) -> Iterator[NDArray[np.float64]]:
         """The tiles of the products, one after the other."""
-        lanes, backend = min(lanes, len(self._strips)), self._backend
+        lanes = min(lanes, len(self._strips))
+        backend = self._backend
         widest = max(strip.n_columns for strip in self._strips)
         largest = max(product_size(_length(t.i), _length(t.j)) for t in self._tiles)
         staged = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
         buffers = [
             (
                 workspace.take(f"strip {k}", 0 if staging else self._n * widest, dtype),
-                workspace.take(f"slab {k}", self._slab * widest * self._item_size, np.uint8),
+                workspace.take(
+                    f"slab {k}", self._slab * widest * self._item_size, np.uint8
+                ),
                 backend.buffer(workspace.take(f"product {k}", largest, dtype)),
                 staging,
             )
             for k, staging in enumerate(staged)
         ]
         sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
-        turns = Turns(len(self._tiles) + 1)
+        turns = OrderedAccess(len(self._tiles) + 1)
 
         def work(lane: int, take: Callable[[], int | None]) -> None:
             strip_buffer, slab, memory, staging = buffers[lane]
@@ -382,7 +413,8 @@ class _Pass:
         self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
     ) -> tuple[NDArray[Any], int]:
         """A strip (rows, columns) minus its mean, and the bytes it was read from."""
-        strip, size = self._strips[k], 0
+        strip = self._strips[k]
+        size = 0
         x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
         with in_this_thread():
             for span, inside, target in self._slabs:
@@ -402,7 +434,8 @@ class _Pass:
         self, k: int, staging: Staging, slab: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[Any, int]:
         """A strip on the device, minus its mean; and the bytes it was read from."""
-        strip, size = self._strips[k], 0
+        strip = self._strips[k]
+        size = 0
         shape = self._n, strip.n_columns
         room = staging.room(*shape)
         with in_this_thread():
@@ -416,10 +449,13 @@ class _Pass:
         return x, size
 
 
-def _by_slab(features: FeatureMatrix, rows: Integers) -> list[tuple[slice, Integers | None, slice]]:
+def _by_slab(
+    features: FeatureMatrix, rows: Integers
+) -> list[tuple[slice, Integers | None, slice]]:
     """The pieces of every slab with rows that count: its rows in the store, which of them count
     (None: all), and their destination."""
-    plan, spans = features.store.plan, []
+    plan = features.store.plan
+    spans = []
     for k in range(plan.n_slabs):
         span = plan.rows(k)
         low, high = np.searchsorted(rows, [span.start, span.stop])

@@ -39,7 +39,9 @@ class Shift:
     n_features: int  # D
 
     def of(self, places: Integers | slice) -> Shift:
-        return Shift(self.along[places], self.means[places], self.squared, self.n_features)
+        return Shift(
+            self.along[places], self.means[places], self.squared, self.n_features
+        )
 
 
 def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
@@ -75,10 +77,13 @@ class FeatureOffset:
     """
 
     def __init__(self, n_rows: int) -> None:
-        self.n_rows, self._sums = n_rows, np.zeros((n_rows, 2))
+        self.n_rows = n_rows
+        self._sums = np.zeros((n_rows, 2))
         self._centres: dict[int, tuple[float, float, int, float, int]] = {}
 
-    def centre(self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]) -> None:
+    def centre(
+        self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]
+    ) -> None:
         """Record a strip's part of the vector, and the centred rows that it is the mean of."""
         c = mean.astype(np.float64)
         spread = sum(float(row @ row) for row in sample)
@@ -162,5 +167,9 @@ class Representation:
         try:
             matrix = chosen.matrix(self.channels)
         except MissingInput as error:
-            raise MissingInput(f"{error}, or with --grams where all tokens are compared") from None
-        return matrix if self.clamp is None else clamped(matrix, self.clamp)
+            raise MissingInput(
+                f"{error}, or with --grams where all tokens are compared"
+            ) from None
+        if self.clamp is None:
+            return matrix
+        return clamped(matrix, self.clamp)

@@ -27,7 +27,9 @@ def power_of_two(largest: float) -> float:
     if largest == 0:
         return 1.0
     _, exponent = math.frexp(largest)
-    return 1.0 if abs(exponent) <= MAX_EXPONENT else math.ldexp(1.0, -exponent)
+    if abs(exponent) <= MAX_EXPONENT:
+        return 1.0
+    return math.ldexp(1.0, -exponent)
 
 
 def feature_scale(features: FeatureMatrix, rows: Integers) -> float:

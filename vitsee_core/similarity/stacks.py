@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 AT_ONCE = 64
 # Neighbouring pixels: a loop of a fixed length is one instruction. Images whose patches at a place
 # are cut one after the other.
-AT_A_TIME, NEAR = np.uint64(16), 8
+AT_A_TIME = np.uint64(16)
+NEAR = 8
 
 
 class PatchPixels:
@@ -52,11 +53,17 @@ class PatchPixels:
     """
 
     def __init__(
-        self, store: Store, pixels: LazyArray, layout: TokenLayout, cells: Integers | None = None
+        self,
+        store: Store,
+        pixels: LazyArray,
+        layout: TokenLayout,
+        cells: Integers | None = None,
     ) -> None:
         """layout: of a site with a grid; cells: only these of it, row by row."""
         assert layout.grid is not None
-        self.store, self.pixels, self.layout = store, pixels, layout
+        self.store = store
+        self.pixels = pixels
+        self.layout = layout
         self.cells = np.arange(layout.n_body) if cells is None else cells
         self.bounds = cell_edges(layout, pixels.shape[2:])
         self.shape = patch_shape(layout, pixels.shape[1:])
@@ -95,7 +102,9 @@ class PatchPixels:
         """(patches, rows, features) of consecutive rows of the store, not normalised; 0 in
         padding."""
         assert isinstance(self.pixels, NormalisedInputs)
-        stored, edges, n = self.pixels.pixels, np.array(self._edges()), rows.stop - rows.start
+        stored = self.pixels.pixels
+        edges = np.array(self._edges())
+        n = rows.stop - rows.start
         out = np.zeros((self.n_matrices, n, *self.shape), np.uint8)
         for part in stored.parts((rows, *(slice(0, n) for n in stored.shape[1:]))):
             begin = np.array([along.start for along in part.target])
@@ -128,22 +137,28 @@ def cut_patches(
     """
     n, n_channels, height, width = pixels.shape
     down, across = out.shape[3:]
-    of, to = pixels.reshape(-1), out.reshape(-1)
+    of = pixels.reshape(-1)
+    to = out.reshape(-1)
     for first in range(0, n, NEAR):
         for k in range(len(edges)):
             (top, bottom), (left, right) = edges[k]
-            low, high = max(left, begin[3]), min(right, begin[3] + width)
+            low = max(left, begin[3])
+            high = min(right, begin[3] + width)
             some = np.uint64(max(0, high - low))
             many = some // AT_A_TIME * AT_A_TIME
             for image in range(first, min(first + NEAR, n)):
                 for channel in range(n_channels):
                     plane = (image * n_channels + channel) * height
                     place = (
-                        (k * out.shape[1] + begin[0] + image) * out.shape[2] + begin[1] + channel
+                        (k * out.shape[1] + begin[0] + image) * out.shape[2]
+                        + begin[1]
+                        + channel
                     ) * down
                     for y in range(max(top, begin[2]), min(bottom, begin[2] + height)):
                         # None is negative.
-                        source = np.uint64((plane + y - begin[2]) * width + low - begin[3])
+                        source = np.uint64(
+                            (plane + y - begin[2]) * width + low - begin[3]
+                        )
                         target = np.uint64((place + y - top) * across + low - left)
                         for start in range(np.uint64(0), many, AT_A_TIME):
                             for x in range(start, start + AT_A_TIME):
@@ -185,15 +200,24 @@ def input_pixels(
         ) from None
 
 
-def _load(store: Store, rows: Integers, pictures: Pictures, progress: Progress) -> LazyArray:
+def _load(
+    store: Store, rows: Integers, pictures: Pictures, progress: Progress
+) -> LazyArray:
     """The pixels of these rows in a temporary file. Raises VitseeError: an image has changed or is
     gone, or there is no room."""
-    name, transform = pictures.source.name, store.manifest.transform
+    name = pictures.source.name
+    transform = store.manifest.transform
     shape = (store.n_images, *(int(n) for n in transform["input_size"]))
-    need, free = len(rows) * int(np.prod(shape[1:])), free_disk_bytes(Path(tempfile.gettempdir()))
+    need = len(rows) * int(np.prod(shape[1:]))
+    free = free_disk_bytes(Path(tempfile.gettempdir()))
     if need > free:
-        raise VitseeError(f"they take {human_bytes(need)}, {human_bytes(free)} are free for it")
-    log.info("%s keeps no pixels: loading %d images of %s again", *(store.label, len(rows), name))
+        raise VitseeError(
+            f"they take {human_bytes(need)}, {human_bytes(free)} are free for it"
+        )
+    log.info(
+        "%s keeps no pixels: loading %d images of %s again",
+        *(store.label, len(rows), name),
+    )
     pictures.check_decoding()
     with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
         file.truncate(int(np.prod(shape)))  # sparse: only used rows take space
@@ -213,10 +237,16 @@ class _Reloaded(LazyArray):
     """The array that `Store.inputs` is, of pixels that were loaded again."""
 
     def __init__(
-        self, pixels: NDArray[np.uint8], valid: NDArray[np.bool_], transform: dict[str, Any]
+        self,
+        pixels: NDArray[np.uint8],
+        valid: NDArray[np.bool_],
+        transform: dict[str, Any],
     ) -> None:
-        self.pixels, self.valid, self.transform = pixels, valid, transform
-        self.shape, self.dtype = pixels.shape, np.dtype(np.float32)
+        self.pixels = pixels
+        self.valid = valid
+        self.transform = transform
+        self.shape = pixels.shape
+        self.dtype = np.dtype(np.float32)
 
     def load(self, box: tuple[slice, ...]) -> NDArray[np.float32]:
         """Normalises all channels and pixels of the images in `box`."""
@@ -224,7 +254,9 @@ class _Reloaded(LazyArray):
 
         from vitsee_core.images import normalise
 
-        whole = normalise(torch.from_numpy(self.pixels[box[0]]), self.transform, "cpu").numpy()
+        whole = normalise(
+            torch.from_numpy(self.pixels[box[0]]), self.transform, "cpu"
+        ).numpy()
         whole[~self.valid[box[0]]] = np.nan
         return whole[(slice(None), *box[1:])]
 
@@ -242,7 +274,8 @@ class TokenStack:
 
     def __init__(self, features: SiteFeatures, places: Integers | None = None) -> None:
         """places: which of `features.tokens`, in any order; all of them by default."""
-        self.features, self.store = features, features.store
+        self.features = features
+        self.store = features.store
         self.places = np.arange(len(features.tokens)) if places is None else places
         _ = features.arrays  # raises now rather than during the work
 
@@ -259,10 +292,13 @@ class TokenStack:
 
     def read(self, rows: slice) -> NDArray[Any]:
         """(rows, tokens, channels) of consecutive rows of the store."""
-        first, last = int(self.places.min()), int(self.places.max())
+        first = int(self.places.min())
+        last = int(self.places.max())
         values: NDArray[Any] = self.features.load(rows, slice(first, last + 1))
         places = self.places - first
-        return values if np.array_equal(places, np.arange(values.shape[1])) else values[:, places]
+        if np.array_equal(places, np.arange(values.shape[1])):
+            return values
+        return values[:, places]
 
 
 # Feature matrices of the same images, all of one width, that are read together.
@@ -276,9 +312,16 @@ class Runs:
     Constant features become 0, bitwise. `kept` runs (at least two) stay in memory."""
 
     def __init__(
-        self, stack: Stack, images: Integers, kept: int, backend: MatmulBackend, progress: Progress
+        self,
+        stack: Stack,
+        images: Integers,
+        kept: int,
+        backend: MatmulBackend,
+        progress: Progress,
     ) -> None:
-        self.stack, self.images, self._progress = stack, images, progress
+        self.stack = stack
+        self.images = images
+        self._progress = progress
         self.backend = backend
         self._kept = max(2, kept)
         self._runs: dict[int, Any] = {}
@@ -294,9 +337,13 @@ class Runs:
                 # Tiles come row by row of the upper triangle: runs before i are not needed again,
                 # and of the others the last one before j is needed last.
                 while len(self._runs) >= self._kept:
-                    others = sorted(at for at in self._runs if at not in (i.start, j.start))
+                    others = sorted(
+                        at for at in self._runs if at not in (i.start, j.start)
+                    )
                     below = [at for at in others if at < j.start]
-                    del self._runs[others[0] if others[0] < i.start else (below or others)[-1]]
+                    del self._runs[
+                        others[0] if others[0] < i.start else (below or others)[-1]
+                    ]
                 self._runs[run.start] = None
                 jobs += self._jobs(run)
         return jobs
@@ -333,14 +380,20 @@ class Runs:
                 values = values[rows - rows[0]]
             if len(values) == n and values.dtype == np.float32:
                 whole = values.swapaxes(0, 1)
-                if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
+                if (
+                    whole.flags.c_contiguous
+                    and whole.base is not None
+                    and whole.flags.writeable
+                ):
                     return whole  # already in the wanted form, in its own memory
             self.backend.cast(out[:, some].swapaxes(0, 1), values)
         return out
 
     def spans(self, run: slice) -> list[tuple[slice, Integers]]:
         """Slab by slab, which of a run's images it has, and their rows in the store."""
-        rows, plan, spans = self.images[run], self.stack.store.plan, []
+        rows = self.images[run]
+        plan = self.stack.store.plan
+        spans = []
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
             span = plan.rows(slab)
             low, high = np.searchsorted(rows, [span.start, span.stop]).tolist()
@@ -349,7 +402,8 @@ class Runs:
         return spans
 
 
-NO_SUMS, NO_VALUES = np.zeros((0, 2), np.float32), np.zeros((0, 0, 0))
+NO_SUMS = np.zeros((0, 2), np.float32)
+NO_VALUES = np.zeros((0, 0, 0))
 
 
 class Scratch(threading.local):
@@ -401,7 +455,9 @@ class StoredRuns(Runs):
             if raw.dtype == np.float16:
                 shift_half(raw.view(np.uint16), mean, x[some], 0, NO_SUMS)
             else:
-                assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
+                assert (
+                    isinstance(self.stack, PatchPixels) and self.stack.scale is not None
+                )
                 shift_bytes(raw, mean, self.stack.scale, x[some])
         return x
 
@@ -426,10 +482,13 @@ class StoredRuns(Runs):
 
     def _read_rows(self, rows: Integers) -> NDArray[Any]:
         """(matrices, images, features) of rows of one slab."""
-        stack, span = self.stack, slice(int(rows[0]), int(rows[-1]) + 1)
+        stack = self.stack
+        span = slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(stack, PatchPixels):
             values = stack.read_stored(span)
         else:
             values = stack.read(span).swapaxes(0, 1)
         self._progress.advance(0, values.nbytes)
-        return values[:, rows - rows[0]] if values.shape[1] > len(rows) else values
+        if values.shape[1] > len(rows):
+            return values[:, rows - rows[0]]
+        return values

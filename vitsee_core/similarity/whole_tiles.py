@@ -69,7 +69,8 @@ class BlockSums(NamedTuple):
 def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
     """The pieces of a tile; of a diagonal tile, the cells on and below its diagonal. Of small
     cells, if all are in one tile, each with itself and with the others, so that pieces are few."""
-    of_i, of_j = _cells(partition.labels[i]), _cells(partition.labels[j])
+    of_i = _cells(partition.labels[i])
+    of_j = _cells(partition.labels[j])
     n = len(partition.labels)
     if partition.crossing and i == j == slice(0, n) and (n / len(of_i)) ** 2 < FEW_TERMS:
         everyone = np.flatnonzero(partition.labels >= 0)
@@ -98,8 +99,11 @@ def _cells(labels: Labels) -> dict[int, Labels]:
 
 def as_run(places: Labels) -> slice | Labels:
     """Consecutive positions as a slice."""
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1) if last - first + 1 == len(places) else places
+    first = int(places[0])
+    last = int(places[-1])
+    if last - first + 1 == len(places):
+        return slice(first, last + 1)
+    return places
 
 
 AT_LEAST = 256  # jobs that many matrices are loaded in
@@ -130,9 +134,13 @@ def is_computed(matrix: object) -> TypeGuard[Computed]:
     return hasattr(matrix, "compute")
 
 
-def read(matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None) -> None:
+def read(
+    matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None
+) -> None:
     """Read the features that blocks of some matrices are computed from."""
-    jobs = [job for matrix in matrices if is_computed(matrix) for job in matrix.reading(i, j)]
+    jobs = [
+        job for matrix in matrices if is_computed(matrix) for job in matrix.reading(i, j)
+    ]
     run_all(lambda job: job(), jobs, pool)
 
 
@@ -140,9 +148,16 @@ class WholeTiles:
     """Tiles of matrices, one at a time."""
 
     def __init__(
-        self, device: str, matrices: Sequence[Matrix], n_rows: int, first_col: int, side: int
+        self,
+        device: str,
+        matrices: Sequence[Matrix],
+        n_rows: int,
+        first_col: int,
+        side: int,
     ) -> None:
-        self._matrices, self._n_rows, self._first_col = matrices, n_rows, first_col
+        self._matrices = matrices
+        self._n_rows = n_rows
+        self._first_col = first_col
         self._memory = _memory(device, len(matrices) * side * side)
         # Rows and columns in turn: if read from different files, two threads read them.
         self._order = sorted(
@@ -153,7 +168,9 @@ class WholeTiles:
         self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
     ) -> tuple[Float32 | None, Iterator[BlockSums]]:
         """The diagonals (matrices, images) of a diagonal tile, and the sums of each piece."""
-        memory, n_rows, first_col = self._memory, self._n_rows, self._first_col
+        memory = self._memory
+        n_rows = self._n_rows
+        first_col = self._first_col
         host = isinstance(memory, _HostTiles)
         shape = len(self._matrices), i.stop - i.start, j.stop - j.start
         values = memory.shaped(*shape)
@@ -169,7 +186,11 @@ class WholeTiles:
         read(self._matrices, i, j, pool)
         # A thread takes several at a time: many matrices of few images are microseconds each.
         each = max(1, len(self._order) // AT_LEAST)
-        run_all(load, [self._order[k : k + each] for k in range(0, len(self._order), each)], pool)
+        run_all(
+            load,
+            [self._order[k : k + each] for k in range(0, len(self._order), each)],
+            pool,
+        )
         diagonals = memory.without_diagonals(values) if i == j else None
         if host:
             of_piece: partial[BlockSums] = partial(_sums, values, n_rows, first_col)
@@ -200,14 +221,18 @@ class _HostTiles:
 
 def _memory(device: str, n: int) -> Any:
     """Memory for tiles on the device that multiplies them."""
-    return _HostTiles(n) if device == "cpu" else DeviceTiles(device, n)
+    if device == "cpu":
+        return _HostTiles(n)
+    return DeviceTiles(device, n)
 
 
 def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
     """Sums of a piece of a tile (matrices, rows, cols), whose diagonal is 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
-    if piece.h == OTHERS:  # few terms, which cells added in float64 before they were one piece
+    if (
+        piece.h == OTHERS
+    ):  # few terms, which cells added in float64 before they were one piece
         part = part.astype(np.float64)
     products = np.matmul(part[:n_rows], part[first_col:].T)
     own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
@@ -225,7 +250,8 @@ def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
 
 def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
     """values[:, rows][:, :, cols], contiguous; runs become slices."""
-    a, b = as_run(rows), as_run(cols)
+    a = as_run(rows)
+    b = as_run(cols)
     if isinstance(a, slice) and isinstance(b, slice):
         return np.ascontiguousarray(values[:, a, b])
     flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
@@ -250,7 +276,9 @@ class DeviceTiles:
         """Set one matrix's block, from this device or from the host."""
         from vitsee_core.runtime.device import to_device
 
-        values[k] = to_device(block, self._device) if isinstance(block, np.ndarray) else block
+        values[k] = (
+            to_device(block, self._device) if isinstance(block, np.ndarray) else block
+        )
 
     def without_diagonals(self, values: Tensor) -> NDArray[Any]:
         """(matrices, rows) diagonals of a square tile, which are then set to zero."""
@@ -260,7 +288,11 @@ class DeviceTiles:
         return on_host
 
     def sums(
-        self, values: Tensor, pieces: Sequence[tuple[Labels, Labels]], n_rows: int, first_col: int
+        self,
+        values: Tensor,
+        pieces: Sequence[tuple[Labels, Labels]],
+        n_rows: int,
+        first_col: int,
     ) -> Iterator[tuple[Any, ...]]:
         """The sums of each piece (rows and columns of the tile): (R, C) inner products, each
         matrix's own, sums over its columns and over its rows, in float64. At most `TERMS` products
@@ -284,7 +316,8 @@ class DeviceTiles:
             size += sum(x.numel() for x in waiting[-1])
             if size > MOST_WAITING:
                 yield from _fetched(waiting)
-                waiting, size = [], 0
+                waiting = []
+                size = 0
         yield from _fetched(waiting)
 
     def _cut(self, values: Tensor, rows: Labels, cols: Labels) -> Tensor:
@@ -296,7 +329,11 @@ class DeviceTiles:
             return values[:, a, b].contiguous()
         flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
         places = to_device(flat, self._device)
-        return values.flatten(1).index_select(1, places).view(len(values), len(rows), len(cols))
+        return (
+            values.flatten(1)
+            .index_select(1, places)
+            .view(len(values), len(rows), len(cols))
+        )
 
 
 def _fetched(waiting: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Any, ...]]:

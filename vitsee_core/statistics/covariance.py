@@ -57,14 +57,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Examples in float64 at a time: so many, or more of few channels.
-ROWS_AT_ONCE, VALUES_AT_ONCE = 1024, 1 << 18
+ROWS_AT_ONCE = 1024
+VALUES_AT_ONCE = 1 << 18
 DOUBLE = 0.5  # of the rate of products in single precision
 METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
-FIRST_RANK, LAST_RANK = 11, 100
+FIRST_RANK = 11
+LAST_RANK = 100
 # Below this part of the sum of squares the scatter is rounding: all examples are equal.
 ALIKE = 1e-10
 MANY = 128  # channels from which a few axes take less by iteration
-SMALL = 1024  # channels up to which several threads do not find eigenvalues sooner than one
+SMALL = (
+    1024  # channels up to which several threads do not find eigenvalues sooner than one
+)
 
 
 @dataclass
@@ -90,14 +94,16 @@ class CovarianceSums:
     def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
         """The sums of examples x: (n, dim)."""
         own = cls.empty(shift)
-        own.n, dim = len(x), len(shift)
+        own.n = len(x)
+        dim = len(shift)
         rows = min(max(ROWS_AT_ONCE, VALUES_AT_ONCE // dim), len(x))
         values, squares = np.empty((2, rows, dim))
         ones = np.ones(max(rows, dim))
         for start in range(0, len(x), rows or 1):
             some = x[start : start + rows]
             n = len(some)
-            y, squared = values[:n], squares[:n]
+            y = values[:n]
+            squared = squares[:n]
             y[:] = some
             # Sums along rows as products: numpy's own, of short rows, take many times as long.
             length = np.multiply(y, y, out=squared) @ ones[:dim]
@@ -187,7 +193,9 @@ class SumsByBlock:
         labels: Integers,
         examples: Examples | None = None,
     ) -> None:
-        self.features, self.shift, self.labels = features, shift, labels
+        self.features = features
+        self.shift = shift
+        self.labels = labels
         self.examples = examples
         self.blocks: dict[int, CovarianceSums] = {}
 
@@ -230,7 +238,9 @@ def block_sums(
     Memory: a D x D matrix in float64 for each block, and one more for each slab in progress.
     """
     first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
-    token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(np.float32)
+    token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(
+        np.float32
+    )
     if examples is not None:
         whole = features.load(slice(first, first + 1), slice(0, len(features.tokens)))
         token, _ = examples(whole.astype(np.float32), np.array([first]))
@@ -299,9 +309,14 @@ class Spectrum:
     def of_sums(cls, sums: CovarianceSums) -> Spectrum:
         """The spectrum of second moments, D x D; best if n is above D."""
         return cls(
-            sums.n, len(sums.shift), _eigenvalues(sums.raw), _eigenvalues(sums.scatter),
-            sums.fourth_about_mean, float(np.linalg.norm(sums.directions)), sums.n_long,
-        )  # fmt: skip
+            sums.n,
+            len(sums.shift),
+            _eigenvalues(sums.raw),
+            _eigenvalues(sums.scatter),
+            sums.fourth_about_mean,
+            float(np.linalg.norm(sums.directions)),
+            sums.n_long,
+        )
 
     @classmethod
     def of_examples(cls, x: Float) -> Spectrum:
@@ -323,7 +338,8 @@ class Spectrum:
 
     def metrics(self) -> dict[str, float]:
         """Each of `METRICS`; NaN where undefined."""
-        n, dim = self.n, self.dim
+        n = self.n
+        dim = self.dim
         metrics = dict.fromkeys(METRICS, math.nan)
         metrics["rankme"] = entropy_rank(self.raw[: min(n, dim)])
         if self.n_long > 1:
@@ -339,7 +355,8 @@ class Spectrum:
 
     def caps(self) -> dict[str, float]:
         """The largest possible value of each metric; NaN if there is none."""
-        n, dim = self.n, self.dim
+        n = self.n
+        dim = self.dim
         return {
             "rankme": min(n, dim),
             "effective_rank": min(n - 1, dim),
@@ -351,10 +368,13 @@ class Spectrum:
         n = self.n
         if n < 4:
             return math.nan
-        trace, fourth = float(self.centred.sum()), self.fourth
+        trace = float(self.centred.sum())
+        fourth = self.fourth
         # Song et al.'s three terms for K of centred examples without its diagonal: the sum of its
         # squares, of all its entries, and of its squared row sums.
-        squares, entries, rows = float((self.centred**2).sum()) - fourth, -trace, fourth
+        squares = float((self.centred**2).sum()) - fourth
+        entries = -trace
+        rows = fourth
         hsic = squares + entries**2 / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
         hsic /= n * (n - 3)
         return (trace / (n - 1)) ** 2 / hsic if hsic > 0 else math.nan
@@ -374,11 +394,15 @@ def entropy_rank(eigenvalues: Float) -> float:
 def power_law(eigenvalues: Float) -> float:
     """Minus the slope of log eigenvalue on log rank, see above; NaN if one of them is 0."""
     values = eigenvalues[FIRST_RANK - 1 : LAST_RANK]
-    if len(values) <= LAST_RANK - FIRST_RANK or not values.min() > ALIKE * eigenvalues.sum():
+    if (
+        len(values) <= LAST_RANK - FIRST_RANK
+        or not values.min() > ALIKE * eigenvalues.sum()
+    ):
         return math.nan
     rank = np.arange(FIRST_RANK, LAST_RANK + 1)
     weight = 1 / rank
-    x, y = np.log(rank), np.log(values)
+    x = np.log(rank)
+    y = np.log(values)
     x = x - (weight @ x) / weight.sum()
     return float(-(weight * x) @ y / ((weight * x) @ x))
 
@@ -408,13 +432,16 @@ def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:
     together."""
     from scipy.linalg import eigh
 
-    scatter, dim = sums.scatter, len(sums.shift)
+    scatter = sums.scatter
+    dim = len(sums.shift)
     with one_blas_thread() if dim <= SMALL else nullcontext():
         values, vectors = eigh(scatter, subset_by_index=(dim - k, dim - 1))
     axes = vectors.T[::-1]
     largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, np.newaxis], 1)
     axes = axes * np.where(largest < 0, -1.0, 1.0)
-    return PrincipalAxes(sums.mean, axes, np.maximum(values[::-1], 0) / sums.variance, sums.n)
+    return PrincipalAxes(
+        sums.mean, axes, np.maximum(values[::-1], 0) / sums.variance, sums.n
+    )
 
 
 def leading_shares(sums: CovarianceSums, near: PrincipalAxes) -> Float:
@@ -425,7 +452,9 @@ def leading_shares(sums: CovarianceSums, near: PrincipalAxes) -> Float:
 
     scatter, (k, dim), whole = sums.scatter, near.axes.shape, sums.variance
     if dim >= MANY and not math.isnan(whole):
-        start = near.axes.sum(0) + np.random.default_rng(0).standard_normal(dim) / dim**0.5
+        start = (
+            near.axes.sum(0) + np.random.default_rng(0).standard_normal(dim) / dim**0.5
+        )
         with suppress(ArpackError):
             values = eigsh(scatter, k, which="LA", v0=start, return_eigenvectors=False)
             return np.maximum(np.sort(values)[::-1], 0) / whole

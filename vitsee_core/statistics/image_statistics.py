@@ -70,7 +70,9 @@ class Statistic:
 
     def estimates(self) -> Estimates:
         """Estimates for each token."""
-        estimates = estimates_of(self.value, self.trace, self.present, self.jackknife, self.labels)
+        estimates = estimates_of(
+            self.value, self.trace, self.present, self.jackknife, self.labels
+        )
         if self.low is None or self.high is None:
             return estimates
         return replace(estimates, low=self.low, high=self.high)
@@ -84,12 +86,16 @@ def estimates_of(
     without = trace if jackknife else _means_without(value, trace, present, labels)
     if jackknife:
         m = trace.shape[1]
-        error = np.sqrt((m - 1) / m * ((trace - trace.mean(1, keepdims=True)) ** 2).sum(1))
+        error = np.sqrt(
+            (m - 1) / m * ((trace - trace.mean(1, keepdims=True)) ** 2).sum(1)
+        )
         quantile = np.full(len(value), t_quantile(m - 1) if m > 1 else np.nan)
     else:
         error = np.sqrt((trace**2).sum(1) * n / np.maximum(n - 1, 1))
         counts, which = np.unique(n, return_inverse=True)
-        quantile = np.array([t_quantile(int(k) - 1) if k > 1 else np.nan for k in counts])[which]
+        quantile = np.array(
+            [t_quantile(int(k) - 1) if k > 1 else np.nan for k in counts]
+        )[which]
     error = np.where(n > 1, error, np.nan)
     half = quantile * error
     return Estimates(value, error * np.sqrt(n), value - half, value + half, n, without)
@@ -108,7 +114,9 @@ def block_labels(n: int, seed: int | None) -> Integers:
     """(images,) the jackknife's block of each image: runs of rows, which in a shuffled store are
     random samples; otherwise assigned with `seed`."""
     labels = np.arange(n) * min(n, BLOCKS) // n
-    return labels if seed is None else np.random.default_rng(seed).permutation(labels)
+    if seed is None:
+        return labels
+    return np.random.default_rng(seed).permutation(labels)
 
 
 def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:

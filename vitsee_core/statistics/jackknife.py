@@ -32,9 +32,8 @@ METHOD = (
     "seed else"
 )
 DRAWS = 4_000
-MOST_PAIRED = (
-    100  # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
-)
+# rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
+MOST_PAIRED = 100
 SIMULTANEOUS = (
     "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
     "rows of which the best was chosen lie in such intervals, so that the choice on the same "
@@ -60,7 +59,9 @@ class Blocks:
         labels = block_labels(int(mask.sum()), None if shuffled else seed)
         of_rows = np.full(len(mask), -1, np.int64)
         of_rows[mask] = labels
-        text = store.manifest.samples_fingerprint.encode() + of_rows.astype("<i8").tobytes()
+        text = (
+            store.manifest.samples_fingerprint.encode() + of_rows.astype("<i8").tobytes()
+        )
         return cls(labels, of_rows, hashlib.sha256(text).hexdigest()[:16])
 
     @property
@@ -94,7 +95,9 @@ def means_without(sums: Float, counts: Float) -> Float:
     left = counts.sum(-1, keepdims=True) - counts
     with np.errstate(invalid="ignore", divide="ignore"):
         # Sums of the other blocks, not the total minus one: a mean of equal values is exact.
-        others = np.stack([np.delete(sums, b, -1).sum(-1) for b in range(sums.shape[-1])], -1)
+        others = np.stack(
+            [np.delete(sums, b, -1).sum(-1) for b in range(sums.shape[-1])], -1
+        )
         return np.where(left > 0, others / left, np.nan)
 
 
@@ -128,7 +131,10 @@ def interval(
 def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, Float]:
     """Low and high of an interval, clipped to the limits as far as the value is within them."""
     least, most = limits
-    return (np.maximum(low, np.minimum(value, least)), np.minimum(high, np.maximum(value, most)))
+    return (
+        np.maximum(low, np.minimum(value, least)),
+        np.minimum(high, np.maximum(value, most)),
+    )
 
 
 def largest_t(replicates: Float) -> float:
@@ -173,7 +179,9 @@ def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
     return cells_of(statistic(x, "mean", labels).estimates(), 0)
 
 
-def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIMITED) -> Cells:
+def jackknife_cells(
+    value: float, without: Float, n: int, limits: Limits = UNLIMITED
+) -> Cells:
     """Cells of a statistic other than a mean: its 95 % interval by the delete-a-block jackknife;
     std is sqrt(n) times the standard error. without: (blocks,) the value of the n images without
     each block of them; limits: least and largest possible value."""
@@ -194,8 +202,16 @@ def interval_cells(value: ArrayLike, without: Float, limits: Limits = UNLIMITED)
 def columns_of(estimates: Estimates) -> Cells:
     """Value columns of a block of rows, one per entry of the estimates."""
     of = estimates
-    columns = {"value": of.value, "std": of.std, "low": of.low, "high": of.high, "n_images": of.n}
-    return columns if of.without is None else columns | {WORD: of.without}
+    columns = {
+        "value": of.value,
+        "std": of.std,
+        "low": of.low,
+        "high": of.high,
+        "n_images": of.n,
+    }
+    if of.without is None:
+        return columns
+    return columns | {WORD: of.without}
 
 
 def cells_of(estimates: Estimates, i: int) -> Cells:

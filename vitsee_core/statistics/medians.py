@@ -82,7 +82,9 @@ def medians_over_images(x: Float, present: Mask) -> Medians:
     high = np.full(n_rows, np.nan)
     shares = np.where(present, np.nan, 0.0)
     counts = present.sum(1)
-    for n in np.unique(counts[counts > 0]).tolist():  # one count, unless images lack values
+    for n in np.unique(
+        counts[counts > 0]
+    ).tolist():  # one count, unless images lack values
         rows = np.flatnonzero(counts == n)
         ranks = median_ranks(n)
         middle = [(n - 1) // 2, n // 2]
@@ -113,7 +115,9 @@ def pooled_median(values: Float) -> Medians:
     n = len(pooled)
     value = (pooled[(n - 1) // 2] + pooled[n // 2]) / 2
     nothing = np.full(1, np.nan)
-    no_interval = Medians(np.array([value]), nothing, nothing, np.full((1, n_images), np.nan))
+    no_interval = Medians(
+        np.array([value]), nothing, nothing, np.full((1, n_images), np.nan)
+    )
     if n_images < 2:
         return no_interval
     # Values that equal the median count half, on either side.

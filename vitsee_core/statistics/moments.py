@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 LEVEL = 0.95
-OF_19 = 2.0930240544083087  # t(0.975, 19), of the 20 blocks of a jackknife, as scipy has it
+OF_19 = (
+    2.0930240544083087  # t(0.975, 19), of the 20 blocks of a jackknife, as scipy has it
+)
 INTERVAL_METHOD = (
     "95 % interval of the mean over images: mean -+ t(0.975, n - 1) * std / sqrt(n), std the "
     "sample standard deviation over images (n - 1); for a plain mean this standard error is the "
@@ -36,8 +38,15 @@ class Summary:
 
     def cells(self, at: int | tuple[int, ...] = ()) -> dict[str, float | int]:
         """The columns value, std, low, high and n_images of a row about one entry."""
-        numbers = {"value": self.mean, "std": self.std, "low": self.low, "high": self.high}
-        cells: dict[str, float | int] = {name: float(of[at]) for name, of in numbers.items()}
+        numbers = {
+            "value": self.mean,
+            "std": self.std,
+            "low": self.low,
+            "high": self.high,
+        }
+        cells: dict[str, float | int] = {
+            name: float(of[at]) for name, of in numbers.items()
+        }
         return cells | {"n_images": int(self.n[at])}
 
 

@@ -45,7 +45,8 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, Float]:
     """Low and high of Wilson's interval for shares of n; NaN where n is 0."""
-    p, n = np.asarray(share, np.float64), np.asarray(n, np.float64)
+    p = np.asarray(share, np.float64)
+    n = np.asarray(n, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = 1 + quantile**2 / n
         centre = (p + quantile**2 / (2 * n)) / scale
@@ -66,7 +67,8 @@ def share_interval(
         quantile: of the standard normal distribution, or of Student's for an error from few
             replicates.
     """
-    p, error = np.asarray(share, np.float64), np.asarray(error, np.float64)
+    p = np.asarray(share, np.float64)
+    error = np.asarray(error, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         effective = np.where(p * (1 - p) > 0, p * (1 - p) / error**2 + 1, n)
     return wilson(p, np.where(np.isnan(error), np.nan, effective), quantile)
@@ -101,7 +103,8 @@ PAIRED_TEST = "McNemar's exact test (1947), two-sided: binomial, of the discorda
 
 def difference_interval(more: int, fewer: int, n: int) -> tuple[float, float]:
     """Low and high of the 95 % interval of (more - fewer) / n, within -1 and 1."""
-    p, q = (more + 1) / (n + 2), (fewer + 1) / (n + 2)
+    p = (more + 1) / (n + 2)
+    q = (fewer + 1) / (n + 2)
     d = p - q
     half = Z * sqrt((p + q - d**2) / (n + 2))
     return max(d - half, -1.0), min(d + half, 1.0)

@@ -119,7 +119,11 @@ class ReadQuantities:
         Only the dot products of one sublayer are read."""
         products = slab.residual(self.site)[slab.valid]
         if self.tokens != tuple(range(products.shape[1])):
-            flat = products.sum(1, dtype=np.float64, keepdims=True) if FLAT in self.tokens else None
+            flat = (
+                products.sum(1, dtype=np.float64, keepdims=True)
+                if FLAT in self.tokens
+                else None
+            )
             products = products[:, [token for token in self.tokens if token != FLAT]]
             if flat is not None:
                 products = np.concatenate([flat, products], axis=1)
@@ -151,7 +155,9 @@ def _sublayers(store: Store) -> list[StoredSublayer]:
         why = reason or "it was extracted with --no-residual (expected --residual)"
         raise MissingInput(f"{store.label} has no products of skips and branches: {why}")
     places = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
-    return [StoredSublayer(name, *places[name], layout) for name, layout in plan.sublayers]
+    return [
+        StoredSublayer(name, *places[name], layout) for name, layout in plan.sublayers
+    ]
 
 
 def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
@@ -164,7 +170,9 @@ def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
         wanted.append(f"{part.removesuffix(kind)}*.{kind}" if of_kind else part)
     hint = f"vitsee info {store.place}"
     sites = [sublayer.as_site("blocks", "residual") for sublayer in sublayers]
-    names = {s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)}
+    names = {
+        s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)
+    }
     return [sublayer for sublayer in sublayers if sublayer.site in names]
 
 
@@ -182,7 +190,9 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
             places[TokenPlace("flat", None, None, (FLAT,))] = None
         elif word in ("prefix", "patches", "all"):
             kinds = [] if word == "patches" else _prefix_kinds(layout)
-            body = TokenPlace("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
+            body = TokenPlace(
+                "patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens))
+            )
             places |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
         else:
             members = TokenSelection.parse(word, TOKENS).members(layout)
@@ -195,7 +205,11 @@ def _singles(layout: TokenLayout) -> tuple[TokenPlace, ...]:
     """Each token by itself."""
     return tuple(
         TokenPlace(
-            token.name if token.row is None else None, token.row, token.col, (i,), token.frame
+            token.name if token.row is None else None,
+            token.row,
+            token.col,
+            (i,),
+            token.frame,
         )
         for i, token in enumerate(layout_tokens(layout))
     )
@@ -212,10 +226,14 @@ def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:
     kinds: dict[str, list[int]] = {}
     for i, name in enumerate(layout.prefix):
         kinds.setdefault("registers" if name.startswith("reg") else name, []).append(i)
-    return [TokenPlace(kind, None, None, tuple(members)) for kind, members in kinds.items()]
+    return [
+        TokenPlace(kind, None, None, tuple(members)) for kind, members in kinds.items()
+    ]
 
 
-def missing_tokens(label: str, sublayers: Sequence[StoredSublayer], word: str) -> str | None:
+def missing_tokens(
+    label: str, sublayers: Sequence[StoredSublayer], word: str
+) -> str | None:
     """A remark if a value of --tokens matches no token in some sublayers of a store; None if it
     matches in all."""
     without = [s for s in sublayers if not places_of(s.layout, [word])]

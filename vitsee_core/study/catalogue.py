@@ -61,10 +61,14 @@ class SurveyedModel:
 
     def lack(self, needs: Sequence[str]) -> str | None:
         """Why the model does not offer all of these, None if it does."""
-        return next((self.lacks[what] for what in needs if self.lacks[what] is not None), None)
+        return next(
+            (self.lacks[what] for what in needs if self.lacks[what] is not None), None
+        )
 
 
-def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> SurveyedModel:
+def survey(
+    label: str, name: str, options: Mapping[str, Any] | None = None
+) -> SurveyedModel:
     """A model by its name, as for `vitsee extract`.
 
     Args:
@@ -82,13 +86,18 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
     from vitsee_core.models.without_weights import flops_of, sketched_module
     from vitsee_core.study.catalogue import offers
 
-    given, model = dict(options or {}), split_model(name)[0]
+    given = dict(options or {})
+    model = split_model(name)[0]
     module, size = sketched_module(model, given)
     if packing_of(module) is None and not is_language_input(module):
         table = sketch(module, size)
     else:  # where its tokens lie is seen on values
-        made = load_model(**(given | {"name": model, "checkpoint": None, "any_weights": True}))
-        module, size, table = made.module, made.input_size, site_table(made)
+        made = load_model(
+            **(given | {"name": model, "checkpoint": None, "any_weights": True})
+        )
+        module = made.module
+        size = made.input_size
+        table = site_table(made)
     try:
         flops = flops_of(module, size)
     except (NotImplementedError, RuntimeError) as error:
@@ -97,7 +106,9 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
     lacks = offers(table)
     lacks["classifier"] = None if "logits" in names else "it has no classifier"
     default = select_names(["blocks"], table.sites)
-    of_groups = {g: [s for s in table.sites if g in s.groups and not s.alias_of] for g in WITHIN}
+    of_groups = {
+        g: [s for s in table.sites if g in s.groups and not s.alias_of] for g in WITHIN
+    }
     more = {s.name: s for some in of_groups.values() for s in some if s not in default}
     gridded = [site.layout for site in table.sites if site.layout and site.layout.grid]
     return SurveyedModel(
@@ -139,10 +150,22 @@ def _bytes(sites: Sequence[SiteSpec], *, pooled: bool) -> int:
 
 
 COLUMNS = (
-    *("model", "tags", "n_params", "flops", "height", "width", "n_blocks", "heads", "grid"),
+    *(
+        "model",
+        "tags",
+        "n_params",
+        "flops",
+        "height",
+        "width",
+        "n_blocks",
+        "heads",
+        "grid",
+    ),
     *("analyses", "left_out"),
 )
-MOST = 100  # architectures that are made without being asked for more; about a second each
+MOST = (
+    100  # architectures that are made without being asked for more; about a second each
+)
 
 
 def run(
@@ -216,7 +239,9 @@ def offers(table: SiteTable) -> dict[str, str | None]:
         "sites": None if table.sites else "no module gives one tensor per image",
         "grid": None if grid else "no site lies on the image's grid",
         "attention": table.attention_refusal,
-        "heads": None if heads else table.attention_refusal or "no block whose heads are known",
+        "heads": None
+        if heads
+        else table.attention_refusal or "no block whose heads are known",
         "residual": table.residual_refusal,
         "images": "it takes clips, and the analysis is of images" if clips else None,
     }
@@ -228,7 +253,11 @@ def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def _made(
-    name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool, several: bool
+    name: str,
+    tags: Sequence[str],
+    needs: Mapping[str, tuple[str, ...]],
+    prove: bool,
+    several: bool,
 ) -> dict[str, Any]:
     from vitsee_core.models.hook_points import ModelError
     from vitsee_core.models.load import load_model
@@ -249,7 +278,11 @@ def _made(
         "width": size[2],
     }
     try:
-        table = site_table(load_model(name, any_weights=True)) if prove else sketch(module, size)
+        table = (
+            site_table(load_model(name, any_weights=True))
+            if prove
+            else sketch(module, size)
+        )
     except (ModelError, NotImplementedError) as error:
         return {**row, "left_out": f"unknown without weights: {_line(error)}"}
     lacks = offers(table)

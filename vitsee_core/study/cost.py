@@ -9,18 +9,21 @@ from pathlib import Path
 
 import numpy as np
 
-from vitsee_core.runtime.machine import counted, human_bytes, may_have_gpu
+from vitsee_core.runtime.machine import human_bytes, may_have_gpu, plural
 from vitsee_core.study.catalogue import HALF, WITHIN, SurveyedModel
 from vitsee_core.study.recipes import TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
 
 # Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
 EFFICIENCY = 0.4
-BACKWARD = 1  # forward passes that a field costs: two, through half of the model on average
+BACKWARD = (
+    1  # forward passes that a field costs: two, through half of the model on average
+)
 # Analyses that each cache a Gram matrix of the images for every block, about 4 bytes a pair.
 GRAMS = frozenset(("cka", "similarity"))
 # Of an analysis, on two cores: its start and its figures, and the tokens that it reads a second.
-STEP_SECONDS, TOKEN_RATE = 1.5, 50e6
+STEP_SECONDS = 1.5
+TOKEN_RATE = 50e6
 SPEED_SIDE = 1024  # of the matrix product that is timed
 
 
@@ -34,7 +37,7 @@ class Cost:
 
     def describe(self, n_models: int, n_images: int) -> str:
         return (
-            f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: about "
+            f"{plural(n_models, 'models')} over {plural(n_images, 'images')}: about "
             f"{human_bytes(self.size_bytes)} on disk, {describe_time(self.seconds)} of extraction "
             f"and {describe_time(self.analyses)} of analyses on this machine"
         )
@@ -45,7 +48,7 @@ def describe_time(seconds: float) -> str:
     if minutes < 1:
         return "less than a minute"
     if minutes < 90:
-        return f"about {counted(round(minutes), 'minutes')}"
+        return f"about {plural(round(minutes), 'minutes')}"
     return f"about {minutes / 60:.1f} hours"
 
 
@@ -53,7 +56,11 @@ def stores_of(
     study: Study, models: Sequence[SurveyedModel]
 ) -> tuple[dict[Path, SurveyedModel], dict[Path, int]]:
     """Store -> its model, and its number of images, of a study."""
-    places = {study.store(m.label, images): (m, images) for m in models for images in ("", "train")}
+    places = {
+        study.store(m.label, images): (m, images)
+        for m in models
+        for images in ("", "train")
+    }
     return (
         {place: model for place, (model, _) in places.items()},
         {place: study.n_images(images) for place, (_, images) in places.items()},
@@ -61,7 +68,10 @@ def stores_of(
 
 
 def cost(
-    plan: Plan, models: Mapping[Path, SurveyedModel], n_images: Mapping[Path, int], speed: float
+    plan: Plan,
+    models: Mapping[Path, SurveyedModel],
+    n_images: Mapping[Path, int],
+    speed: float,
 ) -> Cost:
     """The cost of a plan.
 
@@ -76,14 +86,17 @@ def cost(
         place = step.outputs[0]
         if place not in models:  # a set of images that is written
             continue
-        model, words = models[place], {*step.words}
-        pooled, more = "pooled" in words, bool({*WITHIN} & words)
+        model = models[place]
+        words = {*step.words}
+        pooled = "pooled" in words
+        more = bool({*WITHIN} & words)
         one = model.bytes_pooled if pooled else model.bytes_of_tokens
         one += 3 * model.size[1] * model.size[2] if "--inputs" in words else 0
         one += model.more_bytes if more and not pooled else 0
         cached = {s.command for s in plan.analyses if place in s.inputs} & GRAMS
         size += (
-            one * n_images[place] + len(cached) * (model.n_blocks + 1) * 4 * n_images[place] ** 2
+            one * n_images[place]
+            + len(cached) * (model.n_blocks + 1) * 4 * n_images[place] ** 2
         )
         passes = float(n_images[place])
         if "--erf" in words:
@@ -93,7 +106,11 @@ def cost(
         seconds += passes * model.flops / (EFFICIENCY * speed)
     analyses = 0.0
     for step in plan.analyses:
-        read = [(models[p].bytes_of_tokens / HALF, n_images[p]) for p in step.inputs if p in models]
+        read = [
+            (models[p].bytes_of_tokens / HALF, n_images[p])
+            for p in step.inputs
+            if p in models
+        ]
         analyses += STEP_SECONDS
         if TOKENS in recipe_of(step.command).keeps:
             analyses += sum(HALF * values * n for values, n in read) / TOKEN_RATE
@@ -105,7 +122,9 @@ def cost(
 def measured_speed(device: str = "auto") -> float:
     """Floating point operations per second of float32 matrix products, timed for a moment. Raises
     VitseeError: there is no such device."""
-    if device == "cpu" or (device == "auto" and not may_have_gpu()):  # torch takes seconds to load
+    if device == "cpu" or (
+        device == "auto" and not may_have_gpu()
+    ):  # torch takes seconds to load
         a = np.ones((SPEED_SIDE, SPEED_SIDE), np.float32)
         return _speed(lambda: a @ a)
     import torch

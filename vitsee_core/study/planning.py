@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitsee_core.pages.report.study_record import StudyStep
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.recipes import (
     ATTENTION,
@@ -31,7 +31,9 @@ from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
 # Over which receptive fields are averaged: 256 are smooth, and take four times as long as 64.
-FEWEST_FIELDS, FIELD_IMAGES, SMOOTH_FIELDS = 4, 64, 256
+FEWEST_FIELDS = 4
+FIELD_IMAGES = 64
+SMOOTH_FIELDS = 256
 SCORES = ("knn", "probe", "cluster", "retrieve")
 BEST = "best-layer"
 
@@ -46,7 +48,9 @@ def check_choice(study: Study) -> None:
     known = known_analyses()
     for name in (*study.analyses, *study.skip):
         if name not in known:
-            raise VitseeError(f"no analysis {name!r}; analyses of a study: {', '.join(known)}")
+            raise VitseeError(
+                f"no analysis {name!r}; analyses of a study: {', '.join(known)}"
+            )
     if not any(study.takes(name) for name in known):
         raise VitseeError("--skip leaves no analysis of those asked for")
 
@@ -89,7 +93,9 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
             place = study.store(model.label, images)
             if place in used:
                 before = set() if images else kept(place, model) or set()
-                found.extractions.append(extraction(study, model, images, found.keeps | before))
+                found.extractions.append(
+                    extraction(study, model, images, found.keeps | before)
+                )
     found.notes = _notes(study, found)
     check_names(found)
     return found
@@ -149,8 +155,11 @@ def n_fields(study: Study, model: SurveyedModel) -> int:
 
 def _notes(study: Study, found: Plan) -> list[str]:
     """Remarks on defaults of the plan that somebody may want otherwise."""
-    at = [(step.words, step.words.index("--erf") + 1) for step in found.extractions
-          if "--erf" in step.words]  # fmt: skip
+    at = [
+        (step.words, step.words.index("--erf") + 1)
+        for step in found.extractions
+        if "--erf" in step.words
+    ]
     few = sorted({int(words[i]) for words, i in at if int(words[i]) < SMOOTH_FIELDS})
     if not few or study.sets("extract", "--erf") or few[0] == study.n_images():
         return []
@@ -179,7 +188,9 @@ def _offering(
         left_out[command] = next(iter(reasons.values())) or ""
         return []
     left_out |= {
-        f"{command} of {label}": reason for label, reason in reasons.items() if reason is not None
+        f"{command} of {label}": reason
+        for label, reason in reasons.items()
+        if reason is not None
     }
     return offering
 
@@ -194,7 +205,7 @@ def _unfit(study: Study, command: str, labelled: bool) -> str:
         place = f"{command}.{option.removeprefix('--')}=PATH"
         return f"it needs {what} beside the {what_rows}; name them with --set {place}"
     if study.n_images() < recipe.least:
-        there = counted(study.n_images(), what_rows)
+        there = plural(study.n_images(), what_rows)
         return f"{there} of {study.data}; expected at least {recipe.least}"
     if LABELS in recipe.wants and not labelled and not given:
         return f"the {what_rows} of {study.data} have no labels"
@@ -211,7 +222,16 @@ def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
     table = study.result(BEST)
     picture = table.with_suffix(".png")
     options = study.with_settings(BEST, ())
-    words = (BEST, *map(str, tables), *options, "-o", str(table), "--png", str(picture), "--force")
+    words = (
+        BEST,
+        *map(str, tables),
+        *options,
+        "-o",
+        str(table),
+        "--png",
+        str(picture),
+        "--force",
+    )
     return [Step(BEST, words, tables, (table, picture), partial=True)]
 
 
@@ -234,7 +254,8 @@ def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[st
         about = open_store(place, allow_partial=not complete).manifest.identity
     except (VitseeError, OSError):
         return None
-    tokens, sites = about.get("tokens"), about.get("sites")
+    tokens = about.get("tokens")
+    sites = about.get("sites")
     holds = {
         TOKENS: isinstance(tokens, dict) and tokens.get("default") == "all",
         HEADS: isinstance(sites, list) and model.heads in sites,
@@ -248,7 +269,9 @@ def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[st
     return {what for what, there in holds.items() if there}
 
 
-def check_kept(plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, StudyStep]) -> None:
+def check_kept(
+    plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, StudyStep]
+) -> None:
     """Check that complete stores of an earlier study hold what the analyses of this one need.
 
     Args:
@@ -260,12 +283,18 @@ def check_kept(plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, 
         VitseeError: one holds less.
     """
     for model in models:
-        step = next((s for s in plan.extractions if s.name == f"extract-{model.label}"), None)
+        step = next(
+            (s for s in plan.extractions if s.name == f"extract-{model.label}"), None
+        )
         if step is None or (step.name in steps and steps[step.name].command == step.line):
             continue
         place = step.outputs[0]
         holds = kept(place, model, complete=True)
-        lacks = [] if holds is None else [what for what in NAMES if what in _wanted(plan, model)]
+        lacks = (
+            []
+            if holds is None
+            else [what for what in NAMES if what in _wanted(plan, model)]
+        )
         if lacks := [NAMES[what] for what in lacks if what not in (holds or ())]:
             raise VitseeError(
                 f"{place} was extracted for fewer analyses and lacks {', '.join(lacks)}; remove it "
@@ -277,4 +306,8 @@ def _wanted(plan: Plan, model: SurveyedModel) -> set[str]:
     """The parts of a store that the plan keeps and this model can provide."""
     needs = {FIELDS: "grid", HEADS: "heads", RESIDUAL: "residual"}
     needs |= dict.fromkeys((ATTENTION, ROWS), "attention")
-    return {what for what in plan.keeps if what not in needs or model.lacks[needs[what]] is None}
+    return {
+        what
+        for what in plan.keeps
+        if what not in needs or model.lacks[needs[what]] is None
+    }

@@ -111,7 +111,9 @@ class FigureRecipe:
     @property
     def title(self) -> str:
         """`Figure 3, C.5`, `Table 4`."""
-        return f"Figure {self.names}" if re.match(r"([A-Z]\.)?\d", self.names) else self.names
+        if re.match(r"([A-Z]\.)?\d", self.names):
+            return f"Figure {self.names}"
+        return self.names
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,15 @@ class RecipeFile:
         for text in asked:
             name, _, model = text.partition("=")
             if name not in self.stores:
-                raise RecipeError(f"{self.name} has no {name!r}; expected {', '.join(self.stores)}")
-            found[name] = replace(self.stores[name], **({"model": model} if model else {}))
-        return replace(self, stores={name: found[name] for name in self.stores if name in found})
+                raise RecipeError(
+                    f"{self.name} has no {name!r}; expected {', '.join(self.stores)}"
+                )
+            found[name] = replace(
+                self.stores[name], **({"model": model} if model else {})
+            )
+        return replace(
+            self, stores={name: found[name] for name in self.stores if name in found}
+        )
 
     def of_images(self, n_images: int) -> RecipeFile:
         """The same over fewer images, or more: what `--images` says of each store, and `--erf` of
@@ -146,17 +154,23 @@ class RecipeFile:
 
         def scaled(options: str) -> str:
             options = re.sub(r"--images \d+", f"--images {n_images}", options)
-            return re.sub(r"--erf (\d+)", lambda m: f"--erf {min(int(m[1]), n_images)}", options)
+            return re.sub(
+                r"--erf (\d+)", lambda m: f"--erf {min(int(m[1]), n_images)}", options
+            )
 
         return self._with_options(scaled)
 
     def of_the_demo(self) -> RecipeFile:
         """The same of the small models and bundled images that the file names for it. Raises
         RecipeError: it does not say which."""
-        bundled = {name: store.quick or store.model for name, store in self.stores.items()}
+        bundled = {
+            name: store.quick or store.model for name, store in self.stores.items()
+        }
         none = [name for name, store in self.stores.items() if not store.quick]
         if lacks := [name for name in none if not bundled[name].startswith("demo:")]:
-            raise RecipeError(f"{self.name} says no `quick` model, demo:..., of {', '.join(lacks)}")
+            raise RecipeError(
+                f"{self.name} says no `quick` model, demo:..., of {', '.join(lacks)}"
+            )
 
         def replaced(options: str) -> str:
             for real, stand_in in self.quick.items():
@@ -164,7 +178,10 @@ class RecipeFile:
             return options
 
         quick = self._with_options(replaced)
-        stores = {name: replace(store, model=bundled[name]) for name, store in quick.stores.items()}
+        stores = {
+            name: replace(store, model=bundled[name])
+            for name, store in quick.stores.items()
+        }
         return replace(quick, stores=stores)
 
     def _with_options(self, change: Callable[[str], str]) -> RecipeFile:
@@ -184,13 +201,17 @@ class RecipeFile:
 def store_in(word: str) -> str:
     """`b16` of `b16.zarr`, `LABEL=b16.zarr` and `cls@last=mean:b16.zarr`, "" of other words."""
     name = re.split("[=:]", word)[-1]
-    return name.removesuffix(".zarr") if name.endswith(".zarr") else ""
+    if name.endswith(".zarr"):
+        return name.removesuffix(".zarr")
+    return ""
 
 
 def bundled_recipes() -> list[str]:
     """Names of the recipes that ship with vitsee."""
     return sorted(
-        item.name.removesuffix(SUFFIX) for item in BUNDLED.iterdir() if item.name.endswith(SUFFIX)
+        item.name.removesuffix(SUFFIX)
+        for item in BUNDLED.iterdir()
+        if item.name.endswith(SUFFIX)
     )
 
 
@@ -202,7 +223,9 @@ def is_recipe(text: str) -> bool:
 def read_recipe(name: str) -> RecipeFile:
     """A recipe by its name or its path. Raises RecipeError: the file cannot be read, or is no
     recipe."""
-    place: Any = Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
+    place: Any = (
+        Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
+    )
     try:
         return _recipe(name, checked(read_toml(place, name), _File))
     except ValueError as error:
@@ -274,9 +297,15 @@ def _recipe(name: str, file: _File) -> RecipeFile:
         commands = tuple(_command(text, where, file.words) for text in figure.commands)
         for number, command in enumerate(commands):
             check_analysis(command.words, f"{where}.commands[{number}]")
-        if unknown := [one for command in commands for one in command.stores if one not in stores]:
-            raise ValueError(f"{where} names {unknown[0]}.zarr, expected stores of [stores]")
-        figures.append(FigureRecipe(figure.names, commands, figure.note, tuple(figure.printed)))
+        if unknown := [
+            one for command in commands for one in command.stores if one not in stores
+        ]:
+            raise ValueError(
+                f"{where} names {unknown[0]}.zarr, expected stores of [stores]"
+            )
+        figures.append(
+            FigureRecipe(figure.names, commands, figure.note, tuple(figure.printed))
+        )
     return RecipeFile(
         name=name,
         title=file.title,
@@ -291,7 +320,8 @@ def _recipe(name: str, file: _File) -> RecipeFile:
 
 def _command(text: str, where: str, words: Mapping[str, str | list[str]]) -> Command:
     """A command with its {NAME}s put in."""
-    texts, some = list[str](), set[str]()
+    texts = list[str]()
+    some = set[str]()
     for piece in re.split(r"(\{[\w-]+\})", text):
         value: str | list[str] = piece
         if piece.startswith("{"):
@@ -312,9 +342,13 @@ def _words(text: str, where: str) -> tuple[str, ...]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"{where} is {text}, expected words of a shell ({error})") from None
+        raise ValueError(
+            f"{where} is {text}, expected words of a shell ({error})"
+        ) from None
     if not "".join(words).isprintable():
-        raise ValueError(f"{where} is {text!r}, expected words without control characters")
+        raise ValueError(
+            f"{where} is {text!r}, expected words without control characters"
+        )
     separate = list[str]()
     for word in words:
         option, equals, value = word.partition("=")

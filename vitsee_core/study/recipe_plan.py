@@ -12,7 +12,13 @@ import msgspec
 import numpy as np
 
 from vitsee_core.images import open_source
-from vitsee_core.study.recipe_file import Command, FigureRecipe, RecipeError, RecipeFile, store_in
+from vitsee_core.study.recipe_file import (
+    Command,
+    FigureRecipe,
+    RecipeError,
+    RecipeFile,
+    store_in,
+)
 from vitsee_core.study.steps import SETS, Plan, Step, Study
 from vitsee_core.tables.formats import stem_of
 from vitsee_stores.errors import VitseeError
@@ -41,7 +47,9 @@ def data_places(recipe: RecipeFile, given: str) -> dict[str, Path]:
     return {name: Path(place).expanduser() for name, _, place in pairs}
 
 
-def plan_recipe(recipe: RecipeFile, study: Study, places: Mapping[str, Path] | None) -> Plan:
+def plan_recipe(
+    recipe: RecipeFile, study: Study, places: Mapping[str, Path] | None
+) -> Plan:
     """The steps of a recipe. What needs images or models that are not there is left out.
 
     Args:
@@ -55,7 +63,9 @@ def plan_recipe(recipe: RecipeFile, study: Study, places: Mapping[str, Path] | N
     plan = _Planned(recipe, study, places).plan()
     if not plan.steps:
         reasons = "; ".join(dict.fromkeys(plan.left_out.values()))
-        raise RecipeError(f"{recipe.name}: nothing to do: {reasons or 'no figure takes these'}")
+        raise RecipeError(
+            f"{recipe.name}: nothing to do: {reasons or 'no figure takes these'}"
+        )
     return plan
 
 
@@ -70,14 +80,21 @@ def n_images(step: Step) -> int:
         counts = np.unique(labels[labels >= 0], return_counts=True)[1]
         return int(np.minimum(counts, int(per_class)).sum())
     asked = options.get("--images", "")  # what is not a number is refused by extract
-    return min(len(labels), int(asked)) if asked.isdecimal() else len(labels)
+    if asked.isdecimal():
+        return min(len(labels), int(asked))
+    return len(labels)
 
 
 class _Planned:
-    def __init__(self, recipe: RecipeFile, study: Study, places: Mapping[str, Path] | None) -> None:
-        self.recipe, self.study = recipe, study
+    def __init__(
+        self, recipe: RecipeFile, study: Study, places: Mapping[str, Path] | None
+    ) -> None:
+        self.recipe = recipe
+        self.study = study
         sets = study.folder / SETS
-        self.places = {name: sets / name for name in MINIATURES} if places is None else places
+        self.places = (
+            {name: sets / name for name in MINIATURES} if places is None else places
+        )
         self.writes = places is None
         self.made: dict[str, Step] = {}  # store -> its step
         self.sets: dict[str, Step] = {}
@@ -88,7 +105,9 @@ class _Planned:
         lacking = dict[str, str]()
         for name, store in self.recipe.stores.items():
             before = [lacking.get(one, ABSENT) for one in store.stores]
-            lacking[name] = next(filter(None, before), self._lacks(shlex.split(store.options)))
+            lacking[name] = next(
+                filter(None, before), self._lacks(shlex.split(store.options))
+            )
         for figure in self.recipe.figures:
             self._figure(figure, lacking)
         # In the file's order.
@@ -113,11 +132,16 @@ class _Planned:
                 steps.append(self._step(name, there))
         self.plan_.analyses += steps
         if steps:
-            self.plan_.sections.append({
-                "title": figure.title, "note": figure.note,
-                "results": [step.outputs[0].stem for step in steps],
-                "printed": [msgspec.structs.asdict(number) for number in figure.printed],
-            })  # fmt: skip
+            self.plan_.sections.append(
+                {
+                    "title": figure.title,
+                    "note": figure.note,
+                    "results": [step.outputs[0].stem for step in steps],
+                    "printed": [
+                        msgspec.structs.asdict(number) for number in figure.printed
+                    ],
+                }
+            )
 
     def _check_new(self, name: str, figure: FigureRecipe) -> None:
         """Refuse the name of a result that the disk cannot have, or that another has. Raises
@@ -128,20 +152,29 @@ class _Planned:
         except ValueError as error:
             raise RecipeError(str(error)) from None
         if name in self.results:
-            raise RecipeError(f"{where}: another result is called {name}; say -o NAME.csv of both")
+            raise RecipeError(
+                f"{where}: another result is called {name}; say -o NAME.csv of both"
+            )
         self.results.add(name)
 
     def _there(
         self, command: Command, lacking: Mapping[str, str], before: Sequence[Step]
     ) -> tuple[Command, str]:
         """The command on the stores that can be made; and why it cannot be run, or ""."""
-        known = {word: lacking.get(name, ABSENT)
-                 for word in command.words if (name := store_in(word))}  # fmt: skip
-        words = tuple(w for w in command.words if w not in command.some or not known.get(w))
+        known = {
+            word: lacking.get(name, ABSENT)
+            for word in command.words
+            if (name := store_in(word))
+        }
+        words = tuple(
+            w for w in command.words if w not in command.some or not known.get(w)
+        )
         reasons = [why for word in words if (why := known.get(word))]
         if command.some and not {*words} & command.some:
             reasons = [*known.values()]
-        made = {path.name for step in (*self.plan_.analyses, *before) for path in step.outputs}
+        made = {
+            path.name for step in (*self.plan_.analyses, *before) for path in step.outputs
+        }
         missing = [word for word in self._tables(words) if word not in made]
         reasons += [f"{word} is not made" for word in missing]
         reasons += [why for why in [self._lacks(words)] if why]
@@ -151,11 +184,16 @@ class _Planned:
     def _tables(words: Sequence[str]) -> list[str]:
         """Results of earlier commands that a command reads."""
         pairs = pairwise(words)
-        return [word for before, word in pairs
-                if RESULT.fullmatch(word) and not before.startswith("-")]  # fmt: skip
+        return [
+            word
+            for before, word in pairs
+            if RESULT.fullmatch(word) and not before.startswith("-")
+        ]
 
     def _step(self, name: str, command: Command) -> Step:
-        inputs, words, more = list[Path](), list[str](), list[Path]()
+        inputs = list[Path]()
+        words = list[str]()
+        more = list[Path]()
         output = self.study.result(name, command.words[0])
         if "-o" in command.words:
             output = output.with_name(command.words[command.words.index("-o") + 1])
@@ -173,14 +211,19 @@ class _Planned:
             else:
                 word = self._placed(word)
             words.append(word)
-        options = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+        options = next(
+            (i for i, word in enumerate(words) if word.startswith("--")), len(words)
+        )
         own = self.study.with_settings(words[0], words[options:])
         picture = output.with_suffix(".png")
         ending = ("-o", str(output), "--png", str(picture), "--force")
         return Step(
-            name, (*words[:options], *own, *ending), tuple(inputs), (output, picture, *more),
+            name,
+            (*words[:options], *own, *ending),
+            tuple(inputs),
+            (output, picture, *more),
             partial=bool(command.some),
-        )  # fmt: skip
+        )
 
     def _store(self, name: str) -> Path:
         """A store, that a step makes."""
@@ -191,9 +234,13 @@ class _Planned:
             read = [self._store(one) for one in store.stores]
             for number, word in enumerate(words):
                 if one := store_in(word):
-                    words[number] = f"{word.removesuffix(f'{one}.zarr')}{self.study.store(one)}"
+                    words[number] = (
+                        f"{word.removesuffix(f'{one}.zarr')}{self.study.store(one)}"
+                    )
             words += ["--seed", str(self.study.seed)] if self.study.seed else []
-            words += ["--device", self.study.device] if self.study.device != "auto" else []
+            words += (
+                ["--device", self.study.device] if self.study.device != "auto" else []
+            )
             words = [*self.study.with_settings("extract", words)]
             inputs = tuple(step.outputs[0] for step in self.sets.values())
             self.made[name] = Step(

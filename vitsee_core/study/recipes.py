@@ -18,16 +18,28 @@ Models = Sequence[SurveyedModel]
 # What extract keeps beyond pooled vectors: every token, the parts of the first block's heads,
 # receptive fields, pixels, attention summaries, attention of single images, products of skips and
 # branches, sites within blocks.
-TOKENS, HEADS, FIELDS, PIXELS, ATTENTION, ROWS, RESIDUAL, MORE_SITES = (
-    "tokens", "heads", "fields", "pixels", "attention", "rows", "residual", "more sites"
-)  # fmt: skip
-LABELS, TRAIN, GIVEN = "labels", "train", "given"
-NEIGHBOURS, VOTERS = 10, 20  # of similarity and of knn, where there are images enough
+TOKENS = "tokens"
+HEADS = "heads"
+FIELDS = "fields"
+PIXELS = "pixels"
+ATTENTION = "attention"
+ROWS = "rows"
+RESIDUAL = "residual"
+MORE_SITES = "more sites"
+LABELS = "labels"
+TRAIN = "train"
+GIVEN = "given"
+# of similarity and of knn, where there are images enough
+NEIGHBOURS = 10
+VOTERS = 20
 CKA_IMAGES = 4  # debiased HSIC divides by n - 3
 FEW = 4  # models that are all compared with each other; more are compared with the first
 ABLATED = 64  # images of head-importance
 EXPLORE = "explore"  # no analysis: a page beside the report
-EXPLORED, FEWEST_EXPLORED, OF_ALL = 12, 4, 36  # images of that page, of all models together
+# images of that page, of all models together
+EXPLORED = 12
+FEWEST_EXPLORED = 4
+OF_ALL = 36
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,12 @@ class Recipe:
 
 
 def step(
-    study: Study, command: str, variant: str, labels: Sequence[str], *options: str, train: str = ""
+    study: Study,
+    command: str,
+    variant: str,
+    labels: Sequence[str],
+    *options: str,
+    train: str = "",
 ) -> Step:
     """A step on the stores of these models. train: the model whose training images come first."""
     stores = [study.store(label) for label in labels]
@@ -55,11 +72,21 @@ def step(
     table = study.result(name, command)
     picture = table.with_suffix(".png")
     options = study.with_settings(command, options)
-    words = (command, *map(str, stores), *options, "-o", str(table), "--png", str(picture))
+    words = (
+        command,
+        *map(str, stores),
+        *options,
+        "-o",
+        str(table),
+        "--png",
+        str(picture),
+    )
     return Step(name, (*words, "--force"), tuple(stores), (table, picture))
 
 
-def together(command: str, *options: str, variant: str = "") -> Callable[..., Iterator[Step]]:
+def together(
+    command: str, *options: str, variant: str = ""
+) -> Callable[..., Iterator[Step]]:
     """One step on all models."""
 
     def steps(study: Study, models: Models) -> Iterator[Step]:
@@ -105,16 +132,27 @@ def _more_cka(
     to 23)."""
     for model in models:
         if "norms" in model.more_groups:
-            yield step(study, "cka", f"norms-{model.label}", [model.label], "--sites", "norms")
+            yield step(
+                study, "cka", f"norms-{model.label}", [model.label], "--sites", "norms"
+            )
         if "residual" in model.more_groups:
-            yield step(study, "cka", f"branches-{model.label}", [model.label], "--pairs", "branch")
+            yield step(
+                study,
+                "cka",
+                f"branches-{model.label}",
+                [model.label],
+                "--pairs",
+                "branch",
+            )
     for some in (*([model] for model in models), *pairs):
         groups = ["blocks", *(g for g in ("norms", "hidden") if _any_has(some, g))]
         sites = [word for group in groups for word in ("--sites", group)]
         yield step(study, "cka", f"all-{'-'.join(_labels(some))}", _labels(some), *sites)
     for pair in pairs:
         labels = _labels(pair)
-        yield step(study, "cka", f"depth-{'-'.join(labels)}", labels, "--pairs", "same-depth")
+        yield step(
+            study, "cka", f"depth-{'-'.join(labels)}", labels, "--pairs", "same-depth"
+        )
 
 
 def _any_has(models: Models, group: str) -> bool:
@@ -127,7 +165,9 @@ def _similarity(study: Study, models: Models) -> Iterator[Step]:
     if study.n_images() <= 2 * NEIGHBOURS:  # of so few, ten are most of the others
         options += ("--k", str((study.n_images() - 1) // 2))
     for a, b in _pairs(models):
-        yield step(study, "similarity", f"{a.label}-{b.label}", [a.label, b.label], *options)
+        yield step(
+            study, "similarity", f"{a.label}-{b.label}", [a.label, b.label], *options
+        )
     if len(models) == 1:
         yield step(study, "similarity", models[0].label, [models[0].label], *options)
 
@@ -159,8 +199,12 @@ def _labels(models: Models) -> list[str]:
 
 def _erf(study: Study, models: Models) -> Iterator[Step]:
     yield from together("erf", "--sites", "blocks")(study, models)
-    if within := [model for model in models if study.thorough and "residual" in model.more_groups]:
-        yield from together("erf", "--sites", "residual", variant="residual")(study, within)
+    if within := [
+        model for model in models if study.thorough and "residual" in model.more_groups
+    ]:
+        yield from together("erf", "--sites", "residual", variant="residual")(
+            study, within
+        )
 
 
 def _logit_attribution(study: Study, models: Models) -> Iterator[Step]:
@@ -180,9 +224,18 @@ def _localize(study: Study, models: Models) -> Iterator[Step]:
         if model.grid is None or min(model.grid) < 2:
             continue
         centre = f"{model.grid[0] // 2},{model.grid[1] // 2}"
-        options = ("--sites", "first,depth:0.5,last", "--tokens", "0,0", "--tokens", centre)
+        options = (
+            "--sites",
+            "first,depth:0.5,last",
+            "--tokens",
+            "0,0",
+            "--tokens",
+            centre,
+        )
         if model.class_token:  # a CNN's last grid is too coarse for places of the first
-            yield step(study, "localize", f"tokens-{model.label}", [model.label], *options)
+            yield step(
+                study, "localize", f"tokens-{model.label}", [model.label], *options
+            )
 
 
 def _trained(command: str, *options: str) -> Callable[..., Iterator[Step]]:
@@ -191,7 +244,9 @@ def _trained(command: str, *options: str) -> Callable[..., Iterator[Step]]:
     def steps(study: Study, models: Models) -> Iterator[Step]:
         for model in models:
             more = (*options, "--replicates")
-            yield step(study, command, model.label, [model.label], *more, train=model.label)
+            yield step(
+                study, command, model.label, [model.label], *more, train=model.label
+            )
 
     return steps
 
@@ -217,7 +272,9 @@ def _token_probes(study: Study, models: Models) -> Iterator[Step]:
     keeps."""
     own = ("--holdout", "0.3")
     with_cls = [model for model in models if model.class_token]
-    ways = [word for token in ("first", "mean-all", "rest") for word in ("--tokens", token)]
+    ways = [
+        word for token in ("first", "mean-all", "rest") for word in ("--tokens", token)
+    ]
     yield from each("probe", *own, "--tokens", "each", variant="each")(study, with_cls)
     yield from each("probe", *own, *ways, variant="tokens")(study, with_cls)
     mean = ("--tokens", "mean-all", "--match-last-stage")
@@ -227,7 +284,9 @@ def _token_probes(study: Study, models: Models) -> Iterator[Step]:
 def _effect(study: Study, models: Models) -> Iterator[Step]:
     """Variants of a model (`NAME?OPTION=VALUE`) against the first of the same name."""
     for first in models:
-        same = [m for m in models if m.name.partition("?")[0] == first.name.partition("?")[0]]
+        same = [
+            m for m in models if m.name.partition("?")[0] == first.name.partition("?")[0]
+        ]
         if same[0] is first and len(same) > 1:
             yield step(study, "effect", first.label, _labels(same), "--replicates")
 
@@ -263,7 +322,9 @@ RECIPES: dict[str, Recipe] = {
         alone="it compares models of two kinds, with and without attention",
     ),
     "effect": Recipe(
-        _effect, least=CKA_IMAGES, alone="it compares variants of a model (NAME?random-init=0)"
+        _effect,
+        least=CKA_IMAGES,
+        alone="it compares variants of a model (NAME?random-init=0)",
     ),
     "head-importance": Recipe(
         *(_head_importance, (ATTENTION, PIXELS)),
@@ -276,7 +337,10 @@ RECIPES: dict[str, Recipe] = {
     "spectrum": Recipe(together("spectrum"), ()),
     "cluster": Recipe(together("cluster"), (), (LABELS,), ("--masks", "masks")),
     "retrieve": Recipe(
-        together("retrieve", "--truth", "labels"), (), (LABELS,), ("--truth", "a ground truth")
+        together("retrieve", "--truth", "labels"),
+        (),
+        (LABELS,),
+        ("--truth", "a ground truth"),
     ),
     "knn": Recipe(_knn, (), (LABELS, TRAIN)),
     "probe": Recipe(_probe, (), (LABELS,)),
@@ -286,20 +350,33 @@ RECIPES: dict[str, Recipe] = {
         alone="it needs sites within blocks: --thorough",
     ),
     "dense-probe": Recipe(
-        each("dense-probe", "--holdout", "0.3"), (TOKENS,), (GIVEN,), ("--masks", "class maps")
+        each("dense-probe", "--holdout", "0.3"),
+        (TOKENS,),
+        (GIVEN,),
+        ("--masks", "class maps"),
     ),
     "pca": Recipe(together("pca"), (TOKENS, PIXELS)),
     "cosine-map": Recipe(together("cosine-map"), (TOKENS, PIXELS)),
-    "saliency": Recipe(together("saliency"), (ROWS,), (GIVEN,), ("--masks", "masks of objects")),
+    "saliency": Recipe(
+        together("saliency"), (ROWS,), (GIVEN,), ("--masks", "masks of objects")
+    ),
     "propagate": Recipe(
-        together("propagate"), (TOKENS,), (GIVEN,), ("--masks", "masks of the frames of videos")
+        together("propagate"),
+        (TOKENS,),
+        (GIVEN,),
+        ("--masks", "masks of the frames of videos"),
     ),
     "keypoints": Recipe(
-        together("keypoints"), (TOKENS,), (GIVEN,), ("--pairs", "keypoints of pairs of images")
+        together("keypoints"),
+        (TOKENS,),
+        (GIVEN,),
+        ("--pairs", "keypoints of pairs of images"),
     ),
 }
 # What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.
-MORE_NEEDS = dict.fromkeys(("lens", "logit-attribution", "head-importance"), ("classifier",))
+MORE_NEEDS = dict.fromkeys(
+    ("lens", "logit-attribution", "head-importance"), ("classifier",)
+)
 
 
 # What extract has to keep for an analysis that needs this of a model.

@@ -14,16 +14,24 @@ import msgspec
 
 from vitsee_core.pages.report.outputs import Outputs
 from vitsee_core.pages.report.study_record import STUDY as FILE
-from vitsee_core.pages.report.study_record import StudyRecord, StudyStep, Survey, read_study_file
+from vitsee_core.pages.report.study_record import (
+    StudyRecord,
+    StudyStep,
+    Survey,
+    read_study_file,
+)
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import LARGE_TABLES, RESULTS, SETS, STORES, Plan, Step, Study
 from vitsee_core.tables.files import TABLE_ENDINGS, check_place, write_files
 from vitsee_stores.errors import VitseeError, reason
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
-BEGUN, DONE, FAILED, LEFT_OUT = "begun", "done", "failed", "left out"
+BEGUN = "begun"
+DONE = "done"
+FAILED = "failed"
+LEFT_OUT = "left out"
 Report = Callable[[str], None]
 
 
@@ -36,7 +44,8 @@ class Outcome:
 
 Perform = Callable[[Step], Outcome]
 # Steps that begin first of those that were never timed: a long one begun last runs alone.
-LONG, LONGER = LARGE_TABLES | {EXPLORE}, 1.0
+LONG = LARGE_TABLES | {EXPLORE}
+LONGER = 1.0
 
 
 class Workers(Protocol):
@@ -77,7 +86,9 @@ class Record:
             return None
         try:
             return [
-                replace(msgspec.convert(self.survey.models[name], SurveyedModel), label=label)
+                replace(
+                    msgspec.convert(self.survey.models[name], SurveyedModel), label=label
+                )
                 for label, name in models.items()
             ]
         except (KeyError, msgspec.ValidationError):
@@ -111,12 +122,16 @@ def make_folders(study: Study) -> None:
     `study.json`."""
     record = record_path(study)
     if record.exists() and read_study_file(record) is None:
-        raise VitseeError(f"{record} is no record of a study; choose another -o, or remove it")
+        raise VitseeError(
+            f"{record} is no record of a study; choose another -o, or remove it"
+        )
     try:
         for folder in folders(study):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitseeError(f"cannot make the folder {study.folder}: {reason(error)}") from None
+        raise VitseeError(
+            f"cannot make the folder {study.folder}: {reason(error)}"
+        ) from None
 
 
 def begin(
@@ -175,8 +190,11 @@ def carry_out(
     Raises:
         Stopped: a signal ended a step.
     """
-    ended = _Ended(steps, record, say, first, len(steps) if total is None else total, before)
-    waiting, running = [*steps], dict[str, tuple[Step, float]]()
+    ended = _Ended(
+        steps, record, say, first, len(steps) if total is None else total, before
+    )
+    waiting = [*steps]
+    running = dict[str, tuple[Step, float]]()
     seconds = {name: entry.seconds for name, entry in record.steps.items()}
     long = {s.name: seconds.get(s.name) or LONGER * (s.command in LONG) for s in steps}
     while waiting or running:
@@ -211,7 +229,8 @@ def _next(
     if workers is None:
         return waiting[0]
     open_ = {step.name for step in waiting} | {*running}
-    made, able = set[Path](), list[Step]()
+    made = set[Path]()
+    able = list[Step]()
     for step in steps:  # in the plan's order, so that `made` is what is not made yet
         ready = not made & {*step.inputs} if step.inputs else not made
         if step in waiting and ready:
@@ -237,7 +256,10 @@ class _Ended:
         total: int,
         before: Sequence[Step],
     ) -> None:
-        self.record, self._say, self._number, self._total = record, say, first, total
+        self.record = record
+        self._say = say
+        self._number = first
+        self._total = total
         self._order = [step.name for step in steps]
         self._bad = [*before]
         self.failed: dict[str, Step] = {}
@@ -247,7 +269,8 @@ class _Ended:
         stale = {path for other in self._bad for path in other.outputs}
         missing = [path for path in step.inputs if path in stale or not path.exists()]
         if step.partial and len(missing) < len(step.inputs):
-            step, missing = step.without(missing), []
+            step = step.without(missing)
+            missing = []
         if missing:
             text = f"{', '.join(path.name for path in missing)} was not made"
             self._left_out(step, 0.0, text)
@@ -293,7 +316,11 @@ class _Ended:
 
     def _write(self) -> None:
         """The record, its steps in the plan's order, behind those that the plan does not have."""
-        own = {name: self.record.steps[name] for name in self._order if name in self.record.steps}
+        own = {
+            name: self.record.steps[name]
+            for name in self._order
+            if name in self.record.steps
+        }
         others = {name: e for name, e in self.record.steps.items() if name not in own}
         self.record.steps = others | own
         self.record.write()
@@ -358,7 +385,9 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     files; or the study's folder is inside a store or among its images."""
     for images in (study.data, study.train or ""):
         check_place(record.path, images=images)
-    files = [path for step in steps for output in step.outputs for path in _files_of(output)]
+    files = [
+        path for step in steps for output in step.outputs for path in _files_of(output)
+    ]
     for path in [record.path, *files]:
         outside = not path.resolve().is_relative_to(study.folder.resolve())
         if path.is_symlink() and path.suffix != ".zarr" and outside:
@@ -370,12 +399,13 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
         path
         for step in steps
         for output in step.outputs
-        if output.suffix != ".zarr" and not _is_own(output.relative_to(study.folder), record)
+        if output.suffix != ".zarr"
+        and not _is_own(output.relative_to(study.folder), record)
         for path in _files_of(output)
         if path.exists()
     ]
     if found:
-        names = few([str(path) for path in found])
+        names = abbreviate([str(path) for path in found])
         raise VitseeError(
             f"{names} would be replaced, and {record.path} does not say that this study wrote "
             f"{'it' if len(found) == 1 else 'them'}; move {'it' if len(found) == 1 else 'them'} "

@@ -13,13 +13,23 @@ from vitsee_core.extraction.options import split_model
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import by_reason
 
-STORES, RESULTS, SETS = "stores", "results", "sets"
+STORES = "stores"
+RESULTS = "results"
+SETS = "sets"
 # Commands whose tables have a row for each pixel, patch or bin of a histogram: up to a million.
 LARGE_TABLES = frozenset({"attn-map", "cosine-map", "erf", "norms", "pca", "weights"})
 
 
 # Options of extract that a store to train on does not share: it keeps pooled vectors alone.
-KEPT = ("--sites", "--tokens", "--attention", "--residual", "--inputs", "--grams", "--erf")
+KEPT = (
+    "--sites",
+    "--tokens",
+    "--attention",
+    "--residual",
+    "--inputs",
+    "--grams",
+    "--erf",
+)
 
 
 class Setting(NamedTuple):
@@ -67,9 +77,12 @@ class Study:
         self, command: str, words: Sequence[str], without: Sequence[str] = ()
     ) -> tuple[str, ...]:
         """The options of a command, the user's replacing the study's. without: not these."""
-        settings = [s for s in self.settings.get(command, ()) if not {*s.options} & {*without}]
+        settings = [
+            s for s in self.settings.get(command, ()) if not {*s.options} & {*without}
+        ]
         replaced = {option for setting in settings for option in setting.options}
-        kept, own = [], True
+        kept = []
+        own = True
         for word in words:
             if word.startswith("--"):
                 own = word not in replaced
@@ -79,7 +92,9 @@ class Study:
 
     def sets(self, command: str, option: str) -> bool:
         """Whether the user sets this option of a command."""
-        return any(option in setting.options for setting in self.settings.get(command, ()))
+        return any(
+            option in setting.options for setting in self.settings.get(command, ())
+        )
 
     def asked(self, images: str = "") -> int:
         """Requested number of images of a store. images: "train", or the study's own."""
@@ -102,7 +117,9 @@ class Study:
         return self.folder / RESULTS / f"{name}{ending}"
 
     def takes(self, command: str) -> bool:
-        return command not in self.skip and (not self.analyses or command in self.analyses)
+        return command not in self.skip and (
+            not self.analyses or command in self.analyses
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +146,9 @@ class Step:
         """The same step on its other inputs."""
         gone = {str(path) for path in missing}
         words = tuple(word for word in self.words if word.rpartition("=")[2] not in gone)
-        return replace(self, words=words, inputs=tuple(x for x in self.inputs if x not in missing))
+        return replace(
+            self, words=words, inputs=tuple(x for x in self.inputs if x not in missing)
+        )
 
     @property
     def command(self) -> str:
@@ -148,7 +167,9 @@ class Plan:
     analyses: list[Step] = field(default_factory=list)
     # command, or command and model -> why it is not a step
     left_out: dict[str, str] = field(default_factory=dict)
-    keeps: set[str] = field(default_factory=set)  # what stores have to hold for these analyses
+    keeps: set[str] = field(
+        default_factory=set
+    )  # what stores have to hold for these analyses
     notes: list[str] = field(default_factory=list)  # remarks about its steps
     # Of a study that is written as a file: its figures in order, with the results of each.
     sections: list[dict[str, Any]] = field(default_factory=list)
@@ -180,7 +201,9 @@ def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
         name, options = split_model(text)
         if "random-init" not in options:
             own = [(key, value) for key, values in options.items() for value in values]
-            kept = [f"{key}={value}" for key, value in own if not key.startswith("checkpoint")]
+            kept = [
+                f"{key}={value}" for key, value in own if not key.startswith("checkpoint")
+            ]
             twin = f"{name}?{'&'.join([*kept, f'random-init={seed}'])}"
             found.append((f"{label}-untrained", twin))
     return check_labels(found)
@@ -195,7 +218,9 @@ def check_labels(models: Mapping[str, str] | list[tuple[str, str]]) -> dict[str,
                 f"two models are called {label!r}: {found[label]} and {name}; "
                 f"name them: first={found[label]} second={name}"
             )
-        if not re.fullmatch(r"[\w+][\w.+-]*", label) or label.endswith(("-train", ".zarr")):
+        if not re.fullmatch(r"[\w+][\w.+-]*", label) or label.endswith(
+            ("-train", ".zarr")
+        ):
             raise VitseeError(
                 f"{label!r} cannot name a store: expected letters, digits, _, +, . and -, and no "
                 "-train at its end"

@@ -46,7 +46,8 @@ def dot_products(
         at = np.uintp(token * n_channels)
         of_z = of_f = of_both = ZERO
         for channel in range(n_channels):
-            x, y = z[at + np.uintp(channel)], f[at + np.uintp(channel)]
+            x = z[at + np.uintp(channel)]
+            y = f[at + np.uintp(channel)]
             of_z += x * x
             of_f += y * y
             of_both += x * y
@@ -116,7 +117,9 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
             dot_products(flat[0], flat[1], z.shape[2], tokens, flat[2])
             return
         # Channels-first views keep their order.
-        x, y, here = z[images].float(), f[images].float(), out[images]
+        x = z[images].float()
+        y = f[images].float()
+        here = out[images]
         for column, (a, b) in enumerate(((x, x), (y, y), (x, y))):
             torch.linalg.vecdot(a, b, out=here[..., column])
 
@@ -138,7 +141,9 @@ class SitePass(NamedTuple):
     """Results of one pass over a site's tokens; copies, so they stay valid when the model
     overwrites its tensors."""
 
-    cls: Tensor | None  # (images, dim) float32, the class token, None if the layout has none
+    cls: (
+        Tensor | None
+    )  # (images, dim) float32, the class token, None if the layout has none
     mean: Tensor  # (images, dim) float32, over grid cells or rows, without prefix tokens
     peak: Tensor  # the largest |x|, prefix included, a float32 scalar, NaN if any is NaN
 
@@ -176,7 +181,8 @@ def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
     memory = rows.detach().as_strided((n,), (1,), 0).numpy()
     shape = rows.shape[1], rows.shape[2]
     places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
-    means, peaks = mean.numpy(), np.zeros(len(rows), np.float32)
+    means = mean.numpy()
+    peaks = np.zeros(len(rows), np.float32)
 
     def take(images: slice) -> None:
         run = images.start, images.stop
@@ -202,6 +208,8 @@ def is_by_token(body: Tensor) -> bool:
 def largest_magnitude(x: Tensor) -> Tensor:
     """The largest |x|, a float32 scalar, NaN if x has one. Strided tensors are read in place:
     `aminmax` would copy them first."""
-    if x.device.type == "cuda":  # one pass; on a CPU it takes ten times as long as two of these
+    if (
+        x.device.type == "cuda"
+    ):  # one pass; on a CPU it takes ten times as long as two of these
         return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     return torch.maximum(-x.amin(), x.amax()).float()

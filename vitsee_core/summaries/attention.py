@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vitsee_core.runtime.device import no_autocast
 from vitsee_core.summaries.cpu_passes import COUNTS, IN_TIME, NUMBERS, CpuPasses
 from vitsee_core.summaries.device_passes import BLOCK_BYTES, DevicePasses
-from vitsee_core.summaries.summary import AttentionScores, AttentionSummary, grid_distances
-from vitsee_core.runtime.device import no_autocast
+from vitsee_core.summaries.summary import (
+    AttentionScores,
+    AttentionSummary,
+    grid_distances,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +65,15 @@ class AttentionReducer:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         if layout.grid is None or layout.stride_px is None:
-            raise ValueError("attention is summarised on a grid whose stride in pixels is known")
-        self.layout, self.grid = layout, layout.grid
+            raise ValueError(
+                "attention is summarised on a grid whose stride in pixels is known"
+            )
+        self.layout = layout
+        self.grid = layout.grid
         self.device = torch.device(device)
-        self.rollout, self.rows, self.full = rollout, rows, full
+        self.rollout = rollout
+        self.rows = rows
+        self.full = full
         self._numbers = NUMBERS if layout.frames is None else (*NUMBERS, *IN_TIME)
         apart = grid_distances(self.grid, layout.stride_px)
         self._passes = (
@@ -86,7 +95,9 @@ class AttentionReducer:
         """
         n_tokens = call.n_tokens
         if n_tokens != self.layout.n_tokens:
-            raise ValueError(f"attention over {n_tokens} tokens; layout: {self.layout.n_tokens}")
+            raise ValueError(
+                f"attention over {n_tokens} tokens; layout: {self.layout.n_tokens}"
+            )
         kept = self._mask(valid)
         n_parts, n_threads, n_sharing = self._split(call)
         out = self._empty(call.n_images, call.n_heads)
@@ -95,10 +106,11 @@ class AttentionReducer:
         self._passes.reduce(call, bounds, kept, out, sums, (n_threads, n_sharing))
         # Always in the same order: bitwise equal whatever else runs at the same time.
         total = {
-            name: parts[0] if len(parts) == 1
+            name: parts[0]
+            if len(parts) == 1
             else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
             for name, parts in sums.items()
-        }  # fmt: skip
+        }
         return AttentionSummary(
             **dict(zip(self._numbers, out["numbers"], strict=True)),
             **dict(zip(COUNTS, out["counts"], strict=True)),
@@ -138,23 +150,37 @@ class AttentionReducer:
         if self.full:
             shapes["full"] = (n_images, n_heads, t, t)
         own = self._passes.shapes(n_images, n_heads)
-        dtypes = {"counts": torch.int32, "full": torch.float16, **dict.fromkeys(own, torch.float64)}
+        dtypes = {
+            "counts": torch.int32,
+            "full": torch.float16,
+            **dict.fromkeys(own, torch.float64),
+        }
         shapes |= own
         return {
-            name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=self.device)
+            name: torch.empty(
+                shape, dtype=dtypes.get(name, torch.float32), device=self.device
+            )
             for name, shape in shapes.items()
         }
 
     def _no_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
         """Zeros for each part's sums over its images, by name."""
-        names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
+        names = (
+            ["received_rows"]
+            if self.layout.cls is None
+            else ["received_rows", "cls_rows"]
+        )
         names += [] if self.layout.frames is None else ["in_time"]
-        dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(names, self._sum_dtype)
+        dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(
+            names, self._sum_dtype
+        )
         in_time = n_heads, 2 * (self.layout.frames or 1) - 1
         shapes = {"pairs": self._passes.pairs_shape(n_heads), "in_time": in_time}
         rows = n_heads, self.layout.n_tokens
         return {
-            name: torch.zeros((n_parts, *shapes.get(name, rows)), dtype=dtype, device=self.device)
+            name: torch.zeros(
+                (n_parts, *shapes.get(name, rows)), dtype=dtype, device=self.device
+            )
             for name, dtype in dtypes.items()
         }
 
@@ -170,7 +196,9 @@ class AttentionReducer:
         return n_parts, min(torch.get_num_threads(), n_parts), 1
 
 
-def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = True) -> Tensor:
+def rollout(
+    head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = True
+) -> Tensor:
     """The class token's row of A_L ... A_1 with A = 0.5 (mean over heads) + 0.5 I.
 
     `head_means`: one (images, tokens, tokens) tensor per block, first block first. Rows are
@@ -185,7 +213,9 @@ def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = 
         raise ValueError("rollout needs the head means of at least one block")
     last = head_means[-1]
     with no_autocast(last.device):
-        row = torch.zeros(last.shape[0], 1, last.shape[-1], dtype=last.dtype, device=last.device)
+        row = torch.zeros(
+            last.shape[0], 1, last.shape[-1], dtype=last.dtype, device=last.device
+        )
         if layout.cls is not None:
             row[..., layout.cls] = 1.0
         else:

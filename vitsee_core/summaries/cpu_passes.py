@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.backend import Buffers
 from vitsee_core.kernels.compiled import compiled
+from vitsee_core.runtime.threads import run_split
 from vitsee_core.summaries.cpu_sums import (
     TOTALS,
-    Geometry,
     HeadSums,
     InCommon,
     OfHeads,
     OverImages,
+    TokenPositions,
     padded,
     sum_heads,
     sum_queries,
 )
 from vitsee_core.summaries.summary import AttentionScores, GridDistances
-from vitsee_core.runtime.threads import run_split
 from vitsee_core.types import Float32
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ NO_TIMES = np.empty((0, 0, 0))
 @compiled
 def numbers_of(
     images: tuple[int, int],
-    geometry: Geometry,
+    geometry: TokenPositions,
     valid: NDArray[np.bool_],
     head_sums: HeadSums,
     cls_rows: NDArray[np.float32],
@@ -76,17 +76,29 @@ def numbers_of(
     """
     totals, received, renormalised, offsets = head_sums
     numbers, counts, received_rows = found
-    aligned, received_sum, cls_sum = over.aligned[part], over.received[part], over.cls[part]
-    times, n_places = geometry.times, over.aligned.shape[2]
+    aligned = over.aligned[part]
+    received_sum = over.received[part]
+    cls_sum = over.cls[part]
+    times = geometry.times
+    n_places = over.aligned.shape[2]
     last = times - 1
     unit_per_px = geometry.unit_per_px
-    n_heads, n_tokens = received.shape[1], received.shape[2]
-    n, n_cells = geometry.n_prefix, n_tokens - geometry.n_prefix
+    n_heads = received.shape[1]
+    n_tokens = received.shape[2]
+    n = geometry.n_prefix
+    n_cells = n_tokens - geometry.n_prefix
     for image in range(images[0], images[1]):
         for head in range(n_heads):
-            sums, mass, mean = totals[image, head], received[image, head], renormalised[image, head]
-            entropy, within, reach_raw, reach = sums[0], sums[1], sums[2], sums[3]
-            reach_unit, std, n_queries = sums[4], sums[5], int(sums[6])
+            sums = totals[image, head]
+            mass = received[image, head]
+            mean = renormalised[image, head]
+            entropy = sums[0]
+            within = sums[1]
+            reach_raw = sums[2]
+            reach = sums[3]
+            reach_unit = sums[4]
+            std = sums[5]
+            n_queries = int(sums[6])
             row = received_rows[image, head]
             prefix_mass = cells_mass = 0.0
             for k in range(n_tokens):
@@ -100,17 +112,21 @@ def numbers_of(
                 for k in range(offsets.shape[2]):
                     aligned[head, k % n_places] += weight * offsets[image, head, k]
                 for k in range(offsets.shape[2] if over.in_time.shape[0] else 0):
-                    over.in_time[part, head, k // n_places] += weight * offsets[image, head, k]
+                    over.in_time[part, head, k // n_places] += (
+                        weight * offsets[image, head, k]
+                    )
                 for k in range(n_tokens):
                     received_sum[head, k] += row[k]
                 if cls_rows.shape[1]:
                     for k in range(n_tokens):
                         cls_sum[head, k] += cls_rows[image, head, k]
-            largest, which = mass[0] / n_cells, 0
+            largest = mass[0] / n_cells
+            which = 0
             broken = False
             for k in range(n_tokens):
                 if mass[k] / n_cells > largest:
-                    largest, which = mass[k] / n_cells, k
+                    largest = mass[k] / n_cells
+                    which = k
                 broken |= mass[k] != mass[k]
             of_keys = 0.0
             for k in range(n, n_tokens):
@@ -129,7 +145,9 @@ def numbers_of(
             numbers[5, image, head] = std / n_cells
             numbers[6, image, head] = math.nan if broken else largest
             numbers[7, image, head] = (
-                math.nan if known == 0.0 else (0.0 if shared < 0.0 else shared) / math.sqrt(known)
+                math.nan
+                if known == 0.0
+                else (0.0 if shared < 0.0 else shared) / math.sqrt(known)
             )
             if numbers.shape[0] > 8:
                 away = own = 0.0
@@ -149,14 +167,18 @@ class CpuPasses:
 
     pairs_dtype = torch.float64
 
-    def __init__(self, layout: TokenLayout, grid: tuple[int, int], apart: GridDistances) -> None:
+    def __init__(
+        self, layout: TokenLayout, grid: tuple[int, int], apart: GridDistances
+    ) -> None:
         times = layout.frames or 1
         px, unit = (_padded_rows(x.repeat(1, times)) for x in (apart.px, apart.unit))
         unit_per_px = apart.unit_per_px or 0.0
         cls = -1 if layout.cls is None else layout.cls
         unit = unit[:0] if unit_per_px else unit
         in_time = times, layout.stride_frames or 1.0
-        self._geometry = Geometry(layout.n_prefix, grid, *in_time, cls, px, unit, unit_per_px)
+        self._geometry = TokenPositions(
+            layout.n_prefix, grid, *in_time, cls, px, unit, unit_per_px
+        )
         self._buffers = Buffers(torch.device("cpu"))
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
@@ -175,7 +197,9 @@ class CpuPasses:
     ) -> None:
         arrays: Any = {name: tensor.numpy() for name, tensor in out.items()}
         head_sums = HeadSums(*(arrays[name] for name in HeadSums._fields))
-        common = InCommon(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS))
+        common = InCommon(
+            arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS)
+        )
         n_parts = len(bounds) - 1
         # By part, then by head.
         pairs = sums["pairs"].numpy().reshape(n_parts, call.n_heads, -1)
@@ -186,7 +210,8 @@ class CpuPasses:
         counted = np.ones(call.n_images, np.bool_) if valid is None else valid.numpy()
         of_heads = OfHeads(*(arrays[name] for name in OfHeads._fields))
 
-        n, n_tokens = self._geometry.n_prefix, call.n_tokens
+        n = self._geometry.n_prefix
+        n_tokens = call.n_tokens
 
         def some_parts(thread: int, parts: range) -> None:
             width = padded(n) + padded(n_tokens - n)  # as `sum_heads` fills A of an image
@@ -199,7 +224,9 @@ class CpuPasses:
                     scores = call.scores(slice(image, image + 1), out=room)
                     given = scores.numpy().reshape(-1)
                     self._sum(given, image, a, head_sums, common, n_threads[1])
-                    if "full" in out:  # without the padding between the prefix and the grid
+                    if (
+                        "full" in out
+                    ):  # without the padding between the prefix and the grid
                         out["full"][image, ..., :n] = a[..., :n]
                         grid = a[..., padded(n) : padded(n) + n_tokens - n]
                         out["full"][image, ..., n:] = grid
@@ -218,7 +245,8 @@ class CpuPasses:
         n_threads: int,
     ) -> None:
         """`sum_heads` and `sum_queries` of an image, on some threads."""
-        a, geometry = room.numpy(), self._geometry
+        a = room.numpy()
+        geometry = self._geometry
 
         def some_heads(_: int, heads: range) -> None:
             sum_heads(given, geometry, image, (heads.start, heads.stop), a, sums)
@@ -233,7 +261,12 @@ class CpuPasses:
         """Shapes of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
         (gh, gw), times = self._geometry.grid, self._geometry.times
         n_tokens = self._geometry.n_prefix + times * gh * gw
-        last = len(TOTALS), n_tokens, n_tokens, (2 * times - 1) * (2 * gh - 1) * (2 * gw - 1)
+        last = (
+            len(TOTALS),
+            n_tokens,
+            n_tokens,
+            (2 * times - 1) * (2 * gh - 1) * (2 * gw - 1),
+        )
         of = zip(HeadSums._fields, last, strict=True)
         return {name: (n_images, n_heads, n) for name, n in of}
 

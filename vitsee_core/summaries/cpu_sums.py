@@ -19,28 +19,48 @@ from numpy.typing import NDArray
 from vitsee_core.kernels.compiled import EXACT, compiled
 
 # Sums over an image's queries, by head.
-TOTALS = ("entropy", "within", "reach_raw", "reach", "reach_unit", "query_std", "n_queries")
+TOTALS = (
+    "entropy",
+    "within",
+    "reach_raw",
+    "reach",
+    "reach_unit",
+    "query_std",
+    "n_queries",
+)
 # Numbers in a vector: of the widest units one register, of others two or four.
 LANES = 16
 QUERIES = 8  # at a time
 LEAST = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO = np.float32(0)
+ONE = np.float32(1)
 # exp(x) = 2^n exp(r) with x = n ln 2 + r; ln 2 in two parts, the first with few digits. exp(r) is
 # 1 + r + r^2 times a polynomial, the minimax of the relative error: 3e-9, and with all roundings
 # within 1 unit in the last place. Below LEAST_EXPONENT it is 0, as is what a float32 can only hold
 # with fewer digits. A number plus ROUND ends in the integer that is nearest to it.
-LOG2_E, LN_2, LN_2_REST = (np.float32(x) for x in (1.44269504, 0.693359375, -2.12194440e-4))
+LOG2_E, LN_2, LN_2_REST = (
+    np.float32(x) for x in (1.44269504, 0.693359375, -2.12194440e-4)
+)
 EXP_2, EXP_3, EXP_4, EXP_5, EXP_6 = (
     np.float32(x)
-    for x in (4.9999993432e-1, 1.6666520399e-1, 4.1668390790e-2, 8.3687451271e-3, 1.3814539879e-3)
+    for x in (
+        4.9999993432e-1,
+        1.6666520399e-1,
+        4.1668390790e-2,
+        8.3687451271e-3,
+        1.3814539879e-3,
+    )
 )
-ROUND, BITS_OF_ONE = np.float32(1.5 * 2**23), 127 << 23
-LEAST_EXPONENT, LEAST_SCORE = np.float32(-87.3), np.float32(-104)
-SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
+ROUND = np.float32(1.5 * 2**23)
+BITS_OF_ONE = 127 << 23
+LEAST_EXPONENT = np.float32(-87.3)
+LEAST_SCORE = np.float32(-104)
+SMALLEST = np.int32(-(2**31))
+MAGNITUDE = np.int32(2**31 - 1)
 
 
-class Geometry(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of tokens on the grid."""
 
     n_prefix: int  # tokens before the grid's
@@ -71,13 +91,17 @@ class InCommon(NamedTuple):
     # (batch, tokens), for the grid's queries: the standard deviation over heads (n - 1; 0 for one),
     # mean over the grid's keys
     spread: NDArray[np.float32]
-    cls_rows: NDArray[np.float32]  # (batch, heads, tokens), the class token's row, or of no heads
+    cls_rows: NDArray[
+        np.float32
+    ]  # (batch, heads, tokens), the class token's row, or of no heads
 
 
 class OfHeads(NamedTuple):
     """Values of every head by itself."""
 
-    numbers: NDArray[np.float32]  # (8 or 10, batch, heads), `NUMBERS`, of clips `IN_TIME` too
+    numbers: NDArray[
+        np.float32
+    ]  # (8 or 10, batch, heads), `NUMBERS`, of clips `IN_TIME` too
     counts: NDArray[np.int32]  # (2, batch, heads), `COUNTS`
     received_rows: NDArray[np.float32]  # (batch, heads, tokens), the mean over queries
 
@@ -85,8 +109,12 @@ class OfHeads(NamedTuple):
 class OverImages(NamedTuple):
     """Sums over images that count, in float64, by part of the batch."""
 
-    aligned: NDArray[np.float64]  # (parts, heads, offsets in space), of total mass 1 per image
-    in_time: NDArray[np.float64]  # (parts, heads, offsets in time) of clips, else no parts
+    aligned: NDArray[
+        np.float64
+    ]  # (parts, heads, offsets in space), of total mass 1 per image
+    in_time: NDArray[
+        np.float64
+    ]  # (parts, heads, offsets in time) of clips, else no parts
     received: NDArray[np.float64]  # (parts, heads, tokens) of `OfHeads.received_rows`
     cls: NDArray[np.float64]  # (parts, heads, tokens) of `InCommon.cls_rows`
 
@@ -108,7 +136,9 @@ def exponential(x: np.float32) -> np.float32:
     e = e * r + EXP_3
     e = e * r + EXP_2
     e = e * (r * r) + r + ONE
-    power = e * np.int32((np.float32(y).view(np.int32) << 23) + BITS_OF_ONE).view(np.float32)
+    power = e * np.int32((np.float32(y).view(np.int32) << 23) + BITS_OF_ONE).view(
+        np.float32
+    )
     return ZERO if x < LEAST_EXPONENT else power
 
 
@@ -125,7 +155,8 @@ def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None
     # Compared as integers of the same order: floats would need checks for NaN.
     bits = rows.view(np.int32)
     for i in range(n_rows):
-        at, largest = np.uintp(i * width), SMALLEST
+        at = np.uintp(i * width)
+        largest = SMALLEST
         for k in range(width):
             it = bits[at + np.uintp(k)]
             largest = np.int32(max(largest, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
@@ -159,7 +190,8 @@ def take(
     gap = padded(n_prefix) - n_prefix
     scores[:] = LEAST
     for i in range(n_queries):
-        from_, to = np.uintp(at + i * n_tokens), np.uintp(i * width)
+        from_ = np.uintp(at + i * n_tokens)
+        to = np.uintp(i * width)
         for k in range(n_prefix):
             scores[to + np.uintp(k)] = given[from_ + np.uintp(k)]
         for k in range(n_prefix, n_tokens):
@@ -169,7 +201,7 @@ def take(
 @compiled
 def sum_heads(
     given: NDArray[np.float32],
-    geometry: Geometry,
+    geometry: TokenPositions,
     image: int,
     heads: tuple[int, int],
     a: NDArray[np.float32],
@@ -186,19 +218,28 @@ def sum_heads(
             begin at a vector boundary, with zeros in between.
         sums: filled.
     """
-    px, unit = geometry.px, geometry.unit
+    px = geometry.px
+    unit = geometry.unit
     totals, received, renormalised, offsets = sums
-    n_tokens, width = a.shape[1], a.shape[2]
+    n_tokens = a.shape[1]
+    width = a.shape[2]
     n, (gh, gw), begin = geometry.n_prefix, geometry.grid, padded(geometry.n_prefix)
-    times, n_places = geometry.times, gh * gw
-    n_cells, reach_of, n_rows = times * n_places, width - begin, times * gh
+    times = geometry.times
+    n_places = gh * gw
+    n_cells = times * n_places
+    reach_of = width - begin
+    n_rows = times * gh
     # Keys are added up by the column of their query, of clips by its place, row by row.
     n_groups = gw if times == 1 else n_places
     made = np.empty(QUERIES * width, np.float32)
-    inverse, share = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
-    middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
-    some, some_weighted = np.empty(width, np.float32), np.empty(width, np.float32)
-    mass, mean = np.empty(width, np.float64), np.empty(width, np.float64)
+    inverse = np.empty(QUERIES, np.float32)
+    share = np.empty(QUERIES, np.float32)
+    middle = np.empty(width, np.float32)
+    apart = np.empty(width, np.float32)
+    some = np.empty(width, np.float32)
+    some_weighted = np.empty(width, np.float32)
+    mass = np.empty(width, np.float64)
+    mean = np.empty(width, np.float64)
     # The last run of keys is read past its end, where zeros are.
     by_row = np.empty(n_groups * (2 * n_rows - 1) * gw + reach_of - n_cells, np.float32)
     for head in range(heads[0], heads[1]):
@@ -218,20 +259,24 @@ def sum_heads(
             take(given, first, n_here, n, n_tokens, width, made)
             subtract_largest(made, n_here, width)
             for k in range(n_here * width):
-                rows[np.uintp(start * width) + np.uintp(k)] = exponential(made[np.uintp(k)])
+                rows[np.uintp(start * width) + np.uintp(k)] = exponential(
+                    made[np.uintp(k)]
+                )
             # Rows by themselves: mass, entropies, distances. Flat places instead of rows of their
             # own, each of which would be counted as a reference, by all threads at one place.
             all_totals: Any = 1.0
             all_masses: Any = 1.0
             for i in range(n_here):
                 q = start + i - n
-                at, at_scores = np.uintp((start + i) * width), np.uintp(i * width)
+                at = np.uintp((start + i) * width)
+                at_scores = np.uintp(i * width)
                 before = dot_before = ZERO
                 for k in range(begin):
                     x = rows[at + np.uintp(k)]
                     before += x
                     dot_before += x * made[at_scores + np.uintp(k)]
-                at, at_scores = at + np.uintp(begin), at_scores + np.uintp(begin)
+                at = at + np.uintp(begin)
+                at_scores = at_scores + np.uintp(begin)
                 away = np.uintp(max(q, 0) % n_places * reach_of)
                 m = dot = far = ZERO
                 for k in range(reach_of):
@@ -271,8 +316,10 @@ def sum_heads(
             some[:] = ZERO
             some_weighted[:] = ZERO
             for i in range(n_here):
-                q, at = start + i - n, np.uintp((start + i) * width)
-                factor, weight = inverse[i], share[i]
+                q = start + i - n
+                at = np.uintp((start + i) * width)
+                factor = inverse[i]
+                weight = share[i]
                 if q < 0:
                     for k in range(width):
                         rows[at + np.uintp(k)] *= factor
@@ -296,7 +343,8 @@ def sum_heads(
         to_offsets = offsets[image, head]
         to_offsets[:] = 0.0
         for group in range(n_groups):
-            row, column = group // gw, group % gw
+            row = group // gw
+            column = group % gw
             for y in range(2 * n_rows - 1):
                 # A key's row less its query's is a number of frames and of rows, of images rows
                 # alone, as those of all queries are shifted by their own.
@@ -306,7 +354,9 @@ def sum_heads(
                 if frame <= -times or frame >= times:
                     continue
                 at = np.uintp((group * (2 * n_rows - 1) + y) * gw)
-                place = ((frame + times - 1) * (2 * gh - 1) + down + gh - 1) * (2 * gw - 1)
+                place = ((frame + times - 1) * (2 * gh - 1) + down + gh - 1) * (
+                    2 * gw - 1
+                )
                 to_offset = np.uintp(place + gw - 1 - column)
                 for k in range(gw):
                     to_offsets[to_offset + np.uintp(k)] += by_row[at + np.uintp(k)]
@@ -334,7 +384,7 @@ def sum_heads(
 @compiled
 def sum_queries(
     a: NDArray[np.float32],
-    geometry: Geometry,
+    geometry: TokenPositions,
     queries: tuple[int, int],
     image: int,
     common: InCommon,
@@ -349,12 +399,16 @@ def sum_queries(
         common: filled; the class token's row if it is one of the queries.
     """
     head_mean, spread, cls_rows = common
-    n_prefix, cls = geometry.n_prefix, geometry.cls
+    n_prefix = geometry.n_prefix
+    cls = geometry.cls
     n_heads, n_tokens, width = a.shape
     begin = padded(n_prefix)
-    part, fewer = ONE / np.float32(n_heads), ONE / np.float32(max(1, n_heads - 1))
-    rows, means = a.reshape(-1), head_mean.reshape(-1)
-    apart, mean = np.empty(width, np.float32), np.empty(width, np.float32)
+    part = ONE / np.float32(n_heads)
+    fewer = ONE / np.float32(max(1, n_heads - 1))
+    rows = a.reshape(-1)
+    means = head_mean.reshape(-1)
+    apart = np.empty(width, np.float32)
+    mean = np.empty(width, np.float32)
     for q in range(queries[0], queries[1]):
         mean[:] = ZERO
         for head in range(n_heads):
@@ -372,7 +426,9 @@ def sum_queries(
         if q == cls:
             for head in range(n_heads):
                 cls_rows[image, head, :n_prefix] = a[head, q, :n_prefix]
-                cls_rows[image, head, n_prefix:] = a[head, q, begin : begin + n_tokens - n_prefix]
+                cls_rows[image, head, n_prefix:] = a[
+                    head, q, begin : begin + n_tokens - n_prefix
+                ]
         if q < n_prefix:
             continue
         apart[:] = ZERO

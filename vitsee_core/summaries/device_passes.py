@@ -34,14 +34,20 @@ class DevicePasses:
         device: torch.device,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._n, self._grid, self._cls = layout.n_prefix, grid, layout.cls
-        self._block_bytes, self._buffers = block_bytes, Buffers(device)
+        self._n = layout.n_prefix
+        self._grid = grid
+        self._cls = layout.cls
+        self._block_bytes = block_bytes
+        self._buffers = Buffers(device)
         self._unit_per_px = apart.unit_per_px
-        self._times, self._stride_frames = layout.frames, layout.stride_frames or 1.0
+        self._times = layout.frames
+        self._stride_frames = layout.stride_frames or 1.0
         times = layout.frames or 1
         # By spatial query and any key, 0 for prefix keys, so that whole rows are contiguous.
         self._px, self._unit = (
-            torch.nn.functional.pad(x.repeat(times, times), (self._n, 0)).float().to(device)
+            torch.nn.functional.pad(x.repeat(times, times), (self._n, 0))
+            .float()
+            .to(device)
             for x in (apart.px, apart.unit)
         )
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -111,18 +117,24 @@ class DevicePasses:
     ) -> None:
         """`reduce` for images whose A (images, heads, tokens, tokens) fits the buffers; `scores`
         are overwritten, `start` is the first image's place in `out`."""
-        n, images = self._n, slice(start, start + len(a))
+        n = self._n
+        images = slice(start, start + len(a))
         names = NUMBERS if self._times is None else (*NUMBERS, *IN_TIME)
         here = {name: out["numbers"][i, images] for i, name in enumerate(names)}
         here |= {name: out["counts"][i, images] for i, name in enumerate(COUNTS)}
-        here |= {name: out[name][images] for name in ("head_std", "received_rows", "head_mean")}
-        rows, scratch = a[:, :, n:], scores[:, :, n:]
+        here |= {
+            name: out[name][images] for name in ("head_std", "received_rows", "head_mean")
+        }
+        rows = a[:, :, n:]
+        scratch = scores[:, :, n:]
         mass = rows[..., n:].sum(-1)
         # Whether subnormal numbers count as zero depends on the device.
         counted = mass >= torch.finfo(mass.dtype).tiny
         n_queries = counted.sum(-1)
         here["n_queries"].copy_(n_queries)
-        share = torch.where(counted, 1.0 / mass, 0.0) / n_queries.clamp(min=1).unsqueeze(-1)
+        share = torch.where(counted, 1.0 / mass, 0.0) / n_queries.clamp(min=1).unsqueeze(
+            -1
+        )
         entropy, spatial = row_entropies(rows, scratch, mass)
         here["entropy"].copy_(entropy.mean(-1))
         self._distances(rows, scratch, share, n_queries, here)
@@ -183,7 +195,9 @@ class DevicePasses:
             here["distance_unit"].copy_(distance * self._unit_per_px)
         else:
             reach = torch.mul(rows, self._unit, out=scratch).sum(-1)
-            here["distance_unit"].copy_((reach * share).sum(-1).masked_fill(undefined, torch.nan))
+            here["distance_unit"].copy_(
+                (reach * share).sum(-1).masked_fill(undefined, torch.nan)
+            )
 
     def _in_time(
         self, rows: Tensor, share: Tensor, n_queries: Tensor, here: dict[str, Tensor]
@@ -193,7 +207,9 @@ class DevicePasses:
         assert self._times is not None
         by_time = rows[..., self._n :].unflatten(-1, (self._times, -1)).sum(-1)
         time = torch.arange(self._times, device=rows.device)
-        away = (time.repeat_interleave(rows.shape[2] // self._times).unsqueeze(1) - time).abs()
+        away = (
+            time.repeat_interleave(rows.shape[2] // self._times).unsqueeze(1) - time
+        ).abs()
         undefined = n_queries == 0
         for name, of in (
             ("distance_frames", away * self._stride_frames),

@@ -112,7 +112,8 @@ def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
     """
     gh, gw = grid
     cell = torch.arange(gh * gw)
-    y, x = (cell // gw).double() * step[0], (cell % gw).double() * step[1]
+    y = (cell // gw).double() * step[0]
+    x = (cell % gw).double() * step[1]
     return torch.hypot(y[None, :] - y[:, None], x[None, :] - x[:, None])
 
 
@@ -152,10 +153,14 @@ class GridDistances:
 
     px: Tensor  # in pixels
     unit: Tensor  # on the unit square
-    unit_per_px: float | None  # their ratio, None if it is not constant (non-square grids or cells)
+    unit_per_px: (
+        float | None
+    )  # their ratio, None if it is not constant (non-square grids or cells)
 
 
-def grid_distances(grid: tuple[int, int], stride_px: tuple[float, float]) -> GridDistances:
+def grid_distances(
+    grid: tuple[int, int], stride_px: tuple[float, float]
+) -> GridDistances:
     """Distances in a grid whose cells are `stride_px` pixels (y, x) apart; on the unit square x =
     col / (gw - 1) and y = row / (gh - 1), as in the code of Walmer et al. 2023, and 0 along an axis
     of length 1."""

@@ -32,13 +32,26 @@ if TYPE_CHECKING:
 
 SITE = ("store", "model", "weights", "site", "block", "depth", "rel_depth")
 PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
-ABOUT = ("token", "frame", "row", "col", "head", "class", "query", "video", "object", "segment")
+ABOUT = (
+    "token",
+    "frame",
+    "row",
+    "col",
+    "head",
+    "class",
+    "query",
+    "video",
+    "object",
+    "segment",
+)
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
 # Columns whose rows are about part of the images.
 PARTS = ("group", "query", "video", "object", "segment")
 BASELINE = "baseline"
-REPLICATES = "replicates"  # of a frame in memory: list of the value without each block of images
+REPLICATES = (
+    "replicates"  # of a frame in memory: list of the value without each block of images
+)
 # What each column of the tables holds. Text that repeats is a category: four bytes a row, grouped
 # without hashing; other text (names of files, reasons) is plain.
 CATEGORIES = frozenset(
@@ -70,7 +83,18 @@ NUMBERS = frozenset(
 INTEGERS = frozenset(
     (
         *(name for name in (*SITE, *PAIR) if name.startswith("depth")),
-        *("frame", "row", "col", "head", "channel", "component", "concept", "filter", "k", "shots"),
+        *(
+            "frame",
+            "row",
+            "col",
+            "head",
+            "channel",
+            "component",
+            "concept",
+            "filter",
+            "k",
+            "shots",
+        ),
     )
 )
 
@@ -79,7 +103,17 @@ INTEGERS = frozenset(
 # written as they were given.
 AS_GIVEN = frozenset(
     (
-        *("object", "heads", "method", "base", "detail", "best", "file", "ties", "column"),
+        *(
+            "object",
+            "heads",
+            "method",
+            "base",
+            "detail",
+            "best",
+            "file",
+            "ties",
+            "column",
+        ),
         *("l2", "l2_relative", "other_row", "other_col"),
     )
 )
@@ -102,7 +136,9 @@ def declared_type(name: str) -> pl.DataType | None:
         return pl.Categorical()
     if name in NUMBERS:
         return pl.Float64()
-    return pl.Int64() if name in INTEGERS or name.startswith("n_") else None
+    if name in INTEGERS or name.startswith("n_"):
+        return pl.Int64()
+    return None
 
 
 def typed(frame: pl.DataFrame) -> pl.DataFrame:
@@ -110,13 +146,16 @@ def typed(frame: pl.DataFrame) -> pl.DataFrame:
     null: one rule of what is no value, as both are an empty cell on disk. Each column is one
     chunk: polars 2.1 fails (`assertion failed: i < self.len()`) where it joins texts of several."""
     columns = enumerate(frame.get_columns())
-    return frame.with_columns([_typed(column, pl.nth(i)) for i, column in columns]).rechunk()
+    return frame.with_columns(
+        [_typed(column, pl.nth(i)) for i, column in columns]
+    ).rechunk()
 
 
 def _typed(column: pl.Series, own: pl.Expr) -> pl.Series | pl.Expr:
     """The column as its type; where possible as an expression of what it is in its frame, which
     evaluates those of all columns at once."""
-    kind, wanted = column.dtype, declared_type(column.name)
+    kind = column.dtype
+    wanted = declared_type(column.name)
     if column.name == REPLICATES:
         return own.cast(pl.List(pl.Float64))
     if kind in (pl.Object, pl.Boolean):
@@ -132,8 +171,12 @@ def _typed(column: pl.Series, own: pl.Expr) -> pl.Series | pl.Expr:
         if kind != wanted:
             if kind.is_float():
                 column = column.cast(pl.Float64).fill_nan(None)
-            found = column.cast(wanted, strict=False)  # which leaves out what is too large for it
-            return found if found.null_count() == column.null_count() else column
+            found = column.cast(
+                wanted, strict=False
+            )  # which leaves out what is too large for it
+            if found.null_count() == column.null_count():
+                return found
+            return column
         return own
     if kind != pl.Categorical:
         own = own.cast(pl.String)
@@ -148,8 +191,12 @@ def column_of(name: str, values: Any) -> pl.Series:
         return values.alias(name)
     if name == REPLICATES:
         if isinstance(values, np.ndarray):
-            return pl.Series(name, np.asarray(values, np.float64)).cast(pl.List(pl.Float64))
-        each = [None if own is None else np.asarray(own, float).tolist() for own in values]
+            return pl.Series(name, np.asarray(values, np.float64)).cast(
+                pl.List(pl.Float64)
+            )
+        each = [
+            None if own is None else np.asarray(own, float).tolist() for own in values
+        ]
         return pl.Series(name, each, pl.List(pl.Float64))
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return pl.Series(name, values)
@@ -161,7 +208,9 @@ def column_of(name: str, values: Any) -> pl.Series:
     if not kinds:
         return pl.Series(name, cells, pl.Null)
     if kinds <= {int, float}:
-        return pl.Series(name, cells, pl.Float64 if float in kinds else pl.Int64, strict=False)
+        return pl.Series(
+            name, cells, pl.Float64 if float in kinds else pl.Int64, strict=False
+        )
     texts = cells if kinds == {str} else [str(x) if is_given(x) else None for x in cells]
     try:
         return pl.Series(name, texts, pl.String)
@@ -231,7 +280,9 @@ def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]
     return {f"{name}{end}": cell for name, cell in zip(SITE, cells, strict=True)}
 
 
-def in_time(columns: Sequence[str], layouts: Iterable[TokenLayout | None]) -> tuple[str, ...]:
+def in_time(
+    columns: Sequence[str], layouts: Iterable[TokenLayout | None]
+) -> tuple[str, ...]:
     """The columns of a table about cells, with `frame` (the cell's place in time) before `row`
     where any of the layouts is a clip's."""
     if not any(layout is not None and layout.frames is not None for layout in layouts):

@@ -74,7 +74,9 @@ def read_cells(
 
     def type_of(header_cell: str) -> Any:
         # What may have decimal commas is text to polars.
-        return number_type(header_cell.strip(BLANKS)) if separator == "," else None
+        if separator == ",":
+            return number_type(header_cell.strip(BLANKS))
+        return None
 
     frame = parse(data, header, separator, type_of)
     frame = frame.rename(dict(zip(header, names, strict=True)))
@@ -160,7 +162,9 @@ def _for_polars(data: bytes, separator: str) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, delimiter=separator, lineterminator="\n")
     try:
-        writer.writerows(row for row in _rows_of(data, separator, skip_blanks=True) if row)
+        writer.writerows(
+            row for row in _rows_of(data, separator, skip_blanks=True) if row
+        )
     except csv.Error as error:
         raise ValueError(str(error)) from None
     return text.getvalue().encode()

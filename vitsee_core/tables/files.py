@@ -37,7 +37,9 @@ def read_file(path: Path) -> bytes:
 def is_stream(path: Path) -> bool:
     """Whether a path is standard input (`-`, /dev/stdin) or another open descriptor of this
     process, as a shell puts it in place of `<(vitsee norms a.zarr)`."""
-    return re.fullmatch(r"-|/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+", str(path)) is not None
+    return (
+        re.fullmatch(r"-|/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+", str(path)) is not None
+    )
 
 
 def read_stream(path: Path) -> bytes:
@@ -92,7 +94,9 @@ def check_new_files(
     for path in paths:
         folder = path.absolute().parent
         if path.resolve() in read:
-            raise VitseeError(f"{path} is an input of this command; give the output another name")
+            raise VitseeError(
+                f"{path} is an input of this command; give the output another name"
+            )
         if path.resolve() in seen:
             raise VitseeError(f"{path} is named for two outputs; give each its own name")
         seen.add(path.resolve())
@@ -100,7 +104,9 @@ def check_new_files(
         if path.exists() and not path.is_file():
             raise VitseeError(f"cannot write {path}: it exists and is no ordinary file")
         if path.exists() and not force:
-            raise VitseeError(f"{path} exists; give another name, or --force to replace it")
+            raise VitseeError(
+                f"{path} exists; give another name, or --force to replace it"
+            )
         if not folder.is_dir():
             raise VitseeError(f"cannot write {path}: there is no folder {folder}")
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -134,7 +140,9 @@ def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Pa
         with renamed(partial := {hidden_name(place): place for place in places}):
             yield list(partial)
     except OSError as error:
-        raise VitseeError(f"cannot write {', '.join(map(str, paths))}: {reason(error)}") from error
+        raise VitseeError(
+            f"cannot write {', '.join(map(str, paths))}: {reason(error)}"
+        ) from error
 
 
 @contextmanager

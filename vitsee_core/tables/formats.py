@@ -75,7 +75,9 @@ def table_bytes(frame: pl.DataFrame, ending: str) -> bytes:
         return buffer.getvalue()
     write_csv(frame, buffer, "\t" if ending == ".tsv" else ",")
     data = buffer.getvalue()
-    return gzip.compress(data, mtime=0) if ending == ".csv.gz" else data
+    if ending == ".csv.gz":
+        return gzip.compress(data, mtime=0)
+    return data
 
 
 def write_csv(frame: pl.DataFrame, file: IO[bytes], separator: str = ",") -> None:
@@ -109,7 +111,9 @@ def plain_json(value: Any) -> Any:
         return {key: plain_json(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_json(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -161,7 +165,8 @@ def read_table(
 
 def read_parquet(data: bytes) -> pl.DataFrame:
     """The frame of a Parquet file. Raises ValueError: it is none, or damaged."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)  # polars prints its panics before it raises them
         return pl.read_parquet(io.BytesIO(data))
@@ -234,10 +239,14 @@ def _as(
         if wanted is None or column.dtype == pl.Null:
             return column
         if not wanted.is_numeric():
-            return column if column.dtype == pl.Categorical else column.cast(pl.String)
+            if column.dtype == pl.Categorical:
+                return column
+            return column.cast(pl.String)
         if column.dtype.is_numeric():
             return column
-        raise VitseeError(f"{path}: column {name} is of type {column.dtype}; expected numbers")
+        raise VitseeError(
+            f"{path}: column {name} is of type {column.dtype}; expected numbers"
+        )
     if quoted and column.str.starts_with("'").any():
         text = column.str.replace(QUOTED, "$1")
     else:
@@ -253,6 +262,8 @@ def _as(
         return numbers
     if wanted is None:
         return text
-    odd = given.filter(given.cast(pl.Float64, strict=False).is_null() & given.is_not_null())
+    odd = given.filter(
+        given.cast(pl.Float64, strict=False).is_null() & given.is_not_null()
+    )
     shown = odd[0][:SHOWN_CHARACTERS]
     raise VitseeError(f"{path}: column {name} has the text {shown!r}; expected numbers")

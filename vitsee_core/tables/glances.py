@@ -18,8 +18,12 @@ def some_of(table: Table, **most: int) -> Table:
     for name, n in most.items():
         if name not in rows.columns:
             continue
-        parts = rows.partition_by("store", maintain_order=True) if name == "site" else [rows]
-        kept = [part.filter(pl.col(name).is_null() | _among(part[name], n)) for part in parts]
+        parts = (
+            rows.partition_by("store", maintain_order=True) if name == "site" else [rows]
+        )
+        kept = [
+            part.filter(pl.col(name).is_null() | _among(part[name], n)) for part in parts
+        ]
         rows = pl.concat(kept)
     return table.with_frame(rows)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.columns import PARTS
 from vitsee_core.tables.metrics import depends_on_size, direction
 from vitsee_core.tables.results import Table
@@ -21,7 +21,9 @@ from vitsee_core.types import pl
 
 Answer = tuple[str, str]
 LIMITS = ("low", "high")
-FEW = 10  # observations; with fewer, an interval reflects their number more than the value
+FEW = (
+    10  # observations; with fewer, an interval reflects their number more than the value
+)
 COUNTS = ("n_images", "n_queries", "n_videos", "n_pairs")
 BOUND = "grid"  # a baseline that is no rival: what a grid of tokens can reach at all
 SETTINGS = ("k", "shots", "token")  # of a score, which are named where they vary
@@ -41,7 +43,9 @@ def measured(rows: pl.DataFrame, i: int = 0) -> str:
     number replaces the interval; it is also shown beside an interval that is wider than the value
     itself, or for a metric that depends on it."""
     row = rows.row(i, named=True)
-    value, low, high = row["value"], row.get("low"), row.get("high")
+    value = row["value"]
+    low = row.get("low")
+    high = row.get("high")
     n, what = observations(rows[i])
     if n < FEW:
         return f"{number(value)} ({too_few(n, what)})"
@@ -66,7 +70,7 @@ def observations(rows: pl.DataFrame) -> tuple[float, str]:
 
 def too_few(n: float, what: str) -> str:
     """`of 2 images: too few to conclude from`."""
-    return f"of {counted(int(n), what)}: too few to conclude from"
+    return f"of {plural(int(n), what)}: too few to conclude from"
 
 
 _TOO_FEW = re.compile(r" \((of [\d,]+ \w+: too few to conclude from)\)")
@@ -98,17 +102,23 @@ def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:
         cell = pl.col(name) if name in rows.columns else pl.lit(None)
         among = [choice for choice in choices if choice is not None]
         rule = cell.is_in(among) if among and name in rows.columns else pl.lit(False)
-        rules.append(rule.fill_null(False) | (cell.is_null() if None in choices else False))
+        rules.append(
+            rule.fill_null(False) | (cell.is_null() if None in choices else False)
+        )
     return rows.filter(*rules)
 
 
-def by_store(table: Table | pl.DataFrame, **wanted: Any) -> list[tuple[str, pl.DataFrame]]:
+def by_store(
+    table: Table | pl.DataFrame, **wanted: Any
+) -> list[tuple[str, pl.DataFrame]]:
     """(store, its rows of `picked`, from input to output)."""
     rows = table.frame if isinstance(table, Table) else table
     if not {"store", "site", "rel_depth", "metric"} <= {*rows.columns}:
         return []
     stores = picked(rows, **wanted).partition_by("store", maintain_order=True)
-    return [(own["store"][0], own.sort("rel_depth", maintain_order=True)) for own in stores]
+    return [
+        (own["store"][0], own.sort("rel_depth", maintain_order=True)) for own in stores
+    ]
 
 
 def extremes(rows: pl.DataFrame) -> tuple[int, int]:
@@ -125,13 +135,19 @@ def first_and_last(rows: pl.DataFrame, unit: str = "") -> str:
 
 def margin(rows: pl.DataFrame) -> str:
     """The largest half-width of the 95 % intervals of several rows, if all have one."""
-    if not {*LIMITS} <= {*rows.columns} or rows["low"].has_nulls() or rows["high"].has_nulls():
+    if (
+        not {*LIMITS} <= {*rows.columns}
+        or rows["low"].has_nulls()
+        or rows["high"].has_nulls()
+    ):
         return ""
     n, what = observations(rows)
     if n < FEW:
         return f" ({too_few(n, what)})"
     reach: Any = ((rows["high"] - rows["low"]) / 2).max() or 0.0
-    return f" (95 %: ± {number(reach)} at most)" if math.isfinite(reach) else ""
+    if math.isfinite(reach):
+        return f" (95 %: ± {number(reach)} at most)"
+    return ""
 
 
 # ------------------------------------------------------------------------------------ scores
@@ -153,9 +169,15 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
         site = rows["site"][i]
         equal = rows.filter(scores == scores[i])["site"].unique(maintain_order=True)
         alike = [name for name in equal if name != site]
-        also = f" (as {', '.join(alike[:2])}{', ...' if len(alike) > 2 else ''})" if alike else ""
+        also = (
+            f" (as {', '.join(alike[:2])}{', ...' if len(alike) > 2 else ''})"
+            if alike
+            else ""
+        )
         text = f"best at {site}{also}: {measured(rows, i)} {units[metric]}"
-        text += "".join(f", {n} {_plain(rows[n][i])}" for n in SETTINGS if _varies(rows, n))
+        text += "".join(
+            f", {n} {_plain(rows[n][i])}" for n in SETTINGS if _varies(rows, n)
+        )
         others = picked(table, store=store, metric=metric, site=site, **whole)
         if "baseline" not in others.columns:
             others = others.clear().with_columns(baseline=pl.lit(None))
@@ -187,7 +209,9 @@ def alike(table: Table, metric: str) -> list[Answer]:
     if not {*pairs, "site_a", "site_b", "metric"} <= {*table.frame.columns}:
         return []
     answers: dict[frozenset[str], Answer] = {}
-    by_pair = picked(table, metric=metric).partition_by(*pairs, maintain_order=True, as_dict=True)
+    by_pair = picked(table, metric=metric).partition_by(
+        *pairs, maintain_order=True, as_dict=True
+    )
     for (store_a, store_b), own in by_pair.items():
         key = frozenset((store_a, store_b))
         if key in answers:
@@ -205,12 +229,15 @@ def alike(table: Table, metric: str) -> list[Answer]:
 
 def _within(rows: pl.DataFrame) -> str:
     sites = rows["site_a"].unique(maintain_order=True).to_list()
-    n, third, said = len(sites), max(3, -(-len(sites) // 3)), []
+    n = len(sites)
+    third = max(3, -(-len(sites) // 3))
+    said = []
     if n < 2 or {*sites} != {*rows["site_b"]}:
         return ""
     place = {site: i for i, site in enumerate(sites)}
     rows = rows.with_columns(
-        pl.col(f"site_{side}").cast(pl.String).replace_strict(place).alias(side) for side in "ab"
+        pl.col(f"site_{side}").cast(pl.String).replace_strict(place).alias(side)
+        for side in "ab"
     )
     if n >= 2 * third:
         inner = rows.filter(pl.col("a") < pl.col("b"))
@@ -233,4 +260,6 @@ def _varies(rows: pl.DataFrame, name: str) -> bool:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:g}"
+    return str(value)

@@ -40,7 +40,9 @@ def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> li
     known = list(known)
     for metric in metrics:
         if metric not in known:
-            raise VitseeError(f"no metric {metric!r}; metrics of {analysis}: {', '.join(known)}")
+            raise VitseeError(
+                f"no metric {metric!r}; metrics of {analysis}: {', '.join(known)}"
+            )
     return [metric for metric in known if metric in metrics]
 
 

@@ -20,7 +20,13 @@ from vitsee_core.runtime import registry
 from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables import replicates
 from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
-from vitsee_core.tables.files import TABLE_ENDINGS, is_stream, read_file, read_stream, write_files
+from vitsee_core.tables.files import (
+    TABLE_ENDINGS,
+    is_stream,
+    read_file,
+    read_stream,
+    write_files,
+)
 from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
 from vitsee_core.types import Float, pl
@@ -51,7 +57,9 @@ class Table:
 
     frame: pl.DataFrame
     notes: dict[str, Any] = field(default_factory=dict)
-    made_by: tuple[str, Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
+    made_by: tuple[str, Mapping[str, Any]] | None = field(
+        default=None, repr=False, compare=False
+    )
     analysis: str = field(default="", repr=False, compare=False)
 
     if TYPE_CHECKING:  # what it takes: columns, too
@@ -91,9 +99,14 @@ class Table:
         else:
             names = list(columns)
             _require_columns(rows, names)
-        if any(row.get(REPLICATES) is not None for row in rows) and REPLICATES not in names:
+        if (
+            any(row.get(REPLICATES) is not None for row in rows)
+            and REPLICATES not in names
+        ):
             names.append(REPLICATES)
-        return cls({n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {}))
+        return cls(
+            {n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {})
+        )
 
     @classmethod
     def concat(
@@ -114,13 +127,20 @@ class Table:
         frames: list[pl.DataFrame] = []
         for names, some in groupby(parts, _row_names):
             if names is None:
-                frames += [typed(p) if isinstance(p, pl.DataFrame) else _frame_of(p) for p in some]
+                frames += [
+                    typed(p) if isinstance(p, pl.DataFrame) else _frame_of(p)
+                    for p in some
+                ]
             else:  # a frame of many rows takes hardly longer than one of a single row
                 rows: list[Any] = list(some)
-                frames.append(pl.DataFrame([column_of(n, [r[n] for r in rows]) for n in names]))
+                frames.append(
+                    pl.DataFrame([column_of(n, [r[n] for r in rows]) for n in names])
+                )
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
-            own = [n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES]
+            own = [
+                n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES
+            ]
             lacking = [n for n in own if n not in frame.columns]
             frame = frame.with_columns(pl.lit(None).alias(n) for n in lacking).select(own)
         return cls(frame, dict(notes or {}))
@@ -132,7 +152,9 @@ class Table:
         """A column as numpy: floats (NaN where empty), integers (objects with None where some are
         empty), or text as objects ("" where empty)."""
         column = self.frame[name]
-        if column.dtype.is_float() or (column.dtype.is_integer() and not column.null_count()):
+        if column.dtype.is_float() or (
+            column.dtype.is_integer() and not column.null_count()
+        ):
             return column.to_numpy(writable=True)
         if column.dtype in (pl.String, pl.Categorical):
             column = column.cast(pl.String).fill_null("")
@@ -164,7 +186,9 @@ class Table:
         result = read_result(Path(path))
         return replace(result.table, analysis=result.command.replace("-", "_"))
 
-    def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
+    def to_csv(
+        self, file: IO[str] | str | os.PathLike[str], *, force: bool = False
+    ) -> None:
         """Write a header and the rows as CSV, to an open text file or as `write` does.
 
         Floats have enough digits to restore the same float64; NaN and None are empty cells. Text
@@ -203,7 +227,8 @@ class Table:
     def step_unit(self) -> str:
         """The unit of the steps in a table over a training, "step" or "epoch", which is also their
         column's name; "" for another table, or one of a single step."""
-        unit, names = self.notes.get("unit"), {*self.frame.columns}
+        unit = self.notes.get("unit")
+        names = {*self.frame.columns}
         if not isinstance(unit, str) or not {unit, "metric", "value"} <= names:
             return ""
         placed = "site" in names or {"site_a", "site_b"} <= names
@@ -254,9 +279,12 @@ class Table:
 
     def _repr_html_(self) -> str:
         """Notebook display: the first and the last rows."""
-        n, frame = len(self), self.written
+        n = len(self)
+        frame = self.written
         half = SHOWN_ROWS // 2
-        shown = frame if n <= SHOWN_ROWS else pl.concat([frame.head(half), frame.tail(half)])
+        shown = (
+            frame if n <= SHOWN_ROWS else pl.concat([frame.head(half), frame.tail(half)])
+        )
         lines = [[shown_cell(cell) for cell in row] for row in shown.rows()]
         if n > SHOWN_ROWS:
             lines.insert(half, ["…"] * frame.width)
@@ -288,7 +316,10 @@ def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
         raise ValueError(f"columns of one length were expected, not {lengths}")
     n = next(iter(lengths.values()), 1 if part else 0)
     return pl.DataFrame(
-        [long[k] if k in long else column_of(k, [v]).new_from_index(0, n) for k, v in part.items()]
+        [
+            long[k] if k in long else column_of(k, [v]).new_from_index(0, n)
+            for k, v in part.items()
+        ]
     )
 
 
@@ -305,14 +336,18 @@ def _row_names(part: Table | pl.DataFrame | Mapping[str, Any]) -> tuple[str, ...
 
 
 def _is_long(value: Any) -> bool:
-    return not isinstance(value, str) and (hasattr(value, "__len__") and np.ndim(value) != 0)
+    return not isinstance(value, str) and (
+        hasattr(value, "__len__") and np.ndim(value) != 0
+    )
 
 
 def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped_notes(k, change): _mapped_notes(v, change) for k, v in value.items()}
+        return {
+            _mapped_notes(k, change): _mapped_notes(v, change) for k, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_mapped_notes(v, change) for v in value]
     return value
@@ -351,7 +386,11 @@ class ResultFile:
     def describe_columns(self) -> str:
         """The first of its columns, for a message."""
         names = self.table.frame.columns
-        more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
+        more = (
+            f" and {len(names) - SHOWN_COLUMNS} more"
+            if len(names) > SHOWN_COLUMNS
+            else ""
+        )
         return ", ".join(names[:SHOWN_COLUMNS]) + more
 
 
@@ -379,7 +418,9 @@ def read_result(path: str | Path) -> ResultFile:
     as_written = sidecar.get("sha256") == sha256
     frame = read_table(path, data, sidecar.get("columns", {}), as_written=as_written)
     typed = map(str, sidecar.get("command", ())[1:])
-    command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
+    command = next(
+        (word for word in typed if not word.startswith("-")), ""
+    )  # vitsee -q knn ...
     now = {"sha256": sha256, "digest": digest_of(sidecar)}
     changed = any(sidecar.get(name, now[name]) != now[name] for name in now)
     table = Table(frame, sidecar.get("notes", {}))
@@ -416,7 +457,13 @@ def read_replicates(file: ResultFile) -> Table:
 
 # Keys of a sidecar that are read back.
 _SHAPES: dict[str, type] = {
-    **{"command": list, "stores": list, "results": list, "parameters": dict, "columns": dict},
+    **{
+        "command": list,
+        "stores": list,
+        "results": list,
+        "parameters": dict,
+        "columns": dict,
+    },
     **{"notes": dict, "figure": dict, "sha256": str, "digest": str, "created": str},
     "package": dict,
 }
@@ -430,4 +477,6 @@ def _sidecar(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, VitseeError):
         return {}
     document = document if isinstance(document, dict) else {}
-    return {key: v for key, v in document.items() if isinstance(v, _SHAPES.get(key, object))}
+    return {
+        key: v for key, v in document.items() if isinstance(v, _SHAPES.get(key, object))
+    }

@@ -45,14 +45,18 @@ def _pairs(rows: pl.DataFrame, side: str) -> list[tuple[str, Model]]:
     if not {f"store{side}", f"weights{side}"} <= {*rows.columns}:
         return []
     names = ("store", "model", "weights")
-    once = rows.select(f"{n}{side}" for n in names if f"{n}{side}" in rows.columns).unique()
+    once = rows.select(
+        f"{n}{side}" for n in names if f"{n}{side}" in rows.columns
+    ).unique()
     cells = once.select(_cell(once, name, side) for name in names)
     return [(label, (model, weights)) for label, model, weights in cells.rows()]
 
 
 def _cell(rows: pl.DataFrame, name: str, side: str) -> pl.Expr:
     name = f"{name}{side}"
-    cell = pl.col(name).cast(pl.String).fill_null("") if name in rows.columns else pl.lit("")
+    cell = (
+        pl.col(name).cast(pl.String).fill_null("") if name in rows.columns else pl.lit("")
+    )
     return cell.alias(name)
 
 
@@ -63,14 +67,20 @@ def _told(model: Model, others: set[Model]) -> str:
 
 
 def _renamed(table: Table, names: dict[tuple[str, Model], str]) -> Table:
-    rows, told = table.frame, {}
+    rows = table.frame
+    told = {}
     for side in SIDES:
         for pair in _pairs(rows, side):
             if pair in names:
                 label, model = pair
                 told[label] = names[pair]
-                cells = (_cell(rows, name, side) for name in ("store", "model", "weights"))
-                own = [cell == text for cell, text in zip(cells, (label, *model), strict=True)]
+                cells = (
+                    _cell(rows, name, side) for name in ("store", "model", "weights")
+                )
+                own = [
+                    cell == text
+                    for cell, text in zip(cells, (label, *model), strict=True)
+                ]
                 renamed = pl.when(*own).then(pl.lit(names[pair]))
                 kept = pl.col(f"store{side}").cast(pl.String)
                 rows = rows.with_columns(renamed.otherwise(kept).alias(f"store{side}"))

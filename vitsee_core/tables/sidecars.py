@@ -26,12 +26,17 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 PYTHON = "python"  # the key of a call in Python
-MOST_FILES = 20_000  # of a folder that an option names, whose times tell whether it changed
+MOST_FILES = (
+    20_000  # of a folder that an option names, whose times tell whether it changed
+)
 OF_EXECUTION = ("images", "seed", "jobs", "memory", "device")
 
 
 def sidecar_bytes(
-    frame: pl.DataFrame, notes: Mapping[str, Any], given: Mapping[str, Any], written: bytes
+    frame: pl.DataFrame,
+    notes: Mapping[str, Any],
+    given: Mapping[str, Any],
+    written: bytes,
 ) -> bytes:
     """The sidecar of a table whose file is `written`. given: see `describe_run`."""
     own = {
@@ -41,7 +46,9 @@ def sidecar_bytes(
         "notes": notes,
     }
     sidecar = plain_json({**given, **own})
-    return (json.dumps({**sidecar, "digest": digest_of(sidecar)}, indent=2) + "\n").encode()
+    return (
+        json.dumps({**sidecar, "digest": digest_of(sidecar)}, indent=2) + "\n"
+    ).encode()
 
 
 def describe_run(
@@ -79,7 +86,11 @@ def describe_run(
 
 
 def describe_work(
-    command: str, stores: Iterable[Store], parameters: Mapping[str, Any], *, leave_out: Path
+    command: str,
+    stores: Iterable[Store],
+    parameters: Mapping[str, Any],
+    *,
+    leave_out: Path,
 ) -> dict[str, Any]:
     """Everything that decides what a command computes, to tell whether half of its work belongs to
     it: parameters, the files that they name, what the stores hold, versions, this machine's memory.
@@ -155,7 +166,8 @@ def newest_ns(paths: Iterable[Path]) -> int:
 def attributes_of(store: Store) -> dict[str, Any]:
     """A store's attributes in sidecars: `params`, `resolution` (the shorter side of the input in
     pixels), `images` and `data` (the data set's last name), if known."""
-    model, info = store.manifest.model, store.manifest.info
+    model = store.manifest.model
+    info = store.manifest.info
     size = model.get("input_size") or (None,)
     data = str((info.get("data") or {}).get("data") or "").rstrip("/").rpartition("/")[2]
     attributes = {
@@ -171,7 +183,11 @@ def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     stores: list[Store] = []
     parameters: dict[str, Any] = {}
     for key, value in arguments.items():
-        values = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+        values = (
+            value
+            if isinstance(value, Sequence) and not isinstance(value, str)
+            else (value,)
+        )
         if values and all(hasattr(one, "manifest") for one in values):
             stores += values
         elif isinstance(value, Execution):
@@ -192,7 +208,9 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(v) for v in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return str(value)
 
 
 def digest_of(sidecar: Mapping[str, Any]) -> str:

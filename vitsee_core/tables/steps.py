@@ -10,7 +10,10 @@ from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 # Words before a number in names of files and stores, or keys of a file's fields, by unit.
-UNITS = {"step": ("global_step", "step", "steps", "iteration", "iter"), "epoch": ("epoch", "ep")}
+UNITS = {
+    "step": ("global_step", "step", "steps", "iteration", "iter"),
+    "epoch": ("epoch", "ep"),
+}
 
 
 RECORD = "steps.csv"  # of a training: how each of its steps ended
@@ -21,7 +24,9 @@ def numbers_in_name(stem: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for unit, words in UNITS.items():
         for word in words:
-            if match := re.search(rf"(?<![a-z]){word}[-_= ]*(\d+)(?![.]?\d)", stem.lower()):
+            if match := re.search(
+                rf"(?<![a-z]){word}[-_= ]*(\d+)(?![.]?\d)", stem.lower()
+            ):
                 found.setdefault(unit, int(match[1]))
     return found
 
@@ -36,7 +41,9 @@ def with_steps(table: Table, unit: str) -> Table:
     rows = table.frame
     end = "" if "store" in rows.columns else "_b"
     if not {f"store{end}", f"site{end}", "metric", "value"} <= {*rows.columns}:
-        raise VitseeError(f"this table has no layers of stores, and so no chart along {unit}s")
+        raise VitseeError(
+            f"this table has no layers of stores, and so no chart along {unit}s"
+        )
     names = [f"store{end}", *(n for n in (f"weights{end}",) if n in rows.columns)]
     found: dict[str, int] = {}
     for store, *weights in rows.select(pl.col(names).cast(pl.String)).unique().rows():
@@ -48,7 +55,11 @@ def with_steps(table: Table, unit: str) -> Table:
             )
         found[store] = step
     if len({*found.values()}) < 2:
-        raise VitseeError(f"one {unit} alone: {', '.join(found)}; expected stores of several")
-    column = pl.col(f"store{end}").cast(pl.String).replace_strict(found, return_dtype=pl.Int64)
+        raise VitseeError(
+            f"one {unit} alone: {', '.join(found)}; expected stores of several"
+        )
+    column = (
+        pl.col(f"store{end}").cast(pl.String).replace_strict(found, return_dtype=pl.Int64)
+    )
     frame = rows.select(column.alias(unit), pl.all()).sort(unit, maintain_order=True)
     return replace(table, frame=frame, notes={**table.notes, "unit": unit})

@@ -43,7 +43,8 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
     for store, sites in chosen.members:
         kept[store.label] = [site.name for site in sites]
     for side in sides:
-        site, rules = pl.col(f"site{side}"), [pl.col(f"site{side}").is_null()]
+        site = pl.col(f"site{side}")
+        rules = [pl.col(f"site{side}").is_null()]
         for label, names in kept.items():
             named = f"store{side}" in rows.columns
             of_store = pl.col(f"store{side}") == label if named else pl.lit(True)
@@ -57,8 +58,13 @@ def block_part(rows: pl.DataFrame) -> pl.Expr:
     blocks, for sites outside of the blocks, as in the column of depth, and for rows of no site."""
     if "block" not in rows.columns:
         return pl.lit("out")
-    pairs = rows.select("site", "block").unique().cast(pl.String).drop_nulls("site").rows()
-    parts = {site: site.removeprefix(block or site).lstrip(".") or "out" for site, block in pairs}
+    pairs = (
+        rows.select("site", "block").unique().cast(pl.String).drop_nulls("site").rows()
+    )
+    parts = {
+        site: site.removeprefix(block or site).lstrip(".") or "out"
+        for site, block in pairs
+    }
     return pl.col("site").cast(pl.String).replace_strict(parts, default="out")
 
 
@@ -67,7 +73,9 @@ def _sites(rows: pl.DataFrame, side: str) -> pl.DataFrame:
     is no such column."""
     names = ("store", "site", "block", "depth", "rel_depth")
     cells = (
-        (pl.col(f"{name}{side}") if f"{name}{side}" in rows.columns else pl.lit(None)).alias(name)
+        (
+            pl.col(f"{name}{side}") if f"{name}{side}" in rows.columns else pl.lit(None)
+        ).alias(name)
         for name in names
     )
     return rows.select(cells).unique(maintain_order=True)
@@ -89,11 +97,15 @@ class _Row:
     def part(self) -> str:
         if self.stands:
             return ""
-        return self.name.removeprefix(self.block).lstrip(".") if self.block else self.name
+        if self.block:
+            return self.name.removeprefix(self.block).lstrip(".")
+        return self.name
 
     @property
     def groups(self) -> tuple[str, ...]:
-        inside = self.part in ("out", "") if self.block else self.name in ("embed", "stem")
+        inside = (
+            self.part in ("out", "") if self.block else self.name in ("embed", "stem")
+        )
         return ("blocks", "all") if inside else ("all",)
 
 

@@ -12,7 +12,9 @@ STEERING = r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 # Spreadsheets take such a beginning for a formula; quotes before it are ours.
 FORMULA = r"^'*[=+\-@]"
 QUOTED = r"^'('*[=+\-@])"
-_STEERING = re.compile(STEERING[:-1] + "\ud800-\udfff]")  # and surrogates, which no encoding writes
+_STEERING = re.compile(
+    STEERING[:-1] + "\ud800-\udfff]"
+)  # and surrogates, which no encoding writes
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -24,7 +26,9 @@ def visible(text: str, keep: str = "") -> str:
         text: from anywhere.
         keep: characters to leave as they are, e.g. a newline in text of several lines.
     """
-    return _STEERING.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
+    return _STEERING.sub(
+        lambda match: match[0] if match[0] in keep else _escaped(match[0]), text
+    )
 
 
 def _escaped(character: str) -> str:
@@ -53,7 +57,9 @@ def spreadsheet_cell(text: str) -> str:
     that begins with =, +, - or @ (perhaps behind quotes) unless it is a number. reading
     removes the quote."""
     text = visible(text)
-    return f"'{text}" if re.match(FORMULA, text) and not _is_number(text) else text
+    if re.match(FORMULA, text) and not _is_number(text):
+        return f"'{text}"
+    return text
 
 
 def _is_number(text: str) -> bool:

@@ -198,7 +198,11 @@ BASELINES = {
 }
 CEILING = "ceiling"  # no baseline: what noise in what is predicted leaves to any model
 # For saliency, whose baselines are maps.
-_MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "map of noise"}
+_MAPS = {
+    "uniform": "uniform map",
+    "centre": "centre of the image",
+    "random": "map of noise",
+}
 
 
 def metric_words(metric: str) -> str:
@@ -226,13 +230,19 @@ def site_words(site: str, block: str = "") -> str:
         return site
     part = site.removeprefix(block).lstrip(".")
     words = PARTS.get(part, part)
-    return f"{block_words(block)}, {words}" if words else block_words(block)
+    if words:
+        return f"{block_words(block)}, {words}"
+    return block_words(block)
 
 
 def block_words(block: str) -> str:
     """The path of a block: `block 3` for `blocks.3`, `block 1.2` for `stages.1.blocks.2`."""
     numbers = re.findall(r"\d+", block)
-    plain = re.sub(r"\d+", "*", block) in ("blocks.*", "stages.*.blocks.*", "layers.*.blocks.*")
+    plain = re.sub(r"\d+", "*", block) in (
+        "blocks.*",
+        "stages.*.blocks.*",
+        "layers.*.blocks.*",
+    )
     return f"block {'.'.join(numbers)}" if plain else block
 
 
@@ -245,7 +255,9 @@ def token_words(token: str) -> str:
         return f"register {match[1]}"
     if match := re.fullmatch(r"(\w+)\.(\d+)", token):
         return f"{token_words(match[1])} {match[2]}"
-    return f"patch {token}" if re.fullmatch(r"(\d+,)?\d+,\d+", token) else token
+    if re.fullmatch(r"(\d+,)?\d+,\d+", token):
+        return f"patch {token}"
+    return token
 
 
 def baseline_words(name: str, metric: str = "") -> str:

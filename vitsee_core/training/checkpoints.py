@@ -17,7 +17,7 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.models.weights.checkpoint_files import read_file
-from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, describe_time
 from vitsee_core.tables.steps import UNITS, numbers_in_name
@@ -32,7 +32,15 @@ from vitsee_core.training.series import (
 )
 from vitsee_stores.errors import VitseeError
 
-ANALYSES = ("attn-dist", "normratio", "spectrum", "spatial", "cka:first", "cka:last", "knn")
+ANALYSES = (
+    "attn-dist",
+    "normratio",
+    "spectrum",
+    "spatial",
+    "cka:first",
+    "cka:last",
+    "knn",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,11 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         VitseeError: no file matches, none has a step, or two have the same.
     """
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    paths = [path for path in paths if path.is_file() and not path.name.endswith((".tmp", ".part"))]
+    paths = [
+        path
+        for path in paths
+        if path.is_file() and not path.name.endswith((".tmp", ".part"))
+    ]
     if not paths:
         raise VitseeError(
             f"no file matches --checkpoints {pattern!r}; expected a glob of checkpoints, in quotes"
@@ -78,15 +90,18 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         if with_step and all(path in with_step or path.name in unread for path in paths):
             break
     else:
-        unit, with_step = "step", _that_varies(paths)
+        unit = "step"
+        with_step = _that_varies(paths)
         unread = {}
     if not with_step:
         raise VitseeError(
             f"no step in the names of {pattern!r}, nor a field step, global_step or epoch in the "
             "files; expected names such as step_1000.pt"
         )
-    files = sorted((StepFile(step, path) for path, step in with_step.items()),
-                   key=lambda file: file.step)  # fmt: skip
+    files = sorted(
+        (StepFile(step, path) for path, step in with_step.items()),
+        key=lambda file: file.step,
+    )
     for one, other in pairwise(files):
         if one.step == other.step:
             raise VitseeError(
@@ -120,9 +135,13 @@ def _that_varies(paths: Sequence[Path]) -> dict[Path, int]:
     return {path: int(number) for path, number in zip(paths, varying[-1], strict=True)}
 
 
-def applicable(model: SurveyedModel, *, with_train: bool) -> tuple[list[str], dict[str, str]]:
+def applicable(
+    model: SurveyedModel, *, with_train: bool
+) -> tuple[list[str], dict[str, str]]:
     """The analyses of `ANALYSES` that a model offers, and for the others the reason."""
-    needs, left_out, found = needs_of_analyses(), dict[str, str](), list[str]()
+    needs = needs_of_analyses()
+    left_out = dict[str, str]()
+    found = list[str]()
     for name in ANALYSES:
         command = name.partition(":")[0]
         if command == "knn" and not with_train:
@@ -153,7 +172,9 @@ def run(
     about = {file.step: file.cells() for file in files}
     todo = [file for file in files if not series.is_done(file.step, about[file.step])]
     if len(todo) < len(files):
-        say(f"{len(files) - len(todo)} of {counted(len(files), 'checkpoints')}: done before")
+        say(
+            f"{len(files) - len(todo)} of {plural(len(files), 'checkpoints')}: done before"
+        )
     if not todo:
         return []
     failed: dict[int, StepFile] = {}
@@ -161,7 +182,9 @@ def run(
     begun: list[StepFile] = []
 
     def loaded(file: StepFile) -> LoadedModel:
-        return replace(load_model(**{**vars(options), "checkpoint": file.path}), name=series.name)
+        return replace(
+            load_model(**{**vars(options), "checkpoint": file.path}), name=series.name
+        )
 
     def make(file: StepFile) -> None:
         series.make(loaded(file), file.step)
@@ -171,7 +194,9 @@ def run(
         _, lost = series.measure(loaded(file), file.step, anew=False, cells=lambda: cells)
         for stem, why in lost.items():
             # Once: what a set of images lacks, it lacks at every step.
-            if (said := (stem, why.replace(series.store(file.step).stem, ""))) not in reasons:
+            if (
+                said := (stem, why.replace(series.store(file.step).stem, ""))
+            ) not in reasons:
                 reasons.add(said)
                 say(f"{series.unit} {file.step}: {stem} failed: {why}")
 
@@ -199,20 +224,26 @@ def run(
             series.keep_as(against, end.step)
     if series.ends.get(LAST, files[-1].step) < files[-1].step:
         last = series.ends[LAST]
-        say(f"cka:last compares with {series.unit} {last}, the last one of the first call")
+        say(
+            f"cka:last compares with {series.unit} {last}, the last one of the first call"
+        )
     for number, file in enumerate(todo, 1):
         if attempt(file, measure):
             say(f"[{number}/{len(todo)}] {series.unit} {file.step}: {file.path.name}")
-    return [file for file in failed.values() if file.step not in series.steps_of(DIVERGED)]
+    return [
+        file for file in failed.values() if file.step not in series.steps_of(DIVERGED)
+    ]
 
 
-def cost_line(model: SurveyedModel, n_files: int, n_images: int, keep: str, speed: float) -> str:
+def cost_line(
+    model: SurveyedModel, n_files: int, n_images: int, keep: str, speed: float
+) -> str:
     """Disk and time, estimated."""
     one = n_images * model.bytes_of_tokens
     at_once = n_files if keep == EVERY_STORE else min(n_files, 3)
     seconds = n_files * n_images * model.flops / (EFFICIENCY * speed)
     return (
-        f"{counted(n_files, 'checkpoints')} over {counted(n_images, 'images')}: about "
+        f"{plural(n_files, 'checkpoints')} over {plural(n_images, 'images')}: about "
         f"{human_bytes(at_once * one)} on disk, {describe_time(seconds)} of extraction on this "
         "machine"
     )

@@ -126,8 +126,13 @@ class Monitor:
             raise OptionError(f"every is {every!r}; expected a whole number above 0")
         if most is not None and not 0 < most <= 1:
             raise OptionError(f"most is {most!r}; expected a share above 0, at most 1")
-        self.model, self.every, self.unit, self.most = model, every, unit, most
-        self._transform, self._log, self._say = transform, log, say
+        self.model = model
+        self.every = every
+        self.unit = unit
+        self.most = most
+        self._transform = transform
+        self._log = log
+        self._say = say
         self._begun: float | None = None
         self.seconds = 0.0
         self._latest = 0.0  # seconds of the latest measurement
@@ -138,7 +143,9 @@ class Monitor:
         several = distributed.is_available() and distributed.is_initialized()
         if not several or distributed.get_rank() == 0:
             check_options(options)
-            chosen = measurements(analyses, (FIRST, PREVIOUS), with_train=train is not None)
+            chosen = measurements(
+                analyses, (FIRST, PREVIOUS), with_train=train is not None
+            )
             self._series = Series(
                 Path(output),
                 os.fspath(data),
@@ -155,7 +162,9 @@ class Monitor:
     @property
     def trained_seconds(self) -> float:
         """Time since the first call, without that of measuring."""
-        return 0.0 if self._begun is None else time.perf_counter() - self._begun - self.seconds
+        if self._begun is None:
+            return 0.0
+        return time.perf_counter() - self._begun - self.seconds
 
     @property
     def share(self) -> float:
@@ -177,7 +186,11 @@ class Monitor:
             VitseeError: the first measurement failed. Later failures are rows of the record, and
                 the training goes on.
         """
-        if self._series is None or step == self._step or not (now or step % self.every == 0):
+        if (
+            self._series is None
+            or step == self._step
+            or not (now or step % self.every == 0)
+        ):
             return None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # queued training steps would count as measuring otherwise
@@ -189,22 +202,28 @@ class Monitor:
         start = time.perf_counter()
         tables: dict[str, Table] | None = None
         try:
-            with undisturbed(), without_remarks(self._n_measured > 0):
+            with preserve_rng_and_modes(), without_remarks(self._n_measured > 0):
                 tables = self._measured(self._series, step, start)
         finally:
             self._latest = time.perf_counter() - start
             self.seconds += self._latest
             self._n_measured += 1
         if tables is not None:
-            self._say(f"{self.unit} {step}: measured in {self._latest:.1f} s; {self._cost()}")
+            self._say(
+                f"{self.unit} {step}: measured in {self._latest:.1f} s; {self._cost()}"
+            )
             self._send(tables, step)
         return tables
 
-    def _measured(self, series: Series, step: int, start: float) -> dict[str, Table] | None:
+    def _measured(
+        self, series: Series, step: int, start: float
+    ) -> dict[str, Table] | None:
         """The tables of a step; None if it diverged or failed, which the record says."""
         if self._n_measured == 0 and (gone := series.drop_from(step)):
             again = f"{gone[0]} to {gone[-1]}" if len(gone) > 1 else str(gone[0])
-            self._say(f"{self.unit} {again} of the training before the restart: measured anew")
+            self._say(
+                f"{self.unit} {again} of the training before the restart: measured anew"
+            )
 
         def cells() -> dict[str, Any]:
             return self._cells(time.perf_counter() - start)
@@ -218,7 +237,9 @@ class Monitor:
             return None
         except Interrupted as error:
             series.record(step, FAILED, str(error), **cells())
-            signal.raise_signal(signal.Signals[error.signal_name])  # for the training's own handler
+            signal.raise_signal(
+                signal.Signals[error.signal_name]
+            )  # for the training's own handler
             return None
         except Exception as error:
             if self._n_measured == 0:
@@ -247,7 +268,8 @@ class Monitor:
         """Whether measuring would take more than `most` of the training time; this is recorded."""
         if self.most is None or self._n_measured == 0:
             return False
-        expected, trained = self.seconds + self._latest, self.trained_seconds
+        expected = self.seconds + self._latest
+        trained = self.trained_seconds
         if expected <= self.most * trained:
             return False
         share = f"{100 * expected / trained:.1f} %" if trained > 0 else "all"
@@ -323,19 +345,27 @@ def cpu_copy(module: nn.Module) -> nn.Module:
         """Have this tensor copied to the CPU, cut off from its graph."""
         own = tensor.detach().to("cpu", copy=True)
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(own, own.is_floating_point()) if is_parameter else own
+        memo[id(tensor)] = (
+            nn.Parameter(own, own.is_floating_point()) if is_parameter else own
+        )
 
     forwards: list[tuple[str, str]] = []
     for name, child in module.named_modules():
         if "_orig_mod" in child._modules:
             continue
-        for value in (*child._parameters.values(), *child._buffers.values(), *vars(child).values()):
+        for value in (
+            *child._parameters.values(),
+            *child._buffers.values(),
+            *vars(child).values(),
+        ):
             if isinstance(value, torch.Tensor):
                 keep(value)
         for key, value in vars(child).items():
             if key in HOOKS and value:
                 kinds = {k: type(hook).__module__ for k, hook in value.items()}
-                kept = [k for k, kind in kinds.items() if kind.startswith("torch.nn.utils.")]
+                kept = [
+                    k for k, kind in kinds.items() if kind.startswith("torch.nn.utils.")
+                ]
                 memo[id(value)] = OrderedDict((k, value[k]) for k in kept)
         if "forward" in vars(child):
             forwards.append((name.replace("._orig_mod", ""), _plain_forward(name, child)))
@@ -347,7 +377,9 @@ def cpu_copy(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         kind = type(module).__name__
-        raise ModelError(f"{kind} cannot be copied: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{kind} cannot be copied: {str(error).splitlines()[0]}"
+        ) from error
     for name, key in forwards:
         child = copied.get_submodule(name)
         child.forward = vars(child).pop(key)
@@ -367,14 +399,17 @@ def _plain_forward(name: str, module: nn.Module) -> str:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def preserve_rng_and_modes() -> Iterator[None]:
     """Context with autocast off, gradients on and float32 as the default type, at whose end the
     process is as before: random state (Python, NumPy, torch on the CPU and on GPUs), default type
     and device, torch's threads, and filters of warnings."""
     gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if gpus else []
-    dtype, n_threads = torch.get_default_dtype(), torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    n_threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.inference_mode(False))

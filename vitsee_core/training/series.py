@@ -34,17 +34,27 @@ from vitsee_core.tables.steps import RECORD
 from vitsee_core.types import pl
 from vitsee_stores import Store, open_store, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError, reason
-from vitsee_stores.manifest import few, jsonable
+from vitsee_stores.manifest import abbreviate, jsonable
 
-FIRST, LAST, PREVIOUS = "first", "last", "previous"
-MEASURED, DIVERGED, FAILED, SKIPPED = "measured", "diverged", "failed", "skipped"
-TABLES, EVERY_STORE = "tables", "stores"
+FIRST = "first"
+LAST = "last"
+PREVIOUS = "previous"
+MEASURED = "measured"
+DIVERGED = "diverged"
+FAILED = "failed"
+SKIPPED = "skipped"
+TABLES = "tables"
+EVERY_STORE = "stores"
 KEEPS = (TABLES, EVERY_STORE)
 # Classifiers learn from one vector per image: a store to train on keeps nothing else.
 OF_TRAIN: dict[str, Any] = {"tokens": ("pooled",), "attention": "none", "residual": False}
 
 
-OF_THIS_PROCESS = ("device", "workers", "batch_size")  # options that do not change numbers
+OF_THIS_PROCESS = (
+    "device",
+    "workers",
+    "batch_size",
+)  # options that do not change numbers
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,12 @@ def measurements(
     """
     given = analyses if isinstance(analyses, Mapping) else {name: {} for name in analyses}
     if isinstance(analyses, str) or not given:
-        raise OptionError(f"analyses are {analyses!r}; expected a list of names of commands")
+        raise OptionError(
+            f"analyses are {analyses!r}; expected a list of names of commands"
+        )
     return [
-        _measurement(name, dict(options), references, with_train) for name, options in given.items()
+        _measurement(name, dict(options), references, with_train)
+        for name, options in given.items()
     ]
 
 
@@ -108,11 +121,15 @@ def _measurement(
             f"{command} has no keyword {unknown[0]!r}; it has {', '.join(parameters)}"
         )
     if colon and against not in references:
-        raise OptionError(f"{name!r}; expected {command}, or with : one of {', '.join(references)}")
+        raise OptionError(
+            f"{name!r}; expected {command}, or with : one of {', '.join(references)}"
+        )
     if colon and "pairs" in parameters:
         options.setdefault("pairs", "same-depth")
     if learns and not with_train:
-        raise OptionError(f"{command} learns from images: give train=, others of the same classes")
+        raise OptionError(
+            f"{command} learns from images: give train=, others of the same classes"
+        )
     stem = f"{command}-{against}" if colon else command
     return Measurement(stem, run, options, against, learns)
 
@@ -163,9 +180,14 @@ class Series:
     ) -> None:
         if keep not in KEEPS:
             raise OptionError(f"keep is {keep!r}; expected {' or '.join(KEEPS)}")
-        self.folder, self.data, self.analyses = folder, data, list(analyses)
-        self.name, self.unit, self.keep = name, unit, keep
-        self.train, self.train_images = train, train_images
+        self.folder = folder
+        self.data = data
+        self.analyses = list(analyses)
+        self.name = name
+        self.unit = unit
+        self.keep = keep
+        self.train = train
+        self.train_images = train_images
         self.options = dict(options or {})
         check_place(folder / RECORD, images=data)
         self._results: dict[str, Result] = {}
@@ -185,21 +207,26 @@ class Series:
             str(path) for one in self.analyses if (path := self._place(one.stem)).exists()
         ]:
             raise VitseeError(
-                f"{few(there)} would be replaced, and {folder} has no record of steps; choose "
+                f"{abbreviate(there)} would be replaced, and {folder} has no record of "
+                "steps; choose "
                 "another folder"
             )
         try:
             for part in (STORES, RESULTS):
                 (folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise VitseeError(f"cannot make the folder {folder}: {reason(error)}") from None
+            raise VitseeError(
+                f"cannot make the folder {folder}: {reason(error)}"
+            ) from None
 
     def _go_on(self, resume: bool) -> None:
         """Read what is there. Raises VitseeError: it is not wanted, or something else."""
         record = self.folder / RECORD
         before = read_result(record)
         if not {self.unit, "status"} <= set(before.table.frame.columns):
-            raise VitseeError(f"{record} is no record of a model's steps; choose another folder")
+            raise VitseeError(
+                f"{record} is no record of a model's steps; choose another folder"
+            )
         if not resume:
             raise VitseeError(
                 f"{self.folder} has {len(before.table)} {self.unit}s of a model: give resume=True "
@@ -228,7 +255,9 @@ class Series:
         """The steps that ended so, ascending."""
         if RECORD not in self._results:
             return []
-        found: list[int] = self._results[RECORD].frame.filter(status=status)[self.unit].to_list()
+        found: list[int] = (
+            self._results[RECORD].frame.filter(status=status)[self.unit].to_list()
+        )
         return found
 
     def store(self, step: int, images: str = "") -> Path:
@@ -266,11 +295,26 @@ class Series:
         if any(one.learns for one in self.analyses):
             n = self.train_images
             images: dict[str, Any] = {} if n is None else {"images": n}
-            own = {k: v for k, v in self.options.items() if k not in ("sites", *OF_TRAIN, "grams",
-                   "inputs", "erf", "images", "per_class", "only")}  # fmt: skip
+            own = {
+                k: v
+                for k, v in self.options.items()
+                if k
+                not in (
+                    "sites",
+                    *OF_TRAIN,
+                    "grams",
+                    "inputs",
+                    "erf",
+                    "images",
+                    "per_class",
+                    "only",
+                )
+            }
             place = self.store(step, "train")
             assert self.train is not None
-            train = extract(model, self.train, place, force=True, **own, **OF_TRAIN, **images)
+            train = extract(
+                model, self.train, place, force=True, **own, **OF_TRAIN, **images
+            )
         tables: dict[str, Table] = {}
         failed: dict[str, str] = {}
         for one in self.analyses:
@@ -278,7 +322,11 @@ class Series:
                 other = self._reference(one.against, step) if one.against else None
                 if one.against and other is None:
                     continue
-                stores = [s for s in (other, train if one.learns else None, store) if s is not None]
+                stores = [
+                    s
+                    for s in (other, train if one.learns else None, store)
+                    if s is not None
+                ]
                 tables[one.stem] = one.run(*stores, **one.options)
             except VitseeError as error:
                 failed[one.stem] = str(error)
@@ -310,7 +358,9 @@ class Series:
         except IdentityMismatch:
             store = extract(model, self.data, place, force=True, **self.options)
         fingerprint = store.manifest.samples_fingerprint
-        if (first := self._notes.setdefault("samples_fingerprint", fingerprint)) != fingerprint:
+        if (
+            first := self._notes.setdefault("samples_fingerprint", fingerprint)
+        ) != fingerprint:
             raise VitseeError(
                 f"{self.data} has other images now than at the first {self.unit} (fingerprint "
                 f"{fingerprint[:8]}, then {first[:8]}); values of other images are not compared"
@@ -329,15 +379,20 @@ class Series:
         rows = self._results[RECORD].frame.filter(pl.col(self.unit) == step)
         found: list[dict[str, Any]] = rows.to_dicts()
         return any(
-            row["status"] in (MEASURED, DIVERGED) and all(row.get(k) == v for k, v in cells.items())
+            row["status"] in (MEASURED, DIVERGED)
+            and all(row.get(k) == v for k, v in cells.items())
             for row in found
         )
 
     def _reference(self, against: str, step: int) -> Store | None:
         """The store that a step's is compared with; None if it is its own, or was never made.
         Raises StoreError: it is gone."""
-        chosen = self._ends([one for one in self.steps_of(MEASURED) if one < step]).get(against)
-        return None if chosen is None or chosen == step else open_store(self.store(chosen))
+        chosen = self._ends([one for one in self.steps_of(MEASURED) if one < step]).get(
+            against
+        )
+        if chosen is None or chosen == step:
+            return None
+        return open_store(self.store(chosen))
 
     def _ends(self, steps: Sequence[int]) -> dict[str, int | None]:
         """The steps that others are compared with, of these that were measured."""
@@ -366,7 +421,9 @@ class Series:
         labels = {self.store(one).stem for one in gone}
         for result in self._results.values():
             result.frame = result.frame.filter(pl.col(self.unit) < step)
-            result.stores = [entry for entry in result.stores if entry.get("label") not in labels]
+            result.stores = [
+                entry for entry in result.stores if entry.get("label") not in labels
+            ]
         for one in gone:
             self._remove(one)
         return gone
@@ -381,26 +438,34 @@ class Series:
     def _put(self, stem: str, step: int, own: Table, given: Mapping[str, Any]) -> None:
         """Replace the rows of a step, and write the table. given: see `describe_run`."""
         before = self._results.get(stem)
-        frame, stores = own.written, list(given.get("stores", []))
+        frame = own.written
+        stores = list(given.get("stores", []))
         if before is not None:
             others = before.frame.filter(pl.col(self.unit) != step)
-            frame = Table.concat([others, frame]).frame.sort(self.unit, maintain_order=True)
+            frame = Table.concat([others, frame]).frame.sort(
+                self.unit, maintain_order=True
+            )
             labels = {entry.get("label") for entry in stores}
             stores = [s for s in before.stores if s.get("label") not in labels] + stores
         self._results[stem] = Result(frame, own.notes, stores)
         path = self._place(stem)
         data = table_bytes(frame, ".csv")
         sidecar = sidecar_bytes(frame, own.notes, {**given, "stores": stores}, data)
-        write_files({path.with_name(f"{path.name}.json"): sidecar, path: data}, force=True)
+        write_files(
+            {path.with_name(f"{path.name}.json"): sidecar, path: data}, force=True
+        )
 
 
 def check_finite(module: nn.Module, name: str) -> None:
     """Raise NotFinite if a weight or buffer of a model is NaN or inf: names them."""
-    tensors = [(key, x) for key, x in module.state_dict().items() if x.is_floating_point()]
+    tensors = [
+        (key, x) for key, x in module.state_dict().items() if x.is_floating_point()
+    ]
     broken = [key for key, x in tensors if not bool(x.isfinite().all())]
     if broken:
         raise NotFinite(
-            f"{name} has NaN or inf in {len(broken)} of {len(tensors)} weights: {few(broken)}"
+            f"{name} has NaN or inf in {len(broken)} of {len(tensors)} weights: "
+            f"{abbreviate(broken)}"
         )
 
 
@@ -433,7 +498,9 @@ def scalars(stem: str, table: Table) -> dict[str, float]:
     )
     found = {}
     for row in means.iter_rows(named=True):
-        site = " ~ ".join(dict.fromkeys(str(row[name]) for name in sites if row[name] is not None))
+        site = " ~ ".join(
+            dict.fromkeys(str(row[name]) for name in sites if row[name] is not None)
+        )
         parts = [stem, row["metric"], site, *(f"{name}={row[name]}" for name in settings)]
         found["/".join(part for part in parts if part)] = float(row["value"])
     return found

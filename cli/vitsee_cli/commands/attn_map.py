@@ -30,7 +30,9 @@ def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """`ROW,COL` of the token grid, or `FRAME,ROW,COL`."""
     cell = text if isinstance(text, tuple) else parse_place(text)
     if cell is None:
-        raise click.BadParameter(f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5")
+        raise click.BadParameter(
+            f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5"
+        )
     return cell
 
 
@@ -126,7 +128,9 @@ def command(
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
     options.only_with("--kind aligned", parameters["kind"] == "aligned", "coverage")
-    options.only_with("a --kind that is drawn as maps", parameters["kind"] not in CURVES, "scale")
+    options.only_with(
+        "a --kind that is drawn as maps", parameters["kind"] not in CURVES, "scale"
+    )
     run_analysis(
         attn_map.run,
         attn_map.ANALYSIS.draw,

@@ -14,7 +14,13 @@ from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file
 from vitsee_core.analyses import best_layer
 from vitsee_core.analyses.best_layer.figures import ENDINGS, BestTable
-from vitsee_core.pages.report.outputs import Outputs, check_outputs, is_up_to_date, touch, write_results
+from vitsee_core.pages.report.outputs import (
+    Outputs,
+    check_outputs,
+    is_up_to_date,
+    touch,
+    write_results,
+)
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of
 from vitsee_core.tables.results import read_result
@@ -24,7 +30,9 @@ from vitsee_stores.errors import VitseeError
 QUESTION = RESULTS
 
 
-def metrics_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+def metrics_of_results(
+    ctx: click.Context, _: click.Parameter, incomplete: str
+) -> list[str]:
     """The metrics in the RESULTS typed before, for the shell to complete."""
     found: dict[str, None] = {}
     for word in ctx.args:  # click has not named them yet: an option still lacks its value
@@ -109,10 +117,14 @@ def command(
     where that excludes 0.
     """
     if paired is not None and printed is not None:
-        raise click.UsageError("--table prints the best layers; --paired has no such table")
+        raise click.UsageError(
+            "--table prints the best layers; --paired has no such table"
+        )
     inputs = [p for r in results for p in Outputs(r.path, with_replicates=True).paths()]
     if paired is not None and best_token:
-        raise click.UsageError("--best-token adds a task to the best layers; leave --paired out")
+        raise click.UsageError(
+            "--best-token adds a task to the best layers; leave --paired out"
+        )
     check_outputs(outputs, inputs=inputs)
     if printed is not None:
         ending_of(printed, ENDINGS, "--table")

@@ -14,7 +14,9 @@ from vitsee_stores.url import Place
 
 QUESTION = STORES
 
-_places = click.argument("places", metavar="[STORE|FOLDER]...", nargs=-1, type=parse_place)
+_places = click.argument(
+    "places", metavar="[STORE|FOLDER]...", nargs=-1, type=parse_place
+)
 
 
 @click.group()
@@ -51,21 +53,24 @@ def ls(places: tuple[Place, ...]) -> None:
 
 
 @command.command("rm")
-@click.argument("places", metavar="STORE|FOLDER...", nargs=-1, type=parse_place, required=True)
+@click.argument(
+    "places", metavar="STORE|FOLDER...", nargs=-1, type=parse_place, required=True
+)
 def rm(places: tuple[Place, ...]) -> None:
     """Remove the caches of STOREs or below FOLDERs.
 
     Only files of Gram matrices and indexes of tar files are removed, and folders that are empty
     then. Commands that use them at the same time make them again.
     """
-    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.similarity.cache import caches_of
 
     found = caches_of(places)
     for cache in found:
         cache.remove()
-    n, size = sum(c.n_matrices for c in found), sum(c.size_bytes for c in found)
+    n = sum(c.n_matrices for c in found)
+    size = sum(c.size_bytes for c in found)
     indexes = sum(not c.n_matrices for c in found)
-    freed = f"{counted(n, 'Gram matrices')} in {counted(len(found) - indexes, 'folders')}"
-    more = f", {counted(indexes, 'index files')} of tar files" if indexes else ""
+    freed = f"{plural(n, 'Gram matrices')} in {plural(len(found) - indexes, 'folders')}"
+    more = f", {plural(indexes, 'index files')} of tar files" if indexes else ""
     console.say(f"removed {freed}{more}, {human_bytes(size)}")

@@ -28,7 +28,9 @@ QUESTION = STORES
     help="Where stores, tables, pictures and the report go.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Two models and fewer images.  [default: every command, once]"
+    "--quick",
+    is_flag=True,
+    help="Two models and fewer images.  [default: every command, once]",
 )
 @click.option(
     "--real",
@@ -80,7 +82,9 @@ def command(
 
     others = real or pretrained
     options.only_with("--real or --pretrained", others, "yes")
-    options.only_with("the bundled models (no --real, no --pretrained)", not others, "quick")
+    options.only_with(
+        "the bundled models (no --real, no --pretrained)", not others, "quick"
+    )
     options.only_with("--real alone", not real, "pretrained")
     if others:
         made = _real(output, yes, dry_run, weights=real)
@@ -96,7 +100,9 @@ def command(
     )
 
 
-def _real(folder: Path, yes: bool, dry_run: bool, *, weights: bool) -> tuple[dict[str, Path], Path]:
+def _real(
+    folder: Path, yes: bool, dry_run: bool, *, weights: bool
+) -> tuple[dict[str, Path], Path]:
     """The models by name and the folder of photographs, made where they are missing."""
     from vitsee_core.study import real
 
@@ -104,7 +110,9 @@ def _real(folder: Path, yes: bool, dry_run: bool, *, weights: bool) -> tuple[dic
         for line in missing:
             console.say(f"to download: {line}")
         if dry_run:
-            raise VitseeError("the steps are planned from what is there: download it first (--yes)")
+            raise VitseeError(
+                "the steps are planned from what is there: download it first (--yes)"
+            )
         if not yes and not (sys.stdin.isatty() and click.confirm("Download?", err=True)):
             raise VitseeError("nothing was downloaded; agree with --yes")
     return real.make(folder, console.say, weights=weights), folder / real.PHOTOS

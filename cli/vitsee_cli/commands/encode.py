@@ -117,14 +117,22 @@ def command(
     (opened,) = options.open_stores((store,))
     chosen = for_sites(opened, files, sites, Overrides(**overrides))
     made, found = encode_store(
-        opened, {site: one for site, (one, _) in chosen.items()}, output,
+        opened,
+        {site: one for site, (one, _) in chosen.items()},
+        output,
         names={site: path.name for site, (_, path) in chosen.items()},
-        dtype=dtype, force=force, command=" ".join(console.command_line()),
-        execution=Execution(device=device, memory=memory, progress=console.Reporter("encode")),
-    )  # fmt: skip
+        dtype=dtype,
+        force=force,
+        command=" ".join(console.command_line()),
+        execution=Execution(
+            device=device, memory=memory, progress=console.Reporter("encode")
+        ),
+    )
     if table is not None:
         found.write(table, force=force)
     console.out(f"{output}: {made.n_images} images")
     for rows in found.frame.partition_by("site", maintain_order=True):
         values = rows.select("metric", "value").rows()
-        console.out(f"{rows['site'][0]}: " + ", ".join(f"{name} {v:.4g}" for name, v in values))
+        console.out(
+            f"{rows['site'][0]}: " + ", ".join(f"{name} {v:.4g}" for name, v in values)
+        )

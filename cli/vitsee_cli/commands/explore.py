@@ -59,8 +59,12 @@ IMAGES = 12
     "with its model.  [default: what is stored]",
 )
 @recompute_options
-@click.option("--title", metavar="TEXT", help="Of the page.  [default: the stores' names]")
-@click.option("--note", metavar="TEXT", default="", help="A line below the title.  [default: none]")
+@click.option(
+    "--title", metavar="TEXT", help="Of the page.  [default: the stores' names]"
+)
+@click.option(
+    "--note", metavar="TEXT", default="", help="A line below the title.  [default: none]"
+)
 @options.seed_option
 @options.force_option
 @options.allow_partial_option
@@ -96,19 +100,26 @@ def command(
       $ vitsee explore dino=a.zarr mae=b.zarr --images 24 --pick random -o both.html
       $ vitsee explore b16.zarr --image cat.jpg --image dog.jpg --recompute -o pets.html
     """
-    from vitsee_core.pages.explore import explore
     from vitsee_core.images.selection import read_only
     from vitsee_core.models.provenance import Provenance
-    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.pages.explore import explore
+    from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.tables.files import check_new_files, check_place
     from vitsee_core.tables.formats import ending_of
 
     ending_of(output, (".html", ".htm"), "-o")
     check_new_files([output], force=force)
     check_place(output, images=data or "")
-    named = [*image, *(line for _, line in (read_only(ids, "--ids") if ids is not None else ()))]
-    options.only_with("images that are picked (no --image, --ids)", not named, "images", "pick")
-    options.only_with("--recompute", chosen["recompute"], "checkpoint", "trust_store", "device")
+    named = [
+        *image,
+        *(line for _, line in (read_only(ids, "--ids") if ids is not None else ())),
+    ]
+    options.only_with(
+        "images that are picked (no --image, --ids)", not named, "images", "pick"
+    )
+    options.only_with(
+        "--recompute", chosen["recompute"], "checkpoint", "trust_store", "device"
+    )
     made = explore(
         *options.open_stores(stores, allow_partial=allow_partial),
         output=output,
@@ -120,7 +131,7 @@ def command(
     )
     console.out(str(output))
     console.say(
-        f"{counted(made.n_images, made.examples)}, {counted(made.n_sites, 'layers')}, "
+        f"{plural(made.n_images, made.examples)}, {plural(made.n_sites, 'layers')}, "
         f"{human_bytes(output.stat().st_size)}; cosines are within {made.p99:.2g} of those of the "
         f"stored features for 99 of 100 pairs of patches, within {made.largest:.2g} for all"
     )

@@ -104,11 +104,19 @@ def command(
     execution = Execution(progress=console.Reporter("export"), **frame)
     if kind == "saev":
         line = str(
-            export_saev(opened, [site], output, tokens=tokens, force=force, execution=execution)
+            export_saev(
+                opened, [site], output, tokens=tokens, force=force, execution=execution
+            )
         )
     else:
         shape = export(
-            opened, site, output, tokens=tokens, dtype=dtype, force=force, execution=execution
+            opened,
+            site,
+            output,
+            tokens=tokens,
+            dtype=dtype,
+            force=force,
+            execution=execution,
         )
         line = f"{output}: {' x '.join(map(str, shape))}"
     if samples is not None:

@@ -30,7 +30,7 @@ from vitsee_core.extraction.options import (
     Request,
     RunOptions,
 )
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import soon_said
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ QUESTION = STORES
 
 
 @click.command(cls=SectionedCommand)
-@section("Model", model_options, ablate_skip_option, intervention_options, precision_option)
+@section(
+    "Model", model_options, ablate_skip_option, intervention_options, precision_option
+)
 @section("Data", data_options)
 @section("What to keep", store_output_option, keep_options)
 @section("Running", run_options)
@@ -80,18 +82,22 @@ def command(model: ModelOptions, **given: Any) -> None:
     dask = given.pop("dask")
     if given.pop("plan"):
         if dask is not None:
-            raise click.UsageError("--plan is of jobs that need no cluster: leave out --dask")
+            raise click.UsageError(
+                "--plan is of jobs that need no cluster: leave out --dask"
+            )
         show_script(asked(), given["shard"])
         return
     if dask is not None and (given["shard"] is not None or given["dry_run"]):
-        raise click.UsageError("--dask gives the slabs out itself: leave out --shard and --dry-run")
+        raise click.UsageError(
+            "--dask gives the slabs out itself: leave out --shard and --dry-run"
+        )
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
     request = asked()
     run = request.run
     again = not (run.dry_run or run.force)
     if again and (plan := complete_plan(run.command, run.output)) is not None:
-        examples = counted(plan.n_images, plan.examples)
+        examples = plural(plan.n_images, plan.examples)
         console.say(
             f"{run.output} is complete ({examples}): nothing to do (this "
             f"command made it; its model and {plan.examples} were not read again)"
@@ -120,7 +126,9 @@ def show_script(asked: Request, shard: str | None) -> None:
     from vitsee_core.runtime.command_lines import without_options
 
     if shard not in (None, "slurm", "claims") or asked.run.dry_run:
-        raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
+        raise click.UsageError(
+            "--plan numbers the shards itself: leave out --shard and --dry-run"
+        )
     words = without_options(console.command_line(), ["--plan", "--shard"])
     console.out(plan_array(words, asked, shard or "slurm").rstrip())
 
@@ -130,7 +138,9 @@ class SlabReporter(console.Reporter):
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         if unit in ("images", "clips"):
-            signals.keeps("at once: committed slabs are kept; repeat the command to resume")
+            signals.keeps(
+                "at once: committed slabs are kept; repeat the command to resume"
+            )
         super().start(total, done, unit)
 
 
@@ -159,8 +169,8 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     free = free_disk_bytes(scratch_folder(run.output))
     left = f"; {human_bytes(free)} free" if isinstance(run.output, Path) else ""
     console.say(
-        f"{run.output}: {human_bytes(total.size_bytes)} in {counted(total.n_files, 'files')} for "
-        f"{counted(plan.n_images, plan.examples)} in slabs of {plan.slab}, "
+        f"{run.output}: {human_bytes(total.size_bytes)} in {plural(total.n_files, 'files')} for "
+        f"{plural(plan.n_images, plan.examples)} in slabs of {plan.slab}, "
         f"{human_bytes(total.size_bytes / plan.n_images)} per {plan.examples[:-1]}"
         f"{left}; nothing was written"
     )
@@ -176,7 +186,7 @@ def report(outcome: Outcome, output: Place) -> None:
         console.warn(line)
     if outcome.n_images:
         console.say(
-            f"{counted(outcome.n_images, outcome.examples)} in {outcome.seconds:.1f} s "
+            f"{plural(outcome.n_images, outcome.examples)} in {outcome.seconds:.1f} s "
             f"({outcome.n_images / outcome.seconds:.1f} {outcome.examples}/s), "
             f"{human_bytes(outcome.size_bytes)} written; {outcome.stages()}"
         )

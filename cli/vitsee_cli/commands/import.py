@@ -12,7 +12,7 @@ from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.extraction_options import store_output_option
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -93,11 +93,16 @@ def command(
 
     (opened,) = options.open_stores((like,)) if like is not None else (None,)
     store = import_arrays(
-        files, output, like=opened, tokens=Tokens(prefix, _grid(grid)), **given,
-        command=" ".join(console.command_line()), progress=console.Reporter("import"),
-    )  # fmt: skip
-    sites = counted(len(store.sites), "sites")
-    console.out(f"{output}: {counted(store.n_images, 'images')}, {sites}")
+        files,
+        output,
+        like=opened,
+        tokens=Tokens(prefix, _grid(grid)),
+        **given,
+        command=" ".join(console.command_line()),
+        progress=console.Reporter("import"),
+    )
+    sites = plural(len(store.sites), "sites")
+    console.out(f"{output}: {plural(store.n_images, 'images')}, {sites}")
 
 
 def _grid(text: str | None) -> tuple[int, int] | None:

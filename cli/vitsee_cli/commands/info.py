@@ -17,7 +17,7 @@ from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_place
 from vitsee_core.runtime.command_lines import resuming
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import examples_of
 from vitsee_stores.errors import VitseeError
@@ -83,13 +83,16 @@ def _field_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     line = json.dumps(value)
-    return line if len(line) <= FIELD_WIDTH else json.dumps(value, indent=2)
+    if len(line) <= FIELD_WIDTH:
+        return line
+    return json.dumps(value, indent=2)
 
 
 def find(record: Any, field: str) -> Any:
     """The value at a dotted path; a key may hold dots itself (`sites.blocks.3.out`). Raises
     VitseeError: there is none; names what is there."""
-    value, rest = record, field.split(".")
+    value = record
+    rest = field.split(".")
     while rest:
         for n in range(len(rest), 0, -1):
             key = ".".join(rest[:n])
@@ -108,9 +111,12 @@ def find(record: Any, field: str) -> Any:
 
 def _instead(value: Any, key: str) -> str:
     if isinstance(value, Mapping):
-        names = difflib.get_close_matches(key, list(map(str, value)), n=3) or list(value)[:20]
+        names = (
+            difflib.get_close_matches(key, list(map(str, value)), n=3) or list(value)[:20]
+        )
         return (
-            f"there is: {', '.join(map(str, names)) or 'nothing'} (run: vitsee info STORE --json)"
+            f"there is: {', '.join(map(str, names)) or 'nothing'} (run: vitsee info "
+            "STORE --json)"
         )
     if isinstance(value, list):
         return f"the list there has {len(value)} entries, counted from 0"
@@ -148,7 +154,9 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
             str(record["model"].get("name", "")),
             record["weights"],
             str(record["info"].get("data", {}).get("data", "")),
-            str(record["attention"]["level"]) if record["attention"]["groups"] else "none",
+            str(record["attention"]["level"])
+            if record["attention"]["groups"]
+            else "none",
             *(str(len(record[of] or ())) for of in ("class_names",)),
             str(record["n_images"]),
             slabs if record["complete"] else f"{slabs}, unfinished",
@@ -163,19 +171,25 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     from vitsee_stores.manifest import by_reason
 
-    model, weights = record["model"], record["model"].get("weights", {})
-    identity, data = record["identity"], record["info"].get("data", {})
-    transform, erf = record["transform"], record["erf"]
-    every = counted(record["n_slabs"], "slabs")
+    model = record["model"]
+    weights = record["model"].get("weights", {})
+    identity = record["identity"]
+    data = record["info"].get("data", {})
+    transform = record["transform"]
+    erf = record["erf"]
+    every = plural(record["n_slabs"], "slabs")
     examples = examples_of(record)
-    slabs = f"{record['n_committed']} of {every} of {counted(record['slab'], examples)}"
-    rows = counted(record["n_images"], examples)
+    slabs = f"{record['n_committed']} of {every} of {plural(record['slab'], examples)}"
+    rows = plural(record["n_images"], examples)
     if record["n_valid"] is not None:
         rows += f", {record['n_valid']} of them stored and readable"
     unread = [name for name in ("n_valid", "labels") if record[name] is None]
     damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
     facts = [
-        ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
+        (
+            "store",
+            f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})",
+        ),
         ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
         ("damaged", damaged if unread else ""),
         *(("generation", _generation(one, record)) for one in record["generations"][1:]),
@@ -200,7 +214,10 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("frames", _clips(record.get("clip"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
-        ("erf", erf and f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images"),
+        (
+            "erf",
+            erf and f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images",
+        ),
         ("classes", _count(record["class_names"] or (), "classes")),
         ("labels", _labels(record["labels"] or (), examples)),
     ]
@@ -209,7 +226,10 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         command = str(maker.get("command", "unknown"))
         where = _listed(maker, ("host", "device", "shard"))
         facts.append(
-            ("made by", f"{command} ({counted(maker['n_slabs'], 'slabs')}{where and ', ' + where})")
+            (
+                "made by",
+                f"{command} ({plural(maker['n_slabs'], 'slabs')}{where and ', ' + where})",
+            )
         )
     return [(name, text) for name, text in facts if text]
 
@@ -220,7 +240,9 @@ def _clips(clip: Mapping[str, Any] | None) -> str:
         return ""
     every = "evenly spread" if clip["every"] is None else f"every {clip['every']}"
     one_by_one = ", one by one" if clip["by_frame"] else ""
-    return f"{counted(clip['frames'], 'frames')} of each, {every}, {clip['time']}{one_by_one}"
+    return (
+        f"{plural(clip['frames'], 'frames')} of each, {every}, {clip['time']}{one_by_one}"
+    )
 
 
 def _missing(runs: Sequence[Sequence[int]]) -> str:
@@ -235,17 +257,17 @@ def _missing(runs: Sequence[Sequence[int]]) -> str:
 
 def _generation(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """`2 adds 7 sites (blocks.0.norm1, ...), 3.1 MB, 2026-01-01T00:00:00Z: vitsee extract ...`."""
-    from vitsee_stores.manifest import few
+    from vitsee_stores.manifest import abbreviate
 
     before = record["generations"][one["number"] - 2]["rows"][1]
     first, last = one["rows"]
-    what = f"{_count(one['sites'], 'sites')} ({few(one['sites'])})"
+    what = f"{_count(one['sites'], 'sites')} ({abbreviate(one['sites'])})"
     if last > before:
         again = f", and has rows {first} to {before} anew" if first <= before else ""
         what = f"rows {before + 1} to {last}{again}"
     when = one["committed"]
     if not one["complete"]:
-        done = f"{one['n_committed']} of {counted(one['n_slabs'], 'slabs')}"
+        done = f"{one['n_committed']} of {plural(one['n_slabs'], 'slabs')}"
         when = f"being added ({done}), not read yet"
     size = console.human_bytes(one["size_bytes"])
     return f"{one['number']} adds {what}, {size}, {when}: {one['command'] or 'unknown'}"
@@ -259,24 +281,32 @@ def _claim(claim: Mapping[str, Any]) -> str:
 
 def _resumed_by(record: Mapping[str, Any]) -> str:
     """The command that makes the missing slabs, for the folder that this process is in."""
-    info, path = record["info"], record["path"]
-    folder, here = info.get("data_folder"), os.getcwd()
+    info = record["info"]
+    path = record["path"]
+    folder = info.get("data_folder")
+    here = os.getcwd()
     elsewhere = isinstance(folder, str) and folder != here
     store = os.path.abspath(path) if elsewhere and "://" not in path else path
     line = resuming(str(info.get("command", "")), store)
     if line is None:
         return "the same vitsee extract, or vitsee.extract, as before"
-    return f"cd {shlex.quote(folder)} && {line}" if elsewhere else line
+    if elsewhere:
+        return f"cd {shlex.quote(folder)} && {line}"
+    return line
 
 
-def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+def _site_cells(
+    name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> list[str]:
     shape = "x".join(map(str, site["shape"]))
     if "alias_of" in site:
         return [name, shape, "", "", "", "", "", f"= {site['alias_of']}"]
     below = tuple(f"{folder}/{name}/" for folder in ("acts", "pooled", "grams"))
     whole = (f"vectors/{name}", f"erf/{name}")
     size = sum(
-        a["size_bytes"] for path, a in arrays.items() if path.startswith(below) or path in whole
+        a["size_bytes"]
+        for path, a in arrays.items()
+        if path.startswith(below) or path in whole
     )
     return [
         name,
@@ -326,8 +356,9 @@ def _labels(labels: Sequence[Mapping[str, Any]], examples: str) -> str:
     if len(named) <= SHOWN_LABELS:
         return ", ".join(named)
     counts = [one["n_images"] for one in labels]
-    low, high = min(counts), max(counts)
-    each = counted(low, examples) if low == high else f"{low} to {high} {examples}"
+    low = min(counts)
+    high = max(counts)
+    each = plural(low, examples) if low == high else f"{low} to {high} {examples}"
     return f"{len(named)} labels, {each} each (-f labels)"
 
 
@@ -341,11 +372,13 @@ def _grams(record: Mapping[str, Any]) -> str:
 def _listed(record: Mapping[str, Any] | None, keys: Sequence[str]) -> str:
     """`key value, key value` of the entries that are not empty; the first without its key."""
     record = record or {}
-    kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]
+    kept = [
+        (key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})
+    ]
     texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
     return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
 
 
 def _count(items: Any, nouns: str) -> str:
     """`3 blocks`; empty for none."""
-    return counted(len(items), nouns) if items else ""
+    return plural(len(items), nouns) if items else ""

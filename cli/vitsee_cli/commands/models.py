@@ -21,7 +21,9 @@ QUESTION = STORES
 @click.command()
 @options.defaults_of(catalogue.run)
 @click.argument("pattern", metavar="GLOB", shell_complete=one_of(model_names))
-@click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes only.")
+@click.option(
+    "--names", "names_only", is_flag=True, help="Names, tags and input sizes only."
+)
 @click.option(
     "--prove",
     is_flag=True,

@@ -25,7 +25,9 @@ def _two_numbers(text: Any, expected: str) -> tuple[float, float]:
     if isinstance(text, tuple):
         return text
     try:
-        first, second = (FiniteRange().convert(part, None, None) for part in text.split(","))
+        first, second = (
+            FiniteRange().convert(part, None, None) for part in text.split(",")
+        )
     except (ValueError, click.UsageError):
         raise click.BadParameter(f"{text!r}; expected {expected}") from None
     return first, second
@@ -180,13 +182,16 @@ def command(
     from vitsee_core.figures.plotting import figure_bytes
     from vitsee_core.pages.report.redrawing import redraw
 
-    x, groups = chosen["x"], chosen["group_by"]
+    x = chosen["x"]
+    groups = chosen["group_by"]
     if chosen["by"] and not x:
         raise click.UsageError("--by is of a chart along --x FIELD")
     if chosen["attributes"] is not None and not (x or groups):
         raise click.UsageError("--attributes are of --x FIELD or --group-by FIELD")
     if x and groups:
-        raise click.UsageError("a chart along --x has curves --by FIELD in place of --group-by")
+        raise click.UsageError(
+            "a chart along --x has curves --by FIELD in place of --group-by"
+        )
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
     if output is not None:

@@ -15,7 +15,12 @@ from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, WholeNumber, parse_path
 from vitsee_core.analyses import propagate
-from vitsee_core.analyses.propagate.propagation_settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
+from vitsee_core.analyses.propagate.propagation_settings import (
+    PRESETS,
+    SEEDS,
+    UPSAMPLES,
+    WINDOWS,
+)
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -31,7 +36,9 @@ def parse_radius(text: str) -> dict[str, float]:
         return {"radius": math.inf}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(px)?", text)
     if match is None:
-        raise click.BadParameter(f"{text!r}; expected tokens like 12, pixels like 192px, or none")
+        raise click.BadParameter(
+            f"{text!r}; expected tokens like 12, pixels like 192px, or none"
+        )
     return {"radius_px" if match[2] else "radius": float(match[1])}
 
 
@@ -133,7 +140,9 @@ def parse_radius(text: str) -> dict[str, float]:
         help="still: the first mask stays. grid: each frame's own mask to the grid and back, which "
         "is what the grid allows. random: Gaussian tokens. Repeatable.",
     ),
-    click.option("--per-video", is_flag=True, help="Add rows for each video and each object."),
+    click.option(
+        "--per-video", is_flag=True, help="Add rows for each video and each object."
+    ),
     click.option(
         "--save",
         metavar="DIR",

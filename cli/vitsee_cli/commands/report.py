@@ -48,7 +48,7 @@ def command(
       $ vitsee report results -o report.html
     """
     from vitsee_core.pages.report.page import write_report
-    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.tables.formats import ending_of
 
     group = ctx.find_root().command
@@ -70,6 +70,6 @@ def command(
         console.say(f"left out: {path}: {reason}")
     n_results = sum(result.file.path not in shown.left_out for result in shown.results)
     console.say(
-        f"{place}: {counted(n_results, 'results')} and "
-        f"{counted(len(shown.stores), 'stores')}, {human_bytes(place.stat().st_size)}"
+        f"{place}: {plural(n_results, 'results')} and "
+        f"{plural(len(shown.stores), 'stores')}, {human_bytes(place.stat().st_size)}"
     )

@@ -59,17 +59,23 @@ _OUTPUTS = ("-o", "--output", "--png", "--cache", "--save", "--table")
 _EXPORTS = ("--export-queries", "--export-truth")
 
 
-def command_again(sidecar: Path, output: Path | None, *, force: bool = False) -> list[str]:
+def command_again(
+    sidecar: Path, output: Path | None, *, force: bool = False
+) -> list[str]:
     """The words behind `vitsee` that make the table beside a sidecar again, or at `output`. Without
     an output it takes the place of the old table, and its figure that of the old figure."""
     beside = sidecar.with_name(sidecar.name.removesuffix(".json"))
     path = beside if sidecar.suffix == ".json" and beside.is_file() else sidecar
     result = open_result(path)
     if call := result.file.sidecar.get(PYTHON):
-        raise VitseeError(f"{sidecar} was made in Python, by {visible(str(call))}; call that again")
+        raise VitseeError(
+            f"{sidecar} was made in Python, by {visible(str(call))}; call that again"
+        )
     words = [str(word) for word in result.file.sidecar["command"][1:]]
     if "--" in words:
-        raise VitseeError(f"{sidecar}: a command with -- is not run again; copy it from there")
+        raise VitseeError(
+            f"{sidecar}: a command with -- is not run again; copy it from there"
+        )
     words = [*without_options(words, (*_OUTPUTS, *_EXPORTS))]
     words = [word for word in words if word not in ("--force", "--trust-store")]
     if named := [word for word in words if runs_code(word)]:

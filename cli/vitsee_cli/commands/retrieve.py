@@ -25,7 +25,9 @@ QUESTION = KNOWLEDGE
 
 def _stores_argument(command: Any) -> Any:
     """The argument of `options.stores_argument`, except that there may be no stores."""
-    argument = click.argument("stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store)
+    argument = click.argument(
+        "stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store
+    )
     return argument(options.distinct_labels(command, "stores"))
 
 
@@ -87,7 +89,9 @@ def _stores_argument(command: Any) -> Any:
     cls=Listed,
     help="Also search random vectors of the same shape.  [default: none]",
 )
-@click.option("--per-query", is_flag=True, help="Add the average precision of each query.")
+@click.option(
+    "--per-query", is_flag=True, help="Add the average precision of each query."
+)
 @click.option(
     "--export-queries",
     metavar="LIST.csv",
@@ -148,17 +152,22 @@ def command(
     from vitsee_core.pages.report.outputs import check_outputs
 
     if not stores and export_queries is None and export_truth is None:
-        raise click.UsageError("give a STORE to search, or --export-queries, --export-truth")
+        raise click.UsageError(
+            "give a STORE to search, or --export-queries, --export-truth"
+        )
     if not stores and (outputs.csv is not None or outputs.png is not None):
         raise click.UsageError("-o and --png need a STORE to search")
     check_outputs(outputs, inputs=[truth])
     export(truth, export_queries, export_truth, force=outputs.force)
     if not stores:
         return
-    n, m = len(stores), len(stores) + len(queries)
+    n = len(stores)
+    m = len(stores) + len(queries)
 
     def run(*opened: Any, **more: Any) -> Table:
-        return retrieve.run(*opened[:n], queries=opened[n:m], distractors=opened[m:], **more)
+        return retrieve.run(
+            *opened[:n], queries=opened[n:m], distractors=opened[m:], **more
+        )
 
     every = (*stores, *queries, *distractors)
     run_analysis(run, retrieve.ANALYSIS.draw, every, outputs, truth=truth, **parameters)

@@ -15,7 +15,7 @@ from vitsee_cli import console, options
 from vitsee_cli.extraction_options import intervention_options
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -29,8 +29,12 @@ QUESTION = STORES
 @model_options
 @options.sites_option(show_default="all but single modules")
 @intervention_options
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]")
-@click.option("--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]"
+)
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]"
+)
 @click.option(
     "--prove",
     is_flag=True,
@@ -78,7 +82,9 @@ def command(
         chosen = [s for s in table.sites if not set(s.groups) <= {"modules", "all"}]
     rows = [_row(site) for site in chosen]
     if as_csv:
-        writer = csv.DictWriter(sys.stdout, list(_row(table.sites[0])), lineterminator="\n")
+        writer = csv.DictWriter(
+            sys.stdout, list(_row(table.sites[0])), lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(rows)
     elif as_json:
@@ -89,14 +95,18 @@ def command(
     else:
         n_modules = 0 if sites else len(table.sites) - len(chosen)
         # Whether the model calls its blocks otherwise than sites do.
-        renamed = any(s.block and not (s.site_path or s.block).startswith(s.block) for s in chosen)
+        renamed = any(
+            s.block and not (s.site_path or s.block).startswith(s.block) for s in chosen
+        )
         _show(rows, table, n_modules, renamed=renamed)
     for line in changed:
         console.say(f"extract runs the model with {line}")
     for remark in found.table.remarks:
         console.warn(remark)
     if not found.proven:
-        console.say("read from shapes; extract, or --prove, verifies branches and attention")
+        console.say(
+            "read from shapes; extract, or --prove, verifies branches and attention"
+        )
 
 
 def _row(site: SiteSpec) -> dict[str, Any]:
@@ -106,7 +116,9 @@ def _row(site: SiteSpec) -> dict[str, Any]:
         "groups": " ".join(g for g in site.groups if g != "all"),
         "kind": site.kind,
         "shape": "x".join(map(str, site.shape)),
-        "grid": "x".join(map(str, site.layout.grid)) if site.layout and site.layout.grid else "",
+        "grid": "x".join(map(str, site.layout.grid))
+        if site.layout and site.layout.grid
+        else "",
         "prefix": " ".join(site.layout.prefix) if site.layout else "",
         "depth": site.depth,
         "rel_depth": round(site.rel_depth, 6),
@@ -135,20 +147,33 @@ def _show(
     from vitsee_stores.manifest import by_reason
 
     listing = Table(box=None, pad_edge=False, header_style="bold")
-    texts = ("site", *(("site_path",) if renamed else ()), "groups", "shape", "grid", "prefix")
+    texts = (
+        "site",
+        *(("site_path",) if renamed else ()),
+        "groups",
+        "shape",
+        "grid",
+        "prefix",
+    )
     for title in texts:
         listing.add_column(title, overflow="fold")
     listing.add_column("depth", justify="right")
     listing.add_column("per image", justify="right")
     for row in rows:
-        cost = f"= {row['alias_of']}" if row["alias_of"] else console.human_bytes(row["size_bytes"])
+        cost = (
+            f"= {row['alias_of']}"
+            if row["alias_of"]
+            else console.human_bytes(row["size_bytes"])
+        )
         cells = [str(row[c]) for c in (*texts, "depth")]
         listing.add_row(*cells, cost)
     console.stdout().print(listing)
     total = sum(row["size_bytes"] for row in rows)
     console.out(f"\n{len(rows)} sites, {console.human_bytes(total)} per image")
     if n_modules:
-        console.out(f"not listed: {n_modules} outputs of single modules (--sites modules)")
+        console.out(
+            f"not listed: {n_modules} outputs of single modules (--sites modules)"
+        )
     attention = [block.name for block in table.attention]
     sublayers = [sublayer.name for sublayer in table.sublayers]
     console.out(f"attention: {_range(attention, 'blocks', table.attention_refusal)}")
@@ -163,4 +188,4 @@ def _range(names: list[str], nouns: str, refusal: str | None) -> str:
     if not names:
         return refusal or "none"
     ends = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-    return f"{counted(len(names), nouns)} ({ends})"
+    return f"{plural(len(names), nouns)} ({ends})"

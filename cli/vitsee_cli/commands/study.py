@@ -210,19 +210,29 @@ def command(
     from vitsee_core.study.steps import Study, with_controls
 
     def study(**of: Any) -> Study:
-        return Study(output, seed=seed, device=device, analyses=analyses, skip=skip,
-                     settings=settings(given, memory, ctx, known_analyses()), **of)  # fmt: skip
+        return Study(
+            output,
+            seed=seed,
+            device=device,
+            analyses=analyses,
+            skip=skip,
+            settings=settings(given, memory, ctx, known_analyses()),
+            **of,
+        )
 
     if recipes := [name for name in models if is_recipe(name)]:
         if len(models) > 1:
-            raise click.UsageError(f"{recipes[0]} is a recipe: give it alone, models by --models")
+            raise click.UsageError(
+                f"{recipes[0]} is a recipe: give it alone, models by --models"
+            )
         _check_options(ctx, recipes[0], quick)
         recipe = read_recipe(recipes[0]).of_models(of_models)
         if _is_given(ctx, "images"):
             recipe = recipe.of_images(images)
         title = recipe.title
         if quick:
-            recipe, title = recipe.of_the_demo(), f"{title} (small models in their place)"
+            recipe = recipe.of_the_demo()
+            title = f"{title} (small models in their place)"
         asked = study(
             models={},
             data="",
@@ -230,29 +240,53 @@ def command(
             title=title,
             note=" ".join([recipe.note, recipe.left_out]).strip(),
         )
-        run_recipe(ctx, asked, recipe, None if quick else data, dry_run=dry_run, at_once=jobs)
+        run_recipe(
+            ctx, asked, recipe, None if quick else data, dry_run=dry_run, at_once=jobs
+        )
         return
     if quick or of_models:
         word = "--quick" if quick else "--models"
         raise click.UsageError(f"{word} is of a recipe: {', '.join(bundled_recipes())}")
     if data is None:
-        raise click.UsageError("--data DATA is missing: the images to run the models over")
+        raise click.UsageError(
+            "--data DATA is missing: the images to run the models over"
+        )
     if train_images is not None and train is None:
-        raise click.UsageError("--train-images says how many images of --train: give that too")
+        raise click.UsageError(
+            "--train-images says how many images of --train: give that too"
+        )
     if checkpoints is not None:
         for name in ("skip", "given", "control", "thorough", "memory", "jobs"):
             if _is_given(ctx, name):
                 option = "--set" if name == "given" else f"--{name}"
                 raise click.UsageError(f"{option} and --checkpoints exclude each other")
-        run_checkpoints(ctx, named(models), checkpoints, data=data, train=train, output=output,
-                        images=images, train_images=train_images, analyses=analyses, keep=keep,
-                        seed=seed, device=device, dry_run=dry_run)  # fmt: skip
+        run_checkpoints(
+            ctx,
+            named(models),
+            checkpoints,
+            data=data,
+            train=train,
+            output=output,
+            images=images,
+            train_images=train_images,
+            analyses=analyses,
+            keep=keep,
+            seed=seed,
+            device=device,
+            dry_run=dry_run,
+        )
         return
     if _is_given(ctx, "keep"):
         raise click.UsageError("--keep is of --checkpoints GLOB: give that too")
     chosen = with_controls(named(models), seed) if control else named(models)
-    asked = study(models=chosen, data=data, train=train, images=images, train_images=train_images,
-                  thorough=thorough)  # fmt: skip
+    asked = study(
+        models=chosen,
+        data=data,
+        train=train,
+        images=images,
+        train_images=train_images,
+        thorough=thorough,
+    )
     run_study(ctx, asked, dry_run=dry_run, at_once=jobs)
 
 
@@ -265,7 +299,9 @@ def _check_options(ctx: click.Context, recipe: str, quick: bool) -> None:
     for name in ("train", "train_images", "checkpoints", "control", "thorough"):
         if _is_given(ctx, name):
             option = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{recipe} says itself what {option} would; leave that out")
+            raise click.UsageError(
+                f"{recipe} says itself what {option} would; leave that out"
+            )
     if quick == _is_given(ctx, "data"):
         raise click.UsageError(
             f"{recipe} takes either --data FOLDER, in which its sets of images are, or --quick"

@@ -48,7 +48,9 @@ def command(stores: tuple[Place, ...], deep: bool, as_json: bool) -> None:
     from vitsee_stores.validation import remedy
 
     alone = len(stores) == 1 and not as_json
-    found = {store: _check(store, deep, alone, as_json) for store in dict.fromkeys(stores)}
+    found = {
+        store: _check(store, deep, alone, as_json) for store in dict.fromkeys(stores)
+    }
     if as_json:
         records = [
             {"store": str(s), "ok": not d, "complete": _is_complete(s, d), "damage": d}
@@ -60,8 +62,14 @@ def command(stores: tuple[Place, ...], deep: bool, as_json: bool) -> None:
         return
     store, damage = next(iter(damaged.items()))
     more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-    first = damage[0] if damage[0].startswith(str(store)) else f"{store} is damaged: {damage[0]}"
-    others = f"; {len(damaged)} of {len(found)} stores are damaged" if len(found) > 1 else ""
+    first = (
+        damage[0]
+        if damage[0].startswith(str(store))
+        else f"{store} is damaged: {damage[0]}"
+    )
+    others = (
+        f"; {len(damaged)} of {len(found)} stores are damaged" if len(found) > 1 else ""
+    )
     help = remedy(damage) if len(found) == 1 else ""
     raise StoreError(f"{first}{more}{others}{help and f' ({help})'}")
 
@@ -74,7 +82,7 @@ def _is_complete(store: Place, damage: list[str]) -> bool | None:
 
 def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
     """Print the damage of a store, or that it has none, unless it goes into JSON; return it."""
-    from vitsee_core.runtime.machine import counted
+    from vitsee_core.runtime.machine import plural
     from vitsee_stores import describe, validate
 
     try:
@@ -93,6 +101,6 @@ def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
     if not damage:
         record = describe(store)
         unfinished = "" if record["complete"] else ", unfinished"
-        slabs = f"{record['n_committed']} of {counted(record['n_slabs'], 'slabs')}"
+        slabs = f"{record['n_committed']} of {plural(record['n_slabs'], 'slabs')}"
         console.out(f"ok: {store}: {slabs}{unfinished}")
     return damage

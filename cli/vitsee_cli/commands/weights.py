@@ -63,7 +63,9 @@ QUESTION = KNOWLEDGE
 )
 @weight_options
 @options.allow_partial_option
-def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters: Any) -> None:
+def command(
+    sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters: Any
+) -> None:
     """Show models' first-layer filters and position embeddings.
 
     Principal components of the patch embedding's (or the first convolution's) filters and their
@@ -101,15 +103,25 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     stores = tuple(store for _, store in found if store is not None)
     models = [vars(_model(name, **given)) for name in names]
     run_analysis(
-        partial(_run, order), weights.ANALYSIS.draw, stores, outputs, models=models,
-        drawing={"scale": scale}, **parameters,
-    )  # fmt: skip
+        partial(_run, order),
+        weights.ANALYSIS.draw,
+        stores,
+        outputs,
+        models=models,
+        drawing={"scale": scale},
+        **parameters,
+    )
 
 
 _OF_MODELS = (
-    "checkpoint", "checkpoint_key", "weights_size", "resample_patches", "random_init", "img_size",
+    "checkpoint",
+    "checkpoint_key",
+    "weights_size",
+    "resample_patches",
+    "random_init",
+    "img_size",
     "model_args",
-)  # fmt: skip
+)
 
 
 def _check(models: list[str], given: dict[str, Any]) -> None:
@@ -119,7 +131,9 @@ def _check(models: list[str], given: dict[str, Any]) -> None:
     used = [f"--{name.replace('_', '-')}" for name in chosen]
     used = [name.replace("-args", "-arg") for name in used]
     if used and not models:
-        raise click.UsageError(f"{', '.join(used)}: for a MODEL, and there are stores only")
+        raise click.UsageError(
+            f"{', '.join(used)}: for a MODEL, and there are stores only"
+        )
     if len(models) > 1 and given["checkpoint"] is not None:
         raise click.UsageError(f"--checkpoint is for one MODEL; here are {len(models)}")
     check_weight_options(given)
@@ -140,7 +154,11 @@ def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
 
     name, own = options_in_name(name)
     check_weight_options({**given, **own})
-    options = {**given, **own, "model_args": {**dict(model_args), **own.get("model_args", {})}}
+    options = {
+        **given,
+        **own,
+        "model_args": {**dict(model_args), **own.get("model_args", {})},
+    }
     return ModelOptions(name=name, **options)
 
 

@@ -59,7 +59,14 @@ from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metric
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.headlines import Answer, by_store, extremes, margin, number, picked
+from vitsee_core.tables.headlines import (
+    Answer,
+    by_store,
+    extremes,
+    margin,
+    number,
+    picked,
+)
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
@@ -123,8 +130,12 @@ def run(
     chosen = [execution.rows(store) for store in selected.stores]
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, sum(own.n for own in chosen)):
-        for (store, blocks), own, here in zip(selected.members, chosen, of_each, strict=True):
-            own_grids = store.plan.canvas is not None and bool(store.plan.canvas.own_grids)
+        for (store, blocks), own, here in zip(
+            selected.members, chosen, of_each, strict=True
+        ):
+            own_grids = store.plan.canvas is not None and bool(
+                store.plan.canvas.own_grids
+            )
             arrays = dict.fromkeys(
                 _array(block, metric, own_grids) for block in blocks for metric in here
             )
@@ -138,13 +149,17 @@ def run(
     notes = {
         "interval": INTERVAL_METHOD,
         "seed": execution.seed,
-        "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
+        "images": {
+            s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)
+        },
         **selected.notes(),
     }
     columns: tuple[str, ...] = COLUMNS
     if any(store.plan.clip is not None for store in selected.stores):
         columns = CLIP_COLUMNS
-        notes["uniform"] = "the metric of attention spread evenly over the keys that a query sees"
+        notes["uniform"] = (
+            "the metric of attention spread evenly over the keys that a query sees"
+        )
     return with_windows(Table.from_rows(rows, columns, notes), selected.members)
 
 
@@ -153,14 +168,18 @@ def _metrics_of(store: Store, wanted: Sequence[str]) -> list[str]:
     says its rate."""
     in_time = store.plan.clip is not None
     rated = bool(np.isfinite(store.seconds).any()) if SECONDS in wanted else False
-    return [m for m in wanted if m not in IN_TIME or (in_time and (m != SECONDS or rated))]
+    return [
+        m for m in wanted if m not in IN_TIME or (in_time and (m != SECONDS or rated))
+    ]
 
 
 def _no_time(store: Store, wanted: Sequence[str]) -> str:
     """Why a store has none of these metrics."""
     what = ", ".join(wanted)
     if store.plan.clip is None:
-        return f"{store.label} holds images, which have no {what}; expected a store of clips"
+        return (
+            f"{store.label} holds images, which have no {what}; expected a store of clips"
+        )
     return f"the clips of {store.label} do not say their frame rate; expected distance_frames"
 
 
@@ -176,7 +195,9 @@ def _read(arrays: Sequence[tuple[str, str]], slab: Slab) -> dict[tuple[str, str]
             found[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
         elif name == RELATIVE:
             distance = slab.attention("distance_px", group)[slab.valid]
-            found[name, group] = distance / _even_of_each(slab, group)[:, np.newaxis, np.newaxis]
+            found[name, group] = (
+                distance / _even_of_each(slab, group)[:, np.newaxis, np.newaxis]
+            )
     return found
 
 
@@ -186,7 +207,9 @@ def _even_of_each(slab: Slab, group: str) -> Float:
     plan = slab.store.plan
     canvas, (own,) = plan.canvas, [one for one in plan.attention if one.prefix == group]
     assert canvas is not None and own.layout.stride_px is not None
-    sizes, place = np.unique(slab.store.sizes[slab.rows][slab.valid], axis=0, return_inverse=True)
+    sizes, place = np.unique(
+        slab.store.sizes[slab.rows][slab.valid], axis=0, return_inverse=True
+    )
     even = []
     for size in sizes.tolist():
         height, width = canvas.image((size[0], size[1]))
@@ -214,13 +237,15 @@ def _rows(
     seconds: float,
     own_grids: bool,
 ) -> list[dict[str, Any]]:
-    scale, even = 1.0, uniform_distance(block.layout, block.window)
+    scale = 1.0
+    even = uniform_distance(block.layout, block.window)
     if metric == RELATIVE and not own_grids:
         scale = 1 / even if even > 0 else np.nan
     mean, std, low, high = (
         of * scale for of in (summary.mean, summary.std, summary.low, summary.high)
     )
-    scaled, place = Summary(mean, std, low, high, summary.n), site_columns(store, block)
+    scaled = Summary(mean, std, low, high, summary.n)
+    place = site_columns(store, block)
     if store.plan.clip is not None:
         frames, share = uniform_in_time(block)
         place["uniform"] = {
@@ -239,7 +264,10 @@ def _rows(
 def headline(table: Table) -> list[Answer]:
     """The nearest and the farthest head of the lowest and of the highest block, relative to uniform
     attention where the table has that."""
-    units = {"distance_relative": "times as far as uniform attention", "distance_px": "px"}
+    units = {
+        "distance_relative": "times as far as uniform attention",
+        "distance_px": "px",
+    }
     metric = next((m for m in units if m in table["metric"]), None)
     found = _headline_in_time(table)
     for store, rows in by_store(table, metric=metric) if metric else []:
@@ -260,7 +288,8 @@ def _headline_in_time(table: Table) -> list[Answer]:
         ends = rows.filter(pl.col("site").is_in([rows["site"][0], rows["site"][-1]]))
         said = []
         for (site,), own in ends.group_by("site", maintain_order=True):
-            mean, even = float(own["value"].to_numpy().mean()), float(own["uniform"][0])
+            mean = float(own["value"].to_numpy().mean())
+            even = float(own["uniform"][0])
             said.append(f"{site} {number(mean)} (spread evenly: {number(even)})")
         found.append((store, f"attention within a query's own frame: {', '.join(said)}"))
     return found
@@ -302,7 +331,9 @@ ANALYSIS = Analysis(
     ),
     columns=COLUMNS,
     other_columns=(CLIP_COLUMNS,),
-    meanings={"uniform": "of clips: the metric of attention spread evenly over what a query sees"},
+    meanings={
+        "uniform": "of clips: the metric of attention spread evenly over what a query sees"
+    },
     metrics=(*METRICS, *IN_TIME),
     run=run,
     plot=plot,

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.curve_looks import store_looks
-from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
+from vitsee_core.figures.panels import (
+    PanelGrid,
+    em,
+    handles_of,
+    legend_below,
+    note_count,
+    stack,
+)
 from vitsee_core.figures.plotting import (
     COLOURS,
     colour,
@@ -68,16 +75,19 @@ def plot(table: Table) -> Figure:
         return _draw_groups(every_row, metric, groups)
     several = len(stores) > 1
     each = 2 if len(stores) <= MOST_SORTED else 1  # panels
-    grids = [Grid(each * len(stores), most=4 if several else 2, widest=24, together=each)]
+    grids = [
+        PanelGrid(each * len(stores), most=4 if several else 2, widest=24, together=each)
+    ]
     if several:
-        grids.append(Grid(1, widest=48))
+        grids.append(PanelGrid(1, widest=48))
     after = len(grids)
     grids += _time_grids(clips, in_time)
     figure, parts = stack(*grids)
     every = grids[0].axes(parts[0])
     of_store = [every[i : i + each] for i in range(0, len(every), each)]
     for own, rows in zip(of_store, stores, strict=True):
-        uniform, drawn = _uniform_of(rows, metric), rows.filter(metric=metric)
+        uniform = _uniform_of(rows, metric)
+        drawn = rows.filter(metric=metric)
         if each > 1:
             _draw_sorted(own[0], drawn, uniform)
         _draw_depth(own[-1], drawn, uniform)
@@ -99,20 +109,22 @@ def plot(table: Table) -> Figure:
 
 def _clips(every_row: pl.DataFrame) -> list[pl.DataFrame]:
     """The rows of each store of clips."""
-    own = every_row.filter(pl.col("metric").is_in(IN_TIME))["store"].unique(maintain_order=True)
+    own = every_row.filter(pl.col("metric").is_in(IN_TIME))["store"].unique(
+        maintain_order=True
+    )
     return [every_row.filter(store=store) for store in own]
 
 
-def _time_grids(clips: Sequence[pl.DataFrame], metrics: Sequence[str]) -> list[Grid]:
+def _time_grids(clips: Sequence[pl.DataFrame], metrics: Sequence[str]) -> list[PanelGrid]:
     """A row of panels for the stores' heads in time, and of several one for their means."""
     if not clips or not metrics:
         return []
-    each = Grid(len(metrics) * len(clips), most=len(metrics), widest=30)
-    return [each, *([Grid(len(metrics), widest=30)] if len(clips) > 1 else [])]
+    each = PanelGrid(len(metrics) * len(clips), most=len(metrics), widest=30)
+    return [each, *([PanelGrid(len(metrics), widest=30)] if len(clips) > 1 else [])]
 
 
 def _draw_time(
-    grids: Sequence[Grid],
+    grids: Sequence[PanelGrid],
     parts: Sequence[Any],
     clips: Sequence[pl.DataFrame],
     metrics: Sequence[str],
@@ -156,12 +168,20 @@ def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
     evenly lies, dashed."""
     for own in _with_kinds(rows):
         kind = own["kind"][0]
-        i = len(COLOURS) - 1 - KINDS.index(kind)  # from the end: stores begin at the start
+        i = (
+            len(COLOURS) - 1 - KINDS.index(kind)
+        )  # from the end: stores begin at the start
         axes.scatter(
-            own["depth"], own["value"], s=em(72) ** 2 * 0.15, color=colour(i), alpha=0.5,
+            own["depth"],
+            own["value"],
+            s=em(72) ** 2 * 0.15,
+            color=colour(i),
+            alpha=0.5,
             linewidth=0,
-        )  # fmt: skip
-        axes.plot(*_layer_means(own, "depth"), color=colour(i), marker=marker(i), label=kind)
+        )
+        axes.plot(
+            *_layer_means(own, "depth"), color=colour(i), marker=marker(i), label=kind
+        )
     _draw_uniform(axes, rows["uniform"].drop_nulls().unique().to_list())
     axes.set_ylim(0, _top(max(axes.dataLim.y1, rows["uniform"].max() or 0)))
     integer_ticks(axes, rows["depth"].to_numpy())
@@ -202,7 +222,7 @@ def _draw_time_alone(every_row: pl.DataFrame) -> Figure:
 
 def _draw_groups(among: pl.DataFrame, metric: str, groups: Sequence[str]) -> Figure:
     """The means over heads, a panel per group of stores, all on one y axis."""
-    grid = Grid(len(groups))
+    grid = PanelGrid(len(groups))
     figure, (box,) = stack(grid)
     every = grid.axes(box)
     for axes, (group, rows) in zip(every, by_group(among), strict=True):
@@ -225,7 +245,9 @@ def _uniform_of(rows: pl.DataFrame, metric: str) -> dict[str, float]:
         rows.filter(pl.col("value") > 0, metric="distance_relative"), on=["site", "head"]
     )
     ratio = pl.col("value") / pl.col("value_right")
-    scales = heads.group_by("site").agg(least=ratio.min(), most=ratio.max(), middle=ratio.median())
+    scales = heads.group_by("site").agg(
+        least=ratio.min(), most=ratio.max(), middle=ratio.median()
+    )
     # On the unit square a grid that is not square has no one scale.
     alike = scales.filter(pl.col("most") <= 1.001 * pl.col("least"))
     return dict(alike.select("site", "middle").iter_rows())
@@ -275,9 +297,14 @@ def _draw_sorted(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> N
 
 def _draw_depth(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> None:
     axes.scatter(
-        rows["depth"], rows["value"], s=em(72) ** 2 * 0.15, color=colour(0), alpha=0.5,
-        linewidth=0, label="head",
-    )  # fmt: skip
+        rows["depth"],
+        rows["value"],
+        s=em(72) ** 2 * 0.15,
+        color=colour(0),
+        alpha=0.5,
+        linewidth=0,
+        label="head",
+    )
     for x, y in _lines(rows, "depth"):
         axes.plot(x, y, color=ink(), label="mean of a block's heads")
     _draw_uniform(axes, uniform.values())
@@ -285,14 +312,20 @@ def _draw_depth(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> No
     axes.set_xlabel("block")
 
 
-def _draw_layers(axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFrame) -> None:
+def _draw_layers(
+    axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFrame
+) -> None:
     """among: the stores of all panels, which decide how curves look and what is comparable."""
     stores = among.partition_by("store")
     uniform = [value for own in stores for value in _uniform_of(own, metric).values()]
     if uniform and max(uniform) > 1.02 * min(uniform):
-        metric, uniform = "distance_relative", [1.0]
-    looks, grouped = store_looks(among), len(groups_of(among["store"].unique())) > 1
-    drawn = rows.filter(metric=metric).partition_by("store", maintain_order=True, as_dict=True)
+        metric = "distance_relative"
+        uniform = [1.0]
+    looks = store_looks(among)
+    grouped = len(groups_of(among["store"].unique())) > 1
+    drawn = rows.filter(metric=metric).partition_by(
+        "store", maintain_order=True, as_dict=True
+    )
     for (label,), own in drawn.items():
         name = split_label(label)[1] if grouped else label
         for x, y in _lines(own, "rel_depth"):

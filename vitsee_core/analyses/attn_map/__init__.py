@@ -39,7 +39,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import image_maps, sinks
-from vitsee_core.analyses.attn_map.figures import draw_clips, draw_images, draw_models_of_images
+from vitsee_core.analyses.attn_map.figures import (
+    draw_clips,
+    draw_images,
+    draw_models_of_images,
+)
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
 from vitsee_core.analyses.attn_map.sinks import draw_numbers, draw_sinks
 from vitsee_core.attention.head_maps import (
@@ -53,13 +57,18 @@ from vitsee_core.attention.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads, with_windows
+from vitsee_core.attention.heads import (
+    StoredAttention,
+    attention_blocks,
+    read_heads,
+    with_windows,
+)
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid, draw_models
+from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
@@ -68,7 +77,14 @@ from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.glances import some_of
-from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
+from vitsee_core.tables.headlines import (
+    Answer,
+    by_store,
+    extremes,
+    measured,
+    number,
+    picked,
+)
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
@@ -82,7 +98,15 @@ log = logging.getLogger(__name__)
 
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
-KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy", "sink")
+KINDS = (
+    "mean-cls",
+    "mean-spatial",
+    "aligned",
+    "rollout",
+    "prefix-mass",
+    "entropy",
+    "sink",
+)
 SPREAD = ("value", "std", "low", "high", "n_images")
 MAP_COLUMNS = (*SITE, "row", "col", "head", "metric", "value", "n_images")
 ROLLOUT_COLUMNS = (*SITE, "row", "col", "head", "metric", *SPREAD)
@@ -147,18 +171,24 @@ def run(
     if not residual and kind != "rollout":
         raise VitseeError(f"only the kind rollout goes without residual term, not {what}")
     if query and not image:
-        raise VitseeError("the maps of a query are those of single images: name an --image")
+        raise VitseeError(
+            "the maps of a query are those of single images: name an --image"
+        )
     if kind is None:
         if execution.images is not None:
             raise VitseeError("single images were named: leave the number of images out")
     elif kind == "rollout" and (sites or heads):
-        raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
+        raise VitseeError(
+            "a rollout goes through all blocks and heads: leave their choice out"
+        )
     selected = blocks_of_each(stores, sites or ("blocks",))
     tables = {}
     for store, blocks in selected.members:
         own = blocks if sites or kind is not None else blocks[-1:]
         if kind is None:
-            tables[store.label] = map_images(store, image, own, heads, query, origin, execution)
+            tables[store.label] = map_images(
+                store, image, own, heads, query, origin, execution
+            )
         else:
             tables[store.label] = _of_store(
                 store, own, kind, heads, coverage, residual, origin, execution
@@ -169,7 +199,9 @@ def run(
 def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
     """The stores' tables as one; notes that differ between them go under `stores`."""
     every = [table.notes for table in tables.values()]
-    same = {k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)}
+    same = {
+        k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)
+    }
     differing = {
         label: {k: v for k, v in table.notes.items() if k not in same}
         for label, table in tables.items()
@@ -190,7 +222,11 @@ def _of_store(
     execution: Execution,
 ) -> Table:
     chosen = execution.rows(store, whole_slabs=kind in SUMS)
-    notes: dict[str, Any] = {"kind": kind, "seed": execution.seed, "images": chosen.describe()}
+    notes: dict[str, Any] = {
+        "kind": kind,
+        "seed": execution.seed,
+        "images": chosen.describe(),
+    }
     if seen := frames_seen(store):
         notes["clip"] = seen
     if kind == "rollout":
@@ -234,15 +270,23 @@ def _means(
     for block, heads in zip(blocks, picked, strict=True):
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
         maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
-        found.append((block, heads, per_query(maps, block.window) if corrected else maps, n))
+        found.append(
+            (block, heads, per_query(maps, block.window) if corrected else maps, n)
+        )
     return found
 
 
 def _rollout(
-    store: Store, rows: Rows, residual: bool, origin: Provenance | None, execution: Execution
+    store: Store,
+    rows: Rows,
+    residual: bool,
+    origin: Provenance | None,
+    execution: Execution,
 ) -> tuple[Summary, StoredAttention]:
     """Moments over images of each token, and the block where the rollout starts."""
-    store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
+    store.attention(
+        "rollout"
+    )  # refused with its reason where blocks cannot be multiplied
     blocks = attention_blocks(store)
     if residual:
         key = ("rollout", "")
@@ -259,7 +303,10 @@ def _rollout_columns(
 ) -> dict[str, Any]:
     assert block.layout.grid is not None
     layout = block.layout
-    maps = {name: spatial(getattr(summary, name), layout)[None] for name in ("mean", *SPREAD[1:4])}
+    maps = {
+        name: spatial(getattr(summary, name), layout)[None]
+        for name in ("mean", *SPREAD[1:4])
+    }
     counts = spatial(summary.n.astype(np.float64), layout).ravel().astype(np.int64)
     one = np.zeros(1, np.int64)
     columns = map_columns(store, block, one, maps["mean"], one, metric)
@@ -294,7 +341,9 @@ def at_a_glance(table: Table) -> Table:
     where its rows are no maps."""
     if "row" not in table.frame.columns:
         return table
-    return some_of(table, store=1, image=1, site=3, head=1 if of_clips(table.frame) else 4)
+    return some_of(
+        table, store=1, image=1, site=3, head=1 if of_clips(table.frame) else 4
+    )
 
 
 @styled
@@ -311,11 +360,14 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
-    columns, several = table.frame.columns, table.frame["store"].n_unique() > 1
+    columns = table.frame.columns
+    several = table.frame["store"].n_unique() > 1
     if of_clips(table.frame):
         return draw_clips(table, scale, TITLES)
     if "image" in columns:
-        return draw_models_of_images(table, scale) if several else draw_images(table, scale)
+        if several:
+            return draw_models_of_images(table, scale)
+        return draw_images(table, scale)
     if "token" in columns:
         return draw_sinks(table.frame)
     if "row" not in columns:
@@ -323,7 +375,8 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     metric = str(table["metric"][0])
     convert = None
     if metric == "aligned" and coverage:
-        metric, convert = "aligned_coverage", per_query
+        metric = "aligned_coverage"
+        convert = per_query
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
     midlines = metric.startswith("aligned")
     draw = draw_models if several else draw_grid
@@ -362,7 +415,8 @@ def _middle(rows: pl.DataFrame) -> str:
         size = cells.max() + 1
         inside &= (cells >= size / 4) & (cells + 1 <= size - size / 4)
     values = rows["value"].to_numpy()
-    share, even = values[inside].sum() / values.sum(), inside.mean()
+    share = values[inside].sum() / values.sum()
+    even = inside.mean()
     return (
         f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of the attention "
         f"to patches, by its size {number(float(even))}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, ClipStrip
 from vitsee_core.figures.head_tiles import (
     BAR,
     Tiles,
@@ -33,7 +33,7 @@ from vitsee_core.figures.head_tiles import (
     value_range,
 )
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     colour_bar,
     count,
     evenly,
@@ -60,12 +60,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
-SMALLEST, LARGEST = 5.4, 9.0  # ems of a map
+# ems of a map
+SMALLEST = 5.4
+LARGEST = 9.0
 UNIT = "attention"
 PICTURE = ["store", "image", "query"]
 OWN = "own"  # the query of a model where no cell is asked for
 MOST = 24  # strips of a store, an image and a query
-LAYERS, HEADS = 6, 4  # drawn of each where there are more
+# drawn of each where there are more
+LAYERS = 6
+HEADS = 4
 ROLLOUT = "rollout"
 
 
@@ -80,8 +84,12 @@ def draw_images(table: Table, scale: str) -> Figure:
         for (image,), own in table.frame.group_by("image", maintain_order=True)
     ]
     rollouts = [m for m in ROLLOUTS if m in table["metric"]]
-    pictures = Grid(1 + len(rollouts), width=10, height=13, widest=13)
-    grids = [g for *_, queries in lines for g in (pictures, *(tile_grid(q[1]) for q in queries))]
+    pictures = PanelGrid(1 + len(rollouts), width=10, height=13, widest=13)
+    grids = [
+        g
+        for *_, queries in lines
+        for g in (pictures, *(tile_grid(q[1]) for q in queries))
+    ]
     figure, parts = stack(*grids)
     left = iter(parts)
     for picture, name, own, queries in lines:
@@ -113,9 +121,17 @@ def _queries(own: pl.DataFrame) -> list[tuple[str, Tiles, list[int]]]:
     heads = own.filter(metric="attention")
     by_token = heads.partition_by("token", maintain_order=True, as_dict=True).items()
     if heads["depth"].n_unique() > 1:
-        return [(token, tiles, []) for (token,), maps in by_token for tiles in tile_table(maps)]
+        return [
+            (token, tiles, [])
+            for (token,), maps in by_token
+            for tiles in tile_table(maps)
+        ]
     return [
-        (token, _wrapped(tile_table(maps)[0]), maps["head"].unique(maintain_order=True).to_list())
+        (
+            token,
+            _wrapped(tile_table(maps)[0]),
+            maps["head"].unique(maintain_order=True).to_list(),
+        )
         for (token,), maps in by_token
     ]
 
@@ -123,11 +139,15 @@ def _queries(own: pl.DataFrame) -> list[tuple[str, Tiles, list[int]]]:
 def _wrapped(tiles: Tiles) -> Tiles:
     """The heads of one layer, placed in lines of about equal length."""
     n_columns = math.ceil(math.sqrt(len(tiles.maps)))
-    placed = {divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())}
+    placed = {
+        divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())
+    }
     return Tiles(placed, [""] * -(-len(placed) // n_columns), [""] * n_columns)
 
 
-def picture_of(notes: Mapping[str, Any], store: str, image: str) -> NDArray[np.uint8] | None:
+def picture_of(
+    notes: Mapping[str, Any], store: str, image: str
+) -> NDArray[np.uint8] | None:
     """The image as a store's model saw it, from the notes; None where it could not be read."""
     own = notes.get("stores", {}).get(store, {})
     encoded = own.get("pictures", notes.get("pictures", {})).get(image)
@@ -156,7 +176,8 @@ def show_rollout(
     bright."""
     _plain(axes, title)
     ((_, _, _, values),) = cut_maps(rows)
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     axes.set_xlabel(f"{low:.3g} to {high:.3g}", fontsize=small())
     height, width = values.shape if picture is None else picture.shape[:2]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
@@ -176,7 +197,9 @@ def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
     look: dict[str, Any] = {"color": "white", "fontsize": small(), "va": "top"}
     for (row, column), head in zip(tiles.maps, heads, strict=True):
         y, x = tiles.centre(row, column)
-        axes.text(x - width * 0.46, y - height * 0.46, str(head), path_effects=outline, **look)
+        axes.text(
+            x - width * 0.46, y - height * 0.46, str(head), path_effects=outline, **look
+        )
 
 
 def draw_models_of_images(table: Table, scale: str) -> Figure:
@@ -185,19 +208,30 @@ def draw_models_of_images(table: Table, scale: str) -> Figure:
     more: per image its picture with each store's rollout, then each store's heads side by side
     (Figs. 11, 12). Call it inside a function decorated with `styled`."""
     heads = table.frame.filter(metric=UNIT)
-    queries = {t: t if parse_cell(t) is not None else OWN for t in heads["token"].unique()}
+    queries = {
+        t: t if parse_cell(t) is not None else OWN for t in heads["token"].unique()
+    }
     token = pl.col("token").cast(pl.String)
-    heads = heads.with_columns(query=token.replace_strict(queries, return_dtype=pl.String))
+    heads = heads.with_columns(
+        query=token.replace_strict(queries, return_dtype=pl.String)
+    )
     one_each = (
-        heads.select(*PICTURE, "depth", "head").n_unique() == heads.select(PICTURE).n_unique()
+        heads.select(*PICTURE, "depth", "head").n_unique()
+        == heads.select(PICTURE).n_unique()
     )
     if one_each:
         return _draw_images_by_models(heads, table.notes, scale)
     return _draw_heads(table, heads, scale)
 
 
-def _draw_images_by_models(heads: pl.DataFrame, notes: Mapping[str, Any], scale: str) -> Figure:
-    stores = [s for _, rows in by_group(heads) for s in rows["store"].unique(maintain_order=True)]
+def _draw_images_by_models(
+    heads: pl.DataFrame, notes: Mapping[str, Any], scale: str
+) -> Figure:
+    stores = [
+        s
+        for _, rows in by_group(heads)
+        for s in rows["store"].unique(maintain_order=True)
+    ]
     most = max(1, int((room() - BAR) / SMALLEST) - 1)  # beside the picture
     n_lines = -(-len(stores) // most)
     across = -(-len(stores) // n_lines)  # lines of about equal length
@@ -208,8 +242,9 @@ def _draw_images_by_models(heads: pl.DataFrame, notes: Mapping[str, Any], scale:
     ]
     images = heads["image"].unique(maintain_order=True)
     side = min((room() - BAR) / (1 + across), LARGEST)
-    width, n = side + BAR / (1 + across), 1 + across
-    grid = Grid(n * len(images), width, side + 0.8, width, most=n, extra=3.0)
+    width = side + BAR / (1 + across)
+    n = 1 + across
+    grid = PanelGrid(n * len(images), width, side + 0.8, width, most=n, extra=3.0)
     figure, parts = stack(*[grid] * len(lines))
     every_picture = heads.partition_by(PICTURE, maintain_order=True, as_dict=True)
     tiles_of = {key: tile_table(own) for key, own in every_picture.items()}
@@ -240,7 +275,9 @@ def _named(rows: pl.DataFrame) -> str:
     are named where all models show the same."""
     places = rows.select("site", "head").unique(maintain_order=True)
     site, head = places.row(0)
-    where = f", {site_words(site)} head {head}" if len(places) == 1 else ", a head of each"
+    where = (
+        f", {site_words(site)} head {head}" if len(places) == 1 else ", a head of each"
+    )
     return f"{_asked(rows)}{where}"
 
 
@@ -251,7 +288,7 @@ def _asked(rows: pl.DataFrame) -> str:
 
 def _draw_heads(table: Table, heads: pl.DataFrame, scale: str) -> Figure:
     rollouts = table.frame.filter(metric=next(iter(ROLLOUTS)))
-    grids: list[Grid] = []
+    grids: list[PanelGrid] = []
     lines = []
     for (image,), of_image in heads.group_by("image", maintain_order=True):
         rolled = rollouts.filter(image=image).partition_by("store", maintain_order=True)
@@ -304,7 +341,9 @@ def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:
         metric = str(rows["metric"][0])
         lines.append(ClipLine("", "", _strips(rows, scale, caption)))
         title = f"{titles[metric]}, n = {count(rows)}"
-    values = [strip.values for line in lines for strip in line.strips if strip.title != ROLLOUT]
+    values = [
+        strip.values for line in lines for strip in line.strips if strip.title != ROLLOUT
+    ]
     look, bar = _look(values, scale)
     caption = [title, *dict.fromkeys(caption)]
     notes = _sheet(table.notes) if single else table.notes
@@ -316,10 +355,14 @@ def _sheet(notes: Mapping[str, Any]) -> Mapping[str, Any]:
     if "sheet" in notes:
         found: Mapping[str, Any] = notes["sheet"]
         return found
-    return next((own["sheet"] for own in notes.get("stores", {}).values() if "sheet" in own), {})
+    return next(
+        (own["sheet"] for own in notes.get("stores", {}).values() if "sheet" in own), {}
+    )
 
 
-def _of_clip(image: str, rows: pl.DataFrame, scale: str, caption: list[str]) -> list[ClipLine]:
+def _of_clip(
+    image: str, rows: pl.DataFrame, scale: str, caption: list[str]
+) -> list[ClipLine]:
     """A line for the rollouts and each query of one clip."""
     lines = []
     heads = rows.filter(metric=UNIT)
@@ -337,18 +380,18 @@ def _of_clip(image: str, rows: pl.DataFrame, scale: str, caption: list[str]) -> 
     return lines
 
 
-def _rollouts(rows: pl.DataFrame, heads: Sequence[Strip]) -> list[Strip]:
+def _rollouts(rows: pl.DataFrame, heads: Sequence[ClipStrip]) -> list[ClipStrip]:
     """The rollout of each store, over the range of the drawn heads."""
     top = max((float(np.nanmax(strip.values)) for strip in heads), default=1.0)
     return [
-        Strip(str(own["store"][0]), ROLLOUT, stretched(_values(own)) * top)
+        ClipStrip(str(own["store"][0]), ROLLOUT, stretched(_values(own)) * top)
         for own in rows.partition_by("store", maintain_order=True)
     ]
 
 
 def _strips(
     rows: pl.DataFrame, scale: str, caption: list[str], cell: Sequence[int] | None = None
-) -> list[Strip]:
+) -> list[ClipStrip]:
     """A strip per store, block and head."""
     found = []
     for own in rows.partition_by("store", maintain_order=True):
@@ -356,7 +399,8 @@ def _strips(
         sites = places["site"].unique(maintain_order=True).to_list()
         heads = sorted(places["head"].drop_nulls().unique())
         if len(places) > MOST:
-            sites, heads = evenly(sites, LAYERS), evenly(heads, HEADS)
+            sites = evenly(sites, LAYERS)
+            heads = evenly(heads, HEADS)
             caption.append("evenly spaced blocks and heads; the table has all")
         of_head = own.partition_by("site", "head", as_dict=True, maintain_order=True)
         for (site, head), maps in of_head.items():
@@ -365,7 +409,9 @@ def _strips(
             values = _values(maps)
             name = site_words(str(site)) + ("" if head is None else f"\nhead {head}")
             shown = stretched(values) if scale == "head" else values
-            found.append(Strip(shorten(str(own["store"][0]), 40), name, shown, cell=cell))
+            found.append(
+                ClipStrip(shorten(str(own["store"][0]), 40), name, shown, cell=cell)
+            )
     return found
 
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from vitsee_core.attention.head_maps import check_heads, map_columns, spatial
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
+from vitsee_core.figures.patch_maps.photos import describe_clips, model_inputs
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import describe_clips, model_inputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.tables.columns import SITE, in_time
@@ -74,7 +74,9 @@ def map_images(
         VitseeError: no such image, block, head or cell; images or weights are gone.
     """
     every = attention_blocks(store)
-    picked = dict(zip([b.site for b in shown], check_heads(store, shown, heads), strict=True))
+    picked = dict(
+        zip([b.site for b in shown], check_heads(store, shown, heads), strict=True)
+    )
     for block, cell in itertools.product(shown, query):
         TokenSelection.parse(cell).require(block.layout, block.site)
     rows = find_rows(store, list(dict.fromkeys(names)))
@@ -93,9 +95,14 @@ def map_images(
     origin = origin or Provenance()
     blocks = every if rolled else shown
     found = attention_of_images(
-        store, rows, take, blocks=blocks, origin=origin, device=execution.device,
+        store,
+        rows,
+        take,
+        blocks=blocks,
+        origin=origin,
+        device=execution.device,
         progress=execution.progress,
-    )  # fmt: skip
+    )
     by_row: dict[int, list[dict[str, Any]]] = {}
     for some in found:
         for i, row in enumerate(some.rows.tolist()):
@@ -137,7 +144,11 @@ def _pictures(
         times = [(cell[0] + 0.5) / n for cell in query]
         return {"sheet": describe_clips(store, rows, layouts, data, times)}
     inputs = model_inputs(store, rows, data)
-    return {"pictures": {str(store.samples.id[row]): encode(own) for row, own in inputs.items()}}
+    return {
+        "pictures": {
+            str(store.samples.id[row]): encode(own) for row, own in inputs.items()
+        }
+    }
 
 
 def mean_rollout(
@@ -154,9 +165,14 @@ def mean_rollout(
         return {HEAD_MEAN: a.mean(1)}
 
     found = attention_of_images(
-        store, rows, take, blocks=blocks, origin=origin, device=execution.device,
+        store,
+        rows,
+        take,
+        blocks=blocks,
+        origin=origin,
+        device=execution.device,
         progress=execution.progress,
-    )  # fmt: skip
+    )
     for some in found:
         means = [some.values[block.site][HEAD_MEAN] for block in blocks]
         moments.add(roll(means, blocks[0].layout, residual=False))
@@ -181,7 +197,9 @@ def _tokens(
     with (images, heads, keys)."""
     layout = block.layout
     tokens = layout.cls_tokens  # of clips frame by frame there is one a frame
-    name, queries = ("cls", tokens) if tokens else ("mean", range(layout.n_prefix, layout.n_tokens))
+    name, queries = (
+        ("cls", tokens) if tokens else ("mean", range(layout.n_prefix, layout.n_tokens))
+    )
     found = [(name, a[:, :, queries.start : queries.stop].mean(2))]
     for cell in map(TokenSelection.parse, query):
         (token,) = cell.members(layout)
@@ -203,5 +221,7 @@ def _columns(
     maps = spatial(values if heads is None else values[heads], block.layout)
     numbers = np.array([None] if heads is None else heads.tolist(), object)
     uncounted = np.zeros(len(maps), np.int64)
-    columns = map_columns(store, block, numbers, maps.astype(np.float64), uncounted, metric)
+    columns = map_columns(
+        store, block, numbers, maps.astype(np.float64), uncounted, metric
+    )
     return columns | {"image": image, "token": token}

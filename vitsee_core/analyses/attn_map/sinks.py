@@ -37,8 +37,22 @@ from numpy.typing import NDArray
 from vitsee_core.attention.heads import StoredAttention, even_shares
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.head_tiles import NOT_FROM_ZERO, colour_range
-from vitsee_core.figures.panels import colour_bar, em, handles_of, legend_below, note_count, panels
-from vitsee_core.figures.plotting import COLOURS, GREY, colour, ink, plain_log_ticks, reference_line
+from vitsee_core.figures.panels import (
+    colour_bar,
+    em,
+    handles_of,
+    legend_below,
+    note_count,
+    panels,
+)
+from vitsee_core.figures.plotting import (
+    COLOURS,
+    GREY,
+    colour,
+    ink,
+    plain_log_ticks,
+    reference_line,
+)
 from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import SlabMoments, Summary
@@ -63,7 +77,10 @@ log = logging.getLogger(__name__)
 THRESHOLD = 10.0
 ROWS = "received_rows"
 PATCHES = "patches"
-COLUMNS = (*(*SITE, "token", "head"), *("metric", "value", "std", "low", "high", "n_images"))
+COLUMNS = (
+    *(*SITE, "token", "head"),
+    *("metric", "value", "std", "low", "high", "n_images"),
+)
 Key = tuple[str, str, str]  # metric, group, token
 CLS = "cls"
 COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
@@ -184,7 +201,9 @@ def sink_rows(
     # By metric, then the whole, then the kinds of token.
     metrics = ("sink_max", "sink_median", "sink_share", "qk_nmi")
     kinds = {group: ["", *layout.prefix, PATCHES] for group, layout in layouts.items()}
-    keys = sorted(found, key=lambda key: (metrics.index(key[0]), kinds[key[1]].index(key[2])))
+    keys = sorted(
+        found, key=lambda key: (metrics.index(key[0]), kinds[key[1]].index(key[2]))
+    )
     return [
         site_columns(store, block)
         | {"token": token, "head": head, "metric": metric}
@@ -196,7 +215,9 @@ def sink_rows(
     ]
 
 
-def _read(layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab) -> dict[Key, Float]:
+def _read(
+    layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab
+) -> dict[Key, Float]:
     """The numbers of a slab's valid images: key -> (images, blocks, heads). even: of groups where
     it is not 1 / T, the share of each token that even attention gives."""
     found: dict[Key, Float] = {}
@@ -213,7 +234,8 @@ def _read(layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab) -
             scores = received / even.get(group, 1 / layout.n_tokens)
             found["sink_median", group, ""] = np.median(scores, -1)
             if group in even:
-                score, place = scores.max(-1), scores.argmax(-1)
+                score = scores.max(-1)
+                place = scores.argmax(-1)
         elif group in even:
             continue
         found["sink_max", group, ""] = score
@@ -222,7 +244,9 @@ def _read(layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab) -
     return found
 
 
-def _shares(group: str, layout: TokenLayout, score: Float, place: NDArray[Any]) -> dict[Key, Float]:
+def _shares(
+    group: str, layout: TokenLayout, score: Float, place: NDArray[Any]
+) -> dict[Key, Float]:
     """Whether each head of each image has a sink, by kind of token: 1 or 0, NaN without a score."""
     is_sink = score > THRESHOLD
     absent = np.isnan(score)
@@ -245,7 +269,9 @@ def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int
     if metric == "sink_share":
         return as_share(cells)
     top = np.inf if metric in ("sink_max", "sink_median") else 1.0
-    return cells | {name: float(np.clip(cells[name], 0.0, top)) for name in ("low", "high")}
+    return cells | {
+        name: float(np.clip(cells[name], 0.0, top)) for name in ("low", "high")
+    }
 
 
 def draw_sinks(every_row: pl.DataFrame) -> Figure:
@@ -266,7 +292,12 @@ def draw_sinks(every_row: pl.DataFrame) -> Figure:
         _draw_scores(line[0], rows, colours)
         _draw_shares(line[1], rows, colours)
         own = rows.filter(metric="qk_nmi")
-        look: dict[str, Any] = {"color": GREY, "alpha": 0.6, "linewidth": 0, "label": "head"}
+        look: dict[str, Any] = {
+            "color": GREY,
+            "alpha": 0.6,
+            "linewidth": 0,
+            "label": "head",
+        }
         line[2].scatter(beside_each_other(own), own["value"], em(72) ** 2 * 0.13, **look)
         draw_layer_means(line[2], own)
         line[2].set_ylabel(metric_words("qk_nmi"))
@@ -275,7 +306,9 @@ def draw_sinks(every_row: pl.DataFrame) -> Figure:
             axes.set_title(shorten(rows["store"][0], 28))
             note_count(axes, rows)
     top = max(line[2].get_ylim()[1] for line in lines)
-    scores = every_row.filter(metric="sink_max").select(pl.max_horizontal("high", "value").max())
+    scores = every_row.filter(metric="sink_max").select(
+        pl.max_horizontal("high", "value").max()
+    )
     for line in lines:
         # From just below even attention to above the threshold and all scores.
         line[0].set_ylim(0.85, 1.25 * max(scores.item() or 0, THRESHOLD))
@@ -299,11 +332,16 @@ def _layer_means(rows: pl.DataFrame) -> pl.DataFrame:
 def _colours(rows: pl.DataFrame) -> dict[str, str]:
     """The colour of each kind of token that has a sink; registers take the remaining ones in
     turn."""
-    there = rows.filter(pl.col("value") > 0, pl.col("token").is_not_null(), metric="sink_share")
+    there = rows.filter(
+        pl.col("value") > 0, pl.col("token").is_not_null(), metric="sink_share"
+    )
     named = rows.filter(pl.col("token").is_in([*there["token"]]))
     kinds = named["token"].unique(maintain_order=True).to_list()
     rest = [kind for kind in kinds if kind not in COLOUR_OF]
-    return {kind: COLOUR_OF.get(kind) or OTHERS[rest.index(kind) % len(OTHERS)] for kind in kinds}
+    return {
+        kind: COLOUR_OF.get(kind) or OTHERS[rest.index(kind) % len(OTHERS)]
+        for kind in kinds
+    }
 
 
 def _draw_scores(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> None:
@@ -316,13 +354,22 @@ def _draw_scores(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> Non
     )
     for (tint,), own in tinted.group_by("tint", maintain_order=True):
         y = own["value"]
-        error = np.nan_to_num(np.abs([(y - own["low"]).to_numpy(), (own["high"] - y).to_numpy()]))
-        look: dict[str, Any] = {"fmt": "o", "color": tint, "elinewidth": 0.8, "alpha": 0.85}
+        error = np.nan_to_num(
+            np.abs([(y - own["low"]).to_numpy(), (own["high"] - y).to_numpy()])
+        )
+        look: dict[str, Any] = {
+            "fmt": "o",
+            "color": tint,
+            "elinewidth": 0.8,
+            "alpha": 0.85,
+        }
         axes.errorbar(own["x"], y, yerr=error, **look)
     axes.set_ylabel(metric_words("sink_max"))
 
 
-def _tints(rows: pl.DataFrame, of_heads: pl.DataFrame, colours: dict[str, str]) -> pl.Series:
+def _tints(
+    rows: pl.DataFrame, of_heads: pl.DataFrame, colours: dict[str, str]
+) -> pl.Series:
     """The colour of each row of `of_heads`: that of the kind of token with most of the head's
     sinks; grey if fewer than half of its images have one."""
     shares = rows.filter(metric="sink_share").select("site", "head", "token", "value")
@@ -334,7 +381,10 @@ def _tints(rows: pl.DataFrame, of_heads: pl.DataFrame, colours: dict[str, str]) 
     sinking = most.join(often, on=["site", "head"], how="semi")
     tint = pl.col("token").cast(pl.String).replace_strict(colours, default=GREY)
     found = of_heads.select("site", "head").join(
-        sinking.with_columns(tint=tint), on=["site", "head"], how="left", maintain_order="left"
+        sinking.with_columns(tint=tint),
+        on=["site", "head"],
+        how="left",
+        maintain_order="left",
     )
     return found["tint"].fill_null(GREY)
 

@@ -31,7 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.best_layer.figures import CONTROLS, draw_best_layers, draw_differences
+from vitsee_core.analyses.best_layer.figures import (
+    CONTROLS,
+    draw_best_layers,
+    draw_differences,
+)
 from vitsee_core.analyses.best_layer.layer_tasks import (
     BEST,
     COLUMNS,
@@ -50,7 +54,7 @@ from vitsee_core.analyses.best_layer.layer_tasks import PAIRED_COLUMNS as PAIRED
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.columns import REPLICATES, is_given
 from vitsee_core.tables.headlines import Answer, picked
 from vitsee_core.tables.metrics import direction
@@ -92,7 +96,9 @@ def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultF
     """
     files = [
         replace(found, command=name or found.command)
-        for found, name in zip(map(read_result, paths), names or [""] * len(paths), strict=True)
+        for found, name in zip(
+            map(read_result, paths), names or [""] * len(paths), strict=True
+        )
     ]
     for i, file in enumerate(files):
         if any(file.path.resolve() == other.path.resolve() for other in files[:i]):
@@ -156,10 +162,12 @@ def run(
     left = sum(map(len, single))
     if left and not best_token:
         remarks.append(
-            f"left out: {counted(left, 'rows')} about single tokens, as their mean stands for the "
+            f"left out: {plural(left, 'rows')} about single tokens, as their mean stands for the "
             "layer (--best-token adds the best token)"
         )
-    if not metrics and (others := [m for m in known_metrics(files) if direction(m) == "none"]):
+    if not metrics and (
+        others := [m for m in known_metrics(files) if direction(m) == "none"]
+    ):
         remarks.append(f"left out, as neither side is better: {', '.join(others)}")
     rows = []
     for task, scores in found.items():
@@ -168,7 +176,9 @@ def run(
                 row = _best(task, part)
                 rows.append(row)
                 if row["baseline"] is None:
-                    remarks += [f"{task}, {row['store']}: {said}" for said in _remarks(row, part)]
+                    remarks += [
+                        f"{task}, {row['store']}: {said}" for said in _remarks(row, part)
+                    ]
     for remark in remarks:
         log.info("%s", remark)
     names = [name for name in COLUMNS if name not in OPTIONAL or _filled(rows, name)]
@@ -210,7 +220,8 @@ def compare(
         own = of_models(scores).partition_by("store", maintain_order=True)
         stores = [(of, _best_place(of)) for of in own]
         for number, (of_store, best) in enumerate(stores):
-            others, chosen_from = stores[number + 1 :], [of for of, _ in stores]
+            others = stores[number + 1 :]
+            chosen_from = [of for of, _ in stores]
             if among == "layers":
                 chosen_from = [of_store]
                 rest = of_store.filter(pl.col("site").ne_missing(of_store["site"][best]))
@@ -219,9 +230,13 @@ def compare(
             rows += differences((of_store, best), others, chosen_from, task, notes)
     if not rows:
         one = among.removesuffix("s")
-        raise VitseeError(f"there is nothing to compare: the results are of one {one} only")
+        raise VitseeError(
+            f"there is nothing to compare: the results are of one {one} only"
+        )
     plain = {name: name.removesuffix("_a").removesuffix("_b") for name in PAIRED}
-    names = [name for name in PAIRED if plain[name] not in OPTIONAL or _filled(rows, name)]
+    names = [
+        name for name in PAIRED if plain[name] not in OPTIONAL or _filled(rows, name)
+    ]
     return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
 
 
@@ -280,17 +295,22 @@ def _place(row: Mapping[str, Any]) -> str:
 def _overlapping(rows: pl.DataFrame, best: Mapping[str, Any]) -> int | None:
     """How many other sites' best rows have an interval that overlaps that of the best one; None
     where it has none."""
-    low, high = best["low"], best["high"]
+    low = best["low"]
+    high = best["high"]
     if low is None or high is None or not np.isfinite([low, high]).all():
         return None
-    of_sites = rows.with_columns(order=_order(rows)).filter(pl.col("site") != best["site"])
+    of_sites = rows.with_columns(order=_order(rows)).filter(
+        pl.col("site") != best["site"]
+    )
     of_sites = of_sites.sort("order", descending=True, maintain_order=True)
     others = of_sites.unique("site", keep="first")
     return len(others.filter(pl.col("low") <= high, pl.col("high") >= low))
 
 
 @styled
-def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] = ()) -> Figure:
+def plot(
+    table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] = ()
+) -> Figure:
     """One panel per task: its curves against relative depth, the best layer of each store as a star
     and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
     beside the scores of all tasks. Below, the table itself: tasks by stores. Of `compare`: its
@@ -307,8 +327,12 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
             "plot(table, files=read(paths))"
         )
     files = tell_apart(files)
-    redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table.frame)]
-    best_token = any(task.endswith(f"token = {BEST}") for task in table.frame["task"].unique())
+    redundancy = [
+        part for file in files if file.has(PAIRS) for part in to_last(file.table.frame)
+    ]
+    best_token = any(
+        task.endswith(f"token = {BEST}") for task in table.frame["task"].unique()
+    )
     return draw_best_layers(table, tasks(files, metrics, best_token), redundancy)
 
 
@@ -318,13 +342,15 @@ def headline(table: Table) -> list[Answer]:
     if "store_a" in table.frame.columns:
         for (store,), rows in table.frame.group_by("store_a", maintain_order=True):
             apart = rows.filter((pl.col("low") > 0) | (pl.col("high") < 0))
-            text = f"{len(apart)} of {counted(len(rows), 'differences')} have an interval without 0"
+            text = f"{len(apart)} of {plural(len(rows), 'differences')} have an interval without 0"
             found.append((str(store), text))
         return found
-    for (store,), rows in picked(table, baseline=None).group_by("store", maintain_order=True):
+    for (store,), rows in picked(table, baseline=None).group_by(
+        "store", maintain_order=True
+    ):
         sites = Counter(rows["site"]).most_common()
         first, *others = [f"{site} {n}" for site, n in sites[:3]]
-        text = f"best at {counted(len(rows), 'tasks')}: {first} times"
+        text = f"best at {plural(len(rows), 'tasks')}: {first} times"
         found.append((str(store), ", ".join([text, *others])))
     return found
 

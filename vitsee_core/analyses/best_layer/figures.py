@@ -34,7 +34,7 @@ from vitsee_core.figures.depth_curves import (
     head_words,
 )
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     em,
     handles_of,
     legend_below,
@@ -70,12 +70,14 @@ def draw_best_layers(
     best = of_models(table.frame)
     printed = BestTable.of(table)
     grid = CurveGrid.of(len(compared), everything)
-    between = [Grid(len(redundancy))] if redundancy else []
+    between = [PanelGrid(len(redundancy))] if redundancy else []
     figure, (above, *middle, below) = stack(grid, *between, printed.grid())
     panels = grid.panels(above, compared)
     for axes, task, rows in panels:
         drawn = _curve(rows)
-        draw_depth_curves(axes, drawn, ylabel=metric_words(rows["metric"][0]), among=everything)
+        draw_depth_curves(
+            axes, drawn, ylabel=metric_words(rows["metric"][0]), among=everything
+        )
         own = best.filter(pl.col("store").is_in([*rows["store"]]), task=task)
         _draw_stars(axes, own, drawn, everything)
         axes.set_title(task_words(task))
@@ -83,7 +85,9 @@ def draw_best_layers(
     grid.finish(panels)
     every = between[0].axes(middle[0]) if between else []
     for axes, (store, last, apart) in zip(every, redundancy, strict=True):
-        scores = {task: of_models(_curve(of)).filter(store=store) for task, of in compared}
+        scores = {
+            task: of_models(_curve(of)).filter(store=store) for task, of in compared
+        }
         draw_redundancy(axes, store, last, apart, scores)
     add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
     printed.draw(below)
@@ -108,7 +112,11 @@ def _draw_stars(
     `everything`."""
     looks = curve_looks(everything)
     places = dict(
-        zip((text.get_text() for text in axes.get_xticklabels()), axes.get_xticks(), strict=True)
+        zip(
+            (text.get_text() for text in axes.get_xticklabels()),
+            axes.get_xticks(),
+            strict=True,
+        )
     )
     for store, site, value in best.select("store", "site", "value").rows():
         if value is None:
@@ -119,18 +127,36 @@ def _draw_stars(
         else:
             x = drawn.filter(store=store, site=site)["rel_depth"][0]
         axes.plot(
-            [x], [value], marker="*", markersize=em(72), markeredgecolor="white", zorder=4,
-            color=looks[Curve(store, (), kind)]["color"], linestyle="none",
-        )  # fmt: skip
-    axes.plot([], [], marker="*", markersize=em(72) * 0.8, color=GREY, linestyle="none", label=BEST)
+            [x],
+            [value],
+            marker="*",
+            markersize=em(72),
+            markeredgecolor="white",
+            zorder=4,
+            color=looks[Curve(store, (), kind)]["color"],
+            linestyle="none",
+        )
+    axes.plot(
+        [],
+        [],
+        marker="*",
+        markersize=em(72) * 0.8,
+        color=GREY,
+        linestyle="none",
+        label=BEST,
+    )
 
 
 # ---------------------------------------------------------------- paired differences
 
 
-LINE, MARGINS = 1.7, 7.0  # ems: of a line, above and below them
+# ems: of a line, above and below them
+LINE = 1.7
+MARGINS = 7.0
 MOST_LETTERS = 44
-CLEAR, UNCLEAR, ALONE = "95 % interval excludes 0", "95 % interval includes 0", "no interval"
+CLEAR = "95 % interval excludes 0"
+UNCLEAR = "95 % interval includes 0"
+ALONE = "no interval"
 
 
 def draw_differences(rows: pl.DataFrame) -> Figure:
@@ -154,8 +180,12 @@ def _lines(rows: pl.DataFrame) -> list[tuple[str, dict[str, Any] | None]]:
     """(text, row) from top to bottom; None for the row of a text that names the larger part."""
     lines: list[tuple[str, dict[str, Any] | None]] = []
     for (store, site), part in rows.group_by("store_a", "site_a", maintain_order=True):
-        ordered = part.sort("value", descending=True, nulls_last=True, maintain_order=True)
-        minuend = f"{store}: {site_words(site)}{_detail(part.row(0, named=True), 'a')} less"
+        ordered = part.sort(
+            "value", descending=True, nulls_last=True, maintain_order=True
+        )
+        minuend = (
+            f"{store}: {site_words(site)}{_detail(part.row(0, named=True), 'a')} less"
+        )
         lines.append((shorten(minuend, MOST_LETTERS), None))
         for row in ordered.rows(named=True):
             other = site_words(row["site_b"]) + _detail(row, "b")
@@ -167,7 +197,9 @@ def _lines(rows: pl.DataFrame) -> list[tuple[str, dict[str, Any] | None]]:
 
 def _detail(row: dict[str, Any], side: str) -> str:
     """Which head or token it is, where the rows are of one."""
-    cells = ((name, row.get(f"{name}_{side}", row.get(name))) for name in ("head", "token"))
+    cells = (
+        (name, row.get(f"{name}_{side}", row.get(name))) for name in ("head", "token")
+    )
     found = [f"{name} {value}" for name, value in cells if value is not None]
     return f" ({', '.join(found)})" if found else ""
 
@@ -178,17 +210,30 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
     for y, (_, row) in enumerate(lines):
         if row is None:
             continue
-        low, high = row.get("low"), row.get("high")  # columns that no row fills are left out
-        ink, face, label, marker = GREY, "white", ALONE, "x"
+        # columns that no row fills are left out
+        low = row.get("low")
+        high = row.get("high")
+        ink = GREY
+        face = "white"
+        label = ALONE
+        marker = "x"
         if low is not None and high is not None:
-            label, marker = UNCLEAR, "o"
+            label = UNCLEAR
+            marker = "o"
             if low > 0 or high < 0:
-                label, ink, face = CLEAR, colour(0), colour(0)
+                label = CLEAR
+                ink = colour(0)
+                face = colour(0)
             axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")
         axes.plot(
-            [row["value"]], [y], linestyle="none", label=label, marker=marker,
-            markerfacecolor=face, markeredgecolor=ink,
-        )  # fmt: skip
+            [row["value"]],
+            [y],
+            linestyle="none",
+            label=label,
+            marker=marker,
+            markerfacecolor=face,
+            markeredgecolor=ink,
+        )
     axes.set_yticks(range(len(lines)), [text for text, _ in lines])
     for tick, (_, row) in zip(axes.get_yticklabels(), lines, strict=True):
         if row is None:
@@ -201,7 +246,11 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
 
 
 def draw_redundancy(
-    axes: Axes, store: str, last: str, cka: pl.DataFrame, scores: Mapping[str, pl.DataFrame]
+    axes: Axes,
+    store: str,
+    last: str,
+    cka: pl.DataFrame,
+    scores: Mapping[str, pl.DataFrame],
 ) -> None:
     """Draw one store's CKA to its last layer (from `to_last`), and its scores: task -> columns
     site, rel_depth, value.
@@ -213,7 +262,12 @@ def draw_redundancy(
     axes.plot(cka["rel_depth"], cka["value"], color=ink(), marker="o", label=label)
     if "low" in cka.columns:
         axes.fill_between(
-            cka["rel_depth"], cka["low"], cka["high"], color=ink(), alpha=0.15, linewidth=0
+            cka["rel_depth"],
+            cka["low"],
+            cka["high"],
+            color=ink(),
+            alpha=0.15,
+            linewidth=0,
         )
     for i, (task, rows) in enumerate(scores.items()):
         outs = [site for site in rows["site"].unique() if site_kind(site) == "out"]
@@ -221,9 +275,12 @@ def draw_redundancy(
         if len(own) == 0:
             continue
         axes.plot(
-            own["rel_depth"], own["value"], color=colour(7 + i), marker=marker(i + 1),
+            own["rel_depth"],
+            own["value"],
+            color=colour(7 + i),
+            marker=marker(i + 1),
             label=shorten(task_words(task), 44),
-        )  # fmt: skip
+        )
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel("CKA; score")
@@ -279,8 +336,11 @@ class BestTable:
     def of(cls, table: Table) -> BestTable:
         """A table of `best_layer.run`."""
         tasks = table.frame["task"].unique(maintain_order=True).to_list()
-        real, controlled = of_models(table.frame), baselines_of(table.frame)
-        header, winners, unclear = ["model"], {}, []
+        real = of_models(table.frame)
+        controlled = baselines_of(table.frame)
+        header = ["model"]
+        winners = {}
+        unclear = []
         for task in tasks:
             rows = real.filter(task=task)
             way = direction(str(rows["metric"][0]))
@@ -326,7 +386,9 @@ class BestTable:
         def line(cells: Sequence[Cell]) -> str:
             texts = [visible(cell.text).replace("|", "\\|") for cell in cells]
             bold = [cell.bold for cell in cells]
-            return " | ".join(f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True))
+            return " | ".join(
+                f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True)
+            )
 
         rows = [[Cell(name) for name in self.header], *self.models, *self.controls]
         lines = [f"| {line(row)} |" for row in rows]
@@ -337,16 +399,24 @@ class BestTable:
         """A `tabular` with the rules of booktabs."""
 
         def line(cells: Sequence[Cell]) -> str:
-            texts = ["".join(_LATEX.get(c, c) for c in visible(cell.text)) for cell in cells]
+            texts = [
+                "".join(_LATEX.get(c, c) for c in visible(cell.text)) for cell in cells
+            ]
             bold = [cell.bold for cell in cells]
-            joined = (f"\\textbf{{{t}}}" if b else t for t, b in zip(texts, bold, strict=True))
+            joined = (
+                f"\\textbf{{{t}}}" if b else t for t, b in zip(texts, bold, strict=True)
+            )
             return " & ".join(joined) + r" \\"
 
         columns = "l" + "r" * (len(self.header) - 1)
         below = [r"\midrule", *map(line, self.controls)] if self.controls else []
         lines = [
             *("% " + self.note, f"\\begin{{tabular}}{{{columns}}}", r"\toprule"),
-            *(line([Cell(name) for name in self.header]), r"\midrule", *map(line, self.models)),
+            *(
+                line([Cell(name) for name in self.header]),
+                r"\midrule",
+                *map(line, self.models),
+            ),
             *(*below, r"\bottomrule", r"\end{tabular}", ""),
         ]
         return "\n".join(lines)
@@ -359,7 +429,7 @@ class BestTable:
         self.draw(box)
         return figure
 
-    def grid(self) -> Grid:
+    def grid(self) -> PanelGrid:
         """The room that it takes in a figure."""
         lines = sum(
             self._height(band) + len(self.models) + len(self._controls(band)) + 1
@@ -367,7 +437,9 @@ class BestTable:
         )
         width = max(sum(self._widths()[i] for i in band) for band in self._bands())
         notes = _STEP * 0.7 * (len(self._note(min(width + 2, room()))) + 1)
-        return Grid(1, width=width + 2, widest=width + 2, height=lines * _STEP + notes)
+        return PanelGrid(
+            1, width=width + 2, widest=width + 2, height=lines * _STEP + notes
+        )
 
     def draw(self, box: Any) -> None:
         """Draw it into a figure, or a part of one, in which `grid` has its room."""
@@ -383,7 +455,10 @@ class BestTable:
             widths = [self._widths()[i] for i in band]
             lines = self._height(band) + len(rows)
             table = axes.table(
-                [[cell.text for cell in heads], *([_short(row[i]) for i in band] for row in rows)],
+                [
+                    [cell.text for cell in heads],
+                    *([_short(row[i]) for i in band] for row in rows),
+                ],
                 colWidths=[width / self.grid().width for width in widths],
                 cellLoc="right",
                 edges="horizontal",
@@ -408,8 +483,14 @@ class BestTable:
                     cell._loc = "left"
             y += (lines + 1) * _STEP
         note = "\n".join(self._note(min(self.grid().width, room())))
-        axes.text(1 / self.grid().width, 1 - (y - 0.5 * _STEP) / height, note, va="top",
-                  fontsize=0.8 * small(), transform=axes.transAxes)  # fmt: skip
+        axes.text(
+            1 / self.grid().width,
+            1 - (y - 0.5 * _STEP) / height,
+            note,
+            va="top",
+            fontsize=0.8 * small(),
+            transform=axes.transAxes,
+        )
 
     def _head(self, i: int) -> list[str]:
         """The lines above a column."""
@@ -426,7 +507,9 @@ class BestTable:
         """Ems of each column."""
         rows = [*self.models, *self.controls]
         return [
-            _LETTER * max(*map(len, self._head(i)), *(len(_short(row[i])) for row in rows)) + 1.6
+            _LETTER
+            * max(*map(len, self._head(i)), *(len(_short(row[i])) for row in rows))
+            + 1.6
             for i in range(len(self.header))
         ]
 
@@ -445,7 +528,9 @@ class BestTable:
 
     def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:
         """The controls that have a value in one of the columns."""
-        return [row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])]
+        return [
+            row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])
+        ]
 
 
 def _short(cell: Cell) -> str:
@@ -470,7 +555,9 @@ def _nearest(rows: pl.DataFrame, way: str) -> list[str]:
 
 def _entry(rows: pl.DataFrame) -> str:
     """`0.372 (12)`; the site's name where it is no block's output."""
-    for site, depth, value in rows.select("site", "depth", "value").drop_nulls("value").rows():
+    for site, depth, value in (
+        rows.select("site", "depth", "value").drop_nulls("value").rows()
+    ):
         counted = site_kind(site) == "out" and depth is not None
         return f"{value:.3f} ({int(depth) if counted else site})"
     return _NONE
@@ -481,5 +568,10 @@ def _range(rows: pl.DataFrame) -> str:
     values = picked(rows)["value"].to_numpy()
     if not len(values):
         return _NONE
-    low, high = f"{values.min():.3f}", f"{values.max():.3f}"
-    return low if low == high else f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
+    low = f"{values.min():.3f}"
+    high = f"{values.max():.3f}"
+    if low == high:
+        return low
+    if "-" in low + high:
+        return f"{low} to {high}"
+    return f"{low}–{high}"

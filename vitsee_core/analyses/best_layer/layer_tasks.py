@@ -36,7 +36,17 @@ PENALTIES = ("l2", "l2_relative")  # of probe and of dense-probe
 COLUMNS = (
     *(*SITE, "token", "row", "col", "head", "class"),
     *("task", "k", "shots", *PENALTIES, "ties", "file"),
-    *("metric", "value", "std", "low", "high", "n_images", "n_layers", "n_overlap", "baseline"),
+    *(
+        "metric",
+        "value",
+        "std",
+        "low",
+        "high",
+        "n_images",
+        "n_layers",
+        "n_overlap",
+        "baseline",
+    ),
 )
 OPTIONAL = frozenset(
     (
@@ -44,12 +54,24 @@ OPTIONAL = frozenset(
         *(*SETTINGS, *PENALTIES, "ties", "std", "low", "high", "n_images", "n_overlap"),
     )
 )
-MEANS = ("each", "patches")  # tokens of rows about the mean over a site's tokens: probe, lens
+MEANS = (
+    "each",
+    "patches",
+)  # tokens of rows about the mean over a site's tokens: probe, lens
 BEST = "best"
 NAMED = (*SETTINGS, "token", *PENALTIES)  # with the metric they make the task
 TOLD_APART = ("metric", *SETTINGS, *PENALTIES)
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
-PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
+PAIRS = (
+    "store_a",
+    "site_a",
+    "depth_a",
+    "store_b",
+    "site_b",
+    "depth_b",
+    "metric",
+    "value",
+)
 PLACE = ("token", "row", "col", "head")
 PAIRED_COLUMNS = (
     *PAIR,
@@ -88,7 +110,9 @@ def tasks(
     known = known_metrics(files)
     for metric in metrics:
         if metric not in known:
-            raise VitseeError(f"no result has the metric {metric!r}; they have {', '.join(known)}")
+            raise VitseeError(
+                f"no result has the metric {metric!r}; they have {', '.join(known)}"
+            )
         if direction(metric) == "none":
             raise VitseeError(
                 f"no layer is the best by {metric}: neither a higher nor a lower value is better"
@@ -106,18 +130,29 @@ def tasks(
         if not best_token:
             rows = rows.filter(~about_patches())
         keys = _keys(rows)
-        for key in keys.filter(~pl.col("of_all")).unique(maintain_order=True).rows(named=True):
-            metric, settings = key["metric"], {name: key[name] for name in NAMED}
+        for key in (
+            keys.filter(~pl.col("of_all")).unique(maintain_order=True).rows(named=True)
+        ):
+            metric = key["metric"]
+            settings = {name: key[name] for name in NAMED}
             if metric not in metrics and (metrics or settings["class"] is not None):
                 continue
             if direction(metric) == "none":
                 continue
-            named = [f"{name} = {value}" for name, value in settings.items() if value is not None]
+            named = [
+                f"{name} = {value}"
+                for name, value in settings.items()
+                if value is not None
+            ]
             task = ", ".join([f"{file.command} {metric}".strip(), *named])
-            same = pl.all_horizontal(pl.col(name).eq_missing(key[name]) for name in TOLD_APART)
+            same = pl.all_horizontal(
+                pl.col(name).eq_missing(key[name]) for name in TOLD_APART
+            )
             same &= pl.col("of_all") | pl.col("token").eq_missing(key["token"])
             own = rows.filter(keys.select(same).to_series())
-            taken = {store for part in parts.get(task, ()) for store in part["store"].unique()}
+            taken = {
+                store for part in parts.get(task, ()) for store in part["store"].unique()
+            }
             if taken & {*own["store"].unique()}:
                 task = f"{task} ({file.path})"
             parts.setdefault(task, []).append(own)
@@ -148,10 +183,24 @@ def _keys(rows: pl.DataFrame) -> pl.DataFrame:
     """A frame of each row's task: its metric and `NAMED`, in which `token` is its pooling and a
     penalty stands where the file reports the same probe at several; and `of_all`, whether it is a
     baseline without a token, which is that of every token."""
-    probe = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
+    probe = (
+        "store",
+        "site",
+        "head",
+        "token",
+        "row",
+        "col",
+        "metric",
+        *SETTINGS,
+        "baseline",
+    )
     repeated = rows.select(probe).n_unique() < len(rows)
-    penalties = [pl.col(name) if repeated else pl.lit(None).alias(name) for name in PENALTIES]
-    keys = rows.select("metric", *SETTINGS, *penalties, _poolings(rows).alias("token"), "baseline")
+    penalties = [
+        pl.col(name) if repeated else pl.lit(None).alias(name) for name in PENALTIES
+    ]
+    keys = rows.select(
+        "metric", *SETTINGS, *penalties, _poolings(rows).alias("token"), "baseline"
+    )
     no_token = pl.col("token").is_null() & pl.col("token").is_not_null().any()
     of_all = no_token & pl.col("baseline").is_not_null()
     return keys.select("metric", *NAMED, of_all=of_all)
@@ -169,7 +218,9 @@ def _poolings(rows: pl.DataFrame) -> pl.Series:
     real = rows.with_columns(words).filter(pl.col("baseline").is_null())
     real = real.select("store", "site", "token")
     several = real.n_unique() > real.select("store", "site").n_unique()
-    return words if several else pl.Series([None] * len(words), dtype=pl.String)
+    if several:
+        return words
+    return pl.Series([None] * len(words), dtype=pl.String)
 
 
 def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
@@ -183,11 +234,16 @@ def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
             own.select(*numbers, site=f"site_{x}", depth=f"depth_{x}", other=f"site_{y}")
             for x, y in ("ab", "ba")
         )
-        kinds = {site: site_kind(site) for site in pairs["site"].unique(maintain_order=True)}
+        kinds = {
+            site: site_kind(site) for site in pairs["site"].unique(maintain_order=True)
+        }
         kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
-        pairs = pairs.filter(pl.col("site").is_in([site for site in kinds if kinds[site] == kind]))
+        pairs = pairs.filter(
+            pl.col("site").is_in([site for site in kinds if kinds[site] == kind])
+        )
         at = pairs["depth"].arg_max() or 0
-        last, top = pairs["site"][at], max(pairs["depth"][at], 1)
+        last = pairs["site"][at]
+        top = max(pairs["depth"][at], 1)
         found = pairs.filter(other=last).unique("site", keep="last", maintain_order=True)
         place = {"store": pl.lit(store), "rel_depth": pl.col("depth") / top}
         layers = found.sort("depth", maintain_order=True).with_columns(**place)
@@ -232,15 +288,21 @@ def differences(
         chosen_from = [each[:, :m] for each in found if each is not None]
         reach = largest_t(np.concatenate(chosen_from)) if m > 1 else np.nan
         for row in rows:
-            row["low"], row["high"] = (row["value"] + sign * reach * row["std"] for sign in (-1, 1))
+            row["low"], row["high"] = (
+                row["value"] + sign * reach * row["std"] for sign in (-1, 1)
+            )
     return rows
 
 
 def _difference(
-    a: tuple[pl.DataFrame, int], b: tuple[pl.DataFrame, int], task: str, notes: Mapping[str, Any]
+    a: tuple[pl.DataFrame, int],
+    b: tuple[pl.DataFrame, int],
+    task: str,
+    notes: Mapping[str, Any],
 ) -> dict[str, Any]:
     (of_a, i), (of_b, j) = a, b
-    first, second = of_a.row(i, named=True), of_b.row(j, named=True)
+    first = of_a.row(i, named=True)
+    second = of_b.row(j, named=True)
     blocks = [_blocks(notes[row["file"]], row["store"]) for row in (first, second)]
     if blocks[0]["digest"] != blocks[1]["digest"]:
         raise StoreMismatch(
@@ -266,5 +328,7 @@ def _blocks(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:
     """The sidecar's record of the blocks of a store's images. Raises VitseeError: it has none."""
     found = notes["replicates"].get(store)
     if not isinstance(found, dict) or not {"digest", "n_blocks"} <= {*found}:
-        raise VitseeError(f"the sidecar does not say over which images {store} was tested")
+        raise VitseeError(
+            f"the sidecar does not say over which images {store} was tested"
+        )
     return found

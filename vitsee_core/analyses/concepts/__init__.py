@@ -43,14 +43,18 @@ from vitsee_core.analyses.concepts.fitting import (
     matched_cosine,
 )
 from vitsee_core.declaration import Analysis
-from vitsee_core.sae.dictionary import save_dictionary
 from vitsee_core.features import choose_features
+from vitsee_core.figures.patch_maps.photos import (
+    Photograph,
+    SheetImages,
+    clip_frames,
+    photographs,
+)
+from vitsee_core.figures.patch_maps.views import Edges, View, grid_sites
 from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import Photograph, Shown, clip_frames, photographs
-from vitsee_core.figures.patch_maps.views import Edges, View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.lanes import one_blas_thread
@@ -65,6 +69,7 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
+from vitsee_core.sae.dictionary import save_dictionary
 from vitsee_core.statistics.jackknife import Blocks, jackknife_cells
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
@@ -101,7 +106,9 @@ def run(
     *stores: Store,
     method: Annotated[str, Option("The dictionary.", choices=METHODS)] = "kmeans",
     k: Annotated[int, Option("Number of concepts.", metavar="K", least=1)] = 16,
-    sites: Annotated[Sequence[str], sites_option("the last of blocks with several patches")] = (),
+    sites: Annotated[
+        Sequence[str], sites_option("the last of blocks with several patches")
+    ] = (),
     epochs: Annotated[
         int, Option("Passes over the patches, of kmeans and nmf; pca takes one.", least=1)
     ] = 2,
@@ -117,7 +124,9 @@ def run(
             "needs labels.",
         ),
     ] = (),
-    top: Annotated[int, Option("Patches shown of each concept.", metavar="N", least=1)] = 6,
+    top: Annotated[
+        int, Option("Patches shown of each concept.", metavar="N", least=1)
+    ] = 6,
     save: Annotated[
         Path | None,
         Option(
@@ -128,7 +137,9 @@ def run(
     ] = None,
     force: Annotated[bool, PythonOnly("the command has --force of all files")] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """Rows about each site's dictionary, its concepts, and their strongest patches.
 
@@ -155,18 +166,27 @@ def run(
     if method not in METHODS:
         raise VitseeError(f"no method {method!r}; expected {', '.join(METHODS)}")
     if min(k, epochs, top) < 1:
-        raise VitseeError(f"k is {k}, epochs {epochs}, top {top}; expected 1 or more of each")
+        raise VitseeError(
+            f"k is {k}, epochs {epochs}, top {top}; expected 1 or more of each"
+        )
     if execution.seed > MAX_SEED:
-        raise VitseeError(f"the seed is {execution.seed}; scikit-learn takes 0 to {MAX_SEED}")
+        raise VitseeError(
+            f"the seed is {execution.seed}; scikit-learn takes 0 to {MAX_SEED}"
+        )
     wanted = {*asked_for(metrics or METRICS, METRICS, "concepts"), "share", "activation"}
     choice = Choice(method, k, epochs, clamp, execution.seed)
     choose = grid_sites if sites else _last_with_patches
     selected = select_each(stores, sites or ("blocks",), choose)
-    work = [(store, site, _features(store, site, choice))
-            for store, chosen in selected.members for site in chosen]  # fmt: skip
+    work = [
+        (store, site, _features(store, site, choice))
+        for store, chosen in selected.members
+        for site in chosen
+    ]
     if save is not None:
         if len(work) != 1:
-            raise VitseeError(f"--save takes the dictionary of one site; {len(work)} are chosen")
+            raise VitseeError(
+                f"--save takes the dictionary of one site; {len(work)} are chosen"
+            )
         if Path(save).suffix != ".safetensors":
             raise VitseeError(f"--save {save}; expected a name that ends in .safetensors")
         check_new_files([Path(save)], force=force)
@@ -180,7 +200,9 @@ def run(
             own = blocks[store.label]
             with one_blas_thread():  # batches are small
                 fitted = fit(features, halves_of(own.of_rows), choice, execution.progress)
-            task = Task(features, fitted.whole, own.of_rows, _labels(store, choice.seed), top)
+            task = Task(
+                features, fitted.whole, own.of_rows, _labels(store, choice.seed), top
+            )
             found = execution.fold(
                 store, task, execution.rows(store), slab_bytes=features.slab_bytes
             ).result()
@@ -202,7 +224,9 @@ def run(
         "interval": "jackknife over blocks of images, the dictionary held fixed",
         "halves": "every second block of images of the jackknife",
         WORD: {label: one.describe() for label, one in blocks.items()},
-        "images": {store.label: execution.rows(store).describe() for store in selected.stores},
+        "images": {
+            store.label: execution.rows(store).describe() for store in selected.stores
+        },
         "crops": pictures,
         **selected.notes(),
     }
@@ -213,7 +237,9 @@ def run(
 def at_a_glance(table: Table) -> Table:
     """The patches of the first store's most frequent concepts."""
     one = some_of(table, store=1, site=1)
-    first = one.frame.filter(metric="share").sort("value", descending=True, maintain_order=True)
+    first = one.frame.filter(metric="share").sort(
+        "value", descending=True, maintain_order=True
+    )
     return one.filter(pl.col("concept").is_in(first["concept"][:GLANCED].implode()))
 
 
@@ -265,34 +291,68 @@ def _labels(store: Store, seed: int) -> Integers:
 
 
 def _rows(
-    store: Store, features: SiteFeatures, fitted: Fitted, found: ConceptSums, choice: Choice
+    store: Store,
+    features: SiteFeatures,
+    fitted: Fitted,
+    found: ConceptSums,
+    choice: Choice,
 ) -> list[dict[str, Any]]:
     n = int((found.task.blocks >= 0).sum())
     blocks = range(len(found.n))
     r2 = np.array([found.r2(block) for block in blocks])
     rows: list[dict[str, Any]] = [
-        {"metric": "r2", **jackknife_cells(found.r2(), r2, n, (-np.inf, 1.0)), "baseline": ""}
+        {
+            "metric": "r2",
+            **jackknife_cells(found.r2(), r2, n, (-np.inf, 1.0)),
+            "baseline": "",
+        }
     ]
     generator = np.random.default_rng((choice.seed, 2))
     for name, shuffled in (("", None), (SHUFFLED, generator)):
         value = matched_cosine(fitted, shuffled)
-        rows.append({"metric": "stability", "value": value, "n_images": n, "baseline": name})
+        rows.append(
+            {"metric": "stability", "value": value, "n_images": n, "baseline": name}
+        )
     for draw in range(len(found.classes)):
         value = found.purity(draw)
         without = np.array([found.purity(draw, block) for block in blocks])
         low, high = jackknife_share(value, without, n)
-        rows.append({"metric": "purity", "value": value, "low": low, "high": high, WORD: without,
-                     "n_images": n, "baseline": SHUFFLED if draw else ""})  # fmt: skip
+        rows.append(
+            {
+                "metric": "purity",
+                "value": value,
+                "low": low,
+                "high": high,
+                WORD: without,
+                "n_images": n,
+                "baseline": SHUFFLED if draw else "",
+            }
+        )
     assigned = max(1, int(found.counts.sum()))
     concepts = np.arange(len(found.counts))
-    rows.append({"metric": "share", "concept": concepts, "value": found.counts / assigned,
-                 "n_images": n, "baseline": ""})  # fmt: skip
-    layout, top = features.layout, found.top
+    rows.append(
+        {
+            "metric": "share",
+            "concept": concepts,
+            "value": found.counts / assigned,
+            "n_images": n,
+            "baseline": "",
+        }
+    )
+    layout = features.layout
+    top = found.top
     assert layout is not None
-    rows.append({"metric": "activation", "image": store.samples.id[top.rows.ravel()],
-                 **cell_columns(layout, top.cells.ravel()),
-                 "concept": np.repeat(concepts, top.cells.shape[1]), "value": top.values.ravel(),
-                 "n_images": n, "baseline": ""})  # fmt: skip
+    rows.append(
+        {
+            "metric": "activation",
+            "image": store.samples.id[top.rows.ravel()],
+            **cell_columns(layout, top.cells.ravel()),
+            "concept": np.repeat(concepts, top.cells.shape[1]),
+            "value": top.values.ravel(),
+            "n_images": n,
+            "baseline": "",
+        }
+    )
     return rows
 
 
@@ -308,13 +368,18 @@ def crops(
     the middle of the patch's time; "" where it cannot be had. rows, cells: (concepts, n) of the
     store, and of the site's grid, time by time and row by row; data: where the images are now, by
     default where extract read them."""
-    layout, clip = store.site(site.name).layout, store.plan.clip
+    layout = store.site(site.name).layout
+    clip = store.plan.clip
     assert layout is not None and layout.grid is not None
-    view, photos, grid = View.of(store, [site]), {}, layout.grid
+    view = View.of(store, [site])
+    photos = {}
+    grid = layout.grid
     places = grid[0] * grid[1]
     if clip is None:
         frames = np.zeros_like(cells)
-        shown = Shown(store, view, sorted({int(row) for row in rows.ravel()}), [site])
+        shown = SheetImages(
+            store, view, sorted({int(row) for row in rows.ravel()}), [site]
+        )
         of_rows = photographs(shown, [view.seen(row) for row in shown.rows], data)
         photos = {(row, 0): photo for row, photo in of_rows.items()}
     else:
@@ -336,23 +401,33 @@ def crops(
 def _around(grid: Edges, shape: Sequence[int], cell: tuple[int, int]) -> Edges:
     """The edges of a cell with its neighbours, as shares of the image."""
     top, left, bottom, right = grid
-    tall, wide = (bottom - top) / shape[0], (right - left) / shape[1]
-    y, x = top + cell[0] * tall, left + cell[1] * wide
-    return (y - AROUND * tall, x - AROUND * wide,
-            y + (1 + AROUND) * tall, x + (1 + AROUND) * wide)  # fmt: skip
+    tall = (bottom - top) / shape[0]
+    wide = (right - left) / shape[1]
+    y = top + cell[0] * tall
+    x = left + cell[1] * wide
+    return (
+        y - AROUND * tall,
+        x - AROUND * wide,
+        y + (1 + AROUND) * tall,
+        x + (1 + AROUND) * wide,
+    )
 
 
 def _crop(photo: Photograph, edges: Edges) -> NDArray[np.uint8]:
     """These edges of a photograph, white beyond it."""
     pixels = photo.pixels if photo.pixels.ndim == 3 else np.stack([photo.pixels] * 3, -1)
     top, left, bottom, right = photo.edges
-    tall, wide = pixels.shape[0] / (bottom - top), pixels.shape[1] / (right - left)
+    tall = pixels.shape[0] / (bottom - top)
+    wide = pixels.shape[1] / (right - left)
     y0, y1 = (round((edge - top) * tall) for edge in (edges[0], edges[2]))
     x0, x1 = (round((edge - left) * wide) for edge in (edges[1], edges[3]))
-    y1, x1 = max(y1, y0 + 1), max(x1, x0 + 1)
+    y1 = max(y1, y0 + 1)
+    x1 = max(x1, x0 + 1)
     whole = np.full((y1 - y0, x1 - x0, 3), 255, np.uint8)
-    ys, xs = (slice(max(a, 0), min(b, n)) for a, b, n in
-              ((y0, y1, pixels.shape[0]), (x0, x1, pixels.shape[1])))  # fmt: skip
+    ys, xs = (
+        slice(max(a, 0), min(b, n))
+        for a, b, n in ((y0, y1, pixels.shape[0]), (x0, x1, pixels.shape[1]))
+    )
     if ys.start < ys.stop and xs.start < xs.stop:
         whole[ys.start - y0 : ys.stop - y0, xs.start - x0 : xs.stop - x0] = pixels[ys, xs]
     scale = math.ceil(SMALLEST / min(whole.shape[:2]))
@@ -395,7 +470,9 @@ _NOTHING = Map("no picture", np.ones((1, 1, 3)), WHOLE)
 
 
 def _pixels(text: str) -> Any:
-    return decode(text).astype(np.float64) / 255 if text else _NOTHING.values
+    if text:
+        return decode(text).astype(np.float64) / 255
+    return _NOTHING.values
 
 
 ANALYSIS = Analysis(

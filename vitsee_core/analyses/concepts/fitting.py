@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.runtime.streaming import Piece
+from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import VitseeError
 
@@ -51,7 +51,9 @@ class Fitted(NamedTuple):
     mean: Float32  # (D,) of all patches
 
 
-def fit(features: SiteFeatures, groups: Integers, choice: Choice, progress: Progress) -> Fitted:
+def fit(
+    features: SiteFeatures, groups: Integers, choice: Choice, progress: Progress
+) -> Fitted:
     """The dictionaries of all images and of each half of a site's patches. groups: (images,) half
     of each image, -1 for those that do not count; progress is advanced by the images of each pass.
 
@@ -59,7 +61,9 @@ def fit(features: SiteFeatures, groups: Integers, choice: Choice, progress: Prog
         VitseeError: too few tokens in a half, or negative numbers in nmf.
     """
     name = f"{features.site.name} of {features.store.label}"
-    counts = [int((groups == half).sum()) * len(features.tokens) for half in range(HALVES)]
+    counts = [
+        int((groups == half).sum()) * len(features.tokens) for half in range(HALVES)
+    ]
     if min(counts) < choice.k:
         raise VitseeError(
             f"{choice.k} concepts were asked for, but half of the images of {name} has "
@@ -96,7 +100,9 @@ def _tokens(
         counted = groups[rows] >= 0
         if not counted.any():
             continue
-        x = features.of_slab(Piece(store, k, rows, counted), slice(0, len(features.tokens)))
+        x = features.of_slab(
+            Piece(store, k, rows, counted), slice(0, len(features.tokens))
+        )
         halves = np.repeat(groups[rows][counted], x.shape[1])
         order = rng.permutation(len(halves))
         flat = x.reshape(-1, x.shape[-1])[order]
@@ -146,14 +152,17 @@ class _Solver:
         from sklearn.cluster import KMeans, MiniBatchKMeans
         from sklearn.decomposition import IncrementalPCA, MiniBatchNMF
 
-        k, seed = self.choice.k, self.choice.seed
+        k = self.choice.k
+        seed = self.choice.seed
         if self.choice.method == "pca":
             return IncrementalPCA(k)
         if self.choice.method == "nmf":
             # All batches count alike, as the data are finite.
             return MiniBatchNMF(k, random_state=seed, forget_factor=1.0)
         first = KMeans(k, n_init=STARTS, random_state=seed).fit(x)
-        return MiniBatchKMeans(k, init=first.cluster_centers_, n_init=1, random_state=seed)
+        return MiniBatchKMeans(
+            k, init=first.cluster_centers_, n_init=1, random_state=seed
+        )
 
     def dictionary(self, site: str) -> Dictionary:
         told: dict[str, Any] = {"clamp": self.choice.clamp, "site": site}
@@ -168,7 +177,9 @@ class _Solver:
         rows = rows * np.where(signs == 0, 1, signs)[:, None].astype(np.float32)
         centre = self.model.mean_.astype(np.float32)
         zeros = np.zeros(len(rows), np.float32)
-        return Dictionary("linear", rows, centre, rows.T.copy(), zeros, centre=True, **told)
+        return Dictionary(
+            "linear", rows, centre, rows.T.copy(), zeros, centre=True, **told
+        )
 
 
 def matched_cosine(fitted: Fitted, shuffled: np.random.Generator | None = None) -> float:
@@ -248,13 +259,18 @@ class ConceptSums:
     squares: Float = field(init=False)  # (blocks,) sum of |x|^2
     total: Float = field(init=False)  # (blocks, D) sum of x
     counts: Integers = field(init=False)  # (K,) patches assigned
-    classes: Integers = field(init=False)  # (draws, blocks, K, classes) of them, with a label
+    classes: Integers = field(
+        init=False
+    )  # (draws, blocks, K, classes) of them, with a label
     top: Top = field(init=False)
 
     def __post_init__(self) -> None:
-        d, m = self.task.dictionary, self.task.n_blocks
+        d = self.task.dictionary
+        m = self.task.n_blocks
         labels = self.task.labels
-        self.n, self.error, self.squares = np.zeros(m, np.int64), np.zeros(m), np.zeros(m)
+        self.n = np.zeros(m, np.int64)
+        self.error = np.zeros(m)
+        self.squares = np.zeros(m)
         self.total = np.zeros((m, d.dim))
         self.counts = np.zeros(d.n, np.int64)
         n_classes = int(labels.max(initial=-1)) + 1
@@ -264,7 +280,8 @@ class ConceptSums:
 
     def update(self, slab: Slab) -> None:
         """Count a slab."""
-        task, d = self.task, self.task.dictionary
+        task = self.task
+        d = self.task.dictionary
         tokens = task.features.of_slab(slab, slice(0, len(task.features.tokens)))
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
         step = max(1, AT_ONCE // tokens.shape[1])
@@ -273,9 +290,12 @@ class ConceptSums:
             x = d.target(tokens[start : start + step].reshape(-1, d.dim))
             codes = d.encode(x)
             wide = x.astype(np.float64)
-            block, shape = task.blocks[own], (len(own), -1)
+            block = task.blocks[own]
+            shape = (len(own), -1)
             np.add.at(self.n, block, tokens.shape[1])
-            np.add.at(self.error, block, ((wide - d.decode(codes)) ** 2).reshape(shape).sum(1))
+            np.add.at(
+                self.error, block, ((wide - d.decode(codes)) ** 2).reshape(shape).sum(1)
+            )
             np.add.at(self.squares, block, (wide**2).reshape(shape).sum(1))
             np.add.at(self.total, block, wide.reshape(len(own), -1, d.dim).sum(1))
             self._assign(codes, own, np.repeat(block, tokens.shape[1]))
@@ -321,7 +341,9 @@ class ConceptSums:
         """(1 / n) sum over concepts of the largest number of patches of images of one class."""
         keep = np.arange(len(self.n)) != (-1 if without is None else without)
         table = self.classes[draw, keep].sum(0)
-        return float(table.max(1).sum() / table.sum()) if table.sum() else np.nan
+        if table.sum():
+            return float(table.max(1).sum() / table.sum())
+        return np.nan
 
 
 def _best(parts: list[Top], n: int) -> Top:

@@ -42,12 +42,24 @@ from vitsee_core.analyses.cosine_map.cosines import (
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.features.matrix import not_finite
-from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.photos import (
+    SHOWN,
+    SheetImages,
+    describe_sheet,
+    shown_rows,
+)
 from vitsee_core.figures.patch_maps.views import View, grid_sites
+from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, image_option
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Gather,
+    Offers,
+    Option,
+    image_option,
+)
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
@@ -57,7 +69,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,13 +79,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMNS = (*SITE, "token", "row", "col", "query", "image", "at", "metric", "value")
-OFFSET_COLUMNS = (*SITE, "row", "col", "metric", "value", "std", "low", "high", "n_images")
+OFFSET_COLUMNS = (
+    *SITE,
+    "row",
+    "col",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
+)
 
 
 @analysis
 def run(
     *stores: Store,
-    image: Annotated[Sequence[str], image_option("Choose patches of", f"the first {SHOWN}")] = (),
+    image: Annotated[
+        Sequence[str], image_option("Choose patches of", f"the first {SHOWN}")
+    ] = (),
     at: Annotated[
         Sequence[str],
         Option(
@@ -98,7 +122,8 @@ def run(
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
     execution: Annotated[
-        Execution, Offers("images seed jobs memory", dask="slabs (of --offsets)", replicates=False)
+        Execution,
+        Offers("images seed jobs memory", dask="slabs (of --offsets)", replicates=False),
     ] = DEFAULT,
 ) -> Table:
     """A row per patch of each map, and one per query and statistic; or a row per offset.
@@ -121,7 +146,9 @@ def run(
         VitseeError: no such image or pixel, options that do not go together.
     """
     if offsets and (image or at or to):
-        raise VitseeError("offsets are means over all images: leave single images and patches out")
+        raise VitseeError(
+            "offsets are means over all images: leave single images and patches out"
+        )
     spots = [Spot.parse(text) for text in dict.fromkeys(at or (MIDDLE,))]
     selected = select_each(stores, sites, grid_sites)
     parts = [_Store(store, own, execution) for store, own in selected.members]
@@ -134,7 +161,8 @@ def run(
         part.targets = part.shown(to, targets) if to else part.shown_rows([])
         part.choose(spots)
     n_maps = sum(
-        len(part.sites) * len(part.chosen) * (1 + len(part.targets.rows)) for part in parts
+        len(part.sites) * len(part.chosen) * (1 + len(part.targets.rows))
+        for part in parts
     )
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, n_maps, "maps"):
@@ -143,11 +171,14 @@ def run(
                 rows += part.rows(site)
             if part.empty:
                 log.info(
-                    "%s: no cosine of a patch of length 0: %s", part.store.label, few(part.empty)
+                    "%s: no cosine of a patch of length 0: %s",
+                    part.store.label,
+                    abbreviate(part.empty),
                 )
     lead = parts[0]
     everything = [
-        part.shown_rows([*dict.fromkeys(part.queries.rows + part.targets.rows)]) for part in parts
+        part.shown_rows([*dict.fromkeys(part.queries.rows + part.targets.rows)])
+        for part in parts
     ]
     notes = {
         "marks": [
@@ -158,10 +189,14 @@ def run(
             for (row, spot), place in lead.places().items()
         ],
         "images": {
-            part.store.label: [str(name) for name in part.store.samples.id[part.queries.rows]]
+            part.store.label: [
+                str(name) for name in part.store.samples.id[part.queries.rows]
+            ]
             for part in parts
         },
-        "sheet": describe_sheet(everything, None if origin is None else origin.data, lead.times()),
+        "sheet": describe_sheet(
+            everything, None if origin is None else origin.data, lead.times()
+        ),
         **selected.notes(),
     }
     layouts = [features.layout for part in parts for features in part.features.values()]
@@ -206,24 +241,27 @@ class _Query:
 class _Store:
     """One store's maps. empty: where a selected patch has length 0."""
 
-    queries: Shown
-    targets: Shown
+    queries: SheetImages
+    targets: SheetImages
 
     def __init__(self, store: Store, sites: list[SiteSpec], execution: Execution) -> None:
-        self.store, self.sites, self.execution = store, sites, execution
+        self.store = store
+        self.sites = sites
+        self.execution = execution
         self.view = View.of(store, sites)
         self.features: dict[str, SiteFeatures] = {
-            site.name: choose_features(store, site, "patches", partial=True) for site in sites
+            site.name: choose_features(store, site, "patches", partial=True)
+            for site in sites
         }
         self.chosen: list[_Query] = []
         self.empty: list[str] = []
 
-    def shown(self, names: Sequence[str], first: Shown | None) -> Shown:
+    def shown(self, names: Sequence[str], first: SheetImages | None) -> SheetImages:
         """The images of these names, or those that another store shows."""
         return self.shown_rows(shown_rows(self.store, names, first, self.execution))
 
-    def shown_rows(self, rows: list[int]) -> Shown:
-        return Shown(self.store, self.view, rows, self.sites)
+    def shown_rows(self, rows: list[int]) -> SheetImages:
+        return SheetImages(self.store, self.view, rows, self.sites)
 
     def choose(self, spots: Sequence[Spot]) -> None:
         """The selected patches in every site's grid; errors are raised here rather than during the
@@ -231,14 +269,17 @@ class _Store:
         for row in self.queries.rows:
             for spot in spots:
                 cell = {
-                    site.name: spot.index(self.store, site, self.view, row) for site in self.sites
+                    site.name: spot.index(self.store, site, self.view, row)
+                    for site in self.sites
                 }
                 self.chosen.append(_Query(row, spot, cell))
 
     def places(self) -> dict[tuple[int, Spot], tuple[float, float]]:
         """The position of each selected patch on its image; of a cell, in the first site's grid."""
         return {
-            (one.row, one.spot): one.spot.place(self.store, self.sites[0], self.view, one.row)
+            (one.row, one.spot): one.spot.place(
+                self.store, self.sites[0], self.view, one.row
+            )
             for one in self.chosen
         }
 
@@ -260,7 +301,8 @@ class _Store:
         """The maps of one site, then the statistics."""
         layout = self.features[site.name].site.layout
         assert layout is not None and layout.grid is not None
-        place, ids = site_columns(self.store, site), self.store.samples.id
+        place = site_columns(self.store, site)
+        ids = self.store.samples.id
         maps: list[dict[str, Any]] = []
         numbers: list[dict[str, Any]] = []
         for query in self.chosen:
@@ -279,14 +321,23 @@ class _Store:
                 if other == query.row:
                     found = map_statistics(cosines, cell, layout.body)
                     numbers += [
-                        {**about, "image": about["query"], "metric": name, "value": found[name]}
+                        {
+                            **about,
+                            "image": about["query"],
+                            "metric": name,
+                            "value": found[name],
+                        }
                         for name in STATISTICS
                     ]
                 # Where the query has no length every patch that counts has an empty value.
                 counts = self.view.on_image(layout, np.array([other]))[0]
                 cells = np.flatnonzero(counts)
                 on_grid = cell_columns(layout, cells)
-                of_map = {"image": str(ids[other]), "metric": "cosine", "value": cosines[cells]}
+                of_map = {
+                    "image": str(ids[other]),
+                    "metric": "cosine",
+                    "value": cosines[cells],
+                }
                 maps.append({**about, **on_grid, **of_map})
             self.execution.progress.advance(1 + len(self.targets.rows))
         return maps + numbers
@@ -318,7 +369,10 @@ def _offsets(
     notes = {
         "interval": INTERVAL_METHOD,
         "seed": execution.seed,
-        "images": {part.store.label: own.describe() for part, own in zip(parts, rows, strict=True)},
+        "images": {
+            part.store.label: own.describe()
+            for part, own in zip(parts, rows, strict=True)
+        },
         **selected.notes(),
     }
     return Table.concat(tables, notes=notes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, ClipStrip, of_clips
 from vitsee_core.figures.patch_sheets import (
     Map,
     Sheet,
@@ -70,7 +70,10 @@ def draw_cosines(table: Table, scale: str) -> Figure:
                     maps.append((store, tiles))
             lines.append(SheetLine(image, title, maps, mark))
     return Sheet(
-        lines, sheet.get("images", {}), _caption(table.frame, sites), *_look(_values(lines), scale)
+        lines,
+        sheet.get("images", {}),
+        _caption(table.frame, sites),
+        *_look(_values(lines), scale),
     ).draw()
 
 
@@ -85,7 +88,9 @@ def _draw_clips(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
     }
     sites = shown_layers(cosines)
     lines = []
-    for (query, at, image), shown in cosines.group_by("query", "at", "image", maintain_order=True):
+    for (query, at, image), shown in cosines.group_by(
+        "query", "at", "image", maintain_order=True
+    ):
         strips = []
         for (store, site), own in shown.group_by("store", "site", maintain_order=True):
             if site not in sites[store]:
@@ -95,7 +100,7 @@ def _draw_clips(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
             cell = parse_place(own["token"][0]) if image == query else None
             if scale == "map":
                 values = _stretched(values, cell)
-            strips.append(Strip(store, layer_name(site), values, edges, cell))
+            strips.append(ClipStrip(store, layer_name(site), values, edges, cell))
         mark = marks.get((query, at)) if image == query else None
         title = f"{query}, patch {at}" if image == query else f"in {image}"
         lines.append(ClipLine(image, title, strips, mark))
@@ -127,7 +132,9 @@ def _draw_offsets(rows: pl.DataFrame, scale: str) -> Figure:
     lines = [SheetLine("", "", maps)]
     about: dict[str, Any] = {"": {"aspect": shape[0] / shape[1]}}
     caption += _caption(rows, sites)[1:]
-    return Sheet(lines, about, caption, *_look(_values(lines), scale), photos=False).draw()
+    return Sheet(
+        lines, about, caption, *_look(_values(lines), scale), photos=False
+    ).draw()
 
 
 def _stretched(values: Float, cell: tuple[int, ...] | None) -> Float:
@@ -137,7 +144,8 @@ def _stretched(values: Float, cell: tuple[int, ...] | None) -> Float:
         others[cell] = np.nan
     if np.isnan(others).all():
         return values
-    low, high = np.nanmin(others), np.nanmax(others)
+    low = np.nanmin(others)
+    high = np.nanmax(others)
     return np.clip((values - low) / (high - low if high > low else 1), 0, 1)
 
 
@@ -147,7 +155,11 @@ def _values(lines: Sequence[SheetLine]) -> list[Float]:
 
 def _look(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
     if scale == "map":
-        return {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}, "each map over its own range"
+        return {
+            "vmin": 0.0,
+            "vmax": 1.0,
+            "cmap": "viridis",
+        }, "each map over its own range"
     there = np.concatenate([v[~np.isnan(v)].ravel() for v in values])
     low = float(there.min()) if len(there) else 0.0
     return {"vmin": min(low, 0.99), "vmax": 1.0, "cmap": "viridis"}, "cosine"
@@ -160,4 +172,6 @@ def _caption(rows: pl.DataFrame, sites: dict[str, list[str]]) -> list[str]:
         lines.append(f"in ...: the patch above with those of another {other}")
     lines += thinned(rows, sites)
     names = list(sites)
-    return lines if len(names) > 1 else [f"{shorten(names[0], 24)}: {lines[0]}", *lines[1:]]
+    if len(names) > 1:
+        return lines
+    return [f"{shorten(names[0], 24)}: {lines[0]}", *lines[1:]]

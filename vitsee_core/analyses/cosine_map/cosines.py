@@ -38,7 +38,9 @@ class Spot:
     """A patch named by a user; without cell and pixel the middle."""
 
     text: str  # as given
-    cell: tuple[int, ...] | None = None  # (row, col) of the grid, of clips (frame, row, col), too
+    cell: tuple[int, ...] | None = (
+        None  # (row, col) of the grid, of clips (frame, row, col), too
+    )
     pixel: tuple[int, int] | None = None  # (x, y) of the original image
 
     @classmethod
@@ -54,13 +56,16 @@ class Spot:
         if (cell := parse_place(text)) is not None:
             return cls(",".join(map(str, cell)), cell=cell)
         if match := _PIXEL.fullmatch(text):
-            x, y = int(match[1]), int(match[2])
+            x = int(match[1])
+            y = int(match[2])
             return cls(f"{x},{y}px", pixel=(x, y))
         if text != MIDDLE:
             raise VitseeError(f"no patch {text!r}; expected {EXPECTED}")
         return cls(text)
 
-    def place(self, store: Store, site: SiteSpec, view: View, row: int) -> tuple[float, float]:
+    def place(
+        self, store: Store, site: SiteSpec, view: View, row: int
+    ) -> tuple[float, float]:
         """(y, x) on an image, as fractions of it; the middle of a cell.
 
         Raises:
@@ -131,7 +136,9 @@ def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
     length = np.linalg.norm(values, axis=1)
     there = keep & (length > 0)
     return np.where(
-        there[:, np.newaxis], values / np.where(length > 0, length, 1)[:, np.newaxis], np.nan
+        there[:, np.newaxis],
+        values / np.where(length > 0, length, 1)[:, np.newaxis],
+        np.nan,
     )
 
 
@@ -177,7 +184,9 @@ def offset_means(units: Float, grid: tuple[int, int]) -> Float:
         grid: (rows, cols).
     """
     frames = units.reshape(-1, grid[0] * grid[1], units.shape[-1])
-    sums, pairs = (sum(parts) for parts in zip(*(_sums(one, grid) for one in frames), strict=True))
+    sums, pairs = (
+        sum(parts) for parts in zip(*(_sums(one, grid) for one in frames), strict=True)
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(pairs > 0, sums / pairs, np.nan)
     at = [np.arange(-n + 1, n) for n in grid]

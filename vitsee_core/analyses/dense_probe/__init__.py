@@ -36,7 +36,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.dense_probe import options
-from vitsee_core.analyses.dense_probe.metrics import METHOD, METRICS, Depth, Segmentation, Task
+from vitsee_core.analyses.dense_probe.metrics import (
+    METHOD,
+    METRICS,
+    Depth,
+    Segmentation,
+    Task,
+)
 from vitsee_core.analyses.dense_probe.options import CHOOSE, choose_solver, differences
 from vitsee_core.analyses.dense_probe.results import (
     PairOfStores,
@@ -49,9 +55,35 @@ from vitsee_core.features import compared
 from vitsee_core.features.compared import other_precision
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
+from vitsee_core.figures.panels import (
+    PanelGrid,
+    em,
+    grow,
+    map_axes,
+    map_title,
+    note_below,
+    stack,
+)
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Gather,
+    Offers,
+    Option,
+    metrics_option,
+)
+from vitsee_core.runtime.progress import counting
+from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import site_words
 from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
     TESTS,
@@ -62,17 +94,6 @@ from vitsee_core.truth.labels.labelled_rows import (
 )
 from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.truth.masks.depth_maps import open_depth_maps
-from vitsee_core.models.provenance import Provenance
-from vitsee_core.runtime.arguments import analysis
-from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, metrics_option
-from vitsee_core.runtime.progress import counting
-from vitsee_core.tables.columns import SITE
-from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
-from vitsee_core.tables.replicates import WORD
-from vitsee_core.tables.results import Table
-from vitsee_core.tables.words import site_words
 from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -96,8 +117,19 @@ headline = partial(
 )
 
 COLUMNS = (
-    *(*SITE, "class", "l2_relative", "k", "metric", "value", "low", "high", "n_images", "baseline"),
-)  # fmt: skip
+    *(
+        *SITE,
+        "class",
+        "l2_relative",
+        "k",
+        "metric",
+        "value",
+        "low",
+        "high",
+        "n_images",
+        "baseline",
+    ),
+)
 PICTURES = ("photo", "label", "prediction", "error")
 TILE = 9.0  # ems
 LETTER = 0.56  # ems that a letter of the caption takes
@@ -162,17 +194,31 @@ def run(
             choices that exclude each other.
     """
     if sum(way is not None for way in (tests or None, split, holdout)) != 1:
-        raise VitseeError("give exactly one of TEST, --split NAME|FILE and --holdout SHARE")
+        raise VitseeError(
+            "give exactly one of TEST, --split NAME|FILE and --holdout SHARE"
+        )
     task = _task(masks, ignore, depth, depth_scale, max_depth, eigen_crop, per_class)
-    wanted = asked_for(metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}")
+    wanted = asked_for(
+        metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}"
+    )
     how = choose_solver(
-        solver, preset, task.label, l2s=_given_l2(l2_relative), ks=ks, distance=distance, bank=bank,
-        resolution=resolution, balanced=balanced, steps=steps,
-    )  # fmt: skip
+        solver,
+        preset,
+        task.label,
+        l2s=_given_l2(l2_relative),
+        ks=ks,
+        distance=distance,
+        bank=bank,
+        resolution=resolution,
+        balanced=balanced,
+        steps=steps,
+    )
     training = training_execution(execution, tests, train_images)
     trained_and_tested = pairs(train, tests, split, holdout, execution, training)
     plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution, training)
-    settings = Settings(tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop)
+    settings = Settings(
+        tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop
+    )
     shared = []
     remarks = []
     for pair in trained_and_tested:
@@ -196,7 +242,11 @@ def run(
         "interval": METHOD,
         "truth": {"source": task.maps.name, **task.maps.rules},
         "seed": execution.seed,
-        "train": {"store": train.label, **works[0].train.counts, **found[0].trained.notes},
+        "train": {
+            "store": train.label,
+            **works[0].train.counts,
+            **found[0].trained.notes,
+        },
         "tests": [
             {"store": work.test.store.label, **work.test.counts, "also_in_train": n}
             for work, n in zip(works, shared, strict=True)
@@ -225,7 +275,7 @@ def plot(table: Table) -> Figure:
     metrics = [metric for metric in METRICS if metric in among["metric"]]
     shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
     curves = CurveGrid.of(len(metrics), among)
-    grids = [Grid(len(PICTURES), TILE, TILE + 2.2, TILE) for _ in shown]
+    grids = [PanelGrid(len(PICTURES), TILE, TILE + 2.2, TILE) for _ in shown]
     figure, parts = stack(curves, *grids)
     panels = curves.panels(parts[0], of_metrics(among, metrics))
     for axes, _, rows in panels:
@@ -257,13 +307,19 @@ def _task(
     if depth is not None:
         for option, given in (("--ignore", ignore), ("--per-class", per_class)):
             if given:
-                raise VitseeError(f"{option} belongs to --masks, not to --depth; leave it out")
+                raise VitseeError(
+                    f"{option} belongs to --masks, not to --depth; leave it out"
+                )
         return Depth(open_depth_maps(Path(depth), scale, max_depth))
     for option, other in (
-        ("--depth-scale", scale), ("--max-depth", max_depth), ("--eigen-crop", eigen_crop)
-    ):  # fmt: skip
+        ("--depth-scale", scale),
+        ("--max-depth", max_depth),
+        ("--eigen-crop", eigen_crop),
+    ):
         if other:
-            raise VitseeError(f"{option} belongs to --depth, not to --masks; leave it out")
+            raise VitseeError(
+                f"{option} belongs to --depth, not to --masks; leave it out"
+            )
     assert masks
     ignored = [word for item in ignore for word in str(item).split(",") if word]
     return Segmentation(open_class_maps(masks, ignored))
@@ -282,7 +338,7 @@ def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
+def _draw_shown(part: Any, grid: PanelGrid, one: Mapping[str, Any]) -> None:
     right = one.get("right")
     titles = {
         "photo": str(one["image"]),
@@ -299,7 +355,9 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
 
 def _settings(rows: pl.DataFrame) -> list[str]:
     """The columns, among l2_relative and k, in which several rows of one probe differ."""
-    probe = [name for name in ("store", "site", "metric", "baseline") if name in rows.columns]
+    probe = [
+        name for name in ("store", "site", "metric", "baseline") if name in rows.columns
+    ]
     there = [name for name in ("l2_relative", "k") if name in rows.columns]
     values = rows.group_by(probe).agg(pl.col(there).drop_nulls().n_unique())
     return [name for name in there if (values[name] > 1).any()]

@@ -28,8 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, choose_l2, fit, linear_scores
-from vitsee_core.analyses.dense_probe.metrics import counted, mean_iou
+from vitsee_core.analyses.dense_probe.linear import (
+    Scaling,
+    Targets,
+    choose_l2,
+    fit,
+    linear_scores,
+)
+from vitsee_core.analyses.dense_probe.metrics import count_confusions, mean_iou
 from vitsee_core.analyses.dense_probe.options import (
     COSINE,
     HUMMINGBIRD,
@@ -51,7 +57,7 @@ from vitsee_core.analyses.dense_probe.pixels import (
 from vitsee_core.analyses.dense_probe.work import (
     CHOOSING,
     HeadKey,
-    Part,
+    SplitImages,
     Sums,
     Trained,
     blind_heads,
@@ -69,7 +75,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RARE, ANY = "rare", "any"
+RARE = "rare"
+ANY = "any"
 ROWS_AT_ONCE = 1 << 16
 AT_ONCE = 1 << 24  # votes in memory
 QUERIES_AT_ONCE = 1024
@@ -92,7 +99,8 @@ class Bank:
     def histograms(self) -> tuple[Integers, Float, Integers]:
         """The classes that occur, the number of pixels of each class in each patch (n,
         classes), and of those with any class (n,)."""
-        n, classes = len(self.labels), np.unique(self.labels)
+        n = len(self.labels)
+        classes = np.unique(self.labels)
         classes = classes[classes != IGNORED].astype(np.int64)
         places = np.full(IGNORED + 1, -1)
         places[classes] = np.arange(len(classes))
@@ -102,7 +110,9 @@ class Bank:
         return classes, counts.astype(np.float64), counts.sum(1)
 
 
-def chosen_cells(labels: Labels, most: int, choice: str, seed: tuple[int, ...]) -> Integers:
+def chosen_cells(
+    labels: Labels, most: int, choice: str, seed: tuple[int, ...]
+) -> Integers:
     """The cells of an image that are kept, ascending; labels: (cells, pixels).
 
     Args:
@@ -129,7 +139,7 @@ def chosen_cells(labels: Labels, most: int, choice: str, seed: tuple[int, ...]) 
 class Collecting:
     """The images, and which of their patches are kept; see `chosen_cells`."""
 
-    part: Part
+    part: SplitImages
     most: int
     choice: str
     seed: int
@@ -145,7 +155,9 @@ class BankParts(Sums[Collecting]):
     def update(self, slab: Slab) -> None:
         """Keep patches of the images of a slab."""
         assert self.work is not None
-        work, part, rows = self.work, self.work.part, counted_rows(slab)
+        work = self.work
+        part = self.work.part
+        rows = counted_rows(slab)
         kept: dict[str, list[tuple[Integers, Labels]]] = {}
         for row in rows:
             seed = work.seed, 4, int(part.store.samples.index[row])
@@ -158,7 +170,9 @@ class BankParts(Sums[Collecting]):
             own = kept[part.grids[site]]
             tokens = features.of_slab(slab)
             bank = Bank(
-                np.concatenate([x[cells] for x, (cells, _) in zip(tokens, own, strict=True)]),
+                np.concatenate(
+                    [x[cells] for x, (cells, _) in zip(tokens, own, strict=True)]
+                ),
                 np.concatenate([labels for _, labels in own]),
                 np.repeat(rows, [len(cells) for cells, _ in own]),
             )
@@ -201,7 +215,9 @@ def _nearest_by_l2(
     import torch
 
     assert isinstance(device, torch.device)
-    exact = torch.device("cpu") if device.type == "mps" else device  # Metal has no float64
+    exact = (
+        torch.device("cpu") if device.type == "mps" else device
+    )  # Metal has no float64
     q = torch.from_numpy(queries).to(exact).double()
     best = q.new_empty(len(q), 0)
     which = torch.empty(len(q), 0, dtype=torch.int64, device=exact)
@@ -282,12 +298,13 @@ def mean_depths(depths: Float32) -> Float32:
     neighbour has one."""
     there = np.isfinite(depths)
     known = np.where(there, depths, 0)
-    n, sums = there.sum(1), known.sum(1)
+    n = there.sum(1)
+    sums = known.sum(1)
     whole = (sums.sum(1) / n.sum(1))[:, None]
     return np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)
 
 
-def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained:
+def train_from_bank(part: SplitImages, solver: Solver, execution: Execution) -> Trained:
     """Train the probes of every site, and the baselines of every grid.
 
     Raises:
@@ -317,11 +334,13 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
                 f"{site}: the bank has {n} patches with a {part.task.label}; --k {max(solver.ks)} "
                 "needs as many"
             )
-        ks, distance = solver.ks, solver.distances[0]
+        ks = solver.ks
+        distance = solver.distances[0]
         if solver.chooses:
             found = choose_neighbours(bank, held_out, solver, execution.device, site)
             notes.setdefault("chosen", {})[site] = found
-            ks, distance = (found["k"],), found["distance"]
+            ks = (found["k"],)
+            distance = found["distance"]
         search = make_search(bank, solver, distance, execution.device)
         if solver.name == HUMMINGBIRD:
             classes, counts, pixels = bank.histograms()
@@ -341,7 +360,9 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
     return Trained(heads | blind_heads(part.task, parts.places), notes)
 
 
-def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankParts, int]:
+def _collect(
+    part: SplitImages, solver: Solver, execution: Execution
+) -> tuple[BankParts, int]:
     """Collect the patches; also return the largest number that is kept of an image."""
     pixels = max(
         layout.stride_px[0] * layout.stride_px[1]
@@ -349,7 +370,9 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
         if layout.stride_px is not None
     )
     size_of_label = 4 if part.task.label == "depth" else 1
-    each = sum(4 * own.dim + size_of_label * int(pixels) for own in part.features.values())
+    each = sum(
+        4 * own.dim + size_of_label * int(pixels) for own in part.features.values()
+    )
     largest = max(own.dim for own in part.features.values())
     room = execution.budget // 2 // (each + 4 * WORK * largest)
     wanted = room if solver.bank is None else min(solver.bank, room)
@@ -365,7 +388,7 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
 
 
 def _logistic(
-    part: Part, bank: Bank, solver: Solver, held_out: Mask, site: str
+    part: SplitImages, bank: Bank, solver: Solver, held_out: Mask, site: str
 ) -> dict[float, Head]:
     """Fit a logistic probe at each l2."""
     classes, counts, _ = bank.histograms()
@@ -403,7 +426,11 @@ def _most_frequent(bank: Bank, counts: Float) -> Float:
 
 def make_search(bank: Bank, solver: Solver, distance: str, device: str) -> Search:
     """The search among a bank's patches, standardised if the solver asks for it."""
-    scaling = Scaling.of(bank.tokens) if solver.standardise else Scaling.none(bank.tokens.shape[1])
+    scaling = (
+        Scaling.of(bank.tokens)
+        if solver.standardise
+        else Scaling.none(bank.tokens.shape[1])
+    )
     return Search(scaling(bank.tokens).astype(np.float32), scaling, device, distance)
 
 
@@ -417,7 +444,8 @@ def choose_neighbours(
         VitseeError: too few patches to choose by.
     """
     held = held_out[bank.rows]
-    fitted, queries = bank.part(~held), bank.part(held)
+    fitted = bank.part(~held)
+    queries = bank.part(held)
     ks = [k for k in solver.ks if k <= len(fitted.tokens)]
     if not ks or not len(queries.tokens):
         raise VitseeError(
@@ -437,7 +465,7 @@ def choose_neighbours(
             for k in ks:
                 found = most_votes(fitted.labels[rows[:, :k]])
                 found = np.where(truth == IGNORED, np.uint8(IGNORED), found)
-                counts[k] += counted(found, truth)
+                counts[k] += count_confusions(found, truth)
         for k in ks:
             if (miou := float(mean_iou(counts[k]))) > best["miou_held_out"]:
                 best = {"k": k, "distance": distance, "miou_held_out": miou}

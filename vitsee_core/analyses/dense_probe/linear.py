@@ -49,7 +49,7 @@ from vitsee_core.analyses.dense_probe.pixels import (
 from vitsee_core.analyses.dense_probe.work import (
     CHOOSING,
     HeadKey,
-    Part,
+    SplitImages,
     Sums,
     Trained,
     blind_heads,
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
-TOLERANCE, ITERATIONS = 1e-9, 1000
+TOLERANCE = 1e-9
+ITERATIONS = 1000
 
 
 @dataclass
@@ -90,9 +91,13 @@ class PixelSums:
     @classmethod
     def empty(cls, dim: int, n_targets: int = IGNORED) -> PixelSums:
         return cls(
-            0.0, np.zeros(n_targets), 0.0, np.zeros(dim), np.zeros((dim, dim)),
+            0.0,
+            np.zeros(n_targets),
+            0.0,
+            np.zeros(dim),
+            np.zeros((dim, dim)),
             np.zeros((n_targets, dim)),
-        )  # fmt: skip
+        )
 
     def count(self, tokens: Float, sums: CellSums) -> None:
         """Add an image with tokens (rows, cols, dim) minus the shift."""
@@ -119,7 +124,7 @@ class Training:
         class_weights: see `CellSums.of`.
     """
 
-    part: Part
+    part: SplitImages
     shifts: Mapping[str, Float]
     held_out: Mask
     class_weights: Float | None = None
@@ -136,12 +141,17 @@ class TrainingSums(Sums[Training]):
     def update(self, slab: Slab) -> None:
         """Add the images of a slab."""
         assert self.work is not None
-        work, part, rows = self.work, self.work.part, counted_rows(slab)
+        work = self.work
+        part = self.work.part
+        rows = counted_rows(slab)
         n_targets = part.task.n_targets
         by_image = [
-            {grid: CellSums.of(own, work.class_weights)
-             for grid, own in part.truth.pixels(row).items()} for row in rows
-        ]  # fmt: skip
+            {
+                grid: CellSums.of(own, work.class_weights)
+                for grid, own in part.truth.pixels(row).items()
+            }
+            for row in rows
+        ]
         for of_grid in by_image:
             for grid, sums in of_grid.items():
                 count_places(self.places, grid, sums, n_targets)
@@ -183,7 +193,8 @@ class Solutions:
     @classmethod
     def of(cls, sums: PixelSums) -> Solutions:
         """Solve for the sums of some images."""
-        n, classes = sums.n, np.flatnonzero(sums.totals)
+        n = sums.n
+        classes = np.flatnonzero(sums.totals)
         mean = sums.first / n
         scatter = sums.second - n * np.outer(mean, mean)
         scatter = (scatter + scatter.T) / 2
@@ -192,7 +203,9 @@ class Solutions:
         scale = float(np.trace(scatter)) / len(mean) or 1.0
         values, basis = np.linalg.eigh(scatter / scale)
         rhs = basis.T @ crossed.T / scale
-        return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n)
+        return cls(
+            classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n
+        )
 
     def scores(self, l2: float, shift: Float) -> LinearScores:
         """The scores of `classes` at one l2, as a linear function of stored features."""
@@ -223,7 +236,7 @@ class Solutions:
         return self.rhs / (self.values + l2)[:, None]
 
 
-def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
+def train_ridge(part: SplitImages, solver: Solver, execution: Execution) -> Trained:
     """Train the probes of every site, and the baselines of every grid.
 
     Raises:
@@ -236,9 +249,11 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
     if solver.balanced:
         weights = balanced_weights(count_truth(part, execution))
     sums = _fold_training(part, held_out, weights, execution)
-    shifts, task = _shifts(part), part.task
+    shifts = _shifts(part)
+    task = part.task
     heads: dict[HeadKey, Head] = {}
-    chosen, notes = {}, dict[str, object]()
+    chosen = {}
+    notes = dict[str, object]()
     for site, features in part.features.items():
         fitted, held = sums.parts(site, features.dim, task.n_targets)
         whole = fitted + held
@@ -258,13 +273,15 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
     return Trained(heads | blind_heads(task, sums.places), notes)
 
 
-def count_truth(part: Part, execution: Execution) -> Places:
+def count_truth(part: SplitImages, execution: Execution) -> Places:
     """Count the training pixels, without reading tokens.
 
     Raises:
         VitseeError: none counts.
     """
-    found = _fold_training(replace(part, features={}), np.zeros(0, bool), None, execution).places
+    found = _fold_training(
+        replace(part, features={}), np.zeros(0, bool), None, execution
+    ).places
     if not any(own.weights.any() for own in found.values()):
         raise part.no_pixel("training")
     return found
@@ -288,18 +305,24 @@ def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
             "more images"
         )
     errors = Solutions.of(fitted).squared_errors(RIDGE_GRID, held)
-    return min(zip(errors, RIDGE_GRID, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
+    return min(
+        zip(errors, RIDGE_GRID, strict=True), key=lambda pair: (pair[0], -pair[1])
+    )[1]
 
 
-def _shifts(part: Part) -> dict[str, Float]:
+def _shifts(part: SplitImages) -> dict[str, Float]:
     """A token of each site; sums of features minus it lose no digits."""
     first = int(np.flatnonzero(part.truth.mask)[0])
-    tokens = {site: own.load(first)[0].astype(np.float64) for site, own in part.features.items()}
-    return {site: np.where(np.isfinite(token), token, 0.0) for site, token in tokens.items()}
+    tokens = {
+        site: own.load(first)[0].astype(np.float64) for site, own in part.features.items()
+    }
+    return {
+        site: np.where(np.isfinite(token), token, 0.0) for site, token in tokens.items()
+    }
 
 
 def _fold_training(
-    part: Part, held_out: Mask, weights: Float | None, execution: Execution
+    part: SplitImages, held_out: Mask, weights: Float | None, execution: Execution
 ) -> TrainingSums:
     make = partial(TrainingSums, Training(part, _shifts(part), held_out, weights))
     dims = [own.dim for own in part.features.values()]
@@ -323,7 +346,8 @@ class Scaling:
     def of(cls, tokens: Float32) -> Scaling:
         """The scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
         features become 0."""
-        mean, std = tokens.mean(0, dtype=np.float64), tokens.std(0, dtype=np.float64)
+        mean = tokens.mean(0, dtype=np.float64)
+        std = tokens.std(0, dtype=np.float64)
         return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
 
     def __call__(self, tokens: Float | Float32) -> Float:
@@ -353,12 +377,17 @@ def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
     from scipy.optimize import minimize
 
     shape = targets.z.shape[1] + 1, targets.shares.shape[1]
-    start, found = np.zeros(shape), {}
+    start = np.zeros(shape)
+    found = {}
     for l2 in sorted(l2s, reverse=True):
         result = minimize(
-            _loss, start.ravel(), (targets, l2), "L-BFGS-B", jac=True,
+            _loss,
+            start.ravel(),
+            (targets, l2),
+            "L-BFGS-B",
+            jac=True,
             options={"maxiter": ITERATIONS, "ftol": 0, "gtol": TOLERANCE, "maxls": 50},
-        )  # fmt: skip
+        )
         start = result.x.reshape(shape)
         found[l2] = start
     return found

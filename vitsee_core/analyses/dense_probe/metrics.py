@@ -33,9 +33,9 @@ from vitsee_core.analyses.dense_probe.pixels import (
     has_label,
     near_boundary,
 )
+from vitsee_core.statistics.jackknife import SHARE, interval_cells
 from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap, ClassMaps
 from vitsee_core.truth.masks.depth_maps import MIN_DEPTH, DepthMaps
-from vitsee_core.statistics.jackknife import SHARE, interval_cells
 from vitsee_core.types import Float, Integers, Mask
 
 BOTH, PREDICTED, LABELLED = range(3)
@@ -70,9 +70,11 @@ class Counts:
         """Add an image, with the predicted labels of its pixels, (height, width)."""
         labels = pixels.labels
         found = np.where(labels == IGNORED, np.uint8(IGNORED), found)
-        self.whole[block] += counted(found, labels)
+        self.whole[block] += count_confusions(found, labels)
         if len(self.edge):
-            self.edge[block] += counted(found, labels, near_boundary(found), pixels.edge)
+            self.edge[block] += count_confusions(
+                found, labels, near_boundary(found), pixels.edge
+            )
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(self.whole + other.whole, self.edge + other.edge)
@@ -81,7 +83,7 @@ class Counts:
         return bool(self.whole.any())
 
 
-def counted(
+def count_confusions(
     found: ClassMap, labels: ClassMap, near: Mask | None = None, edge: Mask | None = None
 ) -> Integers:
     """The counts of an image, (3, classes), see `Counts`; near, edge: only these pixels of the
@@ -89,9 +91,13 @@ def counted(
     if near is None or edge is None:
         near = edge = np.ones(found.shape, np.bool_)
     parts: Sequence[ClassMap] = (
-        labels[(found == labels) & near & edge], found[near], labels[edge],
-    )  # fmt: skip
-    return np.stack([np.bincount(part, minlength=IGNORED + 1)[:IGNORED] for part in parts])
+        labels[(found == labels) & near & edge],
+        found[near],
+        labels[edge],
+    )
+    return np.stack(
+        [np.bincount(part, minlength=IGNORED + 1)[:IGNORED] for part in parts]
+    )
 
 
 def class_ious(counts: Integers) -> Float:
@@ -142,11 +148,13 @@ def metric_cells(
     of = {"miou": mean_iou, "pixel_accuracy": accuracy, BOUNDARY: mean_iou}
     for metric in metrics:
         own = counts.edge if metric == BOUNDARY else counts.whole
-        value, replicates = of[metric](own.sum(0)), of[metric](own.sum(0) - own)
+        value = of[metric](own.sum(0))
+        replicates = of[metric](own.sum(0) - own)
         yield {"metric": metric, **interval_cells(value, replicates, SHARE)}
     if classes:
         whole = counts.whole.sum(0)
-        ious, replicates = class_ious(whole), class_ious(whole - counts.whole)
+        ious = class_ious(whole)
+        replicates = class_ious(whole - counts.whole)
         for number in np.flatnonzero(~np.isnan(ious)).tolist():
             cells = interval_cells(ious[number], replicates[:, number], SHARE)
             yield {"metric": CLASS, "class": classes[number], **cells}
@@ -188,19 +196,23 @@ def errors(p: Float, d: Float) -> tuple[float, float, float]:
     return float(np.sqrt((off**2).mean())), float((off / d).mean()), float(close.mean())
 
 
-def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str, object]]:
+def error_cells(
+    tally: DepthErrors, metrics: Sequence[str]
+) -> Iterator[dict[str, object]]:
     """The cells of each row: metric, value, interval and replicates."""
     whole = tally.sums.sum(0)
     others = whole - tally.sums
     with np.errstate(invalid="ignore"):
         for metric in metrics:
             i = DEPTH_MEANS.index(metric)
-            value, replicates = whole[i] / whole[-1], others[:, i] / others[:, -1]
+            value = whole[i] / whole[-1]
+            replicates = others[:, i] / others[:, -1]
             limits = SHARE if metric == "a1" else (0.0, np.inf)
             yield {"metric": metric, **interval_cells(value, replicates, limits)}
 
 
-MAJORITY, MEAN = "majority", "mean"
+MAJORITY = "majority"
+MEAN = "mean"
 METRICS = (*MEANS, *DEPTH_MEANS)
 Tally = Counts | DepthErrors
 
@@ -223,7 +235,9 @@ class Segmentation:
         """Counts of no pixel yet, for these metrics."""
         return Counts.empty(n_blocks, BOUNDARY in wanted)
 
-    def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
+    def cells(
+        self, tally: Any, wanted: Sequence[str], per_class: bool
+    ) -> Iterator[dict[str, Any]]:
         """The cells of each row; see `metric_cells`."""
         names = [*self.maps.classes]
         names += [str(number) for number in range(len(names), IGNORED)]
@@ -261,7 +275,9 @@ class Depth:
         del wanted
         return DepthErrors.empty(n_blocks)
 
-    def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
+    def cells(
+        self, tally: Any, wanted: Sequence[str], per_class: bool
+    ) -> Iterator[dict[str, Any]]:
         del per_class
         return error_cells(tally, wanted)
 

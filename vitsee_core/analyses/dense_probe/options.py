@@ -21,18 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
 from vitsee_core.analyses.dense_probe.work import CHOOSING, parse_concat
-from vitsee_core.truth.labels.labelled_rows import word_or_number
 from vitsee_core.runtime.options import Option
+from vitsee_core.truth.labels.labelled_rows import word_or_number
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
 RIDGE, LOGISTIC, KNN, HUMMINGBIRD, SGD = SOLVERS = (
-    "ridge", "logistic", "knn", "hummingbird", "sgd",
-)  # fmt: skip
+    "ridge",
+    "logistic",
+    "knn",
+    "hummingbird",
+    "sgd",
+)
 OF_DEPTH = (RIDGE, KNN, SGD)
-CAPI, DINOV3 = "capi", "dinov3"
+CAPI = "capi"
+DINOV3 = "dinov3"
 PRESETS = (CAPI, HUMMINGBIRD, DINOV3)
 SOLVER_OF = {CAPI: KNN, HUMMINGBIRD: HUMMINGBIRD, DINOV3: SGD}
 NEIGHBOURS = 30
@@ -42,7 +47,9 @@ TEMPERATURE = 0.02
 RIDGE_GRID = tuple(10.0**e for e in range(-8, 3))  # of l2
 LOGISTIC_GRID = tuple(10.0**e for e in range(-6, 2))
 CAPI_INPUT = (224, 224)
-SGD_STEPS, BATCH = 1000, 16  # of sgd without a preset; images of a step
+# of sgd without a preset; images of a step
+SGD_STEPS = 1000
+BATCH = 16
 PROTOCOL_STEPS = {"class": 40_000, "depth": 38_400}
 
 
@@ -98,15 +105,22 @@ class Solver:
     def describe(self) -> dict[str, Any]:
         """The settings in words, for a sidecar."""
         found: dict[str, Any] = {
-            "kind": _KINDS[self.name], "resolution": self.resolution, "augmentation": "none"
-        }  # fmt: skip
+            "kind": _KINDS[self.name],
+            "resolution": self.resolution,
+            "augmentation": "none",
+        }
         if self.name in (RIDGE, LOGISTIC):
             grid = f"of {self.grid[0]:g} to {self.grid[-1]:g} ({len(self.grid)} values)"
             how = "squared error" if self.name == RIDGE else "cross-entropy"
-            found["l2_relative"] = "given" if self.l2s else (
-                f"{grid}, by {CHOOSING:.0%} of the training images: least {how} of a pixel, then "
-                "fitted to all training images"
-            )  # fmt: skip
+            found["l2_relative"] = (
+                "given"
+                if self.l2s
+                else (
+                    f"{grid}, by {CHOOSING:.0%} of the training images: least {how} of a "
+                    "pixel, then "
+                    "fitted to all training images"
+                )
+            )
             found["penalty"] = _PENALTIES[self.name]
             found["intercept"] = "not penalised"
         if self.balanced:
@@ -158,15 +172,19 @@ def choose_solver(
         VitseeError: an unknown word, or options that the solver does not have.
     """
     for what, value, known in (
-        ("solver", solver, SOLVERS), ("preset", preset, PRESETS),
-        ("distance", distance, DISTANCES), ("resolution", resolution, RESOLUTIONS),
-    ):  # fmt: skip
+        ("solver", solver, SOLVERS),
+        ("preset", preset, PRESETS),
+        ("distance", distance, DISTANCES),
+        ("resolution", resolution, RESOLUTIONS),
+    ):
         if value is not None and value not in known:
             raise VitseeError(f"no {what} {value!r}; expected {', '.join(known)}")
     name = solver or (SOLVER_OF[preset] if preset else RIDGE)
     allowed = {
-        CAPI: (KNN, LOGISTIC), HUMMINGBIRD: (HUMMINGBIRD,), DINOV3: (SGD, LOGISTIC, RIDGE)
-    }  # fmt: skip
+        CAPI: (KNN, LOGISTIC),
+        HUMMINGBIRD: (HUMMINGBIRD,),
+        DINOV3: (SGD, LOGISTIC, RIDGE),
+    }
     if preset and name not in allowed[preset]:
         raise VitseeError(
             f"--preset {preset} has no --solver {name}; expected {' or '.join(allowed[preset])}"
@@ -174,16 +192,25 @@ def choose_solver(
     of_depth = target == "depth"
     if of_depth:
         if preset not in (None, DINOV3):
-            raise VitseeError(f"--preset {preset} has no --depth; expected {DINOV3}, or none")
+            raise VitseeError(
+                f"--preset {preset} has no --depth; expected {DINOV3}, or none"
+            )
         if name not in OF_DEPTH:
-            raise VitseeError(f"--solver {name} has no --depth; expected {' or '.join(OF_DEPTH)}")
+            raise VitseeError(
+                f"--solver {name} has no --depth; expected {' or '.join(OF_DEPTH)}"
+            )
         if resolution == "patch":
-            raise VitseeError("--resolution patch has no --depth; expected label or input")
+            raise VitseeError(
+                "--resolution patch has no --depth; expected label or input"
+            )
     for option, given, solvers in (
-        ("--l2-relative", l2s, (RIDGE, LOGISTIC)), ("--k", ks, (KNN, HUMMINGBIRD)),
-        ("--distance", distance, (KNN,)), ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
-        ("--balanced", balanced, (RIDGE,)), ("--steps", steps, (SGD,)),
-    ):  # fmt: skip
+        ("--l2-relative", l2s, (RIDGE, LOGISTIC)),
+        ("--k", ks, (KNN, HUMMINGBIRD)),
+        ("--distance", distance, (KNN,)),
+        ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
+        ("--balanced", balanced, (RIDGE,)),
+        ("--steps", steps, (SGD,)),
+    ):
         if given and name not in solvers:
             raise VitseeError(
                 f"{option} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it out"
@@ -197,9 +224,18 @@ def choose_solver(
     where = resolution or ("input" if preset in (CAPI, HUMMINGBIRD) else "label")
     of_preset = PROTOCOL_STEPS[target] if preset == DINOV3 else SGD_STEPS
     return Solver(
-        name, preset, tuple(l2s), chosen, bank, where, distances, chooses, balanced,
-        steps or of_preset, target,
-    )  # fmt: skip
+        name,
+        preset,
+        tuple(l2s),
+        chosen,
+        bank,
+        where,
+        distances,
+        chooses,
+        balanced,
+        steps or of_preset,
+        target,
+    )
 
 
 def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
@@ -207,7 +243,9 @@ def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
     lacks training patches."""
     found = list(_differences(solver, store))
     if left_out and solver.name != HUMMINGBIRD:
-        found.append("a part of the training patches: memory holds no more (--bank, --memory)")
+        found.append(
+            "a part of the training patches: memory holds no more (--bank, --memory)"
+        )
     return found
 
 
@@ -239,8 +277,11 @@ def _differences(solver: Solver, store: Store) -> Iterator[str]:
         yield from _differences_of_dinov3(solver, size, mode)
 
 
-def _differences_of_dinov3(solver: Solver, size: tuple[int, ...], mode: str) -> Iterator[str]:
-    of_depth, wanted = solver.target == "depth", PROTOCOL_STEPS[solver.target]
+def _differences_of_dinov3(
+    solver: Solver, size: tuple[int, ...], mode: str
+) -> Iterator[str]:
+    of_depth = solver.target == "depth"
+    wanted = PROTOCOL_STEPS[solver.target]
     if solver.name == SGD:
         if solver.steps != wanted:
             yield f"{solver.steps:,} steps, not {wanted:,}; the warm-up is shorter in proportion"
@@ -335,7 +376,9 @@ L2_RELATIVE = Option(
     f"is over neither). holdout: of a grid, the least error on {CHOOSING:.0%} of the training "
     "images, then fitted to all; or numbers, all of them reported. Numbers: repeatable.",
     metavar="L2",
-    parse=partial(word_or_number, words=(CHOOSE,), expected=f"a number above 0 or {CHOOSE}"),
+    parse=partial(
+        word_or_number, words=(CHOOSE,), expected=f"a number above 0 or {CHOOSE}"
+    ),
     default=CHOOSE,
 )
 BALANCED = Option("ridge: weigh pixels so that all classes count alike, however rare.")
@@ -345,7 +388,9 @@ K = Option(
     least=1,
     default=f"30; capi: of 1, 3, 10 and 30 the best on {CHOOSING:.0%} of the training images",
 )
-DISTANCE = Option("knn: between patches.", choices=DISTANCES, default="cosine; capi: the better")
+DISTANCE = Option(
+    "knn: between patches.", choices=DISTANCES, default="cosine; capi: the better"
+)
 STEPS = Option(
     "sgd: batches of 16 images.",
     metavar="N",

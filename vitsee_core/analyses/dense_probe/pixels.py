@@ -88,7 +88,9 @@ class Pixels:
         """The classes that occur, or [0] for depths."""
         if self.of_depth:
             return [0] if self.counted.any() else []
-        found = np.flatnonzero(np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
+        found = np.flatnonzero(
+            np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED]
+        )
         return [int(number) for number in found]
 
     @property
@@ -96,7 +98,9 @@ class Pixels:
         """An array (height, width) per entry of `present`: 1 for the pixels of a class, or the
         depths; 0 for pixels that do not count."""
         if self.of_depth:
-            return [np.nan_to_num(self.labels, nan=0.0).astype(np.float64)] * len(self.present)
+            return [np.nan_to_num(self.labels, nan=0.0).astype(np.float64)] * len(
+                self.present
+            )
         return [(self.labels == number).astype(np.float64) for number in self.present]
 
     @property
@@ -111,7 +115,9 @@ class Pixels:
 
 def has_label(labels: Labels) -> Mask:
     """A mask of the pixels that have a class or a depth."""
-    return np.isfinite(labels) if labels.dtype.kind == "f" else labels != IGNORED
+    if labels.dtype.kind == "f":
+        return np.isfinite(labels)
+    return labels != IGNORED
 
 
 def nothing(labels: Labels) -> int | float:
@@ -169,7 +175,8 @@ def on_input(truth: Labels, placement: Placement, size: tuple[int, int]) -> Labe
     """The labels on the model's input, each pixel that of the original that its middle lies on, as
     Pillow's nearest resize has it; without a label beside the image."""
     ends = (placement.top, placement.bottom), (placement.left, placement.right)
-    places, inside = [], []
+    places = []
+    inside = []
     for (low, high), n, own in zip(ends, size, truth.shape, strict=True):
         edges = (own * (edge - low) / (high - low) for edge in (0, n))
         at = nearest_places(own, n, *(_whole(edge) for edge in edges))
@@ -219,7 +226,9 @@ def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
 
 def _whole(edge: float) -> float:
     """Round an edge that differs from a pixel's edge by rounding only."""
-    return float(round(edge)) if abs(edge - round(edge)) < _ROUNDING else edge
+    if abs(edge - round(edge)) < _ROUNDING:
+        return float(round(edge))
+    return edge
 
 
 def _along(axis: int, chosen: Integers | np.ndarray) -> tuple[slice | np.ndarray, ...]:
@@ -240,7 +249,9 @@ def near_boundary(labels: ClassMap) -> Mask:
     reach = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
     framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
     size = 2 * reach + 1
-    low, high = (f(framed, size, mode="nearest") for f in (minimum_filter, maximum_filter))
+    low, high = (
+        f(framed, size, mode="nearest") for f in (minimum_filter, maximum_filter)
+    )
     return (low != high)[1:-1, 1:-1]
 
 
@@ -254,7 +265,9 @@ class Head(Protocol):
         """The class or the depth of each pixel, (height, width), from tokens (rows, cols, dim)."""
 
 
-Scores = Callable[[Float], Float]  # (rows, cols, n) of tokens (rows, cols, dim), picklable
+Scores = Callable[
+    [Float], Float
+]  # (rows, cols, n) of tokens (rows, cols, dim), picklable
 
 
 @dataclass(frozen=True)
@@ -291,7 +304,8 @@ class ClassHead:
     nearest: bool = False
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        scores, numbers = self.scores(tokens), self.classes.astype(np.uint8)
+        scores = self.scores(tokens)
+        numbers = self.classes.astype(np.uint8)
         if self.nearest:
             rows, cols = pixels.nearest
             return numbers[scores.argmax(-1)][rows[:, None], cols]
@@ -360,15 +374,21 @@ class CellSums:
         default 1."""
         down = pixels.down, pixels.down[:, :-1] * pixels.down[:, 1:]
         right = pixels.across, pixels.across[:, :-1] * pixels.across[:, 1:]
-        counted = pixels.counted if class_weights is None else class_weights[pixels.labels]
+        counted = (
+            pixels.counted if class_weights is None else class_weights[pixels.labels]
+        )
         squares = [weights**2 for weights in (down[0], right[0])]
-        rows, pairs = squares[0].T @ counted, down[1].T @ counted
-        present, targets = pixels.present, pixels.targets
+        rows = squares[0].T @ counted
+        pairs = down[1].T @ counted
+        present = pixels.present
+        targets = pixels.targets
         weighted = [counted * own for own in targets]
         grid = down[0].shape[1], right[0].shape[1]
         on_cells = np.array([pixels.on_cells(own) for own in weighted]).reshape(-1, *grid)
         totals = np.array([own.sum() for own in weighted], np.float64)
-        of_squares = float(sum((w * own).sum() for w, own in zip(weighted, targets, strict=True)))
+        of_squares = float(
+            sum((w * own).sum() for w, own in zip(weighted, targets, strict=True))
+        )
         return cls(
             *(rows @ squares[1], rows @ right[1], pairs @ squares[1], pairs @ right[1]),
             *(present, on_cells, totals, of_squares),

@@ -33,8 +33,8 @@ from vitsee_core.analyses.dense_probe.pixels import (
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
     Images,
-    Part,
     Patches,
+    SplitImages,
     Sums,
     Trained,
     counted_rows,
@@ -42,17 +42,17 @@ from vitsee_core.analyses.dense_probe.work import (
     probed,
 )
 from vitsee_core.features import require_comparable
+from vitsee_core.figures.patch_maps.views import grid_sites
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
 from vitsee_core.images.selection import named_only
-from vitsee_core.truth.labels.labelled_rows import in_split
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.models.provenance import Pictures
-from vitsee_core.figures.patch_maps.views import grid_sites
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import site_columns
+from vitsee_core.truth.labels.labelled_rows import in_split
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Mask
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
@@ -65,7 +65,9 @@ log = logging.getLogger(__name__)
 
 UNTRAINED = "untrained"
 MOST_PIXELS = 320  # along a picture's longer side
-WRONG, RIGHT, NOTHING = (204, 51, 17), (221, 221, 221), (255, 255, 255)
+WRONG = (204, 51, 17)
+RIGHT = (221, 221, 221)
+NOTHING = (255, 255, 255)
 
 
 def pairs(
@@ -122,7 +124,8 @@ def split_images(
     """
     rows = execution.rows(store)
     if split is not None:
-        tested, how = _named(store, split), f"of split {split}"
+        tested = _named(store, split)
+        how = f"of split {split}"
     else:
         assert holdout is not None
         tested = drawn(store, rows.mask, holdout, (execution.seed, 2))
@@ -130,9 +133,16 @@ def split_images(
     parts = rows.mask & ~tested, rows.mask & tested
     for mask, use in zip(parts, ("train", "test"), strict=True):
         if not (mask & store.valid).any():
-            raise VitseeError(f"{store.label}: no image is left to {use} ({rows.how}, {how})")
+            raise VitseeError(
+                f"{store.label}: no image is left to {use} ({rows.how}, {how})"
+            )
     return tuple(  # type: ignore[return-value]
-        replace(rows, mask=mask, n_invalid=int((mask & ~store.valid).sum()), how=f"{use} {how}")
+        replace(
+            rows,
+            mask=mask,
+            n_invalid=int((mask & ~store.valid).sum()),
+            how=f"{use} {how}",
+        )
         for mask, use in zip(parts, ("not", "those"), strict=True)
     )
 
@@ -169,8 +179,8 @@ class PairOfStores:
         self.chosen = probed(train[0], sites, settings.concat)
         others = [Patches.of(test[0], one.sites) for one in self.chosen]
         more = settings.task, settings.solver.resolution
-        self.train = Part.of(*train, self.chosen, *more)
-        self.test = Part.of(*test, others, *more, settings.eigen)
+        self.train = SplitImages.of(*train, self.chosen, *more)
+        self.test = SplitImages.of(*test, others, *more, settings.eigen)
         for ours, theirs in zip(self.chosen, others, strict=True):
             ours.check_alike(theirs)
 
@@ -183,7 +193,7 @@ class PairOfStores:
             trained += solver.steps * BATCH * len(self.chosen)
         return trained + self.test.n_images
 
-    def probe(self, execution: Execution) -> Found:
+    def probe(self, execution: Execution) -> TrainedProbes:
         """Train the probes and test them."""
         solver = self.settings.solver
         if solver.name == RIDGE:
@@ -200,11 +210,11 @@ class PairOfStores:
         alone = solver.of_neighbours  # they take all threads
         metrics = self.settings.metrics
         found = score_heads(self.test, trained.heads, metrics, execution, alone)
-        return Found(self, trained, *found)
+        return TrainedProbes(self, trained, *found)
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainedProbes:
     """The trained probes of a pair of stores, and the counts of their predictions."""
 
     work: PairOfStores
@@ -224,7 +234,9 @@ class Found:
                 # Beside each row that they are compared with.
                 of = place | {"k": own.k, "l2_relative": own.l2 if several else None}
                 for name in self.work.settings.task.baselines:
-                    yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
+                    yield from self._cells(
+                        HeadKey(grid, baseline=name), of | {"baseline": name}
+                    )
 
     def remarks(self) -> list[str]:
         """What the intervals of these images do not hold; see the tasks."""
@@ -232,7 +244,7 @@ class Found:
         label = self.work.test.store.label
         return [f"{label}: {remark}" for remark in self.work.settings.task.remarks(own)]
 
-    def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
+    def rows_for(self, trained: TrainedProbes) -> Iterator[dict[str, Any]]:
         """The rows of an untrained model's sites as a baseline of a trained model's."""
         known = {one.name: one for one in self.work.chosen}
         for one in trained.work.chosen:
@@ -259,7 +271,9 @@ class Found:
             yield from self._cells(key, about)
 
     def _keys(self, one: Patches) -> list[HeadKey]:
-        return [key for key in self.trained.heads if key.of == one.name and not key.baseline]
+        return [
+            key for key in self.trained.heads if key.of == one.name and not key.baseline
+        ]
 
     def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         settings = self.work.settings
@@ -272,7 +286,7 @@ class Found:
 class Testing:
     """The test images, the heads that predict them, and what is measured."""
 
-    part: Part
+    part: SplitImages
     heads: Mapping[HeadKey, Head]
     wanted: Sequence[str]
     blocks: Blocks
@@ -287,7 +301,9 @@ class HeadCounts(Sums[Testing]):
     def update(self, slab: Slab) -> None:
         """Predict and count the images of a slab."""
         assert self.work is not None
-        part, heads, rows = self.work.part, self.work.heads, counted_rows(slab)
+        part = self.work.part
+        heads = self.work.heads
+        rows = counted_rows(slab)
         pixels = [part.truth.pixels(row) for row in rows]
         for key in heads:
             if key.baseline:
@@ -306,11 +322,17 @@ class HeadCounts(Sums[Testing]):
             blocks = self.work.blocks
             self.counts[key] = self.work.part.task.tally(self.work.wanted, blocks.n)
         block = int(self.work.blocks.of_rows[row])
-        self.counts[key].count(block, self.work.heads[key].predict(tokens, pixels), pixels)
+        self.counts[key].count(
+            block, self.work.heads[key].predict(tokens, pixels), pixels
+        )
 
 
 def score_heads(
-    part: Part, heads: dict[HeadKey, Head], wanted: Sequence[str], execution: Execution, alone: bool
+    part: SplitImages,
+    heads: dict[HeadKey, Head],
+    wanted: Sequence[str],
+    execution: Execution,
+    alone: bool,
 ) -> tuple[dict[HeadKey, Tally], Blocks]:
     """Tally what each head predicts of the test images; also return the jackknife's blocks. wanted:
     metrics; alone: one slab after the other, as a head takes all threads, or is too large to be
@@ -323,7 +345,9 @@ def score_heads(
     make = partial(HeadCounts, Testing(part, heads, wanted, blocks))
     if alone:
         one = replace(execution, map=None, jobs=1)
-        counts = one.fold(part.store, make, part.truth.rows, slab_bytes=part.slab_bytes).counts
+        counts = one.fold(
+            part.store, make, part.truth.rows, slab_bytes=part.slab_bytes
+        ).counts
     else:
         counts = part.fold(make, execution).counts
     if not any(map(bool, counts.values())):
@@ -336,7 +360,7 @@ def score_heads(
 
 
 def show_images(
-    part: Part, key: HeadKey, head: Head, n: int, data: str | None
+    part: SplitImages, key: HeadKey, head: Head, n: int, data: str | None
 ) -> list[dict[str, Any]]:
     """The first n test images as the model saw them: name, site and pictures (`image` where it can
     be had, `label`, `prediction`, `error`), and the share of pixels that are right. data: where the
@@ -373,7 +397,8 @@ def show_images(
 def _judged(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
     """Pictures of label, prediction and error, and the share of pixels that are right: of the
     class, or of a depth within a quarter."""
-    labels, counted = pixels.labels, has_label(pixels.labels)
+    labels = pixels.labels
+    counted = has_label(pixels.labels)
     if not pixels.of_depth:
         right = prediction == labels
         off = np.where(right, 0.0, 1.0)
@@ -408,7 +433,8 @@ def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
 def coloured(labels: ClassMap) -> NDArray[np.uint8]:
     """The colours (height, width, 3) of classes in the palette of Pascal VOC, which follow from the
     bits of a class; white without a class."""
-    numbers, bits = np.arange(IGNORED + 1)[:, None, None], np.arange(8)
+    numbers = np.arange(IGNORED + 1)[:, None, None]
+    bits = np.arange(8)
     set_bits = numbers >> (3 * bits + np.arange(3)[:, None]) & 1
     palette = (set_bits << (7 - bits)).sum(-1).astype(np.uint8)
     palette[IGNORED] = NOTHING

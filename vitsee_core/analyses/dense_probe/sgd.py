@@ -35,8 +35,8 @@ from vitsee_core.analyses.dense_probe.options import BATCH, Solver
 from vitsee_core.analyses.dense_probe.pixels import Head, LinearScores, Pixels, Scores
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
-    Part,
     Patches,
+    SplitImages,
     Trained,
     blind_heads,
     counted_rows,
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 NO_CLASS = -100
-N_BINS, LEAST_SHARE = 256, 0.1
+N_BINS = 256
+LEAST_SHARE = 0.1
 FLOOR = 1e-3  # added to depths before their logarithm
 WITHOUT_VARIANCE = 100  # steps
 
@@ -83,18 +84,24 @@ class LinearProbe(nn.Module):
     """Dropout of channels, batch norm, and a linear map of each cell, to be trained. `random` draws
     the weights and the dropout, on the CPU."""
 
-    def __init__(self, dim: int, n_outputs: int, dropout: float, random: torch.Generator) -> None:
+    def __init__(
+        self, dim: int, n_outputs: int, dropout: float, random: torch.Generator
+    ) -> None:
         super().__init__()
-        self.dropout, self.dim, self.random = dropout, dim, random
+        self.dropout = dropout
+        self.dim = dim
+        self.random = random
         self.norm = nn.BatchNorm1d(dim)
         weights = torch.empty(n_outputs, dim).normal_(0, 0.01, generator=random)
-        self.weight, self.bias = nn.Parameter(weights), nn.Parameter(torch.zeros(n_outputs))
+        self.weight = nn.Parameter(weights)
+        self.bias = nn.Parameter(torch.zeros(n_outputs))
 
     def forward(self, batch: Batch) -> Tensor:
         """The scores (images, rows, cols, n), 0 for cells beside the image."""
         tokens = batch.tokens
         if self.dropout:
-            share, shape = 1 - self.dropout, (len(tokens), 1, 1, self.dim)
+            share = 1 - self.dropout
+            shape = (len(tokens), 1, 1, self.dim)
             kept = torch.empty(shape).bernoulli_(share, generator=self.random) / share
             tokens = tokens * kept.to(tokens.device)
         own = functional.linear(self.norm(tokens[batch.on_image]), self.weight, self.bias)
@@ -106,7 +113,9 @@ class LinearProbe(nn.Module):
         """The trained linear map of features as they are stored."""
         trained = (self.norm.weight, self.norm.bias, self.weight, self.bias)
         scale, offset, matrix, bias = (_numbers(own) for own in trained)
-        mean, var = (_numbers(own) for own in (self.norm.running_mean, self.norm.running_var))
+        mean, var = (
+            _numbers(own) for own in (self.norm.running_mean, self.norm.running_var)
+        )
         scale = scale / np.sqrt(var + self.norm.eps)
         found = (matrix * scale).T
         return LinearScores(found, bias + matrix @ offset - mean @ found)
@@ -144,7 +153,8 @@ class ClassRecipe:
     def schedule(self, step: int, steps: int) -> tuple[float, float]:
         """The share of the rate, and the first of AdamW's betas. The released loop does not advance
         the rate after its first step."""
-        at, warm_up = max(step - 1, 0), round(steps * 1500 / 40_000)
+        at = max(step - 1, 0)
+        warm_up = round(steps * 1500 / 40_000)
         if at < warm_up:
             return (1 - (1 - at / warm_up) * (1 - 1e-6)) * (1 - at / steps), 0.9
         return _cosine(1, 0, (at + 1) / steps), 0.9
@@ -191,7 +201,9 @@ class DepthRecipe:
         bins = torch.linspace(*self.limits, self.n_outputs, device=scores.device)
         shares = torch.relu(scores) + LEAST_SHARE
         depths = (shares @ bins / shares.sum(-1))[..., None]
-        found = torch.stack([batch.interpolated(i, own)[0] for i, own in enumerate(depths)])
+        found = torch.stack(
+            [batch.interpolated(i, own)[0] for i, own in enumerate(depths)]
+        )
         there = torch.isfinite(batch.labels)
         g = torch.log(found[there] + FLOOR) - torch.log(batch.labels[there] + FLOOR)
         square = 0.15 * g.mean() ** 2
@@ -209,7 +221,12 @@ Recipe = ClassRecipe | DepthRecipe
 
 
 def train(
-    batches: Iterator[Batch], dim: int, recipe: Recipe, steps: int, seed: int, device: torch.device
+    batches: Iterator[Batch],
+    dim: int,
+    recipe: Recipe,
+    steps: int,
+    seed: int,
+    device: torch.device,
 ) -> Iterator[float | Scores]:
     """The loss of every step, then the scores of the trained probe. Takes `steps` batches, on
     `device`; seed: of weights and dropout."""
@@ -246,7 +263,7 @@ def _numbers(values: Tensor | None) -> Float:
 log = logging.getLogger(__name__)
 
 
-def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
+def train_sgd(part: SplitImages, solver: Solver, execution: Execution) -> Trained:
     """Train the probes of the sites one after the other, and the baselines of every grid.
 
     Raises:
@@ -254,7 +271,8 @@ def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
     """
     from vitsee_core.runtime.device import resolve_device
 
-    device, task = resolve_device(execution.device), part.task
+    device = resolve_device(execution.device)
+    task = part.task
     # As in the protocol, training sees the model's input.
     part = replace(part, truth=replace(part.truth, resolution="input"))
     places = count_truth(part, execution)
@@ -268,12 +286,19 @@ def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
         stream = _Stream(part, features, part.grids[site], classes, execution)
         last: list[float] = []
         for found in train(
-            stream.batches(device), features.dim, recipe, solver.steps, execution.seed, device
+            stream.batches(device),
+            features.dim,
+            recipe,
+            solver.steps,
+            execution.seed,
+            device,
         ):
             if not isinstance(found, float):
                 heads[HeadKey(site)] = task.head(classes, found)
             elif not np.isfinite(found):
-                raise VitseeError(f"{part.store.label}: the loss of {site} is not finite any more")
+                raise VitseeError(
+                    f"{part.store.label}: the loss of {site} is not finite any more"
+                )
             else:
                 last = [*last[-9:], found]
                 execution.progress.advance(BATCH)
@@ -284,7 +309,9 @@ def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
     return Trained(heads | blind_heads(task, places), notes)
 
 
-_Example = tuple[Float32, Pixels]  # tokens (cells, dim), and the pixels of the model's input
+_Example = tuple[
+    Float32, Pixels
+]  # tokens (cells, dim), and the pixels of the model's input
 
 
 @dataclass(frozen=True)
@@ -292,7 +319,7 @@ class _Stream:
     """The training images in random order, over and over. Where they do not all fit into memory,
     some slabs at a time are kept: their images are in random order, and so are such groups."""
 
-    part: Part
+    part: SplitImages
     features: Patches
     grid: str
     classes: Integers
@@ -322,7 +349,8 @@ class _Stream:
 
     def _groups(self) -> list[list[Slab]]:
         """Group the slabs with training images, as many together as half of the memory holds."""
-        mask, store = self.part.truth.mask, self.part.store
+        mask = self.part.truth.mask
+        store = self.part.store
         cells = self.features.grid[0] * self.features.grid[1]
         pixels = int(np.prod(store.manifest.transform["input_size"][1:]))
         label = 4 if isinstance(self.part.task, Depth) else 1

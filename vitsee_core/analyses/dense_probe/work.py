@@ -19,16 +19,22 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.dense_probe import pixels
 from vitsee_core.analyses.dense_probe.metrics import Segmentation, Task
-from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, PlaceSums, nothing
+from vitsee_core.analyses.dense_probe.pixels import (
+    Head,
+    Labels,
+    Pixels,
+    PlaceSums,
+    nothing,
+)
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
+from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
+from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.truth.masks.class_maps import IGNORED, ClassMaps
 from vitsee_core.truth.masks.depth_maps import DepthMaps
 from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.truth.masks.orientation import oriented_as
-from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
-from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -114,7 +120,12 @@ class Truth:
         mask = np.zeros(store.n_images, bool)
         mask[matched] = True
         if left := wanted - len(matched):
-            log.info("%s: %d of %d images are left out: without a map", store.label, left, wanted)
+            log.info(
+                "%s: %d of %d images are left out: without a map",
+                store.label,
+                left,
+                wanted,
+            )
         of_row = dict(zip(matched.tolist(), numbers.tolist(), strict=True))
         counts = {"with_mask": len(matched), "left_out_without_mask": left}
         return cls(store, maps, mask, of_row, layouts, resolution, eigen), counts
@@ -136,7 +147,10 @@ class Truth:
         if self.eigen:
             found = eigen_crop(where, found)
         box = self.store.samples.box
-        name, (height, width) = str(self.store.samples.file[row]), self.store.sizes[row].tolist()
+        name, (height, width) = (
+            str(self.store.samples.file[row]),
+            self.store.sizes[row].tolist(),
+        )
         part = None if box is None else box[row]
         return cut_to_image(where, found, name, (height, width), part)
 
@@ -262,7 +276,9 @@ class Patches:
             VitseeError: a number is not finite.
         """
         found = [part.of_slab(slab, slice(0, len(part.tokens))) for part in self.parts]
-        return found[0] if len(found) == 1 else np.concatenate(found, axis=-1)
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found, axis=-1)
 
     def load(self, row: int) -> NDArray[Any]:
         """Read the (cells, dim) tokens of a row of the store, in the stored type."""
@@ -307,7 +323,7 @@ def _place(layout: TokenLayout | None) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitImages:
     """The images of one store that train, or that test.
 
     Attributes:
@@ -333,7 +349,7 @@ class Part:
         task: Task,
         resolution: str,
         eigen: bool = False,
-    ) -> Part:
+    ) -> SplitImages:
         """Find the labels of some images of a store.
 
         Raises:
@@ -358,7 +374,9 @@ class Part:
         """The bytes that one slab takes while it is worked on."""
         return max((own.slab_bytes for own in self.features.values()), default=1)
 
-    def fold(self, make: Callable[[], A], execution: Execution, size: int | None = None) -> A:
+    def fold(
+        self, make: Callable[[], A], execution: Execution, size: int | None = None
+    ) -> A:
         """Fold the part's images on threads of one BLAS thread each; size: bytes of one's work."""
         size = self.slab_bytes if size is None else size
         with lanes(size, execution) as wider:

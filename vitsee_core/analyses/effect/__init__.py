@@ -45,17 +45,14 @@ from vitsee_core.features.compared import require_same_transform
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
-from vitsee_core.figures.panels import Grid, handles_of, legend_below, note_count, stack
-from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.truth.labels.changed_outputs import (
-    AGREEMENT,
-    OUTPUT_INTERVALS,
-    RIGHT_BASE,
-    BlockMeans,
-    output_rows,
-    top1_cells,
+from vitsee_core.figures.panels import (
+    PanelGrid,
+    handles_of,
+    legend_below,
+    note_count,
+    stack,
 )
-from vitsee_core.truth.labels.labelled_rows import why_not_own
+from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option
@@ -71,6 +68,15 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.truth.labels.changed_outputs import (
+    AGREEMENT,
+    OUTPUT_INTERVALS,
+    RIGHT_BASE,
+    BlockMeans,
+    output_rows,
+    top1_cells,
+)
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.types import pl
 from vitsee_stores import Store, require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -140,7 +146,9 @@ def run(
         VitseeError: no changed store, one store twice, or too few images.
     """
     if not changed:
-        raise VitseeError("no changed store to compare with the base; expected one or more")
+        raise VitseeError(
+            "no changed store to compare with the base; expected one or more"
+        )
     _check_distinct((base, *changed))
     wanted = asked_for(metrics or METRICS, METRICS, "effect")
     of_outputs = [metric for metric in wanted if metric not in ("cka", COSINE)]
@@ -152,14 +160,18 @@ def run(
     blocks = Blocks.of(base, mask, execution.seed)
     remarks = _changed_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
-    pairs = pairs_of_sites((base, *changed), sites if len(wanted) > len(of_outputs) else ())
+    pairs = pairs_of_sites(
+        (base, *changed), sites if len(wanted) > len(of_outputs) else ()
+    )
     outputs = {
         store.label: outputs_of_both(base, store, remarks) if of_outputs else None
         for store in changed
     }
     if not pairs and not any(outputs.values()):
         raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
-    reason = next((why_not_own(base, mask, own[0].dim) for own in outputs.values() if own), "")
+    reason = next(
+        (why_not_own(base, mask, own[0].dim) for own in outputs.values() if own), ""
+    )
     if reason:
         remarks.append(f"no top1: {reason}")
     works = [
@@ -170,7 +182,9 @@ def run(
         )
         for store in changed
     ]
-    grams = GramOptions(cache, not no_cache, execution.device, execution.memory, execution.map)
+    grams = GramOptions(
+        cache, not no_cache, execution.device, execution.memory, execution.map
+    )
     how = Estimator(estimator or "auto")
     of_cka = pairs if "cka" in wanted else {}
     cka, notes = cka_rows(base, changed, of_cka, tokens, execution, remarks, how, grams)
@@ -180,7 +194,9 @@ def run(
     with counting(execution.progress, images.n * len(changed)):
         for store, work in zip(changed, works, strict=True):
             make = partial(BlockMeans, work, blocks)
-            total = execution.fold((base, store), make, images, slab_bytes=work.slab_bytes)
+            total = execution.fold(
+                (base, store), make, images, slab_bytes=work.slab_bytes
+            )
             found = total.result()
             about = {"base": base.label}
             answers = {metric: mean for (metric, site), mean in found.items() if not site}
@@ -192,13 +208,18 @@ def run(
                 rows += [about | place | row for row in output_rows(answers)]
             rows += [about | row for row in cka.get(store.label, ())]
             rows += [
-                about | site_columns(store, store.sites[site]) | {"metric": COSINE}
+                about
+                | site_columns(store, store.sites[site])
+                | {"metric": COSINE}
                 | mean.cells(COSINES)
-                for (metric, site), mean in found.items() if metric == COSINE
-            ]  # fmt: skip
+                for (metric, site), mean in found.items()
+                if metric == COSINE
+            ]
     rows = [row for row in rows if row["metric"] in wanted]
     if not rows:
-        raise MissingInput(f"no {' or '.join(wanted)}: {'; '.join(remarks) or 'no sites'}")
+        raise MissingInput(
+            f"no {' or '.join(wanted)}: {'; '.join(remarks) or 'no sites'}"
+        )
     notes = {
         "base": base.label,
         "interval": {
@@ -254,14 +275,18 @@ def headline(table: Table) -> list[Answer]:
             said.setdefault(store, []).append(text.format(measured(rows)))
     for store, rows in by_store(table, metric="cka"):
         i = extremes(rows)[0]
-        said.setdefault(store, []).append(f"lowest CKA {measured(rows, i)} at {rows['site'][i]}")
+        said.setdefault(store, []).append(
+            f"lowest CKA {measured(rows, i)} at {rows['site'][i]}"
+        )
     return [(store, ", ".join(parts)) for store, parts in said.items()]
 
 
 OUTPUTS = ("top1_difference", "agreement", "kl")
 LAYERS = ("cka", "cosine")
 UNCHANGED = {"top1_difference": 0.0, "agreement": 1.0, "kl": 0.0}
-LINE, MARGINS = 1.7, 5.5  # ems: of a store's line, and above and below all
+# ems: of a store's line, and above and below all
+LINE = 1.7
+MARGINS = 5.5
 MOST_LETTERS = 22
 FAR = 0.5
 
@@ -274,9 +299,11 @@ def plot(table: Table) -> Figure:
     rows = table.frame.filter(pl.col("base").is_not_null())
     outputs = [metric for metric in OUTPUTS if metric in rows["metric"]]
     layers = [metric for metric in LAYERS if metric in rows["metric"]]
-    of_outputs, of_layers = (rows.filter(pl.col("metric").is_in(m)) for m in (outputs, layers))
+    of_outputs, of_layers = (
+        rows.filter(pl.col("metric").is_in(m)) for m in (outputs, layers)
+    )
     n_stores = of_outputs["store"].n_unique()
-    beside = Grid(len(outputs), height=LINE * n_stores + MARGINS)
+    beside = PanelGrid(len(outputs), height=LINE * n_stores + MARGINS)
     below = CurveGrid.of(len(layers), of_layers)
     figure, parts = stack(*([beside] if outputs else []), *([below] if layers else []))
     every: list[Axes] = []
@@ -295,7 +322,8 @@ def plot(table: Table) -> Figure:
             low = min(axes.dataLim.y0, 0.98)
             # From 0 on, unless that would hide what there is to see.
             axes.set_ylim(
-                min(0.0, low) if low < FAR else low - 0.1 * (1 - low), 1 + 0.04 * (1 - low)
+                min(0.0, low) if low < FAR else low - 0.1 * (1 - low),
+                1 + 0.04 * (1 - low),
             )
             every.append(axes)
         below.finish(panels)
@@ -308,13 +336,21 @@ def _draw_outputs(
 ) -> None:
     stores = rows["store"].unique(maintain_order=True)
     value, low, high = rows.select("value", "low", "high").to_numpy().T
-    axes.axvline(UNCHANGED[metric], color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1,
-                 label="unchanged")  # fmt: skip
+    axes.axvline(
+        UNCHANGED[metric],
+        color=GREY,
+        linestyle=(0, (5, 3)),
+        linewidth=1,
+        zorder=1,
+        label="unchanged",
+    )
     axes.plot([], [], color=GREY, solid_capstyle="butt", label=f"bars: {INTERVAL}")
     for y, store in enumerate(stores):
         look = looks[store]
         axes.plot([low[y], high[y]], [y, y], color=look["color"], solid_capstyle="butt")
-        axes.plot([value[y]], [y], color=look["color"], marker=look["marker"], linestyle="none")
+        axes.plot(
+            [value[y]], [y], color=look["color"], marker=look["marker"], linestyle="none"
+        )
     axes.set_yticks(np.arange(len(stores)), [shorten(s, MOST_LETTERS) for s in stores])
     axes.set_ylim(len(stores) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.replicates import WORD
+from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import SiteError, StoreMismatch
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
@@ -48,7 +48,8 @@ class ReadChange:
     def slab_bytes(self) -> int:
         """Memory of a slab of both stores while it is read."""
         of_sites = [
-            sum(min(own.slab_bytes, 2 * PIECE_BYTES) for own in pair) for pair in self.sites
+            sum(min(own.slab_bytes, 2 * PIECE_BYTES) for own in pair)
+            for pair in self.sites
         ]
         of_logits = 4 * sum(own.slab_bytes for own in self.logits or ())
         return max([*of_sites, of_logits], default=0)
@@ -60,7 +61,9 @@ class ReadChange:
                 own.of_slab(slab, slice(0, 1))[:, 0].astype(np.float64)
                 for own, slab in zip(self.logits, (base, changed), strict=True)
             )
-            labels = base.store.samples.label[base.rows][base.valid] if self.labelled else None
+            labels = (
+                base.store.samples.label[base.rows][base.valid] if self.labelled else None
+            )
             outputs = compare_outputs(ours, theirs, labels)
             found = {(metric, ""): values for metric, values in outputs.items()}
         for pair in self.sites:
@@ -68,7 +71,9 @@ class ReadChange:
         return found
 
 
-def _cosines(ours: SiteFeatures, theirs: SiteFeatures, base: Slab, changed: Slab) -> Float:
+def _cosines(
+    ours: SiteFeatures, theirs: SiteFeatures, base: Slab, changed: Slab
+) -> Float:
     """(images,) mean over tokens of the cosine of each token with the same one."""
     n_rows = max(1, base.rows.stop - base.rows.start)
     total = np.zeros(int(base.valid.sum()))
@@ -84,14 +89,17 @@ def cosines(a: Float32, b: Float32) -> Float:
     def dot(x: Float32, y: Float32) -> Float:
         return np.einsum("itd,itd->it", x, y, dtype=np.float64)
 
-    aa, bb = dot(a, a), dot(b, b)
+    aa = dot(a, a)
+    bb = dot(b, b)
     # One root of the product: a token with itself has exactly 1.
     norms = np.sqrt(aa * bb)
     found = np.divide(dot(a, b), norms, out=np.zeros_like(norms), where=norms > 0)
     return np.where((aa == 0) & (bb == 0), 1.0, found)
 
 
-def pairs_of_sites(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:
+def pairs_of_sites(
+    stores: Sequence[Store], sites: Sequence[str]
+) -> dict[str, list[SiteSpec]]:
     """Label -> the sites of the base that a changed store holds, too.
 
     Raises:
@@ -111,7 +119,8 @@ def pairs_of_sites(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, l
         if not pairs[store.label]:
             raise SiteError(
                 f"{store.label} has none of the sites of {base[0].label}, "
-                f"{few([site.name for site in base[1]])}; it has {few(sorted(names))} "
+                f"{abbreviate([site.name for site in base[1]])}; it has "
+                f"{abbreviate(sorted(names))} "
                 "(--sites none compares the outputs alone)"
             )
     return pairs
@@ -147,7 +156,8 @@ def alike_sites(
     remarks: list[str],
 ) -> tuple[tuple[SiteFeatures, SiteFeatures], ...]:
     """The features of the sites whose tokens correspond; the others are left out with a remark."""
-    found, left = [], []
+    found = []
+    left = []
     for site in pairs.get(changed.label, ()):
         both = [choose_features(s, s.sites[site.name], tokens) for s in (base, changed)]
         names = [[token.name for token in own.tokens] for own in both]
@@ -157,7 +167,8 @@ def alike_sites(
             left.append(site.name)
     if left:
         remarks.append(
-            f"{changed.label}: no cosine at {few(left)}, whose tokens or channels are not those of "
+            f"{changed.label}: no cosine at {abbreviate(left)}, whose tokens or channels "
+            "are not those of "
             f"{base.label}"
         )
     return tuple(found)
@@ -179,15 +190,25 @@ def cka_rows(
     sites = {site.name: site for own in pairs.values() for site in own}
     ours = [Representation(base, site, tokens) for site in sites.values()]
     sides = [(store, site) for store in changed for site in pairs[store.label]]
-    theirs = [Representation(store, store.sites[site.name], tokens) for store, site in sides]
+    theirs = [
+        Representation(store, store.sites[site.name], tokens) for store, site in sides
+    ]
     h = hsic(
-        ours, theirs, estimator=estimator, images=execution.images, seed=execution.seed,
-        options=options, progress=execution.progress,
-    )  # fmt: skip
-    of_both = [(f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)]
+        ours,
+        theirs,
+        estimator=estimator,
+        images=execution.images,
+        seed=execution.seed,
+        options=options,
+        progress=execution.progress,
+    )
+    of_both = [
+        (f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)
+    ]
     for names, own in zip(of_both, (h.rows, h.cols), strict=True):
         remarks += without_value([*names], own)
-    similarity, places = summarise(h), {name: i for i, name in enumerate(sites)}
+    similarity = summarise(h)
+    places = {name: i for i, name in enumerate(sites)}
     found: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
     for j, (store, site) in enumerate(sides):
         at = (places[site.name], j)

@@ -35,7 +35,7 @@ from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     evenly,
     map_axes,
@@ -47,7 +47,7 @@ from vitsee_core.figures.panels import (
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.options import FLOW, Offers, metrics_option, sites_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
@@ -64,7 +64,7 @@ from vitsee_core.tables.words import PARTS, site_words
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,7 +100,9 @@ def run(
             "offset_px: its centre from the image's; gradient: the field itself.",
         ),
     ] = METRICS,
-    sites: Annotated[Sequence[str], sites_option("every site with a receptive field")] = ("all",),
+    sites: Annotated[Sequence[str], sites_option("every site with a receptive field")] = (
+        "all",
+    ),
     execution: Annotated[Execution, Offers("images seed")] = DEFAULT,
 ) -> Table:
     """One row per store, metric and site; for `gradient` one per square of the map.
@@ -122,25 +124,35 @@ def run(
     for store, chosen in selected.members:
         if not chosen:
             # Refuses with the reason.
-            store.erf(min(site.alias_of or site.name for site in store.select(list(sites))))
+            store.erf(
+                min(site.alias_of or site.name for site in store.select(list(sites)))
+            )
     blocks: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
     n_sites = sum(map(len, selected.chosen))
     with counting(execution.progress, n_sites, "sites") as progress:
         for store, chosen in selected.members:
-            slabs, used[store.label] = choose_slabs(store, execution.images, execution.seed)
+            slabs, used[store.label] = choose_slabs(
+                store, execution.images, execution.seed
+            )
             counts = np.asarray(store.erf_counts())[slabs]
             zero = []
             for site in chosen:
-                field = Field(np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts)
+                field = Field(
+                    np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts
+                )
                 if not field.mean.any():
                     zero.append(site.name)
                 about = site_columns(store, site) | {"n_images": int(counts.sum())}
                 blocks += [about | {"metric": m} | _values(field, m) for m in wanted]
                 progress.advance(1)
             if zero:
-                named = few(zero)
-                log.warning("%s: the gradient is 0 everywhere at %s: no radius", store.label, named)
+                named = abbreviate(zero)
+                log.warning(
+                    "%s: the gradient is 0 everywhere at %s: no radius",
+                    store.label,
+                    named,
+                )
     notes = {
         "interval": INTERVAL,
         "radius": "around the centre of mass, pixels at their centres, interpolated",
@@ -163,7 +175,9 @@ def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
             f"{store.label} holds no receptive fields (extract it with --erf 256 -o NEW.zarr)"
         )
     asked = {site.alias_of or site.name for site in store.select(list(patterns))}
-    return [s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites]
+    return [
+        s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites
+    ]
 
 
 def choose_slabs(
@@ -183,7 +197,7 @@ def choose_slabs(
         if not store.shuffled:
             order = np.random.default_rng(seed).permutation(order)
         order = order[: int(np.searchsorted(np.cumsum(counts[order]), images)) + 1]
-        how = f"{images}, rounded up to {counted(len(order), 'whole slabs')}"
+        how = f"{images}, rounded up to {plural(len(order), 'whole slabs')}"
         if (used := int(counts[order].sum())) > images:
             log.info("%s: %s (%d images)", store.label, how, used)
     chosen = np.zeros(len(counts), bool)
@@ -211,7 +225,8 @@ def centre_of_mass(field: Float) -> tuple[float, float]:
     total = field.sum()
     if not total > 0:
         return np.nan, np.nan
-    y, x = np.arange(field.shape[0]), np.arange(field.shape[1])
+    y = np.arange(field.shape[0])
+    x = np.arange(field.shape[1])
     return float(field.sum(1) @ y / total), float(field.sum(0) @ x / total)
 
 
@@ -224,14 +239,17 @@ def radius(field: Float, share: float) -> float:
     y0, x0 = centre_of_mass(field)
     if np.isnan(y0):
         return float("nan")
-    y, x = np.arange(field.shape[0]), np.arange(field.shape[1])
+    y = np.arange(field.shape[0])
+    x = np.arange(field.shape[1])
     distance = np.hypot(y[:, np.newaxis] - y0, x - x0).ravel()
     order = np.argsort(distance, kind="stable")
     order = order[field.ravel()[order] > 0]
     mass = np.cumsum(field.ravel()[order])
     # Pixels at equal distances are added together.
     last = np.append(np.diff(distance[order]) > 1e-9 * len(y), True)
-    return float(np.interp(share * mass[-1], [0, *mass[last]], [0, *distance[order][last]]))
+    return float(
+        np.interp(share * mass[-1], [0, *mass[last]], [0, *distance[order][last]])
+    )
 
 
 def offset(field: Float) -> float:
@@ -270,7 +288,9 @@ def _values(field: Field, metric: str) -> dict[str, Any]:
 
 
 def _number(field: Float, metric: str) -> float:
-    return offset(field) if metric == "offset_px" else radius(field, RADII[metric])
+    if metric == "offset_px":
+        return offset(field)
+    return radius(field, RADII[metric])
 
 
 def headline(table: Table) -> list[Answer]:
@@ -340,10 +360,13 @@ def plot(table: Table) -> Figure:
 def _lines(rows: pl.DataFrame) -> list[Line]:
     lines = []
     for of_store in rows.partition_by("store", maintain_order=True):
-        store, fields = of_store["store"][0], of_store.filter(metric="gradient")
+        store = of_store["store"][0]
+        fields = of_store.filter(metric="gradient")
         if fields.is_empty():
             continue
-        radii = dict(of_store.filter(metric="radius50_px").select("site", "value").iter_rows())
+        radii = dict(
+            of_store.filter(metric="radius50_px").select("site", "value").iter_rows()
+        )
         by_kind: dict[str, dict[str, Picture]] = {}
         for cells in fields.partition_by("site", maintain_order=True):
             site = cells["site"][0]
@@ -352,7 +375,9 @@ def _lines(rows: pl.DataFrame) -> list[Line]:
             picture = _picture(cells, radii.get(site))
             by_kind.setdefault("out" if kind == "head" else kind, {})[block] = picture
         count = fields["n_images"][0]
-        lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][:MOST_DOWN]
+        lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][
+            :MOST_DOWN
+        ]
     return lines
 
 
@@ -369,13 +394,14 @@ def _shown(line: Line) -> list[str]:
     return evenly(list(line.pictures), small_maps(99).across)
 
 
-def _draw_line(line: Line, grid: Grid, part: Any) -> None:
+def _draw_line(line: Line, grid: PanelGrid, part: Any) -> None:
     shown = _shown(line)
     panels = grid.axes(part)
     for axes, block in zip(panels, shown, strict=True):
         image = _draw(axes, line.pictures[block])
         map_title(axes, grid, site_words(block))
-    kind, n = PARTS.get(line.kind, line.kind), len(line.pictures)
+    kind = PARTS.get(line.kind, line.kind)
+    n = len(line.pictures)
     some = f"; {len(shown)} of {n} blocks" if len(shown) < n else ""
     about = f"{shorten(line.store, 28)}{kind and ', '}{kind} (n = {line.n_images}{some})"
     name_part(part, f"{about}: gradient as a share of each map's largest")
@@ -388,7 +414,9 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
 
     height, width = picture.size
     largest = np.nanmax(picture.cells)
-    relative: Any = picture.cells / largest if largest > 0 else np.full_like(picture.cells, np.nan)
+    relative: Any = (
+        picture.cells / largest if largest > 0 else np.full_like(picture.cells, np.nan)
+    )
     image = axes.imshow(
         np.clip(relative, FLOOR / 2, None),
         norm=LogNorm(FLOOR, 1),
@@ -407,7 +435,9 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
         y, x = ((at + 0.5) * picture.step - 0.5 for at in centre)
         axes.plot(x, y, "+", color=MARK, markersize=4, markeredgewidth=0.7)
         if np.isfinite(picture.radius):
-            circle = Circle((x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7)
+            circle = Circle(
+                (x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7
+            )
             axes.add_patch(circle)
     return image
 

@@ -28,19 +28,8 @@ import numpy as np
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.declaration import Analysis
-from vitsee_core.figures.panels import Grid, colour_bar, note_count, stack
+from vitsee_core.figures.panels import PanelGrid, colour_bar, note_count, stack
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.truth.labels.changed_outputs import (
-    KL,
-    OUTPUT_INTERVALS,
-    RIGHT,
-    BlockMean,
-    BlockMeans,
-    compare_outputs,
-    loss,
-    output_rows,
-)
-from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -64,6 +53,17 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.truth.labels.changed_outputs import (
+    KL,
+    OUTPUT_INTERVALS,
+    RIGHT,
+    BlockMean,
+    BlockMeans,
+    compare_outputs,
+    loss,
+    output_rows,
+)
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.types import Float, Integers, pl
 from vitsee_stores import Store
 
@@ -91,7 +91,10 @@ def run(
     *stores: Store,
     sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
     by: Annotated[
-        str, Option("What takes the place of a head's output: its mean, or zero.", choices=WAYS)
+        str,
+        Option(
+            "What takes the place of a head's output: its mean, or zero.", choices=WAYS
+        ),
     ] = "mean",
     metrics: Annotated[
         Sequence[str],
@@ -134,7 +137,11 @@ def run(
         notes[WORD][store.label] = work.blocks.describe()
         notes["images"][store.label] = work.images.describe()
     notes |= {
-        "interval": {**OUTPUT_INTERVALS, DISTANCE: OUTPUT_INTERVALS[KL], "spearman": SPEARMAN},
+        "interval": {
+            **OUTPUT_INTERVALS,
+            DISTANCE: OUTPUT_INTERVALS[KL],
+            "spearman": SPEARMAN,
+        },
         "p": PAIRED_TEST,
         "replaced_by": by,
         "seed": execution.seed,
@@ -165,19 +172,25 @@ class _Store:
         origin: Provenance,
         execution: Execution,
     ) -> None:
-        self.store, self.execution = store, execution
+        self.store = store
+        self.execution = execution
         self.runs = AblatedRuns(store, blocks, origin, execution.device)
         self.images = execution.rows(store)
         mask = self.images.mask & store.valid
         self.numbers = np.flatnonzero(mask)
         self.blocks = Blocks.of(store, mask, execution.seed)
-        self.mask, self.remark = mask, ""
+        self.mask = mask
+        self.remark = ""
 
     def rows(self, by: str) -> list[Cells]:
         outputs = self._outputs(by)
-        make = partial(BlockMeans, partial(_read_distances, self.runs.blocks), self.blocks)
+        make = partial(
+            BlockMeans, partial(_read_distances, self.runs.blocks), self.blocks
+        )
         distances = self.execution.fold(self.store, make, self.images).result()
-        places = {block.site: site_columns(self.store, block) for block in self.runs.blocks}
+        places = {
+            block.site: site_columns(self.store, block) for block in self.runs.blocks
+        }
         found: list[Cells] = []
         for head in self.runs.heads:
             place = places[head[0]] | {"head": head[1]}
@@ -188,15 +201,21 @@ class _Store:
 
     def _outputs(self, by: str) -> dict[Head, dict[str, BlockMean]]:
         """Head -> means of what `compare_outputs` gives."""
-        n, labels = len(self.numbers), self.store.samples.label.astype(np.int64)
+        n = len(self.numbers)
+        labels = self.store.samples.label.astype(np.int64)
         means = BlockMeans(None, self.blocks)
         n_passes = n * (1 + len(self.runs.heads) + (by == "mean"))
         log.info(
             "%s: %d heads, %d forward passes of an image on %s",
             *(self.store.label, len(self.runs.heads), n_passes, self.runs.device),
         )
-        with counting(self.execution.progress, n_passes, "forward passes") as progress, self.runs:
-            held = self.runs.means(self.numbers, progress.advance) if by == "mean" else None
+        with (
+            counting(self.execution.progress, n_passes, "forward passes") as progress,
+            self.runs,
+        ):
+            held = (
+                self.runs.means(self.numbers, progress.advance) if by == "mean" else None
+            )
             changes = self.runs.changes(held)
             for part in batches(self.numbers):
                 x = self.runs.pixels(part)
@@ -208,8 +227,12 @@ class _Store:
                 progress.advance(len(part))
                 for head, change in changes.items():
                     without = self.runs.logits(x, change)
-                    own = compare_outputs(whole, without, None if self.remark else labels[part])
-                    means.count({(head, metric): values for metric, values in own.items()}, part)
+                    own = compare_outputs(
+                        whole, without, None if self.remark else labels[part]
+                    )
+                    means.count(
+                        {(head, metric): values for metric, values in own.items()}, part
+                    )
                     progress.advance(len(part))
         found: dict[Head, dict[str, BlockMean]] = {}
         for (head, metric), mean in means.result().items():
@@ -233,7 +256,9 @@ class _Store:
         for name, means in asked.items():
             for end, blocks in (("", None), ("_within", of)):
                 value, *without = rank_correlation(_stacked(means), far, blocks)
-                std, low, high = interval(np.array(value), np.array(without), CORRELATIONS)
+                std, low, high = interval(
+                    np.array(value), np.array(without), CORRELATIONS
+                )
                 numbers = {"value": value, "std": std, "low": low, "high": high}
                 found.append(
                     place
@@ -251,9 +276,13 @@ def _stacked(means: Sequence[BlockMean]) -> Float:
 
 def _read_distances(blocks: Sequence[StoredAttention], slab: Slab) -> dict[Head, Float]:
     """Head -> (images,) mean attention distance in pixels."""
-    arrays = {group: slab.attention(DISTANCE, group) for group in {b.group for b in blocks}}
+    arrays = {
+        group: slab.attention(DISTANCE, group) for group in {b.group for b in blocks}
+    }
     return {
-        (block.site, head): arrays[block.group][slab.valid][:, block.row, head].astype(np.float64)
+        (block.site, head): arrays[block.group][slab.valid][:, block.row, head].astype(
+            np.float64
+        )
         for block in blocks
         for head in range(block.n_heads)
     }
@@ -266,7 +295,8 @@ def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Floa
     from scipy.stats import rankdata
 
     keep = np.isfinite(x).all(1) & np.isfinite(y).all(1)
-    x, y = x[keep], y[keep]
+    x = x[keep]
+    y = y[keep]
     of = np.zeros(len(x), np.int64) if blocks is None else blocks[keep]
     if not len(x):
         return np.full(x.shape[1], np.nan)
@@ -287,9 +317,14 @@ def headline(table: Table) -> list[Answer]:
     answers = []
     for (store,), rows in picked(table, metric=KL).group_by("store", maintain_order=True):
         i = extremes(rows)[1]
-        text = f"KL is largest without head {int(rows['head'][i])} of {rows['block'][i]}: "
+        text = (
+            f"KL is largest without head {int(rows['head'][i])} of {rows['block'][i]}: "
+        )
         text += f"{measured(rows, i)} nats"
-        for metric, words in (("spearman_kl", ""), ("spearman_kl_within", ", within blocks ")):
+        for metric, words in (
+            ("spearman_kl", ""),
+            ("spearman_kl_within", ", within blocks "),
+        ):
             own = picked(table, metric=metric, store=store)
             before = words or "; rank correlation with distance "
             text += f"{before}{measured(own)}" if len(own) else ""
@@ -311,7 +346,7 @@ def plot(table: Table) -> Figure:
     there = table.frame["metric"]
     metrics = [metric for metric in SHOWN if metric in there] or ["agreement"]
     stores = table.frame.partition_by("store", maintain_order=True)
-    grid = Grid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
+    grid = PanelGrid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
     figure, (box,) = stack(grid)
     every = iter(grid.axes(box))
     for rows in stores:
@@ -332,10 +367,14 @@ def _draw(axes: Axes, own: pl.DataFrame, rows: pl.DataFrame) -> Any:
     own = own.join(far, on=["site", "head"], how="left", maintain_order="left")
     metric = str(own["metric"][0])
     sign = -1 if metric == "top1_difference" else 1
-    x, value, low, high = own.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
+    x, value, low, high = (
+        own.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
+    )
     axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
     axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)
-    image = axes.scatter(x, value, c=own["depth"].to_numpy(), cmap="viridis", s=14, zorder=3)
+    image = axes.scatter(
+        x, value, c=own["depth"].to_numpy(), cmap="viridis", s=14, zorder=3
+    )
     axes.set_ylabel(metric_words(metric) if sign > 0 else LOST)
     note_count(axes, own)
     return image
@@ -344,7 +383,10 @@ def _draw(axes: Axes, own: pl.DataFrame, rows: pl.DataFrame) -> Any:
 def _explain(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
     """The x axis with the rank correlations below it."""
     lines = [metric_words("distance_px")]
-    for name, words in ((metric, "rank correlation"), (f"{metric}_within", "within blocks")):
+    for name, words in (
+        (metric, "rank correlation"),
+        (f"{metric}_within", "within blocks"),
+    ):
         known = rows.filter(pl.col("value").is_not_null(), metric=name)
         for value, low, high in known.select("value", "low", "high").rows()[:1]:
             spread = "" if low is None else f" ({low:.2f} to {high:.2f})"

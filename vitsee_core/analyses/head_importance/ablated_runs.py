@@ -28,7 +28,7 @@ Head = tuple[str, int]  # block, number
 
 
 @dataclass(frozen=True)
-class Held:
+class ConstantReplacement:
     """One value of every token, in the place of a reference from a store. values: (tokens, dim)."""
 
     values: NDArray[np.float32]
@@ -53,17 +53,24 @@ class AblatedRuns:
     """
 
     def __init__(
-        self, store: Store, blocks: Sequence[StoredAttention], origin: Provenance, device: str
+        self,
+        store: Store,
+        blocks: Sequence[StoredAttention],
+        origin: Provenance,
+        device: str,
     ) -> None:
         from vitsee_core.models.site_tables import site_table
         from vitsee_core.runtime.device import resolve_device
 
-        self.store, self.device = store, resolve_device(device)
+        self.store = store
+        self.device = resolve_device(device)
         self.model = model_of(store, origin.checkpoint, trust=origin.trust)
         self.table = site_table(self.model)
         self.pictures = Pictures(store, origin.data)
         if LOGITS not in self.table.points:
-            raise MissingInput(f"the model of {store.label} has no classifier whose answer to ask")
+            raise MissingInput(
+                f"the model of {store.label} has no classifier whose answer to ask"
+            )
         known = {block.name: block for block in self.table.attention}
         for block in blocks:
             now = known.get(block.site)
@@ -72,7 +79,9 @@ class AblatedRuns:
                     f"{self.model.name} has no attention like the store's in {block.site} any "
                     f"more; extract {store.label} anew"
                 )
-        self.blocks = [block for block in blocks if _site(block.site) in self.table.points]
+        self.blocks = [
+            block for block in blocks if _site(block.site) in self.table.points
+        ]
         if not self.blocks:
             raise MissingInput(
                 f"the outputs of the heads of {store.label} are no site (vitsee sites "
@@ -99,7 +108,9 @@ class AblatedRuns:
     @property
     def heads(self) -> list[Head]:
         """All heads of the blocks."""
-        return [(block.site, head) for block in self.blocks for head in range(block.n_heads)]
+        return [
+            (block.site, head) for block in self.blocks for head in range(block.n_heads)
+        ]
 
     def pixels(self, rows: Integers) -> Tensor:
         """The model's input for these rows, on the device."""
@@ -125,14 +136,20 @@ class AblatedRuns:
 
             return add
 
-        capture = self._capture({_site(block.site): adding(block.site) for block in self.blocks})
+        capture = self._capture(
+            {_site(block.site): adding(block.site) for block in self.blocks}
+        )
         with capture:
             for part in batches(rows):
                 capture.run(self.pixels(part), _Nothing())
                 advance(len(part))
-        return {block: (total / len(rows)).astype(np.float32) for block, total in sums.items()}
+        return {
+            block: (total / len(rows)).astype(np.float32) for block, total in sums.items()
+        }
 
-    def changes(self, means: dict[str, NDArray[np.float32]] | None) -> dict[Head, Changes]:
+    def changes(
+        self, means: dict[str, NDArray[np.float32]] | None
+    ) -> dict[Head, Changes]:
         """Head -> its ablation: by its mean, or by zero (None)."""
         from vitsee_core.models.intervention_spec import parse
         from vitsee_core.models.interventions.changes import Change
@@ -144,11 +161,15 @@ class AblatedRuns:
             switch = Switch(self.model.name, self.table, asked, index=np.arange(AT_ONCE))
             made = switch.changes(self.model.module)
             if means is not None:
-                held = Held(means[block])
+                held = ConstantReplacement(means[block])
                 made.sites = {
                     name: (
                         place,
-                        [replace(one, reference=held) for one in some if isinstance(one, Change)],
+                        [
+                            replace(one, reference=held)
+                            for one in some
+                            if isinstance(one, Change)
+                        ],
                     )
                     for name, (place, some) in made.sites.items()
                 }
@@ -167,7 +188,9 @@ class AblatedRuns:
             capture.run(x, _Nothing())
         logits: Float = got[0].numpy().astype(np.float64)
         if not np.isfinite(logits).all():
-            raise VitseeError(f"the model of {self.store.label} gives logits that are not finite")
+            raise VitseeError(
+                f"the model of {self.store.label} gives logits that are not finite"
+            )
         return logits
 
     def _capture(self, consumers: dict[str, Callable[[Tensor], None]]) -> Any:

@@ -91,7 +91,9 @@ SCORES = (
 )
 PER_IMAGE = ("entropy", "prefix_mass", "query_std", "head_std")
 NO_SPREAD = dict.fromkeys(("std", "low", "high"), math.nan)
-BLOCKS, FEWEST = 20, 10  # of the jackknife; sums are stored by slab, which cannot be divided
+# of the jackknife; sums are stored by slab, which cannot be divided
+BLOCKS = 20
+FEWEST = 10
 INTERVAL = (
     f"delete-a-block jackknife over up to {BLOCKS} runs of slabs: std its standard error, low and "
     f"high value -+ t(0.975, runs - 1) * std; empty where there are fewer than {FEWEST} slabs"
@@ -111,7 +113,9 @@ def run(
             least=1,
         ),
     ] = 2,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """One row per head and score, and the aligned map of one head of each type.
 
@@ -196,7 +200,10 @@ class Head:
         radius: int,
         clip: Clip | None = None,
     ) -> None:
-        self.block, self.head, self._radius, self._clip = block, head, radius, clip
+        self.block = block
+        self.head = head
+        self._radius = radius
+        self._clip = clip
         parts = len(sums.n_images)
         everything = np.ones(parts, bool)
         self.map, self.n_images, shape, self.values = self._measure(sums, everything)
@@ -209,7 +216,8 @@ class Head:
         self.in_time = self._measure_time(sums, everything) if clip is not None else None
         self.time = self._classify_time(self.in_time, thresholds)
         self.replicates: list[dict[str, float]] = []
-        same, same_time = [], []
+        same = []
+        same_time = []
         for left_out in range(parts if parts > 1 else 0):
             kept = np.arange(parts) != left_out
             _, _, shape, values = self._measure(sums, kept)
@@ -219,9 +227,13 @@ class Head:
                 values = values | own[1].values
                 same_time.append(self._classify_time(own, thresholds) == self.time)
             self.replicates.append(values)
-        self.steady = float(np.mean([kind == self.type for kind in self.variants.values()]))
+        self.steady = float(
+            np.mean([kind == self.type for kind in self.variants.values()])
+        )
         self.steady_slabs = float(np.mean(same)) if same else math.nan
-        kinds = [self._classify_time(self.in_time, other) for _, other in thresholds.varied()]
+        kinds = [
+            self._classify_time(self.in_time, other) for _, other in thresholds.varied()
+        ]
         self.steady_time = (
             float(np.mean([kind == self.time for kind in kinds])),
             float(np.mean(same_time)) if same_time else math.nan,
@@ -237,10 +249,14 @@ class Head:
             return TYPES[0], ""
         return classify(shape, values, thresholds)
 
-    def _measure_time(self, sums: SlabSums, kept: NDArray[np.bool_]) -> tuple[Float, TimeScores]:
+    def _measure_time(
+        self, sums: SlabSums, kept: NDArray[np.bool_]
+    ) -> tuple[Float, TimeScores]:
         """The shares by offset in time, and their scores."""
         block = self.block
-        total = sums.sums[ALIGNED_FRAMES, block.group][:, block.row, self.head][kept].sum(0)
+        total = sums.sums[ALIGNED_FRAMES, block.group][:, block.row, self.head][kept].sum(
+            0
+        )
         with np.errstate(invalid="ignore", divide="ignore"):
             shares = np.where(total.sum() > 0, total / total.sum(), np.nan)
         _, _, _, values = self._measure(sums, kept)
@@ -249,20 +265,28 @@ class Head:
     def _classify_time(
         self, found: tuple[Float, TimeScores] | None, thresholds: Thresholds
     ) -> str | None:
-        return None if found is None else classify_time(found[1], thresholds, self.block)
+        if found is None:
+            return None
+        return classify_time(found[1], thresholds, self.block)
 
     def _measure(
         self, sums: SlabSums, kept: NDArray[np.bool_]
     ) -> tuple[Float, int, Scores, dict[str, float]]:
-        block, group = self.block, self.block.group
+        block = self.block
+        group = self.block.group
         n = int(sums.n_images[kept].sum())
         total = sums.sums["aligned", group][:, block.row, self.head][kept].sum(0)
         maps, counted = mean_maps(total[None], n, block.layout, "aligned")
         shape = measure(maps[0], self._radius, block.window)
-        means = {name: sums.sums[name, group][:, block.row][kept].sum(0) / n for name in PER_IMAGE}
+        means = {
+            name: sums.sums[name, group][:, block.row][kept].sum(0) / n
+            for name in PER_IMAGE
+        }
         n_keys = block.layout.n_body
         n_seen = keys_seen(block)
-        if self._clip is not None and self._clip.by_frame:  # spreads are those of single frames
+        if (
+            self._clip is not None and self._clip.by_frame
+        ):  # spreads are those of single frames
             n_keys //= block.layout.frames or 1
         own = {name: float(means[name][self.head]) for name in PER_IMAGE[:3]}
         share, queries = repetition(
@@ -288,7 +312,9 @@ class Head:
         """Metric, value, spread and interval of each score."""
         found: list[dict[str, Any]] = []
         in_time = {} if self.in_time is None else self.in_time[1].values
-        for name, value in ({name: self.values[name] for name in SCORES} | in_time).items():
+        for name, value in (
+            {name: self.values[name] for name in SCORES} | in_time
+        ).items():
             others = np.array([replicate[name] for replicate in self.replicates])
             enough = len(others) >= FEWEST
             ends = interval(np.array(value), others if enough else others[:0])
@@ -299,7 +325,8 @@ class Head:
         if self.in_time is not None:
             steady |= dict(zip(TIME_AGREEMENT, self.steady_time, strict=True))
         return found + [
-            {"metric": name, "value": value, **NO_SPREAD} for name, value in steady.items()
+            {"metric": name, "value": value, **NO_SPREAD}
+            for name, value in steady.items()
         ]
 
     def clarity(self) -> float:
@@ -342,7 +369,11 @@ def _examples_in_time(heads: Sequence[Head]) -> list[Head]:
     for kind in TIME_TYPES:
         same = [head for head in heads if head.time == kind]
         if same:
-            shares = [head.in_time[1].values["offset_frames_mass"] for head in same if head.in_time]
+            shares = [
+                head.in_time[1].values["offset_frames_mass"]
+                for head in same
+                if head.in_time
+            ]
             at = np.argmin(shares) if kind in TIME_TYPES[5:] else np.argmax(shares)
             found.append(same[int(at)])
     return found
@@ -375,7 +406,9 @@ def _sensitivity(heads: Sequence[Head], changed: dict[str, float]) -> str:
     kept = 100 * np.mean([head.steady == 1 for head in heads])
     line = f"{kept:.0f} % of heads keep their type whichever threshold moves by x 0.8 or x 1.25"
     worst = max(changed, key=lambda name: changed[name])
-    return f"{line} ({worst}: {100 * changed[worst]:.0f} % change)" if changed[worst] else line
+    if changed[worst]:
+        return f"{line} ({worst}: {100 * changed[worst]:.0f} % change)"
+    return line
 
 
 def headline(table: Table) -> list[Answer]:
@@ -391,7 +424,9 @@ def headline(table: Table) -> list[Answer]:
         times = Counter(rows["time"]).most_common()
         temporal = sum(n for kind, n in times if kind in TEMPORAL)
         said = ", ".join(f"{n} {kind}" for kind, n in times)
-        found.append((store, f"in time {said}; {temporal} of {len(rows)} heads are temporal"))
+        found.append(
+            (store, f"in time {said}; {temporal} of {len(rows)} heads are temporal")
+        )
     return found
 
 
@@ -432,7 +467,14 @@ ANALYSIS = Analysis(
         "time": "of clips: what the head attends to in time",
         "frame": "of clips, metric aligned_frames: cells in time from the query, key minus query",
     },
-    metrics=(*SCORES, *TIME_SCORES, *AGREEMENT, *TIME_AGREEMENT, "aligned", ALIGNED_FRAMES),
+    metrics=(
+        *SCORES,
+        *TIME_SCORES,
+        *AGREEMENT,
+        *TIME_AGREEMENT,
+        "aligned",
+        ALIGNED_FRAMES,
+    ),
     run=run,
     plot=plot,
     headline=headline,

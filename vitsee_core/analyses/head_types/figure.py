@@ -15,7 +15,14 @@ from vitsee_core.analyses.head_types.head_geometry import (
 )
 from vitsee_core.attention.head_maps import ALIGNED_FRAMES, per_query
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
-from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
+from vitsee_core.figures.panels import (
+    PanelGrid,
+    legend_below,
+    map_axes,
+    note_count,
+    small,
+    stack,
+)
 from vitsee_core.figures.plotting import COLOURS, GREY, styled
 from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
 from vitsee_core.tables.columns import window_of
@@ -31,12 +38,18 @@ if TYPE_CHECKING:
 
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
 TIME_TINTS = dict(
-    zip((*TIME_TYPES, UNDEFINED), ("#BDBDBD", *COLOURS[:5], "#777777", "#EEEEEE"), strict=True)
+    zip(
+        (*TIME_TYPES, UNDEFINED),
+        ("#BDBDBD", *COLOURS[:5], "#777777", "#EEEEEE"),
+        strict=True,
+    )
 )
 TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), strict=True))
-_COUNTS = Grid(1, widest=60, height=11)
-_TIME_EXAMPLES = Grid(len(TIME_TYPES), width=10, widest=12, height=12, most=len(TIME_TYPES))
-_EXAMPLES = Grid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
+_COUNTS = PanelGrid(1, widest=60, height=11)
+_TIME_EXAMPLES = PanelGrid(
+    len(TIME_TYPES), width=10, widest=12, height=12, most=len(TIME_TYPES)
+)
+_EXAMPLES = PanelGrid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
 UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
 
 
@@ -63,7 +76,9 @@ def plot(table: Table) -> Figure:
             _draw_example(axes, examples.filter(type=kind), kind)
         if of_clips:
             _draw_counts(_COUNTS.axes(next(parts))[0], rows, "time")
-            _draw_in_time(_TIME_EXAMPLES.axes(next(parts)), rows.filter(metric=ALIGNED_FRAMES))
+            _draw_in_time(
+                _TIME_EXAMPLES.axes(next(parts)), rows.filter(metric=ALIGNED_FRAMES)
+            )
     from matplotlib.patches import Patch
 
     found = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch="//////")}
@@ -79,7 +94,9 @@ def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
 
     tints = TINTS if of == "type" else TIME_TINTS
     steady = rows.filter(metric=AGREEMENT[0] if of == "type" else TIME_AGREEMENT[0])
-    steady, names = one_place_a_layer(steady.with_columns(sure=pl.col("value").eq_missing(1)))
+    steady, names = one_place_a_layer(
+        steady.with_columns(sure=pl.col("value").eq_missing(1))
+    )
     depths = steady["depth"].unique().sort().to_numpy()
     base = np.zeros(len(depths))
     for kind in tints:
@@ -90,9 +107,15 @@ def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
                 continue
             hatch = "" if sure else "//////"
             axes.bar(
-                depths, counts, 0.8, base, color=tints[kind], hatch=hatch, edgecolor="white",
+                depths,
+                counts,
+                0.8,
+                base,
+                color=tints[kind],
+                hatch=hatch,
+                edgecolor="white",
                 linewidth=0.4,
-            )  # fmt: skip
+            )
             base += counts
     axes.set_title(shorten(rows["store"][0], 28) + ("" if of == "type" else ", in time"))
     note_count(axes, steady)
@@ -115,7 +138,9 @@ def _draw_in_time(every: Sequence[Axes], rows: pl.DataFrame) -> None:
         axes.set_ylim(0, 1.06 * top)
         axes.grid(False)
         if not len(own):
-            axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
+            axes.text(
+                0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY
+            )
             continue
         frames = own["frame"].to_numpy()
         axes.bar(frames, own["value"], 0.8, color=TIME_TINTS[kind])
@@ -141,5 +166,6 @@ def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
     mark_middle(axes, values.shape)
     detail = rows["detail"][0]
     text = f"{site_words(site)}, head {head}" + (f"\n{detail}" if detail else "")
-    lowest, highest = np.nanmin(shown), np.nanmax(shown)
+    lowest = np.nanmin(shown)
+    highest = np.nanmax(shown)
     axes.set_xlabel(f"{text}\n{lowest:.2g} to {highest:.2g}", fontsize=small())

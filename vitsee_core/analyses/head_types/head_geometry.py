@@ -81,9 +81,25 @@ from vitsee_core.runtime.options import Option
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 
-TYPES = ("strict local", "soft local", "axial local", "offset local", "repeating", "global")
+TYPES = (
+    "strict local",
+    "soft local",
+    "axial local",
+    "offset local",
+    "repeating",
+    "global",
+)
 UNDEFINED = "undefined"
-DIRECTIONS = ("right", "down-right", "down", "down-left", "left", "up-left", "up", "up-right")
+DIRECTIONS = (
+    "right",
+    "down-right",
+    "down",
+    "down-left",
+    "left",
+    "up-left",
+    "up",
+    "up-right",
+)
 SHAPE_SCORES = (
     *("self_mass", "focus_mass", "offset_dy", "offset_dx", "offset_cells"),
     *("row_mass", "column_mass", "elongation", "cross_mass", "off_cross"),
@@ -125,20 +141,27 @@ class Thresholds:
     focus: Annotated[
         float,
         Option(
-            "local: excess mass around the place where it gathers; axial: along an axis.", above=0
+            "local: excess mass around the place where it gathers; axial: along an axis.",
+            above=0,
         ),
     ] = 0.5
     offset: Annotated[
-        float, Option("offset local: cells from the query to that place, at least.", above=0)
+        float,
+        Option("offset local: cells from the query to that place, at least.", above=0),
     ] = 0.5
     elongation: Annotated[
         float, Option("axial local: how much longer than wide, at least.", above=0)
     ] = 2.0
     repetition: Annotated[
         float,
-        Option("repeating: how far all queries share their keys (1: wholly), at least.", above=0),
+        Option(
+            "repeating: how far all queries share their keys (1: wholly), at least.",
+            above=0,
+        ),
     ] = 0.5
-    keys: Annotated[float, Option("repeating: share of the keys in use, at most.", above=0)] = 0.25
+    keys: Annotated[
+        float, Option("repeating: share of the keys in use, at most.", above=0)
+    ] = 0.25
 
     def check(self) -> None:
         """Refuse thresholds that all heads or none can reach.
@@ -156,7 +179,9 @@ class Thresholds:
                 )
                 raise VitseeError(f"--{field.name} is {value:g}; expected {range_}")
 
-    def varied(self, factors: tuple[float, ...] = (0.8, 1.25)) -> Iterator[tuple[str, Thresholds]]:
+    def varied(
+        self, factors: tuple[float, ...] = (0.8, 1.25)
+    ) -> Iterator[tuple[str, Thresholds]]:
         """(what was changed, thresholds) with one of them multiplied by a factor."""
         for field in fields(self):
             for factor in factors:
@@ -176,7 +201,9 @@ class Scores:
 def excess(mass: float, uniform: float) -> float:
     """The excess of a share of mass over uniform attention's: 0 to 1; NaN where the region contains
     all of the latter."""
-    return (mass - uniform) / (1 - uniform) if uniform < 1 - 1e-9 else math.nan
+    if uniform < 1 - 1e-9:
+        return (mass - uniform) / (1 - uniform)
+    return math.nan
 
 
 def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) -> Scores:
@@ -193,7 +220,8 @@ def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) ->
         return Scores(nothing, nothing, math.nan)
     middle = (height // 2, width // 2)
     u = uniform_map((middle[0] + 1, middle[1] + 1), window)
-    dy, dx = np.arange(height) - middle[0], np.arange(width) - middle[1]
+    dy = np.arange(height) - middle[0]
+    dx = np.arange(width) - middle[1]
     box, centre = _focus(p, radius)
     regions = {
         "self_mass": np.s_[middle[0], middle[1]],
@@ -203,9 +231,13 @@ def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) ->
         "cross_mass": (dy == 0)[:, None] | (dx == 0),
     }
     mass = {name: float(p[region].sum()) for name, region in regions.items()}
-    over = {name: excess(mass[name], float(u[region].sum())) for name, region in regions.items()}
+    over = {
+        name: excess(mass[name], float(u[region].sum()))
+        for name, region in regions.items()
+    }
     risen = _above_background(p, u)
-    row, column = float(risen[middle[0]].sum()), float(risen[:, middle[1]].sum())
+    row = float(risen[middle[0]].sum())
+    column = float(risen[:, middle[1]].sum())
     independent = (1 - row) * (1 - column)
     off_cross = 1 - float(risen[regions["cross_mass"]].sum())
     elongation = _elongation(risen, dy, dx)
@@ -217,7 +249,9 @@ def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) ->
         "elongation": elongation,
         "off_cross": off_cross / independent if independent > 1e-9 else math.nan,
     }
-    return Scores({n: values[n] for n in SHAPE_SCORES}, over, elongation / _elongation(u, dy, dx))
+    return Scores(
+        {n: values[n] for n in SHAPE_SCORES}, over, elongation / _elongation(u, dy, dx)
+    )
 
 
 def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, float]]:
@@ -227,8 +261,12 @@ def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, flo
     while True:
         box = tuple(slice(max(0, i - radius), i + radius + 1) for i in at)
         part = p[box]
-        y = box[0].start + float(part.sum(1) @ np.arange(part.shape[0])) / float(part.sum())
-        x = box[1].start + float(part.sum(0) @ np.arange(part.shape[1])) / float(part.sum())
+        y = box[0].start + float(part.sum(1) @ np.arange(part.shape[0])) / float(
+            part.sum()
+        )
+        x = box[1].start + float(part.sum(0) @ np.arange(part.shape[1])) / float(
+            part.sum()
+        )
         seen.add(at)
         at = (round(y), round(x))
         if at in seen:
@@ -254,7 +292,11 @@ def _elongation(p: Float, dy: NDArray[np.int64], dx: NDArray[np.int64]) -> float
 
 
 def repetition(
-    entropy: float, prefix_mass: float, std: float, n_keys: int, n_seen: float | None = None
+    entropy: float,
+    prefix_mass: float,
+    std: float,
+    n_keys: int,
+    n_seen: float | None = None,
 ) -> tuple[float, float]:
     """(keys_share, repetition) from a head's means over images and `query_std`, or from a block's
     and `head_std`. n_seen: keys that a query sees in its window, by default all. NaN where nothing
@@ -278,7 +320,9 @@ def classify(
 
     A head without any spatial mass is `undefined`.
     """
-    values, over, t = scores.values, scores.excess, thresholds
+    values = scores.values
+    over = scores.excess
+    t = thresholds
     if math.isnan(values["self_mass"]):
         return UNDEFINED, ""
     if over["self_mass"] >= t.strict:
@@ -329,7 +373,8 @@ def measure_time(p: Float, self_mass: float, block: StoredAttention) -> TimeScor
     if np.isnan(p).any():
         return TimeScores(dict.fromkeys(TIME_SCORES, math.nan), 0, {})
     u = uniform_map((times, 1), (block.times or times, 1))[:, 0]
-    own, near = times - 1, slice(max(0, times - 2), times + 1)
+    own = times - 1
+    near = slice(max(0, times - 2), times + 1)
     at = int(p.argmax())
     elsewhere = max(0.0, self_mass - float(p[own]))
     values = {
@@ -350,13 +395,16 @@ def measure_time(p: Float, self_mass: float, block: StoredAttention) -> TimeScor
 def uniform_elsewhere(block: StoredAttention) -> float:
     """The share of uniform attention at the same place in other frames."""
     layout = block.layout
-    times, grid = layout.frames or 1, layout.grid or (1, layout.rows)
+    times = layout.frames or 1
+    grid = layout.grid or (1, layout.rows)
     in_time = uniform_map((times, 1), (block.times or times, 1))[:, 0]
     in_space = uniform_map(grid, block.window)
     return float((1 - in_time[times - 1]) * in_space[grid[0] - 1, grid[1] - 1])
 
 
-def classify_time(scores: TimeScores, thresholds: Thresholds, block: StoredAttention) -> str:
+def classify_time(
+    scores: TimeScores, thresholds: Thresholds, block: StoredAttention
+) -> str:
     """The class of `TIME_TYPES`; `undefined` of a head without any spatial mass."""
     if math.isnan(scores.values["frame_mass"]):
         return UNDEFINED
@@ -368,4 +416,6 @@ def classify_time(scores: TimeScores, thresholds: Thresholds, block: StoredAtten
         return named.get(scores.offset, "frame offset")
     if over["place"] >= thresholds.strict:
         return "same place"
-    return "near frames" if over["near"] >= thresholds.focus else "all frames"
+    if over["near"] >= thresholds.focus:
+        return "near frames"
+    return "all frames"

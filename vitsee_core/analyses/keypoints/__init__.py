@@ -55,7 +55,6 @@ from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.truth.labels.labelled_rows import RANDOM_BASELINE
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, Option, metrics_option
@@ -67,6 +66,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
+from vitsee_core.truth.labels.labelled_rows import RANDOM_BASELINE
 from vitsee_core.types import Float, Mask, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
@@ -81,9 +81,19 @@ log = logging.getLogger(__name__)
 
 headline = partial(best_layers, units={"pck@0.1": "PCK at 0.1"})
 
-__all__ = ["ALPHAS", "CANDIDATES", "GROUPS", "MATCHES", "PRESETS", "THRESHOLDS", "plot", "run"]
+__all__ = [
+    "ALPHAS",
+    "CANDIDATES",
+    "GROUPS",
+    "MATCHES",
+    "PRESETS",
+    "THRESHOLDS",
+    "plot",
+    "run",
+]
 
-GROUP, RANDOM = "group", "random"
+GROUP = "group"
+RANDOM = "random"
 COLUMNS = (
     *(*SITE, CLASS, GROUP),
     *("metric", "value", "std", "low", "high", "spread"),
@@ -103,7 +113,9 @@ def run(
     ],
     split: Annotated[
         str | None,
-        Option("Which pairs of the folder.", metavar="NAME", default="the list's, else test"),
+        Option(
+            "Which pairs of the folder.", metavar="NAME", default="the list's, else test"
+        ),
     ] = None,
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     alphas: Annotated[
@@ -147,7 +159,8 @@ def run(
         Option("Add the rows of each group of pairs.", choices=GROUPS, default="none"),
     ] = (),
     pairs_per_class: Annotated[
-        int | None, Option("Draw N pairs of each class, with the seed.", least=1, default="all")
+        int | None,
+        Option("Draw N pairs of each class, with the seed.", least=1, default="all"),
     ] = None,
     preset: Annotated[
         str | None,
@@ -162,7 +175,9 @@ def run(
         metrics_option(METRICS, "all of them", "The mean over classes, points or pairs."),
     ] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
-    execution: Annotated[Execution, Offers("seed device", dask="sites and images")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("seed device", dask="sites and images")
+    ] = DEFAULT,
 ) -> Table:
     """Rows per store and site: PCK for each alpha, as the mean over classes (`pck@0.1`), over
     points (`pck_point@0.1`) and over pairs (`pck_image@0.1`); the same of each baseline.
@@ -184,9 +199,14 @@ def run(
     if not stores:
         raise VitseeError("no store was given; expected one or more")
     protocol = choose_protocol(
-        preset, match=match, candidates=candidates, threshold=threshold, alphas=alphas,
-        pairs_per_class=pairs_per_class, by=by,
-    )  # fmt: skip
+        preset,
+        match=match,
+        candidates=candidates,
+        threshold=threshold,
+        alphas=alphas,
+        pairs_per_class=pairs_per_class,
+        by=by,
+    )
     if unknown := {*baselines} - {RANDOM}:
         raise VitseeError(f"no baseline {min(unknown)!r}; expected {RANDOM}")
     wanted = asked_for(metrics or METRICS, METRICS, "keypoints")
@@ -194,7 +214,9 @@ def run(
     selected = select_each(stores, sites, _with_grid)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
     for word in protocol.by:
-        if word in VARIATIONS and (lost := [p for p in drawn if word not in p.variations]):
+        if word in VARIATIONS and (
+            lost := [p for p in drawn if word not in p.variations]
+        ):
             raise VitseeError(
                 f"the pair {lost[0].name} has no {VARIATIONS[word]}; leave out --by {word}"
             )
@@ -217,10 +239,13 @@ def run(
     rows: list[dict[str, Any]] = []
     blind: list[dict[str, Any]] = []
     scorers = {
-        s.label: KeypointScorer.of(w, wanted) for s, w in zip(selected.stores, located, strict=True)
+        s.label: KeypointScorer.of(w, wanted)
+        for s, w in zip(selected.stores, located, strict=True)
     }
     with counting(execution.progress, total):
-        for (store, own), where, some in zip(selected.members, located, parts, strict=True):
+        for (store, own), where, some in zip(
+            selected.members, located, parts, strict=True
+        ):
             known: dict[Any, dict[str, Float]] = {}
             drawn_at: dict[Any, Float] = {}
             scorer = scorers[store.label]
@@ -235,22 +260,36 @@ def run(
                         where, site.layout, protocol.match, protocol.alphas
                     )
                 for name in BASELINES:
-                    blind += _rows(place, name, known[site.layout][name], scorer, where, protocol)
+                    blind += _rows(
+                        place, name, known[site.layout][name], scorer, where, protocol
+                    )
                 if baselines:
                     if (site.layout, site.dim) not in drawn_at:
                         (noise,) = search_all(
-                            store, [site], where, protocol.match, some, execution, execution.seed
+                            store,
+                            [site],
+                            where,
+                            protocol.match,
+                            some,
+                            execution,
+                            execution.seed,
                         )
-                        drawn_at[site.layout, site.dim] = within(where, noise, protocol.alphas)
+                        drawn_at[site.layout, site.dim] = within(
+                            where, noise, protocol.alphas
+                        )
                     hits = drawn_at[site.layout, site.dim]
                     blind += _rows(place, RANDOM, hits, scorer, where, protocol)
     notes = {
-        "interval": INTERVAL_METHOD, "protocol": protocol.describe(), "seed": execution.seed,
+        "interval": INTERVAL_METHOD,
+        "protocol": protocol.describe(),
+        "seed": execution.seed,
         "preset": f"{preset}: {PRESETS[preset]}" if preset else None,
-        "pairs": {s.label: w.describe() for s, w in zip(selected.stores, located, strict=True)},
+        "pairs": {
+            s.label: w.describe() for s, w in zip(selected.stores, located, strict=True)
+        },
         **selected.notes(),
         WORD: {label: scorer.describe() for label, scorer in scorers.items()},
-    }  # fmt: skip
+    }
     used = {CLASS: CLASS in protocol.by, GROUP: bool({*protocol.by} - {CLASS})}
     return Table.from_rows(rows + blind, [c for c in COLUMNS if used.get(c, True)], notes)
 
@@ -263,7 +302,9 @@ def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
         MissingInput: one is stored pooled only.
     """
     chosen = store.select(list(patterns))
-    with_grid = [s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px]
+    with_grid = [
+        s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px
+    ]
     if not with_grid:
         raise SiteError(
             f"{store.label}: {', '.join(site.name for site in chosen[:3])} has no tokens on the "
@@ -290,7 +331,9 @@ def _rows(
             yield {**place, **about, **cells, "baseline": baseline}
 
 
-def _groups(located: Located, protocol: Protocol) -> Iterator[tuple[dict[str, str], Mask | None]]:
+def _groups(
+    located: Located, protocol: Protocol
+) -> Iterator[tuple[dict[str, str], Mask | None]]:
     """The cells that say what rows are about, and which of the pairs they include (None: all):
     first of all pairs, then of each group that was asked for."""
     yield {CLASS: "", GROUP: ""}, None
@@ -316,7 +359,11 @@ def plot(table: Table) -> Figure:
     chance dashed (Walmer et al. 2023, Figs. 10 right, 31). A ceiling far above the curves is given
     in words."""
     baseline = pl.col("baseline")
-    parts = [pl.col(name).is_null() for name in ("class", "group") if name in table.frame.columns]
+    parts = [
+        pl.col(name).is_null()
+        for name in ("class", "group")
+        if name in table.frame.columns
+    ]
     rows = table.frame.filter(baseline.is_null() | baseline.is_in(LINES), *parts)
     models = rows.filter(baseline.is_null())
     metrics = [*rows["metric"].unique(maintain_order=True)]
@@ -338,7 +385,9 @@ def plot(table: Table) -> Figure:
             _note_ceiling(axes, float(np.nanmin(ceiling)), _highest(ceiling))
 
     spread = "95 % interval over images"
-    return draw_depth_panels(models, metrics, finish, spread=spread, counts=("n_pairs", "pairs"))
+    return draw_depth_panels(
+        models, metrics, finish, spread=spread, counts=("n_pairs", "pairs")
+    )
 
 
 def _highest(*values: pl.Series) -> float:
@@ -355,20 +404,31 @@ def _draw_line(
     for own in rows.partition_by("store", maintain_order=True):
         own = own.sort("rel_depth", maintain_order=True)
         axes.plot(
-            own["rel_depth"], own["value"], color=GREY if shared else tints[own["store"][0]],
-            linestyle=dashes, linewidth=1, zorder=1.5,
-        )  # fmt: skip
+            own["rel_depth"],
+            own["value"],
+            color=GREY if shared else tints[own["store"][0]],
+            linestyle=dashes,
+            linewidth=1,
+            zorder=1.5,
+        )
         if shared:
             break
-    axes.plot([], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name))
+    axes.plot(
+        [], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name)
+    )
 
 
 def _note_ceiling(axes: Axes, low: float, high: float) -> None:
     span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
     axes.annotate(
-        f"ceiling (grid): {span} ↑", (0.99, 0.99), xycoords="axes fraction",
-        ha="right", va="top", fontsize=small(), color=GREY,
-    )  # fmt: skip
+        f"ceiling (grid): {span} ↑",
+        (0.99, 0.99),
+        xycoords="axes fraction",
+        ha="right",
+        va="top",
+        fontsize=small(),
+        color=GREY,
+    )
 
 
 ANALYSIS = Analysis(

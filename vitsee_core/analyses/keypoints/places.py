@@ -18,7 +18,7 @@ from vitsee_core.images.placement import Placement, place
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -47,7 +47,9 @@ class Cells:
     @property
     def centres(self) -> Float:
         """(n,) in pixels whose centres are integers."""
-        return self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
+        return (
+            self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
+        )
 
     def places(self, at: Float) -> Float:
         """Pixels in units of cells, 0 the first centre; clamped to the first and last centre, as
@@ -81,7 +83,9 @@ def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
     assert layout.grid is not None and layout.stride_px is not None
     rows, cols = (
         Cells(n, stride, offset)
-        for n, stride, offset in zip(layout.grid, layout.stride_px, layout.offset_px, strict=True)
+        for n, stride, offset in zip(
+            layout.grid, layout.stride_px, layout.offset_px, strict=True
+        )
     )
     return rows, cols
 
@@ -100,10 +104,14 @@ def candidates(
     """
     rows, cols = cells_of(layout)
     left, top, right, bottom = window.tolist()
-    return _axis(rows, size[0], top, bottom, match), _axis(cols, size[1], left, right, match)
+    return _axis(rows, size[0], top, bottom, match), _axis(
+        cols, size[1], left, right, match
+    )
 
 
-def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> CandidateAxis:
+def _axis(
+    cells: Cells, length: int, low: float, high: float, match: str
+) -> CandidateAxis:
     if match == "token":
         chosen = _within(cells.centres, low, high)
         return CandidateAxis(cells.centres[chosen], np.eye(cells.n)[chosen])
@@ -116,7 +124,9 @@ def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> Can
 
 def _within(at: Float, low: float, high: float) -> Integers:
     inside = np.flatnonzero((at >= low) & (at <= high))
-    return inside if len(inside) else np.array([np.abs(at - (low + high) / 2).argmin()])
+    if len(inside):
+        return inside
+    return np.array([np.abs(at - (low + high) / 2).argmin()])
 
 
 def _corners(cells: Cells, pixels: Float) -> Float:
@@ -136,7 +146,9 @@ def _corners(cells: Cells, pixels: Float) -> Float:
 _NAMES_SHOWN = 2
 _AMBIGUOUS = -2  # in place of a row
 ROUNDING = 1e-6  # pixels
-RECIPE = "extract the images anew with --crop-mode border --crop-pct 1, which shows them whole"
+RECIPE = (
+    "extract the images anew with --crop-mode border --crop-pct 1, which shows them whole"
+)
 
 
 @dataclass(frozen=True)
@@ -180,8 +192,13 @@ class Located:
         """The keypoints grouped by searched image and window, in the order of the store's rows."""
         keys = np.concatenate([self.target_row[self.pair][:, None], self.window], 1)
         each, which = np.unique(keys, axis=0, return_inverse=True)
-        points = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
-        return [Target(int(key[0]), key[1:], own) for key, own in zip(each, points, strict=True)]
+        points = np.split(
+            np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]
+        )
+        return [
+            Target(int(key[0]), key[1:], own)
+            for key, own in zip(each, points, strict=True)
+        ]
 
     def squared_error(self, found: Float) -> Float:
         """(points,) of positions (points, 2), in the measure of `side`."""
@@ -207,12 +224,17 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
         VitseeError: most of the images are not in the store, or one is of another size.
     """
     if not store.manifest.transform:
-        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
+        raise MissingInput(
+            f"{store.label} does not say how its images were resized; extract anew"
+        )
     kept, rows, counts = _matched(store, pairs)
     sizes = store.sizes
     for pair, both in zip(kept, rows, strict=True):
         for row, size, image in zip(
-            both, (pair.source_size, pair.target_size), (pair.source, pair.target), strict=True
+            both,
+            (pair.source_size, pair.target_size),
+            (pair.source, pair.target),
+            strict=True,
         ):
             if tuple(sizes[row].tolist()) != size:
                 raise VitseeError(
@@ -251,7 +273,8 @@ def _matched(
     others."""
     row_of = _Rows(store, {pair.category for pair in pairs})
     images: dict[tuple[str, str], int] = {}
-    kept, rows = [], []
+    kept = []
+    rows = []
     n_empty = 0
     for pair in pairs:
         for image in (pair.source, pair.target):
@@ -265,12 +288,15 @@ def _matched(
             continue
         kept.append(pair)
         rows.append(both)
-    missing = [f"{category}/{image}" for (category, image), row in images.items() if row < 0]
+    missing = [
+        f"{category}/{image}" for (category, image), row in images.items() if row < 0
+    ]
     if 2 * len(missing) > len(images):
         raise VitseeError(
             f"{len(missing)} of the {len(images)} images of the pairs are not in {store.label} "
-            f"({few(missing, _NAMES_SHOWN)}); its images are called "
-            f"{few(store.samples.id.tolist(), _NAMES_SHOWN)}; expected those below JPEGImages"
+            f"({abbreviate(missing, _NAMES_SHOWN)}); its images are called "
+            f"{abbreviate(store.samples.id.tolist(), _NAMES_SHOWN)}; expected those below "
+            "JPEGImages"
         )
     if not kept:
         raise VitseeError(
@@ -280,9 +306,14 @@ def _matched(
     if missing:
         log.warning(
             "%s: %d of the pairs' %d images are missing or could not be read (%s): %d of %d pairs "
-            "are left out", store.label, len(missing), len(images), few(missing, _NAMES_SHOWN),
-            n_left, len(pairs),
-        )  # fmt: skip
+            "are left out",
+            store.label,
+            len(missing),
+            len(images),
+            abbreviate(missing, _NAMES_SHOWN),
+            n_left,
+            len(pairs),
+        )
     if n_empty:
         log.info("%s: %d pairs without a keypoint are left out", store.label, n_empty)
     counts = {
@@ -301,10 +332,12 @@ class _Rows:
     def __init__(self, store: Store, categories: set[str]) -> None:
         self._in_folder: dict[tuple[str, str], int] = {}
         self._loose: dict[str, int] = {}
-        ids, valid = store.samples.id.tolist(), store.valid
+        ids = store.samples.id.tolist()
+        valid = store.valid
         for row, text in enumerate(ids):
             folder, _, file = text.rpartition("/")
-            folder, file = folder.rpartition("/")[2], image_stem(file)
+            folder = folder.rpartition("/")[2]
+            file = image_stem(file)
             own = row if valid[row] else -1
             if folder in categories:
                 known = (folder, file) in self._in_folder
@@ -324,7 +357,11 @@ class _Rows:
 
 
 def _points(
-    pair: Pair, source: Placement, target: Placement, size: tuple[int, int], protocol: Protocol
+    pair: Pair,
+    source: Placement,
+    target: Placement,
+    size: tuple[int, int],
+    protocol: Protocol,
 ) -> dict[str, Float]:
     """The fields of `Located` with an entry per keypoint."""
     n = pair.n_points
@@ -345,11 +382,13 @@ def _points(
             _one_scale(pair, where, own)
             for where, own in ((source, pair.source_size), (target, pair.target_size))
         ]
-        scale, begin = scales[1], (target.left, target.top)
+        scale = scales[1]
+        begin = (target.left, target.top)
         at_source = pair.source_xy * scales[0] + (source.left, source.top)
         at_target, at_still = (xy * scale + begin for xy in (pair.target_xy, still))
         edges = box * scale + begin
-        unit, side = np.ones(2), long * scale
+        unit = np.ones(2)
+        side = long * scale
     else:
         at_source, at_target = seen
         at_still, edges = (target.points(xy, pair.target_size) for xy in (still, box))

@@ -51,18 +51,23 @@ def found_without_features(
     relative to the image. grid: the candidate nearest to the keypoint, the upper bound.
     """
     shape = len(located), len(alphas)
-    nearest, probable = np.empty_like(located.target), np.empty(shape)
+    nearest = np.empty_like(located.target)
+    probable = np.empty(shape)
     for group in located.groups():
         rows, cols = candidates(layout, located.size, group.window, match)
         # Many pairs have the same target.
         points = np.concatenate([located.target, located.unit, located.side[:, None]], 1)
         each, which = np.unique(points[group.points], axis=0, return_inverse=True)
-        best, chance = np.empty((len(each), 2)), np.empty((len(each), len(alphas)))
+        best = np.empty((len(each), 2))
+        chance = np.empty((len(each), len(alphas)))
         for i, (x, y, across, down, side) in enumerate(each.tolist()):
-            dx2, dy2 = ((cols.at - x) * across) ** 2, ((rows.at - y) * down) ** 2
+            dx2 = ((cols.at - x) * across) ** 2
+            dy2 = ((rows.at - y) * down) ** 2
             best[i] = cols.at[dx2.argmin()], rows.at[dy2.argmin()]
             dx2.sort()
-            near = [np.searchsorted(dx2, (alpha * side) ** 2 - dy2).sum() for alpha in alphas]
+            near = [
+                np.searchsorted(dx2, (alpha * side) ** 2 - dy2).sum() for alpha in alphas
+            ]
             chance[i] = np.array(near) / (len(dx2) * len(dy2))
         nearest[group.points], probable[group.points] = best[which], chance[which]
     return {
@@ -119,7 +124,9 @@ class KeypointScorer:
     @classmethod
     def of(cls, located: Located, metrics: Sequence[str] = METRICS) -> KeypointScorer:
         names = sorted({pair.category for pair in located.pairs})
-        category = np.array([names.index(pair.category) for pair in located.pairs], np.int64)
+        category = np.array(
+            [names.index(pair.category) for pair in located.pairs], np.int64
+        )
         both = np.concatenate([located.source_row, located.target_row])
         images, numbers = np.unique(
             np.stack([np.tile(category, 2), both], 1), axis=0, return_inverse=True
@@ -127,14 +134,20 @@ class KeypointScorer:
         source, target = numbers.reshape(2, -1)
         words = [f"{pair.source} {pair.target} {pair.category}" for pair in located.pairs]
         digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-        return cls(located.pair, category, source, target, images[:, 0], names, digest, metrics)
+        return cls(
+            located.pair, category, source, target, images[:, 0], names, digest, metrics
+        )
 
     @property
     def n_images(self) -> int:
         return len(self.image_category)
 
     def describe(self) -> dict[str, Any]:
-        return {"n_blocks": self.n_images, "digest": self.digest, "method": REPLICATES_METHOD}
+        return {
+            "n_blocks": self.n_images,
+            "digest": self.digest,
+            "method": REPLICATES_METHOD,
+        }
 
     def rows(
         self, found: NDArray[Any], alphas: Sequence[float], among: Mask | None = None
@@ -156,14 +169,20 @@ class KeypointScorer:
         for name in self.metrics:
             score = scores[name]
             for i, alpha in enumerate(alphas):
-                cells = {"metric": f"{name}@{alpha:g}", **score.cells(i), "spread": SPREAD}
+                cells = {
+                    "metric": f"{name}@{alpha:g}",
+                    **score.cells(i),
+                    "spread": SPREAD,
+                }
                 yield cells | counts
 
     def scores(self, found: NDArray[Any], among: Mask | None = None) -> dict[str, Score]:
         """Metric -> values of (points, alphas); see `rows`."""
         n_pairs = len(self.category)
         used = np.ones(n_pairs, bool) if among is None else among
-        points: Float = np.bincount(self.pair, used[self.pair], n_pairs).astype(np.float64)
+        points: Float = np.bincount(self.pair, used[self.pair], n_pairs).astype(
+            np.float64
+        )
         hits = _sums(np.asarray(found, np.float64), self.pair, n_pairs) * used[:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             share = np.where(points[:, None] > 0, hits / points[:, None], 0)
@@ -199,21 +218,27 @@ class KeypointScorer:
         value = shares[present].mean(0)
         own = self.image_category
         without = _ratio(
-            class_hits[own] - self._of_images(hits), class_counts[own] - self._of_images(counts)
+            class_hits[own] - self._of_images(hits),
+            class_counts[own] - self._of_images(counts),
         )
         change = (without - shares[own]) / present.sum()
         return value, value + change
 
     def _score(self, value: Float, without: Float, in_use: Integers) -> Score:
         """Value and interval; images without any of the pairs do not count."""
-        own, v = self.image_category[in_use], without[in_use]
+        own = self.image_category[in_use]
+        v = without[in_use]
         n = np.bincount(own, minlength=len(self.names))
         mean = _ratio(_sums(v, own, len(n)), n[:, None].astype(np.float64))
         squares = _sums((v - mean[own]) ** 2, own, len(n))
-        variance = (squares * np.where(n > 0, (n - 1) / np.maximum(n, 1), 0)[:, None]).sum(0)
+        variance = (
+            squares * np.where(n > 0, (n - 1) / np.maximum(n, 1), 0)[:, None]
+        ).sum(0)
         df = int((n[n > 0] - 1).sum())
         std = np.sqrt(variance) if df > 0 else np.full_like(value, np.nan)
-        ends = share_interval(value, std, len(in_use), t_quantile(df) if df > 0 else np.nan)
+        ends = share_interval(
+            value, std, len(in_use), t_quantile(df) if df > 0 else np.nan
+        )
         whole = np.tile(value, (self.n_images, 1))
         whole[in_use] = v
         return Score(value, std, *ends, whole)
@@ -232,7 +257,9 @@ class Score:
     def cells(self, i: int) -> dict[str, Any]:
         """The cells of a row about one alpha."""
         names = ("value", "std", "low", "high")
-        return {name: float(getattr(self, name)[i]) for name in names} | {WORD: self.without[:, i]}
+        return {name: float(getattr(self, name)[i]) for name in names} | {
+            WORD: self.without[:, i]
+        }
 
 
 def _sums(values: Float, labels: Integers, n: int) -> Float:

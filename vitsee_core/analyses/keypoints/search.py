@@ -20,13 +20,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.keypoints.places import CandidateAxis, Cells, candidates, cells_of
+from vitsee_core.analyses.keypoints.places import (
+    CandidateAxis,
+    Cells,
+    candidates,
+    cells_of,
+)
 from vitsee_core.features.matrix import not_finite
-from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.runtime.device import precision_context, resolve_device, to_device
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
@@ -60,7 +65,11 @@ LEAST_SQUARE = 1e-6  # of |f|: opposite tokens cancel, and no direction is left
 
 
 def sample(
-    tokens: torch.Tensor, cells: tuple[Cells, Cells], at: Float, match: str, size: tuple[int, int]
+    tokens: torch.Tensor,
+    cells: tuple[Cells, Cells],
+    at: Float,
+    match: str,
+    size: tuple[int, int],
 ) -> torch.Tensor:
     """(points, dim) features at points of an image; their length is meaningless.
 
@@ -76,11 +85,15 @@ def sample(
         last = np.array(size[::-1]) - 1
         xy = np.clip(np.stack([np.trunc(at[:, 0]), np.rint(at[:, 1])], 1), 0, last)
     down, across = (
-        _weights(axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]), tokens)
+        _weights(
+            axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]), tokens
+        )
         for axis, i in zip(cells, (1, 0), strict=True)
     )
     features = []
-    for row, col in zip(down.split(SAMPLED_AT_ONCE), across.split(SAMPLED_AT_ONCE), strict=True):
+    for row, col in zip(
+        down.split(SAMPLED_AT_ONCE), across.split(SAMPLED_AT_ONCE), strict=True
+    ):
         lines = torch.tensordot(row, tokens, dims=1)
         features.append(torch.linalg.vecdot(lines, col.unsqueeze(2), dim=1))
     return torch.cat(features)
@@ -130,10 +143,13 @@ def _weights(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(weights.astype(np.float32)).to(tokens.device)
 
 
-def _inverse_norms(tokens: torch.Tensor, down: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
+def _inverse_norms(
+    tokens: torch.Tensor, down: torch.Tensor, across: torch.Tensor
+) -> torch.Tensor:
     """(candidate rows, candidate cols) 1 / |f|, 0 where f is 0. down, across: weights."""
     products = torch.linalg.vecdot
-    down2, across2 = down**2, across**2
+    down2 = down**2
+    across2 = across**2
     # Weights of neighbours' products: both tokens between which a position lies.
     down11, across11 = (2 * w[:, :-1] * w[:, 1:] for w in (down, across))
     right = products(tokens[:, :-1], tokens[:, 1:])
@@ -260,9 +276,15 @@ def _search_part(
     """(points, 2) of the keypoints whose target is in a part, at one site."""
     site, part = item
     predicted = search(
-        store, site, located, match, device=resolve_device(execution.device), part=part,
-        noise=noise, progress=execution.progress,
-    )  # fmt: skip
+        store,
+        site,
+        located,
+        match,
+        device=resolve_device(execution.device),
+        part=part,
+        noise=noise,
+        progress=execution.progress,
+    )
     return predicted[_among(located, part)[located.pair]]
 
 
@@ -287,7 +309,9 @@ def _images(
     mask = np.zeros(store.n_images, bool)
     mask[rows] = True
     work = partial(_read, site.name)
-    for numbers, values in each_slab(store, work, rows=Rows(mask, 0, ""), progress=progress):
+    for numbers, values in each_slab(
+        store, work, rows=Rows(mask, 0, ""), progress=progress
+    ):
         for row, tokens in zip(numbers, values, strict=True):
             if not np.isfinite(tokens).all():
                 raise not_finite(store, site.name, row)

@@ -43,7 +43,9 @@ RIM = 1.0  # pixels beyond the border that a keypoint may have: counting may beg
 
 Coordinate = Annotated[float, Meta(ge=-1e7, le=1e7)]
 Variation = Annotated[int, Meta(ge=0, le=1000)] | None
-Lengths = Annotated[list[Side], Meta(min_length=2, max_length=3)]  # width, height, channels
+Lengths = Annotated[
+    list[Side], Meta(min_length=2, max_length=3)
+]  # width, height, channels
 Points = list[tuple[Coordinate, Coordinate]]
 
 
@@ -107,7 +109,9 @@ def read_pairs(path: str | Path, split: str | None = None) -> list[Pair]:
     """
     path = Path(path)
     if not path.exists():
-        raise VitseeError(f"no file or folder {path}; expected {LAYOUT}, or a list of their names")
+        raise VitseeError(
+            f"no file or folder {path}; expected {LAYOUT}, or a list of their names"
+        )
     files = _files(path, split) if path.is_dir() else _listed(path, split)
     pairs = [_read(file) for file in files]
     known: dict[str, Path] = {}
@@ -140,7 +144,11 @@ def _files(folder: Path, split: str | None) -> list[Path]:
         return files
     files = _annotations(above / (split or DEFAULT_SPLIT))
     if not files:
-        known = sorted(one.name for one in above.glob("*/")) if above.name == ANNOTATIONS else []
+        known = (
+            sorted(one.name for one in above.glob("*/"))
+            if above.name == ANNOTATIONS
+            else []
+        )
         splits = f"; it has the splits {', '.join(known)}" if known else ""
         raise VitseeError(
             f"no pairs of the split {split or DEFAULT_SPLIT} below {folder}{splits}; expected "
@@ -167,14 +175,18 @@ def _listed(path: Path, split: str | None) -> list[Path]:
             f"{path} lies in no folder with {ANNOTATIONS}; expected SPair-71k/Layout/SIZE/SPLIT.txt"
         )
     known = above / ANNOTATIONS / path.stem
-    folder = above / ANNOTATIONS / (split or (path.stem if known.is_dir() else DEFAULT_SPLIT))
+    folder = (
+        above / ANNOTATIONS / (split or (path.stem if known.is_dir() else DEFAULT_SPLIT))
+    )
     files = {_plain(file.stem): file for file in _annotations(folder)}
     listed = []
     for number_, line in enumerate(lines, 1):
         if not (word := line.strip()):
             continue
         if _plain(word) not in files:
-            raise VitseeError(f"{path}, line {number_}: no pair {word[:80]!r} in {folder}")
+            raise VitseeError(
+                f"{path}, line {number_}: no pair {word[:80]!r} in {folder}"
+            )
         listed.append(files[_plain(word)])
     if not listed:
         raise VitseeError(f"{path} names no pair; expected one a line")
@@ -193,7 +205,9 @@ def _read(path: Path) -> Pair:
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
     except RecursionError:
-        raise VitseeError(f"{path} is not a pair of SPair-71k: nested too deeply") from None
+        raise VitseeError(
+            f"{path} is not a pair of SPair-71k: nested too deeply"
+        ) from None
     except ValueError as error:
         why = re.sub(r"\s+", " ", str(error))[:200]
         raise VitseeError(f"{path} is not a pair of SPair-71k: {why}") from None
@@ -225,14 +239,18 @@ def _pair(stem: str, data: Annotation) -> Pair:
         box=(x0, y0, x1, y1),
         source_xy=_points("src_kps", data.src_kps, sizes[0]),
         target_xy=_points("trg_kps", data.trg_kps, sizes[1]),
-        variations={word: value for word, value in variations.items() if value is not None},
+        variations={
+            word: value for word, value in variations.items() if value is not None
+        },
     )
 
 
 def _points(key: str, points: Points, size: tuple[int, int]) -> Float:
     """(points, 2) x, y, all of them in the image."""
     if len(points) > MOST_POINTS:
-        raise ValueError(f"{key} has {len(points)} keypoints; expected at most {MOST_POINTS}")
+        raise ValueError(
+            f"{key} has {len(points)} keypoints; expected at most {MOST_POINTS}"
+        )
     for i, (x, y) in enumerate(points):
         if not (-RIM <= x <= size[1] - 1 + RIM and -RIM <= y <= size[0] - 1 + RIM):
             raise ValueError(
@@ -342,5 +360,7 @@ def choose_protocol(
         if not (alpha > 0 and math.isfinite(alpha)):
             raise VitseeError(f"alpha is {alpha:g}; expected a number above 0, e.g. 0.1")
     if chosen.pairs_per_class is not None and chosen.pairs_per_class < 1:
-        raise VitseeError(f"--pairs-per-class is {chosen.pairs_per_class}; expected at least 1")
+        raise VitseeError(
+            f"--pairs-per-class is {chosen.pairs_per_class}; expected at least 1"
+        )
     return chosen

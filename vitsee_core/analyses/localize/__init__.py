@@ -60,14 +60,18 @@ from vitsee_core.analyses.localize.localisation import (
     site_summary,
     token_summary,
 )
-from vitsee_core.analyses.localize.location_maps import draw_curves, draw_maps, draw_token_summary
+from vitsee_core.analyses.localize.location_maps import (
+    draw_curves,
+    draw_maps,
+    draw_token_summary,
+)
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import DATA
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.options import (
     FLOW,
     Offers,
@@ -107,10 +111,14 @@ SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 @analysis
 def run(
     *stores: Store,
-    sites: Annotated[Sequence[str], sites_option("the last block; with --summary blocks")] = (),
+    sites: Annotated[
+        Sequence[str], sites_option("the last block; with --summary blocks")
+    ] = (),
     tokens: Annotated[
         Sequence[str],
-        tokens_option(("each", "cls"), "each, thinned where the grid is finer than 38 x 38"),
+        tokens_option(
+            ("each", "cls"), "each, thinned where the grid is finer than 38 x 38"
+        ),
     ] = (),
     summary: Annotated[
         str | None,
@@ -124,7 +132,9 @@ def run(
     metrics: Annotated[
         Sequence[str],
         replace(
-            metrics_option(SITE_METRICS, "all", "Of summaries; own_top1 of those by site."),
+            metrics_option(
+                SITE_METRICS, "all", "Of summaries; own_top1 of those by site."
+            ),
             only_with=("summary",),
         ),
     ] = (),
@@ -134,7 +144,9 @@ def run(
     repeats: Annotated[int | None, pairwise.REPEATS] = None,
     preset: Annotated[str | None, pairwise.preset("raghu")] = None,
     data: Annotated[str | None, DATA] = None,
-    execution: Annotated[Execution, Offers("images seed device memory", dask="sites")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed device memory", dask="sites")
+    ] = DEFAULT,
 ) -> Table:
     """One row per token and patch; with `summary` one row per metric and token, or per metric and
     site.
@@ -164,7 +176,9 @@ def run(
     if summary not in (None, *SUMMARIES):
         raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
     if summary is not None and set(tokens) == {"cls"}:
-        raise VitseeError("a summary is about the own patches of grid tokens; cls has none")
+        raise VitseeError(
+            "a summary is about the own patches of grid tokens; cls has none"
+        )
     if summary is None and metrics:
         raise VitseeError("metrics are of summaries: maps have cka alone")
     known = TOKEN_METRICS if summary == "token" else SITE_METRICS
@@ -206,9 +220,15 @@ def run(
         work.say_cost(len(images))
         compare = _SiteBlocks(work, images, of_store, execution.seed, data, summary)
         together = work.together(of_store, execution.budget)
-        if execution.map is not None:  # what is read once for several sites is read by each
+        if (
+            execution.map is not None
+        ):  # what is read once for several sites is read by each
             together = [[k] for group in together for k in group]
-        made = [one for some in execution.spread(compare, together, unit="sites") for one in some]
+        made = [
+            one
+            for some in execution.spread(compare, together, unit="sites")
+            for one in some
+        ]
         order = [k for group in together for k in group]
         blocks: list[dict[str, Any]] = []
         for _, (columns, site, maps_notes, patch_px) in sorted(
@@ -222,7 +242,9 @@ def run(
             "" if work.store.has("input") else "; loaded again from the store's data"
         )
         notes["stores"][work.store.label] = about
-        tables.append(Table.concat(blocks, SITE_COLUMNS if summary == "site" else COLUMNS))
+        tables.append(
+            Table.concat(blocks, SITE_COLUMNS if summary == "site" else COLUMNS)
+        )
         remarks += _too_few(work.store.label, tables[-1].frame)
     for remark in remarks:
         log.warning("%s", remark)
@@ -230,10 +252,14 @@ def run(
     if left_out:
         notes["left_out"] = left_out
     whole = Table.concat(tables, notes=notes)
-    return whole.filter(pl.col("metric").is_in(wanted)) if metrics else whole
+    if metrics:
+        return whole.filter(pl.col("metric").is_in(wanted))
+    return whole
 
 
-def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers, dict[str, Any]]:
+def _rows(
+    store: Store, execution: Execution, how: Estimator
+) -> tuple[Integers, dict[str, Any]]:
     """The images that are used, and remarks about them. Minibatches of all images cost as much here
     as the exact value, so if that takes long a sample of images is used instead of minibatches.
     Raises VitseeError: fewer than 4."""
@@ -255,13 +281,15 @@ def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers,
 
 def _too_few(label: str, rows: pl.DataFrame) -> list[str]:
     """A remark on a store if some of its CKAs may be anything from -1 to 1."""
-    rows = rows.filter(pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite())
+    rows = rows.filter(
+        pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite()
+    )
     whole = ((rows["low"] <= -1) & (rows["high"] >= 1)).to_numpy()
     if not len(rows) or whole.mean() < SAID:
         return []
     n: Any = rows["n_images"].max()
     return [
-        f"{label}: {counted(n, 'images')} are too few: the interval is all of -1 to 1 for "
+        f"{label}: {plural(n, 'images')} are too few: the interval is all of -1 to 1 for "
         f"{100 * whole.mean():.0f} % of the similarities (--images N takes more)"
     ]
 
@@ -292,7 +320,12 @@ class _SiteBlocks:
             together, self.pixels, self.images, self.how, self.seed, execution
         )
         return [
-            (_columns(maps, store, self.summary), maps.site.name, maps.h.notes, maps.patch_px)
+            (
+                _columns(maps, store, self.summary),
+                maps.site.name,
+                maps.h.notes,
+                maps.patch_px,
+            )
             for maps in all_maps
         ]
 
@@ -327,7 +360,9 @@ def _columns(maps: Maps, store: Store, summary: str | None) -> dict[str, Any]:
         columns = {
             "metric": np.array([*SITE_METRICS, "own_top1"]),
             "value": np.append(numbers["value"], chance(maps)),
-            **{name: np.append(numbers[name], nothing) for name in ("std", "low", "high")},
+            **{
+                name: np.append(numbers[name], nothing) for name in ("std", "low", "high")
+            },
             "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
             "baseline": np.array(["" for _ in SITE_METRICS] + ["chance"]),
         }
@@ -349,7 +384,9 @@ def plot(table: Table) -> Figure:
     sites. Summaries by site: curves over relative depth. By token: maps of the metrics."""
     if "cka" in table["metric"]:
         return draw_maps(table)
-    return draw_token_summary(table) if "token" in table.frame.columns else draw_curves(table)
+    if "token" in table.frame.columns:
+        return draw_token_summary(table)
+    return draw_curves(table)
 
 
 def headline(table: Table) -> list[Answer]:
@@ -358,8 +395,12 @@ def headline(table: Table) -> list[Answer]:
     answers = []
     for store, rows in by_store(table, metric="own_top1", token=None, baseline=None):
         site = str(rows["site"][-1])
-        text = f"at {site} {measured(rows, -1)} of the tokens are most like their own patch"
-        chance = picked(table, store=store, metric="own_top1", site=site, baseline="chance")
+        text = (
+            f"at {site} {measured(rows, -1)} of the tokens are most like their own patch"
+        )
+        chance = picked(
+            table, store=store, metric="own_top1", site=site, baseline="chance"
+        )
         if len(chance):
             text += f" (chance {number(float(chance['value'][0]))})"
         own = picked(table, store=store, metric="own_margin", site=site, token=None)

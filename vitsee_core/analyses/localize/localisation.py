@@ -16,9 +16,21 @@ from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import say_cost
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.similarity import Estimator, Hsic, Similarity, centred_alignment, summarise
+from vitsee_core.similarity import (
+    Estimator,
+    Hsic,
+    Similarity,
+    centred_alignment,
+    summarise,
+)
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
-from vitsee_core.similarity.stacks import PatchPixels, Stack, TokenStack, patch_shape, pixels_shape
+from vitsee_core.similarity.stacks import (
+    PatchPixels,
+    Stack,
+    TokenStack,
+    patch_shape,
+    pixels_shape,
+)
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask
@@ -84,15 +96,20 @@ class Maps:
         """`_all_metrics` of the maps, and of their replicates: of one after the other, as all
         replicates of a large grid take much longer to go through memory than to compute."""
         if (each := self.h.replicates) is None:
-            return (own := _all_metrics(self, self.cka)), np.zeros((len(own), 0, own.shape[-1]))
-        parts, room = zip(each.cross, each.rows, each.cols, strict=True), np.empty_like(self.cka)
+            return (own := _all_metrics(self, self.cka)), np.zeros(
+                (len(own), 0, own.shape[-1])
+            )
+        parts = zip(each.cross, each.rows, each.cols, strict=True)
+        room = np.empty_like(self.cka)
         of_each = [_all_metrics(self, centred_alignment(*part), room) for part in parts]
         return _all_metrics(self, self.cka), np.stack(of_each, 1)
 
     @property
     def n_replicates(self) -> int:
         """m, 0 without a spread."""
-        return 0 if self.h.replicates is None else len(self.h.replicates.cross)
+        if self.h.replicates is None:
+            return 0
+        return len(self.h.replicates.cross)
 
     @property
     def n_cols(self) -> int:
@@ -171,7 +188,8 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     metrics = maps.metrics[1].copy()  # (metrics, m, tokens)
     names: Sequence[str] = TOKEN_METRICS
     if summary == "site":
-        names, metrics = SITE_METRICS, _over_tokens(metrics)[..., np.newaxis]
+        names = SITE_METRICS
+        metrics = _over_tokens(metrics)[..., np.newaxis]
     metrics[[name not in SMOOTH for name in names]] = np.nan
     return metrics.transpose(2, 0, 1).reshape(-1, m)
 
@@ -233,7 +251,9 @@ class _Tokens:
     stacks: list[Stack]
     names: list[str]
     cells: Integers
-    thinned: dict[str, Any] = field(default_factory=dict)  # which tokens, where not as asked
+    thinned: dict[str, Any] = field(
+        default_factory=dict
+    )  # which tokens, where not as asked
 
     def map_bytes(self, how: Estimator) -> int:
         """Bytes of its maps and their replicates."""
@@ -245,7 +265,11 @@ class SiteMaps:
     """The sites of a store, checked before any work."""
 
     def __init__(
-        self, store: Store, sites: Sequence[SiteSpec], tokens: Sequence[str], summary: str | None
+        self,
+        store: Store,
+        sites: Sequence[SiteSpec],
+        tokens: Sequence[str],
+        summary: str | None,
     ) -> None:
         words = [word for word in tokens or ("each",) if word != "cls" or not summary]
         self.store = store
@@ -253,7 +277,8 @@ class SiteMaps:
         self.sites = [_tokens(store, site, words) for site in _with_grid(store, sites)]
 
     def say_cost(self, n_images: int) -> None:
-        pixels, total = pixels_shape(self.store), 0.0
+        pixels = pixels_shape(self.store)
+        total = 0.0
         if pixels is None:
             return
         for sites in self._alike():
@@ -295,7 +320,8 @@ class SiteMaps:
             memory=execution.budget - execution.budget // 4,
             progress=execution.progress,
         )
-        of_sites, at = [], 0
+        of_sites = []
+        at = 0
         for site in sites:
             of_site = slice(at, at + len(site.names))
             about = site.site, site.names, site.cells, site.layout, patches.shape[1:]
@@ -379,7 +405,9 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
     for selection in chosen:
         if selection != "cls":  # `each` is of the grid here
             members = selection.require(layout, f"{store.label}: {site.name}")
-            cells |= dict.fromkeys(i - layout.n_prefix for i in members if i >= layout.n_prefix)
+            cells |= dict.fromkeys(
+                i - layout.n_prefix for i in members if i >= layout.n_prefix
+            )
     stacks: list[Stack] = []
     names: list[str] = []
     if "cls" in chosen:
@@ -402,16 +430,23 @@ def _every(site: _Tokens, every: int) -> _Tokens:
     assert isinstance(grid, TokenStack)
     names = [grid.features.tokens[cell].name for cell in cells]
     which = {
-        "every": every, "rows": rows.tolist(), "cols": cols.tolist(),
-        "n_tokens": len(cells), "of": site.layout.n_body,
-    }  # fmt: skip
-    return _Tokens(site.site, site.layout, [TokenStack(grid.features, cells)], names, cells, which)
+        "every": every,
+        "rows": rows.tolist(),
+        "cols": cols.tolist(),
+        "n_tokens": len(cells),
+        "of": site.layout.n_body,
+    }
+    return _Tokens(
+        site.site, site.layout, [TokenStack(grid.features, cells)], names, cells, which
+    )
 
 
 def _some_rows(h: Hsic, rows: slice) -> Hsic:
     """`h` restricted to some of the rows."""
     inner = h.replicates and _some_rows(h.replicates, rows)
-    return replace(h, cross=h.cross[..., rows, :], rows=h.rows[..., rows], replicates=inner)
+    return replace(
+        h, cross=h.cross[..., rows, :], rows=h.rows[..., rows], replicates=inner
+    )
 
 
 def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:

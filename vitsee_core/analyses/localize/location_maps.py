@@ -20,7 +20,7 @@ from vitsee_core.figures.curve_panels import CurveGrid, draw_depth_panels, of_me
 from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     count,
     em,
@@ -79,7 +79,9 @@ class TokenMaps:
             return 0
         step = int(np.diff(rows)[0]) if len(rows) > 1 else 1
         grid = zip((rows, cols), self.maps.shape[1:], strict=True)
-        return step if all(np.array_equal(of, every_nth(n, step)) for of, n in grid) else 0
+        if all(np.array_equal(of, every_nth(n, step)) for of, n in grid):
+            return step
+        return 0
 
     def placed(self) -> dict[int, tuple[int, int]]:
         """The indices and places of the tokens on the grid."""
@@ -113,14 +115,18 @@ def derived_curves(panels: Sequence[TokenMaps]) -> pl.DataFrame | None:
         if not known.size:
             continue
         n_patches = int((~np.isnan(maps)).any(0).sum())
-        rank, margin = (known[OWN_METRICS.index(name)] for name in ("own_rank", "own_margin"))
+        rank, margin = (
+            known[OWN_METRICS.index(name)] for name in ("own_rank", "own_margin")
+        )
         where = {"store": panel.store, "site": panel.site, "rel_depth": panel.rel_depth}
         for metric, value, baseline in (
             ("own_top1", (rank == 1).mean(), ""),
             ("own_top1", 1 / n_patches, "chance"),
             ("own_margin", margin.mean(), ""),
         ):
-            rows.append(where | {"metric": metric, "value": float(value), "baseline": baseline})
+            rows.append(
+                where | {"metric": metric, "value": float(value), "baseline": baseline}
+            )
     return Table.from_rows(rows).frame if rows else None
 
 
@@ -162,7 +168,10 @@ def _panels(table: Table) -> list[TokenMaps]:
         tokens = rows["token"].unique(maintain_order=True).to_list()
         number = {token: k for k, token in enumerate(tokens)}
         index, row, col = (
-            rows["token"].cast(pl.String).replace_strict(number, return_dtype=pl.Int64).to_numpy(),
+            rows["token"]
+            .cast(pl.String)
+            .replace_strict(number, return_dtype=pl.Int64)
+            .to_numpy(),
             *(rows[name].to_numpy() for name in ("row", "col")),
         )
         maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
@@ -186,7 +195,8 @@ def _draw_lines(panels: Sequence[TokenMaps], table: Table) -> Figure:
     top = _top([panel.maps for panel in panels])
     every = []
     for panel, grid, part in zip(panels, grids, parts, strict=True):
-        places, line = panel.placed(), grid.axes(part)
+        places = panel.placed()
+        line = grid.axes(part)
         for k, axes in enumerate(line):
             image = _show(axes, panel.maps[k], top)
             _mark(axes, [places[k]] if k in places else [], 1.4)
@@ -215,8 +225,8 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
         # Counted from the last one, which is always shown.
         back = np.linspace(0, len(own) - 1, n).round().astype(int)
         shown += [own[-1 - k] for k in back[::-1]]
-    maps = Grid(len(shown), width=17, widest=22, height=18)
-    grids: list[Grid | CurveGrid] = [maps]
+    maps = PanelGrid(len(shown), width=17, widest=22, height=18)
+    grids: list[PanelGrid | CurveGrid] = [maps]
     if curves is not None:
         grids.append(CurveGrid.of(2, curves))
     figure, parts = stack(*grids)
@@ -235,7 +245,8 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
 
 def _step(panel: TokenMaps) -> int:
     """Draw one of this many tokens along a side, so that the maps are legible."""
-    longest, most = int(max(panel.maps.shape[1:])), max(map(len, panel.lattice()))
+    longest = int(max(panel.maps.shape[1:]))
+    most = max(map(len, panel.lattice()))
     return math.ceil(most * (longest + 1) / MOST_CELLS)
 
 
@@ -247,18 +258,23 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
     order = [{place: k for k, place in enumerate(of)} for of in panel.lattice()]
     n_lines, n_across = map(len, order)
     others = [k for k in range(len(panel.tokens)) if k not in places]
-    lines, across = -(-n_lines // step) + bool(others), max(-(-n_across // step), len(others))
+    lines = -(-n_lines // step) + bool(others)
+    across = max(-(-n_across // step), len(others))
     shape = (lines * (rows + 1) - 1, across * (cols + 1) - 1)
     whole = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
     marks = []
     for i, k in enumerate(others):
         whole[:rows, i * (cols + 1) : i * (cols + 1) + cols] = panel.maps[k]
         x = (i + 1) * (cols + 1) - 0.5
-        axes.text(x, (rows - 1) / 2, token_words(panel.tokens[k]), va="center", fontsize=small())
+        axes.text(
+            x, (rows - 1) / 2, token_words(panel.tokens[k]), va="center", fontsize=small()
+        )
     for k, (row, col) in places.items():
-        i, j = order[0][row], order[1][col]
+        i = order[0][row]
+        j = order[1][col]
         if i % step == 0 and j % step == 0:
-            y, x = (i // step + bool(others)) * (rows + 1), j // step * (cols + 1)
+            y = (i // step + bool(others)) * (rows + 1)
+            x = j // step * (cols + 1)
             whole[y : y + rows, x : x + cols] = panel.maps[k]
             marks.append((y + row, x + col))
     image = _show(axes, whole, top)
@@ -276,7 +292,9 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
 def _top(maps: Sequence[Float]) -> float:
     """The end of the colour scale, which starts at 0: the largest value."""
     values = np.concatenate([m[~np.isnan(m)] for m in maps])
-    return float(values.max()) if len(values) and values.max() > 0 else 1.0
+    if len(values) and values.max() > 0:
+        return float(values.max())
+    return 1.0
 
 
 def _show(
@@ -309,14 +327,16 @@ def _mark(axes: Axes, places: Sequence[tuple[int, int]], width: float) -> None:
 
     frames = [Rectangle((col - 0.5, row - 0.5), 1, 1) for row, col in places]
     axes.add_collection(
-        PatchCollection(frames, facecolor="none", edgecolor=OWN, linewidth=width, clip_on=False)
+        PatchCollection(
+            frames, facecolor="none", edgecolor=OWN, linewidth=width, clip_on=False
+        )
     )
 
 
 def _finish(
     figure: Figure,
     image: AxesImage,
-    grids: Sequence[tuple[Grid, Sequence[Axes]]],
+    grids: Sequence[tuple[PanelGrid, Sequence[Axes]]],
     panels: Sequence[TokenMaps],
     table: Table,
     text: str = "",
@@ -335,7 +355,9 @@ def _finish(
         handles["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
     if np.isnan(values).any():
         handles["no value: constant"] = Patch(facecolor=NO_VALUE)
-    words = "; ".join(part for part in (text, f"n\u00a0=\u00a0{count(table.frame)}") if part)
+    words = "; ".join(
+        part for part in (text, f"n\u00a0=\u00a0{count(table.frame)}") if part
+    )
     legend_below(figure, handles | {words: Line2D([], [], linestyle="none")})
 
 
@@ -351,7 +373,8 @@ def draw_token_summary(table: Table) -> Figure:
     grids = [small_maps(rows["site"].n_unique(), 2) for rows in lines]
     figure, parts = stack(*grids)
     for grid, part, rows in zip(grids, parts, lines, strict=True):
-        store, metric = rows["store"][0], rows["metric"][0]
+        store = rows["store"][0]
+        metric = rows["metric"][0]
         alike = frame.filter(metric=metric)
         reach: Any = alike["value"].abs().max() or 1.0
         most_tokens: Any = alike.group_by("store", "site").len()["len"].max()
@@ -370,8 +393,12 @@ def draw_token_summary(table: Table) -> Figure:
         for axes, own in zip(every, sites, strict=True):
             row, col = (own[name].to_numpy() for name in ("row", "col"))
             lattice = [np.unique(of) for of in (row, col)]
-            if math.prod(map(len, lattice)) == len(own):  # all tokens, or of every s-th row, column
-                row, col = (np.searchsorted(*of) for of in zip(lattice, (row, col), strict=True))
+            if math.prod(map(len, lattice)) == len(
+                own
+            ):  # all tokens, or of every s-th row, column
+                row, col = (
+                    np.searchsorted(*of) for of in zip(lattice, (row, col), strict=True)
+                )
             cells = np.full((row.max() + 1, col.max() + 1), np.nan)
             cells[row, col] = own["value"]
             image = _show(axes, cells, scale, colours)

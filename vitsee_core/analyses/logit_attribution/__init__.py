@@ -86,7 +86,8 @@ COLUMNS = (
 def run(
     *stores: Store,
     heads: Annotated[
-        bool, Option("Also each attention head, of extract --sites heads (loads the model).")
+        bool,
+        Option("Also each attention head, of extract --sites heads (loads the model)."),
     ] = False,
     target: Annotated[
         str | None,
@@ -108,7 +109,9 @@ def run(
             default="each image's own",
         ),
     ] = (),
-    raw: Annotated[bool, Option("Logits as they are, not less their mean over classes.")] = False,
+    raw: Annotated[
+        bool, Option("Logits as they are, not less their mean over classes.")
+    ] = False,
     patches: Annotated[
         bool,
         Option(
@@ -151,7 +154,9 @@ def run(
             f"{'--by-class' if by_class else '--target'} each image's own: give one of them"
         )
     if patches and (heads or by_class):
-        raise VitseeError("--patches maps single images: leave --heads and --by-class out")
+        raise VitseeError(
+            "--patches maps single images: leave --heads and --by-class out"
+        )
     if image and not patches:
         raise VitseeError("--image names images to map: give --patches, too")
     origin = origin or Provenance()
@@ -159,7 +164,9 @@ def run(
     selected = select_each(
         stores,
         ["blocks"],
-        lambda store, _: [residual_stream(store, classifiers(store), execution.rows(store))],
+        lambda store, _: [
+            residual_stream(store, classifiers(store), execution.rows(store))
+        ],
     )
     works = [
         ExplainedStore.of(

@@ -18,7 +18,7 @@ from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
@@ -31,7 +31,8 @@ EXTRACT = "extract with --sites blocks --sites head --sites residual"
 # Of the terms of a sum, how far it may be from the stored one to be recognised as it; sums that do
 # not hold (an activation or a norm follows) are off by some ten percent. Of activations in float16,
 # and of forward passes in these precisions.
-EXACT, ROUNDED = 1e-4, {"float16": 0.01, "fp16": 0.02, "bf16": 0.05}
+EXACT = 1e-4
+ROUNDED = {"float16": 0.01, "fp16": 0.02, "bf16": 0.05}
 PROVEN_IMAGES = 8
 IMAGES_AT_ONCE = 8  # whose tokens are in float64 at a time
 
@@ -100,11 +101,15 @@ class FrozenNorm:
     def pooled(self, slab: Slab, site: str) -> Float:
         """(images, dim) a site's tokens, weighted and added up."""
         if self.kind is not None:
-            return self.weights * slab.pooled(site, self.kind)[slab.valid].astype(np.float64)
+            return self.weights * slab.pooled(site, self.kind)[slab.valid].astype(
+                np.float64
+            )
         tokens = slab.acts(site)[slab.valid]
         found = np.empty((len(tokens), tokens.shape[-1]))
         for at in _pieces(len(tokens)):
-            found[at] = np.einsum("nt,ntd->nd", self.weights[at], tokens[at].astype(np.float64))
+            found[at] = np.einsum(
+                "nt,ntd->nd", self.weights[at], tokens[at].astype(np.float64)
+            )
         return found
 
 
@@ -114,7 +119,9 @@ def _pieces(n: int) -> Iterator[slice]:
 
 def tolerance_of(store: Store, stream: ResidualStream) -> float:
     """The distance that sums may have from what the store has, relative to their terms."""
-    own = [ROUNDED[p] for p in (store.manifest.identity.get("precision"),) if p in ROUNDED]
+    own = [
+        ROUNDED[p] for p in (store.manifest.identity.get("precision"),) if p in ROUNDED
+    ]
     if stream.head.pooled_kind is None:  # else vectors, which are in float32
         kinds = {store.site(site.name).dtype for site in stream.terms}
         own += [ROUNDED[kind] for kind in kinds if kind in ROUNDED]
@@ -150,10 +157,13 @@ def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStrea
     at = next(i for i, own in enumerate(blocks) if own[0].block == end.block)
     branches: list[SiteSpec] = []
     sums: list[tuple[list[SiteSpec], SiteSpec]] = []
-    base, total = end, end
+    base = end
+    total = end
     for i in range(at, -1, -1):
         parts = {site.part: site for site in blocks[i]}
-        own = [site for part, site in parts.items() if part.rpartition(".")[2] == "branch"]
+        own = [
+            site for part, site in parts.items() if part.rpartition(".")[2] == "branch"
+        ]
         start = parts.get("shortcut") or parts.get("in")
         if not own or start is None:
             raise _missing(store, str(total.block))
@@ -200,31 +210,39 @@ def _errors(
 
 
 def _prove(
-    store: Store, stream: ResidualStream, sums: list[tuple[list[SiteSpec], SiteSpec]], rows: Rows
+    store: Store,
+    stream: ResidualStream,
+    sums: list[tuple[list[SiteSpec], SiteSpec]],
+    rows: Rows,
 ) -> None:
     """Raises NotOffered: a block's output is not the sum of its branches and what came in."""
     usable = np.flatnonzero(rows.mask & store.valid)[:PROVEN_IMAGES]
     mask = np.zeros_like(rows.mask)
     mask[usable] = True
-    found = each_slab(store, partial(_errors, stream, sums), rows=Rows(mask, 0, "the first"))
+    found = each_slab(
+        store, partial(_errors, stream, sums), rows=Rows(mask, 0, "the first")
+    )
     errors = np.max(list(found), axis=0)
     most = tolerance_of(store, stream)
     for (terms, total), error in zip(sums, errors, strict=True):
         if not error <= most:
             why = "an activation (as in ResNet v1) or a norm follows the sum"
             if skips := store.manifest.model.get("ablate_skip", ()):
-                why = f"it was extracted without the skip connections {few(list(skips))}"
+                why = f"it was extracted without the skip connections {abbreviate(list(skips))}"
             raise NotOffered(
                 f"{store.label}: {total.name} is not the sum of "
-                f"{few([site.name for site in terms])} (off by {error:.2g} of them): {why}"
+                f"{abbreviate([site.name for site in terms])} (off by {error:.2g} of them): {why}"
             )
 
 
 # ---------------------------------------------------------------- what each term adds
 
 
-BIAS, RESIDUE, LOGIT = "bias", "residue", "logit"
-HEAD, PROJECTION_BIAS = "head", "projection_bias"
+BIAS = "bias"
+RESIDUE = "residue"
+LOGIT = "logit"
+HEAD = "head"
+PROJECTION_BIAS = "projection_bias"
 WHOLE = ""  # the site of what belongs to the whole model
 Key = tuple[str, str]  # site and part
 
@@ -263,12 +281,14 @@ class Readout:
     def centred(self) -> Readout:
         """The readout less its mean over classes, which softmax does not see."""
         return Readout(
-            self.vectors - self.vectors.mean(0), self.offset - self.offset.mean(), self.kernel_bias
+            self.vectors - self.vectors.mean(0),
+            self.offset - self.offset.mean(),
+            self.kernel_bias,
         )
 
 
 @dataclass(frozen=True)
-class Asked:
+class TargetClasses:
     """The classes whose logits are explained: `classes`, for every image; or each image's own, its
     label or what the model predicts, if `by_class` in a column per class."""
 
@@ -303,7 +323,7 @@ class ReadContributions:
 
     stream: ResidualStream
     readout: Readout
-    asked: Asked
+    asked: TargetClasses
     projections: Mapping[str, Projection]
     raw: bool
 
@@ -327,7 +347,9 @@ class ReadContributions:
                 bias = np.outer(frozen.total, projection.bias)
                 into.add((site.name, PROJECTION_BIAS), measure.vectors(bias))
         found = total @ self.readout.vectors.T + self.readout.offset
-        into.add((WHOLE, BIAS), measure.logits(np.broadcast_to(shown.offset, logits.shape)))
+        into.add(
+            (WHOLE, BIAS), measure.logits(np.broadcast_to(shown.offset, logits.shape))
+        )
         for part, values in ((RESIDUE, logits - found), (LOGIT, logits)):
             level = 0.0 if self.raw else values.mean(1, keepdims=True)
             into.add((WHOLE, part), measure.logits(values - level))
@@ -359,7 +381,7 @@ class _Measure:
     """The parts that vectors have in the logits asked for. own: (images,) each one's class."""
 
     readout: Readout
-    asked: Asked
+    asked: TargetClasses
     own: Integers
 
     def vectors(self, x: Float) -> Float:
@@ -392,7 +414,8 @@ class Contributions:
     """Means over images, to be filled by `streaming.fold`."""
 
     def __init__(self, read: ReadContributions) -> None:
-        self._read, self.gap = read, 0.0
+        self._read = read
+        self.gap = 0.0
         self._moments: dict[Key, Moments] = {}
 
     def add(self, key: Key, values: Float) -> None:

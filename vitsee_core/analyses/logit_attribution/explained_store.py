@@ -18,24 +18,24 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     PROJECTION_BIAS,
     RESIDUE,
     WHOLE,
-    Asked,
     Contributions,
     Key,
     Projection,
     ReadContributions,
     Readout,
     ResidualStream,
+    TargetClasses,
     tolerance_of,
 )
-from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Provenance, model_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.moments import Summary
 from vitsee_core.tables.columns import site_columns
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, NotOffered, SiteError, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 METRIC = "logit"
-LABEL, PREDICTED = "label", "predicted"
+LABEL = "label"
+PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class ExplainedStore:
     store: Store
     stream: ResidualStream
     rows: Rows
-    asked: Asked
+    asked: TargetClasses
     target: str
     projections: dict[str, Projection]
 
@@ -85,12 +86,14 @@ class ExplainedStore:
         remark = why_not_own(store, rows.mask & store.valid, stream.head.n_classes)
         if target == LABEL and remark:
             raise VitseeError(f"{remark}: no logit of a label; give --target {PREDICTED}")
-        chosen = tuple(class_number(store, stream.head.n_classes, text) for text in classes)
+        chosen = tuple(
+            class_number(store, stream.head.n_classes, text) for text in classes
+        )
         if remark and target is None and not classes:
             log.info("%s: the logit of the class that it predicts", remark)
         predicted = bool(remark) or target == PREDICTED
         own = PREDICTED if predicted else LABEL
-        asked = Asked(tuple(dict.fromkeys(chosen)), predicted, by_class)
+        asked = TargetClasses(tuple(dict.fromkeys(chosen)), predicted, by_class)
         found = projections_of(store, stream, origin) if heads else {}
         return cls(store, stream, rows, asked, "" if chosen else own, found)
 
@@ -99,19 +102,28 @@ class ExplainedStore:
         readout = Readout.of(self.stream.head)
         read = ReadContributions(self.stream, readout, self.asked, self.projections, raw)
         found, gap = execution.fold(
-            self.store, partial(Contributions, read), self.rows, slab_bytes=self._slab_bytes()
+            self.store,
+            partial(Contributions, read),
+            self.rows,
+            slab_bytes=self._slab_bytes(),
         ).result()
         most = tolerance_of(self.store, self.stream)
         level = log.info if gap <= most else log.warning
-        level("%s: the parts miss its logits by %.2g of the largest", self.store.label, gap)
+        level(
+            "%s: the parts miss its logits by %.2g of the largest", self.store.label, gap
+        )
         rows = [row for entry in self.entries() for row in self._rows(found, *entry)]
         return rows, {"largest": gap, "expected": most}
 
     def _slab_bytes(self) -> int:
         site = max(self.stream.terms, key=lambda site: int(np.prod(site.shape)))
-        tokens = 1 if self.stream.head.pooled_kind else int(np.prod(site.shape)) // site.dim
+        tokens = (
+            1 if self.stream.head.pooled_kind else int(np.prod(site.shape)) // site.dim
+        )
         n = self.store.plan.slab
-        return n * (4 * tokens * site.dim + 8 * 4 * (site.dim + self.stream.head.n_classes))
+        return n * (
+            4 * tokens * site.dim + 8 * 4 * (site.dim + self.stream.head.n_classes)
+        )
 
     def entries(self) -> Iterator[tuple[Key, str, Any]]:
         """(key of the result, part, place) in the order of the rows; the last is the logit."""
@@ -134,7 +146,9 @@ class ExplainedStore:
         name = branch.name.removesuffix(".branch")
         places = {at: (depth, rel) for at, depth, rel in self.store.plan.places}
         if name not in places:  # a store without dot products of skips and branches
-            every = [s.name for s in self.store.sites.values() if s.name.endswith(".branch")]
+            every = [
+                s.name for s in self.store.sites.values() if s.name.endswith(".branch")
+            ]
             i = every.index(branch.name)
             return _Part(name, branch.block, i, i / max(len(every) - 1, 1))
         return _Part(name, branch.block, *places[name])
@@ -145,7 +159,9 @@ class ExplainedStore:
         summary = found[key]
         about = site_columns(self.store, place) | {"part": part, "metric": METRIC}
         asked = self.asked
-        several = asked.classes or (range(self.stream.head.n_classes) if asked.by_class else ())
+        several = asked.classes or (
+            range(self.stream.head.n_classes) if asked.by_class else ()
+        )
         n_heads = summary.n.shape[-1] if part == HEAD else 0
         for head in range(n_heads) if n_heads else [None]:
             at_head = () if head is None else (head,)
@@ -154,7 +170,11 @@ class ExplainedStore:
             for i, number in enumerate(several):
                 if asked.classes or summary.n[(i, *at_head)]:
                     name = class_name(self.store, self.stream.head.n_classes, number)
-                    yield about | {"head": head, "class": name} | summary.cells((i, *at_head))
+                    yield (
+                        about
+                        | {"head": head, "class": name}
+                        | summary.cells((i, *at_head))
+                    )
 
 
 def class_name(store: Store, n_classes: int, number: int) -> str:
@@ -166,12 +186,14 @@ def class_name(store: Store, n_classes: int, number: int) -> str:
 def class_number(store: Store, n_classes: int, text: str) -> int:
     """The number of a class of the classifier, given by name or number. Raises SiteError: no such
     class."""
-    names = list(store.class_names or ()) if len(store.class_names or ()) == n_classes else []
+    names = (
+        list(store.class_names or ()) if len(store.class_names or ()) == n_classes else []
+    )
     if text in names:
         return names.index(text)
     if text.isdigit() and int(text) < n_classes:
         return int(text)
-    expected = f"{few(names)} or a number" if names else "a number"
+    expected = f"{abbreviate(names)} or a number" if names else "a number"
     raise SiteError(
         f"the classifier of {store.label} has no class {text!r}; expected {expected} from 0 to "
         f"{n_classes - 1}"
@@ -257,11 +279,17 @@ def _proven(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projection]:
     return found
 
 
-def _fitted(layer: nn.Linear, heads: Float, branch: Float, n_heads: int) -> Projection | None:
+def _fitted(
+    layer: nn.Linear, heads: Float, branch: Float, n_heads: int
+) -> Projection | None:
     """The layer with the factor per channel (1, or the layer scale) that makes its output the
     branch; None if none does."""
     weight = layer.weight.detach().double().numpy()
-    bias = np.zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().numpy()
+    bias = (
+        np.zeros(len(weight))
+        if layer.bias is None
+        else layer.bias.detach().double().numpy()
+    )
     plain = heads @ weight.T + bias
     size = np.square(plain).sum(0)
     factor = (plain * branch).sum(0) / np.where(size > 0, size, 1)

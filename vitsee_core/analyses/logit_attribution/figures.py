@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     handles_of,
     legend_below,
@@ -57,17 +57,20 @@ def draw_attributions(table: Table) -> Figure:
     """A panel per store (and class, the first twelve): a bar per sublayer in the model's order with
     its 95 % interval, their running sum as a line, and dashed the logit where it ends; below, where
     the table has heads, what each adds by block, on one scale of colours."""
-    wholes, heads = [], []
+    wholes = []
+    heads = []
     for rows in table.frame.partition_by("store", "class", maintain_order=True):
-        store, name = rows["store"][0], rows["class"][0]
+        store = rows["store"][0]
+        name = rows["class"][0]
         title = f"{shorten(store, 24)}: {name}" if name else shorten(store, 28)
         of_head = pl.col("head").is_not_null()
         wholes.append((title, rows.filter(~of_head)))
         if rows["head"].count():
             heads.append((title, rows.filter(of_head)))
-    wholes, heads = wholes[:MOST], heads[:MOST]
-    bars = Grid(len(wholes), width=24, widest=46, height=16, most=2)
-    tiles = Grid(len(heads), width=17, widest=23, height=15)
+    wholes = wholes[:MOST]
+    heads = heads[:MOST]
+    bars = PanelGrid(len(wholes), width=24, widest=46, height=16, most=2)
+    tiles = PanelGrid(len(heads), width=17, widest=23, height=15)
     figure, parts = stack(bars, *([tiles] if heads else []))
     every = bars.axes(parts[0])
     for axes, (title, rows) in zip(every, wholes, strict=True):
@@ -88,7 +91,9 @@ def _of_which(table: Table, rows: pl.DataFrame) -> str:
     if name := rows["class"][0]:
         return shorten(name, 24)
     target = table.notes.get("target", {}).get(rows["store"][0])
-    return {"label": "the label", "predicted": "the predicted class"}.get(target, "the class")
+    return {"label": "the label", "predicted": "the predicted class"}.get(
+        target, "the class"
+    )
 
 
 def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> None:
@@ -100,8 +105,16 @@ def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> Non
     x, low, high = (shown[name].to_numpy() for name in ("x", "low", "high"))
     if shown["low"].count():
         axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="95 % interval")
-    axes.plot(x, shown["value"].cum_sum(), color=ink(), linewidth=1.1, drawstyle="steps-mid",
-              marker=".", markersize=3, label="running sum")  # fmt: skip
+    axes.plot(
+        x,
+        shown["value"].cum_sum(),
+        color=ink(),
+        linewidth=1.1,
+        drawstyle="steps-mid",
+        marker=".",
+        markersize=3,
+        label="running sum",
+    )
     axes.axhline(0, color=GREY, linewidth=0.6)
     for whole in rows.filter(part=LOGIT)["value"]:
         reference_line(axes, whole, "the model's logit")
@@ -117,7 +130,8 @@ def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> Non
 def _ticks(shown: pl.DataFrame) -> tuple[list[float], list[str]]:
     """The first sublayer of each block, by number, as many as can be read; where the stream begins
     and the bias in words."""
-    blocks, kinds = shown["block"].fill_null("").to_list(), shown["part"].to_list()
+    blocks = shown["block"].fill_null("").to_list()
+    kinds = shown["part"].to_list()
     after = range(1, len(blocks))
     starts = [i for i in after if blocks[i] and (i == 1 or blocks[i] != blocks[i - 1])]
     step = -(-len(starts) // MOST_TICKS) or 1
@@ -131,11 +145,15 @@ def _ticks(shown: pl.DataFrame) -> tuple[list[float], list[str]]:
 def _head_values(rows: pl.DataFrame) -> tuple[Float, list[str]]:
     """(heads, blocks) and the blocks' words."""
     by_block = rows.pivot("block", index="head", values="value").sort("head").drop("head")
-    return by_block.to_numpy(), [block_words(b).removeprefix("block ") for b in by_block.columns]
+    return by_block.to_numpy(), [
+        block_words(b).removeprefix("block ") for b in by_block.columns
+    ]
 
 
 def _draw_heads(axes: Axes, title: str, grid: Any, blocks: list[str], top: float) -> Any:
-    image = axes.imshow(grid, cmap=DIVERGING, vmin=-top, vmax=top, aspect="auto", origin="upper")
+    image = axes.imshow(
+        grid, cmap=DIVERGING, vmin=-top, vmax=top, aspect="auto", origin="upper"
+    )
     step = -(-len(blocks) // MOST_TICKS)
     texts = blocks[::step]
     axes.set_xticks(
@@ -165,10 +183,12 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
     order = {own["store"][0]: _shown(own) for own in cells.partition_by("store")}
     lines = []
     for own in cells.partition_by("image", "class", maintain_order=True):
-        image, name = own["image"][0], own["class"][0]
+        image = own["image"][0]
+        name = own["class"][0]
         maps = []
         for rows in own.partition_by("store", maintain_order=True):
-            tiles, store = [], rows["store"][0]
+            tiles = []
+            store = rows["store"][0]
             key = next(iter(sheet.get("grids", {}).get(store, {"": None})))
             for site in order[store]:
                 of_site = rows.filter(site=site)
@@ -195,4 +215,7 @@ def _shown(rows: pl.DataFrame) -> list[str]:
     """The sum of all terms, which stands last in the table, then evenly spaced ones."""
     *every, total = rows["site"].unique(maintain_order=True)
     n = min(len(every), len(shown_sites(rows)) - 1)
-    return [total, *(every[k] for k in np.linspace(0, len(every) - 1, n).round().astype(int))]
+    return [
+        total,
+        *(every[k] for k in np.linspace(0, len(every) - 1, n).round().astype(int)),
+    ]

@@ -33,9 +33,9 @@ from vitsee_core.analyses.logit_attribution.explained_store import (
 from vitsee_core.analyses.logit_attribution.figures import TOTAL
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import recomputed_calls
-from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import Shown, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.photos import SheetImages, describe_sheet, shown_rows
 from vitsee_core.figures.patch_maps.views import View, grid_sites
+from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Piece
@@ -65,7 +65,10 @@ def one_image(store: Store, row: int) -> Piece:
 
 
 def of_own_tokens(
-    store: Store, stream: ResidualStream, readout: Readout, classes: Mapping[int, Sequence[int]]
+    store: Store,
+    stream: ResidualStream,
+    readout: Readout,
+    classes: Mapping[int, Sequence[int]],
 ) -> Iterator[PatchParts]:
     """The parts of each image's own tokens, where the classifier reads their mean. classes: of each
     row.
@@ -83,7 +86,9 @@ def of_own_tokens(
         maps = {}
         for site in stream.terms:
             tokens = piece.acts(site.name)[0, body].astype(np.float64)
-            share = frozen.weights[0] / layout.n_body if weights is None else weights[body]
+            share = (
+                frozen.weights[0] / layout.n_body if weights is None else weights[body]
+            )
             maps[site.name] = (readout.vectors[list(own)] @ tokens.T) * share
         yield row, maps
 
@@ -107,7 +112,9 @@ def through_attention(
     """
     blocks = [block for block in attention_blocks(store) if block.site in projections]
     if len(blocks) < len(projections):
-        left = next(block for block in projections if block not in {b.site for b in blocks})
+        left = next(
+            block for block in projections if block not in {b.site for b in blocks}
+        )
         raise NotOffered(f"{store.label} has no attention of {left}: no --patches")
     every = sorted({c for own in classes.values() for c in own})
     vectors = readout.vectors[every]
@@ -121,10 +128,14 @@ def through_attention(
             own = [every.index(c) for c in classes[row]]
             maps = {}
             for block in blocks:
-                parts = scale * some.values[block.site]["moved"][i][own].astype(np.float64)
+                parts = scale * some.values[block.site]["moved"][i][own].astype(
+                    np.float64
+                )
                 name = f"{block.site}.attn.branch"
                 stored = vectors[own] @ frozen.pooled(piece, name)[0]
-                again = parts.sum(1) + scale * (vectors[own] @ projections[block.site].bias)
+                again = parts.sum(1) + scale * (
+                    vectors[own] @ projections[block.site].bias
+                )
                 if not np.abs(again - stored).max() <= AGAIN * np.abs(parts).sum(1).max():
                     raise VitseeError(
                         f"{store.label}: attention computed again moves another part to the class "
@@ -170,12 +181,12 @@ def patch_table(
         VitseeError: no such image, one without a label, images or weights that are gone.
     """
     rows: list[dict[str, Any]] = []
-    shown: list[Shown] = []
+    shown: list[SheetImages] = []
     for work in works:
         store = work.store
         sites = grid_sites(store, [work.stream.head.site])
         picked = shown_rows(store, names, shown[0] if shown else None, execution)
-        shown.append(Shown(store, View.of(store, sites), picked, sites))
+        shown.append(SheetImages(store, View.of(store, sites), picked, sites))
         images = _Images(work, raw, picked)
         with counting(execution.progress, len(picked)):
             for row, maps in images.parts(origin):
@@ -186,7 +197,9 @@ def patch_table(
         "target": {work.store.label: work.target for work in works},
         "logits": "as they are" if raw else "less the mean over classes",
         "parts": {
-            label: "moved by attention to the class token" if cls else "of the patch's own token"
+            label: "moved by attention to the class token"
+            if cls
+            else "of the patch's own token"
             for label, cls in by_attention.items()
         },
         "sheet": describe_sheet(shown, origin.data),
@@ -204,7 +217,8 @@ class _Images:
 
     def __post_init__(self) -> None:
         """Reads their logits, and finds the classes asked for, before any work."""
-        work, store = self.work, self.work.store
+        work = self.work
+        store = self.work.store
         self.readout = Readout.of(work.stream.head)
         read = ReadContributions(work.stream, self.readout, work.asked, {}, self.raw)
         self.logits: dict[int, Float] = {}
@@ -223,7 +237,8 @@ class _Images:
 
     def parts(self, origin: Provenance) -> Iterator[PatchParts]:
         """Each image's maps, by what the classifier reads."""
-        store, stream = self.work.store, self.work.stream
+        store = self.work.store
+        stream = self.work.stream
         readout = self.readout if self.raw else self.readout.centred()
         if stream.head.pool != "cls":
             return of_own_tokens(store, stream, readout, self.classes)
@@ -232,7 +247,8 @@ class _Images:
 
     def rows_of(self, row: int, maps: Mapping[str, Float]) -> Iterator[dict[str, Any]]:
         """Blocks of the table's rows about one image; see `PatchParts`."""
-        work, store = self.work, self.work.store
+        work = self.work
+        store = self.work.store
         head = work.stream.head
         layout = store.site(head.site).layout
         assert layout is not None

@@ -34,7 +34,13 @@ from vitsee_core.analyses.normratio.token_pictures import draw_norm_ratios
 from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import FLOW, Offers, Option, metrics_option, tokens_option
+from vitsee_core.runtime.options import (
+    FLOW,
+    Offers,
+    Option,
+    metrics_option,
+    tokens_option,
+)
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.image_statistics import (
@@ -64,7 +70,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +95,9 @@ COLUMNS = (
 )
 # A token of an image: three quantities, and what a statistic takes beside them.
 BYTES_A_TOKEN = 8 * 12
-PIECE_BYTES = 16 << 20  # statistics are computed of so many tokens at a time, to stay in cache
+PIECE_BYTES = (
+    16 << 20
+)  # statistics are computed of so many tokens at a time, to stay in cache
 
 
 @analysis
@@ -115,7 +123,9 @@ def run(
         ),
     ] = ("blocks",),
     tokens: Annotated[Sequence[str], tokens_option(TOKENS)] = ("each",),
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """One row per store, metric, sublayer and token, or kind of token.
 
@@ -138,7 +148,8 @@ def run(
     """
     wanted = asked_for(metrics, METRICS, "normratio")
     selected = choose_sublayers(stores, sites)
-    stores, plans = tuple(selected.stores), selected.chosen
+    stores = tuple(selected.stores)
+    plans = selected.chosen
     _check_tokens(stores, plans, tokens)
     chosen = [execution.rows(store) for store in stores]
     blocks: list[dict[str, Any]] = []
@@ -154,7 +165,12 @@ def run(
                     statistics, counts[sublayer.site] = measure(sublayer, places, wanted)
                     at = place_columns(places)
                     blocks += [
-                        {**site_columns(store, sublayer), **at, "metric": metric, **columns_of(of)}
+                        {
+                            **site_columns(store, sublayer),
+                            **at,
+                            "metric": metric,
+                            **columns_of(of),
+                        }
                         for metric, of in statistics.items()
                     ]
                 progress.advance(picked.n)
@@ -173,7 +189,9 @@ def run(
 
 
 def _check_tokens(
-    stores: Sequence[Store], plans: Sequence[Sequence[StoredSublayer]], words: Sequence[str]
+    stores: Sequence[Store],
+    plans: Sequence[Sequence[StoredSublayer]],
+    words: Sequence[str],
 ) -> None:
     """Log which tokens are missing where; refuse those that are missing everywhere. Raises
     SiteError: see `run`."""
@@ -195,23 +213,32 @@ def _check_tokens(
 
 class _Measure:
     def __init__(self, store: Store, rows: Rows, execution: Execution) -> None:
-        self.store, self.rows, self.execution = store, rows, execution
+        self.store = store
+        self.rows = rows
+        self.execution = execution
         self.n = int((rows.mask & store.valid).sum())
         shuffled = store.shuffled
         self.labels = block_labels(self.n, None if shuffled else execution.seed)
         self.tokens_at_once = max(1, execution.budget // (BYTES_A_TOKEN * self.n))
 
     def __call__(
-        self, sublayer: StoredSublayer, places: Sequence[TokenPlace], metrics: Sequence[str]
+        self,
+        sublayer: StoredSublayer,
+        places: Sequence[TokenPlace],
+        metrics: Sequence[str],
     ) -> tuple[dict[str, Estimates], tuple[int, int]]:
         """metric -> one entry per place; and how many tokens of images have f(z) = 0, of how
         many."""
         tokens = np.array(sorted({token for place in places for token in place.members}))
-        places_of = {metric: Places([place.members for place in places]) for metric in metrics}
+        places_of = {
+            metric: Places([place.members for place in places]) for metric in metrics
+        }
         names = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))
         n_zero = 0
         for some in _pieces(tokens, self.tokens_at_once):
-            values, zeros = self._read(ReadQuantities(sublayer.site, tuple(some.tolist()), names))
+            values, zeros = self._read(
+                ReadQuantities(sublayer.site, tuple(some.tolist()), names)
+            )
             n_zero += zeros
             few_tokens = max(1, PIECE_BYTES // (BYTES_A_TOKEN * self.n))
             for at in _pieces(np.arange(len(some)), few_tokens):
@@ -226,8 +253,11 @@ class _Measure:
         """Quantity -> (tokens, images) of all slabs; and how many f(z) are 0."""
         values = {name: np.empty((len(work.tokens), self.n)) for name in work.names}
         done = n_zero = 0
-        jobs, map = self.execution.jobs, self.execution.map
-        for of_names, zeros in each_slab(self.store, work, rows=self.rows, jobs=jobs, map=map):
+        jobs = self.execution.jobs
+        map = self.execution.map
+        for of_names, zeros in each_slab(
+            self.store, work, rows=self.rows, jobs=jobs, map=map
+        ):
             n_zero += zeros
             for name, of_slab in of_names.items():
                 values[name][:, done : done + of_slab.shape[1]] = of_slab
@@ -251,8 +281,11 @@ def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, s
             ", ".join(whole),
         )
     if part:
-        shown = [f"{site} ({zero} of {of} tokens of images)" for site, (zero, of) in part.items()]
-        log.warning("%s: the branch is 0, and left out, in %s", label, few(shown))
+        shown = [
+            f"{site} ({zero} of {of} tokens of images)"
+            for site, (zero, of) in part.items()
+        ]
+        log.warning("%s: the branch is 0, and left out, in %s", label, abbreviate(shown))
     return {
         site: f"f(z) = 0 in {zero} of {of} tokens of images"
         for site, (zero, of) in counts.items()
@@ -291,13 +324,16 @@ class TokenMean:
             self._trace = np.zeros(of.trace.shape[1])
             self._traced = np.zeros(of.trace.shape[1], np.int64)
             self._present = np.zeros(of.present.shape[1], bool)
-            self._jackknife, self._labels = of.jackknife, of.labels
+            self._jackknife = of.jackknife
+            self._labels = of.labels
         trace = of.trace[rows]
         there = ~np.isnan(trace)
         self._parts += len(rows)
         # One token after the other from the sum so far, so that pieces of any size give its bits.
         self._sum = float(np.cumsum([self._sum, *of.value[rows]])[-1])
-        self._trace = np.concatenate([self._trace[np.newaxis], np.where(there, trace, 0)]).sum(0)
+        self._trace = np.concatenate(
+            [self._trace[np.newaxis], np.where(there, trace, 0)]
+        ).sum(0)
         self._traced += there.sum(0)
         self._present |= of.present[rows].any(0)
 
@@ -310,7 +346,9 @@ class TokenMean:
         value = np.array([self._sum / self._parts])
         assert self._present is not None
         present = self._present[np.newaxis]
-        return estimates_of(value, trace[np.newaxis], present, self._jackknife, self._labels)
+        return estimates_of(
+            value, trace[np.newaxis], present, self._jackknife, self._labels
+        )
 
 
 class Places:
@@ -327,13 +365,19 @@ class Places:
         }
         nothing = np.full(len(members), np.nan)
         self._found = Estimates(
-            nothing, nothing.copy(), nothing.copy(), nothing.copy(), np.zeros(len(members), int)
+            nothing,
+            nothing.copy(),
+            nothing.copy(),
+            nothing.copy(),
+            np.zeros(len(members), int),
         )
         self._without: list[Float | None] = [None] * len(members)
 
     def add(self, of: Statistic, tokens: Integers) -> None:
         """Count the statistic of these tokens, one per row."""
-        pairs = [(k, i) for k, t in enumerate(tokens.tolist()) for i in self._single.get(t, ())]
+        pairs = [
+            (k, i) for k, t in enumerate(tokens.tolist()) for i in self._single.get(t, ())
+        ]
         self._put(of.estimates(), [k for k, _ in pairs], [i for _, i in pairs])
         for members, mean in self._several.values():
             mean.add(of, np.flatnonzero(np.isin(tokens, members)))
@@ -347,7 +391,9 @@ class Places:
         for name in ("value", "std", "low", "high", "n"):
             getattr(self._found, name)[places] = getattr(estimates, name)[rows]
         for row, place in zip(rows, places, strict=True):
-            self._without[place] = None if estimates.without is None else estimates.without[row]
+            self._without[place] = (
+                None if estimates.without is None else estimates.without[row]
+            )
 
 
 ANALYSIS = Analysis(

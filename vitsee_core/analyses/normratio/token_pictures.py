@@ -15,7 +15,7 @@ from vitsee_core.figures.curve_looks import with_kinds
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     handles_of,
     legend_below,
@@ -32,7 +32,13 @@ from vitsee_core.figures.plotting import (
     store_order,
     styled,
 )
-from vitsee_core.figures.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
+from vitsee_core.figures.token_maps import (
+    NO_VALUE,
+    MapPanel,
+    colour_scale,
+    draw_map,
+    value_ticks,
+)
 from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -82,22 +88,31 @@ def draw_norm_ratios(table: Table) -> Figure:
     stores = rows.partition_by("store", maintain_order=True)
     if len(stores) > MOST_STORES or len(groups_of(own["store"][0] for own in stores)) > 1:
         return _draw_many(rows.filter(metric=metrics[0]), metrics[0])
-    maps = {metric: [p for own in stores for p in _map_panels(own, metric)] for metric in metrics}
+    maps = {
+        metric: [p for own in stores for p in _map_panels(own, metric)]
+        for metric in metrics
+    }
     lines = [metric for metric in metrics if maps[metric]]
-    grids = [Grid(len(maps[metric]), width=15, height=18, widest=22) for metric in lines]
-    figure, parts = stack(*grids, Grid(len(metrics)))
+    grids = [
+        PanelGrid(len(maps[metric]), width=15, height=18, widest=22) for metric in lines
+    ]
+    figure, parts = stack(*grids, PanelGrid(len(metrics)))
     found: dict[str, Any] = {SYMBOLS: Line2D([], [], linestyle="none")}
     for metric, grid, part in zip(lines, grids, parts, strict=False):
-        panels, every = maps[metric], grid.axes(part)
+        panels = maps[metric]
+        every = grid.axes(part)
         scale = colour_scale(metric, _on_one_scale(rows, metric))
-        images = [draw_map(axes, panel, scale) for axes, panel in zip(every, panels, strict=True)]
+        images = [
+            draw_map(axes, panel, scale)
+            for axes, panel in zip(every, panels, strict=True)
+        ]
         if any(np.isnan(panel.all_values()).any() for panel in panels):
             found[NOTHING] = Patch(facecolor=NO_VALUE)
         if not all(np.isnan(panel.all_values()).all() for panel in panels):
             bars_at_ends(grid, every, images[-1], metric_words(metric))
             for bar in [bar for axes in every for bar in axes.child_axes]:
                 value_ticks(bar.yaxis, scale)
-    every = Grid(len(metrics)).axes(parts[-1])
+    every = PanelGrid(len(metrics)).axes(parts[-1])
     for axes, metric in zip(every, metrics, strict=True):
         _draw_curves(axes, rows, metric)
         note_count(axes, rows)
@@ -114,7 +129,9 @@ def _placed(rows: pl.DataFrame) -> pl.DataFrame:
         cell=token.is_null() | token.str.contains(r"^\d+$"),
     )
     several = pl.col("name").filter("cell").n_unique().over("store") > FEW_CELLS
-    registers = pl.when(token.str.starts_with("reg")).then(pl.lit("registers")).otherwise("name")
+    registers = (
+        pl.when(token.str.starts_with("reg")).then(pl.lit("registers")).otherwise("name")
+    )
     patches = pl.when(pl.col("cell") & several).then(pl.lit("patches"))
     return rows.with_columns(curve=patches.otherwise(registers))
 
@@ -123,12 +140,18 @@ def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
     """The curves of one metric, a panel per kind of token and sublayer: of more than `MOST_STORES`
     stores, or of groups."""
     parts: dict[str, list[pl.DataFrame]] = {}
-    for (store, token, kind), own in rows.group_by("store", "curve", "kind", maintain_order=True):
+    for (store, token, kind), own in rows.group_by(
+        "store", "curve", "kind", maintain_order=True
+    ):
         points = _curve(own, "rel_depth").with_columns(
             site=pl.format("blocks.{}.out", pl.int_range(pl.len())),
-            store=pl.lit(store), metric=pl.lit(metric), n_images=pl.lit(own["n_images"][0]),
-        )  # fmt: skip
-        parts.setdefault(f"{token_words(token)}, {PARTS.get(kind, kind)}", []).append(points)
+            store=pl.lit(store),
+            metric=pl.lit(metric),
+            n_images=pl.lit(own["n_images"][0]),
+        )
+        parts.setdefault(f"{token_words(token)}, {PARTS.get(kind, kind)}", []).append(
+            points
+        )
     of_kinds = [(name, pl.concat(found)) for name, found in parts.items()]
     among = pl.concat([lines for _, lines in of_kinds])
     grid = CurveGrid.of(len(of_kinds), among)
@@ -151,7 +174,8 @@ def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
 def _map_panels(of_store: pl.DataFrame, metric: str) -> list[MapPanel]:
     """The maps of one store and metric, one per kind of sublayer; none if the table has only a few
     individual tokens."""
-    rows, store = of_store.filter(metric=metric), str(of_store["store"][0])
+    rows = of_store.filter(metric=metric)
+    store = str(of_store["store"][0])
     count: Any = of_store["n_images"].max()
     if rows.filter(pl.col("token").is_null())["name"].n_unique() <= FEW_CELLS:
         return []
@@ -161,7 +185,9 @@ def _map_panels(of_store: pl.DataFrame, metric: str) -> list[MapPanel]:
         columns = []
         for (site,), one in of_kind.group_by("site", maintain_order=True):
             cells = one.select("token", "value", *places_in(rows)).rows()
-            columns.append((site, {token or tuple(at): value for token, value, *at in cells}))
+            columns.append(
+                (site, {token or tuple(at): value for token, value, *at in cells})
+            )
         title = f"{shorten(store, 20)}, {PARTS.get(kind, kind)} (n = {count})"
         panels.append(MapPanel.of(title, store, columns))
     return panels
@@ -229,9 +255,12 @@ def _looks(curves: Sequence[Curve], stores: Sequence[str]) -> dict[Curve, dict[s
     for curve in curves:
         store, token, kind = curve
         tint, mark = (store, token) if several else (token, kind)
-        i, stroke = colours.index(tint), DASHES[kinds.index(kind) % len(DASHES)]
+        i = colours.index(tint)
+        stroke = DASHES[kinds.index(kind) % len(DASHES)]
         # A colour that is reused has other markers.
-        shape = MARKERS[(marks.index(mark) + len(marks) * (i // len(COLOURS))) % len(MARKERS)]
+        shape = MARKERS[
+            (marks.index(mark) + len(marks) * (i // len(COLOURS))) % len(MARKERS)
+        ]
         look = {"color": colour(i), "marker": shape, "linestyle": stroke}
         # Patches, which every model has, are drawn below the others and hollow.
         if several and token == "patches":

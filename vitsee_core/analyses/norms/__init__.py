@@ -51,7 +51,14 @@ from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option, tokens_option
+from vitsee_core.runtime.options import (
+    FLOW,
+    SITES,
+    Offers,
+    Option,
+    metrics_option,
+    tokens_option,
+)
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
@@ -79,7 +86,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.selectors import TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
@@ -103,7 +110,8 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images"),
 )
 THRESHOLD = 150.0
-MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
+MASSIVE = 100.0
+MASSIVE_RATIO = 1000.0
 # A token of an image: its norm, a copy for the median, and what is left of it without a block.
 BYTES_A_TOKEN = 8 * 5
 PIECE_BYTES = 16 << 20  # of tokens whose means are computed at a time
@@ -123,9 +131,12 @@ def run(
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     tokens: Annotated[Sequence[str], tokens_option(TOKENS, "all and each")] = (),
     threshold: Annotated[
-        float, Option("Norm above which outlier_share counts a patch.", metavar="NORM", above=0)
+        float,
+        Option("Norm above which outlier_share counts a patch.", metavar="NORM", above=0),
     ] = THRESHOLD,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """One row per store, site, metric and token, or kind of token.
 
@@ -164,7 +175,9 @@ def run(
             work = _Site(store, picked, execution, tokens, threshold, metrics)
             for site in own:
                 parts += work(site)
-            sources[store.label] = {site.name: norm_source(store, site).describe() for site in own}
+            sources[store.label] = {
+                site.name: norm_source(store, site).describe() for site in own
+            }
     notes = {
         "interval": {
             "norm, massive_top1, massive_ratio, neighbour_cos": METHODS["mean"],
@@ -179,15 +192,21 @@ def run(
         "norms_from": sources,
         "stream": "blocks: the residual stream before any final norm",
         "seed": execution.seed,
-        "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
+        "images": {
+            s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)
+        },
         **({"clip": seen} if (seen := frames_seen(selected.stores[0])) else {}),
         **selected.notes(),
     }
-    layouts = [store.site(site.name).layout for store, own in selected.members for site in own]
+    layouts = [
+        store.site(site.name).layout for store, own in selected.members for site in own
+    ]
     return Table.concat(parts, in_time(COLUMNS, layouts), notes)
 
 
-def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> list[SiteSpec]:
+def _sites(
+    store: Store, patterns: Sequence[str], metrics: Sequence[str]
+) -> list[SiteSpec]:
     """The sites that have norms; those pooled away are named, including vectors.
 
     Raises:
@@ -197,7 +216,9 @@ def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> lis
     chosen = sites_of(store, patterns)
     with_tokens = [site for site in chosen if site.layout is not None]
     if not with_tokens:
-        raise SiteError(f"{chosen[0].name} of {store.label} has no tokens; expected e.g. blocks")
+        raise SiteError(
+            f"{chosen[0].name} of {store.label} has no tokens; expected e.g. blocks"
+        )
     measured: list[SiteSpec] = []
     lacking: list[MissingInput] = []
     for site in with_tokens:
@@ -212,7 +233,9 @@ def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> lis
         raise lacking[0]
     left = [site.name for site in chosen if site not in measured]
     if left:
-        log.info("%s: no norms of %s (vectors, or pooled only)", store.label, few(left))
+        log.info(
+            "%s: no norms of %s (vectors, or pooled only)", store.label, abbreviate(left)
+        )
     return measured
 
 
@@ -226,8 +249,11 @@ class _Site:
         threshold: float,
         metrics: Sequence[str],
     ) -> None:
-        self.store, self.rows, self.execution = store, rows, execution
-        self.tokens, self.threshold = tokens, threshold
+        self.store = store
+        self.rows = rows
+        self.execution = execution
+        self.tokens = tokens
+        self.threshold = threshold
         self.metrics = metrics or METRICS
         self.n = int((rows.mask & store.valid).sum())
         self.labels = block_labels(self.n, None if store.shuffled else execution.seed)
@@ -251,7 +277,8 @@ class _Site:
         ]
 
     def _check_memory(self, name: str, layout: TokenLayout) -> None:
-        need, budget = BYTES_A_TOKEN * self.n * layout.n_tokens, self.execution.budget
+        need = BYTES_A_TOKEN * self.n * layout.n_tokens
+        budget = self.execution.budget
         if need > budget:
             fit = budget // (BYTES_A_TOKEN * layout.n_tokens)
             raise VitseeError(
@@ -266,7 +293,11 @@ class _Site:
         body = None if layout.grid is None else layout.body
         work = ReadTokens(spec.name, source, with_acts, layout.n_prefix, body)
         use = self.execution
-        options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
+        options: dict[str, Any] = {
+            "jobs": use.jobs,
+            "map": use.map,
+            "progress": use.progress,
+        }
         parts = each_slab(self.store, work, rows=self.rows, **options)
         return TokenStatistics.joined(parts, self.n)
 
@@ -299,13 +330,21 @@ class _Site:
 
     def _of_patches(self, place: TokenPlace, norms: Float, above: Any) -> list[Cells]:
         blocks = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
-        for metric, measure in (("outlier_share_mad", share_above_mad), ("bimodality", bimodality)):
+        for metric, measure in (
+            ("outlier_share_mad", share_above_mad),
+            ("bimodality", bimodality),
+        ):
             if metric in self.metrics:
                 estimate = measure(norms, self.labels)
                 blocks.append(_about(place, metric) | jackknife_cells(*estimate, self.n))
         if "norm_histogram" in self.metrics and (bins := histogram(norms)):
             low, high, share = (np.array(of) for of in zip(*bins, strict=True))
-            edges = {"norm_from": low, "norm_to": high, "value": share, "n_images": self.n}
+            edges = {
+                "norm_from": low,
+                "norm_to": high,
+                "value": share,
+                "n_images": self.n,
+            }
             blocks.append(_about(place, "norm_histogram") | edges)
         return blocks
 
@@ -313,7 +352,8 @@ class _Site:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(of.median > 0, of.largest / of.median, np.nan)
         massive = (of.largest > MASSIVE) & (of.largest > MASSIVE_RATIO * of.median)
-        channel, token = _commonest(of.channel), _commonest(of.token)
+        channel = _commonest(of.channel)
+        token = _commonest(of.token)
         named = layout_tokens(layout)[token]
         where = {"channel": channel, "at": named.name}
         values: dict[str, tuple[Any, Cells]] = {
@@ -333,7 +373,8 @@ class _Site:
 
 def _columns(norms: Float, members: Sequence[int]) -> Float:
     """These tokens' norms; a view if they are contiguous."""
-    first, last = members[0], members[-1]
+    first = members[0]
+    last = members[-1]
     if tuple(members) == tuple(range(first, last + 1)):
         return norms[:, first : last + 1]
     return norms[:, members]
@@ -367,7 +408,10 @@ def _commonest(of_images: Integers) -> int:
 def headline(table: Table) -> list[Answer]:
     """The site with most outliers among patches, and the one with the largest activation."""
     said: dict[str, list[str]] = {}
-    units = {"outlier_share_mad": "of patches are outliers", "massive_ratio": "times the median"}
+    units = {
+        "outlier_share_mad": "of patches are outliers",
+        "massive_ratio": "times the median",
+    }
     for metric, unit in units.items():
         token = "patches" if metric == "outlier_share_mad" else None
         for store, rows in by_store(table, metric=metric, token=token, row=None):

@@ -13,7 +13,7 @@ from vitsee_core.figures.curve_panels import CurveGrid, Panel
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles, tile_grid
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     colour_bar,
     count,
@@ -41,7 +41,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVES = (
-    *("outlier_share", "outlier_share_mad", "massive_ratio", "neighbour_cos", "bimodality"),
+    *(
+        "outlier_share",
+        "outlier_share_mad",
+        "massive_ratio",
+        "neighbour_cos",
+        "bimodality",
+    ),
     *("norm_median", "norm", "massive_top1"),
 )
 MOST_CURVES = 4
@@ -76,15 +82,22 @@ def draw_norms(table: Table) -> Figure:
     if not (with_histogram or with_maps or curves):
         return _draw_kinds(rows)
     tiles = [_tiles(own) for own in stores] if with_maps else []
-    histograms = [Grid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
+    histograms = (
+        [PanelGrid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
+    )
     maps = [
-        tile_grid(_strips(cells, sites)) if sites and of_clips(cells)
-        else small_maps(len(sites), 3) if sites else Grid(1, height=2.5)
+        tile_grid(_strips(cells, sites))
+        if sites and of_clips(cells)
+        else small_maps(len(sites), 3)
+        if sites
+        else PanelGrid(1, height=2.5)
         for _, cells, sites in tiles
-    ]  # fmt: skip
+    ]
     below = [CurveGrid.of(len(curves), rows)] if curves else []
     figure, parts = stack(*histograms, *maps, *below)
-    left, of_histograms, curves_of = iter(parts), {}, {}
+    left = iter(parts)
+    of_histograms = {}
+    curves_of = {}
     if with_histogram:
         every = histograms[0].axes(next(left))
         _draw_histograms(histograms[0], every, stores)
@@ -104,7 +117,9 @@ def draw_norms(table: Table) -> Figure:
 
 def _draw_kinds(rows: pl.DataFrame) -> Figure:
     """Norms of the other tokens over depth, of a table without patches."""
-    norms = rows.filter(pl.col("metric").is_in(["norm", "norm_median"]), pl.col("row").is_null())
+    norms = rows.filter(
+        pl.col("metric").is_in(["norm", "norm_median"]), pl.col("row").is_null()
+    )
     grid = CurveGrid.of(1, norms)
     figure, (box,) = stack(grid)
     panels = grid.panels(box, [("norm", norms)])
@@ -129,11 +144,17 @@ def _cells(rows: pl.DataFrame, metric: str) -> pl.DataFrame:
 # ------------------------------------------------------------------------------------ histograms
 
 
-def _draw_histograms(grid: Grid, every: Sequence[Axes], stores: Sequence[pl.DataFrame]) -> None:
+def _draw_histograms(
+    grid: PanelGrid, every: Sequence[Axes], stores: Sequence[pl.DataFrame]
+) -> None:
     from matplotlib.colors import LogNorm
 
-    shares = pl.concat([own.filter(metric="norm_histogram")["value"] for own in stores]).to_numpy()
-    scale = LogNorm(float(shares.min()), max(float(shares.max()), 1.01 * float(shares.min())))
+    shares = pl.concat(
+        [own.filter(metric="norm_histogram")["value"] for own in stores]
+    ).to_numpy()
+    scale = LogNorm(
+        float(shares.min()), max(float(shares.max()), 1.01 * float(shares.min()))
+    )
     for axes, own in zip(every, stores, strict=True):
         image = _draw_histogram(axes, own, scale)
         axes.set_title(shorten(own["store"][0], 28))
@@ -145,30 +166,43 @@ def _draw_histograms(grid: Grid, every: Sequence[Axes], stores: Sequence[pl.Data
 def _draw_histogram(axes: Axes, rows: pl.DataFrame, scale: Any) -> Any:
     bins = rows.filter(metric="norm_histogram")
     sites = bins["site"].unique(maintain_order=True).to_list()
-    places = pl.col("site").cast(pl.String).replace_strict({s: i for i, s in enumerate(sites)})
+    places = (
+        pl.col("site").cast(pl.String).replace_strict({s: i for i, s in enumerate(sites)})
+    )
     low, high = (8 * np.log2(bins[name].to_numpy()) for name in ("norm_from", "norm_to"))
-    first, last = np.round(low.min()), np.round(high.max())
+    first = np.round(low.min())
+    last = np.round(high.max())
     values = np.full((int(last - first), len(sites)), np.nan)
     columns = bins.select(places).to_series().to_numpy()
     values[np.round(low - first).astype(int), columns] = bins["value"].to_numpy()
-    x, edges = np.arange(len(sites) + 1) - 0.5, np.arange(first, last + 1)
+    x = np.arange(len(sites) + 1) - 0.5
+    edges = np.arange(first, last + 1)
     image = axes.pcolormesh(x, 2.0 ** (edges / 8), values, norm=scale, cmap="viridis")
     among = rows.filter(pl.col("site").is_in(sites))
     for kind, mark in KIND_LOOKS.items():
         own = among.filter(metric="norm", token=kind).select(places, "value")
         if len(own):
             axes.plot(
-                *own.get_columns(), color="white", marker=mark, linewidth=1,
-                label=token_words(kind), markeredgecolor="black", markeredgewidth=0.6,
-            )  # fmt: skip
+                *own.get_columns(),
+                color="white",
+                marker=mark,
+                linewidth=1,
+                label=token_words(kind),
+                markeredgecolor="black",
+                markeredgewidth=0.6,
+            )
     medians = among.filter(metric="norm_median", token="patches").select(places, "value")
     if len(medians):
         axes.plot(*medians.get_columns(), color="white", linewidth=2.2)
-        axes.plot(*medians.get_columns(), color="black", linewidth=1.1, label="median patch")
+        axes.plot(
+            *medians.get_columns(), color="black", linewidth=1.1, label="median patch"
+        )
     axes.set_yscale("log")
     plain_log_ticks(axes.yaxis)
     axes.grid(False)
-    blocks = dict(rows.select("site", pl.col("block").cast(pl.String).fill_null("")).iter_rows())
+    blocks = dict(
+        rows.select("site", pl.col("block").cast(pl.String).fill_null("")).iter_rows()
+    )
     ticks = SiteAxis.of([(rows["store"][0], site) for site in sites], blocks)
     ticks.ticks(16).put_on(axes.xaxis)
     return image
@@ -184,13 +218,15 @@ def _tiles(own: pl.DataFrame) -> tuple[str, pl.DataFrame, list[str]]:
     above = (fixed["value"] > 0).any() or not len(relative)
     metric, cells = (MAPS[0], fixed) if above else (MAPS[1], relative)
     most = cells.group_by("site", maintain_order=True).agg(pl.col("value").max())
-    chosen = most.filter(pl.col("value") > 0).sort("value", descending=True, maintain_order=True)
+    chosen = most.filter(pl.col("value") > 0).sort(
+        "value", descending=True, maintain_order=True
+    )
     shown = {*chosen["site"].head(TILES)}
     return metric, cells, [site for site in most["site"] if site in shown]
 
 
 def _draw_maps(
-    grid: Grid,
+    grid: PanelGrid,
     part: Any,
     own: pl.DataFrame,
     metric: str,
@@ -202,7 +238,11 @@ def _draw_maps(
     if not sites:
         name_part(part, f"{name}: no patch is an outlier")
         return
-    above = "norm is above the threshold" if metric == MAPS[0] else "norm is above median + 6 MAD"
+    above = (
+        "norm is above the threshold"
+        if metric == MAPS[0]
+        else "norm is above median + 6 MAD"
+    )
     text = f"{name}: patches whose {above}, in the layers with most"
     name_part(part, text)
     top: Any = cells["value"].max()
@@ -214,13 +254,20 @@ def _draw_maps(
         of_site = cells.filter(site=site)
         rows, cols = of_site.select("row", "col").max().row(0)
         map_axes(axes)
-        look: dict[str, Any] = {"vmin": 0, "vmax": top, "cmap": "magma", "origin": "upper"}
+        look: dict[str, Any] = {
+            "vmin": 0,
+            "vmax": top,
+            "cmap": "magma",
+            "origin": "upper",
+        }
         image = axes.imshow(place_values(of_site, (rows + 1, cols + 1)), **look)
         map_title(axes, grid, site_words(site))
     bars_at_ends(grid, every, image, "share of images")
 
 
-def _strips(cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = None) -> Tiles:
+def _strips(
+    cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = None
+) -> Tiles:
     """The maps of clips: a line per site, a column per place in time, as many as there is room
     for. n_frames: sampled of a clip, as many as there are places where None."""
     maps: dict[tuple[int, int], Float] = {}
@@ -239,7 +286,7 @@ def _strips(cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = No
 
 
 def _draw_strips(
-    grid: Grid,
+    grid: PanelGrid,
     part: Any,
     cells: pl.DataFrame,
     sites: Sequence[str],
@@ -257,14 +304,17 @@ def _draw_strips(
 # ----------------------------------------------------------------------------------------- curves
 
 
-def _draw_curves(panels: Sequence[Panel], among: pl.DataFrame, threshold: str | None) -> None:
+def _draw_curves(
+    panels: Sequence[Panel], among: pl.DataFrame, threshold: str | None
+) -> None:
     for axes, metric, rows in panels:
         named = metric == "outlier_share" and threshold is not None
         label = f"patches above {threshold}" if named else None
         draw_depth_curves(axes, rows, ylabel=label, among=among)
         if metric in ("massive_ratio", "massive_top1"):
             values = rows["value"].drop_nulls().to_numpy()
-            low, high = values.min(initial=np.inf), values.max(initial=0)
+            low = values.min(initial=np.inf)
+            high = values.max(initial=0)
             if 0 < 10 * low < high:
                 axes.set_yscale("log")
                 axes.set_ylim(0.8 * low, 1.3 * high)

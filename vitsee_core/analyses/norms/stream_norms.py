@@ -89,7 +89,9 @@ def _sum(store: Store, sublayer: str) -> str:
         return f"{block}.{SUMS[word]}"
     # A block that is one sublayer: parallel ones have an `in`; CNNs have not, and an activation
     # may follow.
-    return f"{sublayer}.out" if f"{sublayer}.in" in store.sites else ""
+    if f"{sublayer}.in" in store.sites:
+        return f"{sublayer}.out"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,17 @@ class ReadTokens:
     source: NormSource
     activations: bool  # whether to read these, for what is not a norm
     n_prefix: int  # of its layout
-    body: tuple[int, ...] | None  # (rows, cols) of its grid, of clips (frames, rows, cols)
+    body: (
+        tuple[int, ...] | None
+    )  # (rows, cols) of its grid, of clips (frames, rows, cols)
 
     def __call__(self, slab: Slab) -> TokenStatistics:
         """The statistics of the images that count. Raises VitseeError: a number is not finite."""
         n = int(slab.valid.sum())
         none = np.zeros(0)
-        largest, median, near = none, none, none
+        largest = none
+        median = none
+        near = none
         channel = token = np.zeros(0, np.int64)
         norms = _stored_norms(slab, self.source) if self.source.sublayer else none
         if self.activations or not self.source.sublayer:
@@ -177,7 +183,9 @@ def medians_of_half(x: NDArray[np.float16]) -> Float:
     middle = [(x.shape[1] - 1) // 2, x.shape[1] // 2]
     sizes = x.view(np.uint16) & np.uint16(0x7FFF)
     counts = (np.bincount(of_image, minlength=1 << 15).cumsum() for of_image in sizes)
-    found = np.array([np.searchsorted(below, middle, "right") for below in counts], np.uint16)
+    found = np.array(
+        [np.searchsorted(below, middle, "right") for below in counts], np.uint16
+    )
     return found.view(np.float16).astype(np.float32).mean(1).astype(np.float64)
 
 
@@ -205,7 +213,8 @@ def neighbour_cosines(cells: Float32) -> Float:
     length = np.sqrt(np.einsum("...d,...d->...", x, x))
     there = length > 0
     length[~there] = 1
-    total, count = np.zeros(there.shape), np.zeros(there.shape)
+    total = np.zeros(there.shape)
+    count = np.zeros(there.shape)
     for a, b in (
         ((..., slice(1, None), slice(None)), (..., slice(None, -1), slice(None))),
         ((..., slice(1, None)), (..., slice(None, -1))),
@@ -251,7 +260,8 @@ def _share(ascending: Float) -> float:
 
 def _threshold(ascending: Float) -> float:
     """`mad_threshold` of norms in ascending order."""
-    n, middle = len(ascending), _median(ascending)
+    n = len(ascending)
+    middle = _median(ascending)
     deviations = [_nearest(ascending, middle, k + 1) for k in ((n - 1) // 2, n // 2)]
     return middle + N_MAD * MAD_SCALE * sum(deviations) / 2
 
@@ -259,7 +269,8 @@ def _threshold(ascending: Float) -> float:
 def _nearest(ascending: Float, middle: float, k: int) -> float:
     """The k-th smallest |x - middle|: the k nearest values are contiguous, starting where a
     bisection finds."""
-    low, high = 0, len(ascending) - k
+    low = 0
+    high = len(ascending) - k
     while low < high:
         at = (low + high) // 2
         if middle - ascending[at] > ascending[at + k] - middle:
@@ -271,7 +282,9 @@ def _nearest(ascending: Float, middle: float, k: int) -> float:
 
 def _median(ascending: Float) -> float:
     n = len(ascending)
-    return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2 if n else np.nan
+    if n:
+        return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2
+    return np.nan
 
 
 def _in_order(norms: Float, labels: Integers) -> tuple[Float, NDArray[np.int32]]:
@@ -287,7 +300,9 @@ def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
     coefficient), and the same without each block of images: 1/3 for a normal sample, 5/9 for a
     uniform one, 1 for two equal peaks; NaN if all are equal."""
     # About the mean of all: power sums of few digits lost, whatever the unit.
-    n, total = np.concatenate([_powers(piece, 0.0)[:, :2] for piece in _pieces(norms)]).sum(0)
+    n, total = np.concatenate(
+        [_powers(piece, 0.0)[:, :2] for piece in _pieces(norms)]
+    ).sum(0)
     centre = total / n if n else 0.0
     powers = np.concatenate([_powers(piece, centre) for piece in _pieces(norms)])
     without = [_coefficient(powers[keep].sum(0)) for keep in blocks_out(labels)]
@@ -333,6 +348,10 @@ def histogram(norms: Float) -> list[tuple[float, float, float]]:
         filled, of_each = np.unique(bins, return_counts=True)
         counts.update(dict(zip(filled.tolist(), of_each.tolist(), strict=True)))
     return [
-        (2.0 ** (k / BINS_PER_OCTAVE), 2.0 ** ((k + 1) / BINS_PER_OCTAVE), counts[k] / norms.size)
+        (
+            2.0 ** (k / BINS_PER_OCTAVE),
+            2.0 ** ((k + 1) / BINS_PER_OCTAVE),
+            counts[k] / norms.size,
+        )
         for k in sorted(counts)
     ]

@@ -41,14 +41,32 @@ from vitsee_core.analyses.pca.projection import (
 )
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
-from vitsee_core.figures.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.colours import (
+    CHANNELS,
+    FEWEST,
+    Colours,
+    matched,
+    rotation_to,
+)
+from vitsee_core.figures.patch_maps.photos import (
+    SHOWN,
+    SheetImages,
+    describe_sheet,
+    shown_rows,
+)
 from vitsee_core.figures.patch_maps.views import View, grid_sites
+from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, image_option
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Gather,
+    Offers,
+    Option,
+    image_option,
+)
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.runtime.streaming import Rows
@@ -128,7 +146,9 @@ def run(
         ),
     ] = None,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
     """Rows about the axes of each site, and about each patch of the images that are shown.
 
@@ -154,7 +174,9 @@ def run(
             more than fits the memory.
     """
     if foreground not in FOREGROUND:
-        raise VitseeError(f"no foreground {foreground!r}; expected one of: {', '.join(FOREGROUND)}")
+        raise VitseeError(
+            f"no foreground {foreground!r}; expected one of: {', '.join(FOREGROUND)}"
+        )
     if components < CHANNELS:
         raise VitseeError(
             f"{components} components were asked for; expected 3 or more, as three make the colours"
@@ -166,7 +188,9 @@ def run(
     parts: list[_Store] = []
     for store, chosen in selected.members:
         first = parts[0] if parts else None
-        shown = shown_rows(store, image, None if first is None else first.shown, execution)
+        shown = shown_rows(
+            store, image, None if first is None else first.shown, execution
+        )
         parts.append(_Store(store, chosen, shown, choice, execution))
     first = parts[0]
     lead = _reference(first, reference)
@@ -240,7 +264,10 @@ class _Store:
         choice: _Choice,
         execution: Execution,
     ) -> None:
-        self.store, self.sites, self.choice, self.execution = store, sites, choice, execution
+        self.store = store
+        self.sites = sites
+        self.choice = choice
+        self.execution = execution
         self.rows = execution.rows(store)
         if choice.fit_shown:
             mask = np.zeros(store.n_images, bool)
@@ -248,9 +275,10 @@ class _Store:
             self.rows = Rows(mask, 0, "those shown")
         counted = self.rows.mask & store.valid
         self.blocks = Blocks.of(store, counted, execution.seed)
-        self.shown = Shown(store, View.of(store, sites), shown, sites)
+        self.shown = SheetImages(store, View.of(store, sites), shown, sites)
         self.features = {
-            site.name: choose_features(store, site, "patches", partial=True) for site in sites
+            site.name: choose_features(store, site, "patches", partial=True)
+            for site in sites
         }
         for features in self.features.values():
             self._check(features)
@@ -261,7 +289,9 @@ class _Store:
 
     def _check(self, features: SiteFeatures) -> None:
         """Refuse, before any work, what is not available."""
-        label, dim, name = self.store.label, features.dim, features.site.name
+        label = self.store.label
+        dim = features.dim
+        name = features.site.name
         if self.choice.components > dim:
             raise SiteError(
                 f"{name} of {label} has {dim} channels and so no more components; "
@@ -279,7 +309,9 @@ class _Store:
 
     def measure(self, site: SiteSpec) -> _Site:
         """The axes of a site and the scores of the sample."""
-        features, use, view = self.features[site.name], self.execution, self.shown.view
+        features = self.features[site.name]
+        use = self.execution
+        view = self.shown.view
         layout = self.store.site(site.name).layout
         assert layout is not None
         patches = Patches(view, layout, self.choice.normalise)
@@ -296,7 +328,9 @@ class _Store:
         return _Site(self, site, layout, sums, axes, found, side)
 
     def _sums(self, features: SiteFeatures, patches: Patches) -> list[CovarianceSums]:
-        found = block_sums(features, self.rows, self.blocks.of_rows, self.execution, patches)
+        found = block_sums(
+            features, self.rows, self.blocks.of_rows, self.execution, patches
+        )
         n = sum(part.n for part in found)
         if n < 2:
             raise VitseeError(
@@ -318,8 +352,12 @@ class _Site:
         found: Projected,
         side: int | None,
     ) -> None:
-        self.part, self.site, self.layout = part, site, layout
-        self.axes, self.found, self.side = axes, found, side
+        self.part = part
+        self.site = site
+        self.layout = layout
+        self.axes = axes
+        self.found = found
+        self.side = side
         # Now, so that no site's second moments outlive it.
         counted = part.rows.mask & part.store.valid
         self.of_axes = axis_rows(sums, axes, int(counted.sum()), part.execution.jobs)
@@ -338,7 +376,8 @@ class _Site:
         for name, other in zip(guide.ids, guide.found.rows.tolist(), strict=True):
             if name not in rows:
                 continue
-            view, guides = self.part.shown.view, guide.part.shown.view
+            view = self.part.shown.view
+            guides = guide.part.shown.view
             at = view.cells_like(self.layout, rows[name], guides, guide.layout, other)
             own = self.found.of(rows[name])[:, :CHANNELS]
             keep = ~np.isnan(own[:, 0])
@@ -364,12 +403,15 @@ class _Site:
         for image in self.part.shown.rows:
             scores = self.found.of(image)
             cells = np.flatnonzero(~np.isnan(scores[:, 0]))
-            n, k = len(cells), scores.shape[1]
+            n = len(cells)
+            k = scores.shape[1]
             about: dict[str, Any] = {"image": str(self.part.store.samples.id[image])}
             about |= cell_columns(self.layout, np.tile(cells, k))
             component = np.repeat(np.arange(1, k + 1), n)
             of_patches = {"component": component, "metric": METRICS[-1]}
-            parts.append({**place, **about, **of_patches, "value": scores[cells].T.ravel()})
+            parts.append(
+                {**place, **about, **of_patches, "value": scores[cells].T.ravel()}
+            )
         return parts
 
 
@@ -378,8 +420,12 @@ def at_a_glance(table: Table) -> Table:
     three layers of each model."""
     scores = table.frame.filter(metric="score", component=1)
     first = scores.filter(pl.col("store") == scores["store"][0])
-    image = most_varied(first.filter(pl.col("site") == first["site"][-1]), "image")["image"][0]
-    return some_of(table.filter(pl.col("image").is_null() | (pl.col("image") == image)), site=3)
+    image = most_varied(first.filter(pl.col("site") == first["site"][-1]), "image")[
+        "image"
+    ][0]
+    return some_of(
+        table.filter(pl.col("image").is_null() | (pl.col("image") == image)), site=3
+    )
 
 
 def headline(table: Table) -> list[Answer]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, ClipStrip, of_clips
+from vitsee_core.figures.patch_maps.colours import CHANNELS, Colours
 from vitsee_core.figures.patch_sheets import (
     Map,
     Sheet,
@@ -22,7 +23,6 @@ from vitsee_core.figures.patch_sheets import (
     thinned,
 )
 from vitsee_core.figures.plotting import styled
-from vitsee_core.figures.patch_maps.colours import CHANNELS, Colours
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
@@ -50,7 +50,8 @@ def draw_colours(table: Table) -> Figure:
         for site in sites[store]
     }
     cells = shown.partition_by("store", "site", "image", as_dict=True)
-    lines, clip_lines = [], []
+    lines = []
+    clip_lines = []
     for image in scores["image"].unique(maintain_order=True):
         maps = []
         for store in sites:
@@ -68,7 +69,7 @@ def draw_colours(table: Table) -> Figure:
             maps.append((store, tiles))
         lines.append(SheetLine(image, image, maps))
         strips = [
-            Strip(store, tile.title, tile.values, tile.edges)
+            ClipStrip(store, tile.title, tile.values, tile.edges)
             for store, tiles in maps
             for tile in tiles
         ]
@@ -78,7 +79,9 @@ def draw_colours(table: Table) -> Figure:
     return Sheet(lines, sheet.get("images", {}), _caption(table, sites)).draw()
 
 
-def _colours(notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str) -> Colours:
+def _colours(
+    notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str
+) -> Colours:
     """The colours of a layer: from the notes, else from the scores in the table."""
     said = notes.get("colours", {}).get(store, {}).get(site)
     if said is not None:
@@ -88,7 +91,9 @@ def _colours(notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str
     return Colours.of(np.stack(by_channel, 1))
 
 
-def _rgb(rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
+def _rgb(
+    rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool
+) -> Float:
     """(rows, cols, 4), of clips (frames, rows, cols, 4): what does not count is black, or nothing
     where all patches should."""
     scores = np.full((*shape, CHANNELS), np.nan)
@@ -110,7 +115,9 @@ def _explained(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
 
 def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
     notes = table.notes
-    text = "red, green, blue: the first three principal components of each layer's patches"
+    text = (
+        "red, green, blue: the first three principal components of each layer's patches"
+    )
     if notes.get("normalise"):
         text += ", normalised"
     lines = [f"{text}; %: their share of the variance"]
@@ -118,5 +125,7 @@ def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
         of = f"{shorten(aligned['store'], 20)} {layer_name(aligned['site'])}"
         lines.append(f"turned to be nearest to {of}")
     if notes.get("foreground", "none") != "none":
-        lines.append("black: background, on the other side of the first component of all patches")
+        lines.append(
+            "black: background, on the other side of the first component of all patches"
+        )
     return lines + thinned(table.frame, sites)

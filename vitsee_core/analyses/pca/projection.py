@@ -81,7 +81,11 @@ class Projected:
 
 
 def project(
-    features: SiteFeatures, patches: Patches, axes: PrincipalAxes, rows: Integers, use: Execution
+    features: SiteFeatures,
+    patches: Patches,
+    axes: PrincipalAxes,
+    rows: Integers,
+    use: Execution,
 ) -> Projected:
     """Scores of the site's patches that count, one slab at a time. rows: (images,) of the store,
     valid ones."""
@@ -89,7 +93,9 @@ def project(
     mask[rows] = True
     jobs = max(1, min(use.jobs, use.budget // features.slab_bytes))
     work = _Project(features, patches, axes)
-    parts = list(each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs, map=use.map))
+    parts = list(
+        each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs, map=use.map)
+    )
     return Projected(np.flatnonzero(mask & features.store.valid), np.concatenate(parts))
 
 
@@ -111,7 +117,8 @@ class _Project:
 def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
     """The sign of the first score that is more frequent in the middle of the images: 1 if the mean
     over cells in it is above the mean over the others, else -1."""
-    sums, counts = np.zeros(2), np.zeros(2)
+    sums = np.zeros(2)
+    counts = np.zeros(2)
     low, high = CENTRE
     for row, scores in zip(found.rows.tolist(), found.scores[..., 0], strict=True):
         at = view.centres(layout, row)
@@ -130,7 +137,8 @@ def axis_rows(
     """For each axis its share of the variance, with the jackknife's interval and the value of two
     halves; then for each the absolute cosine between the halves' axes. sums: of each block of
     images, axes and n_images: of all of them."""
-    m, k = len(sums), len(axes.shares)
+    m = len(sums)
+    k = len(axes.shares)
     first, second = (_axes_of(sums[start::2], k) for start in (0, 1))
     work = partial(_shares_without, total(sums), axes)
     left = np.array([*thread_map(jobs)(work, sums)]) if m > 1 else np.empty((0, k))
@@ -138,7 +146,9 @@ def axis_rows(
     agreements: list[dict[str, Any]] = []
     for i in range(k):
         about = {"component": i + 1, "n_examples": axes.n}
-        a, b = (np.nan if one is None else float(one.shares[i]) for one in (first, second))
+        a, b = (
+            np.nan if one is None else float(one.shares[i]) for one in (first, second)
+        )
         cells = jackknife_cells(float(axes.shares[i]), left[:, i], n_images, SHARE)
         shares.append({**about, "metric": OF_AXES[0], "half_a": a, "half_b": b, **cells})
         agreement = np.nan
@@ -151,11 +161,17 @@ def axis_rows(
 
 def _axes_of(sums: Sequence[CovarianceSums], k: int) -> PrincipalAxes | None:
     """Axes of some blocks; None if these have too few patches."""
-    return principal_axes(total(sums), k) if sum(part.n for part in sums) > 1 else None
+    if sum(part.n for part in sums) > 1:
+        return principal_axes(total(sums), k)
+    return None
 
 
-def _shares_without(whole: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums) -> Float:
+def _shares_without(
+    whole: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums
+) -> Float:
     """(k,) shares of the axes of all patches but a block's; NaN if these are too few."""
     left = total([whole])
     left.add(block, -1)
-    return leading_shares(left, axes) if left.n > 1 else np.full(len(axes.shares), np.nan)
+    if left.n > 1:
+        return leading_shares(left, axes)
+    return np.full(len(axes.shares), np.nan)

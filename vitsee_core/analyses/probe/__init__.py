@@ -44,13 +44,13 @@ from vitsee_core.analyses.probe.options import (
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, run_responses
 from vitsee_core.analyses.probe.score import METRICS
 from vitsee_core.declaration import Analysis
-from vitsee_core.truth.labels.labelled_rows import TESTS
-from vitsee_core.truth.masks.segments import Segmentation, as_segmentation
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, Fields, Gather, Offers, metrics_option
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import TESTS
+from vitsee_core.truth.masks.segments import Segmentation, as_segmentation
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
@@ -89,7 +89,8 @@ def run(
     execution: Annotated[
         Execution,
         Offers(
-            "images seed device jobs memory", dask="sites and tokens, and the masks of --masks,"
+            "images seed device jobs memory",
+            dask="sites and tokens, and the masks of --masks,",
         ),
     ] = DEFAULT,
 ) -> Table:

@@ -24,13 +24,17 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.features import compared, require_comparable
 from vitsee_core.features.compared import other_precision
-from vitsee_core.truth.labels.labelled_rows import check_disjoint, shared_ids, training_execution
-from vitsee_core.truth.masks.segments import Examples, Segmentation, examples_of
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import (
+    check_disjoint,
+    shared_ids,
+    training_execution,
+)
+from vitsee_core.truth.masks.segments import Examples, Segmentation, examples_of
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -80,7 +84,9 @@ def _probe(
 ) -> Table:
     """The table of `run_classes` or, with a segmentation, of `run_segments`."""
     if stores.n_ways != 1:
-        raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
+        raise VitseeError(
+            "give exactly one of TEST, --test-split NAME and --holdout SHARE"
+        )
     settings = choose_settings(
         options.preset,
         sites=features.sites,
@@ -150,7 +156,11 @@ def _probe(
             seed=execution.seed,
         )
         works.append(work)
-    if {*metrics} == {"top5"} and works[0].train.n_classes <= TOP and not options.per_class:
+    if (
+        {*metrics} == {"top5"}
+        and works[0].train.n_classes <= TOP
+        and not options.per_class
+    ):
         raise VitseeError(f"no top5: it needs more than {TOP} classes")
     n_probes = sum(work.n_probes for work in works)
     with counting(execution.progress, n_probes, "probes"), works[0].prober.threads():
@@ -175,7 +185,9 @@ def _probe(
         "shots": list(settings.shots) or "all",
         "seeds": list(settings.seeds),
         "seed": execution.seed,
-        "compared": compared(stores.all, words, asked=None if not settings.tokens else ""),
+        "compared": compared(
+            stores.all, words, asked=None if not settings.tokens else ""
+        ),
         "matched_to_last_stage": first.matched,
         WORD: {work.test.store.label: work.blocks.describe() for work in works},
         "remarks": [*remarks, *other_precision(stores.all)],

@@ -11,7 +11,7 @@ from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
-    Grid,
+    PanelGrid,
     bars_at_ends,
     map_axes,
     map_title,
@@ -100,7 +100,9 @@ def _draw_responses(every_row: pl.DataFrame) -> Figure:
 
 def _with_vectors(rows: pl.DataFrame) -> pl.DataFrame:
     """Vectors have no token: they are drawn with the first kind of token in the table."""
-    return rows.with_columns(pl.col("token").fill_null(pl.col("token").drop_nulls().first()))
+    return rows.with_columns(
+        pl.col("token").fill_null(pl.col("token").drop_nulls().first())
+    )
 
 
 def _cells(rows: pl.DataFrame) -> pl.Series:
@@ -113,7 +115,9 @@ def _cells(rows: pl.DataFrame) -> pl.Series:
 def _several_l2(rows: pl.DataFrame) -> bool:
     """Whether one probe has several rows that differ in l2 only."""
     names = ("store", "site", "token", "shots", "metric", "baseline", "class")
-    return bool(rows.select(name for name in names if name in rows.columns).is_duplicated().any())
+    return bool(
+        rows.select(name for name in names if name in rows.columns).is_duplicated().any()
+    )
 
 
 def _draw_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
@@ -131,14 +135,18 @@ def _draw_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
     for key, own in of_probes.items():
         own = own.sort("l2", maintain_order=True, nulls_last=True)
         words = ["" if part is None else str(part) for part in key]
-        parts = [f"shots = {words[i]}" if i == 3 else shorten(words[i], 24) for i in varied]
+        parts = [
+            f"shots = {words[i]}" if i == 3 else shorten(words[i], 24) for i in varied
+        ]
         kind = kinds.index((key[0], *key[2:4]))
         axes.plot(
-            own["l2"], own["value"], color=colours(0.92 * float(own["rel_depth"][0])),
+            own["l2"],
+            own["value"],
+            color=colours(0.92 * float(own["rel_depth"][0])),
             linestyle="--" if key[4] else "-",
             marker=marker(kind) if len(kinds) > 1 and not key[4] else None,
             label="_nolegend_" if key[4] else ", ".join(parts) or words[1],
-        )  # fmt: skip
+        )
     axes.set_xscale("log", base=2)
     axes.set(xlabel="l2", ylabel=ylabel, ylim=(0, None))
 
@@ -172,7 +180,11 @@ def _scale(sites: Sequence[Site]) -> tuple[float, float]:
 
 
 def _draw_maps(
-    grid: Grid, part: Any, title: str, sites: Sequence[Site], scale: tuple[float, float]
+    grid: PanelGrid,
+    part: Any,
+    title: str,
+    sites: Sequence[Site],
+    scale: tuple[float, float],
 ) -> None:
     every = grid.axes(part)
     for axes, (name, values) in zip(every, sites, strict=True):

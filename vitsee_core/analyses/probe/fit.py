@@ -81,14 +81,18 @@ class Task:
         no images to hold out (one shot)."""
         if self.l2s:
             return "given"
-        return self.choose if self.choose == "loo" or draw.held_out.any() else "loo"
+        if self.choose == "loo" or draw.held_out.any():
+            return self.choose
+        return "loo"
 
     def judging(self, draw: Draw) -> Integers:
         """The places of the images that choose a draw's l2."""
         method = self.method(draw)
         if method == "given":
             return draw.places[:0]
-        return draw.places if method == "loo" else draw.places[draw.held_out]
+        if method == "loo":
+            return draw.places
+        return draw.places[draw.held_out]
 
     @property
     def n_l2(self) -> int:
@@ -125,7 +129,9 @@ def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
     return probes + (4 * again * dim if 4 * again * dim <= task.memory // 2 else 0)
 
 
-def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[list[Fitted]]:
+def fit(
+    source: Source, part: slice, draws: Sequence[Draw], task: Task
+) -> list[list[Fitted]]:
     """A probe for each draw and token of the part of the source's tokens. The training images are
     read once; twice if those that choose l2 do not fit the memory."""
     tokens = len(range(*part.indices(source.n_tokens)))
@@ -138,9 +144,13 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
         judged_by[d, draw.places[held]] = True
 
     def empty_stats() -> list[list[SufficientStats]]:
-        return [[SufficientStats(source.dim, task.n_classes) for _ in range(tokens)] for _ in draws]
+        return [
+            [SufficientStats(source.dim, task.n_classes) for _ in range(tokens)]
+            for _ in draws
+        ]
 
-    fitted, held_out = empty_stats(), empty_stats()
+    fitted = empty_stats()
+    held_out = empty_stats()
     again = _looked_at_again(task, draws)
     keep = len(again) > 0 and 4 * len(again) * tokens * source.dim <= task.memory // 2
     kept = np.empty((len(again) if keep else 0, tokens, source.dim), np.float32)
@@ -164,7 +174,9 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
             kept[done : done + len(some)] = some
             done += len(some)
 
-    def summed(due: tuple[SufficientStats, Piece]) -> tuple[SufficientStats, TrainingSums]:
+    def summed(
+        due: tuple[SufficientStats, Piece],
+    ) -> tuple[SufficientStats, TrainingSums]:
         return due[0], due[0].sums_of(due[1])
 
     for sums, part_sums in thread_map(task.jobs)(summed, pieces()):
@@ -172,7 +184,9 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     pairs = [(d, t) for d in range(len(draws)) for t in range(tokens)]
 
     def read_again() -> Iterable[Block]:
-        return _in_memory(again, kept) if keep else source.blocks(part, again)
+        if keep:
+            return _in_memory(again, kept)
+        return source.blocks(part, again)
 
     judges = _judge(pairs, methods, fitted, task, read_again, draws)
 
@@ -240,7 +254,9 @@ def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> N
         judges[pair].count(judged)
 
 
-def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArray[np.float32]]:
+def _chosen(
+    mask: Mask, x: NDArray[np.float32]
+) -> tuple[slice | Integers, NDArray[np.float32]]:
     """The selected images of a block, and their features, which are not copied if all are."""
     if mask.all():
         return slice(None), x
@@ -271,7 +287,8 @@ class Products:
 
     def __init__(self, n: int, m: int, algebra: Algebra) -> None:
         self.algebra = algebra
-        self.kernel, self.cross = np.zeros((n, n)), np.zeros((m, n))
+        self.kernel = np.zeros((n, n))
+        self.cross = np.zeros((m, n))
 
     def start(self, x: Float32) -> None:
         """Begin the next group of features, from the training images (n, features)."""
@@ -303,7 +320,9 @@ def probe_concatenated(
     products of one draw do not fit the memory.
     """
     for numbers in _batches(draws, n_test, task.memory):
-        yield from _side_by_side(train, test, [(d, draws[d]) for d in numbers], task, n_test)
+        yield from _side_by_side(
+            train, test, [(d, draws[d]) for d in numbers], task, n_test
+        )
 
 
 def _batches(draws: Sequence[Draw], n_test: int, memory: int) -> Iterator[list[int]]:
@@ -325,7 +344,11 @@ def _batches(draws: Sequence[Draw], n_test: int, memory: int) -> Iterator[list[i
 
 
 def _side_by_side(
-    train: Source, test: Source, draws: Sequence[tuple[int, Draw]], task: Task, n_test: int
+    train: Source,
+    test: Source,
+    draws: Sequence[tuple[int, Draw]],
+    task: Task,
+    n_test: int,
 ) -> Iterator[tuple[int, Fitted, Float]]:
     """The probes of some draws, which are in memory together; see `probe_concatenated`."""
     every = union([draw.places for _, draw in draws])
@@ -336,7 +359,9 @@ def _side_by_side(
         whole = np.searchsorted(every, draw.places)
         places.append((whole, whole[~held], whole[held]))
     final = [Products(len(whole), n_test, task.algebra) for whole, *_ in places]
-    trial = [Products(len(fitted), len(judge), task.algebra) for _, fitted, judge in places]
+    trial = [
+        Products(len(fitted), len(judge), task.algebra) for _, fitted, judge in places
+    ]
     per_token = 8 * train.dim * sum(3 * len(draw) for _, draw in draws)
     for part in train.groups(task.memory // 2 // per_token):
         x = np.concatenate([x.reshape(len(x), -1) for _, x in train.blocks(part, every)])
@@ -357,12 +382,16 @@ def _side_by_side(
     ):
         l2s = task.l2s
         if method == "loo":
-            factors = from_kernel(last.kernel, labels[whole], task.n_classes, task.algebra)
+            factors = from_kernel(
+                last.kernel, labels[whole], task.n_classes, task.algebra
+            )
             loo = LeaveOneOut(factors, GRID)
             loo.add(last.kernel, labels[whole])
             l2s = (loo.best(),)
         elif method == "holdout":
-            factors = from_kernel(first.kernel, labels[fitted], task.n_classes, task.algebra)
+            factors = from_kernel(
+                first.kernel, labels[fitted], task.n_classes, task.algebra
+            )
             held_out = HeldOut(factors, GRID)
             held_out.add(first.cross, labels[judge])
             l2s = (held_out.best(),)
@@ -374,10 +403,14 @@ def _of_products(
 ) -> Fitted:
     """The probe of the images whose inner products these are, at each l2."""
     if len(l2s) > 1:
-        return Fitted(l2s, from_kernel(products.kernel, labels, task.n_classes, task.algebra))
+        return Fitted(
+            l2s, from_kernel(products.kernel, labels, task.n_classes, task.algebra)
+        )
     kernel = products.kernel.copy()
     kernel[np.diag_indices_from(kernel)] += l2s[0]
-    weights = np.asarray(np.linalg.solve(kernel, targets(labels, task.n_classes)), np.float64)
+    weights = np.asarray(
+        np.linalg.solve(kernel, targets(labels, task.n_classes)), np.float64
+    )
     mean = mean_target(np.bincount(labels, minlength=task.n_classes))
     return Fitted(l2s, Linear(weights, task.algebra.intercept(mean, len(labels), l2s[0])))
 
@@ -423,7 +456,9 @@ def _trained(
             optimiser.param_groups[0]["lr"] = rate
             rows = order[step * batch : (step + 1) * batch].to(device)
             inputs = norm(features[rows]) if training.batch_norm else features[rows]
-            loss = torch.nn.functional.cross_entropy(inputs @ weights + bias, classes[rows])
+            loss = torch.nn.functional.cross_entropy(
+                inputs @ weights + bias, classes[rows]
+            )
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -443,7 +478,9 @@ def fit_sgd(
     """A trained layer for each draw and token of the part; None if training diverged. Raises
     VitseeError: batch normalisation of a single image."""
     if training.batch_norm and min(map(len, draws)) < 2:
-        raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
+        raise VitseeError(
+            "--batch-norm needs the variance of at least 2 training images; found 1"
+        )
     places = union([draw.places for draw in draws])
     tokens = range(*part.indices(source.n_tokens))
     x = np.empty((len(tokens), len(places), source.dim), np.float32)

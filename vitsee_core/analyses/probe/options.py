@@ -20,9 +20,14 @@ from vitsee_core.analyses.probe.settings import (
     parse_intercept,
     parse_l2,
 )
-from vitsee_core.truth.labels.labelled_rows import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TRAIN_IMAGES
 from vitsee_core.runtime.options import Option, sites_option, tokens_option
 from vitsee_core.runtime.parameters import options_of
+from vitsee_core.truth.labels.labelled_rows import (
+    ALLOW_SHARED,
+    PER_CLASS,
+    RANDOM_BASELINE,
+    TRAIN_IMAGES,
+)
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import VECTOR_WORDS
@@ -131,7 +136,11 @@ class ClassOptions:
     ] = ()
     seeds: Annotated[
         int | None,
-        Option("Draw the shots N times: with --seed, --seed + 1, ...", least=1, default=str(SEEDS)),
+        Option(
+            "Draw the shots N times: with --seed, --seed + 1, ...",
+            least=1,
+            default=str(SEEDS),
+        ),
     ] = None
     intercept: Annotated[
         float | str | None,
@@ -152,7 +161,9 @@ class ClassOptions:
     batch_norm: Annotated[bool, Option("sgd: batch-normalise the features.")] = False
     epochs: Annotated[
         int | None,
-        Option("sgd: passes over the training images.", least=1, default=str(Training.epochs)),
+        Option(
+            "sgd: passes over the training images.", least=1, default=str(Training.epochs)
+        ),
     ] = None
     lr: Annotated[
         float | None,

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.probe.options import FeatureOptions, ProbedStores, ResponseOptions
+from vitsee_core.analyses.probe.options import (
+    FeatureOptions,
+    ProbedStores,
+    ResponseOptions,
+)
 from vitsee_core.analyses.probe.responses import (
     SPLITS,
     Responses,
@@ -27,16 +31,15 @@ from vitsee_core.analyses.probe.responses import (
 )
 from vitsee_core.analyses.probe.score import each_selection
 from vitsee_core.analyses.probe.settings import HELD_OUT
-from vitsee_core.features import SiteFeatures, choose_features, compared, require_comparable
+from vitsee_core.features import (
+    SiteFeatures,
+    choose_features,
+    compared,
+    require_comparable,
+)
 from vitsee_core.features.compared import other_precision
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
-from vitsee_core.truth.labels.labelled_rows import (
-    in_split,
-    shared_ids,
-    shared_images,
-    training_execution,
-)
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits, interval_cells
@@ -45,6 +48,12 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import CEILING
+from vitsee_core.truth.labels.labelled_rows import (
+    in_split,
+    shared_ids,
+    shared_images,
+    training_execution,
+)
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Url
@@ -61,7 +70,9 @@ OF_RESPONSES = ("r", "r2")
 FOLDS = 5
 LEAST = 4  # training images: three that fit and one that chooses l2
 LEAST_TESTED = 3  # per test set, as two always correlate by 1 or -1
-Sets = list[tuple[Integers, Integers]]  # places among the training images and the tested, of a fit
+Sets = list[
+    tuple[Integers, Integers]
+]  # places among the training images and the tested, of a fit
 METHOD = (
     "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2, the "
     "training images and the noise ceiling held fixed, and the columns those that were measured; "
@@ -112,12 +123,14 @@ def run_responses(
     """
     if stores.n_ways + (options.folds is not None) > 1:
         raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
-    train, tests = stores.train, stores.tests
+    train = stores.train
+    tests = stores.tests
     require_comparable(train, tests, trains="probe")
     metrics = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
     training = training_execution(execution, tests, stores.split.train_images)
     settings = _settings(options, features, stores.split.allow_shared, execution.seed)
-    response, ids = options.response, options.response_ids
+    response = options.response
+    ids = options.response_ids
     assert response is not None
     place = response if isinstance(response, Url) else Path(response)
     responses = read_responses(place, None if ids is None else Path(ids))
@@ -127,7 +140,9 @@ def run_responses(
             "they are with --response-ids FILE"
         )
     ours = Images.of(train, responses, training)
-    probes, shared, remarks = [], [], []
+    probes = []
+    shared = []
+    remarks = []
     for test in tests or (None,):
         theirs = ours if test is None else Images.of(test, responses, execution)
         both = [images.mask.nonzero()[0] for images in (ours, theirs)]
@@ -135,7 +150,9 @@ def run_responses(
             n_shared = shared_images(train, both[0], test, both[1], settings.allow_shared)
             shared.append(n_shared)
             remarks += shared_ids(train, both[0], test, both[1])
-        sets = _sets(ours, theirs, stores.split.test_split, stores.split.holdout, settings)
+        sets = _sets(
+            ours, theirs, stores.split.test_split, stores.split.holdout, settings
+        )
         probes.append(_probe(ours, theirs, sets, responses, settings))
     chosen = settings.sites, settings.tokens
     items = []
@@ -163,7 +180,9 @@ def run_responses(
             "source": responses.source,
             "columns": len(responses.columns),
             "repeats": len(responses.repeats),
-            "ceiling": None if first.ceiling is None else (
+            "ceiling": None
+            if first.ceiling is None
+            else (
                 "Spearman-Brown corrected correlation of half the repeats with the others, mean "
                 f"of {1 if len(responses.repeats) == 2 else SPLITS} random halves, over tested "
                 "images; r is divided by its root, r2 by it; columns where it is not above 0 have "
@@ -171,16 +190,26 @@ def run_responses(
             ),
         },
         "solver": {
-            "solver": "ridge", "intercept": "not penalised",
+            "solver": "ridge",
+            "intercept": "not penalised",
             "standardised": settings.algebra.standardise,
-            "l2": list(settings.l2s) or f"of each column, from 2^-10 to 2^19: least squared error "
+            "l2": list(settings.l2s)
+            or f"of each column, from 2^-10 to 2^19: least squared error "
             f"on {HELD_OUT:.0%} of the training images",
         },
         "test_sets": len(first.sets),
-        "train": {"store": train.label, "images": len(ours), "without_response": ours.left_out},
+        "train": {
+            "store": train.label,
+            "images": len(ours),
+            "without_response": ours.left_out,
+        },
         "tests": [
-            {"store": probe.test.store.label, "images": probe.n_tested,
-             "without_response": probe.test.left_out} for probe in probes
+            {
+                "store": probe.test.store.label,
+                "images": probe.n_tested,
+                "without_response": probe.test.left_out,
+            }
+            for probe in probes
         ],
         "also_in_train": shared,
         "compared": compared(
@@ -189,20 +218,25 @@ def run_responses(
         WORD: {probe.test.store.label: probe.blocks.describe() for probe in probes},
         "seed": settings.seed,
         "remarks": [*remarks, *other_precision((train, *tests))],
-    }  # fmt: skip
+    }
     names = [name for name in COLUMNS if name != "column" or settings.by_column]
     return Table.from_rows(rows, names, notes)
 
 
 def _sets(
-    ours: Images, theirs: Images, split: str | None, holdout: float | None, settings: Settings
+    ours: Images,
+    theirs: Images,
+    split: str | None,
+    holdout: float | None,
+    settings: Settings,
 ) -> Sets:
     """The images that train and those that test, for each fit, drawn in the data set's own order.
 
     Raises:
         VitseeError: too few images for that.
     """
-    n, everything = len(theirs), np.arange(len(ours))
+    n = len(theirs)
+    everything = np.arange(len(ours))
     order = np.argsort(theirs.store.samples.index[theirs.mask], kind="stable")
     rng = np.random.default_rng((settings.seed, 2))
     if theirs is not ours:
@@ -242,9 +276,16 @@ def _probe(
         responses.check(theirs.rows[test], theirs.store.label)
     ceiling = reliability(responses.repeats[:, theirs.rows[tested]], settings.seed)
     return ResponseProbe(
-        ours, theirs, sets, mean[ours.rows], mean[theirs.rows],
-        replace(blocks, labels=of_place), ceiling, responses.columns, settings,
-    )  # fmt: skip
+        ours,
+        theirs,
+        sets,
+        mean[ours.rows],
+        mean[theirs.rows],
+        replace(blocks, labels=of_place),
+        ceiling,
+        responses.columns,
+        settings,
+    )
 
 
 def _features(
@@ -357,19 +398,23 @@ class ResponseProbe:
         """The rows of features (training images, dim) and (test images, dim)."""
         found: dict[float | None, list[tuple[Sums, Float]]] = {}
         for train, test in self.sets:
-            x_fit, y_fit = x[train], self.y_train[train]
+            x_fit = x[train]
+            y_fit = self.y_train[train]
             chosen: dict[float | None, Float] = {
                 l2: np.full(y_fit.shape[1], l2) for l2 in self.settings.l2s
             } or {None: self._choose(x_fit, y_fit)}
             factors = Factors.of_targets(x_fit, y_fit, self.settings.algebra)
-            coordinates, y = factors.coordinates(z[test]), self.y_test[test]
+            coordinates = factors.coordinates(z[test])
+            y = self.y_test[test]
             labels = self.blocks.labels[test]
             for asked, l2s in chosen.items():
                 p = coordinates @ (factors.rhs / (factors.values[:, np.newaxis] + l2s))
                 sums = Sums.by_block(y - factors.mean_target, p, labels, self.blocks.n)
                 found.setdefault(asked, []).append((sums, l2s))
         for own in found.values():
-            yield from self._of_l2([sums for sums, _ in own], np.stack([l2 for _, l2 in own]))
+            yield from self._of_l2(
+                [sums for sums, _ in own], np.stack([l2 for _, l2 in own])
+            )
         yield from self._ceiling_rows()
 
     def _choose(self, x: Float, y: Float) -> Float:
@@ -380,7 +425,8 @@ class ResponseProbe:
         held[rng.permutation(len(x))[: max(1, round(HELD_OUT * len(x)))]] = True
         factors = Factors.of_targets(x[~held], y[~held], self.settings.algebra)
         coordinates = factors.coordinates(x[held])
-        best, chosen = np.full(y.shape[1], np.inf), np.full(y.shape[1], GRID[-1])
+        best = np.full(y.shape[1], np.inf)
+        chosen = np.full(y.shape[1], GRID[-1])
         for l2 in reversed(GRID):
             error = np.square(factors.scores(coordinates, l2) - y[held]).sum(0)
             better = error < best
@@ -397,7 +443,11 @@ class ResponseProbe:
             usable = np.where(self.ceiling > 0, self.ceiling, np.nan)
             for name, bound in (("r", np.sqrt(usable)), ("r2", usable)):
                 value, replicates, _ = metrics[name]
-                metrics[f"{name}_normalised"] = value / bound, replicates / bound, UNLIMITED
+                metrics[f"{name}_normalised"] = (
+                    value / bound,
+                    replicates / bound,
+                    UNLIMITED,
+                )
         l2 = _geometric(l2s)
         about = {"n_images": self.n_tested, "baseline": ""}
         if self.settings.by_column:
@@ -414,7 +464,8 @@ class ResponseProbe:
                 if not there.any():
                     yield own | {"metric": f"{name}_{word}", "value": np.nan}
                     continue
-                summary, of_blocks = over(value[there]), over(replicates[:, there], axis=1)
+                summary = over(value[there])
+                of_blocks = over(replicates[:, there], axis=1)
                 cells = interval_cells(summary, of_blocks, limits)
                 yield own | {"metric": f"{name}_{word}"} | cells
 
@@ -426,9 +477,12 @@ class ResponseProbe:
             for word, over in (("median", np.median), ("mean", np.mean)):
                 value = float(over(bound)) if len(bound) else np.nan
                 yield {
-                    "metric": f"{name}_{word}", "value": value, "n_images": self.n_tested,
-                    "n_columns": len(bound), "baseline": CEILING,
-                }  # fmt: skip
+                    "metric": f"{name}_{word}",
+                    "value": value,
+                    "n_images": self.n_tested,
+                    "n_columns": len(bound),
+                    "baseline": CEILING,
+                }
 
 
 def _geometric(l2s: Float) -> Float:
@@ -436,7 +490,9 @@ def _geometric(l2s: Float) -> Float:
     return np.where(np.ptp(l2s, 0) > 0, np.exp(np.log(l2s).mean(0)), l2s[0])
 
 
-def _over_sets(sums: Sequence[Sums], score: Callable[[Sums], Float]) -> tuple[Float, Float]:
+def _over_sets(
+    sums: Sequence[Sums], score: Callable[[Sums], Float]
+) -> tuple[Float, Float]:
     """The mean score over test sets, (columns,), and without each block, (blocks, columns)."""
     whole = np.mean([score(own.total()) for own in sums], axis=0)
     return whole, np.mean([score(own.without()) for own in sums], axis=0)

@@ -35,7 +35,7 @@ from vitsee_core.statistics.jackknife import block_sums
 from vitsee_core.types import Float, Integers
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ FOLDS = Option(
     default="5",
     only_with=("response",),
 )
-BY_COLUMN = Option("--response: also a row per column of the responses.", only_with=("response",))
+BY_COLUMN = Option(
+    "--response: also a row per column of the responses.", only_with=("response",)
+)
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,14 @@ class Responses:
                 )
             return np.arange(n)
         place = {name: row for row, name in enumerate(self.ids)}
-        rows = np.array([place.get(name, -1) for name in store.samples.id.tolist()], np.int64)
+        rows = np.array(
+            [place.get(name, -1) for name in store.samples.id.tolist()], np.int64
+        )
         if (rows < 0).all():
             raise VitseeError(
-                f"no image of {store.label} has an id of {self.source}: {few(self.ids[:3])} "
-                f"against {few(store.samples.id[:3].tolist())} (vitsee export --samples lists "
+                f"no image of {store.label} has an id of {self.source}: {abbreviate(self.ids[:3])} "
+                f"against {abbreviate(store.samples.id[:3].tolist())} (vitsee export "
+                "--samples lists "
                 "them)"
             )
         return rows
@@ -142,12 +147,15 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
     """
     if isinstance(path, Url) or path.is_dir():
         if ids is not None:
-            raise VitseeError(f"{path} is a store, which has ids; leave --response-ids out")
+            raise VitseeError(
+                f"{path} is a store, which has ids; leave --response-ids out"
+            )
         return _of_store(open_store(path))
     found = read_arrays(path)
     if len(found.values) != 1:
         raise VitseeError(
-            f"{path} holds {len(found.values)} arrays ({few(list(found.values))}); expected one"
+            f"{path} holds {len(found.values)} arrays ({abbreviate(list(found.values))}); "
+            "expected one"
         )
     ((name, array),) = found.values.items()
     if array.ndim > 3:
@@ -199,7 +207,9 @@ def _of_store(store: Store) -> Responses:
         names += own if len(sites) == 1 else [f"{site.name}:{name}" for name in own]
     values = np.concatenate([store.vectors(site.name)[:] for site in sites], axis=1)
     whole = values[store.valid].astype(np.float64)
-    return Responses(store.samples.id[store.valid].tolist(), whole[np.newaxis], names, store.label)
+    return Responses(
+        store.samples.id[store.valid].tolist(), whole[np.newaxis], names, store.label
+    )
 
 
 SPLITS = 100  # random halves of the repeats
@@ -222,7 +232,9 @@ class Sums:
         """The sums of each block, (blocks, columns), of measured and predicted responses (images,
         columns); labels: (images,) each one's block."""
         parts = (np.ones_like(y), y, p, y * y, p * p, y * p)
-        return cls(*(block_sums(part, labels, n_blocks).swapaxes(-1, -2) for part in parts))
+        return cls(
+            *(block_sums(part, labels, n_blocks).swapaxes(-1, -2) for part in parts)
+        )
 
     def total(self) -> Sums:
         """The sums over all blocks, (columns,)."""
@@ -236,7 +248,8 @@ class Sums:
     def r(self) -> Float:
         """Pearson's correlation; 0 where the prediction has no variance, NaN where y has none."""
         n = np.maximum(self.n, 1)
-        of_y, of_p = self.yy - self.y**2 / n, self.pp - self.p**2 / n
+        of_y = self.yy - self.y**2 / n
+        of_p = self.pp - self.p**2 / n
         both = self.yp - self.y * self.p / n
         flat = of_p <= 1e-12 * self.pp
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -259,7 +272,8 @@ def reliability(repeats: Float, seed: int) -> Float | None:
     n_repeats = len(repeats)
     if n_repeats < 2:
         return None
-    half, rng = n_repeats // 2, np.random.default_rng((seed, 4))
+    half = n_repeats // 2
+    rng = np.random.default_rng((seed, 4))
     n_splits = 1 if n_repeats == 2 else SPLITS
     found = []
     for _ in range(n_splits):

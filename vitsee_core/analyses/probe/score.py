@@ -31,8 +31,6 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
-from vitsee_core.truth.labels.labelled_rows import LabelledRows
-from vitsee_core.truth.masks.segments import Examples
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
@@ -43,6 +41,8 @@ from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
 from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.replicates import WORD
+from vitsee_core.truth.labels.labelled_rows import LabelledRows
+from vitsee_core.truth.masks.segments import Examples
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import Token
@@ -84,7 +84,9 @@ class Tally:
         blocks: Integers | None = None,
     ) -> None:
         """labels, blocks: (images,) class and block of each; without `blocks` there is only one."""
-        self.labels, self.n_classes, self.first = labels, n_classes, first
+        self.labels = labels
+        self.n_classes = n_classes
+        self.first = first
         self.blocks = np.zeros(len(labels), np.int64) if blocks is None else blocks
         self.metrics = METRICS if n_classes > TOP else METRICS[:1]
         n = len(self.metrics)
@@ -103,13 +105,16 @@ class Tally:
         most = np.array((1, TOP)[: len(self.metrics)])
         return ranks[:, np.newaxis] < most[:, np.newaxis]
 
-    def count(self, draw: int, l2s: slice, token: int, places: Integers, right: Mask) -> None:
+    def count(
+        self, draw: int, l2s: slice, token: int, places: Integers, right: Mask
+    ) -> None:
         """Count test images `places` (m,), of a draw and token; right: (l2s, metrics, m), see
         `judged`."""
         at, metric, image = np.nonzero(right)
         row = at * len(self.metrics) + metric
         for total, of in ((self.right, self.labels), (self.in_block, self.blocks)):
-            n_rows, n = right.shape[0] * right.shape[1], total.shape[-1]
+            n_rows = right.shape[0] * right.shape[1]
+            n = total.shape[-1]
             counts = np.bincount(row * n + of[places][image], minlength=n_rows * n)
             total[draw, l2s, token] += counts.reshape(*right.shape[:2], n)
         if token >= self.first:
@@ -125,11 +130,15 @@ class Scorer:
     classes: Sequence[str]  # names of those that have rows of their own
     blocks: Blocks  # of the test images, as in the tally
 
-    def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, tokens: Sequence[Token], tally: Tally, each: bool
+    ) -> Iterator[dict[str, Any]]:
         """The rows of one site, for each number of shots and l2: of each token, then, for `each`,
         of their mean."""
         for shots in dict.fromkeys(draw.shots for draw in self.draws):
-            own = np.array([d for d, draw in enumerate(self.draws) if draw.shots == shots])
+            own = np.array(
+                [d for d, draw in enumerate(self.draws) if draw.shots == shots]
+            )
             for i in range(tally.right.shape[1]):
                 for t, token in enumerate(tokens):
                     base = {
@@ -146,10 +155,16 @@ class Scorer:
                         share = tally.share[own, i, m] / (len(tokens) - tally.first)
                         if tally.failed[own, i, tally.first :].any():
                             share = np.full_like(share, np.nan)
-                        without = self.blocks.means_without(share.mean(0, dtype=np.float64))
-                        yield base | {"metric": metric, WORD: without} | _mean_share(share)
+                        without = self.blocks.means_without(
+                            share.mean(0, dtype=np.float64)
+                        )
+                        yield (
+                            base | {"metric": metric, WORD: without} | _mean_share(share)
+                        )
 
-    def _of_probe(self, tally: Tally, own: Integers, i: int, t: int) -> Iterator[dict[str, Any]]:
+    def _of_probe(
+        self, tally: Tally, own: Integers, i: int, t: int
+    ) -> Iterator[dict[str, Any]]:
         right = tally.right[own, i, t]
         failed = tally.failed[own, i, t]
         labels = self.test.labels
@@ -170,10 +185,15 @@ class Scorer:
     ) -> dict[str, Any]:
         """The cells of a share over seeds, from the numbers of right answers among n, one per seed;
         without: (blocks,) their mean share without each block."""
-        ends = [self.test.ends(right.mean() / max(n, 1), n, int(one), without) for one in right]
+        ends = [
+            self.test.ends(right.mean() / max(n, 1), n, int(one), without)
+            for one in right
+        ]
         low, high = (np.array(column) for column in zip(*ends, strict=True))
         if failed.any():
-            return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
+            return _summary(
+                np.full(len(right), math.nan), low * math.nan, high * math.nan, n
+            )
         # Equal counts give exactly their mean, without spread.
         scores = _summary(right, low, high, n)
         for name in ("value", "std"):
@@ -197,7 +217,9 @@ def _mean_share(share: Float32) -> dict[str, Any]:
     moments.add(share.T)
     summary = moments.summary()
     n = share.shape[1]
-    return _summary(summary.mean, *share_interval(summary.mean, summary.std / np.sqrt(n), n), n)
+    return _summary(
+        summary.mean, *share_interval(summary.mean, summary.std / np.sqrt(n), n), n
+    )
 
 
 def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
@@ -249,7 +271,9 @@ class Prober:
                 if self.training is not None:
                     fitted = fit_sgd(train, part, self.draws, self.task, self.training)
                 else:
-                    fitted = [list(probes) for probes in fit(train, part, self.draws, self.task)]
+                    fitted = [
+                        list(probes) for probes in fit(train, part, self.draws, self.task)
+                    ]
                 self._test(test, part, fitted, tally)
                 done(len(self.draws) * (part.stop - part.start))
         return tally
@@ -257,7 +281,9 @@ class Prober:
     def threads(self) -> AbstractContextManager[None]:
         """A context in which ridge probes' products run in the calling thread. Entering takes some
         milliseconds, so callers with many sites hold it for all."""
-        return nullcontext() if self.training is not None else one_blas_thread()
+        if self.training is not None:
+            return nullcontext()
+        return one_blas_thread()
 
     def side_by_side(self, train: Source, test: Source, what: str) -> Tally:
         """One probe of all tokens together: by inner products if there are more features than
@@ -275,7 +301,8 @@ class Prober:
 
     def _tally(self, tokens: int, first: int) -> Tally:
         sizes = {"draws": len(self.draws), "l2s": self.task.n_l2, "tokens": tokens}
-        labels, n_classes = self.test_labels, self.task.n_classes
+        labels = self.test_labels
+        n_classes = self.task.n_classes
         return Tally(labels, n_classes, first=first, blocks=self.blocks, **sizes)
 
     def _test(
@@ -283,7 +310,8 @@ class Prober:
     ) -> None:
         pairs = [(d, t) for d, probes in enumerate(fitted) for t in range(len(probes))]
         for d, t in pairs:
-            probe, where = fitted[d][t], (d, slice(None), part.start + t)
+            probe = fitted[d][t]
+            where = (d, slice(None), part.start + t)
             tally.failed[where] = probe is None
             tally.blind[where] = probe is not None and probe.blind
             tally.l2s[where] = np.nan if probe is None else probe.l2s
@@ -321,7 +349,9 @@ class SiteProbes:
     scorer: Scorer
     seed: int
 
-    def __call__(self, execution: Execution, item: Item) -> tuple[list[dict[str, Any]], list[str]]:
+    def __call__(
+        self, execution: Execution, item: Item
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         task = replace(self.prober.task, jobs=execution.jobs, memory=execution.budget)
         prober = replace(self.prober, task=task)
         first, second = item
@@ -334,20 +364,25 @@ class SiteProbes:
             )
             random = prober.side_by_side(ours, theirs, "random features")
             return list(self.scorer.rows([Token("")], random, False)), []
-        tokens, each = first.tokens, first.selection == "each"
-        what, progress = f"{first.site.name} ({first.selection})", execution.progress
+        tokens = first.tokens
+        each = first.selection == "each"
+        what = f"{first.site.name} ({first.selection})"
+        progress = execution.progress
         train, test = (
             Stored(features, data, task.jobs, task.memory)
             for features, data in ((first, self.train), (second, self.test))
         )
         if first.site.layout is not None and first.selection == "all":
-            tokens, tally = [Token("all")], prober.side_by_side(train, test, what)
+            tokens = [Token("all")]
+            tally = prober.side_by_side(train, test, what)
             progress.advance(len(prober.draws))
         else:
             skipped = first.n_prefix if each else 0
             tally = prober.each(train, test, what, skipped, progress.advance)
         one_class = len(np.unique(self.train.labels)) == 1
-        return list(self.scorer.rows(tokens, tally, each)), _remarks(first, tally, task, one_class)
+        return list(self.scorer.rows(tokens, tally, each)), _remarks(
+            first, tally, task, one_class
+        )
 
 
 def shape_of_random(features: SiteFeatures) -> tuple[int, int]:
@@ -384,11 +419,14 @@ def each_selection(
                 yield ours, theirs
 
 
-def _remarks(features: SiteFeatures, tally: Tally, task: Task, one_class: bool) -> list[str]:
+def _remarks(
+    features: SiteFeatures, tally: Tally, task: Task, one_class: bool
+) -> list[str]:
     """One sentence each on SGD that diverged, equal features, and an l2 at an end of the grid.
     one_class: all training images have the same label, so that equal scores say nothing about the
     features."""
-    name, out = features.site.name, []
+    name = features.site.name
+    out = []
     if tally.failed.any():
         out.append(
             f"{name}: SGD diverged for {int(tally.failed.sum())} of {tally.failed.size} "
@@ -396,7 +434,9 @@ def _remarks(features: SiteFeatures, tally: Tally, task: Task, one_class: bool) 
         )
     if tally.blind.any() and not one_class:
         tokens = tally.blind.any((0, 1))
-        count = f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
+        count = (
+            f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
+        )
         which = "" if count or features.site.layout is None else f"{features.selection} "
         out.append(
             f"{name}: the {which}features{count} are the same in all training images; their "
@@ -428,12 +468,18 @@ class ProbedSites:
         baselines: Sequence[str],
         seed: int,
     ) -> None:
-        self.prober, self.examples = prober, examples
-        self.train, self.test, self.settings = train, test, settings
+        self.prober = prober
+        self.examples = examples
+        self.train = train
+        self.test = test
+        self.settings = settings
         self.stores = stores
         self.blocks = blocks
-        self.scorer = Scorer(prober.draws, test, train.classes if per_class else (), blocks)
-        self.baselines, self.seed = baselines, seed
+        self.scorer = Scorer(
+            prober.draws, test, train.classes if per_class else (), blocks
+        )
+        self.baselines = baselines
+        self.seed = seed
         self.words: dict[str, list[str]] = {}
         self.matched: dict[str, str] = {}
         self.remarks: list[str] = []
@@ -444,11 +490,15 @@ class ProbedSites:
         per_draw = (1 if x.selection == "all" else len(x.tokens) for x, _ in self._chosen)
         return len(self.prober.draws) * sum(per_draw)
 
-    def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def rows(
+        self, execution: Execution
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows about the model, and those of the baselines."""
         rows: list[dict[str, Any]] = []
         random_rows: list[dict[str, Any]] = []
-        shapes = dict.fromkeys(shape_of_random(ours) for ours, _ in self._chosen if self.baselines)
+        shapes = dict.fromkeys(
+            shape_of_random(ours) for ours, _ in self._chosen if self.baselines
+        )
         items: list[Item] = [*self._chosen, *shapes]
         work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
         results = list(execution.spread(work, items))
@@ -470,11 +520,14 @@ class ProbedSites:
         def read(name: str, word: str | None) -> tuple[SiteFeatures, SiteFeatures]:
             ours, theirs = (
                 self.examples.features(
-                    data, data.store.site(name), word, among=self.stores,
+                    data,
+                    data.store.site(name),
+                    word,
+                    among=self.stores,
                     match_last_stage=self.settings.match_last_stage,
                 )
                 for data in (self.train, self.test)
-            )  # fmt: skip
+            )
             return ours, theirs
 
         chosen = self.settings.sites, self.settings.tokens
@@ -482,7 +535,8 @@ class ProbedSites:
             name = ours.site.name
             self.words.setdefault(name, []).append(ours.selection)
             if ours.matching is not None:
-                grid, patch = " x ".join(map(str, ours.matching.grid)), ours.matching.patch
+                grid = " x ".join(map(str, ours.matching.grid))
+                patch = ours.matching.patch
                 self.matched[name] = (
                     f"patches of {patch} x {patch} cells flattened to {ours.dim} channels, "
                     f"averaged to {grid} cells"

@@ -69,7 +69,11 @@ class Settings:
 
     def describe(self) -> dict[str, str]:
         algebra = self.algebra
-        features = "standardised (std over training images + 1e-5)" if algebra.standardise else ""
+        features = (
+            "standardised (std over training images + 1e-5)"
+            if algebra.standardise
+            else ""
+        )
         intercept = "not penalised"
         if algebra.constant is not None:
             intercept = f"weight of a constant column of {algebra.constant:g}, penalised"
@@ -120,12 +124,15 @@ def choose_settings(
     """
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
-    raghu, big_vision = preset == "raghu", preset == "big_vision"
+    raghu = preset == "raghu"
+    big_vision = preset == "big_vision"
     shots = tuple(sorted(set(shots))) or ((10,) if raghu else ())
     if shots and shots[0] < 1:
         raise VitseeError(f"--shots is {shots[0]}; expected at least 1")
     if seeds is not None and not shots:
-        raise VitseeError("--seeds counts draws of --shots images per class; give --shots too")
+        raise VitseeError(
+            "--seeds counts draws of --shots images per class; give --shots too"
+        )
     if seeds is not None and seeds < 1:
         raise VitseeError(f"--seeds is {seeds}; expected at least 1")
     first = seed + (seeds or SEEDS if shots else 1)
@@ -134,7 +141,9 @@ def choose_settings(
     if isinstance(intercept, str) and intercept != FREE:
         raise VitseeError(f"--intercept is {intercept!r}; expected {FREE} or a number")
     if not isinstance(intercept, str) and not 0 < intercept < float("inf"):
-        raise VitseeError(f"--intercept is {intercept}; expected {FREE} or a number above 0")
+        raise VitseeError(
+            f"--intercept is {intercept}; expected {FREE} or a number above 0"
+        )
     l2s, choose = _parse_l2(l2 or ((1024.0,) if big_vision else ()))
     return Settings(
         tuple(sites) or (("pooled",) if big_vision else ("blocks",)),
@@ -159,7 +168,9 @@ def _parse_l2(values: Sequence[float | str]) -> tuple[tuple[float, ...], str]:
             f"--l2 is {unknown[0]!r}; expected a number, grid, {' or '.join(CHOOSERS)}"
         )
     if choosers and len(values) > 1:
-        raise VitseeError(f"--l2 {choosers[0]} chooses the value; give no other --l2 beside it")
+        raise VitseeError(
+            f"--l2 {choosers[0]} chooses the value; give no other --l2 beside it"
+        )
     if choosers or not values:
         return (), choosers[0] if choosers else "holdout"
     numbers = {float(value) for value in values if not isinstance(value, str)}
@@ -201,7 +212,9 @@ def choose_training(
         raise VitseeError(f"no solver {solver!r}; expected {' or '.join(SOLVERS)}")
     other, others = ("ridge", ridge) if solver == "sgd" else ("sgd", sgd)
     if wrong := [name for name, value in others.items() if value is not None]:
-        raise VitseeError(f"{wrong[0]} belongs to --solver {other}, not to {solver}; leave it out")
+        raise VitseeError(
+            f"{wrong[0]} belongs to --solver {other}, not to {solver}; leave it out"
+        )
     if solver == "ridge":
         return None
     given = {
@@ -234,12 +247,17 @@ def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
     """
     rng = np.random.default_rng(seed)
     order, classes = _by_class(train)
-    picked = [members if shots is None else rng.permutation(members)[:shots] for members in classes]
+    picked = [
+        members if shots is None else rng.permutation(members)[:shots]
+        for members in classes
+    ]
     if shots is not None:
         _check_shots(train, picked, shots)
     places = np.sort(order[np.concatenate(picked)])
     held_out = np.zeros(len(train), bool)
-    held_out[order[_share_of_each(picked, HELD_OUT, np.random.default_rng((seed, 1)))]] = True
+    held_out[
+        order[_share_of_each(picked, HELD_OUT, np.random.default_rng((seed, 1)))]
+    ] = True
     return Draw(shots, seed, places, held_out[places])
 
 
@@ -269,7 +287,9 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
-def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Generator) -> Integers:
+def _share_of_each(
+    classes: Sequence[Integers], share: float, rng: np.random.Generator
+) -> Integers:
     """The places of this share of each class's images: at least one but not all, none of a single
     one."""
     chosen = []
@@ -280,7 +300,9 @@ def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Gen
     return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
 
 
-def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int]) -> list[str]:
+def check_classes(
+    train: LabelledRows, test: LabelledRows, shots: Sequence[int]
+) -> list[str]:
     """Remarks on training images of a single class, and on tested classes without any. Raises
     VitseeError: there are any, and a number of images per class was requested."""
     tested = np.bincount(test.labels, minlength=train.n_classes)
@@ -300,7 +322,9 @@ def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int])
             f"{len(missing)} of the {train.n_classes} classes are tested and have no {train.NOUN} "
             f"(0) in {train.store.label}: {names}; --shots {min(shots)} needs as many of each"
         )
-    untrained = f"no training {train.NOUN} of {len(missing)} classes that are tested: {names}"
+    untrained = (
+        f"no training {train.NOUN} of {len(missing)} classes that are tested: {names}"
+    )
     return [untrained, *remarks]
 
 
@@ -338,12 +362,16 @@ def split_rows(
         return trained, tested
     assert holdout is not None
     if not 0 < holdout < 1:
-        raise VitseeError(f"--holdout is {holdout}; expected a share between 0 and 1, e.g. 0.2")
+        raise VitseeError(
+            f"--holdout is {holdout}; expected a share between 0 and 1, e.g. 0.2"
+        )
     rng = np.random.default_rng((seed, 2))
     of_images = data.held_out(holdout, rng)
-    held, of_what = np.zeros(len(data), bool), "each class"
+    held = np.zeros(len(data), bool)
+    of_what = "each class"
     if of_images is not None:
-        held, of_what = of_images, "the images"
+        held = of_images
+        of_what = "the images"
     else:
         order, classes = _by_class(data)
         held[order[_share_of_each(classes, holdout, rng)]] = True
@@ -426,7 +454,9 @@ class Random:
 
     def groups(self, n_tokens: int) -> list[slice]:
         step = max(1, n_tokens)
-        return [slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)]
+        return [
+            slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)
+        ]
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
         wanted = np.zeros(self.n, bool)

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_panels import draw_depth_panels
-from vitsee_core.figures.plotting import styled
 from vitsee_core.figures.patch_maps.photos import frames_seen
+from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.analyses.propagate.davis import Video
-    from vitsee_core.analyses.propagate.work import Found, VideoWork
+    from vitsee_core.analyses.propagate.work import PropagationScores, VideoWork
     from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,17 @@ headline = partial(best_layers, units={"jf": "mean of J and F"})
 BASELINES = ("still", "grid", "random")
 COLUMNS = (
     *(*SITE, "video", "object"),
-    *("metric", "value", "std", "low", "high", "n_objects", "n_videos", "n_images", "baseline"),
+    *(
+        "metric",
+        "value",
+        "std",
+        "low",
+        "high",
+        "n_objects",
+        "n_videos",
+        "n_images",
+        "baseline",
+    ),
 )
 DRAWN = ("jf", "j", "f")
 METRICS = (*DRAWN, "j_recall", "f_recall", "j_decay", "f_decay")
@@ -134,15 +144,24 @@ def run(
     from vitsee_core.analyses.propagate.davis import find_masks, find_videos
 
     settings = choose_settings(
-        preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
-        temperature=temperature, seeds=seeds, upsample=upsample,
-    )  # fmt: skip
+        preset,
+        context=context,
+        radius=radius,
+        radius_px=radius_px,
+        window=window,
+        top=top,
+        temperature=temperature,
+        seeds=seeds,
+        upsample=upsample,
+    )
     wanted = asked_for(metrics or METRICS, METRICS, "propagate")
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
     if execution.images is not None:
-        raise VitseeError("propagate looks at whole videos; choose them with only=, not images=")
+        raise VitseeError(
+            "propagate looks at whole videos; choose them with only=, not images="
+        )
     execution.check_device()
     chosen = sites or PRESETS[preset or "walmer"].sites
     selected = select_each(stores, chosen, _sites_with_grid)
@@ -155,18 +174,30 @@ def run(
     from vitsee_core.analyses.propagate.work import VideoWork
     from vitsee_core.runtime.device import resolve_device
 
-    with _saving(None if save is None else Path(save), selected.stores, selected.chosen) as folders:
+    with _saving(
+        None if save is None else Path(save), selected.stores, selected.chosen
+    ) as folders:
         work = VideoWork(
-            selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
-            execution.seed, resolve_device(execution.device), folders, execution.progress,
-        )  # fmt: skip
+            selected.stores,
+            selected.chosen,
+            files,
+            used,
+            tuple(dict.fromkeys(baselines)),
+            execution.seed,
+            resolve_device(execution.device),
+            folders,
+            execution.progress,
+        )
         scores = _work_on(work, videos, execution)
     remarks = _remarks(work, scores)
     for remark in remarks:
         log.info("%s", remark)
-    clips = {store.label: seen for store in selected.stores if (seen := frames_seen(store))}
+    clips = {
+        store.label: seen for store in selected.stores if (seen := frames_seen(store))
+    }
     notes = {
-        "interval": INTERVAL, "spread": SPREAD,
+        "interval": INTERVAL,
+        "spread": SPREAD,
         "settings": asdict(settings),
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
         "seed": execution.seed,
@@ -176,9 +207,11 @@ def run(
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
-    }  # fmt: skip
+    }
     names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
-    rows = [row for row in _rows(work, videos, scores, per_video) if row["metric"] in wanted]
+    rows = [
+        row for row in _rows(work, videos, scores, per_video) if row["metric"] in wanted
+    ]
     return Table.from_rows(rows, names, notes)
 
 
@@ -195,9 +228,11 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     return sites
 
 
-def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
+def _work_on(
+    work: VideoWork, videos: Sequence[Video], execution: Execution
+) -> PropagationScores:
     from vitsee_core.analyses.propagate.work import (
-        Found,
+        PropagationScores,
         check_masks,
         cost_of,
         group_bytes,
@@ -206,10 +241,14 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
     )
     from vitsee_core.runtime.lanes import one_torch_thread
 
-    with counting(execution.progress, sum(len(v.frames) for v in videos), "masks") as progress:
+    with counting(
+        execution.progress, sum(len(v.frames) for v in videos), "masks"
+    ) as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
-    groups = group_videos(videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width))
+    groups = group_videos(
+        videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width)
+    )
     jobs = min(jobs, len(groups))
     with one_torch_thread():
         cost = cost_of(work, videos)
@@ -217,14 +256,16 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
         with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
             if execution.map is None:
                 return work_on(work, groups, jobs)
-            total = Found()
+            total = PropagationScores()
             there = partial(_group, replace(work, progress=SILENT))
             for part in execution.spread(there, groups):
                 total.merge(part)
             return total
 
 
-def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
+def _group(
+    work: VideoWork, execution: Execution, group: Sequence[Video]
+) -> PropagationScores:
     from vitsee_core.runtime.lanes import one_torch_thread
 
     with one_torch_thread():
@@ -243,7 +284,9 @@ def _saving(
     if save.exists() or save.is_symlink():
         raise VitseeError(f"{save} exists; --save makes a folder: give another name")
     if not save.absolute().parent.is_dir():
-        raise VitseeError(f"cannot make {save}: there is no folder {save.absolute().parent}")
+        raise VitseeError(
+            f"cannot make {save}: there is no folder {save.absolute().parent}"
+        )
     check_place(save)
     for store in stores:
         if "/" in store.label or store.label in (".", ".."):
@@ -266,7 +309,7 @@ def _saving(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remarks(work: VideoWork, found: Found) -> list[str]:
+def _remarks(work: VideoWork, found: PropagationScores) -> list[str]:
     """Caveats about the numbers."""
     remarks = []
     for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
@@ -292,7 +335,11 @@ def _remarks(work: VideoWork, found: Found) -> list[str]:
             which = f"{store.label}, {grid[0]} x {grid[1]} tokens"
             lost, there = map(sum, zip(*found.lost[key].values(), strict=True))
             if lost:
-                area = "; --seeds area keeps them" if work.settings.seeds == "nearest" else ""
+                area = (
+                    "; --seeds area keeps them"
+                    if work.settings.seeds == "nearest"
+                    else ""
+                )
                 remarks.append(
                     f"{which}: {lost} of {there} objects of the first masks are lost: no token "
                     f"stands for them{area}"
@@ -308,16 +355,20 @@ def _remarks(work: VideoWork, found: Found) -> list[str]:
 
 
 def _rows(
-    work: VideoWork, videos: Sequence[Video], found: Found, per_video: bool
+    work: VideoWork, videos: Sequence[Video], found: PropagationScores, per_video: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows about the models, then those of the baselines."""
     from vitsee_core.analyses.propagate.videos import VideoSummary
 
     for baseline in ("", *work.baselines):
-        for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
+        for number, (store, sites) in enumerate(
+            zip(work.stores, work.sites, strict=True)
+        ):
             for site in sites:
                 place = {**site_columns(store, site), "video": "", "baseline": baseline}
-                summary = VideoSummary.of_scores(videos, found.scores[number, site.name, baseline])
+                summary = VideoSummary.of_scores(
+                    videos, found.scores[number, site.name, baseline]
+                )
                 yield from (place | row for row in summary.rows(per_video))
 
 
@@ -342,7 +393,9 @@ def plot(table: Table) -> Figure:
             axes.set_ylim(0, 1.05 * top if top else 1)
 
     spread = "95 % interval over videos"
-    return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=("n_videos", "videos"))
+    return draw_depth_panels(
+        drawn, metrics, finish, spread=spread, counts=("n_videos", "videos")
+    )
 
 
 ANALYSIS = Analysis(
@@ -354,7 +407,9 @@ ANALYSIS = Analysis(
         "random tokens, and what the grid of tokens allows; models on other grids are compared "
         "with their own ceiling."
     ),
-    source=("Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"),
+    source=(
+        "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
+    ),
     columns=COLUMNS,
     metrics=METRICS,
     run=run,

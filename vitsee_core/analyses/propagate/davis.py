@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.demo.indexed_masks import VOID
 from vitsee_core.images import ImageError
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import is_video, walk
 from vitsee_core.images.selection import named_only
 from vitsee_core.images.videos import STILL, Sampling, Timeline
-from vitsee_core.demo.indexed_masks import VOID
 from vitsee_stores.errors import StoreMismatch, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -122,7 +122,9 @@ def find_masks(path: Path) -> MaskFiles:
     """The masks below DAVIS' own folder, its `Annotations`, or a folder of folders. Raises
     VitseeError: there is no such folder, or no PNG file in it."""
     if not path.is_dir():
-        raise VitseeError(f"no folder {path}; expected that of DAVIS, or one folder per video")
+        raise VitseeError(
+            f"no folder {path}; expected that of DAVIS, or one folder per video"
+        )
     root = path
     if (root / _ANNOTATIONS).is_dir():
         root = root / _ANNOTATIONS
@@ -140,7 +142,9 @@ def find_masks(path: Path) -> MaskFiles:
     return MaskFiles(root, masks)
 
 
-def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = None) -> list[Video]:
+def find_videos(
+    stores: Sequence[Store], masks: MaskFiles, only: Path | None = None
+) -> list[Video]:
     """The videos of these stores, in their order.
 
     Args:
@@ -160,7 +164,8 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
     for store, own in zip(stores[1:], runs[1:], strict=True):
         if other := set(names) ^ set(own):
             raise StoreMismatch(
-                f"{stores[0].label} and {store.label} hold other videos ({few(sorted(other), 3)} "
+                f"{stores[0].label} and {store.label} hold other videos "
+                f"({abbreviate(sorted(other), 3)} "
                 "in one of them only); choose those of both with --only"
             )
     return [_video(name, stores, [own[name] for own in runs], masks) for name in names]
@@ -203,7 +208,9 @@ def _runs(store: Store, only: Path | None) -> dict[str, FrameRows]:
 def _wanted(store: Store, only: Path | None) -> tuple[list[str], NDArray[np.bool_]]:
     """The ids of a store's samples, and which of them `--only` names."""
     ids: list[str] = store.samples.id.tolist()
-    return ids, np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
+    return ids, np.ones(len(ids), bool) if only is None else named_only(
+        only, ids, store.label
+    )
 
 
 def _clips(store: Store, only: Path | None) -> dict[str, FrameRows]:
@@ -248,7 +255,11 @@ def _check_new(store: Store, name: str, folder: str, folders: dict[str, str]) ->
 def _readable(store: Store, runs: dict[str, range]) -> dict[str, range]:
     """The videos with only readable frames; in an unfinished store the others are left out."""
     committed = np.repeat(store.committed, store.plan.slab)
-    kept = {name: rows for name, rows in runs.items() if committed[rows.start : rows.stop].all()}
+    kept = {
+        name: rows
+        for name, rows in runs.items()
+        if committed[rows.start : rows.stop].all()
+    }
     for name, rows in kept.items():
         bad = [row for row in rows if not store.valid[row]]
         if bad:
@@ -267,12 +278,15 @@ def _video(
     store = stores[0]
     runs = _sampled(name, stores, runs, masks)
     frames = [
-        _frames(store, run, masks.of.get(name, {})) for store, run in zip(stores, runs, strict=True)
+        _frames(store, run, masks.of.get(name, {}))
+        for store, run in zip(stores, runs, strict=True)
     ]
     sizes = [store.sizes[list(run.rows)] for store, run in zip(stores, runs, strict=True)]
     for other, own, size in zip(stores[1:], frames[1:], sizes[1:], strict=True):
         if own != frames[0] or (size != sizes[0]).any():
-            raise StoreMismatch(f"{store.label} and {other.label} hold other frames of {name}")
+            raise StoreMismatch(
+                f"{store.label} and {other.label} hold other frames of {name}"
+            )
     for before, after in pairwise(frames[0]):
         if not _natural(before) < _natural(after):
             raise VitseeError(
@@ -308,7 +322,8 @@ def _sampled(
     chosen: list[int] = []
     found = list(runs)
     for k in clips:
-        store, run = stores[k], runs[k]
+        store = stores[k]
+        run = runs[k]
         assert run.clip is not None
         sample = str(store.samples.id[run.rows[0]])
         try:
@@ -359,10 +374,14 @@ def _frames(store: Store, run: FrameRows, masks: Mapping[str, str]) -> tuple[str
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A sort key by which 2 comes before 10."""
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"([0-9]+)", name) if p]
+    return [
+        (int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"([0-9]+)", name) if p
+    ]
 
 
-def _masks(name: str, frames: Sequence[str], masks: MaskFiles, every: bool) -> tuple[str, ...]:
+def _masks(
+    name: str, frames: Sequence[str], masks: MaskFiles, every: bool
+) -> tuple[str, ...]:
     """The file of each frame's mask. every: whether the frames are all of the video."""
     files = masks.of.get(name, {})
     lacking = [frame for frame in frames if frame not in files]
@@ -372,11 +391,12 @@ def _masks(name: str, frames: Sequence[str], masks: MaskFiles, every: bool) -> t
     if lacking:
         raise VitseeError(
             f"{name} has {len(frames)} frames and no mask of {len(lacking)} of them "
-            f"({few(lacking, 2)}): only videos with a mask per frame can be scored"
+            f"({abbreviate(lacking, 2)}): only videos with a mask per frame can be scored"
         )
     if every and (beyond := sorted(files.keys() - set(frames))):
         raise VitseeError(
-            f"{where} has masks of frames that are not in the store ({few(beyond, 2)}); expected "
+            f"{where} has masks of frames that are not in the store "
+            f"({abbreviate(beyond, 2)}); expected "
             f"all frames of {name}"
         )
     return tuple(files[frame] for frame in frames)

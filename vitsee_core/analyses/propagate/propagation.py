@@ -79,7 +79,9 @@ class FrameAxis:
     def pixels_of_cells(self) -> Integers:
         """(cells,) the pixel in the middle of each cell; the border pixel for a cell whose middle
         is beyond the frame."""
-        return np.clip(nearest_places(self.length, self.n, self.low, self.high), 0, self.length - 1)
+        return np.clip(
+            nearest_places(self.length, self.n, self.low, self.high), 0, self.length - 1
+        )
 
     def cells_of_pixels(self, per_cell: int) -> Integers:
         """(pixels,) for each pixel its part of a cell, with `per_cell` parts each, or the nearest
@@ -130,7 +132,8 @@ class FrameMap:
         if how == "nearest":
             seen = labels[self.y.pixels_of_cells()[:, None], self.x.pixels_of_cells()]
             return (seen[..., None] == classes).astype(np.float32)
-        down, across = self.y.weights(), self.x.weights()
+        down = self.y.weights()
+        across = self.x.weights()
         shares = np.stack([down @ (labels == i) @ across.T for i in classes], -1)
         # A cell's edge may exceed the frame slightly, its middle does not.
         return (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
@@ -157,14 +160,22 @@ def frame_map(
         VitseeError: no cell is on the frame.
     """
     if layout is None or layout.grid is None or layout.stride_px is None:
-        raise SiteError(f"{site} has no grid of tokens; propagate needs sites that have one")
+        raise SiteError(
+            f"{site} has no grid of tokens; propagate needs sites that have one"
+        )
     on = place.on_image(layout)
     if not on.any():
-        raise VitseeError(f"no token of {site} lies on frames of {size[1]} x {size[0]} pixels")
+        raise VitseeError(
+            f"no token of {site} lies on frames of {size[1]} x {size[0]} pixels"
+        )
     edges = (place.top, place.bottom), (place.left, place.right)
     y, x = (
         _axis(
-            np.asarray(on.any(1 - i)), layout.stride_px[i], layout.offset_px[i], size[i], edges[i]
+            np.asarray(on.any(1 - i)),
+            layout.stride_px[i],
+            layout.offset_px[i],
+            size[i],
+            edges[i],
         )
         for i in (0, 1)
     )
@@ -175,7 +186,8 @@ def _axis(
     on: Mask, step: float, start: float, length: int, edges: tuple[float, float]
 ) -> FrameAxis:
     cells = np.flatnonzero(on)
-    first, stop = int(cells[0]), int(cells[-1]) + 1
+    first = int(cells[0])
+    stop = int(cells[-1]) + 1
     scale = length / (edges[1] - edges[0])
     begin, low, high, end = (
         _whole((start + i * step - edges[0]) * scale) for i in (0, first, stop, len(on))
@@ -184,14 +196,17 @@ def _axis(
 
 
 def _whole(edge: float) -> float:
-    return float(round(edge)) if abs(edge - round(edge)) < _WHOLE else float(edge)
+    if abs(edge - round(edge)) < _WHOLE:
+        return float(round(edge))
+    return float(edge)
 
 
 # ---------------------------------------------------------------- labels from frame to frame
 
 
 # Queries per strip: enough for efficient products, few enough to skip keys outside the window.
-CPU_QUERIES, GPU_QUERIES = 128, 4096
+CPU_QUERIES = 128
+GPU_QUERIES = 4096
 STRIP_BYTES = 256 << 20
 _TINY = 1e-9
 UPSAMPLED_BYTES = 64 << 20
@@ -219,9 +234,12 @@ class Window:
         device: torch.device,
     ) -> None:
         """radii: of the window, in rows and columns of the grid; None for no window."""
-        self.grid, self.settings, self.device = grid, settings, device
+        self.grid = grid
+        self.settings = settings
+        self.device = device
         self.across = grid[1] > grid[0]  # columns are the longer axis
-        self.long, self.short = max(grid), min(grid)
+        self.long = max(grid)
+        self.short = min(grid)
         self._radii = radii if radii is None or not self.across else (radii[1], radii[0])
 
     @cached_property
@@ -232,20 +250,26 @@ class Window:
         wanted = CPU_QUERIES if self.device.type == "cpu" else GPU_QUERIES
         wanted = min(wanted, max(self.short, STRIP_BYTES // (4 * n_keys)))
         lines = max(1, round(wanted / self.short))
-        return [self._strip(i, min(i + lines, self.long)) for i in range(0, self.long, lines)]
+        return [
+            self._strip(i, min(i + lines, self.long)) for i in range(0, self.long, lines)
+        ]
 
     def _strip(self, start: int, stop: int) -> WindowStrip:
         queries = slice(start * self.short, stop * self.short)
         if self._radii is None:
             return WindowStrip(queries, slice(0, self.long * self.short), None)
         reach = int(self._radii[0])
-        low, high = max(0, start - reach), min(self.long, stop + reach)
+        low = max(0, start - reach)
+        high = min(self.long, stop + reach)
         keys = slice(low * self.short, high * self.short)
         lines = np.arange(low, high)
         along = np.abs(np.arange(start, stop)[:, None] - lines)
         across = np.abs(np.arange(self.short)[:, None] - np.arange(self.short))
-        far = [x / max(r, _TINY) for x, r in zip((along, across), self._radii, strict=True)]
-        a, b = far[0][:, None, :, None], far[1][None, :, None, :]
+        far = [
+            x / max(r, _TINY) for x, r in zip((along, across), self._radii, strict=True)
+        ]
+        a = far[0][:, None, :, None]
+        b = far[1][None, :, None, :]
         square = self.settings.window == "square"
         within = ((np.maximum(a, b) if square else a**2 + b**2) <= 1 + _TINY).reshape(
             queries.stop - queries.start, -1
@@ -277,8 +301,10 @@ class Propagation:
 
     def __init__(self, window: Window, dim: int, n_classes: int) -> None:
         """dim: of the tokens. n_classes: including the background."""
-        self._window, self._settings = window, window.settings
-        n, slots = window.long * window.short, window.settings.context + 1
+        self._window = window
+        self._settings = window.settings
+        n = window.long * window.short
+        slots = window.settings.context + 1
         device = window.device
         # The first frame, then a ring of the last ones.
         self._tokens = torch.empty((slots, n, dim), device=device)
@@ -296,7 +322,9 @@ class Propagation:
         """(tokens, classes) labels of the next frame, valid until the next call."""
         n_slots = min(self._n_seen, self._settings.context) + 1
         for strip in self._window.strips:
-            self._found[strip.queries] = self._labels_of(tokens[strip.queries], strip, n_slots)
+            self._found[strip.queries] = self._labels_of(
+                tokens[strip.queries], strip, n_slots
+            )
         if self._settings.context:
             slot = 1 + self._n_seen % self._settings.context
             self._tokens[slot], self._labels[slot] = tokens, self._found
@@ -327,7 +355,8 @@ class Propagation:
 
     def _with_ties(self, near: Tensor, values: Tensor, labels: Tensor) -> Tensor:
         """Labels of queries with more than `top` tied tokens."""
-        top, temperature = self._settings.top, self._settings.temperature
+        top = self._settings.top
+        temperature = self._settings.temperature
         kept = near >= values[:, top - 1 : top]
         weights = torch.where(kept, torch.exp((near - values[:, :1]) / temperature), 0.0)
         return (weights / weights.sum(1, keepdim=True)) @ labels.flatten(0, 1)
@@ -349,10 +378,13 @@ class Enlarged:
 
     def __init__(self, place: FrameMap, upsample: str, device: torch.device) -> None:
         """upsample: `bilinear`, or `nearest`: the cell that contains the pixel."""
-        self._shape, self._bilinear = place.grid, upsample == "bilinear"
+        self._shape = place.grid
+        self._bilinear = upsample == "bilinear"
         axes = (place.y, place.x)
         self._per_cell = [axis.cell if self._bilinear else 1 for axis in axes]
-        at = [axis.cells_of_pixels(n) for axis, n in zip(axes, self._per_cell, strict=True)]
+        at = [
+            axis.cells_of_pixels(n) for axis, n in zip(axes, self._per_cell, strict=True)
+        ]
         self._rows, self._cols = (torch.from_numpy(of).to(device) for of in at)
         self._unseen = [np.flatnonzero(of < 0) for of in at]
 
@@ -375,12 +407,14 @@ class Enlarged:
             values, classes = self._scaled(maps[start : start + at_once], shape).max(0)
             classes = (classes + start).to(torch.uint8)
             if best is None:
-                best, winner = values, classes
+                best = values
+                winner = classes
             else:
                 better = values > best
                 best = torch.where(better, values, best)
                 winner = torch.where(better, classes, winner)
-        rows, cols = self._rows.clamp(min=0), self._cols.clamp(min=0)
+        rows = self._rows.clamp(min=0)
+        cols = self._cols.clamp(min=0)
         return winner[rows][:, cols]
 
     def _scaled(self, maps: Tensor, shape: list[int]) -> Tensor:
@@ -391,7 +425,8 @@ class Enlarged:
                 maps[None].contiguous(), size=shape, mode="bilinear", align_corners=False
             )[0]
         ends = torch.aminmax(maps.flatten(1), dim=1, keepdim=True)
-        low, high = ends.min[..., None], ends.max[..., None]
+        low = ends.min[..., None]
+        high = ends.max[..., None]
         span = torch.where(high > low, high - low, 1.0)
         low = torch.where((high == low) & (high > 0), -torch.inf, low)
         return (maps - low).div_(span)

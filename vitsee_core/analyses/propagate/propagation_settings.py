@@ -91,7 +91,9 @@ def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     base = PRESETS[preset or "walmer"].settings
-    settings = replace(base, **{name: value for name, value in own.items() if value is not None})
+    settings = replace(
+        base, **{name: value for name, value in own.items() if value is not None}
+    )
     if settings.radius_px is not None or settings.radius == math.inf:
         settings = replace(settings, radius=None)
     for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
@@ -101,10 +103,14 @@ def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
             )
     for name, least in (("context", 0), ("top", 1)):
         if getattr(settings, name) < least:
-            raise VitseeError(f"{name} is {getattr(settings, name)}; expected at least {least}")
+            raise VitseeError(
+                f"{name} is {getattr(settings, name)}; expected at least {least}"
+            )
     for radius in (settings.radius, settings.radius_px):
         if radius is not None and not 0 <= radius < math.inf:
             raise VitseeError(f"the radius is {radius:g}; expected 0 or more")
     if not 0 < settings.temperature < math.inf:
-        raise VitseeError(f"the temperature is {settings.temperature:g}; expected a number above 0")
+        raise VitseeError(
+            f"the temperature is {settings.temperature:g}; expected a number above 0"
+        )
     return settings

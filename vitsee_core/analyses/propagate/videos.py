@@ -29,7 +29,12 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from vitsee_core.analyses.propagate.davis import Video
-from vitsee_core.analyses.propagate.propagation import Enlarged, FrameMap, Propagation, Window
+from vitsee_core.analyses.propagate.propagation import (
+    Enlarged,
+    FrameMap,
+    Propagation,
+    Window,
+)
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.statistics.jackknife import SHARE, block_sums, interval, means_without
 from vitsee_core.statistics.shares import METHOD as SHARES
@@ -77,11 +82,13 @@ class Contour:
 
 def contour_of(mask: Mask) -> Contour:
     """The boundary of (height, width)."""
-    rows, cols = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    rows = np.flatnonzero(mask.any(1))
+    cols = np.flatnonzero(mask.any(0))
     if not len(rows):
         return Contour(np.empty((0, 2), np.int64))
     # Only the object and one pixel around it matter.
-    top, left = max(rows[0] - 1, 0), max(cols[0] - 1, 0)
+    top = max(rows[0] - 1, 0)
+    left = max(cols[0] - 1, 0)
     s = mask[top : rows[-1] + 2, left : cols[-1] + 2]
     edge = np.zeros_like(s)
     edge[:, :-1] = s[:, :-1] ^ s[:, 1:]
@@ -99,7 +106,8 @@ def contour_accuracy(found: Contour, truth: Contour, radius: int) -> float:
     """F of two boundaries."""
     if not len(found.points) or not len(truth.points):
         return float(len(found.points) == len(truth.points))
-    precision, recall = found.share_near(truth, radius), truth.share_near(found, radius)
+    precision = found.share_near(truth, radius)
+    recall = truth.share_near(found, radius)
     if precision + recall == 0:
         return 0.0
     return 2 * precision * recall / (precision + recall)
@@ -119,7 +127,9 @@ def region_similarity(found: Labels, truth: Labels, n_objects: int) -> Float:
 
 def _upto(labels: Labels, largest: int) -> Labels:
     """Labels with those above `largest` set to background."""
-    return labels if labels.max(initial=0) <= largest else np.where(labels > largest, 0, labels)
+    if labels.max(initial=0) <= largest:
+        return labels
+    return np.where(labels > largest, 0, labels)
 
 
 class VideoTruth:
@@ -156,7 +166,9 @@ def decay(values: Float) -> Float:
     """(...) the mean over the first quarter of the frames minus that over the last; values: (...,
     frames). Quarters share a frame at their bounds. (The official code keeps their bounds in 8
     bits, which is wrong from 257 frames on.)"""
-    bounds = np.round(np.linspace(1, values.shape[-1], BINS + 1) + 1e-10).astype(np.int64) - 1
+    bounds = (
+        np.round(np.linspace(1, values.shape[-1], BINS + 1) + 1e-10).astype(np.int64) - 1
+    )
     first, last = (values[..., bounds[i] : bounds[i + 1] + 1] for i in (0, BINS - 1))
     return first.mean(-1) - last.mean(-1)
 
@@ -164,7 +176,8 @@ def decay(values: Float) -> Float:
 def metrics(scores: FrameScores) -> dict[str, Float]:
     """Metric -> (objects,): means over frames (`j`, `f` and their mean `jf`), the share of frames
     above 0.5 (`j_recall`, `f_recall`), and `decay`."""
-    j, f = scores.j, scores.f
+    j = scores.j
+    f = scores.f
     means = {"jf": (j.mean(-1) + f.mean(-1)) / 2, "j": j.mean(-1), "f": f.mean(-1)}
     recalls = {f"{n}_recall": (x > RECALLED).mean(-1) for n, x in (("j", j), ("f", f))}
     return {**means, **recalls, "j_decay": decay(j), "f_decay": decay(f)}
@@ -181,7 +194,9 @@ class VideoRun:
     share, their propagation, and its scores."""
 
     def __init__(self, truth: VideoTruth, where: FrameMap, window: Window) -> None:
-        self._truth, self._where, self._window = truth, where, window
+        self._truth = truth
+        self._where = where
+        self._window = window
         self._n_classes = truth.n_objects + 1
         self._enlarged = Enlarged(where, window.settings.upsample, window.device)
         self._first = self._seeds(0)
@@ -190,7 +205,8 @@ class VideoRun:
     def lost(self) -> tuple[int, int]:
         """Number of objects in the first frame without any token, and of all objects there."""
         first = self._truth.labels[0]
-        there, kept = np.unique(first[first > 0]), np.flatnonzero(self._first.any((0, 1)))
+        there = np.unique(first[first > 0])
+        kept = np.flatnonzero(self._first.any((0, 1)))
         return len(np.setdiff1d(there, kept)), len(there)
 
     def score(
@@ -282,10 +298,14 @@ class VideoSummary:
     n_frames: list[int]
 
     @classmethod
-    def of_scores(cls, videos: Sequence[Video], scores: Mapping[str, FrameScores]) -> VideoSummary:
+    def of_scores(
+        cls, videos: Sequence[Video], scores: Mapping[str, FrameScores]
+    ) -> VideoSummary:
         in_order = [scores[video.name] for video in videos]
         parts = [metrics(one) for one in in_order]
-        values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        values = {
+            name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+        }
         spreads = {
             name: np.concatenate([_std(getattr(one, name), 1) for one in in_order])
             for name in ("j", "f")
@@ -296,7 +316,8 @@ class VideoSummary:
 
     def rows(self, per_video: bool) -> Iterator[dict[str, Any]]:
         """A row per metric; with `per_video`, also one per metric and video, and per object."""
-        m, n = len(self.videos), len(self.of)
+        m = len(self.videos)
+        n = len(self.of)
         counts = {"n_objects": n, "n_videos": m, "n_images": sum(self.n_frames)}
         for name, values in self.values.items():
             sums = block_sums(values, self.of, m)
@@ -322,7 +343,11 @@ class VideoSummary:
         for number in range(int(mine.sum())):
             for name, values in self.values.items():
                 std = self.spreads[name][mine][number] if name in self.spreads else np.nan
-                row = {"metric": name, "value": float(values[mine][number]), "std": float(std)}
+                row = {
+                    "metric": name,
+                    "value": float(values[mine][number]),
+                    "std": float(std),
+                }
                 yield about | row | {"object": number + 1, "n_objects": 1}
 
 

@@ -24,7 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.propagate.davis import MaskFiles, Video
-from vitsee_core.analyses.propagate.propagation import STRIP_BYTES, FrameMap, Window, frame_map
+from vitsee_core.analyses.propagate.propagation import (
+    STRIP_BYTES,
+    FrameMap,
+    Window,
+    frame_map,
+)
 from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings
 from vitsee_core.analyses.propagate.videos import (
     Frames,
@@ -35,8 +40,8 @@ from vitsee_core.analyses.propagate.videos import (
     noise_frames,
     scored,
 )
-from vitsee_core.images.placement import place
 from vitsee_core.demo.indexed_masks import write_mask
+from vitsee_core.images.placement import place
 from vitsee_core.runtime.device import precision_context
 from vitsee_core.runtime.lanes import Stopped, run_lanes
 from vitsee_core.runtime.progress import SILENT, Progress, Silent
@@ -54,7 +59,7 @@ Radii = tuple[float, float] | None
 
 
 @dataclass(frozen=True)
-class Kind:
+class RunShape:
     """The mapping of a frame to the grid, the window, and the number of channels; of clips the
     place in time of each frame in the grid. The cost of a run, and the noise that replaces its
     tokens, depend on these only."""
@@ -79,7 +84,7 @@ class Kind:
 
 
 @dataclass
-class Found:
+class PropagationScores:
     """The result for each row and video: its scores, the share of the frame that no token has seen,
     and the number of objects without any token beside that of all objects."""
 
@@ -90,7 +95,7 @@ class Found:
     def add(self, key: Key, video: str, scores: FrameScores) -> None:
         self.scores.setdefault(key, {})[video] = scores
 
-    def merge(self, other: Found) -> None:
+    def merge(self, other: PropagationScores) -> None:
         """Add the videos of `other`."""
         for key in other.scores:
             self.scores.setdefault(key, {}).update(other.scores[key])
@@ -118,7 +123,7 @@ class VideoWork:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "progress": SILENT}
 
-    def __call__(self, videos: Sequence[Video]) -> Found:
+    def __call__(self, videos: Sequence[Video]) -> PropagationScores:
         """The scores of a group of videos. Raises VitseeError: a mask is damaged or does not fit
         its frame."""
         with torch.inference_mode(), precision_context(self.device, "fp32"):
@@ -128,25 +133,34 @@ class VideoWork:
         """Number of frames that need labels: the last is not scored."""
         return len(video.frames) - (not self.folders)
 
-    def kind(self, number: int, site: SiteSpec, video: Video) -> Kind:
+    def kind(self, number: int, site: SiteSpec, video: Video) -> RunShape:
         transform = self.stores[number].manifest.transform
-        where = frame_map(site.name, site.layout, place(transform, video.size), video.size)
+        where = frame_map(
+            site.name, site.layout, place(transform, video.size), video.size
+        )
         assert site.layout is not None and site.layout.stride_px is not None
         cells = video.rows[number].cells(site.layout)
-        return Kind(where, self.settings.radii(site.layout.stride_px), site.dim, cells)
+        return RunShape(
+            where, self.settings.radii(site.layout.stride_px), site.dim, cells
+        )
 
 
 class _Group:
     """Some videos, with what all sites share computed once."""
 
     def __init__(self, work: VideoWork, videos: Sequence[Video]) -> None:
-        self._work, self._videos = work, videos
-        self._truths = {video.name: VideoTruth(work.masks.read(video)) for video in videos}
-        self._found = Found()
-        self._controls: dict[tuple[str, str, Kind | FrameMap | None], FrameScores] = {}
+        self._work = work
+        self._videos = videos
+        self._truths = {
+            video.name: VideoTruth(work.masks.read(video)) for video in videos
+        }
+        self._found = PropagationScores()
+        self._controls: dict[
+            tuple[str, str, RunShape | FrameMap | None], FrameScores
+        ] = {}
         self._windows: dict[tuple[tuple[int, int], Radii], Window] = {}
 
-    def run(self) -> Found:
+    def run(self) -> PropagationScores:
         """All sites of all stores."""
         for number, (store, sites) in enumerate(
             zip(self._work.stores, self._work.sites, strict=True)
@@ -162,7 +176,8 @@ class _Group:
         return self._found
 
     def _measure(self, number: int, site: SiteSpec, video: Video, frames: Frames) -> None:
-        work, name = self._work, video.name
+        work = self._work
+        name = video.name
         kind = work.kind(number, site, video)
         run = VideoRun(self._truths[name], kind.where, self._window(kind))
         key = number, site.name, ""
@@ -177,9 +192,12 @@ class _Group:
             control = self._control(baseline, video, kind, run)
             self._found.add((number, site.name, baseline), name, control)
 
-    def _control(self, baseline: str, video: Video, kind: Kind, run: VideoRun) -> FrameScores:
+    def _control(
+        self, baseline: str, video: Video, kind: RunShape, run: VideoRun
+    ) -> FrameScores:
         """Computed once per what it depends on."""
-        truth, work = self._truths[video.name], self._work
+        truth = self._truths[video.name]
+        work = self._work
         depends = {"still": None, "grid": kind.where, "random": kind}[baseline]
         key = (baseline, video.name, depends)
         if key in self._controls:
@@ -190,15 +208,19 @@ class _Group:
             scores = scored(truth, run.through_grid)
         else:
             noise = kind.noise(work.seed, video.name)
-            scores = run.score(noise, kind.dim, len(video.frames) - 1, None, work.progress)
+            scores = run.score(
+                noise, kind.dim, len(video.frames) - 1, None, work.progress
+            )
         self._controls[key] = scores
         return scores
 
-    def _window(self, kind: Kind) -> Window:
+    def _window(self, kind: RunShape) -> Window:
         key = kind.where.grid, kind.radii
         if key not in self._windows:
             work = self._work
-            self._windows[key] = Window(kind.where.grid, work.settings, kind.radii, work.device)
+            self._windows[key] = Window(
+                kind.where.grid, work.settings, kind.radii, work.device
+            )
         return self._windows[key]
 
 
@@ -206,7 +228,9 @@ class SiteReader:
     """The grids of a site's frames, slab by slab: the last slab is cached, so that videos in order
     read each once."""
 
-    def __init__(self, store: Store, site: SiteSpec, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, store: Store, site: SiteSpec, rows: Sequence[Sequence[int]]
+    ) -> None:
         """rows: all that will be requested."""
         self._acts = store.acts(site.name, "patches", partial=True)
         self._slab = store.plan.slab
@@ -220,7 +244,10 @@ class SiteReader:
             begin = max(k * self._slab, self._span[0])
             if self._held is None or self._held[0] != k:
                 self._held = None  # free it before reading the next
-                self._held = k, self._acts[begin : min((k + 1) * self._slab, self._span[1])]
+                self._held = (
+                    k,
+                    self._acts[begin : min((k + 1) * self._slab, self._span[1])],
+                )
             found = self._held[1][row - begin]
             yield found if cells is None else found[cells[frame]]
 
@@ -237,8 +264,11 @@ def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Vi
     for video in videos:
         groups.setdefault(video.rows[0].rows[0] // slab, []).append(video)
     grouped = list(groups.values())
-    while len(grouped) < least and (longest := max(grouped, key=len)) and len(longest) > 1:
-        at, half = grouped.index(longest), (len(longest) + 1) // 2
+    while (
+        len(grouped) < least and (longest := max(grouped, key=len)) and len(longest) > 1
+    ):
+        at = grouped.index(longest)
+        half = (len(longest) + 1) // 2
         grouped[at : at + 1] = [longest[:half], longest[half:]]
     return grouped
 
@@ -255,7 +285,8 @@ class _Stoppable(Silent):
     """Forwards what is advanced until the run is stopped; then reporting raises `Stopped`."""
 
     def __init__(self, to: Progress) -> None:
-        self._to, self.ended = to, threading.Event()
+        self._to = to
+        self.ended = threading.Event()
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
         if self.ended.is_set():
@@ -263,9 +294,12 @@ class _Stoppable(Silent):
         self._to.advance(count, size_bytes)
 
 
-def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
+def work_on(
+    work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int
+) -> PropagationScores:
     """All groups, `jobs` at a time. Raises VitseeError: the first error of any group."""
-    total, adding = Found(), threading.Lock()
+    total = PropagationScores()
+    adding = threading.Lock()
 
     def find(group: Sequence[Video], progress: Progress) -> None:
         part = replace(work, progress=progress)(group)
@@ -276,7 +310,9 @@ def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Fo
     return total
 
 
-def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
+def check_masks(
+    masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress
+) -> None:
     """Read every mask once, before any other work. Raises VitseeError: see `MaskFiles.read`."""
 
     def check(video: Video, progress: Progress) -> None:
@@ -288,7 +324,10 @@ def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: 
 
 
 def _each(
-    function: Callable[[T, Progress], None], items: Sequence[T], jobs: int, progress: Progress
+    function: Callable[[T, Progress], None],
+    items: Sequence[T],
+    jobs: int,
+    progress: Progress,
 ) -> None:
     """Apply `function` to every item and to what it reports to, which ends all threads as soon as
     one fails."""
@@ -319,7 +358,8 @@ class Cost:
 
     def line(self, jobs: int) -> str:
         seconds = self.seconds / jobs
-        minutes, hours = seconds / 60, seconds / 3600
+        minutes = seconds / 60
+        hours = seconds / 3600
         about = f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} minutes"
         about = about if hours < 2 else f"{hours:.1f} hours"
         each = 1000 * self.seconds / (self.n_frames * self.n_runs)
@@ -346,7 +386,7 @@ def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
     return Cost(n_frames, len(runs), n_frames * sum(runs))
 
 
-def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
+def _seconds(work: VideoWork, kind: RunShape, truth: VideoTruth) -> float:
     """Time per frame, propagated and scored; the shortest of the last ones."""
     frame = next(noise_frames(work.seed, "", kind.where, kind.dim))
     clock: list[float] = []
@@ -358,7 +398,9 @@ def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
 
     with torch.inference_mode(), precision_context(work.device, "fp32"):
         window = Window(kind.where.grid, work.settings, kind.radii, work.device)
-        VideoRun(truth, kind.where, window).score(frames(), kind.dim, len(truth.labels) - 1)
+        VideoRun(truth, kind.where, window).score(
+            frames(), kind.dim, len(truth.labels) - 1
+        )
     return min(after - before for before, after in pairwise(clock[-MEASURED - 1 :]))
 
 

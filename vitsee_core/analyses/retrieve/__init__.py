@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.retrieve.scoring import Plan, Scores, ranked
-from vitsee_core.analyses.retrieve.search import Features, by_labels, by_truth, check_search
+from vitsee_core.analyses.retrieve.search import (
+    Features,
+    by_labels,
+    by_truth,
+    check_search,
+)
 from vitsee_core.analyses.retrieve.truth import (
     FORMS,
     LABELS,
@@ -69,7 +74,8 @@ COLUMNS = (
     *(*SITE, "query"),
     *("metric", "value", "std", "low", "high", "n_queries", "n_images", "baseline"),
 )
-CHANCE, RANDOM = "chance", "random"
+CHANCE = "chance"
+RANDOM = "random"
 BASELINES = (RANDOM,)
 AT = (1, 5, 10)
 INTERVAL_METHOD = (
@@ -134,7 +140,9 @@ def run(
     form = _checked(known, form, at, execution.images)
     seed = execution.seed
     if unknown := {*baselines} - {*BASELINES}:
-        raise VitseeError(f"no baseline {min(unknown)!r}; expected {', '.join(BASELINES)}")
+        raise VitseeError(
+            f"no baseline {min(unknown)!r}; expected {', '.join(BASELINES)}"
+        )
     selected = select_each(stores, sites, sites_of)
     searches = []
     for store, own, more in _by_model(selected.stores, queries, distractors):
@@ -159,7 +167,8 @@ def run(
     rows: list[dict[str, Any]] = []
     chance_rows: list[dict[str, Any]] = []
     drawn = [
-        dict.fromkeys(of.images.dim for _, of in plan.read.values() if baselines) for plan in plans
+        dict.fromkeys(of.images.dim for _, of in plan.read.values() if baselines)
+        for plan in plans
     ]
     total = sum(
         plan.search.n_images * (len(plan.read) + len(dims))
@@ -172,17 +181,22 @@ def run(
             items = [*(features for _, features in read), *noises]
             results = list(execution.spread(partial(_scores, plan), items))
             of_noise = dict(zip(dims, results[len(read) :], strict=True))
-            for (site, features), (scores, without, remark) in zip(read, results, strict=False):
+            for (site, features), (scores, without, remark) in zip(
+                read, results, strict=False
+            ):
                 if remark:
                     remarks.append(remark)
                     log.info("%s", remark)
                 place = site_columns(plan.search.store, site)
                 rows += [place | row for row in plan.rows(scores, without, per_query)]
-                chance_rows += [place | row | {"baseline": CHANCE} for row in plan.chance_rows()]
+                chance_rows += [
+                    place | row | {"baseline": CHANCE} for row in plan.chance_rows()
+                ]
                 if baselines:
                     noise = of_noise[features.images.dim][:2]
                     chance_rows += [
-                        place | row | {"baseline": RANDOM} for row in plan.rows(*noise, False)
+                        place | row | {"baseline": RANDOM}
+                        for row in plan.rows(*noise, False)
                     ]
     notes = {
         "interval": INTERVAL_METHOD,
@@ -220,7 +234,9 @@ def _checked(
     if form not in FORMS:
         raise VitseeError(f"no average precision {form!r}; expected {' or '.join(FORMS)}")
     if form == "trapezoid" and truth is not None and any(s.top for s in truth.settings):
-        raise VitseeError("map@100 is defined for the plain average precision only; use --ap plain")
+        raise VitseeError(
+            "map@100 is defined for the plain average precision only; use --ap plain"
+        )
     if min(at, default=1) < 1:
         raise VitseeError(f"precision at {min(at)} was asked for; expected 1 or more")
     if truth is not None and images is not None:
@@ -260,12 +276,16 @@ def _by_model(
         yield store, own[0] if own else None, more
 
 
-def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Scores, Scores, str]:
+def _scores(
+    plan: Plan, execution: Execution, features: Features
+) -> tuple[Scores, Scores, str]:
     """The scores of one site: setting -> metric -> (queries,); the same as (blocks, queries)
     without each block of images, if these are the queries; and remarks."""
     from vitsee_core.analyses.retrieve.passes import passes
 
-    parts: dict[Setting, list[list[dict[str, Float]]]] = {one: [] for one, _ in plan.scored}
+    parts: dict[Setting, list[list[dict[str, Float]]]] = {
+        one: [] for one, _ in plan.scored
+    }
     itself = plan.search.itself
     blank = []
     constant = False
@@ -276,11 +296,14 @@ def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Score
             of = [(right, block.above)]
             if itself is not None:
                 label = itself.labels[listed.place]
-                of += [(right & (label != b), block.above - block.in_block[:, b])
-                       for b in range(itself.n)]  # fmt: skip
+                of += [
+                    (right & (label != b), block.above - block.in_block[:, b])
+                    for b in range(itself.n)
+                ]
             found = [
                 plan.scores(
-                    setting, ranked(block.n, listed.query[keep], block.keys[keep], above[keep])
+                    setting,
+                    ranked(block.n, listed.query[keep], block.keys[keep], above[keep]),
                 )
                 for keep, above in of
             ]
@@ -288,20 +311,30 @@ def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Score
         blank.append(block.blank)
         constant = block.constant
     equal = np.concatenate(blank)
-    scores, without = Scores(), Scores()
+    scores = Scores()
+    without = Scores()
     for setting, some in parts.items():
         whole = {
-            metric: np.where(equal, values, np.stack(
-                [np.concatenate([one[k][metric] for one in some]) for k in range(len(some[0]))]
-            ))
+            metric: np.where(
+                equal,
+                values,
+                np.stack(
+                    [
+                        np.concatenate([one[k][metric] for one in some])
+                        for k in range(len(some[0]))
+                    ]
+                ),
+            )
             for metric, values in plan.chance[setting].items()
-        }  # fmt: skip
+        }
         scores[setting] = {metric: values[0] for metric, values in whole.items()}
         without[setting] = {metric: values[1:] for metric, values in whole.items()}
     name = f"{plan.search.store.label} {features.name}"
     remark = ""
     if constant:
-        remark = f"{name}: the vector of every image is the same; its value is that of chance"
+        remark = (
+            f"{name}: the vector of every image is the same; its value is that of chance"
+        )
     elif equal.any():
         remark = (
             f"{name}: {int(equal.sum())} of {len(equal)} queries are zero, with the same "
@@ -326,7 +359,9 @@ def plot(table: Table) -> Figure:
         last = [m for m in metrics if m.partition("_")[0] == f"mp@{ats[-1]}"]
         lines = [[*lines[0], *last]] if len(lines[0]) == 1 else [*lines, last]
     lines = [line for line in lines if line]
-    among = drawn.filter(pl.col("metric").is_in([metric for line in lines for metric in line]))
+    among = drawn.filter(
+        pl.col("metric").is_in([metric for line in lines for metric in line])
+    )
     grids = [CurveGrid.of(len(line), among) for line in lines]
     figure, parts = stack(*grids)
     every: list[Axes] = []

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.retrieve.search import Features, RandomFeatures, Search
 from vitsee_core.features import SiteFeatures
-from vitsee_core.truth.labels.neighbours import in_tiles
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.truth.labels.neighbours import in_tiles
 from vitsee_core.types import Float32, Integers, Mask
 
 TILE_CELLS = 1 << 24
@@ -63,7 +63,9 @@ class Listed:
 
     def among(self, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """(pairs,) which are in one of these lists."""
-        return np.isin(self.name, [i for i, name in enumerate(self.names) if name in names])
+        return np.isin(
+            self.name, [i for i, name in enumerate(self.names) if name in names]
+        )
 
 
 class Counter:
@@ -76,7 +78,10 @@ class Counter:
     ) -> None:
         """n: queries; cosines: theirs; blocks: (images,) of the first places, to count the images
         of each block, too."""
-        self._n, self._listed, self._cosines, self._blocks = n, listed, cosines, blocks
+        self._n = n
+        self._listed = listed
+        self._cosines = cosines
+        self._blocks = blocks
         n_blocks = 0 if blocks is None else int(blocks.max(initial=-1)) + 1
         self._in_block = np.zeros((len(listed.place), n_blocks), np.int32)
         # Until found, an image ranks behind all others; an unreadable one stays there.
@@ -123,7 +128,9 @@ class Counter:
             order = np.argsort(keys)
             passed = np.searchsorted(keys[order], row)
             size = (len(own) + 1) * (n + 1)
-            counts = np.bincount(passed * (n + 1) + label, minlength=size).reshape(-1, n + 1)
+            counts = np.bincount(passed * (n + 1) + label, minlength=size).reshape(
+                -1, n + 1
+            )
             above = counts[:0:-1].cumsum(0)[::-1]
             self._above[own[order]] += above.sum(1)
             self._in_block[own[order]] += above[:, :n].astype(np.int32)
@@ -132,8 +139,11 @@ class Counter:
         self, pairs: Integers, row: Float32, ordered: Float32, places: Integers
     ) -> Integers:
         """Number of images with exactly the cosine of each of these pairs that come before it."""
-        scores, own = self._scores[pairs], self._listed.place[pairs]
-        n: Integers = np.searchsorted(ordered, scores, "right") - np.searchsorted(ordered, scores)
+        scores = self._scores[pairs]
+        own = self._listed.place[pairs]
+        n: Integers = np.searchsorted(ordered, scores, "right") - np.searchsorted(
+            ordered, scores
+        )
         n[own < places[0]] = 0
         for i in np.flatnonzero((own >= places[0]) & (own <= places[-1])).tolist():
             n[i] = np.count_nonzero(row[: np.searchsorted(places, own[i])] == scores[i])
@@ -252,7 +262,9 @@ class _Passes:
     """Reads the vectors of one site."""
 
     def __init__(self, search: Search, features: Features, execution: Execution) -> None:
-        self.search, self.features, self.execution = search, features, execution
+        self.search = search
+        self.features = features
+        self.execution = execution
 
     def queries(self) -> Float32:
         """(queries, dim) in the queries' order."""
@@ -264,7 +276,8 @@ class _Passes:
     def count(self, counter: Counter, listed: Listed, n: int, n_queries: int) -> bool:
         """Find and count all images; returns whether they share one vector. n: queries of this
         block."""
-        search, images = self.search, self.features.images
+        search = self.search
+        images = self.features.images
         tiles = partial(with_places, size=tile_rows(n, self.execution.budget // 4))
         readable = search.readable
         wanted = np.zeros(len(readable), bool)
@@ -275,7 +288,9 @@ class _Passes:
         first_row: Float32 | None = None
         all_equal = True
 
-        def count(features: SiteFeatures | RandomFeatures, rows: Integers, at: Integers) -> None:
+        def count(
+            features: SiteFeatures | RandomFeatures, rows: Integers, at: Integers
+        ) -> None:
             nonlocal first_row, all_equal
             for places, tile in tiles(self._vectors(features, rows), at):
                 counter.count(places, tile)
@@ -300,4 +315,6 @@ class _Passes:
         """Vectors of these rows, all readable, in the store's order."""
         mask = np.zeros(features.store.n_images, bool)
         mask[rows] = True
-        return features.vectors(mask, jobs=self.execution.jobs, memory=self.execution.budget // 4)
+        return features.vectors(
+            mask, jobs=self.execution.jobs, memory=self.execution.budget // 4
+        )

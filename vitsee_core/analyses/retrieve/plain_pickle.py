@@ -25,11 +25,48 @@ from vitsee_stores.errors import VitseeError, reason
 MOST_BYTES = 16 << 20
 JSON_INSTEAD = "give the same as JSON"
 _INSTRUCTIONS = (
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "POP",
+        "POP_MARK",
+        "DUP",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+    ),
+    *(
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+    ),
+    *(
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    ),
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+    *(
+        "EMPTY_LIST",
+        "LIST",
+        "APPEND",
+        "APPENDS",
+        "EMPTY_DICT",
+        "DICT",
+        "SETITEM",
+        "SETITEMS",
+    ),
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
@@ -66,7 +103,9 @@ def read_at_most(path: Path, limit: int, what: str) -> bytes:
 
 def _kind(error: Exception) -> str:
     text = str(error).partition("\n")[0][:120]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if text:
+        return f"{type(error).__name__}: {text}"
+    return type(error).__name__
 
 
 class _Callable:
@@ -92,7 +131,8 @@ class _Type:
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not _TYPE.fullmatch(code):
             raise pickle.UnpicklingError("it has an array of an unknown type")
-        self._code, self._order = code, "="
+        self._code = code
+        self._order = "="
 
     def __setstate__(self, state: Any) -> None:
         order = state[1]
@@ -125,7 +165,11 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, _, raw = state
-        if not isinstance(dtype, _Type) or len(shape) != 1 or not isinstance(shape[0], int):
+        if (
+            not isinstance(dtype, _Type)
+            or len(shape) != 1
+            or not isinstance(shape[0], int)
+        ):
             raise pickle.UnpicklingError("it has an array that is no list of values")
         if not dtype.of_objects:
             self.values = dtype.values(raw, shape[0])
@@ -194,14 +238,18 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
             return super().load()
         except KeyError as error:
             code = error.args[0]
-            text = repr(bytes([code])) if isinstance(code, int) and 0 <= code < 256 else "?"
+            text = (
+                repr(bytes([code])) if isinstance(code, int) and 0 <= code < 256 else "?"
+            )
             raise pickle.UnpicklingError(f"it has the instruction {text[1:]}") from None
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get(module, {}).get(name)
         if known is not None:
             return known
-        more = f" (an array of protocol 5: {JSON_INSTEAD})" if name == "_frombuffer" else ""
+        more = (
+            f" (an array of protocol 5: {JSON_INSTEAD})" if name == "_frombuffer" else ""
+        )
         raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}{more}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -227,7 +275,8 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
         plain = {key: _plain(one, seen) for key, one in value.items()}
     else:
         plain = [
-            _plain(one, seen) for one in (value.values if isinstance(value, _Array) else value)
+            _plain(one, seen)
+            for one in (value.values if isinstance(value, _Array) else value)
         ]
     seen[id(value)] = plain
     return plain

@@ -80,7 +80,8 @@ def average_precision(found: Ranked, form: str, top: int = 0) -> Float:
         form: "trapezoid" or "plain".
         top: only this many nearest images count (plain form); 0 for all.
     """
-    rank, number = found.rank.astype(np.float64), found.number.astype(np.float64)
+    rank = found.rank.astype(np.float64)
+    number = found.number.astype(np.float64)
     terms = (number + 1) / (rank + 1)
     if form == "trapezoid":
         before = np.where(rank == 0, 1.0, number / np.maximum(rank, 1))
@@ -100,7 +101,9 @@ def precision_at(found: Ranked, k: int) -> Float:
     return _over(hits, m)
 
 
-def chance_precision(n_right: Integers, n_images: Integers, form: str, top: int = 0) -> Float:
+def chance_precision(
+    n_right: Integers, n_images: Integers, form: str, top: int = 0
+) -> Float:
     """(queries,) expected average precision in random order.
 
     Args:
@@ -109,14 +112,17 @@ def chance_precision(n_right: Integers, n_images: Integers, form: str, top: int 
         form: as for `average_precision`.
         top: likewise.
     """
-    r, n = n_right.astype(np.float64), n_images.astype(np.float64)
+    r = n_right.astype(np.float64)
+    n = n_images.astype(np.float64)
     others = np.divide(r - 1, n - 1, out=np.ones_like(r), where=n > 1)
     deep = np.minimum(n_images, top) if top else n_images
     harmonic = _harmonic(int(deep.max(initial=0)))[deep]
     # sum over r < deep of (1 + r others) / (r + 1)
     total = harmonic + others * (deep - harmonic)
     plain = _over(r * total, n * (np.minimum(r, top) if top else r))
-    return plain if form == "plain" else np.where(n_right > 0, (plain + _over(r, n)) / 2, np.nan)
+    if form == "plain":
+        return plain
+    return np.where(n_right > 0, (plain + _over(r, n)) / 2, np.nan)
 
 
 def chance_precision_at(n_right: Integers, n_images: Integers, k: int) -> Float:
@@ -198,10 +204,14 @@ class Plan:
             if mask.any():
                 scored.append((setting, mask))
             else:
-                remarks.append(f"{setting.map} is left out: no query has a right image for it")
+                remarks.append(
+                    f"{setting.map} is left out: no query has a right image for it"
+                )
         blocks = search.itself or _of_queries(search.names, seed)
         plan = cls(search, read, form, tuple(dict.fromkeys(at)), scored, blocks, remarks)
-        return replace(plan, metrics=tuple(m for own in plan.chance.values() for m in own))
+        return replace(
+            plan, metrics=tuple(m for own in plan.chance.values() for m in own)
+        )
 
     def only(self, metrics: Sequence[str]) -> Plan:
         """The plan for some of its metrics; settings without any of them are not scored."""
@@ -253,7 +263,9 @@ class Plan:
                 counts = {"n_queries": int(mask.sum()), "n_images": self.search.n_images}
                 yield {"metric": metric, "value": float(values[mask].mean()), **counts}
 
-    def rows(self, scores: Scores, without: Scores, per_query: bool) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, scores: Scores, without: Scores, per_query: bool
+    ) -> Iterator[dict[str, Any]]:
         """One per metric, then one per query.
 
         Args:
@@ -273,9 +285,16 @@ class Plan:
             metric = setting.map.removeprefix("m")
             for i in np.flatnonzero(mask).tolist():
                 about = {"query": self.search.names[i], "n_images": self.search.n_images}
-                yield {"metric": metric, "value": float(values[i]), "baseline": "", **about}
+                yield {
+                    "metric": metric,
+                    "value": float(values[i]),
+                    "baseline": "",
+                    **about,
+                }
 
-    def _row(self, metric: str, values: Float, without: Float | None, mask: Mask) -> dict[str, Any]:
+    def _row(
+        self, metric: str, values: Float, without: Float | None, mask: Mask
+    ) -> dict[str, Any]:
         """The mean over the queries in `mask`."""
         moments = Moments()
         moments.add(values[mask])
@@ -289,7 +308,9 @@ class Plan:
         else:
             replicates = self._means_without(without, mask)
             if is_share:
-                cells |= _ends(*jackknife_share(cells["value"], replicates, cells["n_images"]))
+                cells |= _ends(
+                    *jackknife_share(cells["value"], replicates, cells["n_images"])
+                )
             else:
                 cells |= _ends(*interval(summary.mean, replicates, SHARE)[1:])
         counts = {"n_queries": cells.pop("n_images"), "n_images": self.search.n_images}

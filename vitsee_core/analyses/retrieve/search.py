@@ -12,11 +12,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.retrieve.truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
-from vitsee_core.features import SiteFeatures, check_alike, choose_features, require_comparable
-from vitsee_core.truth.labels.labelled_rows import check_label_spaces, labelled_rows, random_pieces
-from vitsee_core.runtime.machine import counted
+from vitsee_core.analyses.retrieve.truth import (
+    JUNK,
+    ONE,
+    RELEVANT,
+    RetrievalTruth,
+    Setting,
+)
+from vitsee_core.features import (
+    SiteFeatures,
+    check_alike,
+    choose_features,
+    require_comparable,
+)
+from vitsee_core.runtime.machine import plural
 from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.truth.labels.labelled_rows import (
+    check_label_spaces,
+    labelled_rows,
+    random_pieces,
+)
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -135,7 +150,9 @@ class Search:
     def counts(self, setting: Setting) -> tuple[Integers, Integers]:
         """(queries,) right images, and all that count: without those of the other lists."""
         lengths = self._lengths
-        n_right = sum((lengths[n] for n in setting.positives), np.zeros_like(lengths[JUNK]))
+        n_right = sum(
+            (lengths[n] for n in setting.positives), np.zeros_like(lengths[JUNK])
+        )
         return n_right, self.n_images - sum(lengths.values()) + n_right
 
     @property
@@ -160,7 +177,9 @@ class Search:
         return np.array(used, bool) & (self.counts(setting)[0] > 0)
 
 
-def by_labels(store: Store, queries: Store | None, images: int | None, seed: int) -> Search:
+def by_labels(
+    store: Store, queries: Store | None, images: int | None, seed: int
+) -> Search:
     """Every image with a label is a query (those of `queries` if given), and the others of its
     class are right.
 
@@ -174,14 +193,26 @@ def by_labels(store: Store, queries: Store | None, images: int | None, seed: int
     remarks = [] if queries is None else check_label_spaces(data, own)
     lists = _OfClass(data.labels, own.labels, itself=queries is None)
     if queries is None and (twins := len(data) - len(np.unique(data.hashes))):
-        remarks.append(f"{store.label}: {counted(twins, 'images')} occur again (equal bytes)")
+        remarks.append(
+            f"{store.label}: {plural(twins, 'images')} occur again (equal bytes)"
+        )
     names = own.store.samples.id[own.rows].tolist()
-    about = {"images": data.describe()} | ({} if queries is None else {"queries": own.describe()})
+    about = {"images": data.describe()} | (
+        {} if queries is None else {"queries": own.describe()}
+    )
     return Search(
-        store, data.rows, own.store, own.rows, names, lists, ONE, [""] * len(names),
+        store,
+        data.rows,
+        own.store,
+        own.rows,
+        names,
+        lists,
+        ONE,
+        [""] * len(names),
         itself=data.jackknife(seed) if queries is None else None,
-        remarks=tuple(remarks), about=about,
-    )  # fmt: skip
+        remarks=tuple(remarks),
+        about=about,
+    )
 
 
 class _OfClass(Sequence[dict[str, Integers]]):
@@ -189,7 +220,8 @@ class _OfClass(Sequence[dict[str, Integers]]):
     number of images. labels: (images,); queries: (queries,) their labels."""
 
     def __init__(self, labels: Integers, queries: Integers, *, itself: bool) -> None:
-        self._queries, self._itself = queries.tolist(), itself
+        self._queries = queries.tolist()
+        self._itself = itself
         self._places = {int(c): np.flatnonzero(labels == c) for c in np.unique(queries)}
 
     def __len__(self) -> int:
@@ -213,15 +245,19 @@ def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Sear
     """
     own = store if queries is None else queries
     ids = _Ids(store, truth.images)
-    rows = ids.rows(truth.images, f"of the {counted(len(truth.images), 'images')}", truth.source)
+    rows = ids.rows(
+        truth.images, f"of the {plural(len(truth.images), 'images')}", truth.source
+    )
     query_names = [query.name for query in truth.queries if query.use != "ignored"]
     query_rows = _Ids(own, query_names).rows(
-        query_names, f"of the {counted(len(query_names), 'queries')}", truth.source
+        query_names, f"of the {plural(len(query_names), 'queries')}", truth.source
     )
-    bad = [n for n, row in zip(query_names, query_rows, strict=True) if not own.valid[row]]
+    bad = [
+        n for n, row in zip(query_names, query_rows, strict=True) if not own.valid[row]
+    ]
     if bad:
         raise VitseeError(
-            f"{own.label} has {counted(len(bad), 'queries')} of {truth.source} that could not be "
+            f"{own.label} has {plural(len(bad), 'queries')} of {truth.source} that could not be "
             f"read ({_some(bad)}); extract it from images that can"
         )
     searched = np.sort(rows)
@@ -237,21 +273,29 @@ def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Sear
     place = np.searchsorted(searched, rows)
     kept = [query for query in truth.queries if query.use != "ignored"]
     lists = [
-        {name: np.sort(place[list(own_)]) for name, own_ in query.lists.items()} for query in kept
+        {name: np.sort(place[list(own_)]) for name, own_ in query.lists.items()}
+        for query in kept
     ]
     lost = np.flatnonzero(~store.valid[searched])
     remarks = []
     if len(lost):
         some = _some(store.samples.id[searched[lost]].tolist())
         remarks.append(
-            f"{store.label}: {counted(len(lost), 'images')} could not be read, last in every "
+            f"{store.label}: {plural(len(lost), 'images')} could not be read, last in every "
             f"ranking ({some})"
         )
     return Search(
-        store, searched, own, query_rows, query_names, lists, truth.settings,
-        [query.use for query in kept], remarks=tuple(remarks),
+        store,
+        searched,
+        own,
+        query_rows,
+        query_names,
+        lists,
+        truth.settings,
+        [query.use for query in kept],
+        remarks=tuple(remarks),
         about={"images": {"rows": len(searched), "unreadable": len(lost)}},
-    )  # fmt: skip
+    )
 
 
 def check_search(search: Search) -> None:
@@ -263,7 +307,9 @@ def check_search(search: Search) -> None:
         VitseeError: no query has a right image.
     """
     if not any(search.scored(setting).any() for setting in search.settings):
-        raise VitseeError(f"no query of {search.store.label} has a right image to be found")
+        raise VitseeError(
+            f"no query of {search.store.label} has a right image to be found"
+        )
     require_comparable(search.store, search.stores[1:])
     if search.itself is None:
         _check_queries_apart(search)
@@ -299,7 +345,7 @@ def _check_distractors(search: Search) -> None:
         if shared.any():
             n = int(shared.sum())
             raise StoreMismatch(
-                f"{counted(n, 'distractors')} of {store.label} {'is' if n == 1 else 'are'} among "
+                f"{plural(n, 'distractors')} of {store.label} {'is' if n == 1 else 'are'} among "
                 f"the queries and the images of their lists "
                 f"({_some(store.samples.id[shared].tolist())}); leave them out"
             )
@@ -346,7 +392,9 @@ class _Ids:
                 f"{self.store.label} lacks {len(missing)} {what} of {source} ({_some(missing)}); "
                 f"its ids look like {first}"
             )
-        twice = next(((n, own) for n, own in zip(names, rows, strict=True) if len(own) > 1), None)
+        twice = next(
+            ((n, own) for n, own in zip(names, rows, strict=True) if len(own) > 1), None
+        )
         if twice is not None:
             ids = self.store.samples.id[twice[1]].tolist()
             raise MissingInput(

@@ -65,7 +65,9 @@ class Query:
     name: str
     # name -> places in `RetrievalTruth.images`, ascending
     lists: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    box: tuple[float, ...] | None = None  # x0, y0, x1, y1 of the searched object, in pixels
+    box: tuple[float, ...] | None = (
+        None  # x0, y0, x1, y1 of the searched object, in pixels
+    )
     use: str = ""  # of queries that are scored separately
 
 
@@ -78,7 +80,9 @@ class RetrievalTruth:
     queries: tuple[Query, ...]
     settings: tuple[Setting, ...]
     form: str  # default form of the average precision
-    more: bool = False  # all other images of the store except the queries are searched, too
+    more: bool = (
+        False  # all other images of the store except the queries are searched, too
+    )
 
     @property
     def boxed(self) -> bool:
@@ -112,14 +116,20 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
     """The ground truth of a file in the format of ROxford, RParis or Oxford5k. Raises VitseeError:
     names what is wrong."""
     if not isinstance(value, dict) or {*map(_key, value)} != {"imlist", "qimlist", "gnd"}:
-        held = ", ".join(sorted(map(_key, value))[:6]) if isinstance(value, dict) else _kind(value)
+        held = (
+            ", ".join(sorted(map(_key, value))[:6])
+            if isinstance(value, dict)
+            else _kind(value)
+        )
         raise VitseeError(f"{source} has {held or 'nothing'}; {EXPECTED}")
     images = _names(value["imlist"], "imlist", source)
     queries = _names(value["qimlist"], "qimlist", source)
     truth = value["gnd"]
     if not isinstance(truth, list) or len(truth) != len(queries):
         n = len(truth) if isinstance(truth, list) else "no"
-        raise VitseeError(f"{source} has {n} entries in gnd for {len(queries)} queries; {EXPECTED}")
+        raise VitseeError(
+            f"{source} has {n} entries in gnd for {len(queries)} queries; {EXPECTED}"
+        )
     # A pickle may share one list among all queries at no cost.
     n_places = sum(
         len(one)
@@ -142,7 +152,10 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
             raise VitseeError(f"{where} has {held}; {EXPECTED}")
         settings = KEYS[keys]
         given = {key: entry[key] for key in sorted(keys - {"bbx"})}
-        lists = {key: _places(one, len(images), f"{where}, {key}") for key, one in given.items()}
+        lists = {
+            key: _places(one, len(images), f"{where}, {key}")
+            for key, one in given.items()
+        }
         _check_apart(lists, images, where)
         made.append(Query(name, lists, _box(entry["bbx"], where)))
     if settings is None:
@@ -164,7 +177,8 @@ def as_json(truth: RetrievalTruth) -> dict[str, Any]:
         "imlist": list(truth.images),
         "qimlist": [query.name for query in truth.queries],
         "gnd": [
-            {"bbx": list(query.box or ())} | {key: list(one) for key, one in query.lists.items()}
+            {"bbx": list(query.box or ())}
+            | {key: list(one) for key, one in query.lists.items()}
             for query in truth.queries
         ],
     }
@@ -193,7 +207,9 @@ def _kind(value: Any) -> str:
 
 def _names(value: Any, key: str, source: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
-        raise VitseeError(f"{source} has {_kind(value)} without names as {key}; {EXPECTED}")
+        raise VitseeError(
+            f"{source} has {_kind(value)} without names as {key}; {EXPECTED}"
+        )
     names = [one.decode("latin1") if isinstance(one, bytes) else one for one in value]
     for i, name in enumerate(names):
         if not isinstance(name, str) or not name.strip():
@@ -210,16 +226,22 @@ def _places(value: Any, n: int, where: str) -> tuple[int, ...]:
         raise VitseeError(f"{where} is {_kind(value)}; {EXPECTED}")
     for one in value:
         if isinstance(one, bool) or not isinstance(one, int):
-            raise VitseeError(f"{where} has {_kind(one)} where a place in imlist was expected")
+            raise VitseeError(
+                f"{where} has {_kind(one)} where a place in imlist was expected"
+            )
         if not 0 <= one < n:
             shown = one if abs(one) < 10**12 else "a number"
-            raise VitseeError(f"{where} has {shown}, which is no place in imlist (0 to {n - 1})")
+            raise VitseeError(
+                f"{where} has {shown}, which is no place in imlist (0 to {n - 1})"
+            )
     if len({*value}) < len(value):
         raise VitseeError(f"{where} has a place twice")
     return tuple(sorted(value))
 
 
-def _check_apart(lists: dict[str, tuple[int, ...]], images: Sequence[str], where: str) -> None:
+def _check_apart(
+    lists: dict[str, tuple[int, ...]], images: Sequence[str], where: str
+) -> None:
     owner: dict[int, str] = {}
     for name, places in lists.items():
         for one in places:
@@ -295,7 +317,9 @@ def _solution(text: str, source: str) -> RetrievalTruth:
     header = _cells(lines[0]) if lines else []
     if header not in (["id", "images"], ["id", "images", "Usage"]):
         held = ",".join(header)[:80]
-        raise VitseeError(f"{source} begins with {held!r}; expected id,images or id,images,Usage")
+        raise VitseeError(
+            f"{source} begins with {held!r}; expected id,images or id,images,Usage"
+        )
     places: dict[str, int] = {}
     queries: dict[str, Query] = {}
     for number, line in enumerate(lines[1:], 2):
@@ -304,14 +328,18 @@ def _solution(text: str, source: str) -> RetrievalTruth:
             raise VitseeError(
                 f"line {number} of {source} has {len(cells)} cells; expected {','.join(header)}"
             )
-        name, names, use = cells[0], cells[1].split(), cells[-1].lower() if cells[2:] else ""
+        name = cells[0]
+        names = cells[1].split()
+        use = cells[-1].lower() if cells[2:] else ""
         if use and use not in USES:
             raise VitseeError(
                 f"line {number} of {source} has the Usage {cells[-1][:40]!r}; expected Public, "
                 "Private or Ignored"
             )
         if name in queries:
-            raise VitseeError(f"line {number} of {source} has the query {name[:80]!r} again")
+            raise VitseeError(
+                f"line {number} of {source} has the query {name[:80]!r} again"
+            )
         if len({*names}) < len(names):
             raise VitseeError(f"line {number} of {source} names an image twice")
         right = [] if names == [_NONE] or use == "ignored" else names
@@ -320,7 +348,11 @@ def _solution(text: str, source: str) -> RetrievalTruth:
     if not queries:
         raise VitseeError(f"{source} has a header and no queries below it")
     settings: tuple[Setting, ...] = LANDMARKS if len(header) == 3 else ONE
-    used = [use for use in ("public", "private") if any(q.use == use for q in queries.values())]
+    used = [
+        use
+        for use in ("public", "private")
+        if any(q.use == use for q in queries.values())
+    ]
     settings = tuple(one for one in settings if not one.use or one.use in used)
     truth = RetrievalTruth(
         source, tuple(places), tuple(queries.values()), settings, "plain", more=True
@@ -330,11 +362,18 @@ def _solution(text: str, source: str) -> RetrievalTruth:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip().removeprefix('"').removesuffix('"').strip() for cell in line.split(",")]
+    return [
+        cell.strip().removeprefix('"').removesuffix('"').strip()
+        for cell in line.split(",")
+    ]
 
 
 def export(
-    source: Path, queries: Path | None = None, truth: Path | None = None, *, force: bool = False
+    source: Path,
+    queries: Path | None = None,
+    truth: Path | None = None,
+    *,
+    force: bool = False,
 ) -> None:
     """Write the list of a ground truth's queries, its JSON, or both; nothing if neither is
     requested.
@@ -352,7 +391,9 @@ def export(
     if not wanted:
         return
     if str(source) == LABELS:
-        raise VitseeError("labels are no ground truth in a file: there is nothing to export")
+        raise VitseeError(
+            "labels are no ground truth in a file: there is nothing to export"
+        )
     check_new_files(wanted, force=force, inputs=[source])
     known = read_truth(source)
     files: dict[Path, bytes] = {}
@@ -381,7 +422,9 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
     from vitsee_core.images.placement import box_pixels, box_text
 
     if not truth.boxed:
-        raise VitseeError(f"{source} has no boxes of its queries; expected one of ROxford's form")
+        raise VitseeError(
+            f"{source} has no boxes of its queries; expected one of ROxford's form"
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("path", "id", "box"))
@@ -397,7 +440,12 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
                 why = reason(error)
             raise VitseeError(f"cannot read {image}: {why}") from None
         x0, y0, x1, y1 = query.box
-        inside = (max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1))
+        inside = (
+            max(0.0, x0),
+            max(0.0, y0),
+            min(float(width), x1),
+            min(float(height), y1),
+        )
         box_pixels(inside, (height, width))
         path = os.path.relpath(image.absolute(), to.absolute().parent)
         writer.writerow((path, query.name, box_text(inside)))
@@ -406,7 +454,9 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
 
 def _image_of(name: str, source: Path) -> Path:
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise VitseeError(f"{source}: the query {name[:80]!r} is no name below its folder")
+        raise VitseeError(
+            f"{source}: the query {name[:80]!r} is no name below its folder"
+        )
     for folder in _FOLDERS:
         for ending in _IMAGE_ENDINGS:
             path = source.parent / folder / f"{name}{ending}"

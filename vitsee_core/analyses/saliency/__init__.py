@@ -42,11 +42,13 @@ from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import DASHES, baselines_of, of_models, store_looks
 from vitsee_core.figures.curve_panels import CurveGrid
-from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw_depth_curves
+from vitsee_core.figures.depth_curves import (
+    DEPTH_LABEL,
+    add_curve_legend,
+    draw_depth_curves,
+)
 from vitsee_core.figures.panels import em, note_count, panels, stack
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.truth.masks import RULES, MaskTruth, ground_truth, open_masks
-from vitsee_core.truth.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -60,6 +62,13 @@ from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, n
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
+from vitsee_core.truth.masks import RULES, MaskTruth, ground_truth, open_masks
+from vitsee_core.truth.masks.sources import (
+    BACKGROUND_OPTION,
+    PANOPTIC,
+    VOID_OPTION,
+    objects,
+)
 from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -106,7 +115,11 @@ def run(
         ),
     ] = MASS,
     foreground: Annotated[
-        str, Option("Which tokens are foreground: half of their pixels are, or any.", choices=RULES)
+        str,
+        Option(
+            "Which tokens are foreground: half of their pixels are, or any.",
+            choices=RULES,
+        ),
     ] = "half",
     background: Annotated[Sequence[int], BACKGROUND_OPTION] = (),
     void: Annotated[int | str | None, VOID_OPTION] = None,
@@ -155,18 +168,27 @@ def run(
         chosen = execution.rows(store)
         layouts = {block.group: block.layout for block, _ in wanted}
         truth = ground_truth(
-            store, source, chosen, layouts,
-            foreground=foreground, execution=execution,
-        )  # fmt: skip
+            store,
+            source,
+            chosen,
+            layouts,
+            foreground=foreground,
+            execution=execution,
+        )
         counts[store.label] = {**chosen.describe(), **truth.counts}
         used = Rows(truth.mask, chosen.n_invalid, chosen.how)
         blocks = Blocks.of(store, truth.mask, execution.seed)
-        found = overlaps(store, wanted, truth.labels, used, mass, blocks, execution, origin=origin)
+        found = overlaps(
+            store, wanted, truth.labels, used, mass, blocks, execution, origin=origin
+        )
         partitions[store.label] = blocks.describe()
         rows += _rows(store, wanted, found, truth, mass, best, execution.seed)
     least = "at least half" if foreground == "half" else "any"
     notes = {
-        "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": execution.seed, "images": counts,
+        "interval": INTERVAL_METHOD,
+        "best": BEST_METHOD,
+        "seed": execution.seed,
+        "images": counts,
         **selected.notes(),
         "masks": {
             **{"source": source.name, **source.rules},
@@ -175,22 +197,30 @@ def run(
         },
         "attention": "in float16, as stored or recomputed",
         WORD: partitions,
-    }  # fmt: skip
+    }
     return Table.from_rows(rows, COLUMNS, notes)
 
 
 def _check(tokens: Sequence[str], mass: float, foreground: str, best: str) -> None:
     for what, values, known in (
-        ("token", tokens, TOKENS), ("foreground", [foreground], RULES), ("best", [best], BESTS),
-    ):  # fmt: skip
+        ("token", tokens, TOKENS),
+        ("foreground", [foreground], RULES),
+        ("best", [best], BESTS),
+    ):
         for value in values:
             if value not in known:
-                raise VitseeError(f"no {what} {value!r}; expected one of: {', '.join(known)}")
+                raise VitseeError(
+                    f"no {what} {value!r}; expected one of: {', '.join(known)}"
+                )
     if not 0 < mass < 1:
-        raise VitseeError(f"a mass of {mass:g} was asked for; expected one between 0 and 1")
+        raise VitseeError(
+            f"a mass of {mass:g} was asked for; expected one between 0 and 1"
+        )
 
 
-def _wanted(store: Store, blocks: Sequence[StoredAttention], tokens: Sequence[str]) -> Wanted:
+def _wanted(
+    store: Store, blocks: Sequence[StoredAttention], tokens: Sequence[str]
+) -> Wanted:
     """The blocks, and the tokens whose attention is scored in each."""
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
@@ -224,7 +254,11 @@ def _rows(
             top = int(known.argmax()) if known.max() >= 0 else None
             without = found.without("heads", block.site, token)
             for head in range(block.n_heads):
-                own = {"token": token, "head": head, "best": "head" if head == top else ""}
+                own = {
+                    "token": token,
+                    "head": head,
+                    "best": "head" if head == top else "",
+                }
                 own[WORD] = None if without is None else without[head]
                 out.append(_row(store, block, summary, head, **own))
             if best == "image":
@@ -252,7 +286,11 @@ def _blind(
 
 
 def _row(
-    store: Store, block: StoredAttention, summary: Summary, at: int | tuple[()], **own: Any
+    store: Store,
+    block: StoredAttention,
+    summary: Summary,
+    at: int | tuple[()],
+    **own: Any,
 ) -> dict[str, Any]:
     plain = {"token": "", "metric": "iou", "baseline": "", "best": ""}
     return site_columns(store, block) | plain | summary.cells(at) | own
@@ -301,7 +339,13 @@ def plot(table: Table) -> Figure:
         right.set_title(f"{WHOSE[token]}: all heads")
     if "image" in heads["best"]:
         every[-2].plot(
-            [], [], color=GREY, marker="o", markerfacecolor="white", linewidth=0.8, label=ORACLE
+            [],
+            [],
+            color=GREY,
+            marker="o",
+            markerfacecolor="white",
+            linewidth=0.8,
+            label=ORACLE,
         )
     top = 1.06 * max(axes.dataLim.y1 for axes in every)
     for axes in every:
@@ -326,24 +370,33 @@ def _draw_groups(every_row: pl.DataFrame, tokens: Sequence[str]) -> Figure:
 
 
 def _draw_best(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
-    best, looks = every_row.filter(best="head"), _looks(every_row)
+    best = every_row.filter(best="head")
+    looks = _looks(every_row)
     draw_depth_curves(axes, rows.filter(best="head"), among=best)
     for oracle in rows.filter(best="image").partition_by("store", maintain_order=True):
         axes.plot(
-            oracle["rel_depth"], oracle["value"],
-            **looks[oracle["store"][0]], markerfacecolor="white", linewidth=0.8,
-        )  # fmt: skip
+            oracle["rel_depth"],
+            oracle["value"],
+            **looks[oracle["store"][0]],
+            markerfacecolor="white",
+            linewidth=0.8,
+        )
     _draw_blind(axes, rows, every_row)
 
 
 def _draw_heads(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
-    n, looks = every_row["store"].n_unique(), _looks(every_row)
+    n = every_row["store"].n_unique()
+    looks = _looks(every_row)
     heads = rows.filter(pl.col("best").is_null() | (pl.col("best") == "head"))
     for i, own in enumerate(heads.partition_by("store", maintain_order=True)):
         axes.scatter(
-            own["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n, own["value"],
-            s=em(72) ** 2 * 0.2, **looks[own["store"][0]], alpha=0.5, linewidth=0,
-        )  # fmt: skip
+            own["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n,
+            own["value"],
+            s=em(72) ** 2 * 0.2,
+            **looks[own["store"][0]],
+            alpha=0.5,
+            linewidth=0,
+        )
     _draw_blind(axes, rows, every_row)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     axes.set_xlabel(DEPTH_LABEL)
@@ -362,12 +415,22 @@ def _draw_blind(axes: Axes, drawn: pl.DataFrame, every_row: pl.DataFrame) -> Non
             own = own.sort("rel_depth", maintain_order=True)
             tint = GREY if shared else looks[own["store"][0]]["color"]
             axes.plot(
-                own["rel_depth"], own["value"], color=tint, linestyle=dashes, linewidth=1, zorder=1
+                own["rel_depth"],
+                own["value"],
+                color=tint,
+                linestyle=dashes,
+                linewidth=1,
+                zorder=1,
             )
             if shared:
                 break
         axes.plot(
-            [], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name, "iou")
+            [],
+            [],
+            color=GREY,
+            linestyle=dashes,
+            linewidth=1,
+            label=baseline_words(name, "iou"),
         )
 
 
@@ -375,7 +438,8 @@ def _looks(every_row: pl.DataFrame) -> dict[str, dict[str, Any]]:
     """Store -> colour and marker, those of its best heads' curve."""
     found = store_looks(every_row.filter(best="head"))
     return {
-        store: {name: look[name] for name in ("color", "marker")} for store, look in found.items()
+        store: {name: look[name] for name in ("color", "marker")}
+        for store, look in found.items()
     }
 
 
@@ -415,7 +479,10 @@ ANALYSIS = Analysis(
     ),
     source="Walmer et al. 2023, Figs. 5, 16; Caron et al. 2021",
     columns=COLUMNS,
-    meanings={"token": "cls or mean: whose attention", "best": "head: the block's best one"},
+    meanings={
+        "token": "cls or mean: whose attention",
+        "best": "head: the block's best one",
+    },
     metrics=("iou",),
     run=run,
     plot=plot,

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.attention.recompute import attention_of_images
-from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks, block_sums, means_without
 from vitsee_core.statistics.moments import Moments
+from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.types import Float, Mask
 
 if TYPE_CHECKING:
@@ -64,7 +64,11 @@ def overlap(kept: Mask, labels: Labels) -> Float:
 
 
 def blind_overlaps(
-    labels: Labels, grid: tuple[int, int], index: NDArray[np.int64], mass: float, seed: int
+    labels: Labels,
+    grid: tuple[int, int],
+    index: NDArray[np.int64],
+    mass: float,
+    seed: int,
 ) -> dict[str, Float]:
     """Baseline -> (images,): the IoU of maps that do not depend on the image.
 
@@ -75,7 +79,8 @@ def blind_overlaps(
     """
     n, n_tokens = labels.shape
     even = top_mass(np.ones(n_tokens), mass)
-    uniform, noise = np.zeros((n, n_tokens), bool), np.zeros((n, n_tokens))
+    uniform = np.zeros((n, n_tokens), bool)
+    noise = np.zeros((n, n_tokens))
     for i in range(n):
         rng = np.random.default_rng([seed, int(index[i])])
         uniform[i] = rng.permutation(even)
@@ -126,7 +131,9 @@ def overlaps(
         VitseeError: attention must be recomputed, and images or weights are gone.
     """
     make = partial(Overlaps, wanted, labels, mass, blocks.of_rows)
-    folders = [(f"attention/{b.group}/" if b.group else "attention/", own) for b, own in wanted]
+    folders = [
+        (f"attention/{b.group}/" if b.group else "attention/", own) for b, own in wanted
+    ]
     if not all(store.has(f"{f}{ARRAYS[t]}") for f, tokens in folders for t in tokens):
         found = make()
         _compute(store, found, wanted, rows, origin or Provenance(), execution)
@@ -141,11 +148,18 @@ class Overlaps:
     blocks of images; to be filled by `streaming.fold` or with `add`."""
 
     def __init__(
-        self, wanted: Wanted, labels: Mapping[str, Labels], mass: float, block_of: NDArray[np.int64]
+        self,
+        wanted: Wanted,
+        labels: Mapping[str, Labels],
+        mass: float,
+        block_of: NDArray[np.int64],
     ) -> None:
         """labels: group -> (images, tokens), as `MaskTruth` has them; block_of: (images,)."""
-        self._wanted, self._labels, self._mass = wanted, labels, mass
-        self._block_of, self._n_blocks = block_of, int(block_of.max(initial=-1)) + 1
+        self._wanted = wanted
+        self._labels = labels
+        self._mass = mass
+        self._block_of = block_of
+        self._n_blocks = int(block_of.max(initial=-1)) + 1
         # (heads, blocks) of the heads, (blocks,) of the oracle: sums, and how many images in them.
         self._sums: dict[tuple[str, str, str], list[NDArray[np.float64]]] = {}
         keys = [(block.site, token) for block, tokens in wanted for token in tokens]
@@ -182,15 +196,21 @@ class Overlaps:
             ]
             self._add_sums((kind, block.site, token), parts)
 
-    def _add_sums(self, key: tuple[str, str, str], parts: list[NDArray[np.float64]]) -> None:
+    def _add_sums(
+        self, key: tuple[str, str, str], parts: list[NDArray[np.float64]]
+    ) -> None:
         own = self._sums.get(key)
-        self._sums[key] = parts if own is None else [a + b for a, b in zip(own, parts, strict=True)]
+        self._sums[key] = (
+            parts if own is None else [a + b for a, b in zip(own, parts, strict=True)]
+        )
 
     def without(self, kind: str, site: str, token: str) -> NDArray[np.float64] | None:
         """(heads, blocks) of the kind "heads", (blocks,) of "oracle": means without each block of
         images; None where no image counts."""
         key = (kind, site, token)
-        return means_without(*self._sums[key]) if key in self._sums else None
+        if key in self._sums:
+            return means_without(*self._sums[key])
+        return None
 
     def merge(self, other: Overlaps) -> None:
         for key in self.heads:
@@ -208,7 +228,9 @@ def _slab_bytes(store: Store, wanted: Wanted) -> int:
     """A slab's rows of a group, and what one block takes while its maps are sorted."""
     largest = 0
     for block, tokens in wanted:
-        stored = store.attention(ARRAYS[tokens[0]], block.group).size_bytes // store.n_slabs
+        stored = (
+            store.attention(ARRAYS[tokens[0]], block.group).size_bytes // store.n_slabs
+        )
         one = store.plan.slab * block.n_heads * block.layout.n_tokens
         largest = max(largest, stored + 40 * one)
     return largest
@@ -235,10 +257,14 @@ def _compute(
         return maps
 
     parts = attention_of_images(
-        store, np.flatnonzero(used.mask), take,
-        blocks=[block for block, _ in wanted], origin=origin,
-        device=execution.device, progress=execution.progress,
-    )  # fmt: skip
+        store,
+        np.flatnonzero(used.mask),
+        take,
+        blocks=[block for block, _ in wanted],
+        origin=origin,
+        device=execution.device,
+        progress=execution.progress,
+    )
     for part in parts:
         for block, tokens in wanted:
             for token in tokens:

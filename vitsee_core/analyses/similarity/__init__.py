@@ -34,7 +34,14 @@ import numpy as np
 from vitsee_core.analyses.similarity import comparing
 from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
-from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
+from vitsee_core.analyses.similarity.products import (
+    Cka,
+    Gulp,
+    Procrustes,
+    RidgeR2,
+    Rsa,
+    Svcca,
+)
 from vitsee_core.declaration import Analysis
 from vitsee_core.features.matrix import quantile_of_sizes
 from vitsee_core.figures.heatmaps import (
@@ -78,10 +85,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURES = ("mutual_knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge_r2", "cka")
+MEASURES = (
+    "mutual_knn",
+    "cknna",
+    "rsa",
+    "procrustes",
+    "svcca",
+    "gulp",
+    "ridge_r2",
+    "cka",
+)
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
-PLATONIC, PLATONIC_SITES, PLATONIC_TOKENS, PLATONIC_QUANTILE = "platonic", ("*.out",), "cls", 0.95
+PLATONIC = "platonic"
+PLATONIC_SITES = ("*.out",)
+PLATONIC_TOKENS = "cls"
+PLATONIC_QUANTILE = 0.95
 PLATONIC_SOURCE = (
     "Huh et al. 2024 and their code: class tokens of all blocks, values cut at the 0.95 quantile "
     "of |x| of all layers and images of a model together, the largest over pairs of layers"
@@ -176,7 +195,8 @@ def run(
     cache: Annotated[Path | None, pairwise.CACHE] = None,
     no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
     execution: Annotated[
-        Execution, Offers("images seed device memory", dask="Gram matrices and permutations")
+        Execution,
+        Offers("images seed device memory", dask="Gram matrices and permutations"),
     ] = DEFAULT,
 ) -> Table:
     """One row per measure and pair of sites: its value, the spread, and what a null gives.
@@ -218,7 +238,9 @@ def run(
         compared = [Representation(store, site, tokens) for store, site in sides]
     except SiteError as error:
         hint = f" (--preset {preset} takes the class token; --tokens mean the rest)"
-        raise SiteError(f"{error}{hint if preset and tokens == PLATONIC_TOKENS else ''}") from None
+        raise SiteError(
+            f"{error}{hint if preset and tokens == PLATONIC_TOKENS else ''}"
+        ) from None
     if preset:
         compared = without_outliers(compared, execution, pair_by)
     n_rows = len(chosen.rows)
@@ -245,8 +267,14 @@ def run(
         log.warning("%s", remark)
     any_tokens = any(site.kind != "vector" for _, site in sides)
     notes |= {
-        **{"pairs": pairs, "tokens": tokens if any_tokens else "vectors", "interval": INTERVAL},
-        "interval_of": {m.name: OF_THIS_SIZE for m in measures if depends_on_size(m.name)},
+        **{
+            "pairs": pairs,
+            "tokens": tokens if any_tokens else "vectors",
+            "interval": INTERVAL,
+        },
+        "interval_of": {
+            m.name: OF_THIS_SIZE for m in measures if depends_on_size(m.name)
+        },
         **({"calibration": f"{calibrate} {comparing.METHOD}"} if calibrate else {}),
         "remarks": [*notes.get("remarks", ()), *remarks],
     }
@@ -313,7 +341,9 @@ def choose_measures(
     if rdm not in RDMS:
         raise VitseeError(f"no dissimilarities {rdm!r}; expected {' or '.join(RDMS)}")
     if not 0 < variance <= 1:
-        raise VitseeError(f"a share of {variance:g} of the variance; expected above 0, at most 1")
+        raise VitseeError(
+            f"a share of {variance:g} of the variance; expected above 0, at most 1"
+        )
     if not ridge > 0 or not np.isfinite(ridge):
         raise VitseeError(f"a ridge of {ridge:g}; expected above 0")
     if k < 1:
@@ -346,11 +376,17 @@ def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
 
 
 def _rows(
-    measure: Measure, sides: Sequence[tuple[Store, Any]], places: Integers, compared: Compared
+    measure: Measure,
+    sides: Sequence[tuple[Store, Any]],
+    places: Integers,
+    compared: Compared,
 ) -> list[dict[str, Any]]:
     value = compared.value
     nothing = np.full(len(value), np.nan)
-    std, low, high, word = nothing, nothing, nothing, ""
+    std = nothing
+    low = nothing
+    high = nothing
+    word = ""
     if compared.without is not None:
         std, low, high = interval(value, compared.without.T, measure.limits)
         word = "jackknife"
@@ -358,7 +394,9 @@ def _rows(
     if compared.null is not None:
         names = [(sides[i][0].label, sides[j][0].label) for i, j in places.tolist()]
         families = np.unique(names, axis=0, return_inverse=True)[1].ravel()
-        null = comparing.calibrate(value, compared.null, families, distance=measure.distance)
+        null = comparing.calibrate(
+            value, compared.null, families, distance=measure.distance
+        )
     numbers = {"value": value, "std": std, "low": low, "high": high} | null
     lists = {name: column.tolist() for name, column in numbers.items()}
     return [
@@ -379,7 +417,8 @@ def plot(table: Table) -> Figure:
     Each has a scale of its own, which spans its values.
     """
     of_metrics = [
-        table.with_frame(own) for own in table.frame.partition_by("metric", maintain_order=True)
+        table.with_frame(own)
+        for own in table.frame.partition_by("metric", maintain_order=True)
     ]
     if all(one_to_one(rows) for rows in of_metrics):
         return _draw_curves(of_metrics)
@@ -390,12 +429,16 @@ def plot(table: Table) -> Figure:
 
 
 def _panels(rows: Table) -> list[Panel]:
-    scope, metric = describe_scope(rows), str(rows["metric"][0])
+    scope = describe_scope(rows)
+    metric = str(rows["metric"][0])
     label = _label(metric, rows).replace("a from b", "rows from columns")
     panels = [replace(panel, label=label) for panel in panels_of(rows, about=scope)]
     if rows.frame["calibrated"].is_finite().any():
         panels += [
-            replace(panel, label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)")
+            replace(
+                panel,
+                label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)",
+            )
             for panel in panels_of(rows, "calibrated", scope)
         ]
     return panels
@@ -405,7 +448,9 @@ def _label(metric: str, rows: Table) -> str:
     if metric not in NEIGHBOURS:
         return LABELS[metric]
     k = f"{LABELS[metric]}, k = {rows['k'][0]:g}"
-    return f"{k} (chance {_chance(rows):.2g})" if metric == "mutual_knn" else k
+    if metric == "mutual_knn":
+        return f"{k} (chance {_chance(rows):.2g})"
+    return k
 
 
 def _chance(rows: Table) -> float:
@@ -467,7 +512,11 @@ ANALYSIS = Analysis(
         "Kornblith et al. 2019; Boix-Adsera et al. 2022"
     ),
     columns=COLUMNS,
-    meanings={"tau": "5 % threshold", "p_family": "over all layers of two stores", "high": ""},
+    meanings={
+        "tau": "5 % threshold",
+        "p_family": "over all layers of two stores",
+        "high": "",
+    },
     metrics=MEASURES,
     run=run,
     plot=plot,

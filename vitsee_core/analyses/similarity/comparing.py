@@ -95,7 +95,8 @@ def compare_all(
             f"{measure.name}: no intervals and no calibration of {len(distinct)} pairs, each takes "
             f"seconds; they are made of at most {MOST_SLOW} (--pairs same-depth, fewer --sites)"
         )
-        intervals, permutations = False, 0
+        intervals = False
+        permutations = 0
     labels = grams.labels[places]
     blocks = np.unique(labels)
     intervals = intervals and len(blocks) > 1 and len(places) > LEAST_IMAGES
@@ -110,9 +111,12 @@ def compare_all(
         if intervals and not measure.reduces:
             without = np.stack([work.value(places[part], kept) for part in parts])
     return Compared(
-        value[back], without[:, back] if intervals else None,
-        null[:, back] if permutations else None, len(places), remarks,
-    )  # fmt: skip
+        value[back],
+        without[:, back] if intervals else None,
+        null[:, back] if permutations else None,
+        len(places),
+        remarks,
+    )
 
 
 def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
@@ -127,7 +131,9 @@ def _images(
     """The representations that are constant, and the images that count; remarks are appended."""
     places = grams.sample(measure.most_images)
     if len(places) < (n := grams.comparison.n_images):
-        remarks.append(f"{measure.name}: of {len(places)} of the {n} images, drawn at random")
+        remarks.append(
+            f"{measure.name}: of {len(places)} of the {n} images, drawn at random"
+        )
     constant: set[int] = set()
     lacking = np.zeros(len(places), bool)
     for k in used.tolist():
@@ -138,7 +144,9 @@ def _images(
             lacking |= lacks
     if constant:
         names = ", ".join(sorted({grams.name(k) for k in constant}))
-        remarks.append(f"no {measure.name} for {names}: the features of all images are the same")
+        remarks.append(
+            f"no {measure.name} for {names}: the features of all images are the same"
+        )
     if lacking.any():
         remarks.append(
             f"{measure.name}: {lacking.sum()} of {len(places)} images are left out, whose features "
@@ -197,7 +205,11 @@ class _Work:
         return value, null, without, kept
 
     def _null(
-        self, states: Sequence[Any], pairs: Integers, places: Integers, orders: Sequence[Integers]
+        self,
+        states: Sequence[Any],
+        pairs: Integers,
+        places: Integers,
+        orders: Sequence[Integers],
     ) -> Float:
         """The values of permuted images, (permutations, pairs): in this process, or a range of
         permutations in each of a map's processes, which recompute the states, if their memory holds
@@ -210,7 +222,9 @@ class _Work:
         if there is None or need > STATES * memory:
             return self.measure.null(states, states, pairs, orders)
         work = partial(_null_elsewhere, there, self.measure, pairs, places)
-        edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(int)
+        edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(
+            int
+        )
         ranges = [range(start, stop) for start, stop in pairwise(edges.tolist())]
         return np.concatenate(list(execution.spread(work, ranges)))
 
@@ -240,7 +254,9 @@ class _Work:
             value[of] = self.measure.compare(states, states, self.pairs[of])
         return value
 
-    def _in_groups(self, places: Integers, kept: Kept) -> Iterator[tuple[Integers, list[Any]]]:
+    def _in_groups(
+        self, places: Integers, kept: Kept
+    ) -> Iterator[tuple[Integers, list[Any]]]:
         """The pairs in groups: indices of pairs, and the states that they need, at their
         representations' places. Pairs of representations without a state are left out."""
 
@@ -337,7 +353,8 @@ class Grams:
     def sample(self, most: int | None) -> Integers:
         """The places of at most this many of the images, ascending: the first ones of a store in
         random order, else drawn."""
-        of, n = self.comparison, self.comparison.n_images
+        of = self.comparison
+        n = self.comparison.n_images
         if most is None or n <= most:
             return np.arange(n)
         if of.shuffled:
@@ -346,8 +363,11 @@ class Grams:
 
     def elsewhere(self, used: Sequence[int]) -> Grams | None:
         """A picklable reader for another process; None if there are no files."""
-        own, among = self.comparison, [self.comparison.representations[k] for k in used]
-        if own.map is None or not all(own.cache.is_shared(of.store, own.map) for of in among):
+        own = self.comparison
+        among = [self.comparison.representations[k] for k in used]
+        if own.map is None or not all(
+            own.cache.is_shared(of.store, own.map) for of in among
+        ):
             return None
         return Grams(own.alone, self.views)
 
@@ -355,7 +375,9 @@ class Grams:
         """Refuse files that this process does not find. Raises VitseeError: names one."""
         for path in (self.views[k].file.path for k in used):
             if not path.exists():
-                raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
+                raise VitseeError(
+                    f"the Gram matrix {path} is not on a worker's disk: {SHARE}"
+                )
 
     def name(self, k: int) -> str:
         of = self.comparison.representations[k]
@@ -364,11 +386,14 @@ class Grams:
     def read(self, k: int, places: Integers) -> SiteGram:
         """The Gram matrix of the k-th representation, over some of the images. Raises DamagedGram:
         its file is not what was written."""
-        whole, n = self._held.get(k), self.comparison.n_images
+        whole = self._held.get(k)
+        n = self.comparison.n_images
         if whole is None:
             view = self.views[k]
             whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
-            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.comparison.memory:
+            if (
+                len(self._held) + 1
+            ) * whole.shifted.nbytes <= HELD * self.comparison.memory:
                 self._held[k] = whole
         return whole if len(places) == n else whole.of(places)
 
@@ -416,7 +441,9 @@ METHOD = (
 )
 
 
-def calibrate(value: Float, null: Float, families: Integers, *, distance: bool) -> dict[str, Float]:
+def calibrate(
+    value: Float, null: Float, families: Integers, *, distance: bool
+) -> dict[str, Float]:
     """The columns `NULL`, (pairs,) each, of values beside those of permuted images.
 
     Args:
@@ -426,7 +453,8 @@ def calibrate(value: Float, null: Float, families: Integers, *, distance: bool) 
         distance: a lower value is nearer.
     """
     sign = -1.0 if distance else 1.0
-    s, of_null = sign * value, sign * null
+    s = sign * value
+    of_null = sign * null
     draws = len(null)
     place = int(np.ceil((1 - ALPHA) * (draws + 1) - 1e-9))
     tau = np.sort(of_null, 0)[place - 1]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.similarity import cosine
 from vitsee_core.similarity.estimators import most_left_out
 from vitsee_core.similarity.representation import Shift
@@ -84,7 +84,11 @@ class Measure(ABC):
         """The measure of a[i] and b[j] for each (i, j) of pairs (pairs, 2), (pairs,)."""
 
     def null(
-        self, a: Sequence[Any], b: Sequence[Any], pairs: Integers, orders: Sequence[Integers]
+        self,
+        a: Sequence[Any],
+        b: Sequence[Any],
+        pairs: Integers,
+        orders: Sequence[Integers],
     ) -> Float:
         """The same with the images of `b` in each of these orders, (permutations, pairs)."""
         used = np.unique(pairs[:, 1])
@@ -148,7 +152,8 @@ class SiteGram:
     @property
     def zero(self) -> Mask:
         """A mask (n,) of images whose features are all 0, up to rounding."""
-        own, g = np.diagonal(self.shifted).astype(np.float64), self.shift.along
+        own = np.diagonal(self.shifted).astype(np.float64)
+        g = self.shift.along
         scale = own + 2 * np.abs(g) + self.shift.squared
         return own + 2 * g + self.shift.squared <= CANCELLED * scale
 
@@ -206,7 +211,7 @@ class _OfNeighbours(Measure):
         both."""
         if not 0 < self.k < n:
             raise VitseeError(
-                f"--k {self.k} neighbours of {counted(n, 'images')}; expected at most {n - 1}"
+                f"--k {self.k} neighbours of {plural(n, 'images')}; expected at most {n - 1}"
             )
 
     def lacking(self, gram: SiteGram) -> Mask:
@@ -214,7 +219,8 @@ class _OfNeighbours(Measure):
         return gram.zero
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
-        n, cosines = gram.n, cosine(gram.shifted, gram.shift)
+        n = gram.n
+        cosines = cosine(gram.shifted, gram.shift)
         self.check(n)
         # More by the size of a jackknife block, which is left out.
         listed = min(n - 1, self.k + most_left_out(n))
@@ -222,9 +228,12 @@ class _OfNeighbours(Measure):
         near = np.take_along_axis(cosines, found_at, 1)
         by = np.argsort(-near, axis=1, kind="stable")  # ties keep the order of indices
         rows = np.arange(n)[:, np.newaxis]
-        order, of_order = found_at[rows, by], near[rows, by]
+        order = found_at[rows, by]
+        of_order = near[rows, by]
         i = np.repeat(np.arange(n), self.k)
-        neighbours = _of_lists(n, i, order[:, : self.k].ravel(), of_order[:, : self.k].ravel())
+        neighbours = _of_lists(
+            n, i, order[:, : self.k].ravel(), of_order[:, : self.k].ravel()
+        )
         return replace(neighbours, order=order.astype(np.int32), order_cosines=of_order)
 
     def reduced(self, state: NeighbourPairs, places: Integers) -> NeighbourPairs | None:
@@ -234,7 +243,8 @@ class _OfNeighbours(Measure):
             return None
         there = np.zeros(state.n, bool)
         there[places] = True
-        order, cosines = state.order[places], state.order_cosines[places]
+        order = state.order[places]
+        cosines = state.order_cosines[places]
         left = there[order]
         left &= np.cumsum(left, 1) <= self.k
         if (left.sum(1) < self.k).any():
@@ -266,7 +276,8 @@ class MutualKnn(_OfNeighbours):
     ) -> Float:
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
-        one, other = _incidence([a[r] for r in rows]), _incidence([b[c] for c in cols])
+        one = _incidence([a[r] for r in rows])
+        other = _incidence([b[c] for c in cols])
         common = (one @ other.T).toarray()
         return common[i, j] / (a[rows[0]].n * self.k)
 
@@ -303,13 +314,23 @@ class Cknna(_OfNeighbours):
     ) -> Float:
         keys = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
         own_a, own_b = (
-            dict(zip(which.tolist(), _each_hsic([(x[i], x[i]) for i in which]), strict=True))
+            dict(
+                zip(
+                    which.tolist(), _each_hsic([(x[i], x[i]) for i in which]), strict=True
+                )
+            )
             for x, which in zip((a, b), keys, strict=True)
         )
         values = np.full(len(pairs), np.nan)
-        there = [at for at, (i, j) in enumerate(pairs.tolist()) if own_a[i] > 0 and own_b[j] > 0]
+        there = [
+            at
+            for at, (i, j) in enumerate(pairs.tolist())
+            if own_a[i] > 0 and own_b[j] > 0
+        ]
         products = np.array([own_a[i] * own_b[j] for i, j in pairs[there].tolist()])
-        values[there] = _each_hsic([(a[i], b[j]) for i, j in pairs[there]]) / np.sqrt(products)
+        values[there] = _each_hsic([(a[i], b[j]) for i, j in pairs[there]]) / np.sqrt(
+            products
+        )
         return values
 
 
@@ -322,7 +343,9 @@ def _each_hsic(pairs: Sequence[tuple[NeighbourPairs, NeighbourPairs]]) -> list[f
 
     parts = [list(pairs[at : at + AT_ONCE]) for at in range(0, len(pairs), AT_ONCE)]
     with lane_pool(n_lanes()) as pool:
-        return [one for found in in_order(some, parts, pool, n_lanes() + 1) for one in found]
+        return [
+            one for found in in_order(some, parts, pool, n_lanes() + 1) for one in found
+        ]
 
 
 def masked_hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
@@ -330,7 +353,9 @@ def masked_hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
     n = a.n
     at = np.minimum(np.searchsorted(b.keys, a.keys), len(b.keys) - 1)
     both = b.keys[at] == a.keys
-    keys, k, l_ = a.keys[both], a.cosines[both], b.cosines[at[both]]
+    keys = a.keys[both]
+    k = a.cosines[both]
+    l_ = b.cosines[at[both]]
     i, j = np.divmod(keys, n)
     through = np.bincount(j, k, n) @ np.bincount(i, l_, n)
     # sum_ij K_ij L_ji: where (j, i) is a common neighbour too.

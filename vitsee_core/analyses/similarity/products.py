@@ -21,13 +21,16 @@ from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thr
 from vitsee_core.similarity import pearson
 from vitsee_core.types import Float, Float32, Integers, Mask
 
-_BYTES = 1 << 22  # of the parts of all matrices that are multiplied at a time: they stay in cache
+_BYTES = (
+    1 << 22
+)  # of the parts of all matrices that are multiplied at a time: they stay in cache
 
 
 def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
     """The sums over ij of A_ij B_ij for each A of a and B of b, (len(a), len(b)), in float64, on
     all cores."""
-    n, same = len(a[0]), a is b
+    n = len(a[0])
+    same = a is b
     step = max(1, _BYTES // (8 * n * (len(a) + (0 if same else len(b)))))
 
     def product(at: int) -> Float:
@@ -42,7 +45,9 @@ def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
 
 
 def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
-    return np.stack([matrix[at : at + step].ravel() for matrix in matrices], dtype=np.float64)
+    return np.stack(
+        [matrix[at : at + step].ravel() for matrix in matrices], dtype=np.float64
+    )
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,16 @@ class _Flattened(Measure):
     def permuted(self, state: Float32, order: Integers) -> Float32:
         return state[np.ix_(order, order)]
 
-    def compare(self, a: Sequence[Float32], b: Sequence[Float32], pairs: Integers) -> Float:
+    def compare(
+        self, a: Sequence[Float32], b: Sequence[Float32], pairs: Integers
+    ) -> Float:
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
-        of_a, of_b = [a[r] for r in rows], [b[c] for c in cols]
-        same = len(of_a) == len(of_b) and all(x is y for x, y in zip(of_a, of_b, strict=True))
+        of_a = [a[r] for r in rows]
+        of_b = [b[c] for c in cols]
+        same = len(of_a) == len(of_b) and all(
+            x is y for x, y in zip(of_a, of_b, strict=True)
+        )
         products = inner_products(of_a, of_a if same else of_b)
         if not self.of_norms:
             return products[i, j]
@@ -67,7 +77,9 @@ class _Flattened(Measure):
         equal = np.array([of_a[r] is of_b[c] for r, c in zip(i, j, strict=True)])
         return self._values(products[i, j], own_a[i], own_b[j], equal, len(of_a[0]))
 
-    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+    def _values(
+        self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int
+    ) -> Float:
         """The measure (pairs,) from inner products, those of either side with itself, and a mask of
         the pairs whose sides are equal, for n images."""
         return products
@@ -140,7 +152,9 @@ class Rsa(_Flattened):
         ranks: Float32 = np.zeros((len(places),) * 2, np.float32)
         return ranks if rank_anew(state, places, ranks) > 1 else None
 
-    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+    def _values(
+        self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int
+    ) -> Float:
         pairs = n * (n - 1)  # each twice
         common = pairs * ((pairs / 2 + 1) / 2) ** 2
         return (products - common) / np.sqrt((own_a - common) * (own_b - common))
@@ -150,7 +164,9 @@ class Rsa(_Flattened):
 def u_centre(k: Float32, places: Integers, found: Float32) -> float:
     """U-centre the part of k, (n, n), at these images into `found`, of norm 1; returns its norm."""
     n = len(places)
-    sums, total, squares = np.zeros(n), 0.0, 0.0
+    sums = np.zeros(n)
+    total = 0.0
+    squares = 0.0
     for i in range(n):
         row = k[places[i]]
         for j in range(n):
@@ -159,14 +175,16 @@ def u_centre(k: Float32, places: Integers, found: Float32) -> float:
     sums /= n - 2
     total /= (n - 1) * (n - 2)
     for i in range(n):
-        row, level = k[places[i]], total - sums[i]
+        row = k[places[i]]
+        level = total - sums[i]
         for j in range(n):
             value = row[places[j]] - sums[j] + level if i != j else 0.0
             squares += value * value
     norm = np.sqrt(squares)
     scale = 1 / norm if norm > 0 else 0.0
     for i in range(n):
-        row, level = k[places[i]], total - sums[i]
+        row = k[places[i]]
+        level = total - sums[i]
         for j in range(n):
             found[i, j] = (row[places[j]] - sums[j] + level) * scale if i != j else 0.0
     return float(norm)
@@ -183,7 +201,8 @@ def rank_anew(ranks: Float32, places: Integers, found: Float32) -> int:
         for j in range(i):
             counts[int(2 * row[places[j]])] += 1  # ties have halves
     anew = np.empty(len(counts), np.float32)
-    before, distinct = 0, 0
+    before = 0
+    distinct = 0
     for at in range(len(counts)):
         anew[at] = before + (counts[at] + 1) / 2  # the mean of equal ones
         before += counts[at]
@@ -227,7 +246,9 @@ class Gulp(_Flattened):
         np.fill_diagonal(smoother, np.diagonal(smoother) + 1)
         return smoother.astype(np.float32)
 
-    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+    def _values(
+        self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int
+    ) -> Float:
         distances: Float = np.maximum(own_a + own_b - 2 * products, 0)
         distances[equal] = 0
         return distances
@@ -297,7 +318,9 @@ class Procrustes(_OfFactors):
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float | None:
         """The factor U S^(1/2) (n, r), of norm 1."""
         vectors, values = factorised(gram)
-        return vectors * np.sqrt(values / values.sum()) if len(values) else None
+        if len(values):
+            return vectors * np.sqrt(values / values.sum())
+        return None
 
     def _pair(self, a: Float, b: Float) -> float:
         nuclear = float(np.linalg.svd(a.T @ b, compute_uv=False).sum())
@@ -323,9 +346,13 @@ class Svcca(_OfFactors):
         leading = int(np.searchsorted(shares, self.variance * (1 - 1e-12))) + 1
         return np.ascontiguousarray(vectors[:, :leading])
 
-    def remark(self, a: Sequence[Float], b: Sequence[Float], pairs: Integers) -> str | None:
+    def remark(
+        self, a: Sequence[Float], b: Sequence[Float], pairs: Integers
+    ) -> str | None:
         """Correlations that are 1 whatever the features are."""
-        forced = sum(a[i].shape[1] + b[j].shape[1] > len(a[i]) - 1 for i, j in pairs.tolist())
+        forced = sum(
+            a[i].shape[1] + b[j].shape[1] > len(a[i]) - 1 for i, j in pairs.tolist()
+        )
         if not forced:
             return None
         return (
@@ -396,7 +423,9 @@ class RidgeR2(Measure):
         kernel = state.kernel[np.ix_(order, order)]
         return replace(state, kernel=kernel, vectors=state.vectors[order])
 
-    def compare(self, a: Sequence[Predictor], b: Sequence[Predictor], pairs: Integers) -> Float:
+    def compare(
+        self, a: Sequence[Predictor], b: Sequence[Predictor], pairs: Integers
+    ) -> Float:
         return self._each(a, b, pairs, [None])[0]
 
     def null(

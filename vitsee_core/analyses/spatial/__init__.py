@@ -42,12 +42,14 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.features.matrix import not_finite
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import DOTTED, add_curve_legend, draw_depth_curves, draw_marks
-from vitsee_core.figures.panels import Grid, note_count, stack
+from vitsee_core.figures.depth_curves import (
+    DOTTED,
+    add_curve_legend,
+    draw_depth_curves,
+    draw_marks,
+)
+from vitsee_core.figures.panels import PanelGrid, note_count, stack
 from vitsee_core.figures.plotting import styled
-from vitsee_core.truth.masks import ground_truth, open_masks
-from vitsee_core.truth.masks.labels import Labels
-from vitsee_core.truth.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.lanes import one_blas_thread
@@ -63,10 +65,18 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.truth.masks import ground_truth, open_masks
+from vitsee_core.truth.masks.labels import Labels
+from vitsee_core.truth.masks.sources import (
+    BACKGROUND_OPTION,
+    PANOPTIC,
+    VOID_OPTION,
+    objects,
+)
 from vitsee_core.types import Float, Integers, pl
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,14 +91,18 @@ log = logging.getLogger(__name__)
 
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES, *IN_TIME)
-COLUMNS = (*(*SITE, "frequency", "null"), *("metric", "value", "std", "low", "high", "n_images"))
+COLUMNS = (
+    *(*SITE, "frequency", "null"),
+    *("metric", "value", "std", "low", "high", "n_images"),
+)
 
 
 @analysis
 def run(
     *stores: Store,
     metrics: Annotated[
-        Sequence[str], metrics_option(METRICS, "all, srss with --masks, those in time of clips")
+        Sequence[str],
+        metrics_option(METRICS, "all, srss with --masks, those in time of clips"),
     ] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     masks: Annotated[Path | Sequence[Path], objects(": adds srss", "no srss")] = (),
@@ -96,7 +110,8 @@ def run(
     void: Annotated[int | str | None, VOID_OPTION] = None,
     panoptic: Annotated[Path | None, PANOPTIC] = None,
     execution: Annotated[
-        Execution, Offers("images seed jobs memory", dask="slabs, and the masks of --masks,")
+        Execution,
+        Offers("images seed jobs memory", dask="slabs, and the masks of --masks,"),
     ] = DEFAULT,
 ) -> Table:
     """One row per store, site and metric; of `fourier_radial` one per frequency.
@@ -145,23 +160,31 @@ def run(
     zeros: dict[str, dict[str, int]] = {}
     total = sum(r.n * len(own) for r, own in zip(picked, selected.chosen, strict=True))
     with counting(execution.progress, total, SITE_IMAGES):
-        for (store, own), chosen_rows, on in zip(selected.members, picked, labels, strict=True):
+        for (store, own), chosen_rows, on in zip(
+            selected.members, picked, labels, strict=True
+        ):
             work = _Store(store, chosen_rows, execution, wanted)
             for site in own:
                 rows += work(site, on.get(store.site(site.name).layout))
             zeros[store.label] = work.zeros
     for label, of_sites in zeros.items():
         if of_sites:
-            shown = few([f"{site} ({n})" for site, n in of_sites.items()])
+            shown = abbreviate([f"{site} ({n})" for site, n in of_sites.items()])
             log.info("%s: tokens of length 0, which have no cosine: %s", label, shown)
     notes = {
         "interval": {"shares": METHODS["jackknife"], "others": METHODS["mean"]},
         "std": METHODS["std"],
         "null": "share of independent noise: (N - 1) / (N T - 1), (T - 1) / (N T - 1), the rest",
         "zero_tokens": {label: found for label, found in zeros.items() if found},
-        **({} if source is None else {"masks": {"source": source.name, "foreground": "any"}}),
+        **(
+            {}
+            if source is None
+            else {"masks": {"source": source.name, "foreground": "any"}}
+        ),
         "seed": execution.seed,
-        "images": {s.label: r.describe() for s, r in zip(selected.stores, picked, strict=True)},
+        "images": {
+            s.label: r.describe() for s, r in zip(selected.stores, picked, strict=True)
+        },
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
@@ -170,12 +193,18 @@ def run(
 def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     """The sites with a grid. Raises SiteError: none has one."""
     chosen = sites_of(store, patterns)
-    gridded = [site for site in chosen if site.layout is not None and site.layout.grid is not None]
+    gridded = [
+        site
+        for site in chosen
+        if site.layout is not None and site.layout.grid is not None
+    ]
     if not gridded:
-        raise SiteError(f"{chosen[0].name} of {store.label} has no grid; expected e.g. blocks")
+        raise SiteError(
+            f"{chosen[0].name} of {store.label} has no grid; expected e.g. blocks"
+        )
     if len(gridded) < len(chosen):
         left = [site.name for site in chosen if site not in gridded]
-        log.info("%s: no grid in %s", store.label, few(left))
+        log.info("%s: no grid in %s", store.label, abbreviate(left))
     return gridded
 
 
@@ -191,9 +220,13 @@ def _foreground(
     layouts = dict.fromkeys(store.site(site.name).layout for site in sites)
     named = {str(i): layout for i, layout in enumerate(layouts) if layout is not None}
     truth = ground_truth(
-        store, source, rows, named,
-        foreground="any", execution=execution,
-    )  # fmt: skip
+        store,
+        source,
+        rows,
+        named,
+        foreground="any",
+        execution=execution,
+    )
     return {layout: truth.labels[name] for name, layout in named.items()}
 
 
@@ -203,7 +236,10 @@ class _Store:
     def __init__(
         self, store: Store, rows: Rows, execution: Execution, metrics: Sequence[str]
     ) -> None:
-        self.store, self.rows, self.execution, self.metrics = store, rows, execution, metrics
+        self.store = store
+        self.rows = rows
+        self.execution = execution
+        self.metrics = metrics
         self.blocks = Blocks.of(store, rows.mask & store.valid, execution.seed)
         self.zeros: dict[str, int] = {}
 
@@ -212,7 +248,11 @@ class _Store:
         assert spec.layout is not None and spec.layout.grid is not None
         work = _ReadSpatial(spec.name, self.blocks.of_rows, labels)
         use = self.execution
-        options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
+        options: dict[str, Any] = {
+            "jobs": use.jobs,
+            "map": use.map,
+            "progress": use.progress,
+        }
         parts: list[ImageStructure] = []
         sums: dict[int, TokenSums] = {}
         in_time: dict[int, ClipSums] = {}
@@ -241,7 +281,9 @@ class _Store:
                 values = np.concatenate([part.values[metric] for part in parts])
                 rows.append({"metric": metric} | mean_cells(values, labels))
                 if metric == NEXT:  # whose frames in random order would give that
-                    any_frame = np.concatenate([part.values["any_frame_cos"] for part in parts])
+                    any_frame = np.concatenate(
+                        [part.values["any_frame_cos"] for part in parts]
+                    )
                     rows[-1]["null"] = mean_cells(any_frame, labels)["value"]
         profile = np.concatenate([part.profile for part in parts])
         for frequency, values in zip(frequencies(grid).tolist(), profile.T, strict=True):
@@ -254,7 +296,8 @@ class _Store:
         whole = parts[0]
         for part in parts[1:]:
             whole = whole.plus(part)
-        shares, nulls = whole.shares(), whole.nulls()
+        shares = whole.shares()
+        nulls = whole.nulls()
         left = [whole.plus(part, -1).shares() for part in parts] if len(parts) > 1 else []
         rows = []
         for metric in SHARES:
@@ -295,7 +338,8 @@ class _ReadSpatial:
         cells = cells.astype(np.float32, copy=False)
         on = None if self.foreground is None else self.foreground[slab.rows][slab.valid]
         of_rows = self.labels[slab.rows][slab.valid]
-        sums, in_time = {}, {}
+        sums = {}
+        in_time = {}
         for b in np.unique(of_rows).tolist():
             own = cells[of_rows == b]
             whole: Float = own.reshape(len(own), -1, own.shape[-1]).astype(np.float64)
@@ -316,13 +360,16 @@ def _clip_structure(cells: NDArray[np.floating], units: Float) -> ImageStructure
     values = {name: _over_frames(of.reshape(shape)) for name, of in frames.values.items()}
     cosines = [clip_cosines(clip) for clip in units]
     values |= {name: np.array([own[name] for own in cosines]) for name in PER_CLIP}
-    return ImageStructure(values, frames.profile.reshape(*shape, -1).mean(1), frames.n_zero)
+    return ImageStructure(
+        values, frames.profile.reshape(*shape, -1).mean(1), frames.n_zero
+    )
 
 
 def _over_frames(values: Float) -> Float:
     """(clips,) means over the frames with a value, NaN without any. values: (clips, frames)."""
     there = np.isfinite(values)
-    total, n = np.where(there, values, 0).sum(1), there.sum(1)
+    total = np.where(there, values, 0).sum(1)
+    n = there.sum(1)
     return np.divide(total, n, out=np.full(len(values), np.nan), where=n > 0)
 
 
@@ -334,7 +381,9 @@ def headline(table: Table) -> list[Answer]:
         text = f"cosine of near patches above distant ones {first_and_last(rows)}"
         if store in last:
             all_of_them = last[store]
-            text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
+            text += (
+                f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
+            )
         answers.append((store, text))
     chance = dict(by_store(table, metric="any_frame_cos"))
     for store, rows in by_store(table, metric="next_cos"):
@@ -347,7 +396,16 @@ def headline(table: Table) -> list[Answer]:
 
 
 DRAWN = (
-    *("lds", "lds_scaled", "cds", "cds_scaled", "srss", "rmsc", "mean_cos", "fourier_high"),
+    *(
+        "lds",
+        "lds_scaled",
+        "cds",
+        "cds_scaled",
+        "srss",
+        "rmsc",
+        "mean_cos",
+        "fourier_high",
+    ),
     *("share_image", "share_position", "share_rest"),
     *(name for name in IN_TIME if name != "any_frame_cos"),
 )
@@ -368,10 +426,12 @@ def plot(table: Table) -> Figure:
     # Where the grid is 16 x 16 both are the same; else only those of the grid have a value.
     metrics = [m for m in there if not (m.endswith("_scaled") and _same(frame, m))]
     profiles = frame.filter(metric=PROFILES)
-    stores = profiles.partition_by("store", maintain_order=True) if PROFILES in known else []
+    stores = (
+        profiles.partition_by("store", maintain_order=True) if PROFILES in known else []
+    )
     stores = stores if len(stores) <= MOST_STORES or not metrics else []
     curves = CurveGrid.of(max(1, len(metrics)), frame)
-    below = [Grid(len(stores))] if stores else []
+    below = [PanelGrid(len(stores))] if stores else []
     figure, parts = stack(curves, *below)
     panels = curves.panels(parts[0], of_metrics(frame, metrics))
     among = frame.filter(pl.col("metric").is_in(metrics))
@@ -400,15 +460,18 @@ def _draw_profiles(axes: Axes, rows: pl.DataFrame) -> None:
 
     kinds = {site: site_kind(site) for site in rows["site"].unique(maintain_order=True)}
     main = "out" if "out" in kinds.values() else next(iter(kinds.values()))
-    rows = rows.filter(pl.col("site").is_in([s for s, kind in kinds.items() if kind == main]))
+    rows = rows.filter(
+        pl.col("site").is_in([s for s, kind in kinds.items() if kind == main])
+    )
     ends = {rows["rel_depth"].min(): "first layer", rows["rel_depth"].max(): "last layer"}
     colours = matplotlib.colormaps["viridis"]
     for own in rows.partition_by("site", maintain_order=True):
-        depth, x, y = own["rel_depth"][0], own["frequency"], own["value"]
+        depth = own["rel_depth"][0]
+        x = own["frequency"]
+        y = own["value"]
         label = f"spectrum of the {ends[depth]}" if depth in ends else "_nolegend_"
         mark = "o" if len(x) < 3 else ""
-        axes.plot([0, *x], [0, *y], color=colours(0.9 * depth), marker=mark,
-                  label=label)  # fmt: skip
+        axes.plot([0, *x], [0, *y], color=colours(0.9 * depth), marker=mark, label=label)
     axes.set_title(shorten(str(rows["store"][0]), 28))
     axes.set_xlabel("frequency (pi per cell)")
     axes.set_ylabel(metric_words(PROFILES))

@@ -58,12 +58,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.statistics.covariance import autocorrelation
+from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.types import Float, Integers, Mask
 
 COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")
-FAR, REACH, SIDE = 6, 8, 16
+FAR = 6
+REACH = 8
+SIDE = 16
 TINY = 1e-6  # below the logarithm of an amplitude
 SHARES = ("share_image", "share_position", "share_rest")
 ALIKE = 1e-12
@@ -83,11 +85,15 @@ class ImageStructure:
     """Structure of each image."""
 
     values: dict[str, Float]  # name -> (images,), NaN where there is none
-    profile: Float  # (images, rings) of `fourier_radial`, from the lowest frequency above 0 on
+    profile: (
+        Float  # (images, rings) of `fourier_radial`, from the lowest frequency above 0 on
+    )
     n_zero: int  # tokens of length 0
 
 
-def image_structure(cells: NDArray[np.floating], labels: Labels | None = None) -> ImageStructure:
+def image_structure(
+    cells: NDArray[np.floating], labels: Labels | None = None
+) -> ImageStructure:
     """The structure of patch tokens.
 
     Args:
@@ -95,7 +101,9 @@ def image_structure(cells: NDArray[np.floating], labels: Labels | None = None) -
         labels: (images, rows x cols) which tokens are foreground, for `srss`.
     """
     of_images = [_of_image(x.astype(np.float64)) for x in cells]
-    values = {name: np.array([one[0][name] for one in of_images]) for name in of_images[0][0]}
+    values = {
+        name: np.array([one[0][name] for one in of_images]) for name in of_images[0][0]
+    }
     if labels is not None:
         pairs = zip(cells, labels, strict=True)
         values["srss"] = np.array([foreground_cosines(x, on) for x, on in pairs])
@@ -126,9 +134,15 @@ def _cosines(units: Float, there: Mask) -> dict[str, float]:
     with np.errstate(invalid="ignore", divide="ignore"):
         by_distance = np.where(counts > 0, sums / counts, np.nan)
     values = {}
-    for name, far, reach in (("", FAR, REACH), ("_scaled", scaled(FAR, grid), scaled(REACH, grid))):
-        near, n_far = by_distance[1] if len(by_distance) > 1 else np.nan, counts[far:].sum()
-        values[f"lds{name}"] = float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
+    for name, far, reach in (
+        ("", FAR, REACH),
+        ("_scaled", scaled(FAR, grid), scaled(REACH, grid)),
+    ):
+        near = by_distance[1] if len(by_distance) > 1 else np.nan
+        n_far = counts[far:].sum()
+        values[f"lds{name}"] = (
+            float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
+        )
         values[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)
     n = int(there.sum())
     mean = units.sum((0, 1)) / n if n else np.zeros(units.shape[-1])
@@ -198,7 +212,8 @@ def foreground_cosines(cells: NDArray[np.floating], labels: Labels) -> float:
     off = (labels != FOREGROUND) & (labels != VOID) & (length > 0)
     places = np.stack(np.divmod(np.arange(rows * cols), cols), 1)
     apart = np.abs(places[on, np.newaxis] - places).sum(-1)
-    near, far = (apart == 1) & on, (apart >= FAR) & off
+    near = (apart == 1) & on
+    far = (apart >= FAR) & off
     both = near.any(1) & far.any(1)
     if not both.any():
         return math.nan
@@ -220,7 +235,8 @@ class TokenSums:
     def of(cls, x: Float) -> TokenSums:
         """The sums of x: (images, tokens, dim)."""
         means = x.mean(1)
-        squares, of_means = float(np.vdot(x, x)), float(np.vdot(means, means))
+        squares = float(np.vdot(x, x))
+        of_means = float(np.vdot(means, means))
         return cls(len(x), x.sum(0), squares, of_means)
 
     def plus(self, other: TokenSums, sign: int = 1) -> TokenSums:
@@ -234,7 +250,8 @@ class TokenSums:
 
     def shares(self) -> dict[str, float]:
         """Each of `SHARES`; NaN if all tokens are equal, or with one image or position."""
-        n, t = self.n, len(self.at)
+        n = self.n
+        t = len(self.at)
         shares = dict.fromkeys(SHARES, math.nan)
         if n < 2 or t < 2:
             return shares
@@ -244,17 +261,21 @@ class TokenSums:
         if total <= ALIKE * self.squares:
             return shares
         shares["share_image"] = (t * self.means - of_mean) / total
-        shares["share_position"] = (float(np.vdot(self.at, self.at)) / n - of_mean) / total
+        shares["share_position"] = (
+            float(np.vdot(self.at, self.at)) / n - of_mean
+        ) / total
         shares["share_rest"] = 1 - shares["share_image"] - shares["share_position"]
         return shares
 
     def nulls(self) -> dict[str, float]:
         """The shares of independent noise; NaN where `shares` is."""
-        n, t = self.n, len(self.at)
+        n = self.n
+        t = len(self.at)
         left = n * t - 1
         if n < 2 or t < 2:
             return dict.fromkeys(SHARES, math.nan)
-        image, position = (n - 1) / left, (t - 1) / left
+        image = (n - 1) / left
+        position = (t - 1) / left
         return dict(zip(SHARES, (image, position, 1 - image - position), strict=True))
 
 
@@ -269,10 +290,13 @@ def units_of(cells: NDArray[np.floating]) -> Float:
 def clip_cosines(units: Float) -> dict[str, float]:
     """Each of `PER_CLIP`; NaN of one time, and of what no pair of tokens has."""
     there: Float = np.any(units, -1).astype(np.float64)
-    same, n_same = float(np.vdot(units[:-1], units[1:])), float(np.vdot(there[:-1], there[1:]))
-    frames, n_frames = units.sum(1), there.sum(1)
+    same = float(np.vdot(units[:-1], units[1:]))
+    n_same = float(np.vdot(there[:-1], there[1:]))
+    frames = units.sum(1)
+    n_frames = there.sum(1)
     every = float(np.vdot(frames[:-1], frames[1:])), float(n_frames[:-1] @ n_frames[1:])
-    places, n_places = units.sum(0), there.sum(0)
+    places = units.sum(0)
+    n_places = there.sum(0)
     n_any = float((n_places**2 - n_places).sum())
     itself = _ratio(same, n_same)
     others = _ratio(every[0] - same, every[1] - n_same)
@@ -324,4 +348,6 @@ class ClipSums:
         if self.n < 2:
             return math.nan
         every = float(np.vdot(self.units[:-1], self.units[1:])) - self.same
-        return _ratio(every, float(np.vdot(self.there[:-1], self.there[1:])) - self.n_same)
+        return _ratio(
+            every, float(np.vdot(self.there[:-1], self.there[1:])) - self.n_same
+        )

@@ -34,13 +34,25 @@ from vitsee_core.figures.depth_curves import DOTS, DOTTED, draw_marks
 from vitsee_core.figures.plotting import DECADES, FINE, plain_log_ticks, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import counted, human_bytes
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, metrics_option, tokens_option
+from vitsee_core.runtime.machine import human_bytes, plural
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Offers,
+    metrics_option,
+    tokens_option,
+)
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, thread_map
 from vitsee_core.statistics.covariance import METRICS as OF_SPECTRA
-from vitsee_core.statistics.covariance import CovarianceSums, Spectrum, block_sums, say_cost, total
+from vitsee_core.statistics.covariance import (
+    CovarianceSums,
+    Spectrum,
+    block_sums,
+    say_cost,
+    total,
+)
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, jackknife_cells
 from vitsee_core.statistics.shares import METHOD as SHARES
@@ -90,7 +102,9 @@ def run(
     tokens: Annotated[
         str | None, tokens_option(TOKENS, "cls where there is one, else mean")
     ] = None,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="sites")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="sites")
+    ] = DEFAULT,
 ) -> Table:
     """One row per store, site and metric.
 
@@ -122,7 +136,7 @@ def run(
             work.check(features, execution.budget)
         plans.append((work, list(zip(chosen, read, strict=True))))
     for work, own in plans:
-        say_cost([features for _, features in own if features.several], work.rows.n)
+        say_cost([features for _, features in own if features.has_tokens], work.rows.n)
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
     counts = [2 * work.rows.n * len(own) for work, own in plans]
@@ -154,8 +168,12 @@ def run(
 class _Store:
     """The rows of one store's sites."""
 
-    def __init__(self, store: Store, rows: Rows, seed: int, metrics: Sequence[str]) -> None:
-        self.store, self.rows, self.seed = store, rows, seed
+    def __init__(
+        self, store: Store, rows: Rows, seed: int, metrics: Sequence[str]
+    ) -> None:
+        self.store = store
+        self.rows = rows
+        self.seed = seed
         self.asked = frozenset(metrics)
         self.metrics = frozenset(metrics or METRICS)
         self.mask = rows.mask & store.valid
@@ -165,7 +183,9 @@ class _Store:
 
     def _predicted(self) -> Integers | None:
         """(images,) class of the model's logits; None if they are not of the labels' classes."""
-        classes = max(len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1)
+        classes = max(
+            len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1
+        )
         if measures.FOURTH not in self.metrics or "logits" not in self.store.sites:
             return None
         if self.store.site("logits").dim != classes:
@@ -175,19 +195,23 @@ class _Store:
 
     def check(self, features: SiteFeatures, budget: int) -> None:
         """Refuse, before any work, requests that cannot be met."""
-        label, n, dim = self.store.label, len(self.labels), features.dim
+        label = self.store.label
+        n = len(self.labels)
+        dim = features.dim
         of_images = {"twonn", *OF_CLASSES} & self.asked
-        if features.several and of_images:
+        if features.has_tokens and of_images:
             raise VitseeError(
                 f"{', '.join(sorted(of_images))} of {features.site.name} of {label} needs one "
                 "vector per image: give --tokens cls or mean"
             )
-        if {*OF_CLASSES} & self.asked and len(np.unique(self.labels[self.labels >= 0])) < 2:
+        if {*OF_CLASSES} & self.asked and len(
+            np.unique(self.labels[self.labels >= 0])
+        ) < 2:
             raise VitseeError(f"{label} has no labels of two classes: no neural collapse")
         if measures.FOURTH in self.asked and self.predicted is None:
             raise VitseeError(f"{label} keeps no logits of its labels' classes: no nc4")
         need = 8 * dim * min(dim, n * len(features.tokens)) * (self.blocks.n + 4)
-        if not features.several:
+        if not features.has_tokens:
             need += (4 + 16 * bool(self._of_classes())) * n * dim
         if need > budget:
             raise VitseeError(
@@ -207,7 +231,7 @@ class _Store:
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """The rows of a site, and remarks."""
         site, features = of
-        make = self._of_tokens if features.several else self._of_vectors
+        make = self._of_tokens if features.has_tokens else self._of_vectors
         measure = make(features, execution)
         m = self.blocks.n
         every = np.ones(m, bool)
@@ -220,7 +244,9 @@ class _Store:
         remarks = measure.remarks(f"{self.store.label} {site.name}")
         execution.progress.advance(self.rows.n)
         place = site_columns(self.store, site)
-        place |= {"token": str(features.selection) if features.site.layout is not None else None}
+        place |= {
+            "token": str(features.selection) if features.site.layout is not None else None
+        }
         rows = []
         for metric in METRICS:
             if metric not in whole or metric not in self.metrics:
@@ -254,7 +280,9 @@ class _Store:
         spectrum: Callable[[Mask], Spectrum]
         if len(x) > x.shape[1]:
             shift = x[0].astype(np.float64)
-            parts = [CovarianceSums.of(x[labels == b], shift) for b in range(self.blocks.n)]
+            parts = [
+                CovarianceSums.of(x[labels == b], shift) for b in range(self.blocks.n)
+            ]
             spectrum = partial(_of_sums, parts, total(parts))
         else:
             spectrum = partial(_of_examples, x, labels)
@@ -269,7 +297,9 @@ class _Store:
         return _Measure(spectrum, others, replicates)
 
 
-def _of_sums(parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask) -> Spectrum:
+def _of_sums(
+    parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask
+) -> Spectrum:
     """The sums of the blocks in `among`: the whole minus the others if these are few."""
     if among.sum() * 2 <= len(parts):
         return Spectrum.of_sums(
@@ -298,7 +328,9 @@ class _Neighbours:
 
     def remarks(self, where: str) -> list[str]:
         equal = self.found.n_equal
-        return [f"{where}: {equal} of {self.n} vectors equal another: not in twonn"] * bool(equal)
+        return [
+            f"{where}: {equal} of {self.n} vectors equal another: not in twonn"
+        ] * bool(equal)
 
 
 @dataclass
@@ -312,7 +344,8 @@ class _Classes:
 
     def values(self, among: Mask) -> Measured:
         keep = among[self.blocks] & (self.labels >= 0)
-        x, labels = self.x[keep].astype(np.float64), self.labels[keep]
+        x = self.x[keep].astype(np.float64)
+        labels = self.labels[keep]
         values: Measured = {}
         if {*self.names} & {*measures.METRICS}:
             values, left_out = measures.collapse(x, labels)
@@ -320,14 +353,15 @@ class _Classes:
                 self.left_out = left_out
         if self.predicted is not None:
             # One division into halves, whichever images are left out.
-            predicted, half = self.predicted[keep], measures.halves(self.labels)[keep]
+            predicted = self.predicted[keep]
+            half = measures.halves(self.labels)[keep]
             differs = measures.nearest_mean_disagrees(x, labels, predicted, half)
             there = differs[~np.isnan(differs)]
             values[measures.FOURTH] = float(there.mean()) if len(there) else math.nan
         return values
 
     def remarks(self, where: str) -> list[str]:
-        pairs = counted(self.left_out, "pairs")
+        pairs = plural(self.left_out, "pairs")
         said = f"{where}: cdnv is without {pairs} of classes that are nearer than their noise"
         return [said] * bool(self.left_out)
 
@@ -360,10 +394,14 @@ class _Measure:
 
     def remarks(self, where: str) -> list[str]:
         assert self.whole is not None
-        remarks = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
+        remarks = [
+            f"{where}: all examples are alike, so they have no spectrum"
+        ] * self.whole.alike
         if zeros := self.whole.n - self.whole.n_long:
             remarks.append(f"{where}: {zeros} examples are 0: not in anisotropy")
-        return remarks + [remark for other in self.others for remark in other.remarks(where)]
+        return remarks + [
+            remark for other in self.others for remark in other.remarks(where)
+        ]
 
 
 def headline(table: Table) -> list[Answer]:
@@ -371,7 +409,8 @@ def headline(table: Table) -> list[Answer]:
     answers = []
     for store, rows in by_store(table, metric="effective_rank"):
         rows = picked(rows, token=rows["token"][0])
-        last, most = len(rows) - 1, extremes(rows)[1]
+        last = len(rows) - 1
+        most = extremes(rows)[1]
         text = f"{measured(rows, last)} of at most {float(rows['cap'][last]):g} at "
         text += f"{rows['site'][last]} (effective rank)"
         if most != last:
@@ -445,7 +484,10 @@ ANALYSIS = Analysis(
     ),
     source="Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017",
     columns=COLUMNS,
-    meanings={"cap": "the largest value possible", "half_b": "values of two halves of the images"},
+    meanings={
+        "cap": "the largest value possible",
+        "half_b": "values of two halves of the images",
+    },
     metrics=METRICS,
     run=run,
     plot=plot,

@@ -54,7 +54,8 @@ def collapse(x: Float, labels: Integers) -> tuple[dict[str, float], int]:
     keep = (counts >= 2)[place]
     if (counts >= 2).sum() < 2:
         return dict.fromkeys(METRICS, math.nan), 0
-    x, labels = x[keep], labels[keep]
+    x = x[keep]
+    labels = labels[keep]
     names, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
     c = len(names)
     means = _sums_of(x, place, c) / counts[:, np.newaxis]
@@ -73,7 +74,8 @@ def _first(within: Float, centred: Float) -> float:
     keep = size[: c - 1] > 1e-10 * size[0] if size[0] > 0 else np.zeros(0, bool)
     if not keep.any():
         return math.nan
-    size, directions = size[: c - 1][keep], directions[: c - 1][keep]
+    size = size[: c - 1][keep]
+    directions = directions[: c - 1][keep]
     spread = ((within @ directions.T) ** 2).mean(0)
     return float((spread / (size**2 / c)).sum() / c)
 
@@ -156,10 +158,13 @@ class TwoNearest:
         finite = squared[np.isfinite(squared)]
         edge = EQUAL * max(float(finite.max(initial=0)), 2 * float(size.max(initial=0)))
         first = ~np.tril(squared <= edge, -1).any(1)
-        squared, self.labels = squared[np.ix_(first, first)], labels[first]
+        squared = squared[np.ix_(first, first)]
+        self.labels = labels[first]
         self.n_equal = int((~first).sum())
         self.blocks = np.unique(labels)
-        self.nearest = np.stack([_two(squared[:, self.labels == b]) for b in self.blocks], 1)
+        self.nearest = np.stack(
+            [_two(squared[:, self.labels == b]) for b in self.blocks], 1
+        )
 
     def dimension(self, among: Mask) -> float:
         """The dimension estimated from the examples in these blocks (blocks,) alone; NaN for fewer

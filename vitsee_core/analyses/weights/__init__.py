@@ -31,7 +31,7 @@ from vitsee_core.models.weights import (
     stored_input_weights,
 )
 from vitsee_core.runtime.arguments import analysis
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.headlines import Answer, number, picked
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
@@ -54,7 +54,17 @@ log = logging.getLogger(__name__)
 MOST_VARIANCE = 0.9
 WHAT = ("components", "filters", "positions")
 COLUMNS = (
-    *("store", "model", "weights", "site", "row", "col", "component", "filter", "channel"),
+    *(
+        "store",
+        "model",
+        "weights",
+        "site",
+        "row",
+        "col",
+        "component",
+        "filter",
+        "channel",
+    ),
     *("other_row", "other_col", "metric", "value"),
 )
 NEEDS_ARRAY = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
@@ -99,9 +109,12 @@ def run(
 
     for name in what:
         if name not in WHAT:
-            raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
+            raise VitseeError(
+                f"no {name!r} in weights; expected some of {', '.join(WHAT)}"
+            )
     owns = [
-        stored_input_weights(x) if isinstance(x, Store) else input_weights_of(x) for x in sources
+        stored_input_weights(x) if isinstance(x, Store) else input_weights_of(x)
+        for x in sources
     ]
     models = [own.model for own in owns if not own.store]
     owns = [
@@ -120,8 +133,11 @@ def run(
         lacking = [own for own in owns if NEEDS_ARRAY[name] in own.absent]
         if len(lacking) == len(owns):
             own = lacking[0]
-            raise VitseeError(f"{own.model} has no {name} to show: {own.absent[NEEDS_ARRAY[name]]}")
-    parts, notes = [], {}
+            raise VitseeError(
+                f"{own.model} has no {name} to show: {own.absent[NEEDS_ARRAY[name]]}"
+            )
+    parts = []
+    notes = {}
     for label, own in by_label.items():
         prefix = f"{label}: " if len(owns) > 1 else ""
         rows, notes[label] = _of(own, what, components, every, prefix)
@@ -131,7 +147,11 @@ def run(
 
 
 def _of(
-    own: InputWeights, what: Sequence[str], components: int, every: int | None, prefix: str
+    own: InputWeights,
+    what: Sequence[str],
+    components: int,
+    every: int | None,
+    prefix: str,
 ) -> tuple[list[dict[str, NDArray[Any]]], dict[str, Any]]:
     """One source's rows and notes; remarks begin with `prefix`."""
     notes: dict[str, Any] = {"sites": own.sites, "absent": {}}
@@ -143,22 +163,35 @@ def _of(
     if (filters := own.arrays.get(FILTERS)) is not None:
         if not what or "components" in what:
             parts.append(_component_rows(own, filters, components))
-            notes["components"] = f"of {len(filters)} filters, mean filter subtracted, norm 1"
+            notes["components"] = (
+                f"of {len(filters)} filters, mean filter subtracted, norm 1"
+            )
         if "filters" in what or (not what and len(filters) <= MOST_FILTERS):
             parts.append(_weight_rows(own, "filter", filters.astype(np.float64)))
         elif not what:
             log.info(
-                "%s%d filters: more than are shown without --what filters", prefix, len(filters)
+                "%s%d filters: more than are shown without --what filters",
+                prefix,
+                len(filters),
             )
-    if (positions := own.arrays.get(POSITIONS)) is not None and (not what or "positions" in what):
+    if (positions := own.arrays.get(POSITIONS)) is not None and (
+        not what or "positions" in what
+    ):
         step = every if every is not None else _step(positions.shape[:2])
         if step > 1:
             log.info(
-                "%sposition embeddings: cosines of one row and column in %d with all", prefix, step
+                "%sposition embeddings: cosines of one row and column in %d with all",
+                prefix,
+                step,
             )
         parts.append(_cosine_rows(own, positions, step))
         notes["positions"] = {"kind": _KINDS[own.kind], "every": step}
-        log.info("%sposition embeddings (%s): %s", prefix, own.sites[POSITIONS], _KINDS[own.kind])
+        log.info(
+            "%sposition embeddings (%s): %s",
+            prefix,
+            own.sites[POSITIONS],
+            _KINDS[own.kind],
+        )
     return parts, notes
 
 
@@ -168,7 +201,9 @@ def at_a_glance(table: Table) -> Table:
     rows = table.frame.filter(name == named_by())
     panels = ("component", "filter", "cosine")
     shown = next((metric for metric in panels if metric in rows["metric"]), "")
-    sources = {n: about for n, about in table.notes.get("sources", {}).items() if n == name}
+    sources = {
+        n: about for n, about in table.notes.get("sources", {}).items() if n == name
+    }
     rows = rows.filter(
         (pl.col("metric") == "variance_share")
         | (pl.col("component").fill_null(0) < GLANCED) & (pl.col("metric") == shown)
@@ -195,7 +230,8 @@ def principal_components(filters: NDArray[Any]) -> tuple[Float, Float]:
     flat = filters.reshape(len(filters), -1).astype(np.float64)
     _, sizes, vectors = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     count = min(max(len(flat) - 1, 1), len(sizes))
-    variances, vectors = sizes**2, vectors[:count]
+    variances = sizes**2
+    vectors = vectors[:count]
     total = variances.sum()
     # Rounding leaves a trace of variance among equal filters.
     if total <= (1e-12 * np.abs(flat).max()) ** 2 * flat.size:
@@ -226,13 +262,21 @@ def _step(grid: tuple[int, ...]) -> int:
     return next(
         step
         for step in range(1, rows + cols)
-        if -(-rows // step) * -(-cols // step) * rows * cols <= MOST_ROWS or step > max(rows, cols)
+        if -(-rows // step) * -(-cols // step) * rows * cols <= MOST_ROWS
+        or step > max(rows, cols)
     )
 
 
-def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDArray[Any]]:
+def _rows(
+    own: InputWeights, site: str, n: int, **columns: Any
+) -> dict[str, NDArray[Any]]:
     """`n` rows with these columns; the others are empty."""
-    names = {"store": own.store or None, "model": own.model, "weights": own.weights, "site": site}
+    names = {
+        "store": own.store or None,
+        "model": own.model,
+        "weights": own.weights,
+        "site": site,
+    }
     by_name = {}
     for name in COLUMNS:
         given = columns.get(name, names.get(name))
@@ -251,7 +295,14 @@ def _component_rows(
     shares, vectors = principal_components(filters)
     n = len(shares)
     parts = [
-        _rows(own, own.sites[FILTERS], n, metric=metric, component=np.arange(n), value=values)
+        _rows(
+            own,
+            own.sites[FILTERS],
+            n,
+            metric=metric,
+            component=np.arange(n),
+            value=values,
+        )
         for metric, values in (
             ("variance_share", shares),
             ("variance_cumulative", np.cumsum(shares)),
@@ -261,13 +312,19 @@ def _component_rows(
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
-def _weight_rows(own: InputWeights, metric: str, values: Float) -> dict[str, NDArray[Any]]:
+def _weight_rows(
+    own: InputWeights, metric: str, values: Float
+) -> dict[str, NDArray[Any]]:
     index, channel, row, col = (axis.ravel() for axis in np.indices(values.shape))
     of = {metric: index, "channel": channel, "row": row, "col": col}
-    return _rows(own, own.sites[FILTERS], values.size, metric=metric, value=values.ravel(), **of)
+    return _rows(
+        own, own.sites[FILTERS], values.size, metric=metric, value=values.ravel(), **of
+    )
 
 
-def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[str, NDArray[Any]]:
+def _cosine_rows(
+    own: InputWeights, positions: NDArray[Any], step: int
+) -> dict[str, NDArray[Any]]:
     queries, values = cosines(positions, step)
     query, row, col = (axis.ravel() for axis in np.indices(values.shape))
     return _rows(
@@ -289,8 +346,10 @@ def headline(table: Table) -> list[Answer]:
         values = np.sort(rows["value"].to_numpy())
         n = min(int((values < MOST_VARIANCE).sum()) + 1, len(values))
         share = number(float(values[n - 1]))
-        what = counted(n, "principal components")
-        answers.append((str(store), f"{what} of the filters have {share} of their variance"))
+        what = plural(n, "principal components")
+        answers.append(
+            (str(store), f"{what} of the filters have {share} of their variance")
+        )
     return answers
 
 

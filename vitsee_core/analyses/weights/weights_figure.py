@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles
-from vitsee_core.figures.panels import Grid, colour_bar, map_axes, name_part, room, small, stack
+from vitsee_core.figures.panels import (
+    PanelGrid,
+    colour_bar,
+    map_axes,
+    name_part,
+    room,
+    small,
+    stack,
+)
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
 
@@ -42,7 +50,9 @@ class _MetricPanel:
         if self.metric == "cosine":
             sides = [self.cut[name].n_unique() for name in ("other_row", "other_col")]
             return min(max(sides[1] / sides[0], 0.4), 2.5)
-        return self.across / (self.down * (1 + (LABEL_ROOM if self.metric == "component" else 0)))
+        return self.across / (
+            self.down * (1 + (LABEL_ROOM if self.metric == "component" else 0))
+        )
 
 
 @dataclass(frozen=True)
@@ -54,17 +64,24 @@ class _Band:
     lines: list[str]  # the name above, then what is missing
     notes: dict[str, Any]  # on the source
 
-    def grids(self) -> list[tuple[Grid, list[_MetricPanel]]]:
+    def grids(self) -> list[tuple[PanelGrid, list[_MetricPanel]]]:
         """The panels side by side if there is room, else below one another."""
-        wide = min(room(), 44.0 if any(panel.cells > 300 for panel in self.panels) else 30.0)
+        wide = min(
+            room(), 44.0 if any(panel.cells > 300 for panel in self.panels) else 30.0
+        )
         fit = max(1, int(room() / wide))
         rows = [self.panels[i : i + fit] for i in range(0, len(self.panels), fit)] or [[]]
         grids = []
         for row in rows:
-            tall = max((min(room() / fit - 9, wide - 9) / panel.ratio for panel in row), default=0)
+            tall = max(
+                (min(room() / fit - 9, wide - 9) / panel.ratio for panel in row),
+                default=0,
+            )
             lines = 1.3 * len(self.lines) if row is rows[0] else 0.0
             height = tall + 7 + lines
-            grids.append((Grid(max(len(row), 1), width=wide, widest=wide, height=height), row))
+            grids.append(
+                (PanelGrid(max(len(row), 1), width=wide, widest=wide, height=height), row)
+            )
         return grids
 
 
@@ -115,8 +132,12 @@ def _band(table: Table, label: str) -> _Band:
 def _name(cut: pl.DataFrame, label: str) -> str:
     if not len(cut):
         return shorten(label, 80)
-    store, model = cut.select("store", pl.col("model").cast(pl.String).fill_null("")).row(0)
-    return f"{shorten(store, 30)} ({shorten(model, 50)})" if store else shorten(model, 80)
+    store, model = cut.select("store", pl.col("model").cast(pl.String).fill_null("")).row(
+        0
+    )
+    if store:
+        return f"{shorten(store, 30)} ({shorten(model, 50)})"
+    return shorten(model, 80)
 
 
 def _panel(metric: str, cut: pl.DataFrame) -> _MetricPanel:
@@ -124,10 +145,16 @@ def _panel(metric: str, cut: pl.DataFrame) -> _MetricPanel:
         queries = [cut[name].n_unique() for name in ("row", "col")]
         step = -(-max(queries) // MOST_QUERIES)
         down, across = (-(-n // step) for n in queries)
-        return _MetricPanel(metric, cut, down, across, across * cut["other_col"].n_unique())
+        return _MetricPanel(
+            metric, cut, down, across, across * cut["other_col"].n_unique()
+        )
     n = cut[metric].n_unique()
-    across = min(n, ACROSS) if metric == "component" and n <= 49 else math.ceil(math.sqrt(n))
-    return _MetricPanel(metric, cut, -(-n // across), across, across * cut["col"].n_unique())
+    across = (
+        min(n, ACROSS) if metric == "component" and n <= 49 else math.ceil(math.sqrt(n))
+    )
+    return _MetricPanel(
+        metric, cut, -(-n // across), across, across * cut["col"].n_unique()
+    )
 
 
 def colours(values: Float, scale: str) -> tuple[Float, float]:
@@ -151,7 +178,8 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
 
 
 def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) -> None:
-    metric, cut = panel.metric, panel.cut
+    metric = panel.metric
+    cut = panel.cut
     shape = [cut[name].n_unique() for name in (metric, "channel", "row", "col")]
     n, channels, height, width = shape
     tiles, largest = colours(cut["value"].to_numpy().reshape(shape), scale)
@@ -159,7 +187,8 @@ def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) ->
     gap = GAP * max(height, width)
     for i, tile in enumerate(np.nan_to_num(tiles, nan=1.0)):
         line, column = divmod(i, panel.across)
-        top, left = line * (height + room + gap) + room, column * (width + gap)
+        top = line * (height + room + gap) + room
+        left = column * (width + gap)
         # One image each: in a single image, gaps would have to be whole pixels.
         axes.imshow(tile, extent=(left, left + width, top + height, top), origin="upper")
         if metric == "component" and not math.isnan(shares[i]):
@@ -178,7 +207,9 @@ def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) ->
     )
     map_axes(axes)
     axes.set_frame_on(False)
-    seen = "" if channels == 3 else f"mean of {channels} channels, " if channels > 1 else ""
+    seen = (
+        "" if channels == 3 else f"mean of {channels} channels, " if channels > 1 else ""
+    )
     scales = {
         "shared": f"{seen}grey: 0, full colour: a weight of ±{largest:.2g}",
         "tile": f"{seen}each tile over its own range",
@@ -204,20 +235,29 @@ def percent(share: float) -> str:
     """`11.4 %`, `0.93 %`."""
     if share < 5e-5:
         return "0.00 %"
-    return f"{100 * share:.1f} %" if share >= 0.00995 else f"{100 * share:.2f} %"
+    if share >= 0.00995:
+        return f"{100 * share:.1f} %"
+    return f"{100 * share:.2f} %"
 
 
-def _draw_cosines(axes: Axes, panel: _MetricPanel, scale: str, about: dict[str, Any]) -> None:
+def _draw_cosines(
+    axes: Axes, panel: _MetricPanel, scale: str, about: dict[str, Any]
+) -> None:
     """Draw a map for each query, at its place."""
     cut = panel.cut
     rows, cols, lines, columns = (
-        cut[name].unique().sort().to_list() for name in ("row", "col", "other_row", "other_col")
+        cut[name].unique().sort().to_list()
+        for name in ("row", "col", "other_row", "other_col")
     )
     maps = cut["value"].to_numpy().reshape(len(rows), len(cols), len(lines), len(columns))
     step = -(-max(len(rows), len(cols)) // MOST_QUERIES)
     kept = [range((len(part) - 1) % step // 2, len(part), step) for part in (rows, cols)]
     tiles = Tiles(
-        {(i, j): maps[r, c] for i, r in enumerate(kept[0]) for j, c in enumerate(kept[1])},
+        {
+            (i, j): maps[r, c]
+            for i, r in enumerate(kept[0])
+            for j, c in enumerate(kept[1])
+        },
         [str(rows[r]) for r in kept[0]],
         [str(cols[c]) for c in kept[1]],
     )
@@ -230,7 +270,10 @@ def _draw_cosines(axes: Axes, panel: _MetricPanel, scale: str, about: dict[str, 
         bar.set_label("cosine, each tile over its own range")
         bar.set_ticks([0, 1])
         bar.set_ticklabels(["least", "most"])
-    all_patches, shown = len(lines) * len(columns), len(kept[0]) * len(kept[1])
+    all_patches = len(lines) * len(columns)
+    shown = len(kept[0]) * len(kept[1])
     details = [shorten(str(cut["site"][0]), 28), about.get("kind", "")]
     details.append("" if shown == all_patches else f"{shown} of {all_patches} patches")
-    axes.set_title(f"similarity of position embeddings\n({'; '.join(filter(None, details))})")
+    axes.set_title(
+        f"similarity of position embeddings\n({'; '.join(filter(None, details))})"
+    )

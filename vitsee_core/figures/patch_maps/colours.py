@@ -31,7 +31,9 @@ class Colours:
     n_aligned: int = 0  # patches that determined the rotation, 0 without one
 
     @classmethod
-    def of(cls, scores: Float, turned_by: Float | None = None, n_aligned: int = 0) -> Colours:
+    def of(
+        cls, scores: Float, turned_by: Float | None = None, n_aligned: int = 0
+    ) -> Colours:
         rotation = np.eye(CHANNELS) if turned_by is None else turned_by
         turned = scores @ rotation
         middle = np.median(turned, axis=0)
@@ -47,7 +49,8 @@ class Colours:
     @classmethod
     def read(cls, notes: Mapping[str, Any]) -> Colours:
         rotation, middle, half = (
-            np.array(notes[name], np.float64) for name in ("rotation", "middle", "half_range")
+            np.array(notes[name], np.float64)
+            for name in ("rotation", "middle", "half_range")
         )
         return cls(rotation, middle, half, int(notes["aligned_on_patches"]))
 
@@ -63,12 +66,15 @@ class Colours:
 def rotation_to(scores: Float, reference: Float) -> Float:
     """(channels, channels) the orthogonal matrix that rotates scores (tokens, channels) nearest to
     the reference's of the same tokens, both about their means."""
-    a, b = scores - scores.mean(0), reference - reference.mean(0)
+    a = scores - scores.mean(0)
+    b = reference - reference.mean(0)
     left, _, right = np.linalg.svd(a.T @ b)
     return left @ right
 
 
-def matched(scores: Float, keep: Mask, at: Integers, reference: Float) -> tuple[Float, Float]:
+def matched(
+    scores: Float, keep: Mask, at: Integers, reference: Float
+) -> tuple[Float, Float]:
     """Scores of two layers of one image, patch by patch.
 
     Args:

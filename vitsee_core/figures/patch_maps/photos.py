@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.recompute import find_rows
+from vitsee_core.figures.patch_maps.views import Edges, View, union
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.transform import to_mode
 from vitsee_core.models.provenance import Pictures, source_of
-from vitsee_core.figures.patch_maps.views import Edges, View, union
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores.errors import VitseeError
 
@@ -34,7 +34,7 @@ MOST_FRAMES = 13  # of a clip that are shown
 
 
 @dataclass(frozen=True)
-class Shown:
+class SheetImages:
     """One store's part of a sheet of maps. rows: (images,) those shown, the same images in every
     store. sites: those mapped. times: of a page that shows the places in time of clips one by one,
     how many there are: each row stands for so many in a row; 1 for everything else."""
@@ -52,7 +52,7 @@ class Shown:
 
 
 def shown_rows(
-    store: Store, names: Sequence[str], first: Shown | None, execution: Execution
+    store: Store, names: Sequence[str], first: SheetImages | None, execution: Execution
 ) -> list[int]:
     """The rows of the images to show.
 
@@ -73,7 +73,7 @@ def shown_rows(
 
 
 def describe_sheet(
-    parts: Sequence[Shown], data: str | None, times: Sequence[float] = ()
+    parts: Sequence[SheetImages], data: str | None, times: Sequence[float] = ()
 ) -> dict[str, Any]:
     """The notes that a sheet of maps needs beside its table.
 
@@ -86,7 +86,9 @@ def describe_sheet(
     names = [str(name) for name in first.store.samples.id[first.rows]]
     frames = frames_of(parts)
     if first.store.plan.clip is not None:
-        layouts = [part.store.site(site.name).layout for part in parts for site in part.sites]
+        layouts = [
+            part.store.site(site.name).layout for part in parts for site in part.sites
+        ]
         clips = describe_clips(first.store, first.rows, layouts, data, times)
         for name, row, frame in zip(names, first.rows, frames, strict=True):
             about = {"frame": list(frame), "aspect": aspect_of(first.view, row, frame)}
@@ -101,7 +103,9 @@ def describe_sheet(
     return {"images": images, "grids": _grids(parts, names)}
 
 
-def _grids(parts: Sequence[Shown], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _grids(
+    parts: Sequence[SheetImages], names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     grids: dict[str, dict[str, Any]] = {}
     for part in parts:
         own = grids[part.store.label] = {}
@@ -158,7 +162,9 @@ def frames_seen(store: Store) -> dict[str, Any]:
     """The number of `frames` that a store of clips samples, and in which `time`: for the notes of
     tables with a column `frame`; nothing of images."""
     clip = store.plan.clip
-    return {} if clip is None else {"frames": clip.frames, "time": clip.time}
+    if clip is None:
+        return {}
+    return {"frames": clip.frames, "time": clip.time}
 
 
 def evenly_with(items: Sequence[int], most: int, kept: Collection[int]) -> list[int]:
@@ -185,7 +191,7 @@ def _small(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def frames_of(parts: Sequence[Shown]) -> list[Edges]:
+def frames_of(parts: Sequence[SheetImages]) -> list[Edges]:
     """The part of each image that is drawn: what any of the models saw of it."""
     n = len(parts[0].rows)
     return [union([part.view.seen(part.rows[k]) for part in parts]) for k in range(n)]
@@ -207,7 +213,10 @@ class Photograph:
 
 
 def photographs(
-    part: Shown, frames: Sequence[Edges], data: str | None, most_pixels: int = MOST_PIXELS
+    part: SheetImages,
+    frames: Sequence[Edges],
+    data: str | None,
+    most_pixels: int = MOST_PIXELS,
 ) -> Mapping[int, Photograph]:
     """Row -> picture; without those that cannot be read any more, which is logged.
 
@@ -217,7 +226,8 @@ def photographs(
         data: where the images are now, by default where extract read them.
         most_pixels: along the longer side of a picture.
     """
-    store, view = part.store, part.view
+    store = part.store
+    view = part.view
     try:
         if view.sizes is None:
             raise VitseeError("the originals have no known place on the model's input")
@@ -236,14 +246,19 @@ def photographs(
     except VitseeError as error:
         log.debug("%s: %s", store.label, error)
         inputs = model_inputs(store, part.rows, data)
-        return {row: Photograph(own, view.input_edges(row)) for row, own in inputs.items()}
+        return {
+            row: Photograph(own, view.input_edges(row)) for row, own in inputs.items()
+        }
 
 
 def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
     """The part of an original within a frame, in whole pixels."""
-    height, width = image.height, image.width
-    top, bottom = math.floor(frame[0] * height), math.ceil(frame[2] * height)
-    left, right = math.floor(frame[1] * width), math.ceil(frame[3] * width)
+    height = image.height
+    width = image.width
+    top = math.floor(frame[0] * height)
+    bottom = math.ceil(frame[2] * height)
+    left = math.floor(frame[1] * width)
+    right = math.ceil(frame[3] * width)
     part = to_mode(image, "RGB").crop((left, top, right, bottom))
     part.thumbnail((most_pixels, most_pixels))
     edges = (top / height, left / width, bottom / height, right / width)
@@ -283,4 +298,6 @@ def clip_frames(
 
 def _channels_last(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pixels with channels behind rows and columns, or without the one channel."""
-    return pixels[..., 0, :, :] if pixels.shape[-3] == 1 else np.moveaxis(pixels, -3, -1)
+    if pixels.shape[-3] == 1:
+        return pixels[..., 0, :, :]
+    return np.moveaxis(pixels, -3, -1)

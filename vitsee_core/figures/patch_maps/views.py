@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Edges = tuple[float, float, float, float]  # top, left, bottom, right, as shares of an image
+Edges = tuple[
+    float, float, float, float
+]  # top, left, bottom, right, as shares of an image
 
 
 @dataclass(frozen=True)
@@ -115,18 +117,26 @@ class View:
         rows, cols = layout.grid
         # A place on the edge between two cells, up to rounding, is the later one's.
         y = np.floor((places[:, 0] - top) / (bottom - top) * rows + 1e-9).astype(np.int64)
-        x = np.floor((places[:, 1] - left) / (right - left) * cols + 1e-9).astype(np.int64)
+        x = np.floor((places[:, 1] - left) / (right - left) * cols + 1e-9).astype(
+            np.int64
+        )
         inside = (y >= 0) & (y < rows) & (x >= 0) & (x < cols)
         return np.where(inside, y * cols + x, -1)
 
     def cells_like(
-        self, layout: TokenLayout, row: int, guide: View, of_guide: TokenLayout, guide_row: int
+        self,
+        layout: TokenLayout,
+        row: int,
+        guide: View,
+        of_guide: TokenLayout,
+        guide_row: int,
     ) -> Integers:
         """(cells of the guide,) the cell of an image, or of a clip, at the place and the time of
         each cell of the same one in another grid; -1 for none. The time of a cell is its middle as
         a share of the sampled frames."""
         at = self.cells_at(layout, row, guide.centres(of_guide, guide_row))
-        n, n_guide = layout.frames or 1, of_guide.frames or 1
+        n = layout.frames or 1
+        n_guide = of_guide.frames or 1
         first = (2 * np.arange(n_guide) + 1) * n // (2 * n_guide) * (layout.n_body // n)
         return np.where(at < 0, -1, first[:, np.newaxis] + at).ravel()
 
@@ -150,7 +160,8 @@ class View:
     def _shares(self, row: int, edges: Edges) -> Edges:
         """Edges in pixels of the input as fractions of an image."""
         at = self.placement(row)
-        height, width = at.bottom - at.top, at.right - at.left
+        height = at.bottom - at.top
+        width = at.right - at.left
         top, left, bottom, right = edges
         return (
             *((top - at.top) / height, (left - at.left) / width),

@@ -21,7 +21,12 @@ from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.left_out import left_out_line
 from vitsee_core.images.sources.archives import open_tars, open_zips
 from vitsee_core.images.sources.arrays import open_demo, open_npz, open_nyu
-from vitsee_core.images.sources.base import Asked, Found, expand_braces, found_paths
+from vitsee_core.images.sources.base import (
+    MatchedFiles,
+    SourceRequest,
+    expand_braces,
+    found_paths,
+)
 from vitsee_core.images.sources.libraries import (
     ITERABLE,
     RANDOM_ACCESS,
@@ -31,7 +36,7 @@ from vitsee_core.images.sources.libraries import (
 from vitsee_core.images.sources.lists import open_list, shards_listed
 from vitsee_core.images.sources.parquet import open_parquet
 from vitsee_core.images.sources.remote import GLOBS, find_remote
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.url import is_url
 
@@ -42,13 +47,19 @@ _EXPECTED = (
     "files (also as 'shards/{0000..0063}.tar', 'shards/*.parquet', or at s3://, gs://, az://, "
     "https://, hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
 )
-_UNPACK = {".gz": "gunzip", ".tgz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
+_UNPACK = {
+    ".gz": "gunzip",
+    ".tgz": "gunzip",
+    ".zst": "zstd -d",
+    ".bz2": "bunzip2",
+    ".xz": "unxz",
+}
 _OF_CLIPS = (
     "a folder of videos, or of folders of frames, a .csv, .tsv or .txt list of these, or .tar or "
     ".zip files of videos"
 )
 _CLIPS_BY_ENDING = (".csv", ".tsv", ".txt", ".zip", ".tar")
-_OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
+_OPENERS: dict[str, Callable[[SourceRequest, MatchedFiles], ImageSource]] = {
     ".csv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
     ".tsv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
     ".txt": lambda asked, found: open_list(found.path, asked.data, asked.exif),
@@ -77,14 +88,15 @@ def open_source(
     arrays, a zip file, uncompressed tar or parquet files (one, a folder of them, a pattern with
     braces or stars, a .txt that lists them, or any of these at a URL), `torch/NAME[:FOLDER]`,
     `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one
-    (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other options see `Asked`.
+    (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other
+    options see `SourceRequest`.
 
     With `clips` a sample is a video file, or a folder with the frames of one: a folder has videos,
     or else folders of frames, lists have paths of either, zip and tar files videos. With `exif`
     images are turned upright by their EXIF orientation. Raises DataError: there is no such data, or
     it cannot be read.
     """
-    asked = Asked(
+    asked = SourceRequest(
         data=data,
         split=split,
         label_key=label_key,
@@ -95,14 +107,20 @@ def open_source(
         exif=exif,
     )
     source = _find(asked)
-    return replace(source, opener=source.opener.upright()) if exif else source
+    if exif:
+        return replace(source, opener=source.opener.upright())
+    return source
 
 
-def _find(asked: Asked) -> ImageSource:
+def _find(asked: SourceRequest) -> ImageSource:
     """The samples of the data, or of its split. Raises DataError: as `open_source`."""
-    data, split, clips = asked.data, asked.split, asked.clips
+    data = asked.data
+    split = asked.split
+    clips = asked.clips
     if not data.strip():
-        raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")
+        raise DataError(
+            f"--data is empty (a variable that is not set?); expected {_EXPECTED}"
+        )
     if data == "demo" or data.startswith("demo:"):
         _no_clips(asked)
         asked.check("")
@@ -124,7 +142,7 @@ def _find(asked: Asked) -> ImageSource:
     return source if split is None else source.part(split)
 
 
-def _no_clips(asked: Asked) -> None:
+def _no_clips(asked: SourceRequest) -> None:
     """Raises DataError: clips are asked of data that has images only."""
     if asked.clips:
         raise DataError(f"{asked.data} has images, no clips; expected {_OF_CLIPS}")
@@ -143,7 +161,7 @@ def placed(data: str, folder: Path) -> str:
     return str(folder / Path(data).expanduser())
 
 
-def _open(asked: Asked) -> ImageSource:
+def _open(asked: SourceRequest) -> ImageSource:
     data = asked.data
     path = Path(data).expanduser()
     if is_url(data):
@@ -175,17 +193,20 @@ def _matched(texts: Sequence[str]) -> list[str]:
         missing += [] if found else [text]
     if missing:
         kind = "matches nothing" if GLOBS & set(missing[0]) else "does not exist"
-        more = f", nor {len(missing) - 1} more of {len(texts)}" if len(missing) > 1 else ""
+        more = (
+            f", nor {len(missing) - 1} more of {len(texts)}" if len(missing) > 1 else ""
+        )
         raise DataError(f"{missing[0]} {kind}{more}; expected files there")
     return paths
 
 
-def _by_ending(asked: Asked, found: Found) -> ImageSource:
+def _by_ending(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
     """The source for files of one kind. Raises DataError: they are of several, or of none."""
     for name in found.names:
         suffixes = PurePosixPath(name.lower()).suffixes[-2:]
         if suffixes[-1:] == [".tgz"] or (len(suffixes) == 2 and suffixes[0] == ".tar"):
-            packed, tool = found.shown(name), _UNPACK.get(suffixes[-1], "unpack")
+            packed = found.shown(name)
+            tool = _UNPACK.get(suffixes[-1], "unpack")
             raise DataError(
                 f"{packed} is compressed, without random access; unpack it: {tool} {packed}"
             )
@@ -209,34 +230,42 @@ def _by_ending(asked: Asked, found: Found) -> ImageSource:
     return _OPENERS[endings[0]](asked, found)
 
 
-def _open_folder(asked: Asked, path: Path) -> ImageSource:
+def _open_folder(asked: SourceRequest, path: Path) -> ImageSource:
     packed = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
     packed += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
     names = sorted(str(file) for file in packed if file.is_file())
     if names and not walk(str(path)) and not (asked.clips and walk(str(path), is_video)):
-        return _by_ending(asked, _of_folder(replace(found_paths(names), given=False), asked))
+        return _by_ending(
+            asked, _of_folder(replace(found_paths(names), given=False), asked)
+        )
     asked.check("")
     if asked.clips:
         return _folder_of_clips(path, asked)
     source = open_folder(path, asked.data)
     if all(name.lower().endswith(".gif") for name in source.ids):
-        videos = [name for name in walk(str(path), is_video) if not name.lower().endswith(".gif")]
+        videos = [
+            name
+            for name in walk(str(path), is_video)
+            if not name.lower().endswith(".gif")
+        ]
         if videos:
             log.warning(
                 "%s beside GIFs in %s are left out: of clips give --frames N",
-                *(counted(len(videos), "videos"), path),
+                *(plural(len(videos), "videos"), path),
             )
     return source
 
 
-def _folder_of_clips(path: Path, asked: Asked) -> ImageSource:
+def _folder_of_clips(path: Path, asked: SourceRequest) -> ImageSource:
     """The videos below a folder, or else the folders below it that hold images, their frames.
     Raises DataError: neither, or images in the folder itself."""
     others = Counter[str]()
     paths = walk(str(path), is_video, others)
     images = [name for name in walk(str(path)) if not is_video(name)]
     if paths and images:
-        log.warning("%s beside videos in %s are left out", counted(len(images), "images"), path)
+        log.warning(
+            "%s beside videos in %s are left out", plural(len(images), "images"), path
+        )
     if paths:
         asked.say_left_out(_but_images(others))
     else:
@@ -256,16 +285,22 @@ def _but_images(others: Mapping[str, int]) -> dict[str, int]:
     return {ending: n for ending, n in others.items() if ending not in FORMAT_OF_ENDING}
 
 
-def _of_folder(found: Found, asked: Asked) -> Found:
+def _of_folder(found: MatchedFiles, asked: SourceRequest) -> MatchedFiles:
     """The images among all files of a folder, or else its archives of one kind."""
-    names = [name for name in found.names if not any(p.startswith(".") for p in name.split("/"))]
+    names = [
+        name
+        for name in found.names
+        if not any(p.startswith(".") for p in name.split("/"))
+    ]
     images = [name for name in names if asked.wants(name)]
     others = Counter[str]()
     for name in names:
         if not asked.wants(name):
             asked.count_other(others, name)
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
-    zips, parquets = ([n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet"))
+    zips, parquets = (
+        [n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet")
+    )
     chosen = images or tars or zips or parquets
     if not chosen:
         line = left_out_line(found.root, others)

@@ -30,14 +30,20 @@ from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import classify, is_hidden, member_path, utf8
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.left_out import left_out_line
-from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, strings
+from vitsee_core.images.sources.base import (
+    MatchedFiles,
+    SourceRequest,
+    labels_of,
+    no_answer,
+    strings,
+)
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
 from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.disk import temporary_name
 from vitsee_stores.errors import reason
 from vitsee_stores.files import NoAnswer
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 CACHE_AFTER_SECONDS = 1.0
 _VERSION = 2
@@ -47,7 +53,7 @@ Stamp = tuple[int, str]
 log = logging.getLogger(__name__)
 
 
-def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
+def open_zips(zips: Sequence[Path], asked: SourceRequest) -> ImageSource:
     """The images of zip files, sorted by code point of their paths; nothing is unpacked.
 
     With several, the file's name without its suffix is prepended as a folder. Raises DataError: a
@@ -78,9 +84,24 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
                     sizes = member.compress_size, member.file_size
                     if inner in found:
                         replaced.append(inner)
-                    found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
+                    found[inner] = (
+                        k,
+                        inner,
+                        member.header_offset,
+                        *sizes,
+                        deflated,
+                        member.CRC,
+                    )
+        except (
+            zipfile.BadZipFile,
+            EOFError,
+            NotImplementedError,
+            OSError,
+            ValueError,
+        ) as error:
+            raise DataError(
+                f"{path} cannot be read as a zip file: {one_line(error)}"
+            ) from None
     opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
     if not found:
         raise DataError(_nothing(asked, others))
@@ -92,7 +113,7 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
     return ImageSource(asked.data, opener, locations, paths, labels, splits, class_names)
 
 
-def open_tars(asked: Asked, found: Found) -> ImageSource:
+def open_tars(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
     """The images of tar files, sorted by code point of their paths; nothing is unpacked.
 
     A path is the one in the tar. Where images have labels beside them (see `index_tar`), these are
@@ -125,7 +146,10 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     order = _in_order(paths)
     if len(indexes) > 1 and (order is None or not (found.given or labelled)):
         paths = np.concatenate(
-            [strings([f"{stem}/"]) + own.paths for stem, own in zip(stems, indexes, strict=True)]
+            [
+                strings([f"{stem}/"]) + own.paths
+                for stem, own in zip(stems, indexes, strict=True)
+            ]
         )
         order = _in_order(paths)
     if order is None:
@@ -134,17 +158,27 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
             f"several tar files of {asked.data} are called {twice} and have the same images; "
             "rename one of them"
         )
-    paths, tar = paths[order], tar[order]
+    paths = paths[order]
+    tar = tar[order]
     ids = cast(Sequence[str], paths)  # packed: a list of a million names takes 100 MB
     if labelled:
-        for before, path in pairwise(ids):  # those of one key are neighbours in this order
+        for before, path in pairwise(
+            ids
+        ):  # those of one key are neighbours in this order
             if key_of(path) == key_of(before):
-                raise DataError(f"{before} and {path} are images of one key; expected one")
+                raise DataError(
+                    f"{before} and {path} are images of one key; expected one"
+                )
         try:
-            labels, class_names = labels_of((own.label, own.label_texts) for own in indexes)
+            labels, class_names = labels_of(
+                (own.label, own.label_texts) for own in indexes
+            )
         except DataError as error:
-            raise DataError(f"{asked.data}: {error} (--label-key KEY names another)") from None
-        labels, splits = labels[order], [""] * len(paths)
+            raise DataError(
+                f"{asked.data}: {error} (--label-key KEY names another)"
+            ) from None
+        labels = labels[order]
+        splits = [""] * len(paths)
     else:
         labels, splits, class_names = classify(ids)
     offset, size = (
@@ -156,18 +190,18 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     return ImageSource(asked.data, opener, members, ids, labels, splits, class_names)
 
 
-def _nothing(asked: Asked, others: Mapping[str, int]) -> str:
+def _nothing(asked: SourceRequest, others: Mapping[str, int]) -> str:
     """The message for archives without images."""
     line = left_out_line(asked.data, others)
     return asked.nothing % asked.data + (f" ({line})" if line else "")
 
 
-def _say_replaced(asked: Asked, replaced: Sequence[str]) -> None:
+def _say_replaced(asked: SourceRequest, replaced: Sequence[str]) -> None:
     """Log the paths that an archive has twice, as one to which files were appended."""
     if replaced:
         log.warning(
             "of members of one path in %s the last is taken, and %d before it left out: %s",
-            *(asked.data, len(replaced), few(sorted(set(replaced)))),
+            *(asked.data, len(replaced), abbreviate(sorted(set(replaced)))),
         )
 
 
@@ -191,13 +225,18 @@ class _Members:
         return len(self.paths)
 
     def __getitem__(self, row: int) -> tuple[int, str, int, int]:
-        return int(self.tar[row]), self.paths[row], int(self.offset[row]), int(self.size[row])
+        return (
+            int(self.tar[row]),
+            self.paths[row],
+            int(self.offset[row]),
+            int(self.size[row]),
+        )
 
 
 # the index and its cache ----------------------------------------------------------------------
 
 
-def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
+def _indexes(asked: SourceRequest, found: MatchedFiles) -> list[TarIndex]:
     """The index of each tar: as it was kept, or read in threads, with progress."""
     began = time.monotonic()
 
@@ -206,7 +245,9 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
             stamp = found.files.stamp(name)
             index = known[name][1] if known.get(name, ((), None))[0] == stamp else None
             if index is None:
-                index = index_tar(found.files, name, stamp[0], asked.label_key, asked.clips)
+                index = index_tar(
+                    found.files, name, stamp[0], asked.label_key, asked.clips
+                )
                 read_anew.append(name)
         except NoAnswer as error:
             raise no_answer(found.shown(name), error) from None
@@ -218,7 +259,8 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
         return stamp, index
 
     place = _cache_file(asked, found)
-    known, read_anew = _kept(place), list[str]()
+    known = _kept(place)
+    read_anew = list[str]()
     with counting(asked.progress, len(found.names), "tar files") as progress:
         made = found.files.each(read, found.names)
     if read_anew and time.monotonic() - began > CACHE_AFTER_SECONDS:
@@ -226,7 +268,7 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
     return [index for _, index in made]
 
 
-def _cache_file(asked: Asked, found: Found) -> Path:
+def _cache_file(asked: SourceRequest, found: MatchedFiles) -> Path:
     place = found.files.place.absolute()
     kind = ["clips"] if asked.clips else []
     names = json.dumps([_VERSION, str(place), asked.label_key, *kind, *found.names])
@@ -253,14 +295,16 @@ def _unpacked(
 ) -> Iterator[tuple[str, tuple[Stamp, TarIndex]]]:
     row = byte = 0
     for name, size, version, n_images, n_bytes, texts, others, replaced in head:
-        rows, text = slice(row, row + n_images), arrays["paths"][byte : byte + n_bytes].tobytes()
+        rows = slice(row, row + n_images)
+        text = arrays["paths"][byte : byte + n_bytes].tobytes()
         paths = strings(text.decode().split("\0") if n_images else [])
         offset, length, label, whole = (arrays[key][rows] for key in _ARRAYS)
         index = TarIndex(paths, offset, length, label, whole, texts, others, replaced)
         if {len(paths), len(index.offset), len(index.whole)} != {n_images}:
             raise ValueError("cut short")
         yield name, ((size, version), index)
-        row, byte = row + n_images, byte + n_bytes
+        row = row + n_images
+        byte = byte + n_bytes
 
 
 def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
@@ -274,7 +318,8 @@ def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
         for (name, (stamp, index)), blob in zip(made.items(), blobs, strict=True)
     ]
     arrays = {
-        key: np.concatenate([getattr(index, key) for _, index in made.values()]) for key in _ARRAYS
+        key: np.concatenate([getattr(index, key) for _, index in made.values()])
+        for key in _ARRAYS
     }
     arrays["paths"] = np.frombuffer(b"".join(blobs), np.uint8)
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)

@@ -49,13 +49,17 @@ def open_npz(path: Path, name: str) -> ImageSource:
         raise DataError(f"{name} has no array 'images'; found: {found}")
     images = _as_bytes(_channels_last(images, name), name)
     if 0 in images.shape[1:]:
-        raise DataError(f"'images' of {name} is {images.shape}: the images have no pixels")
+        raise DataError(
+            f"'images' of {name} is {images.shape}: the images have no pixels"
+        )
     n = len(images)
     class_names = [str(c) for c in _text(arrays, "class_names", None, name)] or None
     splits = [str(s) for s in _text(arrays, "splits", n, name)] or [""] * n
     labels = _labels(arrays, n, class_names, name)
     ids = [f"{split}/{row}" if split else str(row) for row, split in enumerate(splits)]
-    return ImageSource(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
+    return ImageSource(
+        name, ArrayOpener(images), range(n), ids, labels, splits, class_names
+    )
 
 
 def open_demo(data: str, split: str | None) -> ImageSource:
@@ -66,7 +70,9 @@ def open_demo(data: str, split: str | None) -> ImageSource:
     if expression.removeprefix("demo:") in demo.models():
         known = ", ".join(f"demo:{name}" for name in demo.SPLITS)
         raise DataError(f"{data} is a model; the demo's data: {known}")
-    return replace(open_npz(demo.data_file(), "demo").part(expression or split or "all"), name=data)
+    return replace(
+        open_npz(demo.data_file(), "demo").part(expression or split or "all"), name=data
+    )
 
 
 def _channels_last(images: NDArray[Any], name: str) -> NDArray[Any]:
@@ -80,7 +86,9 @@ def _channels_last(images: NDArray[Any], name: str) -> NDArray[Any]:
             f"'images' of {name} is {images.dtype} {shape}; expected uint8 or floats from 0 to 1, "
             "(N, H, W), (N, H, W, 3) or (N, 3, H, W)"
         )
-    return images[..., 0] if images.ndim == 4 and images.shape[-1] == 1 else images
+    if images.ndim == 4 and images.shape[-1] == 1:
+        return images[..., 0]
+    return images
 
 
 def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
@@ -88,9 +96,12 @@ def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
     if images.dtype == np.uint8:
         return np.ascontiguousarray(images)
     out = np.empty(images.shape, np.uint8)
-    for k, image in enumerate(images):  # one by one: a copy in floats would be the larger one
+    for k, image in enumerate(
+        images
+    ):  # one by one: a copy in floats would be the larger one
         if not ((image >= 0) & (image <= 1)).all():
-            low, high = float(image.min()), float(image.max())
+            low = float(image.min())
+            high = float(image.max())
             raise DataError(
                 f"'images' of {name} is {images.dtype}, and image {k} goes from {low:g} to "
                 f"{high:g}; expected 0 (black) to 1 (white), not normalised, or uint8"
@@ -108,7 +119,8 @@ def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDAr
         raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
     try:
         with zipfile.ZipFile(path) as archive:
-            size, most = sum(member.file_size for member in archive.infolist()), memory_bytes()
+            size = sum(member.file_size for member in archive.infolist())
+            most = memory_bytes()
         if size > most:
             raise DataError(
                 f"{name} unpacks to {human_bytes(size)}, this machine has {human_bytes(most)} of "
@@ -118,7 +130,8 @@ def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDAr
             warnings.simplefilter("ignore")  # numpy's on headers of other versions
             extra = [key for key in file.files if known and key not in known]
             if extra:
-                found, names = ", ".join(map(repr, extra)), ", ".join(known)
+                found = ", ".join(map(repr, extra))
+                names = ", ".join(known)
                 raise DataError(f"{name} has {found}; expected only: {names}")
             arrays = {key: file[key] for key in file.files}
     except DataError:
@@ -126,9 +139,13 @@ def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDAr
     except Exception as error:  # numpy and zipfile raise nearly anything on damaged files
         if "allow_pickle" in str(error):
             raise DataError(f"{name} has Python objects; expected plain arrays") from None
-        raise DataError(f"{name} cannot be read as .npz: {one_line(error).rstrip('.')}") from None
+        raise DataError(
+            f"{name} cannot be read as .npz: {one_line(error).rstrip('.')}"
+        ) from None
     for key, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # numpy returns the bytes of what is no .npy
+        if not isinstance(
+            array, np.ndarray
+        ):  # numpy returns the bytes of what is no .npy
             raise DataError(f"{name} cannot be read as .npz: {key} in it is no array")
     return arrays
 
@@ -154,11 +171,17 @@ def _labels(
     return labels
 
 
-def _text(arrays: dict[str, NDArray[Any]], key: str, n: int | None, name: str) -> list[Any]:
+def _text(
+    arrays: dict[str, NDArray[Any]], key: str, n: int | None, name: str
+) -> list[Any]:
     values = arrays.get(key)
     if values is None:
         return []
-    if values.dtype.kind != "U" or values.ndim != 1 or (n is not None and len(values) != n):
+    if (
+        values.dtype.kind != "U"
+        or values.ndim != 1
+        or (n is not None and len(values) != n)
+    ):
         rows = "names" if n is None else n
         raise DataError(
             f"{key!r} of {name} is {values.dtype} {values.shape}; expected text ({rows},)"

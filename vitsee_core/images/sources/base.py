@@ -29,7 +29,7 @@ Coded = tuple[NDArray[np.int32], list[str]]  # (images,) index into the texts, -
 
 
 @dataclass(frozen=True)
-class Asked:
+class SourceRequest:
     """`--data` and the options that say how it is read.
 
     Attributes:
@@ -82,11 +82,13 @@ class Asked:
             (".parquet", "--label-column", self.label_column),
         ):
             if value is not None and kind != of:
-                raise DataError(f"{option} is of {of} files; {self.data} has none: leave it out")
+                raise DataError(
+                    f"{option} is of {of} files; {self.data} has none: leave it out"
+                )
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedFiles:
     """Files that a name stands for.
 
     Attributes:
@@ -109,7 +111,9 @@ class Found:
         """The files on this machine. Raises DataError: they are at a URL."""
         shown = [self.shown(name) for name in self.names]
         if not isinstance(self.files, Folder):
-            raise DataError(f"{shown[0]}: only images, .tar and .parquet files are read at URLs")
+            raise DataError(
+                f"{shown[0]}: only images, .tar and .parquet files are read at URLs"
+            )
         return [Path(path) for path in shown]
 
     @property
@@ -121,13 +125,15 @@ class Found:
         return first
 
 
-def found_paths(paths: Sequence[str]) -> Found:
+def found_paths(paths: Sequence[str]) -> MatchedFiles:
     """Files on this machine, in this order."""
     if len({os.path.isabs(path) for path in paths}) > 1:
         paths = [os.path.abspath(path) for path in paths]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, root or None).replace(os.sep, "/") for path in paths]
-    return Found(Folder(Path(root).absolute()), names, "" if root == "" else root.rstrip("/"))
+    return MatchedFiles(
+        Folder(Path(root).absolute()), names, "" if root == "" else root.rstrip("/")
+    )
 
 
 def strings(values: Iterable[str]) -> NDArray[Any]:
@@ -144,14 +150,17 @@ def labels_of(files: Iterable[Coded]) -> tuple[NDArray[np.int64], list[str] | No
     number = dict(zip(known, numbers.tolist(), strict=True))
     # A code of -1 is the last.
     parts = [
-        np.array([*(number[text] for text in texts), -1], np.int64)[codes] for codes, texts in coded
+        np.array([*(number[text] for text in texts), -1], np.int64)[codes]
+        for codes, texts in coded
     ]
     return np.concatenate(parts), class_names
 
 
 def no_answer(place: object, error: NoAnswer) -> DataError:
     """The error for a server that gave none: the data may be fine."""
-    return DataError(f"{place} cannot be read: {error.strerror}; repeat the command to go on")
+    return DataError(
+        f"{place} cannot be read: {error.strerror}; repeat the command to go on"
+    )
 
 
 # ---------------- patterns with braces
@@ -169,7 +178,9 @@ def expand_braces(text: str) -> list[str]:
     match = _INNERMOST.search(text)
     if match is None:
         if "{" in text or "}" in text:
-            raise DataError(f"{text} has a brace without its other half; expected {{0000..0063}}")
+            raise DataError(
+                f"{text} has a brace without its other half; expected {{0000..0063}}"
+            )
         return [text]
     start, stop = match.span()
     made: dict[str, None] = {}
@@ -182,7 +193,8 @@ def expand_braces(text: str) -> list[str]:
 
 def _choices(inner: str, text: str) -> list[str]:
     if match := _RANGE.fullmatch(inner):
-        first, last = int(match[1]), int(match[2])
+        first = int(match[1])
+        last = int(match[2])
         padded = any(len(end) > 1 and end.startswith("0") for end in match.groups())
         width = max(map(len, match.groups())) if padded else 0
         step = 1 if last >= first else -1

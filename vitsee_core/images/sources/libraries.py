@@ -13,7 +13,13 @@ from vitsee_core.images.class_labels import class_labels, label_text
 from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import open_folder
-from vitsee_core.images.image_source import EVERY_SPLIT, SPLIT_NAMES, ImageSource, join, parse_split
+from vitsee_core.images.image_source import (
+    EVERY_SPLIT,
+    SPLIT_NAMES,
+    ImageSource,
+    join,
+    parse_split,
+)
 
 RANDOM_ACCESS = ("torch", "hfds")
 ITERABLE = ("wds", "tfds", "hfids", "pipe:")
@@ -49,7 +55,9 @@ def open_library(data: str, split: str | None) -> ImageSource:
     terms = parse_split(split)
     bases = list(dict.fromkeys(term.name for term in terms))
     if EVERY_SPLIT in bases:
-        raise DataError(f"cannot read the split {split!r} of {data}; expected it named, e.g. train")
+        raise DataError(
+            f"cannot read the split {split!r} of {data}; expected it named, e.g. train"
+        )
     load = _load_torch if kind == "torch" else _load_hugging_face
     parts = [load(data, name, root, base) for base in bases]
     whole = join(data, parts) if len(parts) > 1 else parts[0]
@@ -61,14 +69,19 @@ def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
 
     try:
         dataset: Any = create_dataset(name, root=root or ".", split=split, download=False)
-    except (Exception, SystemExit) as error:  # each torchvision data set has errors of its own
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # each torchvision data set has errors of its own
         if "download=True" in str(error):
             raise DataError(
                 f"torchvision finds no {name.partition('/')[2]} in the folder {root or '.'}, and "
                 f"vitsee downloads none: name the folder that torchvision keeps it in, as "
                 f"{name}:FOLDER"
             ) from None
-        raise DataError(f"cannot open {data}, split {split}: {_first_line(error)}") from None
+        raise DataError(
+            f"cannot open {data}, split {split}: {_first_line(error)}"
+        ) from None
     pixels = getattr(dataset, "data", None)
     if pixels is None:
         return _from_files(data, dataset, split)
@@ -77,8 +90,11 @@ def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
     images = np.asarray(pixels)
     ids = [f"{split}/{row}" for row in range(len(images))]
     classes = list(getattr(dataset, "classes", None) or ()) or None
-    labels, splits = np.asarray(dataset.targets, np.int64), [split] * len(ids)
-    return ImageSource(data, ArrayOpener(images), range(len(ids)), ids, labels, splits, classes)
+    labels = np.asarray(dataset.targets, np.int64)
+    splits = [split] * len(ids)
+    return ImageSource(
+        data, ArrayOpener(images), range(len(ids)), ids, labels, splits, classes
+    )
 
 
 def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
@@ -92,7 +108,9 @@ def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
     else:
         files = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None) or []
         # ImageNet has several words a class.
-        classes = [c if isinstance(c, str) else c[0] for c in getattr(dataset, "classes", [])]
+        classes = [
+            c if isinstance(c, str) else c[0] for c in getattr(dataset, "classes", [])
+        ]
     if not files:
         raise DataError(f"{data} lists no files; give its folder or a .csv list instead")
     root = os.path.abspath(dataset.root)
@@ -100,7 +118,9 @@ def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
     ids = [f"{split}/{Path(os.path.relpath(path, root)).as_posix()}" for path in paths]
     labels = np.array([label for _, label in files], np.int64)
     splits = [split] * len(ids)
-    return ImageSource(data, FileOpener(root), paths, ids, labels, splits, classes or None)
+    return ImageSource(
+        data, FileOpener(root), paths, ids, labels, splits, classes or None
+    )
 
 
 def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSource:
@@ -112,14 +132,24 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
         rows: Any = datasets.load_dataset(
             name.partition("/")[2], split=split, cache_dir=root or None
         )
-    except Exception as error:  # the library, its network layer and its file systems have many
-        raise DataError(f"cannot open {data}, split {split}: {_first_line(error)}") from None
-    columns = [key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    except (
+        Exception
+    ) as error:  # the library, its network layer and its file systems have many
+        raise DataError(
+            f"cannot open {data}, split {split}: {_first_line(error)}"
+        ) from None
+    columns = [
+        key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)
+    ]
     if len(columns) != 1:
         found = ", ".join(rows.features)
-        raise DataError(f"{data} has {len(columns)} image columns; expected one of: {found}")
+        raise DataError(
+            f"{data} has {len(columns)} image columns; expected one of: {found}"
+        )
     opener = RowOpener(
-        rows.select_columns(columns).cast_column(columns[0], datasets.Image(decode=False)),
+        rows.select_columns(columns).cast_column(
+            columns[0], datasets.Image(decode=False)
+        ),
         columns[0],
     )
     n = len(rows)

@@ -24,7 +24,15 @@ from vitsee_core.images.sources.base import expand_braces
 from vitsee_stores.errors import reason
 from vitsee_stores.url import is_url
 
-_PATH_NAMES = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file")
+_PATH_NAMES = (
+    "path",
+    "image_path",
+    "file_path",
+    "filepath",
+    "file_name",
+    "filename",
+    "file",
+)
 _COLUMNS = {
     "path": (*_PATH_NAMES, "image"),
     "label": ("label", "class", "target", "category"),
@@ -85,7 +93,9 @@ def open_list(path: Path, name: str, exif: bool = False) -> ImageSource:
     lines: list[int] = []
     for line, row in rows if header else chain([first], rows):
         if len(row) != width:
-            raise DataError(f"line {line} of {name} has {len(row)} fields; expected {width}")
+            raise DataError(
+                f"line {line} of {name} has {len(row)} fields; expected {width}"
+            )
         lines.append(line)
         for key, column in columns.items():
             fields[key].append(row[column].strip())
@@ -101,7 +111,11 @@ def shards_listed(path: Path) -> list[str] | None:
     if path.suffix.lower() != ".txt":
         return None
     try:
-        lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in path.read_text("utf-8-sig").splitlines()
+            if line.strip()
+        ]
     except (OSError, UnicodeDecodeError):
         return None  # the list of images that it may be says why
     if not lines or not lines[0].lower().endswith((".tar", ".parquet")):
@@ -113,7 +127,9 @@ def shards_listed(path: Path) -> list[str] | None:
 def _solution(folder: Path, fields: dict[str, list[str]]) -> dict[str, list[str]]:
     """Paths, ids and labels of a file whose labels are `n01978287 85 1 272 425`, with boxes."""
     ids = [f"{name}.JPEG" for name in fields["path"]]
-    inner = next((f for f in _SOLUTION_FOLDERS for i in ids[:1] if (folder / f / i).exists()), "")
+    inner = next(
+        (f for f in _SOLUTION_FOLDERS for i in ids[:1] if (folder / f / i).exists()), ""
+    )
     labels = [text.partition(" ")[0] for text in fields["label"]]
     return {"path": [f"{inner}/{i}".lstrip("/") for i in ids], "id": ids, "label": labels}
 
@@ -128,7 +144,9 @@ def _source(
     ids = fields.get("id", paths)
     for key, values in (("path", paths), ("id", ids)):
         if "" in values:
-            raise DataError(f"line {lines[values.index('')]} of {name} has an empty {key}")
+            raise DataError(
+                f"line {lines[values.index('')]} of {name} has an empty {key}"
+            )
     boxes: list[Box | None] = []
     for line, text in zip(lines, fields.get("box", [""] * n), strict=True):
         try:
@@ -136,7 +154,8 @@ def _source(
         except DataError as error:
             raise DataError(f"line {line} of {name}: {error}") from None
     ids = [
-        i if box is None else f"{i}#{box_text(box, ',')}" for i, box in zip(ids, boxes, strict=True)
+        i if box is None else f"{i}#{box_text(box, ',')}"
+        for i, box in zip(ids, boxes, strict=True)
     ]
     seen: dict[str, int] = {}
     for line, sample in zip(lines, ids, strict=True):
@@ -165,10 +184,14 @@ def _source(
     splits = fields.get("split", [""] * n)
     opener = FileOpener(folder, exif=exif)  # before boxes are held against sizes
     whole = ImageSource(name, opener, paths, ids, labels, splits, class_names)
-    return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole
+    if any(box is not None for box in boxes):
+        return _cut(whole, boxes, lines)
+    return whole
 
 
-def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) -> ImageSource:
+def _cut(
+    whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]
+) -> ImageSource:
     """The boxes' parts of images; reads the headers of files with a box. Raises DataError: a box
     exceeds its image."""
     for k, box in enumerate(boxes):
@@ -180,7 +203,9 @@ def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) 
             continue  # an image that cannot be read, as others
         except DataError as error:
             raise DataError(f"line {lines[k]} of {whole.name}: {error}") from None
-    edges = np.array([(math.nan,) * 4 if box is None else box for box in boxes], np.float32)
+    edges = np.array(
+        [(math.nan,) * 4 if box is None else box for box in boxes], np.float32
+    )
     places = list(zip(whole.locations, boxes, strict=True))
     return replace(whole, opener=BoxOpener(whole.opener), locations=places, boxes=edges)
 
@@ -218,9 +243,14 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
 
 def _text_rows(text: str) -> Iterator[Row]:
     """A path per line, and its label if every line ends in a number, as in ImageNet's lists."""
-    lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [
+        (k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()
+    ]
     parts = [(k, line.rsplit(maxsplit=1)) for k, line in lines]
-    if all(len(part) == 2 and re.fullmatch("-?[0-9]+|n[0-9]{8}", part[1]) for _, part in parts):
+    if all(
+        len(part) == 2 and re.fullmatch("-?[0-9]+|n[0-9]{8}", part[1])
+        for _, part in parts
+    ):
         yield from parts
     else:
         yield from ((k, [line]) for k, line in lines)

@@ -25,14 +25,23 @@ from vitsee_core.images.class_labels import NO_LABELS, label_text
 from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
-from vitsee_core.images.sources.base import Asked, Coded, Found, labels_of, no_answer, strings
+from vitsee_core.images.sources.base import (
+    Coded,
+    MatchedFiles,
+    SourceRequest,
+    labels_of,
+    no_answer,
+    strings,
+)
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
 from vitsee_stores.files import Files, NoAnswer
 
 LABELS = ("label", "labels", "fine_label", "cls", "class")
-GROUPS, FILES = 2, 64  # row groups and opened files that a process keeps
+# row groups and opened files that a process keeps
+GROUPS = 2
+FILES = 64
 LARGE_GROUP_BYTES = 64 << 20
 _TRIED = 4  # rows, of which one must be an image
 
@@ -63,7 +72,7 @@ class _Rows:
     group_bytes: int  # of the largest
 
 
-def open_parquet(asked: Asked, found: Found) -> ImageSource:
+def open_parquet(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
     """The rows of parquet files, in the order of the files' names, then of their rows.
 
     The image column is the only one of images, or `--image-column`; labels are numbers or names in
@@ -86,7 +95,9 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
         except Exception as error:  # pyarrow raises nearly anything on damaged files
             why = reason(error) if isinstance(error, OSError) else one_line(error)
             why = " ".join(why.split()).rstrip(".")
-            raise DataError(f"{found.shown(name)} cannot be read as parquet: {why}") from None
+            raise DataError(
+                f"{found.shown(name)} cannot be read as parquet: {why}"
+            ) from None
         progress.advance(1)
         return rows
 
@@ -115,31 +126,42 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
     try:
         labels, class_names = labels_of(own.labels for own in files)
     except DataError as error:
-        raise DataError(f"the column {columns.label!r} of {asked.data}: {error}") from None
+        raise DataError(
+            f"the column {columns.label!r} of {asked.data}: {error}"
+        ) from None
     named = files[0].class_names
     if class_names is None and named and int(labels.max(initial=-1)) < len(named):
         class_names = named
     split_names = [stem.partition("-")[0] for stem in stems]
     if not all(name.lower() in SPLIT_NAMES for name in split_names):
         split_names = [""] * len(stems)
-    splits = [split for split, n in zip(split_names, lengths, strict=True) for _ in range(n)]
+    splits = [
+        split for split, n in zip(split_names, lengths, strict=True) for _ in range(n)
+    ]
     ids = _ids(np.concatenate([own.paths for own in files]), stems, lengths)
-    locations, rows = cast(Sequence[Any], places), cast(Sequence[str], ids)
+    locations = cast(Sequence[Any], places)
+    rows = cast(Sequence[str], ids)
     return ImageSource(asked.data, opener, locations, rows, labels, splits, class_names)
 
 
-def _ids(paths: NDArray[Any], stems: Sequence[str], lengths: Sequence[int]) -> NDArray[Any]:
+def _ids(
+    paths: NDArray[Any], stems: Sequence[str], lengths: Sequence[int]
+) -> NDArray[Any]:
     """The paths, if each row has one of its own; else names of files and numbers of rows."""
     ordered = np.sort(paths)
     if (paths != "").all() and not (ordered[1:] == ordered[:-1]).any():
         return paths
     if len(set(stems)) < len(stems):
         stems = [f"{file}-{stem}" for file, stem in enumerate(stems)]
-    rows = (f"{stem}/{k}" for stem, n in zip(stems, lengths, strict=True) for k in range(n))
+    rows = (
+        f"{stem}/{k}" for stem, n in zip(stems, lengths, strict=True) for k in range(n)
+    )
     return strings(rows)
 
 
-def _check_images(asked: Asked, opener: ParquetOpener, places: _Places, column: str) -> None:
+def _check_images(
+    asked: SourceRequest, opener: ParquetOpener, places: _Places, column: str
+) -> None:
     if not len(places):
         raise DataError(f"{asked.data} has no rows; expected images")
     first = None
@@ -156,7 +178,7 @@ def _check_images(asked: Asked, opener: ParquetOpener, places: _Places, column: 
     )
 
 
-def _read(asked: Asked, files: Files, name: str) -> _Rows:
+def _read(asked: SourceRequest, files: Files, name: str) -> _Rows:
     file = _opened(files, name)
     schema = file.schema_arrow
     columns = _columns(asked, schema)
@@ -175,11 +197,15 @@ def _read(asked: Asked, files: Files, name: str) -> _Rows:
     labels: Coded = np.full(len(paths), -1, np.int32), []
     if columns.label is not None:
         coded = _column(file, columns.label).combine_chunks().dictionary_encode()
-        codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
+        codes = (
+            coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
+        )
         texts = [label_text(value) for value in coded.dictionary.to_pylist()]
         labels = codes, texts
         _check_length(len(codes), n_rows)
-    return _Rows(columns, paths, labels, _class_names(schema, columns.label), rows, largest)
+    return _Rows(
+        columns, paths, labels, _class_names(schema, columns.label), rows, largest
+    )
 
 
 def _label_kinds() -> tuple[Callable[[Any], bool], ...]:
@@ -199,10 +225,12 @@ def _label_kinds() -> tuple[Callable[[Any], bool], ...]:
 def _check_length(n_values: int, n_rows: int) -> None:
     """Raises DataError: a column has other rows than its file says."""
     if n_values != n_rows:
-        raise DataError(f"is damaged: {n_rows} rows, and {n_values} in one of its columns")
+        raise DataError(
+            f"is damaged: {n_rows} rows, and {n_values} in one of its columns"
+        )
 
 
-def _columns(asked: Asked, schema: Any) -> _Columns:
+def _columns(asked: SourceRequest, schema: Any) -> _Columns:
     from pyarrow import types
 
     def of_bytes(kind: Any) -> bool:
@@ -220,7 +248,9 @@ def _columns(asked: Asked, schema: Any) -> _Columns:
         label_column = None
     for which, given in (("image", asked.image_column), ("label", label_column)):
         if given is not None and given not in kinds:
-            raise DataError(f"has no column {given!r} (--{which}-column); it has: {listed}")
+            raise DataError(
+                f"has no column {given!r} (--{which}-column); it has: {listed}"
+            )
     structs = [name for name, kind in kinds.items() if nested(kind)]
     candidates = structs or [name for name, kind in kinds.items() if of_bytes(kind)]
     if asked.image_column is None and len(candidates) != 1:
@@ -330,12 +360,16 @@ def _column(file: Any, name: str, group: int | None = None) -> Any:
     if "." not in name:
         return found
     # A struct that is null has fields that are.
-    return chunked_array([chunk.flatten()[0] for chunk in found.chunks], found.type.field(0).type)
+    return chunked_array(
+        [chunk.flatten()[0] for chunk in found.chunks], found.type.field(0).type
+    )
 
 
 class _Ranged(io.RawIOBase):
     def __init__(self, files: Files, name: str) -> None:
-        self._files, self._name, self._at = files, name, 0
+        self._files = files
+        self._name = name
+        self._at = 0
         self._size, _ = files.stamp(name)
 
     def readable(self) -> bool:

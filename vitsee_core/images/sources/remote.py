@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.sources.base import Found, no_answer
+from vitsee_core.images.sources.base import MatchedFiles, no_answer
 from vitsee_stores.errors import reason
 from vitsee_stores.files import NoAnswer
 from vitsee_stores.url import SCHEMES as BUCKETS
@@ -27,7 +27,7 @@ GLOBS = frozenset("*?[")
 _HUB = "hf://datasets/OWNER/NAME/FILES"
 
 
-def find_remote(urls: Sequence[str]) -> Found:
+def find_remote(urls: Sequence[str]) -> MatchedFiles:
     """The files at these URLs: globs and folders stand for what they have. All are of one bucket,
     server or data set. Raises DataError: another kind of URL, nothing found, or no answer."""
     places = [_parsed(url) for url in urls]
@@ -35,9 +35,12 @@ def find_remote(urls: Sequence[str]) -> Found:
     common = os.path.commonpath(["/".join(_without_glob(own)) for own in parts])
     fixed = [part for part in common.split("/") if part]
     if len({(place.scheme, place.bucket) for place in places}) > 1:
-        raise DataError(f"{urls[0]} and {urls[-1]} are not in one place; expected one bucket")
+        raise DataError(
+            f"{urls[0]} and {urls[-1]} are not in one place; expected one bucket"
+        )
     root = Url(places[0].scheme, places[0].bucket, common)
-    files, names = open_files(root), list[str]()
+    files = open_files(root)
+    names = list[str]()
     listed: list[str] | None = None
     try:
         for url, own in zip(urls, parts, strict=True):
@@ -54,7 +57,7 @@ def find_remote(urls: Sequence[str]) -> Found:
         raise no_answer(root, error) from None
     except OSError as error:
         raise DataError(f"{root} cannot be listed: {reason(error)}") from None
-    return Found(files, names, str(root).rstrip("/"), given=pattern != "")
+    return MatchedFiles(files, names, str(root).rstrip("/"), given=pattern != "")
 
 
 def open_files(root: Url) -> Objects:
@@ -74,7 +77,9 @@ def _parsed(text: str) -> Url:
     if scheme not in SCHEMES:
         expected = ", ".join(f"{known}://" for known in SCHEMES)
         raise DataError(f"{text}: images are read at URLs with {expected}")
-    bucket, *parts = (part for part in rest.split("/") if part) if rest.strip("/") else ("",)
+    bucket, *parts = (
+        (part for part in rest.split("/") if part) if rest.strip("/") else ("",)
+    )
     if scheme == "hf":
         if bucket != "datasets" or len(parts) < 2:
             raise DataError(f"{text} names no data set; expected {_HUB}")
@@ -104,5 +109,6 @@ def _matching(names: Sequence[str], pattern: str) -> list[str]:
     return [
         name
         for name in names
-        if fnmatch.fnmatchcase(name, pattern) and ("**" in pattern or name.count("/") == depth)
+        if fnmatch.fnmatchcase(name, pattern)
+        and ("**" in pattern or name.count("/") == depth)
     ]

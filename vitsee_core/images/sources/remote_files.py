@@ -19,7 +19,8 @@ class Web(Objects):
 
     def listed(self) -> list[str]:
         raise OSError(
-            errno.ENOTSUP, "a web server has no list; name its files, with braces: {0000..0063}"
+            errno.ENOTSUP,
+            "a web server has no list; name its files, with braces: {0000..0063}",
         )
 
     @property
@@ -41,7 +42,11 @@ class Hub(Web):
         folder = self.place.key
         try:
             tree = HfApi(endpoint=_endpoint()).list_repo_tree(
-                name, folder or None, recursive=True, revision=revision, repo_type="dataset"
+                name,
+                folder or None,
+                recursive=True,
+                revision=revision,
+                repo_type="dataset",
             )
             paths = [entry.path for entry in tree if isinstance(entry, RepoFile)]
         except Exception as error:  # the library and its network layer have many
@@ -71,5 +76,8 @@ def _endpoint() -> str:
 
 
 def _http(url: str, headers: dict[str, str] | None = None) -> HTTPStore:
-    options: Any = {"allow_http": url.startswith("http://"), "default_headers": headers or {}}
+    options: Any = {
+        "allow_http": url.startswith("http://"),
+        "default_headers": headers or {},
+    }
     return HTTPStore.from_url(url, client_options=options, retry_config=_NO_RETRY)

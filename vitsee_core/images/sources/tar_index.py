@@ -18,27 +18,51 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.class_labels import NO_LABELS, label_text
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import VIDEOS, is_hidden, is_image, is_video, member_path, utf8
+from vitsee_core.images.folders import (
+    VIDEOS,
+    is_hidden,
+    is_image,
+    is_video,
+    member_path,
+    utf8,
+)
 from vitsee_core.images.left_out import count_ending
 from vitsee_core.images.sources.base import strings
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder
 
 BLOCK = 512
-PATH_MOST, LABEL_MOST = 1 << 16, 1 << 20  # bytes of a long name, and of a member with a label
+# bytes of a long name, and of a member with a label
+PATH_MOST = 1 << 16
+LABEL_MOST = 1 << 20
 # Read at once: on a disk less than most images, so that these are passed over; of a server, whose
 # answers take longer to come than to be sent, several images.
-WINDOW, WINDOW_FAR = 1 << 14, 1 << 20
+WINDOW = 1 << 14
+WINDOW_FAR = 1 << 20
 MAX_REPLACED_SHOWN = 1000
 FLUSH = 1 << 15  # Python objects that become arrays at once
-PACKED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zX": "unxz"}
+PACKED = {
+    b"\x1f\x8b": "gunzip",
+    b"(\xb5/\xfd": "zstd -d",
+    b"BZh": "bunzip2",
+    b"\xfd7zX": "unxz",
+}
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp"))  # endings that make an image of a key
-CLIPS = frozenset(ending.removeprefix(".") for ending in VIDEOS)  # and that make a clip of one
+CLIPS = frozenset(
+    ending.removeprefix(".") for ending in VIDEOS
+)  # and that make a clip of one
 MEMBERS = ("cls", "txt")  # that are a label themselves
 JSON_FIELDS = ("label", "cls", "class")
 _ZEROS = bytes(BLOCK)
 _FILES = (b"0", b"\0", b"7")
-_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, whatever their size
+_WITHOUT_DATA = (
+    b"1",
+    b"2",
+    b"3",
+    b"4",
+    b"5",
+    b"6",
+)  # links, devices, folders, whatever their size
 
 
 @dataclass
@@ -64,7 +88,9 @@ class TarIndex:
     replaced: list[str] = field(default_factory=list)
 
     def at(self, rows: NDArray[Any]) -> TarIndex:
-        offset, size, label = self.offset[rows], self.size[rows], self.label[rows]
+        offset = self.offset[rows]
+        size = self.size[rows]
+        label = self.label[rows]
         return replace(
             self,
             paths=self.paths[rows],
@@ -91,7 +117,8 @@ def index_tar(
         DataError: why it cannot be read as an uncompressed tar, or as a set of labelled images.
     """
     window = _Window(files, name, size)
-    seen, wanted = _Seen(label_key, CLIPS if clips else IMAGES), is_video if clips else is_image
+    seen = _Seen(label_key, CLIPS if clips else IMAGES)
+    wanted = is_video if clips else is_image
     try:
         if not size:
             raise ValueError("it is empty")
@@ -110,7 +137,9 @@ def index_tar(
         return replace(seen.index(), others=dict(others))
     except (ValueError, RecursionError) as error:
         start = bytes(window.read(0, min(size, 4)))
-        tool = next((tool for magic, tool in PACKED.items() if start.startswith(magic)), None)
+        tool = next(
+            (tool for magic, tool in PACKED.items() if start.startswith(magic)), None
+        )
         why = f"it is compressed; unpack it: {tool}" if tool else str(error)
         raise DataError(f"cannot be read as an uncompressed tar: {why}") from None
 
@@ -123,19 +152,28 @@ def key_of(path: str) -> str:
 
 class _Window:
     def __init__(self, files: Files, name: str, size: int) -> None:
-        self._files, self._name, self._size = files, name, size
+        self._files = files
+        self._name = name
+        self._size = size
         self._least = WINDOW if isinstance(files, Folder) else WINDOW_FAR
-        self._at, self._data = 0, b""
+        self._at = 0
+        self._data = b""
 
     def read(self, at: int, length: int) -> bytes:
         start = at - self._at
         if start < 0 or start + length > len(self._data):
             ahead = min(max(length, self._least), self._size - at)
-            self._at, self._data, start = at, self._files.read_range(self._name, at, ahead), 0
+            self._at, self._data, start = (
+                at,
+                self._files.read_range(self._name, at, ahead),
+                0,
+            )
         return self._data[start : start + length]
 
 
-def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple[str, int, int]]:
+def _members(
+    window: _Window, at: int, stop: int, prefix: str
+) -> Iterator[tuple[str, int, int]]:
     """Path, offset and size of every file; those of a tar inside are below its name. Raises
     ValueError: no header where one should be, or the tar ends before a member does."""
     given: dict[str, str] = {}  # of the next member, from headers of its own
@@ -145,7 +183,8 @@ def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple
         head = window.read(at, BLOCK)
         if head == _ZEROS:
             return
-        size, kind = _size(head, at), head[156:157]
+        size = _size(head, at)
+        kind = head[156:157]
         if kind in _FILES and "size" in given:
             size = int(given["size"])
         if kind in _WITHOUT_DATA:
@@ -195,12 +234,15 @@ def _number(digits: bytes) -> int:
 def _path(head: bytes) -> str:
     """The name in a header, with what POSIX puts before it."""
     before = _text(head[345:500]) if head[257:263] == b"ustar\0" else ""
-    return f"{before}/{_text(head[:100])}" if before else _text(head[:100])
+    if before:
+        return f"{before}/{_text(head[:100])}"
+    return _text(head[:100])
 
 
 def _pax(data: bytes) -> dict[str, str]:
     """The records of an extended header: `LENGTH KEY=VALUE`. Raises ValueError: they are none."""
-    found, at = {}, 0
+    found = {}
+    at = 0
     while at < len(data) and data[at : at + 1] != b"\0":
         digits, blank, _ = data[at : at + 20].partition(b" ")
         length = int(digits)
@@ -236,16 +278,21 @@ class _Seen:
     """The images that were found in a tar so far, and labels by their keys."""
 
     def __init__(self, label_key: str | None, endings: frozenset[str]) -> None:
-        self._label_key, self._kinds = label_key, endings
+        self._label_key = label_key
+        self._kinds = endings
         # The last wins.
         self._endings: tuple[str, ...] = ("txt", "json", "cls")
         if label_key is not None:
             self._endings = (label_key,) if label_key in MEMBERS else ("json",)
         if label_key == NO_LABELS:
             self._endings = ()
-        self._paths, self._whole = _Packed(), array("b")
-        self._offset, self._size = array("q"), array("q")
-        self._keys, self._label, self._ending = _Packed(), array("i"), array("b")
+        self._paths = _Packed()
+        self._whole = array("b")
+        self._offset = array("q")
+        self._size = array("q")
+        self._keys = _Packed()
+        self._label = array("i")
+        self._ending = array("b")
         self._codes: dict[str, int] = {}
 
     def reads(self, ending: str) -> bool:
@@ -260,12 +307,24 @@ class _Seen:
     def add_label(self, path: str, ending: str, data: bytes) -> None:
         """Raises ValueError: not of the kind that its ending says."""
         try:
-            text = self._json_label(data) if ending == "json" else data.decode("utf-8").strip()
+            text = (
+                self._json_label(data)
+                if ending == "json"
+                else data.decode("utf-8").strip()
+            )
         except DataError as error:
-            raise ValueError(f"{path}: {error} (--label-key KEY names another, or none)") from None
+            raise ValueError(
+                f"{path}: {error} (--label-key KEY names another, or none)"
+            ) from None
         except (ValueError, RecursionError):
-            raise ValueError(f"{path} is no {'JSON' if ending == 'json' else 'text'}") from None
-        if self._label_key is None and ending == "txt" and not text.removeprefix("-").isdigit():
+            raise ValueError(
+                f"{path} is no {'JSON' if ending == 'json' else 'text'}"
+            ) from None
+        if (
+            self._label_key is None
+            and ending == "txt"
+            and not text.removeprefix("-").isdigit()
+        ):
             return  # a caption
         if text:
             self._keys.add(key_of(path))
@@ -275,7 +334,9 @@ class _Seen:
     def _json_label(self, data: bytes) -> str:
         fields = JSON_FIELDS if self._label_key is None else (self._label_key,)
         record = json.loads(data)
-        values = (record.get(field) for field in fields) if isinstance(record, dict) else ()
+        values = (
+            (record.get(field) for field in fields) if isinstance(record, dict) else ()
+        )
         value = next((value for value in values if value is not None), None)
         return label_text(value)
 
@@ -283,7 +344,9 @@ class _Seen:
         """Raises ValueError: two images of one key, or a label without an image."""
         made = TarIndex(
             self._paths.array(),
-            np.frombuffer(self._offset, np.int64) if self._offset else np.empty(0, np.int64),
+            np.frombuffer(self._offset, np.int64)
+            if self._offset
+            else np.empty(0, np.int64),
             np.frombuffer(self._size, np.int64) if self._size else np.empty(0, np.int64),
             np.full(len(self._offset), -1, np.int32),
             np.array(self._whole, np.bool_),
@@ -302,13 +365,16 @@ class _Seen:
         packed = _Packed()
         for path in made.paths:
             packed.add(key_of(path))
-        both, n = np.concatenate([label_keys, packed.array()]), len(label_keys)
+        both = np.concatenate([label_keys, packed.array()])
+        n = len(label_keys)
         order = np.argsort(both, kind="stable")
         ordered = both[order]
         group = np.empty(len(both), np.int64)
         group[order] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])
-        of_labels, of_images = group[:n], group[n:]
-        endings, codes = np.array(self._ending), np.array(self._label, np.int32)
+        of_labels = group[:n]
+        of_images = group[n:]
+        endings = np.array(self._ending)
+        codes = np.array(self._label, np.int32)
         label = np.full(len(both), -1, np.int32)
         for ending in range(len(self._endings)):
             label[of_labels[endings == ending]] = codes[endings == ending]
@@ -318,12 +384,15 @@ class _Seen:
         kinds = ", ".join(f".{ending}" for ending in sorted(self._kinds))
         if (n_images > 1).any():
             found = made.paths[made.whole & (of_images == np.argmax(n_images > 1))]
-            raise ValueError(f"{found[0]} and {found[1]} are images of one key; expected one")
+            raise ValueError(
+                f"{found[0]} and {found[1]} are images of one key; expected one"
+            )
         if len(alone := np.flatnonzero(n_images[of_labels] == 0)):
             raise ValueError(
                 f"the key {label_keys[alone[0]]} has a label and no image; expected one of: {kinds}"
             )
-        made.label, made.label_texts = label[of_images], list(self._codes)
+        made.label = label[of_images]
+        made.label_texts = list(self._codes)
 
 
 def _replaced(index: TarIndex) -> NDArray[np.bool_]:

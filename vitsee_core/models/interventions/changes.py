@@ -55,7 +55,7 @@ from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_stores.layout import TokenLayout
 
 
-class Given(Protocol):
+class ReplacementValues(Protocol):
     """The values that take the place of tokens: `references.Reference`, or values that are at
     hand."""
 
@@ -73,7 +73,7 @@ class Change:
 
     tokens: TokenChoice
     channels: NDArray[np.int64] | None
-    reference: Given | None
+    reference: ReplacementValues | None
     about: str
 
 
@@ -115,8 +115,11 @@ class Changes:
         seed: int,
         index: NDArray[np.int64],
     ) -> None:
-        self.module, self.lines, self.stores = module, tuple(lines), tuple(stores)
-        self.seed, self.index = seed, index
+        self.module = module
+        self.lines = tuple(lines)
+        self.stores = tuple(stores)
+        self.seed = seed
+        self.index = index
         self.sites: dict[str, _Site] = {}
         self.attention: dict[str, tuple[str, BlockedAttention]] = {}
         self.expected: dict[str, Tensor] | None = None
@@ -144,9 +147,12 @@ class Changes:
             one.
         """
         for name, (_, mode) in self.attention.items():
-            calls, mode.calls = mode.calls, 0
+            calls = mode.calls
+            mode.calls = 0
             if calls != 1:
-                raise CaptureError(f"{name}: {calls} attention calls were changed, expected 1")
+                raise CaptureError(
+                    f"{name}: {calls} attention calls were changed, expected 1"
+                )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -163,7 +169,9 @@ class Changes:
                 child = self.module.get_submodule(path)
                 if when == "in":
                     hook: Any = partial(self._entering, sites)
-                    stack.enter_context(child.register_forward_pre_hook(hook, with_kwargs=True))
+                    stack.enter_context(
+                        child.register_forward_pre_hook(hook, with_kwargs=True)
+                    )
                 else:
                     hook = partial(self._leaving, sites)
                     stack.enter_context(child.register_forward_hook(hook))
@@ -174,17 +182,23 @@ class Changes:
                 stack.enter_context(child.register_forward_hook(leave, always_call=True))
             yield
 
-    def _entering(self, sites: Sequence[_Site], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _entering(
+        self, sites: Sequence[_Site], _module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         old = input_tensor(args, kwargs)
         new = self._changed(sites, old)
         if new is None or old is None:
             return None
         return swapped(args, old, new), swapped(kwargs, old, new)
 
-    def _leaving(self, sites: Sequence[_Site], module: nn.Module, _args: Any, output: Any) -> Any:
+    def _leaving(
+        self, sites: Sequence[_Site], module: nn.Module, _args: Any, output: Any
+    ) -> Any:
         old = output_tensor(module, output, len(self.rows))
         new = self._changed(sites, old)
-        return None if new is None or old is None else swapped(output, old, new)
+        if new is None or old is None:
+            return None
+        return swapped(output, old, new)
 
     def _changed(self, sites: Sequence[_Site], old: Tensor | None) -> Tensor | None:
         """The tensor after the changes of this call of a module; None without any."""
@@ -204,14 +218,18 @@ class Changes:
     ) -> Tensor | None:
         x = old.transpose(0, 1) if site.turned else old
         if len(x) != len(self.rows):
-            raise CaptureError(f"{site.name}: {len(x)} for a batch of {len(self.rows)} images")
+            raise CaptureError(
+                f"{site.name}: {len(x)} for a batch of {len(self.rows)} images"
+            )
         before = site.view.flat(x)
         after = before.clone()
         for change in changes:
             if isinstance(change, Moved):
                 change.put(after)
                 continue
-            draws = generators(self.seed, f"{change.about} {site.name}", self.index[self.rows])
+            draws = generators(
+                self.seed, f"{change.about} {site.name}", self.index[self.rows]
+            )
             places = change.tokens.of(before, draws)
             values = torch.zeros((), dtype=after.dtype, device=after.device)
             if change.reference is not None:
@@ -260,7 +278,9 @@ def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
         return value
     if isinstance(value, tuple | list):
         entries = [swapped(entry, old, new) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        if hasattr(value, "_fields"):
+            return type(value)(*entries)
+        return type(value)(entries)
     return value
 
 
@@ -283,7 +303,9 @@ def blocked_pairs(what: str, layout: TokenLayout, said: str) -> NDArray[np.bool_
         pairs[np.ix_(patches, patches)] = gaps > float(what.partition(">")[2])
     else:
         queries, keys = (
-            np.concatenate([places_of(word.strip(), layout, said) for word in words.split(",")])
+            np.concatenate(
+                [places_of(word.strip(), layout, said) for word in words.split(",")]
+            )
             for words in what.split("<-")
         )
         pairs[np.ix_(queries, keys)] = True
@@ -310,7 +332,8 @@ class BlockedAttention(AttentionMode):
         """The result where blocked keys are left out."""
         if func is KERNEL:
             arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
-            query, key = arguments["query"], arguments["key"]
+            query = arguments["query"]
+            key = arguments["key"]
             if (query.shape[-2], key.shape[-2]) == self.blocked.shape:
                 return func(**self._masked(arguments))
         elif func in SOFTMAX:
@@ -319,7 +342,9 @@ class BlockedAttention(AttentionMode):
             if given.shape[-2:] == self.blocked.shape and dim in (-1, given.ndim - 1):
                 self.calls += 1
                 given = given.masked_fill(self._on(given), float("-inf"))
-                return func(given, *args[1:], **{k: x for k, x in kwargs.items() if k != "input"})
+                return func(
+                    given, *args[1:], **{k: x for k, x in kwargs.items() if k != "input"}
+                )
         return func(*args, **kwargs)
 
     def _on(self, x: Tensor) -> Tensor:
@@ -354,9 +379,12 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
     def stored(name: str) -> str:
         return table[name].alias_of or name
 
-    gone, got = {stored(name) for name in changes.sites}, dict[str, Tensor]()
+    gone = {stored(name) for name in changes.sites}
+    got = dict[str, Tensor]()
     names = [
-        name for name, residual in table.residuals.items() if stored(residual.total) not in gone
+        name
+        for name, residual in table.residuals.items()
+        if stored(residual.total) not in gone
     ]
     sums = SumProof(model.module, table, names)
     attention = [b for b in table.attention if b.name in changes.attention]
@@ -382,7 +410,9 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
         for name, wanted in changes.expected.items()
         if name not in got or not torch.equal(got[name], wanted)
     ]
-    wrong += [f"{name} was not met" for name in changes.sites if name not in changes.expected]
+    wrong += [
+        f"{name} was not met" for name in changes.sites if name not in changes.expected
+    ]
     wrong += [
         f"{table.residuals[name].formula} is not {table.residuals[name].total}"
         for name in beyond(sums.errors, names, 1)
@@ -397,7 +427,8 @@ class _Weights(Observer):
     """Checks that blocked keys have no weight."""
 
     def __init__(self, changes: Changes) -> None:
-        self.changes, self.wrong = changes, list[str]()
+        self.changes = changes
+        self.wrong = list[str]()
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """The scores of blocked pairs are -inf."""

@@ -78,7 +78,9 @@ def choose_tokens(words: Sequence[str], layout: TokenLayout, what: str) -> Token
         if layout.grid is None or int(number) > layout.n_body:
             raise ModelError(f"{what}: {words[0]}, and there are {_patches(layout)}")
         return TokenChoice(layout, np.zeros(0, np.int64), kind, int(number))
-    places = sorted({int(place) for word in words for place in places_of(word, layout, what)})
+    places = sorted(
+        {int(place) for word in words for place in places_of(word, layout, what)}
+    )
     return TokenChoice(layout, np.array(places, np.int64))
 
 
@@ -98,12 +100,16 @@ def places_of(word: str, layout: TokenLayout, what: str) -> Places:
     elif word == "prefix":
         found = every[: layout.n_prefix]
     elif word == "registers":
-        found = np.array([i for i, name in enumerate(layout.prefix) if name.startswith("reg")], int)
+        found = np.array(
+            [i for i, name in enumerate(layout.prefix) if name.startswith("reg")], int
+        )
     elif word in layout.prefix:
         found = every[layout.prefix.index(word) :][:1]
     if not len(found):
         prefix = (
-            f"prefix tokens {', '.join(layout.prefix)}" if layout.prefix else "no prefix tokens"
+            f"prefix tokens {', '.join(layout.prefix)}"
+            if layout.prefix
+            else "no prefix tokens"
         )
         raise ModelError(
             f"{what}: there are no tokens {word!r}; there are {prefix} and {_patches(layout)}"
@@ -121,8 +127,13 @@ class Reference:
     """Replacements for the tokens of one site: "mean", "noise" or "shuffle" of a plain store, as
     `check_base` takes it. tokens: which will be asked for."""
 
-    def __init__(self, store: Store, site: str, kind: str, tokens: TokenChoice, seed: int) -> None:
-        self.store, self.site, self.kind, self.seed = store, site, kind, seed
+    def __init__(
+        self, store: Store, site: str, kind: str, tokens: TokenChoice, seed: int
+    ) -> None:
+        self.store = store
+        self.site = site
+        self.kind = kind
+        self.seed = seed
         self.words = "prefix" if tokens.of_prefix else "all"
         if kind == "shuffle":
             self.partners = cycle(store.valid, seed)
@@ -136,7 +147,8 @@ class Reference:
     def begin(self, rows: slice) -> None:
         """Read ahead what these rows of the new store will need, if it is not in memory."""
         if self.kind == "shuffle" and not self.whole:
-            self.held, self.first = self.array[self.partners[rows]], rows.start
+            self.held = self.array[self.partners[rows]]
+            self.first = rows.start
 
     def of(self, rows: Places, places: Places, draws: list[np.random.Generator]) -> Array:
         """(images, chosen, dim) of these rows of the new store. places: (images, chosen) tokens;
@@ -154,21 +166,33 @@ class Reference:
 
     def _moments(self) -> tuple[Array, Array]:
         """(tokens, dim) mean and standard deviation over the valid images."""
-        n, mean, squares = 0, np.zeros(()), np.zeros(())
+        n = 0
+        mean = np.zeros(())
+        squares = np.zeros(())
         for slab in self.store.slabs():
             values = slab.acts(self.site, self.words)[slab.valid]
             for start in range(0, len(values), ROWS_AT_ONCE):
                 part = values[start : start + ROWS_AT_ONCE].astype(np.float64)
-                own, total = part.mean(0), n + len(part)
+                own = part.mean(0)
+                total = n + len(part)
                 gap = own - mean
-                squares = squares + ((part - own) ** 2).sum(0) + gap**2 * (n * len(part) / total)
-                mean, n = mean + gap * (len(part) / total), total
+                squares = (
+                    squares
+                    + ((part - own) ** 2).sum(0)
+                    + gap**2 * (n * len(part) / total)
+                )
+                mean = mean + gap * (len(part) / total)
+                n = total
         if not n:
-            raise ModelError(f"{self.store.label} has no readable image to take the {self.kind} of")
+            raise ModelError(
+                f"{self.store.label} has no readable image to take the {self.kind} of"
+            )
         return mean.astype(np.float32), np.sqrt(squares / n).astype(np.float32)
 
 
-def generators(seed: int, about: str, index: NDArray[np.int64]) -> list[np.random.Generator]:
+def generators(
+    seed: int, about: str, index: NDArray[np.int64]
+) -> list[np.random.Generator]:
     """One generator for each image, by its place in the data set and what is replaced."""
     own = zlib.crc32(about.encode())
     return [np.random.default_rng([seed, own, int(place)]) for place in index]
@@ -198,18 +222,24 @@ def check_base(store: Store, identity: Mapping[str, Any], kind: str, what: str) 
         ModelError: another model, other weights, skips or preprocessing, interventions; for
             shuffle also other images or another order.
     """
-    own, identity = store.manifest.identity, jsonable(dict(identity))
+    own = store.manifest.identity
+    identity = jsonable(dict(identity))
     differs = {
         "another model": own.get("model") != identity["model"],
-        f"other weights ({weights_name(store.manifest.model) or 'unknown'})": own.get("weights")
+        f"other weights ({weights_name(store.manifest.model) or 'unknown'})": own.get(
+            "weights"
+        )
         != identity["weights"],
-        "other skip connections": (own.get("ablate_skip") or []) != identity["ablate_skip"],
+        "other skip connections": (own.get("ablate_skip") or [])
+        != identity["ablate_skip"],
         "interventions of its own": bool(own.get("interventions")),
         "another transform": own.get("transform") != identity["transform"],
     }
     if kind == "shuffle":
         fingerprints = (own.get("samples_fingerprint"), identity["samples_fingerprint"])
-        differs["other images, or the same in another order"] = fingerprints[0] != fingerprints[1]
+        differs["other images, or the same in another order"] = (
+            fingerprints[0] != fingerprints[1]
+        )
     found = next((words for words, there in differs.items() if there), None)
     if found is not None:
         raise ModelError(
@@ -228,7 +258,9 @@ def check_site(store: Store, site: SiteSpec, what: str) -> str:
     own = store.site(site.name)
     store.acts(own.name)
     if own.shape != site.shape:
-        raise ModelError(f"{what}: {site.name} is {site.shape}, in {store.label} {own.shape}")
+        raise ModelError(
+            f"{what}: {site.name} is {site.shape}, in {store.label} {own.shape}"
+        )
     return own.name
 
 
@@ -283,7 +315,9 @@ def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neuron
     for i, (name, neurons) in enumerate(found.items()):
         others = np.setdiff1d(np.arange(sizes[name]), neurons)
         if len(others) < len(neurons):
-            raise ModelError(f"{name} has {len(others)} other neurons, not {len(neurons)}")
+            raise ModelError(
+                f"{name} has {len(others)} other neurons, not {len(neurons)}"
+            )
         draw = np.random.default_rng([seed, i])
         drawn[name] = np.sort(draw.choice(others, len(neurons), replace=False))
     return drawn
@@ -307,9 +341,12 @@ def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
     return outliers
 
 
-def _means(store: Store, site: str, outliers: Sequence[NDArray[np.bool_]]) -> NDArray[np.float64]:
+def _means(
+    store: Store, site: str, outliers: Sequence[NDArray[np.bool_]]
+) -> NDArray[np.float64]:
     """(neurons,) mean activation at the outliers."""
-    total, count = np.zeros(()), 0
+    total = np.zeros(())
+    count = 0
     for slab, there in zip(store.slabs(), outliers, strict=True):
         if there.any():
             values = slab.acts(site, "patches")[slab.valid][there]

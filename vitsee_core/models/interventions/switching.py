@@ -44,7 +44,7 @@ from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import SiteSpec
-from vitsee_stores.manifest import few, ranges
+from vitsee_stores.manifest import abbreviate, ranges
 from vitsee_stores.selectors import select_names
 
 SHOWN = 8
@@ -66,8 +66,11 @@ class Switch:
         seed: int = 0,
         index: NDArray[np.int64] | None = None,
     ) -> None:
-        self.name, self.table, self.interventions = name, table, tuple(interventions)
-        self.identity, self.seed = identity, seed
+        self.name = name
+        self.table = table
+        self.interventions = tuple(interventions)
+        self.identity = identity
+        self.seed = seed
         self.index = np.zeros(0, np.int64) if index is None else index
         self.bases: dict[str, Store] = {}
         self.changed: dict[str, tuple[ChangedSite, list[Changed]]] = {}
@@ -85,7 +88,9 @@ class Switch:
         lines = [self._add(one) for one in self.interventions]
         blocks = {block.name: block for block in self.table.attention}
         for name, pairs in self.pairs.items():
-            refuse_empty_rows(pairs, blocks[name].layout, f"{OPTIONS['attention']} at {name}")
+            refuse_empty_rows(
+                pairs, blocks[name].layout, f"{OPTIONS['attention']} at {name}"
+            )
         return lines
 
     def changes(self, module: nn.Module) -> Changes:
@@ -133,11 +138,15 @@ class Switch:
     def _sites(self, patterns: str, said: str) -> list[SiteSpec]:
         """The stored sites that the patterns select."""
         try:
-            chosen = select_names([patterns], self.table.sites, hint=f"vitsee sites {self.name}")
+            chosen = select_names(
+                [patterns], self.table.sites, hint=f"vitsee sites {self.name}"
+            )
         except SiteError as error:
             raise ModelError(f"{said}: {error}") from None
         return list(
-            {(s.alias_of or s.name): self.table[s.alias_of or s.name] for s in chosen}.values()
+            {
+                (s.alias_of or s.name): self.table[s.alias_of or s.name] for s in chosen
+            }.values()
         )
 
     def _blocks(self, patterns: str, said: str) -> list[AttentionBlock]:
@@ -149,10 +158,19 @@ class Switch:
             )
         last = max(1, len(served) - 1)
         places = [
-            replace(self.table.sites[0], name=b.name, part="", block=b.name, groups=(), depth=i,
-                    rel_depth=i / last, alias_of=None, site_path=None)
+            replace(
+                self.table.sites[0],
+                name=b.name,
+                part="",
+                block=b.name,
+                groups=(),
+                depth=i,
+                rel_depth=i / last,
+                alias_of=None,
+                site_path=None,
+            )
             for i, b in enumerate(served)
-        ]  # fmt: skip
+        ]
         try:
             found = {site.name for site in select_names([patterns], places)}
         except SiteError:
@@ -162,7 +180,7 @@ class Switch:
             name = self.name
             there = (
                 f"{name} has no such block with token-to-token attention; there are: "
-                f"{few([block.name for block in served], SHOWN)} (run: vitsee sites {name})"
+                f"{abbreviate([block.name for block in served], SHOWN)} (run: vitsee sites {name})"
             )
             raise ModelError(f"{said}: {reason or there}") from None
         return [block for block in served if block.name in found]
@@ -170,7 +188,9 @@ class Switch:
     def _ablate(self, block: AttentionBlock, one: HeadAblation, said: str) -> None:
         name = f"{block.name}.attn.heads"
         if block.name not in self.table.heads or name not in self.table.points:
-            raise ModelError(f"{said}: the outputs of the heads of {block.name} are no site")
+            raise ModelError(
+                f"{said}: the outputs of the heads of {block.name} are no site"
+            )
         site = self.table[name]
         if one.heads[-1] >= block.n_heads:
             raise ModelError(
@@ -184,9 +204,12 @@ class Switch:
     def _add_registers(self, one: Registers, said: str) -> str:
         """The neurons move to the last prefix tokens of the blocks, which were added."""
         sites = self._sites(one.site, said)
-        site, layout = sites[0], sites[0].layout
+        site = sites[0]
+        layout = sites[0].layout
         if len(sites) > 1 or site.block is None or layout is None or not layout.n_prefix:
-            raise ModelError(f"{said}: {one.site} is {_names(sites)}; expected one block's output")
+            raise ModelError(
+                f"{said}: {one.site} is {_names(sites)}; expected one block's output"
+            )
         before = self.table.sites[: self.table.sites.index(site)]
         hidden = [
             self.table[self._stored(s.name)]
@@ -194,14 +217,18 @@ class Switch:
             if "hidden" in s.groups and s.layout == layout
         ]
         if not hidden:
-            raise ModelError(f"{said}: there is no hidden layer of an MLP before {site.name}")
+            raise ModelError(
+                f"{said}: there is no hidden layer of an MLP before {site.name}"
+            )
         kind = "random" if one.values.kind == "random" else "register"
         line = f"{one.n} register{'s' * (one.n > 1)} with {one.n_neurons} {kind} neurons"
         if self.identity is None:
             return f"{line} up to {site.name}"
         store = self._base(one.values, said)
         try:
-            found = register_neurons(store, site.name, [s.name for s in hidden], one.n_neurons)
+            found = register_neurons(
+                store, site.name, [s.name for s in hidden], one.n_neurons
+            )
             if one.values.kind == "random":
                 found = other_neurons(found, {s.name: s.dim for s in hidden}, self.seed)
         except ModelError as error:
@@ -242,14 +269,18 @@ class Switch:
     def _place(self, site: SiteSpec, said: str) -> ChangedSite:
         point = self.table.points[site.name]
         if len(point.hook_points) > 1:
-            raise ModelError(f"{said}: {site.name} is made of several tensors, none of which is it")
+            raise ModelError(
+                f"{said}: {site.name} is made of several tensors, none of which is it"
+            )
         if point.view.form == "unrolled":
             raise ModelError(
                 f"{said}: the tokens of {site.name} lie in another order than the image"
             )
         (hook_point,) = point.hook_points
         entering = hook_point.when == "in"
-        sums = {self._stored(residual.total) for residual in self.table.residuals.values()}
+        sums = {
+            self._stored(residual.total) for residual in self.table.residuals.values()
+        }
         return ChangedSite(
             site.name,
             hook_point,
@@ -262,7 +293,9 @@ class Switch:
         return self.table[name].alias_of or name
 
 
-def interventions_of(name: str, table: SiteTable, texts: Mapping[str, Sequence[str]]) -> list[str]:
+def interventions_of(
+    name: str, table: SiteTable, texts: Mapping[str, Sequence[str]]
+) -> list[str]:
     """The interventions that these options (see `parse`) are on a model of this name, in words;
     base stores are not opened.
 

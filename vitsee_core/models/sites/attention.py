@@ -54,7 +54,9 @@ def attention_blocks(
                 continue
             module, event = events[0]
             layout = next(x for x in layouts if x.n_tokens == event.n_keys)
-            found.blocks.append(AttentionBlock(own, index, event.query[1], layout, event.window))
+            found.blocks.append(
+                AttentionBlock(own, index, event.query[1], layout, event.window)
+            )
             found.modules[own] = module
             hook_point = _heads_hook_point(read, path, module, event)
             if hook_point:
@@ -105,7 +107,11 @@ def _layouts(read: Reader, path: str) -> list[TokenLayout]:
     found = []
     for call, entering in ((trace.entered(path), True), (trace.left(path), False)):
         seen = trace.by_image(call)
-        view = read.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
+        view = (
+            read.token_view(path, seen, entering)
+            if seen and len(seen.shape) > 2
+            else None
+        )
         if view and view.layout and view.layout.grid and view.form != "unrolled":
             found.append(view.layout)
     if read.geometry.frames is not None:
@@ -135,14 +141,18 @@ def _refusal(
             by_heads = event.query[1] * event.query[2] == tokens != share * event.query[2]
             windows = event.query[1] if by_heads else share
             return f"attention within windows ({windows:g} per image)"
-        return f"{share:g} attentions per image in the batch dimension (heads, or windows)"
+        return (
+            f"{share:g} attentions per image in the batch dimension (heads, or windows)"
+        )
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
     if event.query[2] != event.n_keys:
         return f"pooled tokens: {event.query[2]} queries, {event.n_keys} keys"
     layout = next((x for x in layouts if x.n_tokens == event.n_keys), None)
     if layout is None:
-        sizes = " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts)) or "unordered"
+        sizes = (
+            " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts)) or "unordered"
+        )
         return f"attention over {event.n_keys} entries, but the block has {sizes} tokens"
     if event.value.shape[1] != event.n_keys or not in_raster_order(event.value, layout):
         return "the tokens do not lie row by row inside the attention"

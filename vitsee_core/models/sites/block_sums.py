@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitsee_core.models.hook_points import HookPoint
-from vitsee_core.models.sites.families import FAMILIES, Description, Part, Residual, enters, leaves
+from vitsee_core.models.sites.families import (
+    FAMILIES,
+    BlockHook,
+    Description,
+    Residual,
+    enters,
+    leaves,
+)
 from vitsee_core.models.survey.structure import has_weights, is_leaf, n_layers
 from vitsee_core.models.survey.tracing import Key, Seen, Trace
 
@@ -45,7 +52,8 @@ def by_sums(model: nn.Module, path: str, trace: Trace) -> Description | None:
     """Parts in, norm1, attn.heads, attn.branch, mid, norm2, mlp.hidden, mlp.branch, out (token and
     channel where the first branch is no attention); or in, branch, out; or, with a layer on the
     skip or an activation behind the sum, branch, shortcut, out."""
-    start, end = trace.by_image(trace.entered(path)), trace.by_image(trace.left(path))
+    start = trace.by_image(trace.entered(path))
+    end = trace.by_image(trace.left(path))
     if start is None or end is None or len(end.shape) not in (3, 4):
         return None
     block = _Block(model, path, trace, start, end)
@@ -53,9 +61,14 @@ def by_sums(model: nn.Module, path: str, trace: Trace) -> Description | None:
 
 
 class _Block:
-    def __init__(self, model: nn.Module, path: str, trace: Trace, start: Seen, end: Seen) -> None:
-        self.model, self.path, self.trace = model, path, trace
-        self.start, self.end = start, end
+    def __init__(
+        self, model: nn.Module, path: str, trace: Trace, start: Seen, end: Seen
+    ) -> None:
+        self.model = model
+        self.path = path
+        self.trace = trace
+        self.start = start
+        self.end = end
         self.origin = enters(path)
         self.entering: list[_Passage] = []
         self.leaving: list[_Passage] = []
@@ -65,7 +78,8 @@ class _Block:
             norm = "norm" in type(module).__name__.lower()
             calls = trace.calls.get(name, ())
             for i, call in enumerate(calls):
-                entered, left = trace.by_image(call.entered), trace.by_image(call.left)
+                entered = trace.by_image(call.entered)
+                left = trace.by_image(call.left)
                 if entered is not None:
                     place = HookPoint(name, "in", i, len(calls))
                     self.entering.append(_Passage(entered, place, norm))
@@ -89,9 +103,11 @@ class _Block:
                 continue
             attends = self.attends(total)
             names = ("attn", "mlp") if attends else ("token", "channel")
-            stream = Part("mid", mid.hook_point, ("residual",))
+            stream = BlockHook("mid", mid.hook_point, ("residual",))
             first = self.sublayer(names[0], self.origin, self.start.key, stream, total)
-            second = self.sublayer(names[1], stream, total, leaves(self.path), self.end.key)
+            second = self.sublayer(
+                names[1], stream, total, leaves(self.path), self.end.key
+            )
             if first and second:
                 begin = dict.fromkeys((enters(self.path), self.origin))
                 parts = (*begin, *first[0], stream, *second[0], leaves(self.path))
@@ -106,14 +122,16 @@ class _Block:
             return None
         key, place = before
         plain = place.when == "in" and activation is None
-        skip = Part("in" if plain else "shortcut", place, ("residual",))
+        skip = BlockHook("in" if plain else "shortcut", place, ("residual",))
         total = leaves(self.path)
         branch = self.branch("branch", skip, key, total, end)
         if branch is None or (branch[1] is not None and not plain):
             return None
         part, witness = branch
         parts = (skip, part, total) if plain else (part, skip, total)
-        residual = Residual("", "block", skip.name, "branch", "out", activation, witness=witness)
+        residual = Residual(
+            "", "block", skip.name, "branch", "out", activation, witness=witness
+        )
         return Description(parts, (residual,))
 
     def joined(self) -> Description | None:
@@ -122,12 +140,16 @@ class _Block:
         if len(self.trace.calls[self.path][0].inputs) < 2:
             return None
         terms = {key for pair in self.trace.sums.values() for key in pair}
-        made = [p for p in self.leaving if p.seen.shape == self.end.shape and p.seen.key in terms]
+        made = [
+            p
+            for p in self.leaving
+            if p.seen.shape == self.end.shape and p.seen.key in terms
+        ]
         if not made:
             return None
         first = min(made, key=lambda passage: passage.seen.key)
         self.start = first.seen
-        self.origin = Part("shortcut", first.hook_point, ("residual",))
+        self.origin = BlockHook("shortcut", first.hook_point, ("residual",))
         return self.two()
 
     def summed(self) -> tuple[Key, str | None]:
@@ -156,13 +178,15 @@ class _Block:
                 layers = n_layers(self.model.get_submodule(place.module))
                 found.append((layers, passage.seen.key, place))
         found.sort(key=lambda one: one[:2])
-        if not found or any(one[0] == found[0][0] and one[1] != found[0][1] for one in found):
+        if not found or any(
+            one[0] == found[0][0] and one[1] != found[0][1] for one in found
+        ):
             return None
         return found[0][1:]
 
     def sublayer(
-        self, name: str, skip: Part, before: Key, total: Part, after: Key
-    ) -> tuple[list[Part], Residual] | None:
+        self, name: str, skip: BlockHook, before: Key, total: BlockHook, after: Key
+    ) -> tuple[list[BlockHook], Residual] | None:
         """The parts of one branch, and its sum."""
         branch = self.branch(f"{name}.branch", skip, before, total, after)
         if branch is None:
@@ -174,11 +198,13 @@ class _Block:
     def other(self, total: Key, term: Key) -> Key | None:
         """The other term of a total; None where the total is no sum with this term."""
         terms = self.trace.sums.get(total, ())
-        return terms[1 - terms.index(term)] if terms and term in terms else None
+        if terms and term in terms:
+            return terms[1 - terms.index(term)]
+        return None
 
     def branch(
-        self, name: str, skip: Part, before: Key, total: Part, after: Key
-    ) -> tuple[Part, HookPoint | None] | None:
+        self, name: str, skip: BlockHook, before: Key, total: BlockHook, after: Key
+    ) -> tuple[BlockHook, HookPoint | None] | None:
         """The branch that is added to the stream: the output of the module that gave it; else the
         difference of the sums, with the last module before it as its witness."""
         added = self.other(after, before)
@@ -186,39 +212,49 @@ class _Block:
         if given:
             # The outermost gives it last, as it is; so does the later one of two in a row.
             fewest = min(p.hook_point.module.count(".") for p in given)
-            place = [p for p in given if p.hook_point.module.count(".") == fewest][-1].hook_point
-            return Part(name, place, ("residual",)), None
+            place = [p for p in given if p.hook_point.module.count(".") == fewest][
+                -1
+            ].hook_point
+            return BlockHook(name, place, ("residual",)), None
         inside = [
-            p for p in self.leaving
+            p
+            for p in self.leaving
             if before < p.seen.key < after and p.seen.shape == self.start.shape
-        ]  # fmt: skip
+        ]
         if not inside:
             return None
         witness = max(inside, key=lambda p: p.seen.key).hook_point
-        return Part(name, total.hook_point, ("residual",), minus=skip.hook_point), witness
+        return BlockHook(
+            name, total.hook_point, ("residual",), minus=skip.hook_point
+        ), witness
 
-    def inner(self, name: str, before: Key, after: Key) -> Iterator[Part]:
+    def inner(self, name: str, before: Key, after: Key) -> Iterator[BlockHook]:
         """The norm at a branch's beginning, the heads' outputs, the MLP's hidden activations."""
         for passage in self.entering:
             once = passage.hook_point.calls == 1
             if passage.norm and once and passage.seen.key == before:
                 number = 1 if before == self.start.key else 2
-                yield Part(f"norm{number}", HookPoint(passage.hook_point.module), ("norms",))
+                yield BlockHook(
+                    f"norm{number}", HookPoint(passage.hook_point.module), ("norms",)
+                )
                 break
         if name == "attn":
             value = self.value()
             heads = value and heads_hook_point(self.model, self.trace, self.path, value)
             if heads:
-                yield Part("attn.heads", heads, ("heads",))
+                yield BlockHook("attn.heads", heads, ("heads",))
         if name == "mlp" and len(self.start.shape) == 3:
             *tokens, dim = self.start.shape
             wide = [
-                p for p in self.entering
-                if before < p.seen.key < after and p.hook_point.calls == 1
-                and [*p.seen.shape[:-1]] == tokens and p.seen.shape[-1] > dim
-            ]  # fmt: skip
+                p
+                for p in self.entering
+                if before < p.seen.key < after
+                and p.hook_point.calls == 1
+                and [*p.seen.shape[:-1]] == tokens
+                and p.seen.shape[-1] > dim
+            ]
             if wide:
-                yield Part("mlp.hidden", wide[-1].hook_point, ("hidden",))
+                yield BlockHook("mlp.hidden", wide[-1].hook_point, ("hidden",))
 
     def value(self) -> Seen | None:
         """The values of the block's one attention, heads side by side."""
@@ -236,7 +272,9 @@ class _Block:
         return [name for name in self.trace.events if f"{name}.".startswith(inside)]
 
 
-def heads_hook_point(model: nn.Module, trace: Trace, path: str, value: Seen) -> HookPoint | None:
+def heads_hook_point(
+    model: nn.Module, trace: Trace, path: str, value: Seen
+) -> HookPoint | None:
     """The layer that the heads' outputs enter side by side: what the first tensor of the values'
     shape enters that comes to a module below `path` after these were made, if that is a layer with
     a matrix of weights."""
@@ -251,4 +289,6 @@ def heads_hook_point(model: nn.Module, trace: Trace, path: str, value: Seen) -> 
     # Of modules in one another the inner one: a projection within a layer of outputs.
     name = min(found)[2]
     weight = getattr(model.get_submodule(name), "weight", None)
-    return HookPoint(name, "in") if weight is not None and weight.ndim > 1 else None
+    if weight is not None and weight.ndim > 1:
+        return HookPoint(name, "in")
+    return None

@@ -13,9 +13,13 @@ from torch import nn
 
 from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
-from vitsee_core.models.sites.attention import Attention, attention_blocks, rollout_refusal
+from vitsee_core.models.sites.attention import (
+    Attention,
+    attention_blocks,
+    rollout_refusal,
+)
 from vitsee_core.models.sites.block_sums import describe
-from vitsee_core.models.sites.families import Description, Part, Residual
+from vitsee_core.models.sites.families import BlockHook, Description, Residual
 from vitsee_core.models.survey import Reader, Survey
 from vitsee_core.models.survey.block_flow import block_inputs, flow_remark, side_by_side
 from vitsee_core.models.survey.structure import (
@@ -59,14 +63,20 @@ class SiteDraft:
     @property
     def site_path(self) -> str | None:
         """See `SiteSpec`."""
-        places = [f"{x.module}.in" if x.when == "in" else x.module for x in self.hook_points]
+        places = [
+            f"{x.module}.in" if x.when == "in" else x.module for x in self.hook_points
+        ]
         path = (" - " if self.difference else " + ").join(places)
-        return None if path in ("", self.name) or len(path) > LONGEST_NAME else path
+        if path in ("", self.name) or len(path) > LONGEST_NAME:
+            return None
+        return path
 
     @property
     def rank(self) -> int:
         """Lower is rather stored."""
-        return MODULE_RANK if self.module_only else RANK.get(self.part.rpartition(".")[2], 2)
+        if self.module_only:
+            return MODULE_RANK
+        return RANK.get(self.part.rpartition(".")[2], 2)
 
 
 def find_aliases(drafts: Sequence[SiteDraft]) -> None:
@@ -107,7 +117,9 @@ def specs(drafts: Sequence[SiteDraft]) -> list[SiteSpec]:
 
 def _shape(draft: SiteDraft) -> tuple[str, tuple[int, ...], TokenLayout | None]:
     """Kind, one image's shape and layout as the store has them."""
-    form, shape, layout = draft.view.form, draft.seen.shape[1:], draft.view.layout
+    form = draft.view.form
+    shape = draft.seen.shape[1:]
+    layout = draft.view.layout
     if form == "vector":
         return "vector", (math.prod(shape),), None
     if form == "raw" or layout is None:
@@ -151,7 +163,8 @@ def _depths(drafts: Sequence[SiteDraft]) -> dict[str, tuple[int, float]]:
                 # Beside the blocks (a merger of an inner block's tokens): of those made before it.
                 outs = [x for x in drafts if x.block and x.part == "out"]
                 at = max(
-                    (depths[x.name][0] for x in outs if x.seen.key < draft.seen.key), default=0
+                    (depths[x.name][0] for x in outs if x.seen.key < draft.seen.key),
+                    default=0,
                 )
             depths[draft.name] = (at, at / last_out if last_out else 0.0)
     return depths
@@ -171,8 +184,12 @@ class TableBuilder:
         demoted: Mapping[str, Sequence[str]],
         ablated: Sequence[str] = (),
     ) -> None:
-        self.model, self.demoted, self.ablated = model, demoted, set(ablated)
-        self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
+        self.model = model
+        self.demoted = demoted
+        self.ablated = set(ablated)
+        self.trace = survey.trace
+        self.geometry = survey.geometry
+        self.blocks = survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()
         self.n_made_up = 0
@@ -205,7 +222,9 @@ class TableBuilder:
         remark = flow_remark(self.inputs, [self.names[path] for path in self.blocks])
         remarks = [*([] if remark is None else [remark]), *self.repeated[:1]]
         shared = next(iter(self.repeated), None) if not self.blocks else None
-        residual_refusal = None if sublayers else shared or "no block whose branches are known"
+        residual_refusal = (
+            None if sublayers else shared or "no block whose branches are known"
+        )
         return SiteTable(
             sites=tuple(sites),
             sublayers=tuple(sublayers),
@@ -234,13 +253,16 @@ class TableBuilder:
             return self.repeated[0]
         apart = side_by_side(self.inputs)
         if refusal is None and apart is not None:
-            block, before = self.names[self.blocks[apart]], self.names[self.blocks[apart - 1]]
+            block = self.names[self.blocks[apart]]
+            before = self.names[self.blocks[apart - 1]]
             return f"{block} takes nothing of {before}, which ran before it: blocks are no chain"
         return refusal
 
     def _drafts(self) -> Iterator[SiteDraft]:
         """All sites in the model's order."""
-        leaves = [name for name in self.modules if self._is_site(name) or self._merges(name)]
+        leaves = [
+            name for name in self.modules if self._is_site(name) or self._merges(name)
+        ]
         inside: dict[str | None, list[str]] = defaultdict(list)
         for name in leaves:
             inside[self._block_of(name)].append(name)
@@ -285,25 +307,40 @@ class TableBuilder:
         new_trunk = i == 0 or self.blocks[i - 1].split(".")[0] != root
         seen = self.trace.by_image(self.trace.entered(path))
         # A block that is a leaf is the end of a run of layers: its input is not the run's.
-        if not new_trunk or seen is None or len(seen.shape) < 3 or is_leaf(self.modules[path]):
+        if (
+            not new_trunk
+            or seen is None
+            or len(seen.shape) < 3
+            or is_leaf(self.modules[path])
+        ):
             return None
         view = self.read.token_view(path, seen, entering=True)
         name = "stem" if view.form == "nchw" else "embed"
         if seen.shape[1:] == (3, *self.geometry.image) or (i and name in self.entered):
             return None
         self.entered.add(name)
-        return SiteDraft(name, name, None, {"blocks"}, (HookPoint(path, "in"),), seen, view)
+        return SiteDraft(
+            name, name, None, {"blocks"}, (HookPoint(path, "in"),), seen, view
+        )
 
     def _block_drafts(self, path: str, leaves: list[str]) -> Iterator[SiteDraft]:
         described = self.described.get(path)
-        parts = described.parts if described else (Part("out", HookPoint(path), ("blocks",)),)
-        named = {part.hook_point.module for part in parts if part.hook_point.when == "out"}
+        parts = (
+            described.parts
+            if described
+            else (BlockHook("out", HookPoint(path), ("blocks",)),)
+        )
+        named = {
+            part.hook_point.module for part in parts if part.hook_point.when == "out"
+        }
         named &= {f"{path}.{part.name}" for part in parts}
         base: list[View] = []
         for part in parts:
             seen = self.read.seen(part.hook_point)
             if seen is not None and part.name in ("in", "out", "shortcut"):
-                base.append(self.read.token_view(path, seen, part.hook_point.when == "in"))
+                base.append(
+                    self.read.token_view(path, seen, part.hook_point.when == "in")
+                )
         waiting = [name for name in leaves if name not in named]
         anchor = self.index[path]
         for part in parts:
@@ -315,14 +352,16 @@ class TableBuilder:
         for name in waiting:
             yield from self._module(name, path, base, described)
 
-    def _part(self, path: str, part: Part, base: list[View]) -> Iterator[SiteDraft]:
+    def _part(self, path: str, part: BlockHook, base: list[View]) -> Iterator[SiteDraft]:
         name = f"{self.names[path]}.{part.name}"
         seen = self.read.seen(part.hook_point)
         if seen is None:
             self.left_out[name] = self.read.why_not(part.hook_point)
             return
         groups = set(part.groups)
-        leaf = part.hook_point.when == "out" and is_leaf(self.modules[part.hook_point.module])
+        leaf = part.hook_point.when == "out" and is_leaf(
+            self.modules[part.hook_point.module]
+        )
         if leaf and f"{path}.{part.name}" == part.hook_point.module:
             groups.add("modules")
         if part.rows:
@@ -333,10 +372,18 @@ class TableBuilder:
             view = self.read.inner_view(seen, base)
         hook_points: tuple[HookPoint, ...] = (part.hook_point,)
         if part.minus:
-            hook_points, seen = (part.hook_point, part.minus), self._made_up(seen)
+            hook_points = (part.hook_point, part.minus)
+            seen = self._made_up(seen)
         block = self.names[path]
         yield SiteDraft(
-            name, part.name, block, groups, hook_points, seen, view, difference=bool(part.minus)
+            name,
+            part.name,
+            block,
+            groups,
+            hook_points,
+            seen,
+            view,
+            difference=bool(part.minus),
         )
 
     def _made_up(self, seen: Seen) -> Seen:
@@ -347,7 +394,9 @@ class TableBuilder:
     def _name(self, module: str) -> str:
         """A module's name among the sites: its block's, and its path in that."""
         block = self._block_of(module)
-        return module if block is None else f"{self.names[block]}{module[len(block) :]}"
+        if block is None:
+            return module
+        return f"{self.names[block]}{module[len(block) :]}"
 
     def _module(
         self, name: str, path: str, base: list[View], described: Description | None
@@ -357,7 +406,10 @@ class TableBuilder:
             self.left_out[self._name(name)] = self.read.why_not(HookPoint(name))
             return
         rows_below = described.rows_below if described else ()
-        if any(name == p or name.startswith(f"{p}.") for p in rows_below) and len(seen.shape) == 3:
+        if (
+            any(name == p or name.startswith(f"{p}.") for p in rows_below)
+            and len(seen.shape) == 3
+        ):
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         else:
             view = self.read.inner_view(seen, base)
@@ -385,13 +437,23 @@ class TableBuilder:
             if seen is None:
                 self.left_out[name] = self.read.why_not(HookPoint(name))
                 continue
-            groups, merges = self._module_groups(name), self._merges(name)
+            groups = self._module_groups(name)
+            merges = self._merges(name)
             view = self.read.inner_view(seen, [])
             yield SiteDraft(
-                name, name, None, groups, (HookPoint(name),), seen, view, module_only=not merges
+                name,
+                name,
+                None,
+                groups,
+                (HookPoint(name),),
+                seen,
+                view,
+                module_only=not merges,
             )
 
-    def _whole(self, part: str, hook_points: tuple[HookPoint, ...]) -> Iterator[SiteDraft]:
+    def _whole(
+        self, part: str, hook_points: tuple[HookPoint, ...]
+    ) -> Iterator[SiteDraft]:
         seen = self.read.seen(hook_points[0])
         if seen is None:
             self.left_out[part] = self.read.why_not(hook_points[0])
@@ -399,14 +461,22 @@ class TableBuilder:
         groups = {"head"} | ({"norms", "modules"} if part == "norm" else set())
         view = View("vector")
         if part == "norm":
-            view = self.read.token_view(self.blocks[-1], seen) if self.blocks else View("raw")
+            view = (
+                self.read.token_view(self.blocks[-1], seen)
+                if self.blocks
+                else View("raw")
+            )
         if len(hook_points) > 1:
             seen = self._made_up(seen)
         yield SiteDraft(part, part, None, groups, hook_points, seen, view)
 
     def _is_site(self, name: str) -> bool:
         module = self.modules[name]
-        if not name or isinstance(module, nn.Identity | nn.Dropout) or not is_leaf(module):
+        if (
+            not name
+            or isinstance(module, nn.Identity | nn.Dropout)
+            or not is_leaf(module)
+        ):
             return False
         parent = name.rpartition(".")[0]
         if parent and is_leaf(self.modules[parent]):
@@ -416,7 +486,8 @@ class TableBuilder:
             if has_weights(module):
                 self.left_out[self._name(name)] = NEVER_CALLED
             return False
-        entered, left = calls[0].entered, calls[0].left
+        entered = calls[0].entered
+        left = calls[0].left
         passes = entered is not None and left is not None and entered.key == left.key
         return not (len(calls) == 1 and passes)
 
@@ -447,7 +518,9 @@ class TableBuilder:
         taken = {draft.name for draft in drafts if not draft.module_only}
         clash = [draft for draft in drafts if draft.module_only and draft.name in taken]
         for draft in clash:
-            self.left_out[f"{draft.name} (module)"] = "its name is taken by the site of that name"
+            self.left_out[f"{draft.name} (module)"] = (
+                "its name is taken by the site of that name"
+            )
         return [draft for draft in drafts if draft not in clash]
 
     def _sublayers(

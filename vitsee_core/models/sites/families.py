@@ -17,7 +17,7 @@ from vitsee_core.models.survey.tracing import Trace
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockHook:
     """A named hook point within a block.
 
     rows: the activation has channels or the like as rows, so it is no image grid. minus: the
@@ -64,7 +64,7 @@ class Description:
     rows_below: paths of modules that work on rows that are no image grid.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[BlockHook, ...]
     residuals: tuple[Residual, ...] = ()
     rows_below: tuple[str, ...] = ()
 
@@ -74,14 +74,14 @@ def has(block: nn.Module, *names: str) -> bool:
     return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
 
 
-def enters(path: str) -> Part:
+def enters(path: str) -> BlockHook:
     """The input of a block."""
-    return Part("in", HookPoint(path, "in"), ("residual",))
+    return BlockHook("in", HookPoint(path, "in"), ("residual",))
 
 
-def leaves(path: str) -> Part:
+def leaves(path: str) -> BlockHook:
     """The output of a block."""
-    return Part("out", HookPoint(path), ("blocks", "residual"))
+    return BlockHook("out", HookPoint(path), ("blocks", "residual"))
 
 
 def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | None:
@@ -122,21 +122,45 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
         return None
     ends = drop_paths(block, path)
     start = trace.entered(path)
-    if ends is None or start is None or not all(fired(trace, hook_point) for hook_point in ends):
+    if (
+        ends is None
+        or start is None
+        or not all(fired(trace, hook_point) for hook_point in ends)
+    ):
         return None
-    norm1 = Part("norm1", HookPoint(f"{path}.norm1"), ("norms",))
-    norm2 = Part("norm2", HookPoint(f"{path}.norm2"), ("norms",))
+    norm1 = BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",))
+    norm2 = BlockHook("norm2", HookPoint(f"{path}.norm2"), ("norms",))
     heads = _heads(block, path, trace)
-    attn = Part("attn.branch", ends[0], ("residual",))
-    mlp = Part("mlp.branch", ends[1], ("residual",))
+    attn = BlockHook("attn.branch", ends[0], ("residual",))
+    mlp = BlockHook("mlp.branch", ends[1], ("residual",))
     inner = hidden(block.get_submodule("mlp"), f"{path}.mlp", trace)
-    middle = [Part("mlp.hidden", inner, ("hidden",))] if inner else []
+    middle = [BlockHook("mlp.hidden", inner, ("hidden",))] if inner else []
     if _is(trace, f"{path}.norm1", start.key):
-        mid = Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
-        parts = [enters(path), norm1, *heads, attn, mid, norm2, *middle, mlp, leaves(path)]
+        mid = BlockHook("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
+        parts = [
+            enters(path),
+            norm1,
+            *heads,
+            attn,
+            mid,
+            norm2,
+            *middle,
+            mlp,
+            leaves(path),
+        ]
     elif _is(trace, f"{path}.attn", start.key):
-        mid = Part("mid", HookPoint(f"{path}.mlp", "in"), ("residual",))
-        parts = [enters(path), *heads, norm1, attn, mid, *middle, norm2, mlp, leaves(path)]
+        mid = BlockHook("mid", HookPoint(f"{path}.mlp", "in"), ("residual",))
+        parts = [
+            enters(path),
+            *heads,
+            norm1,
+            attn,
+            mid,
+            *middle,
+            norm2,
+            mlp,
+            leaves(path),
+        ]
     else:
         return None
     if not all(fired(trace, part.hook_point) for part in parts):
@@ -153,11 +177,13 @@ def _is(trace: Trace, module: str, key: tuple[int, int]) -> bool:
     return seen is not None and seen.key == key
 
 
-def _heads(block: nn.Module, path: str, trace: Trace) -> list[Part]:
+def _heads(block: nn.Module, path: str, trace: Trace) -> list[BlockHook]:
     """The heads' outputs side by side, as they go into the projection."""
     hook_point = HookPoint(f"{path}.attn.proj", "in")
     known = has(block.get_submodule("attn"), "proj") and fired(trace, hook_point)
-    return [Part("attn.heads", hook_point, ("heads",))] if known else []
+    if known:
+        return [BlockHook("attn.heads", hook_point, ("heads",))]
+    return []
 
 
 def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
@@ -174,13 +200,13 @@ def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
     inner = hidden(block.get_submodule("mlp_channels"), f"{path}.mlp_channels", trace)
     parts = [
         enters(path),
-        Part("norm1", HookPoint(f"{path}.norm1"), ("norms",)),
-        *([Part("token.hidden", mixed, ("hidden",), rows=True)] if mixed else []),
-        Part("token.branch", ends[0], ("residual",)),
-        Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",)),
-        Part("norm2", HookPoint(f"{path}.norm2"), ("norms",)),
-        *([Part("channel.hidden", inner, ("hidden",))] if inner else []),
-        Part("channel.branch", ends[1], ("residual",)),
+        BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",)),
+        *([BlockHook("token.hidden", mixed, ("hidden",), rows=True)] if mixed else []),
+        BlockHook("token.branch", ends[0], ("residual",)),
+        BlockHook("mid", HookPoint(f"{path}.norm2", "in"), ("residual",)),
+        BlockHook("norm2", HookPoint(f"{path}.norm2"), ("norms",)),
+        *([BlockHook("channel.hidden", inner, ("hidden",))] if inner else []),
+        BlockHook("channel.branch", ends[1], ("residual",)),
         leaves(path),
     ]
     if not all(fired(trace, part.hook_point) for part in parts):
@@ -219,15 +245,27 @@ def resnet(block: nn.Module, path: str, trace: Trace) -> Description | None:
 
 
 def _described(
-    block: nn.Module, path: str, trace: Trace, names: Sequence[str], end: str, act: str | None
+    block: nn.Module,
+    path: str,
+    trace: Trace,
+    names: Sequence[str],
+    end: str,
+    act: str | None,
 ) -> Description | None:
     """A block of the modules `names` in this order, whose branch ends at one of them, or behind."""
-    skip = HookPoint(f"{path}.downsample") if has(block, "downsample") else HookPoint(path, "in")
+    skip = (
+        HookPoint(f"{path}.downsample")
+        if has(block, "downsample")
+        else HookPoint(path, "in")
+    )
     norms = tuple(name for name in names if name.startswith(("bn", "norm")))
     parts = [
-        *(Part(n, HookPoint(f"{path}.{n}"), ("norms",) if n in norms else ()) for n in names),
-        Part("branch", HookPoint(f"{path}.{end}"), ("residual",)),
-        Part("shortcut", skip, ("residual",)),
+        *(
+            BlockHook(n, HookPoint(f"{path}.{n}"), ("norms",) if n in norms else ())
+            for n in names
+        ),
+        BlockHook("branch", HookPoint(f"{path}.{end}"), ("residual",)),
+        BlockHook("shortcut", skip, ("residual",)),
         leaves(path),
     ]
     if not all(fired(trace, part.hook_point) for part in parts):

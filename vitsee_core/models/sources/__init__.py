@@ -72,7 +72,9 @@ def known_names() -> list[str]:
     others = [prefix for prefix in _PREFIXES if prefix != "demo:"]
     spec = importlib.util.find_spec("timm")
     folders = spec.submodule_search_locations or () if spec is not None else ()
-    texts = [f.read_text("utf-8") for d in folders for f in Path(d, "models").glob("*.py")]
+    texts = [
+        f.read_text("utf-8") for d in folders for f in Path(d, "models").glob("*.py")
+    ]
     own = re.compile(r"^@register_model\s+def (\w+)", re.MULTILINE)
     registered = sorted({name for text in texts for name in own.findall(text)})
     return [*(f"demo:{name}" for name in demo.models()), *others, *registered]
@@ -84,4 +86,6 @@ def _place(name: str) -> tuple[str, str]:
         if name.startswith(prefix):
             return place
     own = ".py:" in name or name.endswith(".py")
-    return ("python_file", "FileSource") if own else ("timm", "TimmSource")
+    if own:
+        return ("python_file", "FileSource")
+    return ("timm", "TimmSource")

@@ -77,7 +77,9 @@ class Source(ABC):
         """Raise ModelError if its models do not take these choices."""
         made = self.choices
         if made.transform not in (None, OWN_TRANSFORM):
-            raise ModelError(f"--transform is {made.transform!r}; expected {OWN_TRANSFORM}")
+            raise ModelError(
+                f"--transform is {made.transform!r}; expected {OWN_TRANSFORM}"
+            )
         if made.processor not in (None, *BACKENDS):
             raise ModelError(
                 f"--processor is {made.processor!r}; expected one of: {', '.join(BACKENDS)}"
@@ -141,7 +143,12 @@ class Source(ABC):
 
     @abstractmethod
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         """The module, random weights drawn with `seed`.
 
@@ -158,7 +165,9 @@ class Source(ABC):
                 had, or code of others that fails.
         """
 
-    def depends_on_seed(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> bool:
+    def depends_on_seed(
+        self, module: nn.Module, seed: int, wanted: dict[str, Any]
+    ) -> bool:
         """Whether the random weights of a module, made with this seed, are others with another."""
         return True
 
@@ -180,7 +189,9 @@ class Source(ABC):
         timm's that the module says it is, else beside its class."""
         import timm
 
-        architecture = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
+        architecture = (getattr(module, "pretrained_cfg", None) or {}).get(
+            "architecture", ""
+        )
         own = [timm.model_entrypoint(architecture)] if timm.is_model(architecture) else []
         for made_by in (*own, type(module)):
             place = sys.modules.get(made_by.__module__)
@@ -192,7 +203,10 @@ class Source(ABC):
 
     @abstractmethod
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
 
@@ -213,7 +227,9 @@ class Source(ABC):
         """The names of the logits' classes, where they are known."""
         return None
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
         """`source` and `pretrained` of the model's own weights, and what of them was fitted; see
         `LoadedModel.weights`."""
         return {"source": "pretrained"}
@@ -243,13 +259,17 @@ def drawn(seed: int, make: Any, what: str) -> nn.Module:
         except ModelError:
             raise
         except TypeError as error:
-            raise ModelError(f"{what} does not take these arguments: {one_line(error)}") from error
+            raise ModelError(
+                f"{what} does not take these arguments: {one_line(error)}"
+            ) from error
         except Exception as error:
             raise ModelError(
                 f"{what} cannot be made: {type(error).__name__}: {one_line(error)}"
             ) from error
     if not isinstance(module, nn.Module):
-        raise ModelError(f"{what} gives {type(module).__name__}; expected a torch.nn.Module")
+        raise ModelError(
+            f"{what} gives {type(module).__name__}; expected a torch.nn.Module"
+        )
     if next(module.parameters(), None) is None:
         raise ModelError(f"{what} gives a module without parameters; expected a network")
     return module
@@ -261,10 +281,17 @@ class Unfilled(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        written = args[0] if args else given.get("tensor")  # torch.nn.init passes it by name
-        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        return written if writes and isinstance(written, nn.Parameter) else func(*args, **given)
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        written = (
+            args[0] if args else given.get("tensor")
+        )  # torch.nn.init passes it by name
+        writes = (
+            name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        )
+        if writes and isinstance(written, nn.Parameter):
+            return written
+        return func(*args, **given)
 
 
 @contextmanager
@@ -281,7 +308,9 @@ def quiet() -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """The error's text without line breaks, cut where it is long; its type if it has none."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST - 3]}..."
 
 
 def near_names(name: str, known: Sequence[str]) -> str:

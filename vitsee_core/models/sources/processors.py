@@ -32,7 +32,14 @@ from vitsee_stores.manifest import jsonable
 from vitsee_stores.plan import Canvas, Size
 
 # Of Pillow's filters, by their numbers.
-_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+_FILTERS = {
+    0: "nearest",
+    1: "lanczos",
+    2: "bilinear",
+    3: "bicubic",
+    4: "box",
+    5: "hamming",
+}
 _ROUNDED_SCALE = 1e-9  # of 255 * (1 / 255)
 TOLERANCE = 1e-5  # of the model's input: float32 in another order
 THUMBNAIL = (
@@ -45,11 +52,29 @@ ROUNDED = (
 )
 # Sides of images in multiples of a group of patches: within the small bounds, with halves, below
 # and above them, thin ones; the last ones are tried with the processor's own bounds, too.
-_SIDES = ((3.3, 5.7), (1.5, 6.5), (2.5, 3.5), (1.2, 1.4), (12.7, 9.1), (1.1, 14.2), (7.3, 4.1))
-_LEAST, _MOST = 6, 36  # small bounds, in groups of patches
+_SIDES = (
+    (3.3, 5.7),
+    (1.5, 6.5),
+    (2.5, 3.5),
+    (1.2, 1.4),
+    (12.7, 9.1),
+    (1.1, 14.2),
+    (7.3, 4.1),
+)
+# small bounds, in groups of patches
+_LEAST = 6
+_MOST = 36
 _GRIDS = (*GRIDS, "spatial_shapes")
 _REFUSALS = (
-    *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+    *(
+        AssertionError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ),
 )
 _VALUES = ("pixel_values", "pixel_values_images")
 
@@ -80,7 +105,11 @@ class Processor:
             return "torchvision"
         own = getattr(self.own, "backend", None)
         fast = getattr(self.own, "is_fast", None)
-        return str(own) if own in BACKENDS else ("torchvision" if fast else "pil")
+        if own in BACKENDS:
+            return str(own)
+        if fast:
+            return "torchvision"
+        return "pil"
 
     @cached_property
     def input_size(self) -> tuple[int, int] | None:
@@ -98,7 +127,14 @@ class Processor:
         image = np.zeros((rows, 2 * cols, 3), np.uint8)
         try:
             found = self.own(images=image, return_tensors="pt")["pixel_values"][0]
-        except (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        except (
+            AssertionError,
+            IndexError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):
             return False
         return bool(found.ndim == 4 and len(found) > 1)  # one: the frame of a clip
 
@@ -111,8 +147,11 @@ class Processor:
         """
         from vitsee_core.images.torch_transforms import largest_difference
 
-        numbers, found = processor_config(self.record, self.name), []
-        for variant, tile in product(_variants(self.record), (0, -1) if self.cuts else (0,)):
+        numbers = processor_config(self.record, self.name)
+        found = []
+        for variant, tile in product(
+            _variants(self.record), (0, -1) if self.cuts else (0,)
+        ):
             for processor, rounding in self.candidates(numbers):
                 config = {**numbers, **variant, "processor": processor}
                 try:
@@ -123,7 +162,9 @@ class Processor:
                 if difference <= rounding + TOLERANCE * max(1.0, largest):
                     return config
                 found.append(difference)
-        raise self._refused(f"its input differs by up to {min(found):.2g} from what it says")
+        raise self._refused(
+            f"its input differs by up to {min(found):.2g} from what it says"
+        )
 
     def prove_packed(self, packing: Packing, config: Mapping[str, Any]) -> None:
         """Prove that the patches which a tower is given of an image of its size are those that
@@ -161,7 +202,9 @@ class Processor:
         if patches.numel() == expected.numel():
             difference = float((patches.reshape(-1).float() - expected).abs().max())
         if difference > TOLERANCE * max(1.0, float(expected.abs().max())):
-            raise self._refused(f"its patches differ by up to {difference:.2g} from the tower's")
+            raise self._refused(
+                f"its patches differ by up to {difference:.2g} from the tower's"
+            )
 
     def origin(self) -> dict[str, Any]:
         import PIL
@@ -171,7 +214,11 @@ class Processor:
             import torchvision
 
             versions = {"torchvision": torchvision.__version__}
-        return {"processor": self.record, "backend": self.backend, "backend_version": versions}
+        return {
+            "processor": self.record,
+            "backend": self.backend,
+            "backend_version": versions,
+        }
 
     def candidates(self, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         """Ways of resizing that may be its own, and what rounding to 8 bits changes in each."""
@@ -186,7 +233,9 @@ class Processor:
             made = self.own(videos=[np.array(image)[None]], return_tensors="pt")
         else:
             made = self.own(images=image, return_tensors="pt")
-        found = next(made[key] for key in ("pixel_values", "pixel_values_videos") if key in made)[0]
+        found = next(
+            made[key] for key in ("pixel_values", "pixel_values_videos") if key in made
+        )[0]
         return found[tile] if found.ndim == 4 else found
 
     def _refused(self, why: str) -> ModelError:
@@ -208,7 +257,12 @@ def processor_config(
     """
     size = record.get("size") or {}
     resized, cropped = _sizes(record)
-    if not any_size and resized is None and cropped is None and record.get("do_resize", True):
+    if (
+        not any_size
+        and resized is None
+        and cropped is None
+        and record.get("do_resize", True)
+    ):
         has_bounds = any(True for _ in _stated(record, patch=1, step=1))
         native = "--native for the size of each image, or " if has_bounds else ""
         raise ModelError(
@@ -244,7 +298,10 @@ def _variants(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _normalised(record: Mapping[str, Any], offset: bool) -> dict[str, tuple[float, ...]]:
     """mean and std of pixels from 0 to 1; where the processor first makes them another scale, less
     1 if they are `offset` (ViViT: from -1 to 1), those that come to the same."""
-    found: dict[str, tuple[float, ...]] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    found: dict[str, tuple[float, ...]] = {
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1.0, 1.0, 1.0),
+    }
     if record.get("do_normalize", True):
         own = {"mean": record.get("image_mean"), "std": record.get("image_std")}
         found = {
@@ -266,7 +323,9 @@ def _share(crop: int, edge: int) -> float:
     return exact if int(crop / exact) == edge else crop / (edge + 0.5)
 
 
-def _sizes(record: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+def _sizes(
+    record: Mapping[str, Any],
+) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     """The sizes (rows, cols) that images are resized and cropped to, None where that is not fixed;
     a shortest edge gives a square."""
     resized = _edges(record.get("size")) if record.get("do_resize", True) else None
@@ -284,7 +343,11 @@ def _edges(size: Any) -> tuple[int, int] | None:
         return size, size
     if _is_fixed(size):
         return int(size["height"]), int(size["width"])
-    if isinstance(size, Mapping) and size.get("shortest_edge") and not size.get("longest_edge"):
+    if (
+        isinstance(size, Mapping)
+        and size.get("shortest_edge")
+        and not size.get("longest_edge")
+    ):
         return int(size["shortest_edge"]), int(size["shortest_edge"])
     return None
 
@@ -344,7 +407,9 @@ def _stated(record: Mapping[str, Any], patch: int, step: int) -> Iterator[_Bound
         # GLM-4V's bounds are those of the frames to which a still image is repeated.
         for scale in dict.fromkeys((1, record.get("temporal_patch_size") or 1)):
             bounds = least // scale, most // scale
-            yield _Bounds(Canvas((1, 1), None, step, None, "pixels", *bounds), call, scale)
+            yield _Bounds(
+                Canvas((1, 1), None, step, None, "pixels", *bounds), call, scale
+            )
     n = record.get("max_num_patches")
     if isinstance(n, int) and n > 0 and patch == step:
         canvas = Canvas((1, 1), None, patch, None, "patches", None, n * patch**2)
@@ -353,7 +418,8 @@ def _stated(record: Mapping[str, Any], patch: int, step: int) -> Iterator[_Bound
 
 def _small(bounds: _Bounds, step: int) -> tuple[Canvas, dict[str, Any]]:
     """The rule with small bounds, and the arguments that give them to the processor."""
-    least, most = _LEAST * step**2, _MOST * step**2
+    least = _LEAST * step**2
+    most = _MOST * step**2
     own = None if bounds.canvas.min_pixels is None else least
     canvas = replace(bounds.canvas, min_pixels=own, max_pixels=most)
     return canvas, bounds.call(least * bounds.scale, most * bounds.scale)

@@ -28,7 +28,11 @@ from vitsee_core.models.sources.several_modules import choose, sort_out
 from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
 from vitsee_core.models.weights.watching import watched_loads
 
-SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
+SIZES = (
+    "img_size",
+    "image_size",
+    "input_size",
+)  # names of a size among a builder's parameters
 WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
 PREFIX = "torchhub:"
 CONF = "hubconf.py"
@@ -55,7 +59,9 @@ class FileSource(Source):
     @property
     def place(self) -> tuple[Path, str]:
         """The file, and the name of the callable in it."""
-        path, _, entry = self.name.rpartition(":") if ".py:" in self.name else (self.name, "", "")
+        path, _, entry = (
+            self.name.rpartition(":") if ".py:" in self.name else (self.name, "", "")
+        )
         return Path(path).expanduser(), entry.partition("#")[0]
 
     def _with_part(self, name: str) -> str:
@@ -81,7 +87,12 @@ class FileSource(Source):
         return self.place[0].stem
 
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         self.check()
         build = self._entry()
@@ -122,7 +133,10 @@ class FileSource(Source):
             return self.make(pretrained=True, seed=0, wanted=wanted)
 
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         own, _ = self.made or (None, None)
         stated_all = img_size is not None and None not in (given["mean"], given["std"])
@@ -139,17 +153,25 @@ class FileSource(Source):
         if names is None:
             return None
         if isinstance(names, str) or not all(isinstance(label, str) for label in names):
-            raise ModelError(f"{self.name} gives class names {str(names)[:40]!r}; expected a list")
+            raise ModelError(
+                f"{self.name} gives class names {str(names)[:40]!r}; expected a list"
+            )
         return list(names)
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
         return {"source": self.kind, "pretrained": self.name}
 
     def origin(self) -> dict[str, Any]:
         path, _ = self.place
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         notes = [note for note in (self.which, ASSUMED if self.assumes else None) if note]
-        return {"kind": self.kind, "sha256": digest, **({"notes": notes} if notes else {})}
+        return {
+            "kind": self.kind,
+            "sha256": digest,
+            **({"notes": notes} if notes else {}),
+        }
 
     def _entry(self) -> Callable[..., Any]:
         path, entry = self.place
@@ -161,7 +183,11 @@ class FileSource(Source):
                 for key, value in vars(module).items()
                 if inspect.isfunction(value) and value.__module__ == module.__name__
             ]
-            known = f"; its functions: {', '.join(own)}" if own else ", and no function at all"
+            known = (
+                f"; its functions: {', '.join(own)}"
+                if own
+                else ", and no function at all"
+            )
             raise ModelError(f"{path} has no function {entry!r}{known}")
         return found  # type: ignore[no-any-return]
 
@@ -183,7 +209,9 @@ class FileSource(Source):
             given[WEIGHTS] = False
         return given
 
-    def depends_on_seed(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> bool:
+    def depends_on_seed(
+        self, module: nn.Module, seed: int, wanted: dict[str, Any]
+    ) -> bool:
         """Code that loads its own weights, or sets the seed itself, has the same ones again."""
         if _is_meta(module) or WEIGHTS in self._arguments(self._entry(), wanted, False):
             return True
@@ -257,21 +285,25 @@ class TorchhubSource(FileSource):
         """Check the name like `Source.check`; nothing is fetched."""
         repository, entry = self.parts
         folder = Path(repository).expanduser()
-        remote = repository.partition(":")[0].count("/") == 1 and not repository.startswith(
-            (".", "/")
-        )
+        remote = repository.partition(":")[0].count(
+            "/"
+        ) == 1 and not repository.startswith((".", "/"))
         if not entry.isidentifier() or not (remote or folder.is_dir()):
             raise ModelError(
                 f"{self.name!r} names no entry of a repository on this machine or on GitHub; "
                 "expected torchhub:OWNER/REPO:ENTRY or torchhub:FOLDER:ENTRY"
             )
         if folder.is_dir() and not (folder / CONF).is_file():
-            raise ModelError(f"{folder} has no {CONF}; expected a clone that torch.hub can load")
+            raise ModelError(
+                f"{folder} has no {CONF}; expected a clone that torch.hub can load"
+            )
 
     def placed(self, folder: Path) -> str:
         repository, entry = self.parts
         own = folder / Path(repository).expanduser()
-        return self._with_part(f"{PREFIX}{own}:{entry}") if own.is_dir() else self.name
+        if own.is_dir():
+            return self._with_part(f"{PREFIX}{own}:{entry}")
+        return self.name
 
     @property
     def label(self) -> str:
@@ -286,7 +318,9 @@ class TorchhubSource(FileSource):
         if not path.is_file():
             repository, _ = self.parts
             try:
-                torch.hub.list(repository, trust_repo=True, skip_validation=True, verbose=False)
+                torch.hub.list(
+                    repository, trust_repo=True, skip_validation=True, verbose=False
+                )
             except Exception as error:
                 raise ModelError(
                     f"{repository} is not in {torch.hub.get_dir()}, and cannot be fetched from "
@@ -302,6 +336,12 @@ class TorchhubSource(FileSource):
             )
         found = getattr(module, entry, None)
         if not callable(found):
-            own = [k for k, x in vars(module).items() if callable(x) and not k.startswith("_")]
-            raise ModelError(f"{path} has no entry {entry!r}; it has: {', '.join(own) or 'none'}")
+            own = [
+                k
+                for k, x in vars(module).items()
+                if callable(x) and not k.startswith("_")
+            ]
+            raise ModelError(
+                f"{path} has no entry {entry!r}; it has: {', '.join(own) or 'none'}"
+            )
         return found

@@ -43,7 +43,9 @@ def sort_out(value: Any) -> Given:
     networks = {name: entry for name, entry in entries.items() if is_network(entry)}
     if not _is_plain_tuple(value):
         # Of a collection with names only these two are known to be about the images and the answer.
-        others = [entries[name] for name in ("transform", "class_names") if name in entries]
+        others = [
+            entries[name] for name in ("transform", "class_names") if name in entries
+        ]
         return Given(networks, others, single=False)
     first: Any = value[0] if value else None
     others = list(value[1:])
@@ -51,7 +53,9 @@ def sort_out(value: Any) -> Given:
         return Given({"": first}, others, single=True)
     if len(networks) < 2 and not _is_single(first):
         return Given(sort_out(first).networks, others, single=False)
-    return Given(networks, [entry for entry in value if not is_network(entry)], single=False)
+    return Given(
+        networks, [entry for entry in value if not is_network(entry)], single=False
+    )
 
 
 def _is_single(value: object) -> bool:
@@ -84,8 +88,14 @@ def choose(given: Given, part: str, name: str) -> Chosen:
             f"{name} gives {len(listed)} networks{asked}: {some(listed)}; name one of them, as in "
             f"{name.partition('#')[0]}#{example}"
         )
-    others = [text for other, text in zip(given.networks, listed, strict=True) if other != key]
-    remark = f"is {key} of what its function gives; beside it: {some(others)}" if others else None
+    others = [
+        text for other, text in zip(given.networks, listed, strict=True) if other != key
+    ]
+    remark = (
+        f"is {key} of what its function gives; beside it: {some(others)}"
+        if others
+        else None
+    )
     return Chosen(_below(given.networks[key], path, name), remark)
 
 

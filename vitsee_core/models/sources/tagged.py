@@ -77,7 +77,9 @@ class TaggedSource(Source):
         tags = self.tags_of(model)
         if tag and tag not in tags:
             has = ", ".join(tags) or "none"
-            raise ModelError(f"{model} of {self.library} has no weights {tag!r}; it has: {has}")
+            raise ModelError(
+                f"{model} of {self.library} has no weights {tag!r}; it has: {has}"
+            )
         return tags
 
     def not_fetched(self, error: BaseException) -> ModelError:
@@ -91,7 +93,9 @@ class TaggedSource(Source):
 class OpenClipSource(TaggedSource):
     """The visual tower of an architecture of open_clip, and the tag of its weights."""
 
-    library, what, all_names = "open_clip", "model", " --names"
+    library = "open_clip"
+    what = "model"
+    all_names = " --names"
 
     def known(self) -> list[str]:
         return list(library().list_models())
@@ -100,7 +104,12 @@ class OpenClipSource(TaggedSource):
         return [str(x) for x in library().list_pretrained_tags_by_model(model)]
 
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         tags = self.tags()
         architecture, tag = self.parts
@@ -118,7 +127,11 @@ class OpenClipSource(TaggedSource):
         def made() -> Any:
             with quiet():
                 weights = tag if pretrained else None
-                return library().create_model(architecture, pretrained=weights, **given).visual
+                return (
+                    library()
+                    .create_model(architecture, pretrained=weights, **given)
+                    .visual
+                )
 
         try:
             with watched_loads(self.name) as loads:
@@ -136,7 +149,10 @@ class OpenClipSource(TaggedSource):
         return self.make(pretrained=False, seed=0, wanted=wanted)
 
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The transform of `Source`, from what the tower says of its images."""
         config = getattr(module, "preprocess_cfg", None) or {}
@@ -151,7 +167,9 @@ class OpenClipSource(TaggedSource):
         }
         return changed(own, img_size, given, self.name)
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
         return {"source": "pretrained", "pretrained": ".".join(self.parts)}
 
     def origin(self) -> dict[str, Any]:
@@ -170,7 +188,8 @@ def library() -> Any:
 class TorchvisionSource(TaggedSource):
     """A builder of torchvision.models, and one of its weights: `DEFAULT` where none is named."""
 
-    library, what = "torchvision", "classifier"
+    library = "torchvision"
+    what = "classifier"
 
     def known(self) -> list[str]:
         from torchvision import models
@@ -183,19 +202,27 @@ class TorchvisionSource(TaggedSource):
         return list(models.get_model_weights(model).__members__)
 
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         from torchvision import models
 
         weights = self._weights()
         if weights is None and pretrained:
-            raise ModelError(f"{self.name} has no weights; give --checkpoint or --random-init SEED")
+            raise ModelError(
+                f"{self.name} has no weights; give --checkpoint or --random-init SEED"
+            )
         if pretrained:
             try:  # into torch.hub's folder
                 weights.get_state_dict(progress=False, check_hash=True)
             except (OSError, RuntimeError) as error:
                 raise self.not_fetched(error) from error
-        size, given = wanted.get("img_size"), {k: x for k, x in wanted.items() if k != "img_size"}
+        size = wanted.get("img_size")
+        given = {k: x for k, x in wanted.items() if k != "img_size"}
         own = weights if pretrained else None
 
         def build(sized: dict[str, Any]) -> nn.Module:
@@ -213,7 +240,10 @@ class TorchvisionSource(TaggedSource):
         raise ModelError(f"{self.name} takes square images alone; --img-size is {size}")
 
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The transform of `Source`: that of the weights, also where they are not taken."""
         weights = self._weights()
@@ -225,10 +255,17 @@ class TorchvisionSource(TaggedSource):
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         weights = self._weights()
-        return None if weights is None else list(weights.meta["categories"])
+        if weights is None:
+            return None
+        return list(weights.meta["categories"])
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        return {"source": "pretrained", "pretrained": f"{self.parts[0]}.{self._weights().name}"}
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "source": "pretrained",
+            "pretrained": f"{self.parts[0]}.{self._weights().name}",
+        }
 
     def origin(self) -> dict[str, Any]:
         import torchvision

@@ -82,7 +82,9 @@ class TimmSource(Source):
                     f"{where} asks for the model argument {str(key)[:40]!r}, which a store may not "
                     "choose by itself (--trust-store if it is your own)"
                 )
-            if not _plain(value, MOST_LAYERS if key.startswith(("depth", "layers")) else MOST):
+            if not _plain(
+                value, MOST_LAYERS if key.startswith(("depth", "layers")) else MOST
+            ):
                 raise ModelError(
                     f"{where} asks for {key}={str(value)[:40]}, which is no size, switch or word "
                     "of a layer (--trust-store if it is your own)"
@@ -95,7 +97,9 @@ class TimmSource(Source):
 
     def matching(self) -> dict[str, list[str]]:
         """The architectures that match; a folder and a repository stand for themselves."""
-        return {self.name: []} if ":" in self.name else matching(self.name)
+        if ":" in self.name:
+            return {self.name: []}
+        return matching(self.name)
 
     def stated_size(self) -> tuple[int, int] | None:
         import timm
@@ -107,14 +111,18 @@ class TimmSource(Source):
     def label(self) -> str:
         """The architecture; of a folder or repository its last part."""
         last = re.split(r"[/:]", self.name.rstrip("/"))[-1]
-        return last if self.name.startswith(FOLDER) else last.partition(".")[0]
+        if self.name.startswith(FOLDER):
+            return last
+        return last.partition(".")[0]
 
     @property
     def skips_left_out(self) -> tuple[str, ...]:
         """`ablate_skip` of a folder's config.json."""
         if not self.full.startswith(FOLDER):
             return ()
-        found = read_config(Path(self.full.removeprefix(FOLDER)), self.name).get("ablate_skip", [])
+        found = read_config(Path(self.full.removeprefix(FOLDER)), self.name).get(
+            "ablate_skip", []
+        )
         if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
             raise ModelError(
                 f"{self.name}: ablate_skip in its config.json is {str(found)[:40]!r}; expected a "
@@ -126,7 +134,12 @@ class TimmSource(Source):
         return args
 
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         module, self.fit = create_model(
             self.full,
@@ -140,7 +153,10 @@ class TimmSource(Source):
         return module
 
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         return input_transform(module, self.name, img_size, given)
 
@@ -150,11 +166,15 @@ class TimmSource(Source):
     def class_names(self, module: nn.Module) -> list[str] | None:
         return label_names(_config(module), self.name)
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
         """The record of `Source`; a name without a tag stands for the tag recorded here."""
         record = _record(module, self.full)
         if self.name.startswith(FOLDER):
-            record["folder"] = Path(self.name.removeprefix(FOLDER)).expanduser().resolve().name
+            record["folder"] = (
+                Path(self.name.removeprefix(FOLDER)).expanduser().resolve().name
+            )
         record = {**record, **not_as_pretrained(module, self.full, wanted)}
         if self.fit is None:
             return record
@@ -228,13 +248,19 @@ def matching(pattern: str) -> dict[str, list[str]]:
         if hint := path_hint(pattern):
             raise ModelError(f"{pattern} {hint}")
         near = near_names(wanted, [*tags])
-        raise ModelError(f"no timm model matches {pattern!r}{near} (a part of a name: '*PART*')")
+        raise ModelError(
+            f"no timm model matches {pattern!r}{near} (a part of a name: '*PART*')"
+        )
     return found
 
 
 def _plain(value: Any, most: int, nested: bool = True) -> bool:
     if isinstance(value, list | tuple):
-        return nested and len(value) <= MOST_ITEMS and all(_plain(x, most, False) for x in value)
+        return (
+            nested
+            and len(value) <= MOST_ITEMS
+            and all(_plain(x, most, False) for x in value)
+        )
     if isinstance(value, str):
         return _WORD.fullmatch(value) is not None
     if isinstance(value, bool) or value is None:

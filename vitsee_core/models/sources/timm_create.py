@@ -103,7 +103,11 @@ def _size_in(full: str, name: str) -> tuple[int, int] | None:
     size = args.get("img_size") if isinstance(args, dict) else None
     if isinstance(size, int):
         return size, size
-    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) for n in size):
+    if (
+        isinstance(size, list)
+        and len(size) == 2
+        and all(isinstance(n, int) for n in size)
+    ):
         return size[0], size[1]
     return None
 
@@ -114,7 +118,9 @@ def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
         return _build(full, False, 0, wanted)
 
 
-def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> dict[str, list[str]]:
+def not_as_pretrained(
+    module: nn.Module, full: str, wanted: dict[str, Any]
+) -> dict[str, list[str]]:
     """The tensors of a module that its pretrained weights do not have as they are, because of
     arguments other than the weights': `missing`, classifier tensors left random, and `resampled`,
     "NAME (shape) to (shape)", position tables above all. Without any, {}."""
@@ -139,11 +145,15 @@ def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> d
     return {key: entries for key, entries in found.items() if entries}
 
 
-def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -> int | None:
+def heads_no_shape_shows(
+    module: nn.Module, full: str, wanted: dict[str, Any]
+) -> int | None:
     """How many heads the blocks of a module have, where its tensors would have the same shapes with
     another number, which no checkpoint then shows; None where shapes tell, heads differ by block,
     or their number was given."""
-    counts = {n for m in module.modules() if isinstance(n := getattr(m, "num_heads", None), int)}
+    counts = {
+        n for m in module.modules() if isinstance(n := getattr(m, "num_heads", None), int)
+    }
     if len(counts) != 1 or "num_heads" in wanted:
         return None
     (heads,) = counts
@@ -151,7 +161,9 @@ def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -
     for other in (2 * heads, heads // 2):
         try:
             changed = on_meta(full, {**wanted, "num_heads": other})
-        except Exception:  # not a number of heads that this architecture can have, or no argument
+        except (
+            Exception
+        ):  # not a number of heads that this architecture can have, or no argument
             continue
         if {key: x.shape for key, x in changed.state_dict().items()} == shapes:
             return heads
@@ -166,7 +178,9 @@ def check_known(full: str, name: str) -> None:
         if hint := path_hint(name):
             raise ModelError(f"{name} {hint}")
         near = near_names(full.partition(".")[0], timm.list_models())
-        raise ModelError(f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')")
+        raise ModelError(
+            f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')"
+        )
     if not full.startswith(FOLDER):
         return
     folder = Path(full.removeprefix(FOLDER))
@@ -187,7 +201,9 @@ def check_known(full: str, name: str) -> None:
     pretrained = parts.get("pretrained_cfg", parts)
     if "input_size" in pretrained:
         checked_size(pretrained["input_size"], name)
-    refuse_loading(parts.get("model_args", {}), f"{name}: model_args of its config.json: ")
+    refuse_loading(
+        parts.get("model_args", {}), f"{name}: model_args of its config.json: "
+    )
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
@@ -199,7 +215,9 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
             f"{name} has no config.json that can be read: {one_line(error)}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}: its config.json is no JSON: {one_line(error)}") from error
+        raise ModelError(
+            f"{name}: its config.json is no JSON: {one_line(error)}"
+        ) from error
     return config if isinstance(config, dict) else {}
 
 
@@ -224,7 +242,11 @@ def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
     embed = getattr(module, "patch_embed", None)
     patch: Any = getattr(embed, "patch_size", None)
     size: Any = wanted.get("img_size")
-    pairs = isinstance(patch, tuple) and isinstance(size, tuple) and len(patch) == len(size) == 2
+    pairs = (
+        isinstance(patch, tuple)
+        and isinstance(size, tuple)
+        and len(patch) == len(size) == 2
+    )
     if pairs and (size[0] < patch[0] or size[1] < patch[1]):
         raise ModelError(
             f"--img-size {size[0]}x{size[1]} is less than one patch of {patch[0]}x{patch[1]} "
@@ -243,7 +265,11 @@ def _build(full: str, pretrained: bool, seed: int, wanted: dict[str, Any]) -> nn
 
 
 def _explained(
-    error: Exception, name: str, pretrained: bool, wanted: dict[str, Any], unreachable: str | None
+    error: Exception,
+    name: str,
+    pretrained: bool,
+    wanted: dict[str, Any],
+    unreachable: str | None,
 ) -> Exception:
     """The error that the user is shown; the same one where it is a fault of ours."""
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -272,9 +298,13 @@ def _explained(
     if isinstance(error, OSError) or "No pretrained weights" in str(error):
         hint = "; give --checkpoint FILE or --random-init SEED" if pretrained else ""
         return ModelError(f"{name} cannot be loaded: {one_line(error)}{hint}")
-    if isinstance(error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError):
+    if isinstance(
+        error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError
+    ):
         hint = f" with {given}" if given else ""
-        return ModelError(f"{name} cannot be made{hint}: {_check(error) or one_line(error)}")
+        return ModelError(
+            f"{name} cannot be made{hint}: {_check(error) or one_line(error)}"
+        )
     return error
 
 
@@ -283,7 +313,9 @@ def _check(error: Exception) -> str:
     if not isinstance(error, AssertionError) or str(error):
         return ""
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return f"timm asks for {line.removeprefix('assert ')}" if line.startswith("assert ") else ""
+    if line.startswith("assert "):
+        return f"timm asks for {line.removeprefix('assert ')}"
+    return ""
 
 
 def _misfit(error: Exception) -> str:
@@ -291,7 +323,9 @@ def _misfit(error: Exception) -> str:
     text = " ".join(str(error).split())
     parts = []
     for title, what in (("Missing", "not in them"), ("Unexpected", "left over")):
-        if found := re.search(rf'{title} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)+)', text):
+        if found := re.search(
+            rf'{title} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)+)', text
+        ):
             names = re.findall(r'"([^"]*)"', found[1])
             parts.append(f"{what} {len(names)} ({some(names)})")
     if sizes := re.findall(r"size mismatch for ([\w.]+):", text):

@@ -45,7 +45,9 @@ def by_the_rule(
         convert: Convert | None = kwargs.pop("filter_fn", None)
         config: Mapping[str, Any] = kwargs.get("pretrained_cfg") or {}
         size = stated_size or tuple(config.get("input_size") or ())[-2:]
-        said = dataclasses.replace(resampling, stated_size=size if len(size) == 2 else None)
+        said = dataclasses.replace(
+            resampling, stated_size=size if len(size) == 2 else None
+        )
 
         def converted(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
             result = fit(

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn, one_line
+from vitsee_core.models.sources.base import (
+    OWN_TRANSFORM,
+    Choices,
+    Source,
+    drawn,
+    one_line,
+)
 from vitsee_core.models.sources.processors import (
     ROUNDED,
     THUMBNAIL,
@@ -51,7 +57,11 @@ from vitsee_core.models.sources.transformers_classes import (
     towers,
     with_features,
 )
-from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
+from vitsee_core.models.sources.transformers_inputs import (
+    adapt,
+    as_patches,
+    refuse_others,
+)
 from vitsee_core.models.sources.transformers_weights import load_whole
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_core.models.tokens.clips import accept_clips
@@ -94,14 +104,20 @@ class TransformersSource(Source):
     arguments_in_name = True
     has_processors = True
     takes_frames = True
-    _other_frames: tuple[int, int] | None = None  # of the configuration, and those asked for
+    _other_frames: tuple[int, int] | None = (
+        None  # of the configuration, and those asked for
+    )
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         super().__init__(name, choices)
-        self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
+        self.loaded: dict[
+            str, Any
+        ] = {}  # what was missing or left over in its own weights
         self.rounds = False  # whether its processor's floats are rounded to 8 bits
         self.packs = False  # whether it is given packed patches
-        self.assumes = False  # whether mean or deviation are neither its own nor the user's
+        self.assumes = (
+            False  # whether mean or deviation are neither its own nor the user's
+        )
 
     @property
     def parts(self) -> tuple[str, str | None, str]:
@@ -147,13 +163,22 @@ class TransformersSource(Source):
             return {self.name: []}
         names = class_names()
         found = [name for name in names if fnmatchcase(name, place)]
-        found = found or [name for name in names if fnmatchcase(name.lower(), place.lower())]
+        found = found or [
+            name for name in names if fnmatchcase(name.lower(), place.lower())
+        ]
         if not found:
-            raise ModelError(f"no class of transformers for images matches {place!r} (try '*ViT*')")
+            raise ModelError(
+                f"no class of transformers for images matches {place!r} (try '*ViT*')"
+            )
         return {f"{PREFIX}{name}": [] for own in found for name in named_towers(own)}
 
     def make(
-        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+        self,
+        *,
+        pretrained: bool,
+        seed: int,
+        wanted: dict[str, Any],
+        foreign: bool = False,
     ) -> nn.Module:
         """Make the model like `Source.make`, with attention by scaled_dot_product_attention where
         the class can."""
@@ -164,7 +189,8 @@ class TransformersSource(Source):
             )
         config = self._configured(wanted)
         kind = self._class(config)
-        tower, language = None, self.parts[2] == PART
+        tower = None
+        language = self.parts[2] == PART
         if language:
             kind = language_input_of(kind, self.name)
         elif self.parts[2]:
@@ -180,10 +206,15 @@ class TransformersSource(Source):
         elif language:
             module = drawn(seed, lambda: random_language_input(kind, config), self.name)
         elif tower is not None:
-            module = drawn(seed, lambda: random_model(tower.kind, tower.config), self.name)
+            module = drawn(
+                seed, lambda: random_model(tower.kind, tower.config), self.name
+            )
         else:
-            module = drawn(seed, lambda: self._part(random_model(kind, config)), self.name)
-        size, own = wanted.get("img_size"), size_of(image_config(module) or config)
+            module = drawn(
+                seed, lambda: self._part(random_model(kind, config)), self.name
+            )
+        size = wanted.get("img_size")
+        own = size_of(image_config(module) or config)
         who = f"{self.name} ({type(module).__name__})"
         refuse_others(module, who)
         taken = self._processed_size or own if size is None else pair(size)
@@ -193,14 +224,19 @@ class TransformersSource(Source):
         return module
 
     def transform(
-        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        img_size: tuple[int, int] | None,
+        given: Mapping[str, Any],
     ) -> dict[str, Any]:
         config = image_config(module)
         packing = packing_of(module)
         if self.choices.native:
             return changed(self._at_native(module, packing), None, given, self.name)
         self.packs = packing is not None
-        stated = self._stated() if packing is None else self._packed(packing, config, img_size)
+        stated = (
+            self._stated() if packing is None else self._packed(packing, config, img_size)
+        )
         self.rounds = stated.get("processor") == "torchvision-float"
         unsaid = any(given.get(key) is None for key in ("mean", "std"))
         self.assumes = self._processor is None and unsaid
@@ -222,7 +258,9 @@ class TransformersSource(Source):
         classifies = type(module).__name__.endswith(_CLASSIFIES)
         return names if classifies and not placeholders else None
 
-    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def pretrained_record(
+        self, module: nn.Module, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
         place, revision, _ = self.parts
         name = f"{place}@{revision}" if revision else place
         folder = {"folder": Path(place).resolve().name} if Path(place).is_dir() else {}
@@ -234,7 +272,11 @@ class TransformersSource(Source):
             found["trust_remote_code"] = True
         if self._processor is None:
             return {**found, **({"notes": [ASSUMED]} if self.assumes else {})}
-        said = {ROUNDED: self.rounds, ONE_SIZE: self.packs, THUMBNAIL: self._processor.cuts}
+        said = {
+            ROUNDED: self.rounds,
+            ONE_SIZE: self.packs,
+            THUMBNAIL: self._processor.cuts,
+        }
         notes = [note for note, holds in said.items() if holds]
         notes_found = {"notes": notes} if notes else {}
         return {**found, **self._processor.origin(), **notes_found}
@@ -251,18 +293,24 @@ class TransformersSource(Source):
         place, revision, _ = self.parts
         if self._is_class:
             kind: Any = getattr(library(), place)
-            if not (inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)):
+            if not (
+                inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)
+            ):
                 raise ModelError(f"{place} of transformers is no model class")
             return kind.config_class()  # type: ignore[attr-defined]
         if not Path(place).is_dir() and place.count("/") > 1:
-            raise ModelError(f"{self.name}: no folder {place}; expected one, or OWNER/NAME")
+            raise ModelError(
+                f"{self.name}: no folder {place}; expected one, or OWNER/NAME"
+            )
         if Path(place).is_dir() and not Path(place, "config.json").is_file():
             raise ModelError(
                 f"{self.name}: {place} has no config.json; expected a folder that transformers "
                 "saved, with config.json and weights"
             )
         try:
-            return library().AutoConfig.from_pretrained(place, revision=revision, **self._access)
+            return library().AutoConfig.from_pretrained(
+                place, revision=revision, **self._access
+            )
         except Exception as error:
             raise self._explained(error) from error
 
@@ -275,7 +323,9 @@ class TransformersSource(Source):
     def _offline(self) -> dict[str, bool]:
         """The argument that keeps transformers from waiting for a hub that does not answer."""
         local = Path(self.parts[0]).is_dir()
-        return {"local_files_only": True} if local or why_unreachable() else {}
+        if local or why_unreachable():
+            return {"local_files_only": True}
+        return {}
 
     @cached_property
     def _processor(self) -> Processor | None:
@@ -293,7 +343,14 @@ class TransformersSource(Source):
                     place, revision=revision, **chosen, **self._access
                 )
                 break
-            except (AttributeError, OSError, ValueError, ImportError, KeyError, TypeError):
+            except (
+                AttributeError,
+                OSError,
+                ValueError,
+                ImportError,
+                KeyError,
+                TypeError,
+            ):
                 continue
         processor = None if found is None else Processor(found, self.name)
         if wanted is not None and (processor is None or processor.backend != wanted):
@@ -307,7 +364,9 @@ class TransformersSource(Source):
     @cached_property
     def _processed_size(self) -> tuple[int, int] | None:
         """(rows, cols) that its processor makes, where that is fixed."""
-        return None if self._processor is None else self._processor.input_size
+        if self._processor is None:
+            return None
+        return self._processor.input_size
 
     def _at_native(self, module: nn.Module, packing: Packing | None) -> dict[str, Any]:
         """How images are prepared at native resolution, with the size of images that the tower is
@@ -318,19 +377,32 @@ class TransformersSource(Source):
                 else.
         """
         config = image_config(module)
-        if packing is None and "spatial_shapes" not in inspect.signature(module.forward).parameters:
+        if (
+            packing is None
+            and "spatial_shapes" not in inspect.signature(module.forward).parameters
+        ):
             raise ModelError(
                 f"{self.name} ({type(module).__name__}) takes no patches with the grid of each "
                 "image, so it has no native resolution; leave out --native (--short-side keeps "
                 "the proportions of images)"
             )
-        patch = pair(getattr(config, "patch_size", None) or 16)[0] if packing is None else None
+        patch = (
+            pair(getattr(config, "patch_size", None) or 16)[0]
+            if packing is None
+            else None
+        )
         side, step = (patch, patch) if packing is None else (packing.patch, packing.step)
         assert side is not None and step is not None
         stated = dict(DEFAULT)
-        self.native = Canvas((1, 1), None, step, None, "patches" if packing is None else "pixels")
+        self.native = Canvas(
+            (1, 1), None, step, None, "patches" if packing is None else "pixels"
+        )
         if self._processor is not None:
-            pack = packing.pack if packing else lambda images: as_patches(images, (side, side))[0]
+            pack = (
+                packing.pack
+                if packing
+                else lambda images: as_patches(images, (side, side))[0]
+            )
             self.native, stated = native_canvas(self._processor, side, step, pack)
         self.rounds = stated.get("processor") == "torchvision-float"
         own = size_of(config) or (_PACKED_SIDE, _PACKED_SIDE)
@@ -400,7 +472,9 @@ class TransformersSource(Source):
         vision = getattr(config, "vision_config", None) or config
         for key, value in wanted.items():
             owner, _, own = key.rpartition(".")
-            of = getattr(config, owner, None) or (vision if hasattr(vision, key) else config)
+            of = getattr(config, owner, None) or (
+                vision if hasattr(vision, key) else config
+            )
             self._with_arguments(of, {own if owner and of is not config else key: value})
         return config
 
@@ -514,7 +588,11 @@ class TransformersSource(Source):
                 raise self._explained(error) from error
             if alone is not None:
                 return alone
-        given: dict[str, Any] = {"weights_only": True, "config": config, "dtype": torch.float32}
+        given: dict[str, Any] = {
+            "weights_only": True,
+            "config": config,
+            "dtype": torch.float32,
+        }
         given |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
         def load(state: dict[str, Tensor] | None) -> Any:
@@ -525,13 +603,19 @@ class TransformersSource(Source):
                 extra = {"state_dict": state}
 
             def loaded(how: str) -> Any:
-                return kind.from_pretrained(where, attn_implementation=how, **given, **extra)
+                return kind.from_pretrained(
+                    where, attn_implementation=how, **given, **extra
+                )
 
             return by_attention(loaded)
 
         try:
             module, missing, left_over, copies = load_whole(
-                load, self._file, self.name, part=part, base_names=self._names_of_saved_class
+                load,
+                self._file,
+                self.name,
+                part=part,
+                base_names=self._names_of_saved_class,
             )
         except Exception as error:
             raise self._explained(error) from error
@@ -541,7 +625,9 @@ class TransformersSource(Source):
             "other_keys": copies,
         }
         self.loaded = {key: names for key, names in record.items() if names}
-        return with_features(module) if part == PART else self._part(module)
+        if part == PART:
+            return with_features(module)
+        return self._part(module)
 
     def _names_of_saved_class(self) -> set[str]:
         """The names of the tensors of the class that the checkpoint was saved from, which lie
@@ -550,12 +636,16 @@ class TransformersSource(Source):
         names: set[str] = set()
         for architecture in getattr(config, "architectures", None) or ():
             kind: Any = getattr(library(), str(architecture), None)
-            if not (inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)):
+            if not (
+                inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)
+            ):
                 continue
             saved = on_meta(kind, config)
             base: str = kind.base_model_prefix  # type: ignore[attr-defined]
             if hasattr(saved, base):  # else it is the encoder itself
-                names |= {name for name in saved.state_dict() if not name.startswith(f"{base}.")}
+                names |= {
+                    name for name in saved.state_dict() if not name.startswith(f"{base}.")
+                }
         return names
 
     def _alone(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module | None:
@@ -567,7 +657,9 @@ class TransformersSource(Source):
         if tower is None:
             return None
         module = random_model(tower.kind, tower.config)
-        return module if read_weights(module, self._file, tower.path) else None
+        if read_weights(module, self._file, tower.path):
+            return module
+        return None
 
     def _part(self, whole: nn.Module) -> nn.Module:
         """The module behind `#`; the whole without one."""
@@ -599,7 +691,11 @@ class TransformersSource(Source):
         if isinstance(error, OSError):
             near = difflib.get_close_matches(place, class_names(), n=3, cutoff=0.7)
             hint = f" (near names of classes: {', '.join(near)})" if near else ""
-            why = "" if Path(place).is_dir() or not self._offline else f" ({why_unreachable()})"
+            why = (
+                ""
+                if Path(place).is_dir() or not self._offline
+                else f" ({why_unreachable()})"
+            )
             return ModelError(
                 f"{self.name} cannot be loaded{why}: {text}; expected OWNER/NAME, a folder with "
                 f"config.json and weights, or a class with --random-init SEED{hint}"

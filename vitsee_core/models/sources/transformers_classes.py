@@ -34,7 +34,8 @@ VIDEOS = "pixel_values_videos"
 FRAMES = ("num_frames", "frames_per_clip")
 _OF_VIDEOS = (*FRAMES, "tubelet_size")
 _USUAL_FRAMES = 16
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 _TEXT = "input_ids"
 
 
@@ -55,7 +56,9 @@ def class_names() -> list[str]:
     auto: Any = library().models.auto
     models = auto.modeling_auto.MODEL_MAPPING_NAMES
     processors = [*auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES]
-    videos = getattr(auto, "video_processing_auto", None)  # transformers 4 has none at first
+    videos = getattr(
+        auto, "video_processing_auto", None
+    )  # transformers 4 has none at first
     processors += [*getattr(videos, "VIDEO_PROCESSOR_MAPPING_NAMES", ())]
     found = [models.get(kind) for kind in processors]
     return sorted({name for name in found if isinstance(name, str)})
@@ -131,10 +134,17 @@ def size_of(config: Any) -> tuple[int, int] | None:
         size = size.get("height"), size.get("width")
     if isinstance(size, int):
         return size, size
-    patch, n_patches = getattr(config, "patch_size", None), getattr(config, "num_patches", None)
+    patch = getattr(config, "patch_size", None)
+    n_patches = getattr(config, "num_patches", None)
     if size is None and isinstance(n_patches, int) and isinstance(patch, int):
-        return math.isqrt(n_patches) * patch, math.isqrt(n_patches) * patch  # of its positions
-    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        return math.isqrt(n_patches) * patch, math.isqrt(
+            n_patches
+        ) * patch  # of its positions
+    if (
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(isinstance(n, int) for n in size)
+    ):
         return size[0], size[1]
     return None
 
@@ -234,7 +244,9 @@ def on_meta(kind: Any, config: Any) -> nn.Module:
     return made
 
 
-def read_weights(module: nn.Module, file_of: Callable[[str], str | None], path: str) -> bool:
+def read_weights(
+    module: nn.Module, file_of: Callable[[str], str | None], path: str
+) -> bool:
     """Read the module's weights from a checkpoint in safetensors of a model that has it at `path`,
     file by file and tensor by tensor. False, with nothing read, where they are not there by the
     names that the module has.
@@ -296,6 +308,8 @@ def _prefix(own: Mapping[str, Any], shards: Mapping[str, str], path: str) -> str
     first = next(iter(own))
     found = [key.removesuffix(first) for key in shards if key.endswith(f".{first}")]
     found = [prefix for prefix in found if all(prefix + name in shards for name in own)]
-    named = [prefix for prefix in found if f".{prefix}".endswith(f".{path.split('.')[-1]}.")]
+    named = [
+        prefix for prefix in found if f".{prefix}".endswith(f".{path.split('.')[-1]}.")
+    ]
     fitting = named or found
     return fitting[0] if len(fitting) == 1 else None

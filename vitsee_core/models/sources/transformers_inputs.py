@@ -39,7 +39,12 @@ _INTERPOLATE = "interpolate_pos_encoding"
 # What `adapt` makes of images.
 _MADE = ("pixel_attention_mask", "spatial_shapes")
 # What configurations call the side of a group, and the frames of a patch.
-_UNITS = ("spatial_merge_size", "merge_size", "merge_kernel_size", "spatial_merge_kernel_size")
+_UNITS = (
+    "spatial_merge_size",
+    "merge_size",
+    "merge_kernel_size",
+    "spatial_merge_kernel_size",
+)
 _FRAMES = "temporal_patch_size"
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
 _MOST_MERGED = 4
@@ -64,7 +69,9 @@ def refuse_others(kind: Any, name: str) -> None:
         )
 
 
-def adapt(module: nn.Module, resized: bool, name: str, size: tuple[int, int] | None = None) -> None:
+def adapt(
+    module: nn.Module, resized: bool, name: str, size: tuple[int, int] | None = None
+) -> None:
     """Let the module take a batch of images alone, and give one tensor.
 
     Positions are interpolated where images are `resized` and the class does so when asked. A class
@@ -116,7 +123,9 @@ def adapt(module: nn.Module, resized: bool, name: str, size: tuple[int, int] | N
     module.register_forward_hook(lambda _m, _a, output: towers.tokens(output))
 
 
-def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+def as_patches(
+    images: Tensor, sides: tuple[int, int]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """(images, patches, rows x cols x channels) of images (images, channels, rows, cols), patches
     and the pixels of each row by row; and `pixel_attention_mask` and `spatial_shapes` of them.
 
@@ -130,7 +139,9 @@ def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str
     cut = images.reshape(n, channels, rows, sides[0], cols, sides[1])
     patches = cut.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * cols, -1)
     return patches, {
-        "pixel_attention_mask": torch.ones(n, rows * cols, dtype=torch.long, device=images.device),
+        "pixel_attention_mask": torch.ones(
+            n, rows * cols, dtype=torch.long, device=images.device
+        ),
         "spatial_shapes": torch.tensor([[rows, cols]], device=images.device).expand(n, 2),
     }
 
@@ -169,13 +180,17 @@ def _recognised(module: nn.Module, name: str) -> Packing:
     unit = max(_number(config, key) for key in _UNITS)
     frames = _number(config, _FRAMES)
     packing = Packing(
-        patch, frames=frames, unit=unit, grids=grids[0],
+        patch,
+        frames=frames,
+        unit=unit,
+        grids=grids[0],
         merges=next((name for name in grids if name in MERGES), ""),
         channels=next((n for key in _CHANNELS if (n := getattr(config, key, None))), 3),
-    )  # fmt: skip
+    )
     if next(module.parameters()).is_meta:
         return replace(packing, merge=unit)  # `find_orders` asks for values
-    taken, refused = False, ""
+    taken = False
+    refused = ""
     for one in _candidates(packing):
         side = math.lcm(_MOST_MERGED, one.unit)
         try:
@@ -204,7 +219,12 @@ def _candidates(packing: Packing) -> Iterator[Packing]:
     """Forms of patches, and orders; those that the configuration states first."""
     merges = dict.fromkeys([packing.unit, *range(1, _MOST_MERGED + 1)])
     frames = dict.fromkeys([packing.frames, 1, 2])
-    for form, n in (*(("cthw", n) for n in frames), ("image", 1), ("sequence", 1), ("hwc", 1)):
+    for form, n in (
+        *(("cthw", n) for n in frames),
+        ("image", 1),
+        ("sequence", 1),
+        ("hwc", 1),
+    ):
         for merge in merges:
             unit = math.lcm(packing.unit, merge)
             yield replace(packing, form=form, frames=n, merge=merge, unit=unit)
@@ -219,7 +239,8 @@ def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
     opened: list[list[Tensor]] = []  # of each module that was entered and not left
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        first, found = input_tensor(args, kwargs), list[Tensor]()
+        first = input_tensor(args, kwargs)
+        found = list[Tensor]()
         opened.append(found)
         order: Order | None = None
         for x in _flat([*args, *kwargs.values()]):
@@ -228,7 +249,7 @@ def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
             order = order or (None if first is None else order_of(first, codes))
             if order is not None and order.grid == grid:
                 table = x.movedim(list(x.shape).index(n_tokens), 0).reshape(n_tokens, -1)
-                laid = Order(grid, order.index, 0).laid(table.double())
+                laid = Order(grid, order.index, 0).to_grid_order(table.double())
                 found.append(laid.reshape(len(codes.cells), *grid, -1))
 
     def leave(*_: Any) -> None:

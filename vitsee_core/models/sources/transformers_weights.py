@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import quiet
 from vitsee_core.models.weights.checkpoint_files import read_file
-from vitsee_core.models.weights.fitting import classifier_names, require_fit, stored_type_problem
-from vitsee_core.models.weights.left_over import FIXED_TABLES, is_known, is_known_beside, unknown
+from vitsee_core.models.weights.fitting import (
+    classifier_names,
+    require_fit,
+    stored_type_problem,
+)
+from vitsee_core.models.weights.left_over import (
+    FIXED_TABLES,
+    is_known,
+    is_known_beside,
+    unknown,
+)
 from vitsee_core.models.weights.names import (
     COPY_SHARE,
     Group,
@@ -45,8 +54,14 @@ def weight_files(file_of: FileOf) -> list[str]:
             try:
                 shards = json.loads(Path(index).read_text("utf-8"))["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index} is not an index of shards: {error!r}") from error
-            return [path for shard in sorted({*shards}) if (path := file_of(shard)) is not None]
+                raise ModelError(
+                    f"{index} is not an index of shards: {error!r}"
+                ) from error
+            return [
+                path
+                for shard in sorted({*shards})
+                if (path := file_of(shard)) is not None
+            ]
         if (path := file_of(name)) is not None:
             return [path]
     return []
@@ -62,10 +77,14 @@ def stored_types(paths: Sequence[str]) -> dict[str, str]:
         if path.endswith(".safetensors"):
             with safe_open(path, "pt") as tensors:
                 names = list(tensors.keys())
-                types |= {name: str(tensors.get_slice(name).get_dtype()) for name in names}
+                types |= {
+                    name: str(tensors.get_slice(name).get_dtype()) for name in names
+                }
             continue
         try:
-            content = torch.load(path, map_location="meta", weights_only=True)  # no values read
+            content = torch.load(
+                path, map_location="meta", weights_only=True
+            )  # no values read
         except Exception:
             continue
         if isinstance(content, Mapping):
@@ -171,7 +190,9 @@ def _reported(
         inside = [name for name in {*missing, *mismatched} if name.startswith(ends)]
         missing = [name for name in missing if name in inside]
         mismatched = {name: text for name, text in mismatched.items() if name in inside}
-        left_over = [name for name in left_over if any(f".{end}" in f".{name}" for end in ends)]
+        left_over = [
+            name for name in left_over if any(f".{end}" in f".{name}" for end in ends)
+        ]
     # Counters compute nothing; tables follow from the configuration.
     missing = [name for name in missing if name.split(".")[-1] not in FIXED_TABLES]
     return missing, mismatched, left_over
@@ -214,7 +235,9 @@ def _cut(
     for path in paths:
         content = read_file(Path(path))
         if isinstance(content, Mapping):
-            state |= {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
+            state |= {
+                str(name): x for name, x in content.items() if isinstance(x, Tensor)
+            }
     groups = _groups(module, state)
     if not groups:
         return None, []
@@ -230,7 +253,9 @@ def _cut(
     strange = unknown(sorted(beside), [chosen.label, *(other.label for other in others)])
     if strange and base_names is not None:
         of_task = base_names()
-        cut_names = {name: ".".join(without_wrappers(name.split("."))) for name in strange}
+        cut_names = {
+            name: ".".join(without_wrappers(name.split("."))) for name in strange
+        }
         strange = [name for name in strange if cut_names[name] not in of_task]
     require_fit(who, left_over=strange, expected=EXPECTED)
     return {cut: state[name] for cut, name in names.items()}, labels
@@ -245,7 +270,9 @@ def _groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Group]:
     renamed = unchunked(list(state), own)
     back = {new: old for old, new in renamed.items()}
     found = groups_of(list(back), own)
-    likely = [group for group in found if len(group.names) >= COPY_SHARE * len(found[0].names)]
+    likely = [
+        group for group in found if len(group.names) >= COPY_SHARE * len(found[0].names)
+    ]
     labels = {group.label: group.prefix for group in likely}
     complete: list[Group] = []
     for label, raw in labels.items():

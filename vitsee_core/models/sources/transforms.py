@@ -54,7 +54,9 @@ def stated(own: Any, module: nn.Module, name: str) -> dict[str, Any]:
     except VitseeError as error:
         raise ModelError(f"{name}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{name}: its transform cannot be read: {one_line(error)}") from error
+        raise ModelError(
+            f"{name}: its transform cannot be read: {one_line(error)}"
+        ) from error
 
 
 def changed(
@@ -89,7 +91,10 @@ def changed(
 
 
 def input_transform(
-    module: nn.Module, name: str, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    module: nn.Module,
+    name: str,
+    img_size: tuple[int, int] | None,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The transform of a timm model, in the form of `Source.transform`. `pretrained_cfg` decides
     what is not given; `fill` is there where what lies around an image is black and not the mean.
@@ -102,7 +107,9 @@ def input_transform(
 
     data: Any = timm.data
     config = getattr(module, "pretrained_cfg", None) or {}
-    wanted: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    wanted: dict[str, Any] = {
+        key: value for key, value in given.items() if value is not None
+    }
     fill = wanted.pop("fill", None)
     if img_size is not None:
         channels = checked_size(config.get("input_size", (3, 1, 1)), name)[0]

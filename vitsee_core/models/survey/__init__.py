@@ -19,22 +19,36 @@ from torch import nn
 
 from vitsee_core.models.hook_points import HookPoint, ModelError, View
 from vitsee_core.models.survey.geometry import (
-    Geometry,
+    ModelGeometry,
     Steps,
-    counted,
+    count_prefix_tokens,
     in_raster_order,
     kinds_of,
     model_geometry,
     read_map,
     view_kind,
 )
-from vitsee_core.models.survey.patches import disproof, first_seen, measure, packed_patches
+from vitsee_core.models.survey.patches import (
+    disproof,
+    first_seen,
+    measure,
+    packed_patches,
+)
 from vitsee_core.models.survey.structure import block_names, find_blocks
 from vitsee_core.models.survey.tracing import Seen, Trace, trace
-from vitsee_core.models.tokens.clip_order import ClipOrder, find_clip_orders, order_of_shape
+from vitsee_core.models.tokens.clip_order import (
+    ClipOrder,
+    find_clip_orders,
+    order_of_shape,
+)
 from vitsee_core.models.tokens.clips import Cells, clip_cells, frames_of
 from vitsee_core.models.tokens.packed_order import Order, Place, find_orders, output_order
-from vitsee_core.models.tokens.towers import Grid, is_language_input, packing_of, patch_side
+from vitsee_core.models.tokens.towers import (
+    Grid,
+    is_language_input,
+    packing_of,
+    patch_side,
+)
 from vitsee_stores.layout import TokenLayout
 
 
@@ -45,7 +59,7 @@ class Survey:
 
     trace: Trace
     blocks: tuple[str, ...]
-    geometry: Geometry
+    geometry: ModelGeometry
     names: Mapping[str, str]
 
 
@@ -54,7 +68,7 @@ def survey(
     size: tuple[int, int, int],
     *,
     doubtful: bool = False,
-    known: Geometry | None = None,
+    known: ModelGeometry | None = None,
 ) -> Survey:
     """Trace the model on two random images; again with changed corners where shapes alone do
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
@@ -64,11 +78,11 @@ def survey(
     packing = packing_of(module)
     orders = orders_at(module, size)
     if packing is not None:
-        known = Geometry(size[1:], grid=packing.grid(size[1:]))
+        known = ModelGeometry(size[1:], grid=packing.grid(size[1:]))
     stated = known or model_geometry(module, size[1:])
     seen = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, seen)
-    geometry = counted(stated, module, seen, blocks)
+    geometry = count_prefix_tokens(stated, module, seen, blocks)
     # The order of tokens whose grid was counted is for pixels to say.
     if not doubtful and needs_pixels(module, seen, blocks, stated):
         seen = trace(module, size, corners=True, orders=orders)
@@ -101,7 +115,12 @@ def _survey_of_clips(
     seen = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, seen)
     most = max((order.n_prefix for order in orders.values()), default=0)
-    ends = [x for path in blocks for x in (seen.entered(path), seen.left(path)) if x and x.grid]
+    ends = [
+        x
+        for path in blocks
+        for x in (seen.entered(path), seen.left(path))
+        if x and x.grid
+    ]
     if not ends:
         raise ModelError(
             f"no block of the model gives {math.prod(grid)} tokens, one for each of {grid[0]} x "
@@ -111,8 +130,10 @@ def _survey_of_clips(
     n_views = grid[0] if any(order.by_view for order in orders.values()) else 1
     prefix = kinds_of(module, most // n_views, ends[0].shape[2])
     if n_views > 1:
-        prefix = tuple(f"{view_kind(kind)}.{i}" for kind in prefix for i in range(n_views))
-    geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=frames)
+        prefix = tuple(
+            f"{view_kind(kind)}.{i}" for kind in prefix for i in range(n_views)
+        )
+    geometry = ModelGeometry(size[1:], prefix, (grid[1], grid[2]), frames=frames)
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
 
 
@@ -129,18 +150,20 @@ def _orders_of_shapes(seen: Trace, grid: Cells) -> dict[Place, ClipOrder]:
     return found
 
 
-def tokens_of(module: nn.Module, size: tuple[int, int, int]) -> Geometry:
+def tokens_of(module: nn.Module, size: tuple[int, int, int]) -> ModelGeometry:
     """The tokens of a model: as it states them, else counted in a forward pass."""
     if (packing := packing_of(module)) is not None:
-        return Geometry(size[1:], grid=packing.grid(size[1:]))
+        return ModelGeometry(size[1:], grid=packing.grid(size[1:]))
     geometry = model_geometry(module, size[1:])
     if geometry.grid is not None:
         return geometry
     seen = trace(module, size, corners=False)
-    return counted(geometry, module, seen, find_blocks(module, seen))
+    return count_prefix_tokens(geometry, module, seen, find_blocks(module, seen))
 
 
-def needs_pixels(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geometry) -> bool:
+def needs_pixels(
+    module: nn.Module, seen: Trace, blocks: list[str], geometry: ModelGeometry
+) -> bool:
     """Whether shapes alone do not show which dimensions of the tokens are the image's."""
     known = geometry.grid and math.prod(geometry.grid) + len(geometry.prefix)
     shapes = {x.shape for x in map(seen.left, blocks) if x}
@@ -152,14 +175,16 @@ def needs_pixels(module: nn.Module, seen: Trace, blocks: list[str], geometry: Ge
     calls = (call for calls in seen.calls.values() for call in calls)
     maps = (x.shape for call in calls for x in (call.entered, call.left) if x)
     return any(
-        len(s) == 4 and geometry.exact((s[1], s[2])) and geometry.exact((s[2], s[3])) for s in maps
+        len(s) == 4 and geometry.exact((s[1], s[2])) and geometry.exact((s[2], s[3]))
+        for s in maps
     )
 
 
 def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Survey:
     """The survey with its patch embeddings measured: the grids of tokens (not of channels-first
     maps) that one strided layer makes of the image."""
-    geometry, trace = found.geometry, found.trace
+    geometry = found.geometry
+    trace = found.trace
     if geometry.frames is not None:
         return found  # each token was told by its piece of the clip
     assert geometry.steps is not None
@@ -195,7 +220,11 @@ def _token_grids(reader: Reader, blocks: tuple[str, ...]) -> Iterator[Grid]:
             if seen is None or len(seen.shape) < 3:
                 continue
             view = reader.token_view(path, seen, entering)
-            if view.form in ("tokens", "nhwc", "unrolled") and view.layout and view.layout.grid:
+            if (
+                view.form in ("tokens", "nhwc", "unrolled")
+                and view.layout
+                and view.layout.grid
+            ):
                 yield view.layout.grid
 
 
@@ -203,9 +232,13 @@ class Reader:
     """Reads what a survey of the model has seen."""
 
     def __init__(self, model: nn.Module, survey: Survey) -> None:
-        self.model, self.trace, self.geometry = model, survey.trace, survey.geometry
+        self.model = model
+        self.trace = survey.trace
+        self.geometry = survey.geometry
         self.modules = dict(model.named_modules())
-        self.block_index: Mapping[str, int] = {path: i for i, path in enumerate(survey.blocks)}
+        self.block_index: Mapping[str, int] = {
+            path: i for i, path in enumerate(survey.blocks)
+        }
 
     def seen(self, hook_point: HookPoint) -> Seen | None:
         """The tensor at a hook point; None if its module is called another number of times, or if
@@ -225,7 +258,11 @@ class Reader:
             return read_map(seen, self.geometry) or View("raw")
         if len(shape) == 2:
             return View("vector")
-        if len(shape) == 3 and self.geometry.prefix and shape[1] == len(self.geometry.prefix):
+        if (
+            len(shape) == 3
+            and self.geometry.prefix
+            and shape[1] == len(self.geometry.prefix)
+        ):
             # The grid was left behind (PiT's norm); a token is not a grid of one cell.
             return View("rows", TokenLayout((), None, rows=shape[1]))
         layout = self.geometry.token_layout(shape[1]) if len(shape) == 3 else None
@@ -263,13 +300,17 @@ class Reader:
                     return View("tokens", layout)
             for view in base:
                 if view.layout and view.layout.grid and view.layout.n_tokens == shape[1]:
-                    return view if view.form == "unrolled" else View("tokens", view.layout)
+                    if view.form == "unrolled":
+                        return view
+                    return View("tokens", view.layout)
             if any(view.form == "rows" and view.layout for view in base):
                 return View("rows", TokenLayout((), None, rows=shape[1]))
             return View("raw")
         if len(shape) != 4:
             return View("raw")
-        token_grids = [view.layout.grid for view in base if view.form == "tokens" and view.layout]
+        token_grids = [
+            view.layout.grid for view in base if view.form == "tokens" and view.layout
+        ]
         found = read_map(seen, self.geometry)
         if found is None or found.layout is None:
             return View("raw")

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from vitsee_core.models.survey.tracing import Key, Trace
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 
 
 def block_inputs(trace: Trace, blocks: Sequence[str]) -> list[set[int]]:
     """Return for each block the indices of the blocks whose outputs its arguments are made of, each
     traced back to the nearest block alone. blocks: paths in the order in which they ran."""
     giving = {
-        key: index for index, path in enumerate(blocks) for key in trace.calls[path][0].outputs
+        key: index
+        for index, path in enumerate(blocks)
+        for key in trace.calls[path][0].outputs
     }
     images = set(trace.calls[""][0].inputs)
     found: list[set[int]] = []
@@ -80,9 +82,11 @@ def flow_remark(inputs: Sequence[set[int]], names: Sequence[str]) -> str | None:
         sources = [names[index] for index in sorted(inputs[first])]
         listed = f"{', '.join(sources[:-1])} and {sources[-1]}"
         n_others = len(joining) - 1
-        others = f", and so {counted(n_others, 'more blocks')}" if n_others else ""
+        others = f", and so {plural(n_others, 'more blocks')}" if n_others else ""
         fact = f"branches join: {names[first]} takes what {listed} give{others}"
     else:
         assert apart is not None
         fact = f"branches run side by side: {names[apart]} takes nothing of {names[apart - 1]}"
-    return f"{fact}; depth is the order in which blocks ran, not a distance along one path"
+    return (
+        f"{fact}; depth is the order in which blocks ran, not a distance along one path"
+    )

@@ -26,7 +26,11 @@ from vitsee_stores.layout import TokenLayout
 
 MOST_PREFIX = 32
 # What parameters of such tokens are called, by kind; what matches none is a register.
-_KINDS = {"cls": r"(^|_)(cls|class)", "dist": r"(^|_)dist", "camera": r"(^|_)(camera|pose)_token"}
+_KINDS = {
+    "cls": r"(^|_)(cls|class)",
+    "dist": r"(^|_)dist",
+    "camera": r"(^|_)(camera|pose)_token",
+}
 _OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
 
 
@@ -49,7 +53,9 @@ class Steps:
     size, the first counts.
     """
 
-    def __init__(self, image: Grid, module: nn.Module | None = None, trace: Trace | None = None):
+    def __init__(
+        self, image: Grid, module: nn.Module | None = None, trace: Trace | None = None
+    ):
         """Steps are read from a forward pass; without one only from sizes."""
         self.known: dict[Grid, Step] = {image: Step((1.0, 1.0), 0)}
         if module is None or trace is None:
@@ -70,9 +76,12 @@ class Steps:
 
     def _from_sizes(self, grid: Grid) -> Step:
         *_, latest = self.known
-        larger = [known for known in self.known if known[0] >= grid[0] and known[1] >= grid[1]]
+        larger = [
+            known for known in self.known if known[0] >= grid[0] and known[1] >= grid[1]
+        ]
         larger.sort(key=math.prod)
-        nearest, factor = (larger or [latest])[0], None
+        nearest = (larger or [latest])[0]
+        factor = None
         for known in larger:
             if factor := whole_stride(known, grid):
                 nearest = known
@@ -97,7 +106,9 @@ def whole_stride(before: Grid, after: Grid) -> Pair | None:
     up to padding or cropping; None if there is none."""
     ratios = [larger / smaller for larger, smaller in zip(before, after, strict=True)]
     mean = math.sqrt(ratios[0] * ratios[1])
-    for step in sorted(range(1, math.ceil(max(ratios)) + 1), key=lambda step: abs(step - mean)):
+    for step in sorted(
+        range(1, math.ceil(max(ratios)) + 1), key=lambda step: abs(step - mean)
+    ):
         if all(
             cells in (larger // step, -(-larger // step))
             for larger, cells in zip(before, after, strict=True)
@@ -116,10 +127,16 @@ def _strided(module: nn.Module, trace: Trace) -> Iterator[tuple[Grid, Grid, Pair
         if stride is None or any(layer.children()):
             continue
         for call in trace.calls.get(name, ()):
-            entered, left = call.entered, call.left
-            if entered is None or left is None or {len(entered.shape), len(left.shape)} != {4}:
+            entered = call.entered
+            left = call.left
+            if (
+                entered is None
+                or left is None
+                or {len(entered.shape), len(left.shape)} != {4}
+            ):
                 continue
-            before, after = entered.shape[2:], left.shape[2:]
+            before = entered.shape[2:]
+            after = left.shape[2:]
             fits = all(
                 0 < b <= a and abs(a / s - b) <= 1 + k / s
                 for a, b, s, k in zip(before, after, stride, kernel, strict=True)
@@ -135,13 +152,17 @@ def _strided(module: nn.Module, trace: Trace) -> Iterator[tuple[Grid, Grid, Pair
 def _pair(value: Any) -> tuple[int, int] | None:
     if isinstance(value, int):
         return value, value
-    if isinstance(value, tuple | list) and len(value) == 2 and all(type(n) is int for n in value):
+    if (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and all(type(n) is int for n in value)
+    ):
         return value[0], value[1]
     return None
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelGeometry:
     """The tokens of a model, and the size of its input images in pixels.
 
     steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
@@ -169,7 +190,9 @@ class Geometry:
         grid = grid[0], grid[1]
         for measured in self.patches:
             if measured.grid == grid:
-                return TokenLayout(prefix, grid, 0, measured.stride_px, measured.offset_px)
+                return TokenLayout(
+                    prefix, grid, 0, measured.stride_px, measured.offset_px
+                )
         steps = self.steps or Steps(self.image)
         return TokenLayout(prefix, grid, stride_px=steps.of(grid).stride_px)
 
@@ -195,7 +218,9 @@ class Geometry:
         for candidate in (rows, rows - 1, rows + 1):
             if candidate > 0 and n % candidate == 0:
                 grid = (candidate, n // candidate)
-                if self.exact(grid) or (self.image[0] != self.image[1] and self.near(grid)):
+                if self.exact(grid) or (
+                    self.image[0] != self.image[1] and self.near(grid)
+                ):
                     return grid
         return None
 
@@ -212,7 +237,7 @@ class Geometry:
         return None
 
 
-def model_geometry(module: nn.Module, image: Grid) -> Geometry:
+def model_geometry(module: nn.Module, image: Grid) -> ModelGeometry:
     """Prefix tokens and patch grid by the model's own attributes.
 
     Prefix kinds in the order in which timm concatenates them: class, distillation, registers.
@@ -224,10 +249,13 @@ def model_geometry(module: nn.Module, image: Grid) -> Geometry:
     in_one = token.shape[1] if isinstance(token, Tensor) and token.ndim == 3 else 1
     has_dist = isinstance(getattr(module, "dist_token", None), Tensor)
     if in_one > 1 and isinstance(getattr(module, "head_dist", None), nn.Module):
-        has_dist, in_one = True, in_one - 1
+        has_dist = True
+        in_one = in_one - 1
     if not isinstance(n_prefix, int):
         # Models with a class token for each stage number them.
-        numbered = any(name.startswith("cls_token") for name, _ in module.named_parameters())
+        numbered = any(
+            name.startswith("cls_token") for name, _ in module.named_parameters()
+        )
         has_cls = has_cls or numbered
         n_prefix = (in_one if has_cls else 0) + has_dist
     kinds = ["cls"] * has_cls + ["dist"] * has_dist
@@ -238,23 +266,28 @@ def model_geometry(module: nn.Module, image: Grid) -> Geometry:
         grid = embed.dynamic_feat_size(image)  # type: ignore[union-attr]
     if not (isinstance(grid, tuple | list) and len(grid) == 2):
         grid = None
-    return Geometry(image, tuple(kinds[:n_prefix]), (int(grid[0]), int(grid[1])) if grid else None)
+    return ModelGeometry(
+        image, tuple(kinds[:n_prefix]), (int(grid[0]), int(grid[1])) if grid else None
+    )
 
 
-def read_map(seen: Seen, geometry: Geometry) -> View | None:
+def read_map(seen: Seen, geometry: ModelGeometry) -> View | None:
     """A four-dimensional activation as channels-first or channels-last map; None if neither.
 
     A reading in which both axes are reduced exactly alike wins over one that is off by a cell;
     where both are possible the axes that respond to changes in the image decide.
     """
-    first, last = seen.shape[2:4], seen.shape[1:3]
+    first = seen.shape[2:4]
+    last = seen.shape[1:3]
     for fits in (geometry.exact, geometry.near):
         forms = [fits((first[0], first[1])), fits((last[0], last[1]))]
         if not any(forms):
             continue
         channels_first = forms[0]
         if all(forms):
-            channels_first = len(seen.response) != 3 or _answers(seen, 2, 3) >= _answers(seen, 1, 2)
+            channels_first = len(seen.response) != 3 or _answers(seen, 2, 3) >= _answers(
+                seen, 1, 2
+            )
         grid = first if channels_first else last
         layout = geometry.layout((grid[0], grid[1]))
         return View("nchw" if channels_first else "nhwc", layout)
@@ -265,12 +298,15 @@ def _centre(profile: Tensor, corners: Sequence[int]) -> float:
     energy = profile[list(corners)].double().sum(0)
     place = torch.linspace(0, 1, len(energy), dtype=torch.float64)
     total = float(energy.sum())
-    return float((energy * place).sum()) / total if total > 0 and math.isfinite(total) else 0.5
+    if total > 0 and math.isfinite(total):
+        return float((energy * place).sum()) / total
+    return 0.5
 
 
 def _answers(seen: Seen, rows: int, cols: int) -> float:
     """How far the response moves along these dimensions when the changed corner moves."""
-    down, across = seen.response[rows - 1], seen.response[cols - 1]
+    down = seen.response[rows - 1]
+    across = seen.response[cols - 1]
     vertical = _centre(down, (2, 3)) - _centre(down, (0, 1))
     horizontal = _centre(across, (1, 3)) - _centre(across, (0, 2))
     return vertical + horizontal
@@ -291,7 +327,8 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
     share = (energy / total).unflatten(1, layout.grid)
     # With the middle row and column of odd grids: a quadrant of the image reaches into them.
     rows, cols = (-(-n // 2) for n in layout.grid)
-    inside, strongest = 0.0, 0.0
+    inside = 0.0
+    strongest = 0.0
     for k in range(N_CORNERS):
         top = slice(0, rows) if k < 2 else slice(layout.grid[0] - rows, None)
         left = slice(0, cols) if k % 2 == 0 else slice(layout.grid[1] - cols, None)
@@ -301,7 +338,9 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
     return strongest - even < 0.15 or inside - even >= 0.5 * (strongest - even)
 
 
-def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequence[str]) -> Geometry:
+def count_prefix_tokens(
+    geometry: ModelGeometry, module: nn.Module, trace: Trace, blocks: Sequence[str]
+) -> ModelGeometry:
     """The geometry with prefix and grid, where the model states neither and both can be counted:
     the grid is that of the last map before the blocks with no more cells than there are tokens, or
     of the patches whose size the model states, or the one that as few tokens as possible leave
@@ -309,18 +348,24 @@ def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequenc
     stated = isinstance(getattr(module, "num_prefix_tokens", None), int)
     if stated or geometry.grid is not None or not blocks:
         return geometry
-    entered = trace.by_image(trace.entered(blocks[0])) or trace.by_image(trace.left(blocks[0]))
+    entered = trace.by_image(trace.entered(blocks[0])) or trace.by_image(
+        trace.left(blocks[0])
+    )
     if entered is None or len(entered.shape) != 3:
         return geometry
     n_tokens = entered.shape[1]
-    grid = _map_before(trace, entered.key, n_tokens) or _of_patches(module, geometry, n_tokens)
+    grid = _map_before(trace, entered.key, n_tokens) or _of_patches(
+        module, geometry, n_tokens
+    )
     grid = grid or _of_number(geometry, n_tokens)
     if grid is None:
         return geometry
     n_prefix = n_tokens - math.prod(grid)
     if geometry.prefix and len(geometry.prefix) == n_prefix:
         return replace(geometry, grid=grid)
-    return replace(geometry, grid=grid, prefix=kinds_of(module, n_prefix, entered.shape[2]))
+    return replace(
+        geometry, grid=grid, prefix=kinds_of(module, n_prefix, entered.shape[2])
+    )
 
 
 def _map_before(trace: Trace, before: tuple[int, int], n_tokens: int) -> Grid | None:
@@ -336,7 +381,7 @@ def _map_before(trace: Trace, before: tuple[int, int], n_tokens: int) -> Grid | 
     return max(maps)[1] if maps else None
 
 
-def _of_patches(module: nn.Module, geometry: Geometry, n_tokens: int) -> Grid | None:
+def _of_patches(module: nn.Module, geometry: ModelGeometry, n_tokens: int) -> Grid | None:
     """The grid of patches of the size that a model, or its configuration, states."""
     for stating in (getattr(module, "config", None), module):
         side = getattr(stating, "patch_size", None)
@@ -347,7 +392,7 @@ def _of_patches(module: nn.Module, geometry: Geometry, n_tokens: int) -> Grid | 
     return None
 
 
-def _of_number(geometry: Geometry, n_tokens: int) -> Grid | None:
+def _of_number(geometry: ModelGeometry, n_tokens: int) -> Grid | None:
     """The grid that is reduced alike on both axes and leaves the fewest tokens over."""
     for n in range(min(MOST_PREFIX, n_tokens - 1) + 1):
         grid = geometry.grid_of(n_tokens - n)
@@ -366,7 +411,9 @@ def kinds_of(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
         if parameter.shape[-1:] == (dim,) and parameter.numel() <= dim * MOST_PREFIX
     ]
     for kind, pattern in _KINDS.items():
-        if any(re.search(pattern, name) and not re.search(_OTHERS, name) for name in names):
+        if any(
+            re.search(pattern, name) and not re.search(_OTHERS, name) for name in names
+        ):
             kinds.append(kind)
     if "cls" in kinds and "camera" in kinds:
         # Of two transformers, one behind the other: each has one of them, at the same place.

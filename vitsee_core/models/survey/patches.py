@@ -67,7 +67,7 @@ def cells(
         calls += 1
         x = first_tensor(output, len(images)) if calls == hook_point.call + 1 else None
         if x is not None:
-            x = x if order is None else order.laid(x)
+            x = x if order is None else order.to_grid_order(x)
             found.append(view.split(x)[1].float())
             raise ForwardEnded
 
@@ -77,7 +77,9 @@ def cells(
     return found[0]
 
 
-def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookPoint, View] | None:
+def first_seen(
+    trace: Trace, grid: Grid, prefix: tuple[str, ...]
+) -> tuple[HookPoint, View] | None:
     """The place where a grid first comes out of a module, channels first, last or as a sequence."""
     passages = []
     n = grid[0] * grid[1]
@@ -88,7 +90,9 @@ def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookP
                 continue
             shape = left.shape
             if len(shape) == 4 and grid in (shape[2:], shape[1:3]):
-                view = View("nchw" if shape[2:] == grid else "nhwc", TokenLayout((), grid))
+                view = View(
+                    "nchw" if shape[2:] == grid else "nhwc", TokenLayout((), grid)
+                )
             elif len(shape) == 3 and shape[1] in (n, n + len(prefix)):
                 view = View("tokens", TokenLayout(prefix if shape[1] > n else (), grid))
             else:
@@ -99,7 +103,11 @@ def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookP
 
 
 def measure(
-    module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View, step: Pair
+    module: nn.Module,
+    size: tuple[int, int, int],
+    hook_point: HookPoint,
+    view: View,
+    step: Pair,
 ) -> Patches | None:
     """The patches at a hook point, `step` being the product of the strides before it. None
     where no window that moves with the cells explains them, or padding cuts windows that overlap:
@@ -111,7 +119,10 @@ def measure(
     stated = _as_stated(module, size, hook_point, view)
     if stated is not None:
         image = torch.randn(size, generator=torch.Generator().manual_seed(2))
-        if disproof(module, stated, image.to(next(iter(module.parameters())).device)) is None:
+        if (
+            disproof(module, stated, image.to(next(iter(module.parameters())).device))
+            is None
+        ):
             return stated
     found = _Windows(module, size, hook_point, view).find()
     if found is None:
@@ -131,21 +142,36 @@ def _as_stated(
 ) -> Patches | None:
     """The patches of a convolution without padding that works on the image as it is."""
     layer = module.get_submodule(hook_point.module)
-    if not isinstance(layer, nn.Conv2d) or layer.padding != (0, 0) or layer.dilation != (1, 1):
+    if (
+        not isinstance(layer, nn.Conv2d)
+        or layer.padding != (0, 0)
+        or layer.dilation != (1, 1)
+    ):
         return None
     assert view.layout is not None and view.layout.grid is not None
-    (k_y, k_x), (s_y, s_x), (rows, cols) = layer.kernel_size, layer.stride, view.layout.grid
+    (k_y, k_x), (s_y, s_x), (rows, cols) = (
+        layer.kernel_size,
+        layer.stride,
+        view.layout.grid,
+    )
     ends = (rows - 1) * s_y + k_y, (cols - 1) * s_x + k_x
     if ends[0] > size[1] or ends[1] > size[2]:
         return None
     strides = float(s_y), float(s_x)
     offsets = (k_y - s_y) / 2, (k_x - s_x) / 2
     return Patches(
-        hook_point, view, strides, offsets, ((0, k_y), (0, k_x)), ((0, ends[0]), (0, ends[1]))
+        hook_point,
+        view,
+        strides,
+        offsets,
+        ((0, k_y), (0, k_x)),
+        ((0, ends[0]), (0, ends[1])),
     )
 
 
-def packed_patches(trace: Trace, packing: Packing, size: tuple[int, int, int]) -> Patches | None:
+def packed_patches(
+    trace: Trace, packing: Packing, size: tuple[int, int, int]
+) -> Patches | None:
     """The patches of a tower that takes them packed, where a module first gives one token for each;
     whether they are these is for `disproof` to say."""
     grid = packing.grid((size[1], size[2]))
@@ -157,10 +183,12 @@ def packed_patches(trace: Trace, packing: Packing, size: tuple[int, int, int]) -
     ]
     if not passages:
         return None
-    hook_point, step = min(passages, key=lambda one: one[0])[1], float(packing.patch)
+    hook_point = min(passages, key=lambda one: one[0])[1]
+    step = float(packing.patch)
     window = (0, packing.patch), (0, packing.patch)
     covered = (0, size[1]), (0, size[2])
-    view, order = View("tokens", TokenLayout((), grid)), trace.orders[(hook_point.module, False)]
+    view = View("tokens", TokenLayout((), grid))
+    order = trace.orders[(hook_point.module, False)]
     assert isinstance(order, Order), "packed images"
     return Patches(hook_point, view, (step, step), (0.0, 0.0), window, covered, order)
 
@@ -176,8 +204,13 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
     slack = 0 if all(step == int(step) for step in patches.stride_px) else 1
     noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(3)).to(image)
     other = image + noise
-    batch, checks = [image], []
-    for cell in ((0, 0), tuple(n // 2 for n in patches.grid), tuple(n - 1 for n in patches.grid)):
+    batch = [image]
+    checks = []
+    for cell in (
+        (0, 0),
+        tuple(n // 2 for n in patches.grid),
+        tuple(n - 1 for n in patches.grid),
+    ):
         inside = [_clipped(patches, axis, cell[axis], image, slack) for axis in (0, 1)]
         rows, cols = (slice(a, b) for a, b in inside)
         outside = other.clone()
@@ -187,7 +220,9 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
         for axis, (a, b) in enumerate(inside):
             for part in (slice(a, a + 1 + 2 * slack), slice(b - 1 - 2 * slack, b)):
                 changed = image.clone()
-                place = (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
+                place = (
+                    (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
+                )
                 changed[place] = other[place]
                 batch.append(changed)
                 checks.append((cell, True))
@@ -196,15 +231,23 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
         given = torch.stack(batch).float()
         out = cells(module, patches.hook_point, patches.view, given, patches.order)
     change = (out - out[:1]).abs().amax(-1)
-    for (row, col), wanted, seen in ((*check, change[i + 1]) for i, check in enumerate(checks)):
+    for (row, col), wanted, seen in (
+        (*check, change[i + 1]) for i, check in enumerate(checks)
+    ):
         answers = float(seen[row, col]) > QUIET * float(change[-1, row, col])
         if answers != wanted:
-            where = "does not answer to the border of" if wanted else "answers to pixels outside"
+            where = (
+                "does not answer to the border of"
+                if wanted
+                else "answers to pixels outside"
+            )
             return f"cell ({row}, {col}) of {patches.hook_point.module} {where} its patch"
     return None
 
 
-def _clipped(patches: Patches, axis: int, place: int, image: Tensor, slack: int) -> tuple[int, int]:
+def _clipped(
+    patches: Patches, axis: int, place: int, image: Tensor, slack: int
+) -> tuple[int, int]:
     """The pixels along an axis, from and to, of a cell's window within the image."""
     first, length = patches.window[axis]
     start = first + place * patches.stride_px[axis]
@@ -238,12 +281,19 @@ class _Windows:
     """Finds by halving where the windows of some rows and columns of cells begin and end."""
 
     def __init__(
-        self, module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View
+        self,
+        module: nn.Module,
+        size: tuple[int, int, int],
+        hook_point: HookPoint,
+        view: View,
     ) -> None:
         device = next(iter(module.parameters())).device
         generator = torch.Generator().manual_seed(2)
         self.image, self.other = torch.randn((2, *size), generator=generator).to(device)
-        self.module, self.hook_point, self.view, self.size = module, hook_point, view, size[1:]
+        self.module = module
+        self.hook_point = hook_point
+        self.view = view
+        self.size = size[1:]
         assert view.layout is not None and view.layout.grid is not None
         self.queries = [
             (axis, place, from_end)
@@ -260,15 +310,23 @@ class _Windows:
         if not bool((loud > 0).all()):
             return None
         # Of so many pixels from an end a change is not seen, of so many it is.
-        unseen, seen = [0] * len(lengths), lengths
+        unseen = [0] * len(lengths)
+        seen = lengths
         while any(b - a > 1 for a, b in zip(unseen, seen, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(unseen, seen, strict=True)]
             answers = (self._answers(middle) > QUIET * loud).tolist()
-            unseen = [a if yes else m for a, m, yes in zip(unseen, middle, answers, strict=True)]
-            seen = [m if yes else b for b, m, yes in zip(seen, middle, answers, strict=True)]
+            unseen = [
+                a if yes else m for a, m, yes in zip(unseen, middle, answers, strict=True)
+            ]
+            seen = [
+                m if yes else b for b, m, yes in zip(seen, middle, answers, strict=True)
+            ]
         windows: list[Ends] = [{}, {}]
-        starts, ends = unseen[::2], unseen[1::2]
-        for (axis, place, _), start, end in zip(self.queries[::2], starts, ends, strict=True):
+        starts = unseen[::2]
+        ends = unseen[1::2]
+        for (axis, place, _), start, end in zip(
+            self.queries[::2], starts, ends, strict=True
+        ):
             windows[axis][place] = start, self.size[axis] - end
         for found, length in zip(windows, self.size, strict=True):
             if len(found) > 1 and all(ends == (0, length) for ends in found.values()):
@@ -278,7 +336,9 @@ class _Windows:
     def _answers(self, changed: Sequence[int]) -> Tensor:
         """How strongly each query's cells answer when so many rows or columns change."""
         batch = self.image.repeat(len(self.queries) + 1, 1, 1, 1)
-        for i, ((axis, _, from_end), n) in enumerate(zip(self.queries, changed, strict=True)):
+        for i, ((axis, _, from_end), n) in enumerate(
+            zip(self.queries, changed, strict=True)
+        ):
             length = self.size[axis]
             part = slice(length - n, length) if from_end else slice(0, n)
             place = (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
@@ -286,5 +346,8 @@ class _Windows:
         out = cells(self.module, self.hook_point, self.view, batch)
         change = (out - out[-1:]).abs()
         return torch.stack(
-            [change[i].select(axis, place).max() for i, (axis, place, _) in enumerate(self.queries)]
+            [
+                change[i].select(axis, place).max()
+                for i, (axis, place, _) in enumerate(self.queries)
+            ]
         )

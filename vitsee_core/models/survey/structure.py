@@ -57,10 +57,14 @@ def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
     return sorted(found, key=lambda path: trace.calls[path][0].ended)
 
 
-def repeated_blocks(model: nn.Module, trace: Trace, blocks: Sequence[str]) -> dict[str, int]:
+def repeated_blocks(
+    model: nn.Module, trace: Trace, blocks: Sequence[str]
+) -> dict[str, int]:
     """Return the modules that ran several times beside blocks of their class, as members of the
     same lists, with how often; of a model without blocks all of several layers that did."""
-    alike = {(path.rpartition(".")[0], type(model.get_submodule(path))) for path in blocks}
+    alike = {
+        (path.rpartition(".")[0], type(model.get_submodule(path))) for path in blocks
+    }
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         n_calls = len(trace.calls.get(path, ()))
@@ -94,7 +98,9 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
         return {path: f"blocks.{n}" for path, n in zip(blocks, numbers, strict=True)}
     parts = [path.split(".") for path in blocks]
     n = 0
-    while len(parts) > 1 and all(len(own) > n + 1 and own[n] == parts[0][n] for own in parts):
+    while len(parts) > 1 and all(
+        len(own) > n + 1 and own[n] == parts[0][n] for own in parts
+    ):
         n += 1
     listed = n > 0 and all(own[n].isdigit() for own in parts)
     first = n - 1 if listed else 0  # the list's own name stays
@@ -103,7 +109,8 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
 
 class _BlockFinder:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
-        self.model, self.trace = model, trace
+        self.model = model
+        self.trace = trace
 
     def gives(self, path: str) -> Seen | None:
         """The activation a module gives when it is called once, if it has more than channels."""
@@ -126,7 +133,9 @@ class _BlockFinder:
                 if seen is not None and isinstance(child, kind):
                     found.append((seen.key, below))
             if found:
-                places = [(below, self.model.get_submodule(below)) for _, below in sorted(found)]
+                places = [
+                    (below, self.model.get_submodule(below)) for _, below in sorted(found)
+                ]
                 return [x for below, child in places for x in self.expand(below, child)]
         return []
 
@@ -142,7 +151,9 @@ class _BlockFinder:
             if not any(_one_holds_other(below, path) for below in kids for path in found)
             for below in kids
         ]
-        weights = [_n_weights(map(self.model.get_submodule, paths)) for paths in (found, others)]
+        weights = [
+            _n_weights(map(self.model.get_submodule, paths)) for paths in (found, others)
+        ]
         return [*found, *others] if weights[1] > weights[0] else found
 
     def token_lists(self) -> Iterator[list[str]]:
@@ -193,7 +204,9 @@ class _BlockFinder:
                 kids[name] = child
         lists = {n: kid for n, kid in kids.items() if isinstance(kid, _LISTS)}
         stems = Counter(_stem(name) for name in kids)
-        numbered = {n: kid for n, kid in kids.items() if n[-1].isdigit() and stems[_stem(n)] > 1}
+        numbered = {
+            n: kid for n, kid in kids.items() if n[-1].isdigit() and stems[_stem(n)] > 1
+        }
         for chosen in (lists, numbered):
             found = list(self._each([(join(path, n), kid) for n, kid in chosen.items()]))
             if found:
@@ -220,7 +233,9 @@ class _BlockFinder:
             if min(ended) < self.trace.calls[below][0].ended < max(ended):
                 yield below
 
-    def _each(self, kids: list[tuple[str, nn.Module]], stages: bool = True) -> Iterator[str]:
+    def _each(
+        self, kids: list[tuple[str, nn.Module]], stages: bool = True
+    ) -> Iterator[str]:
         """The blocks of several siblings; one layer with its norm is none beside real blocks."""
         several = [(below, kid) for below, kid in kids if n_layers(kid) > 1]
         for below, kid in several or kids:
@@ -229,7 +244,9 @@ class _BlockFinder:
     def expand(self, path: str, module: nn.Module, stages: bool = True) -> Iterator[str]:
         """The blocks that a container, a stage or a block itself stands for; `stages` while what
         is met may still be a stage."""
-        kids = [(join(path, n), kid) for n, kid in module.named_children() if not is_leaf(kid)]
+        kids = [
+            (join(path, n), kid) for n, kid in module.named_children() if not is_leaf(kid)
+        ]
         if isinstance(module, _LISTS) and kids and not self._mixed(module):
             yield from self._each(kids, stages)
             return
@@ -250,7 +267,9 @@ class _BlockFinder:
         else:
             yield from self._each(kids, stages)
 
-    def runs(self, model: nn.Module, path: str = "", at_least: int = MIN_STACK) -> Iterator[str]:
+    def runs(
+        self, model: nn.Module, path: str = "", at_least: int = MIN_STACK
+    ) -> Iterator[str]:
         """The ends of layers in a plain stack of leaves: the last leaf before each next layer with
         a weight matrix."""
         for below, module in model.named_children():
@@ -272,7 +291,8 @@ class _BlockFinder:
     def _is_run(self, path: str, below: str, inner: nn.Module) -> bool:
         """Whether what a module gives is what the last of its blocks of one class gives."""
         name, last = list(inner.named_children())[-1]
-        mine, its = self.gives(path), self.gives(join(below, name))
+        mine = self.gives(path)
+        its = self.gives(join(below, name))
         lone = all(type(kid) is type(last) for kid in inner.children())
         return lone and mine is not None and its is not None and mine.key == its.key
 
@@ -280,13 +300,16 @@ class _BlockFinder:
         """A list with weights of its own is one block, not a list of blocks."""
         return any(is_leaf(kid) and has_weights(kid) for kid in module.children())
 
-    def _repeats(self, path: str, module: nn.Module, kids: list[tuple[str, nn.Module]]) -> bool:
+    def _repeats(
+        self, path: str, module: nn.Module, kids: list[tuple[str, nn.Module]]
+    ) -> bool:
         """Whether the children are one thing again and again, the last one giving the result."""
         names = {_stem(below.rpartition(".")[2]) for below, _ in kids}
         numbered = all(below[-1].isdigit() for below, _ in kids)
         if not kids or not numbered or len(names) != 1 or self._mixed(module):
             return False
-        mine, last = self.gives(path), self.gives(kids[-1][0])
+        mine = self.gives(path)
+        last = self.gives(kids[-1][0])
         return mine is None or (last is not None and mine.key == last.key)
 
 
@@ -297,7 +320,9 @@ def _alike(blocks: Sequence[str], trace: Trace) -> bool:
         return False
     (shape,) = shapes
     watched = [f"{module}." for module in trace.events]
-    attend = all(any(module.startswith(f"{path}.") for module in watched) for path in blocks)
+    attend = all(
+        any(module.startswith(f"{path}.") for module in watched) for path in blocks
+    )
     return len(shape) == 3 or attend
 
 
@@ -375,7 +400,9 @@ def _layer(model: nn.Module, trace: Trace, name: str) -> str:
         while around[-1].count("."):
             around.append(around[-1].rpartition(".")[0])
         forwards = [model.get_submodule(path).forward for path in around]
-        if any("pre_logits" in inspect.signature(forward).parameters for forward in forwards):
+        if any(
+            "pre_logits" in inspect.signature(forward).parameters for forward in forwards
+        ):
             return name
         return [path for path in around if _takes_vector(trace, path)][-1]
     inner = [

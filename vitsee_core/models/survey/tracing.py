@@ -28,7 +28,12 @@ from vitsee_core.models.tokens.clips import frames_of
 from vitsee_core.models.tokens.packed_order import JoinedCalls, Order, Place
 
 N_CORNERS = 4
-_OF_CODE = (AttributeError, KeyError, NameError, TypeError)  # whatever the size of the images
+_OF_CODE = (
+    AttributeError,
+    KeyError,
+    NameError,
+    TypeError,
+)  # whatever the size of the images
 Key = tuple[int, int]
 
 
@@ -89,7 +94,9 @@ class Trace:
     n_images: int
     image: tuple[int, int]
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
-    events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[str, list[AttentionSeen]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
     made_of: dict[Key, set[Key]] = field(default_factory=lambda: defaultdict(set))
     orders: Mapping[Place, Order | ClipOrder] = field(default_factory=dict)
@@ -122,18 +129,25 @@ class Trace:
 
     def by_image(self, seen: Seen | None) -> Seen | None:
         """The tensor itself if its first dimension is the batch."""
-        return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
+        if seen and seen.shape and seen.shape[0] == self.n_images:
+            return seen
+        return None
 
 
-def probe_images(size: tuple[int, int, int], corners: bool, frames: int | None = None) -> Tensor:
+def probe_images(
+    size: tuple[int, int, int], corners: bool, frames: int | None = None
+) -> Tensor:
     """Two random images (2, channels, rows, cols), or clips of so many frames (2, frames, ...);
     with `corners` also a copy of the first image for each corner, with that quadrant drawn anew:
     (6, ...)."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn((2, *(() if frames is None else (frames,)), *size), generator=generator)
+    images = torch.randn(
+        (2, *(() if frames is None else (frames,)), *size), generator=generator
+    )
     if not corners:
         return images
-    rows, cols = size[1] // 2, size[2] // 2
+    rows = size[1] // 2
+    cols = size[2] // 2
     changed = images[:1].repeat(N_CORNERS, 1, 1, 1)
     for k in range(N_CORNERS):
         top = slice(0, rows) if k < 2 else slice(rows, None)
@@ -154,9 +168,12 @@ class _Entrance(NamedTuple):
 
 class _Recorder:
     def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
-        self.trace, self.responses = trace, responses
+        self.trace = trace
+        self.responses = responses
         # Only around these is a tensor of (tokens, images, dim) expected.
-        self.sequences = any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
+        self.sequences = any(
+            isinstance(m, nn.MultiheadAttention) for m in module.modules()
+        )
         self.of_clips = any(isinstance(one, ClipOrder) for one in trace.orders.values())
         self.mark = object()
         self.serial = 0
@@ -185,16 +202,20 @@ class _Recorder:
             return None
         key = self.key(x)
         order = None if place is None else self.trace.orders.get(place)
-        x = order.laid(x) if isinstance(order, Order) else x
-        turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
+        x = order.to_grid_order(x) if isinstance(order, Order) else x
+        turned = (
+            self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
+        )
         x = x.transpose(0, 1) if turned else x
-        x = order.laid(x) if isinstance(order, ClipOrder) else x
+        x = order.to_grid_order(x) if isinstance(order, ClipOrder) else x
         response: tuple[Tensor, ...] = ()
         wanted = self.responses and x.ndim in (3, 4) and x.is_floating_point()
         if wanted and len(x) == self.trace.n_images:
             change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
             axes = range(1, change.ndim)
-            response = tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
+            response = tuple(
+                change.sum(tuple(a for a in axes if a != axis)) for axis in axes
+            )
         own = () if order is None else (order.grid, order.n_prefix)
         return Seen(key, tuple(x.shape), response, turned, *own)
 
@@ -254,7 +275,9 @@ class _Recorder:
         order = self.trace.orders.get((name, True))
         if self.of_clips and order is None:
             # Softmax as a module of its own: the attention is that of the module around it.
-            around = [one for one in reversed(self.stack) if (one, True) in self.trace.orders]
+            around = [
+                one for one in reversed(self.stack) if (one, True) in self.trace.orders
+            ]
             name = around[0] if around else name
             order = self.trace.orders.get((name, True))
         joined: AttentionEvent | None = event
@@ -265,7 +288,9 @@ class _Recorder:
             self.note(name, joined)
 
     def note(self, name: str, event: AttentionEvent) -> None:
-        value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
+        value = (
+            self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
+        )
         met = AttentionSeen(**{**vars(event), "call": None}, value=value)
         self.trace.events[name].append(met)
 
@@ -292,8 +317,12 @@ class _FunctionWatch(TorchFunctionMode):
             call = partial(self.recorder.added, terms[:1], call)
         elif func in SUMS and len(terms) == 2 and not kwargs:
             call = partial(self.recorder.added, terms, call)
-        activations = [x for x in tensors_in([args, kwargs]) if not isinstance(x, nn.Parameter)]
-        return self.recorder.computed(activations, call) if activations else call()
+        activations = [
+            x for x in tensors_in([args, kwargs]) if not isinstance(x, nn.Parameter)
+        ]
+        if activations:
+            return self.recorder.computed(activations, call)
+        return call()
 
 
 def trace(
@@ -316,7 +345,8 @@ def trace(
     recorder = _Recorder(record, corners, module)
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.
-    sums, watch = _FunctionWatch(recorder), AttentionWatch(recorder.event)
+    sums = _FunctionWatch(recorder)
+    watch = AttentionWatch(recorder.event)
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         recorder.enter(name, args, kwargs)

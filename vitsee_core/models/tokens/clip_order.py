@@ -65,7 +65,9 @@ class ClipOrder:
         """(rows of a clip,) the token that each stands for."""
         found = torch.zeros(self.n_rows, dtype=torch.long)
         found[self.index] = torch.arange(len(self.index)) + self.n_prefix
-        found[self.prefix] = torch.arange(self.n_prefix).unsqueeze(1).expand_as(self.prefix)
+        found[self.prefix] = (
+            torch.arange(self.n_prefix).unsqueeze(1).expand_as(self.prefix)
+        )
         return found
 
     @property
@@ -77,7 +79,7 @@ class ClipOrder:
         """The object that lays out an attention whose tokens have this order."""
         return ClipCalls(self, n_clips)
 
-    def laid(self, x: Tensor) -> Tensor:
+    def to_grid_order(self, x: Tensor) -> Tensor:
         """(clips, tokens, dim); of a prefix token with several copies their mean."""
         x = x.movedim(1, -1) if self.channels else x
         return self.tokens(x.reshape(-1, self.n_rows, x.shape[-1]), 1)
@@ -103,7 +105,8 @@ class ClipCodes:
     """
 
     def __init__(self, grid: Cells) -> None:
-        self.grid, n = grid, math.prod(grid)
+        self.grid = grid
+        n = math.prod(grid)
         number = torch.arange(n).reshape(grid)
         codes = [torch.full(grid, content) for content in range(CONTENTS)]
         self.n_digits = 0
@@ -119,7 +122,9 @@ class ClipCodes:
         for axis, (n, cells) in enumerate(zip(sides, self.grid, strict=True)):
             shown = shown.repeat_interleave(n // cells, axis + 1)
         shown = shown.unsqueeze(2)
-        whole = torch.randn((CONTENTS, frames, *size), generator=torch.Generator().manual_seed(4))
+        whole = torch.randn(
+            (CONTENTS, frames, *size), generator=torch.Generator().manual_seed(4)
+        )
         made = torch.zeros(len(shown), frames, *size)
         for content in range(CONTENTS):
             made = torch.where(shown == content, whole[content], made)
@@ -128,7 +133,8 @@ class ClipCodes:
     def read(self, x: Tensor, folds: int, channels: bool) -> ClipOrder | None:
         """The order of a tensor's rows in a pass of these clips, (clips, rows, dim); None where
         they are not the cells, each once, and prefix tokens."""
-        n_cells, n_rows = math.prod(self.grid), x.shape[1]
+        n_cells = math.prod(self.grid)
+        n_rows = x.shape[1]
         if n_rows < n_cells or n_rows > n_cells + max(folds, self.grid[0]) * MOST_PREFIX:
             return None
         whole = x[:CONTENTS].float()
@@ -147,14 +153,19 @@ class ClipCodes:
             number += which[0] * CONTENTS**digit
             sure &= nearest[0] <= _SAME * nearest[1]
         of_cells = answers.cpu().nonzero().flatten()
-        number, sure = number[of_cells], sure[of_cells]
-        if not bool(sure.all()) or not torch.equal(number.sort()[0], torch.arange(n_cells)):
+        number = number[of_cells]
+        sure = sure[of_cells]
+        if not bool(sure.all()) or not torch.equal(
+            number.sort()[0], torch.arange(n_cells)
+        ):
             return None
         still = (~answers.cpu()).nonzero().flatten()
         prefix = _copies(still, n_rows, folds)
         if prefix is None:
             return None
-        return ClipOrder(self.grid, of_cells[number.argsort()], prefix, n_rows, folds, channels)
+        return ClipOrder(
+            self.grid, of_cells[number.argsort()], prefix, n_rows, folds, channels
+        )
 
 
 def _copies(still: Tensor, n_rows: int, folds: int) -> Tensor | None:
@@ -172,7 +183,8 @@ def _copies(still: Tensor, n_rows: int, folds: int) -> Tensor | None:
 
 def order_in(x: Tensor, codes: ClipCodes) -> ClipOrder | None:
     """The order of a tensor's tokens in a pass of `codes`' clips, None where they are no cells."""
-    n, n_cells = len(codes.contents), math.prod(codes.grid)
+    n = len(codes.contents)
+    n_cells = math.prod(codes.grid)
     if x.ndim < 3 or not x.is_floating_point() or x.shape[0] % n or n_cells < 2:
         return None
     folds = x.shape[0] // n
@@ -203,7 +215,9 @@ def find_clip_orders(
     grid = clip_cells(module, frames, size)
     codes = ClipCodes(grid)
     given = codes.clips(frames, size).to(parameter.device)
-    sequences = any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
+    sequences = any(
+        isinstance(child, nn.MultiheadAttention) for child in module.modules()
+    )
 
     def read(place: Place, x: Tensor) -> ClipOrder | None:
         if place == ("", True):
@@ -221,7 +235,11 @@ def with_views(orders: Mapping[Place, ClipOrder]) -> dict[Place, ClipOrder]:
     found = dict(orders)
     rows: dict[tuple[int, ...], Tensor] = {}  # those of all prefix tokens -> kind by kind
     for place, order in orders.items():
-        own = order.n_prefix and order.n_prefix not in once and order.folds == order.grid[0] > 1
+        own = (
+            order.n_prefix
+            and order.n_prefix not in once
+            and order.folds == order.grid[0] > 1
+        )
         if own:
             by_kind = order.prefix.reshape(-1, 1)
             rows[tuple(by_kind.flatten().sort()[0].tolist())] = by_kind
@@ -236,7 +254,8 @@ def with_views(orders: Mapping[Place, ClipOrder]) -> dict[Place, ClipOrder]:
 def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | None:
     """The order that the shape of a tensor of n clips suggests where nothing is known of its
     values: tokens time by time, row by row, of whole clips, of frames or of places over time."""
-    times, places = grid[0], grid[1] * grid[2]
+    times = grid[0]
+    places = grid[1] * grid[2]
     if len(shape) == 5 and (shape[0], *shape[2:]) == (n, *grid):
         return _made_up(grid, 0, 1, channels=True)
     if len(shape) == 4 and (shape[0], *shape[2:]) == (n * times, *grid[1:]):
@@ -249,13 +268,16 @@ def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | N
         return _made_up(grid, shape[1] - places, times)
     if shape[:2] == (n * places, times):
         by_place = torch.arange(times * places).reshape(places, times).T.flatten()
-        return ClipOrder(grid, by_place, torch.zeros(0, 1, dtype=torch.long), len(by_place), places)
+        return ClipOrder(
+            grid, by_place, torch.zeros(0, 1, dtype=torch.long), len(by_place), places
+        )
     return None
 
 
 def _made_up(grid: Cells, n_prefix: int, folds: int, channels: bool = False) -> ClipOrder:
     rows = torch.arange(math.prod(grid) + folds * n_prefix).reshape(folds, -1)
-    prefix, cells = rows[:, :n_prefix].T, rows[:, n_prefix:].flatten()
+    prefix = rows[:, :n_prefix].T
+    cells = rows[:, n_prefix:].flatten()
     return ClipOrder(grid, cells, prefix, rows.numel(), folds, channels)
 
 
@@ -266,12 +288,14 @@ class ClipCalls:
     events: Sequence[AttentionEvent] = ()  # each is complete
 
     def __init__(self, order: ClipOrder, n_clips: int) -> None:
-        self.order, self.n_clips = order, n_clips
+        self.order = order
+        self.n_clips = n_clips
 
     def add(self, event: AttentionEvent) -> AttentionEvent:
         """The event over (clips, heads, tokens), its window named; as it is where its queries are
         not the tokens of this order."""
-        order, call = self.order, event.call
+        order = self.order
+        call = event.call
         folds = event.query[0] // self.n_clips
         n_rows = folds * event.n_keys
         if (
@@ -292,7 +316,9 @@ class ClipCalls:
         copied = order.by_view or order.prefix.shape[1] == folds
         if window is None or (order.n_prefix and not copied):
             return AttentionEvent(whole, n_tokens, within="groups of tokens")
-        return AttentionEvent(whole, n_tokens, call=FoldedCall(call, order, folds), window=window)
+        return AttentionEvent(
+            whole, n_tokens, call=FoldedCall(call, order, folds), window=window
+        )
 
 
 class FoldedCall(AttentionCall):
@@ -303,8 +329,11 @@ class FoldedCall(AttentionCall):
     """
 
     def __init__(self, inner: AttentionCall, order: ClipOrder, folds: int) -> None:
-        self.inner, self.order, self.folds = inner, order, folds
-        self.n_images, self.n_heads = inner.n_images // folds, inner.n_heads
+        self.inner = inner
+        self.order = order
+        self.folds = folds
+        self.n_images = inner.n_images // folds
+        self.n_heads = inner.n_heads
         self.n_tokens = len(order.index) + order.n_prefix
         self.value, self.output = self._laid(inner.value), self._laid(inner.output)
 
@@ -318,7 +347,8 @@ class FoldedCall(AttentionCall):
         if out is None:
             out = parts.new_empty(shape)
         out.fill_(float("-inf"))
-        n, copies = self.order.n_prefix, self.order.prefix.shape[1]
+        n = self.order.n_prefix
+        copies = self.order.prefix.shape[1]
         places = self.order.places.reshape(self.folds, -1).to(parts.device)
         if n and copies > 1:
             # Rows of copies are made probabilities, each worth one part of all.

@@ -39,7 +39,9 @@ def probe_clip(frames: int, size: tuple[int, int, int], n: int = 1) -> Tensor:
     return torch.randn((n, frames, *size), generator=torch.Generator().manual_seed(0))
 
 
-def recognise(module: nn.Module, frames: int, size: tuple[int, int, int], name: str) -> None:
+def recognise(
+    module: nn.Module, frames: int, size: tuple[int, int, int], name: str
+) -> None:
     """Mark a user's own module as one of clips where it takes none but these, with the channels
     behind the frames or before them; leave one that takes images as it is.
 

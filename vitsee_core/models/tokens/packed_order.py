@@ -62,12 +62,14 @@ class Order:
         """The object that joins the calls of an attention whose tokens have this order."""
         return JoinedCalls(self, n_images)
 
-    def laid(self, x: Tensor) -> Tensor:
+    def to_grid_order(self, x: Tensor) -> Tensor:
         """The tokens in the order of the grid, (images, cells, dim)."""
         n = len(self.index)
         images = x.shape[self.axis] // n
         x = x.reshape(images, n, -1)
-        return x if self.plain else x.index_select(1, self.index.to(x.device))
+        if self.plain:
+            return x
+        return x.index_select(1, self.index.to(x.device))
 
 
 def same_order(one: object, other: object) -> bool:
@@ -88,10 +90,13 @@ class OwnToken(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is KERNEL:
             given = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
-            query, value = given["query"], given["value"]
+            query = given["query"]
+            value = given["value"]
             if query.shape[-2] != value.shape[-2]:
                 return value.new_zeros(*query.shape[:-1], value.shape[-1])
-            return repeated(value, query.shape[1]) if query.ndim == 4 else value
+            if query.ndim == 4:
+                return repeated(value, query.shape[1])
+            return value
         if func is torch.conv2d and len(args) > 1 and _keeps_size(*args, **kwargs):
             rows, cols = (n // 2 for n in args[1].shape[2:])
             kernel = torch.zeros_like(args[1])
@@ -121,7 +126,9 @@ def _keeps_size(
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+    if isinstance(value, int):
+        return (value, value)
+    return (value[0], value[-1])
 
 
 def find_orders(
@@ -146,7 +153,9 @@ def find_orders(
     return _orders(module, codes, codes.images(packing))
 
 
-def output_order(module: nn.Module, patch: int, size: tuple[int, int, int]) -> dict[Place, Order]:
+def output_order(
+    module: nn.Module, patch: int, size: tuple[int, int, int]
+) -> dict[Place, Order]:
     """The order of what the module itself gives for images of this size (channels, rows, cols),
     tokens of all of them one after another, found as `find_orders` finds it; it takes the images as
     a batch.
@@ -215,7 +224,10 @@ class Codes:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        changes = [torch.zeros(grid, dtype=torch.bool), torch.ones(grid, dtype=torch.bool)]
+        changes = [
+            torch.zeros(grid, dtype=torch.bool),
+            torch.ones(grid, dtype=torch.bool),
+        ]
         for axis, n in enumerate(grid):
             number = torch.arange(n).unsqueeze(1 - axis).expand(grid)
             for bit in range((n - 1).bit_length()):
@@ -234,7 +246,8 @@ class Codes:
 
 def order_of(x: Tensor, codes: Codes) -> Order | None:
     """The order of a tensor's tokens in a pass of `codes`' images, None where they are no cells."""
-    n, n_cells = len(codes.cells), math.prod(codes.grid)
+    n = len(codes.cells)
+    n_cells = math.prod(codes.grid)
     for axis in (0, 1):
         if x.ndim < axis + 2 or (axis and x.shape[0] != 1) or not x.is_floating_point():
             continue
@@ -255,20 +268,28 @@ def _read(answers: Tensor, grid: Grid) -> tuple[Grid, Tensor] | None:
     """Grid, and the token of each of its cells, from which images each token answers to (images,
     tokens): every token must stand for one block of cells, all of one size, and all together for
     the grid."""
-    at, starts, blocks = 2, [], []
+    at = 2
+    starts = []
+    blocks = []
     for n in grid:
         number = torch.arange(n)
         may = torch.ones(answers.shape[1], n, dtype=torch.bool)
         for bit in range((n - 1).bit_length()):
             is_set = (number >> bit & 1).bool()
-            may &= torch.where(is_set, answers[at].unsqueeze(1), answers[at + 1].unsqueeze(1))
+            may &= torch.where(
+                is_set, answers[at].unsqueeze(1), answers[at + 1].unsqueeze(1)
+            )
             at += 2
         length = may.sum(1)
         first = may.float().argmax(1)
         last = n - 1 - may.flip(1).float().argmax(1)
         size = int(length[0])
         even = size > 0 and n % size == 0 and bool((length == size).all())
-        if not even or bool((last - first + 1 != size).any()) or bool((first % size).any()):
+        if (
+            not even
+            or bool((last - first + 1 != size).any())
+            or bool((first % size).any())
+        ):
             return None
         starts.append(first // size)
         blocks.append(n // size)
@@ -289,7 +310,8 @@ class JoinedCalls:
     """
 
     def __init__(self, order: Order, n_images: int) -> None:
-        self.order, self.n_images = order, n_images
+        self.order = order
+        self.n_images = n_images
         self.events: list[AttentionEvent] = []  # that are not complete
 
     def add(self, event: AttentionEvent) -> AttentionEvent | None:
@@ -302,7 +324,8 @@ class JoinedCalls:
         n_tokens = len(self.order.index)
         if sum(one.n_keys for one in self.events) < self.n_images * n_tokens:
             return None
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         whole = self.n_images, event.query[1], n_tokens
         if all(one.n_keys == n_tokens for one in events):
             return AttentionEvent(whole, n_tokens, call=self._joined(events, None))
@@ -313,11 +336,15 @@ class JoinedCalls:
         if window is None:
             return AttentionEvent(whole, n_tokens, within="groups of tokens")
         seen = labels.unsqueeze(0) == labels.unsqueeze(1)
-        return AttentionEvent(whole, n_tokens, call=self._joined(events, seen), window=window)
+        return AttentionEvent(
+            whole, n_tokens, call=self._joined(events, seen), window=window
+        )
 
     def _labels(self, lengths: list[int]) -> Tensor | None:
         """Which call each cell of an image is in, (cells,) from 0; None where the images differ."""
-        n_tokens, found, start = len(self.order.index), [], 0
+        n_tokens = len(self.order.index)
+        found = []
+        start = 0
         for length in lengths:
             if start // n_tokens != (start + length - 1) // n_tokens:
                 return None
@@ -346,14 +373,17 @@ class JoinedCalls:
     def _laid(self, x: Tensor) -> Tensor:
         """(1, heads, tokens of all images, dim) as (images, heads, cells, dim)."""
         x = x[0].unflatten(1, (self.n_images, -1)).transpose(0, 1)
-        return x if self.order.plain else x.index_select(2, self.order.index.to(x.device))
+        if self.order.plain:
+            return x
+        return x.index_select(2, self.order.index.to(x.device))
 
 
 def window_of(parts: Tensor) -> tuple[int, ...] | None:
     """Sides of the windows that tile a grid of numbers of parts, (rows, cols) or (times, rows,
     cols), from its first cell, the last ones cut; None where there is one window, or where the
     parts are no windows."""
-    sides, number = [], torch.zeros_like(parts)
+    sides = []
+    number = torch.zeros_like(parts)
     for axis, n in enumerate(parts.shape):
         line = parts.movedim(axis, 0).flatten(1)[:, 0]
         sides.append(next((i for i in range(1, n) if line[i] != line[0]), n))

@@ -31,7 +31,8 @@ ATTRIBUTE = "_vitsee_packing"
 PART = "language-in"  # behind `#`, and the site
 FEATURES = "get_image_features"
 # What those of classes that take an image in tiles need to know of it, and what joins the tiles.
-SIZES, JOINS = "image_sizes", "pack_image_features"
+SIZES = "image_sizes"
+JOINS = "pack_image_features"
 _LANGUAGE = "_vitsee_language_input"
 
 
@@ -87,18 +88,28 @@ class Packing:
         n, channels, *size = images.shape
         (rows, cols), m, p = self.grid((size[0], size[1])), self.merge, self.patch
         cut = images.reshape(n, channels, rows // m, m, p, cols // m, m, p)
-        cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # image, group, in the group, channel, pixel
+        cut = cut.permute(
+            0, 2, 5, 3, 6, 1, 4, 7
+        )  # image, group, in the group, channel, pixel
         patches = cut.reshape(n * rows * cols, channels, p, p)
         if self.form == "hwc":
             return patches.permute(0, 2, 3, 1).flatten(1)
         if self.form == "cthw":
             return patches.unsqueeze(2).expand(-1, -1, self.frames, -1, -1).flatten(1)
-        return patches.unsqueeze(0) if self.form == "sequence" else patches
+        if self.form == "sequence":
+            return patches.unsqueeze(0)
+        return patches
 
-    def arguments(self, n_images: int, grid: Grid, device: torch.device) -> dict[str, Tensor]:
+    def arguments(
+        self, n_images: int, grid: Grid, device: torch.device
+    ) -> dict[str, Tensor]:
         """The tower's arguments beside the patches, by name."""
         one = [1, *grid][-GRIDS[self.grids] :]
-        found = {self.grids: torch.tensor([one], device=device).expand(n_images, -1).contiguous()}
+        found = {
+            self.grids: torch.tensor([one], device=device)
+            .expand(n_images, -1)
+            .contiguous()
+        }
         if self.merges:
             found[self.merges] = torch.full((n_images,), self.merge, device=device)
         return found
@@ -113,7 +124,9 @@ def packed_inputs(module: nn.Module | type) -> list[str] | None:
     """The arguments that a tower of packed patches needs beside these; None for other modules."""
     taken = inspect.signature(module.forward).parameters  # type: ignore[union-attr]
     grids = [name for name in GRIDS if name in taken]
-    return [*grids, *(name for name in MERGES if name in taken)] if grids else None
+    if grids:
+        return [*grids, *(name for name in MERGES if name in taken)]
+    return None
 
 
 def is_language_input(module: nn.Module) -> bool:
@@ -124,7 +137,9 @@ def is_language_input(module: nn.Module) -> bool:
 def image_config(module: nn.Module) -> Any:
     """The configuration of what sees images, None where a module has none."""
     config = getattr(module, "config", None)
-    return getattr(config, "vision_config", config) if is_language_input(module) else config
+    if is_language_input(module):
+        return getattr(config, "vision_config", config)
+    return config
 
 
 def patch_side(module: nn.Module) -> int:
@@ -134,7 +149,9 @@ def patch_side(module: nn.Module) -> int:
         ModelError: the configuration of what sees images states none.
     """
     stated = getattr(image_config(module), "patch_size", None)
-    side = stated[0] if isinstance(stated, list | tuple) and len({*stated}) == 1 else stated
+    side = (
+        stated[0] if isinstance(stated, list | tuple) and len({*stated}) == 1 else stated
+    )
     if not isinstance(side, int) or side < 1:
         raise ModelError(
             f"the vision part of {type(module).__name__} has patch_size {stated}; expected the "
@@ -153,7 +170,11 @@ def drop_language_model(module: nn.Module) -> None:
         words = module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         words = None
-    found = [n for n, child in module.named_children() if any(m is words for m in child.modules())]
+    found = [
+        n
+        for n, child in module.named_children()
+        if any(m is words for m in child.modules())
+    ]
     if not found:
         raise ModelError(
             f"{type(module).__name__} has no language model, so nothing is what one receives; "
@@ -176,20 +197,25 @@ def enter(module: nn.Module, size: tuple[int, int]) -> Callable[..., Any]:
     channels, rows, cols); which one is decided on an image of this size."""
     sizes = _needs(module.forward, SIZES)
 
-    def given(images: Tensor, kwargs: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
+    def given(
+        images: Tensor, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
         more = dict(kwargs)
         if sizes:
             own = torch.tensor([[*images.shape[2:]]], device=images.device)
             more[SIZES] = own.expand(len(images), 2)
         return (images.unsqueeze(1) if several else images,), more
 
-    several, parameter = False, next(module.parameters())
+    several = False
+    parameter = next(module.parameters())
     image = torch.ones(1, 3, *size, device=parameter.device, dtype=parameter.dtype)
     try:
         with torch.no_grad():
             args, kwargs = given(image, {})
             module.forward(*args, **kwargs)
-    except ValueError as error:  # (images, pictures of each, channels, rows, cols) = shape
+    except (
+        ValueError
+    ) as error:  # (images, pictures of each, channels, rows, cols) = shape
         several = "unpack" in str(error)
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError):
         several = False  # what is wrong shows again where there are values

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 
-FILTERS, POSITIONS = "filters", "positions"
+FILTERS = "filters"
+POSITIONS = "positions"
 ARRAYS = ("head_kernel", "head_bias", "head_norm_scale", "head_norm_bias")
 POOLS = ("cls", "mean", "mean-all", "max")
 # Of the norms that may precede the mean: those that give the same of the mean itself.
@@ -106,7 +107,10 @@ class HeadWeights:
             x = x - x.mean(-1, keepdims=True)
         if self.norm in ("layer", "rms"):
             x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.eps)
-        for name, combine in (("head_norm_scale", np.multiply), ("head_norm_bias", np.add)):
+        for name, combine in (
+            ("head_norm_scale", np.multiply),
+            ("head_norm_bias", np.add),
+        ):
             if name in self.arrays:
                 x = combine(x, self.arrays[name].astype(np.float64))
         return x
@@ -115,7 +119,9 @@ class HeadWeights:
         """(..., classes) of vectors (..., dim) that have been through the norm."""
         kernel = self.arrays["head_kernel"].astype(np.float64)
         found: Float = np.asarray(x, np.float64) @ kernel.T
-        return found + self.arrays["head_bias"] if "head_bias" in self.arrays else found
+        if "head_bias" in self.arrays:
+            return found + self.arrays["head_bias"]
+        return found
 
 
 Classifier: TypeAlias = "HeadWeights | AttentionPooled"
@@ -132,7 +138,9 @@ def pool(tokens: Float, layout: TokenLayout, how: str) -> Float:
         if layout.cls is None:
             raise ValueError("no class token")
         return tokens[:, layout.cls]
-    return (tokens if how == "mean-all" else body).mean(1) if how != "max" else body.max(1)
+    if how != "max":
+        return (tokens if how == "mean-all" else body).mean(1)
+    return body.max(1)
 
 
 def stored_classifier(store: Store) -> HeadWeights:
@@ -145,7 +153,9 @@ def stored_classifier(store: Store) -> HeadWeights:
     if "site" not in record:
         reason = record.get("absent", "it was made without (extract --head-weights)")
         raise MissingInput(f"{store.label} has no weights of the classifier: {reason}")
-    arrays = {name: store.weights(name) for name in ARRAYS if store.has(f"weights/{name}")}
+    arrays = {
+        name: store.weights(name) for name in ARRAYS if store.has(f"weights/{name}")
+    }
     return HeadWeights(arrays, **record)
 
 
@@ -176,12 +186,15 @@ def input_weights_of(model: LoadedModel) -> InputWeights:
     """The input weights of a model on the CPU, read from parts of a forward pass."""
     from vitsee_core.models.weights.input import find_filters, find_positions
 
-    filters, positions = find_filters(model), find_positions(model)
+    filters = find_filters(model)
+    positions = find_positions(model)
     found = {FILTERS: filters, POSITIONS: positions}
     return InputWeights(
         store="",
         model=model.name,
-        weights=weights_name({"weights": model.weights, "ablate_skip": model.ablate_skip}),
+        weights=weights_name(
+            {"weights": model.weights, "ablate_skip": model.ablate_skip}
+        ),
         arrays={name: f.values for name, f in found.items() if not isinstance(f, str)},
         sites={name: f.site for name, f in found.items() if not isinstance(f, str)},
         kind="" if isinstance(positions, str) else positions.kind,
@@ -197,8 +210,13 @@ def stored_input_weights(store: Store) -> InputWeights:
     """
     record: Mapping[str, Any] | None = store.manifest.info.get("input_weights")
     if record is None:
-        raise MissingInput(f"{store.label} keeps no weights of its model; extract it anew")
-    arrays = {n: store.weights(n) for n in (FILTERS, POSITIONS) if store.has(f"weights/{n}")}
+        raise MissingInput(
+            f"{store.label} keeps no weights of its model; extract it anew"
+        )
+    arrays = {
+        n: store.weights(n) for n in (FILTERS, POSITIONS) if store.has(f"weights/{n}")
+    }
     model = store.manifest.model
-    name, weights = model.get("name", ""), weights_name(model)
+    name = model.get("name", "")
+    weights = weights_name(model)
     return InputWeights(store.label, name, weights, arrays, **record)

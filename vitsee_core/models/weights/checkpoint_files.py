@@ -27,7 +27,13 @@ from torch import Tensor
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.weights.file_kinds import is_safetensors, kind_of_file, shard_of
-from vitsee_core.models.weights.unpickling import Archive, Function, Unpickler, first, read_skipping
+from vitsee_core.models.weights.unpickling import (
+    Archive,
+    Function,
+    Unpickler,
+    first,
+    read_skipping,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +63,9 @@ def read_file(path: Path) -> Any:
     """
     _require_weights(path)
     try:
-        if is_safetensors(path) or (path.suffix == ".safetensors" and not _is_torch(path)):
+        if is_safetensors(path) or (
+            path.suffix == ".safetensors" and not _is_torch(path)
+        ):
             return _read_safetensors(path)
         if is_torchscript(path):
             return read_torchscript(path)
@@ -87,9 +95,13 @@ def _require_weights(path: Path) -> None:
     try:
         kind = kind_of_file(path)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}); {EXPECTED}") from error
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror}); {EXPECTED}"
+        ) from error
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise ModelError(f"{path} is no readable checkpoint (a damaged zip archive)") from error
+        raise ModelError(
+            f"{path} is no readable checkpoint (a damaged zip archive)"
+        ) from error
     if kind:
         raise ModelError(f"{path} is {kind}; {EXPECTED}")
     if shard := shard_of(path):
@@ -134,7 +146,10 @@ def _holds_tensors(content: Any) -> bool:
         return isinstance(content, Tensor)
     return any(
         isinstance(value, Tensor)
-        or (isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values()))
+        or (
+            isinstance(value, Mapping)
+            and any(isinstance(x, Tensor) for x in value.values())
+        )
         for value in content.values()
     )
 
@@ -163,7 +178,9 @@ class _ScriptUnpickler(Unpickler):
             return _Module
         if any(module == where and name.startswith(prefix) for where, prefix in _TAGS):
             return Function(first)
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is no tensor, plain value or module")
+        raise pickle.UnpicklingError(
+            f"GLOBAL {module}.{name} is no tensor, plain value or module"
+        )
 
 
 def is_torchscript(path: Path) -> bool:
@@ -196,7 +213,9 @@ def _collect(module: Any, prefix: str, found: dict[str, Any], seen: set[int]) ->
         return
     seen.add(id(module))
     for name, value in module.attributes.items():
-        if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
+        if isinstance(value, Tensor) or (
+            isinstance(value, int) and not isinstance(value, bool)
+        ):
             found[f"{prefix}{name}"] = value
         else:
             _collect(value, f"{prefix}{name}.", found, seen)

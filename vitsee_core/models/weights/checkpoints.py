@@ -36,8 +36,11 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_IMAGES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 WRAPPERS = WRAPPER_WORDS | {"model", "backbone"}
-CROPPED = 224 / 256  # resize to 256, centre crop of 224: what most publications evaluate with
-MOCO_SMALL, MOCO_HEADS = 384, 12
+CROPPED = (
+    224 / 256
+)  # resize to 256, centre crop of 224: what most publications evaluate with
+MOCO_SMALL = 384
+MOCO_HEADS = 12
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Checkpoint:
         Raises:
             ModelError: an unreadable file, or none of these weights in it.
         """
-        path, in_name = Path(path), None
+        path = Path(path)
+        in_name = None
         if "#" in path.name and not path.exists():
             file, _, in_name = path.name.rpartition("#")
             path = path.with_name(file)
@@ -148,7 +152,9 @@ def _is_state(value: Any) -> bool:
 def _state_dict(content: Any, wanted: str | None, path: Path) -> _Chosen:
     """The state dict that `wanted` names, or else the preferred one."""
     if not isinstance(content, Mapping):
-        raise ModelError(f"{path} holds a {type(content).__name__}; expected a dict of tensors")
+        raise ModelError(
+            f"{path} holds a {type(content).__name__}; expected a dict of tensors"
+        )
     states = _state_dicts(content)
     if _is_state(content):
         states[""] = _tensors(content)
@@ -162,7 +168,8 @@ def _state_dict(content: Any, wanted: str | None, path: Path) -> _Chosen:
         if not ranked:
             held = ", ".join(map(str, list(content)[:8])) or "nothing"
             raise ModelError(f"{path} holds no state dict; its keys are: {held}")
-        key, others = ranked[0], [name for name in states if name and name != ranked[0]]
+        key = ranked[0]
+        others = [name for name in states if name and name != ranked[0]]
         return _Chosen(key, states[key], others)
     if wanted in states:
         return _Chosen(
@@ -193,7 +200,9 @@ def preferred_state(content: Any, who: str) -> State:
     return _state_dict(content, None, Path(who)).state
 
 
-def _state_dicts(content: Mapping[Any, Any], above: str = "", depth: int = 2) -> dict[str, State]:
+def _state_dicts(
+    content: Mapping[Any, Any], above: str = "", depth: int = 2
+) -> dict[str, State]:
     """Key -> tensors of each state dict in a file; "a.b" of one within another dict."""
     states: dict[str, State] = {}
     for name, value in content.items():
@@ -267,8 +276,15 @@ class Layout:
         rows."""
         mean, std = self.normalisation
         crop = 1.0 if rows > self.whole_above else CROPPED
-        own = {"mean": mean, "std": std, "interpolation": self.interpolation, "crop_pct": crop}
-        return own if self.crop_mode is None else {**own, "crop_mode": self.crop_mode}
+        own = {
+            "mean": mean,
+            "std": std,
+            "interpolation": self.interpolation,
+            "crop_pct": crop,
+        }
+        if self.crop_mode is None:
+            return own
+        return {**own, "crop_mode": self.crop_mode}
 
 
 # Sources: the evaluation transforms of the authors' repositories.
@@ -286,7 +302,11 @@ BEIT = Layout(
     "BEiT",
     HALF,
     whole_above=383,
-    args={"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False, "global_pool": "token"},
+    args={
+        "use_shared_rel_pos_bias": True,
+        "use_rel_pos_bias": False,
+        "global_pool": "token",
+    },
 )
 BEIT2 = replace(BEIT, name="BEiT v2", normalisation=IMAGENET)
 CLIP = Layout("CLIP", CLIP_IMAGES, whole_above=0, sure=False)
@@ -294,7 +314,9 @@ SIGLIP = Layout("SigLIP", HALF, whole_above=0, crop_mode="squash", sure=False)
 QUICK_GELU = {"act_layer": "quick_gelu"}
 
 
-def recognise(content: Mapping[str, Any], key: str, state: Mapping[str, Any]) -> Layout | None:
+def recognise(
+    content: Mapping[str, Any], key: str, state: Mapping[str, Any]
+) -> Layout | None:
     """The layout of a file, None for one that is not known; key: of the state dict that is taken,
     "" for the file itself."""
     for name in state:
@@ -303,12 +325,20 @@ def recognise(content: Mapping[str, Any], key: str, state: Mapping[str, Any]) ->
         if ".visual." in f".{name}":
             return _clip(state)
     names = {_bare(name): x for name, x in state.items()}
-    if {"storage_tokens", "rope_embed.periods", "blocks.0.attn.qkv.weight"} <= names.keys():
-        return DINOV3 if "blocks.0.attn.qkv.bias" in names else replace(DINOV3, args={})
+    if {
+        "storage_tokens",
+        "rope_embed.periods",
+        "blocks.0.attn.qkv.weight",
+    } <= names.keys():
+        if "blocks.0.attn.qkv.bias" in names:
+            return DINOV3
+        return replace(DINOV3, args={})
     if "mask_token" in names:
         return _masked(names)
     if {"student", "teacher"} <= content.keys():
-        return DINO if any(x.startswith(("head.mlp.", "head.last_layer.")) for x in names) else None
+        if any(x.startswith(("head.mlp.", "head.last_layer.")) for x in names):
+            return DINO
+        return None
     if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= names.keys():
         return None
     if {"dist_token", "head_dist.weight"} <= names.keys():
@@ -337,9 +367,13 @@ def _masked(names: Mapping[str, Any]) -> Layout | None:
     if {"decoder_embed.weight", "decoder_pos_embed"} <= names.keys():
         return MAE
     if "rel_pos_bias.relative_position_bias_table" in names:
-        return BEIT2 if any(x.startswith("cls_pt_layers.") for x in names) else BEIT
+        if any(x.startswith("cls_pt_layers.") for x in names):
+            return BEIT2
+        return BEIT
     rotary = any(name.startswith("rope_embed.") for name in names)
-    return DINOV2 if "blocks.0.ls1.gamma" in names and not rotary else None
+    if "blocks.0.ls1.gamma" in names and not rotary:
+        return DINOV2
+    return None
 
 
 def _moco(state: Mapping[str, Any]) -> Layout:
@@ -347,7 +381,9 @@ def _moco(state: Mapping[str, Any]) -> Layout:
     timm's has 6 of 64."""
     widths = set(_sizes(state, "base_encoder.patch_embed.proj.weight"))
     small = widths == {MOCO_SMALL}
-    return replace(MOCO, args={"num_heads": MOCO_HEADS}) if small else MOCO
+    if small:
+        return replace(MOCO, args={"num_heads": MOCO_HEADS})
+    return MOCO
 
 
 def _clip(state: Mapping[str, Any]) -> Layout | None:

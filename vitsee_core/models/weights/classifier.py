@@ -24,7 +24,9 @@ from vitsee_core.models.weights import POOLS, Classifier, HeadWeights
 from vitsee_core.types import Float
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
-TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
+TOLERANCE = (
+    1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
+)
 CLEARLY = 0.5  # the first of two that are right is taken, unless the other's error is below this
 MOST_NORMS = 4
 MOST_SITES = 3
@@ -77,7 +79,9 @@ def late_tokens(
     bias = 0.0 if linear.bias is None else linear.bias.detach().double().numpy()
     scale = float(np.abs(logits - bias).max())
     if not scale > 0:
-        return "its logits are the same for every image: nothing shows how they come about"
+        return (
+            "its logits are the same for every image: nothing shows how they come about"
+        )
     return LateTokens(sites, keeper.tokens, logits, scale)
 
 
@@ -102,7 +106,9 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
     for site in late.sites:
         assert site.layout is not None
         best = None
-        for head in _candidates(site, site.layout, arrays, _norms(model.module, kernel.shape[1])):
+        for head in _candidates(
+            site, site.layout, arrays, _norms(model.module, kernel.shape[1])
+        ):
             found = head.logits(late.tokens[site.name], site.layout)
             gap = float(np.abs(found - late.logits).max()) / late.scale
             closest = min(closest, gap)
@@ -181,7 +187,8 @@ def _readings(norm: nn.Module) -> list[tuple[str, float, dict[str, NDArray[np.fl
         if isinstance(value, Tensor):
             own[array] = value.detach().float().numpy().copy()
     eps = float(getattr(norm, "eps", None) or 0.0)
-    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    mean = getattr(norm, "running_mean", None)
+    variance = getattr(norm, "running_var", None)
     if isinstance(mean, Tensor) and isinstance(variance, Tensor):
         scale = 1 / np.sqrt(variance.double().numpy() + eps)
         if "head_norm_scale" in own:
@@ -225,13 +232,22 @@ class AttentionPooled:
         return self._classify(alone).reshape(*tokens.shape[:-1], self.n_classes)
 
     def record(self) -> dict[str, Any]:
-        return {"site": self.site, "pool": self.pool, "from": "the model", "error": self.error}
+        return {
+            "site": self.site,
+            "pool": self.pool,
+            "from": "the model",
+            "error": self.error,
+        }
 
     def _classify(self, tokens: NDArray[Any]) -> Float:
         with torch.inference_mode():
             parts = [
-                self.after(self.pooling(self.norm(torch.from_numpy(part.astype(np.float32)))))
-                for part in (tokens[at : at + _AT_ONCE] for at in range(0, len(tokens), _AT_ONCE))
+                self.after(
+                    self.pooling(self.norm(torch.from_numpy(part.astype(np.float32))))
+                )
+                for part in (
+                    tokens[at : at + _AT_ONCE] for at in range(0, len(tokens), _AT_ONCE)
+                )
             ]
         return torch.cat(parts).double().numpy()
 
@@ -240,11 +256,14 @@ def find_attention_pooled(model: LoadedModel, table: SiteTable) -> AttentionPool
     """The classifier of a model on the CPU that pools its last block's tokens by attention, or why
     it has none."""
     module = model.module
-    pooling, norm = getattr(module, "attn_pool", None), getattr(module, "norm", None)
+    pooling = getattr(module, "attn_pool", None)
+    norm = getattr(module, "norm", None)
     if not isinstance(pooling, nn.Module) or not isinstance(norm, nn.Module):
         return "the model pools its tokens by no attention"
     if getattr(pooling, "pos_embed", None) is not None:
-        return "its attention pooling adds positions, so that no token can be read by itself"
+        return (
+            "its attention pooling adds positions, so that no token can be read by itself"
+        )
     linear = linear_of(module)
     if isinstance(linear, str):
         return linear

@@ -69,7 +69,11 @@ def kind_of_file(path: Path) -> str:
     if text[:1] in (b"{", b"["):
         return _json(path)
     if text[:1] == b"<":
-        page = "an HTML page" if b"<html" in text.lower() or b"<!doctype" in text.lower() else "XML"
+        page = (
+            "an HTML page"
+            if b"<html" in text.lower() or b"<!doctype" in text.lower()
+            else "XML"
+        )
         return f"{page}, as a server sends in place of a file: download it again"
     return ""
 

@@ -32,27 +32,45 @@ from vitsee_core.models.weights.names import (
     without_wrappers,
 )
 from vitsee_core.models.weights.origins import Origins
-from vitsee_core.models.weights.positions import Conversion, Resampling, fit_positions, resized
+from vitsee_core.models.weights.positions import (
+    Conversion,
+    Resampling,
+    fit_positions,
+    resized,
+)
 
 State = dict[str, Tensor]
 Convert = Callable[..., Any]
 # Children of a model that are its classifier, where the model itself does not say which is.
 CLASSIFIER_WORDS = frozenset(
     {
-        "head", "heads", "fc", "classifier", "cls_classifier", "distillation_classifier",
-        "head_dist", "aux_head", "AuxLogits",
+        "head",
+        "heads",
+        "fc",
+        "classifier",
+        "cls_classifier",
+        "distillation_classifier",
+        "head_dist",
+        "aux_head",
+        "AuxLogits",
     }
-)  # fmt: skip
+)
 # transformers' layer over the class token, which its encoders are published without.
 _POOLER = "pooler."
 _FLOATS = tuple(
     getattr(torch, name)
     for name in (
-        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-        "float8_e4m3fnuz", "float8_e5m2fnuz",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
     )
     if hasattr(torch, name)
-)  # fmt: skip
+)
 EXPECTED = (
     "expected all but the classifier: try another MODEL or --model-arg (random weights are "
     "--random-init SEED)"
@@ -118,10 +136,14 @@ def require_fit(
         if names
     ]
     if problems:
-        raise ModelError(f"{who} does not fit this model: {'; '.join(problems)}; {expected}")
+        raise ModelError(
+            f"{who} does not fit this model: {'; '.join(problems)}; {expected}"
+        )
 
 
-def require_numbers(who: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def require_numbers(
+    who: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> None:
     """Refuse tensors whose values are not those that the model computes with: integers of quantised
     weights, complex numbers, and those without values. own: the model's tensors that they become.
 
@@ -145,7 +167,13 @@ def stored_type_problem(who: str, name: str, kind: str) -> str:
 def _no_numbers(x: Tensor, own: Tensor) -> str | None:
     kind = str(x.dtype).removeprefix("torch.")
     if x.is_quantized or x.layout != torch.strided or x.is_meta:
-        how = "a quantised" if x.is_quantized else "a sparse" if not x.is_meta else "an empty"
+        how = (
+            "a quantised"
+            if x.is_quantized
+            else "a sparse"
+            if not x.is_meta
+            else "an empty"
+        )
         return f"{how} tensor ({kind})"
     if own.is_floating_point() and x.dtype not in _FLOATS:
         return f"{kind} where the model has {str(own.dtype).removeprefix('torch.')}"
@@ -198,7 +226,9 @@ def fit(
     tables, notes = fit_positions(model, conversion, resampling, who)
     used = frozenset().union(*sources.values())
     unused = [name for name in kept if name not in used]
-    result = Fit(tensors, group.prefix, [other.label or "(no prefix)" for other in others])
+    result = Fit(
+        tensors, group.prefix, [other.label or "(no prefix)" for other in others]
+    )
     result.notes = notes
     _judge(model, result, unused, set(converted), who, whole)
     if not alone:
@@ -265,19 +295,25 @@ def _foreign_groups(
     prefixes = {""}
     for name in cut:
         words = name.split(".")
-        prefixes |= {".".join(words[:n]) + "." for n in range(1, min(len(words), MAX_PREFIX_WORDS))}
+        prefixes |= {
+            ".".join(words[:n]) + "." for n in range(1, min(len(words), MAX_PREFIX_WORDS))
+        }
     counts = Counter({p: sum(name.startswith(p) for name in cut) for p in prefixes})
     likely = [p for p, n in counts.items() if n >= MIN_SHARE * len(cut)]
     groups: list[tuple[int, Group]] = []
     for prefix in sorted(likely, key=len):
-        inside = {name[len(prefix) :]: cut[name] for name in cut if name.startswith(prefix)}
+        inside = {
+            name[len(prefix) :]: cut[name] for name in cut if name.startswith(prefix)
+        }
         if convert is None:
             hits = 0
         else:
             part = {clean: state[name] for clean, name in inside.items()}
             try:
                 converted = _call(convert, part, model)
-            except Exception:  # not this layout; whatever is wrong shows with the chosen prefix
+            except (
+                Exception
+            ):  # not this layout; whatever is wrong shows with the chosen prefix
                 converted = {}
             hits = sum(name in own for name in converted)
         groups.append((hits, Group(prefix, inside)))
@@ -341,7 +377,8 @@ def _judge(
 ) -> None:
     """Refuse what does not fit; fill in `missing` and `left_over`. unused: the file's names inside
     the prefix that became nothing of the model's; converted: all names after the conversion."""
-    own, heads = model.state_dict(), classifier_names(model)
+    own = model.state_dict()
+    heads = classifier_names(model)
     sizes = {
         name: f"{name} {tuple(x.shape)} for {tuple(own[name].shape)}"
         for name, x in result.tensors.items()
@@ -353,7 +390,9 @@ def _judge(
     buffers = {name for name, _ in model.named_buffers()}
     children = {name for name, _ in model.named_children()}
     left = [
-        name for name in unused if name not in buffers and name.split(".")[-1] not in FIXED_TABLES
+        name
+        for name in unused
+        if name not in buffers and name.split(".")[-1] not in FIXED_TABLES
     ]
     # A conversion drops whole parts of a publication (the text's tower); of the model's own blocks
     # it must not.
@@ -372,7 +411,9 @@ def _judge(
     for name in sizes if whole else ():
         if name.startswith(heads):
             del result.tensors[name]
-    result.missing = [n for n in own if n in absent or (n in sizes and n.startswith(heads))]
+    result.missing = [
+        n for n in own if n in absent or (n in sizes and n.startswith(heads))
+    ]
     result.left_over = left + [text for n, text in sizes.items() if n.startswith(heads)]
 
 

@@ -33,7 +33,9 @@ _LAYERS = (torch.conv2d, nn.functional.linear)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation")
 SINE_COSINE = "sine-cosine"
 _SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
-LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
+LEARNED = "learned"
+FIXED = "fixed"
+COMPUTED = "computed"
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class _FirstLayers(TorchFunctionMode):
         super().__init__()
         self.found: list[InputArray] = []
         self.refused = ""
-        self._inside, self._size = inside, size
+        self._inside = inside
+        self._size = size
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,7 +99,8 @@ class _FirstLayers(TorchFunctionMode):
         given = dict(kwargs or {})
         if func in _LAYERS:
             named = dict(zip(_ARGUMENTS, args, strict=False)) | given
-            weight, dilation = named["weight"], named.get("dilation", 1)
+            weight = named["weight"]
+            dilation = named.get("dilation", 1)
             apart = (dilation, dilation) if isinstance(dilation, int) else tuple(dilation)
             pixels = _cells(named["input"], weight.shape, apart)
             values = _over_pixels(weight.flatten(1), pixels, self._size)
@@ -128,12 +132,17 @@ def _over_pixels(
     is; None unless the inputs are the numbers of a rectangle's pixels, each once."""
     numbers = pixels.double().numpy()
     whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
-    if not whole or len(numbers) != weight.shape[1] or len(np.unique(numbers)) != len(numbers):
+    if (
+        not whole
+        or len(numbers) != weight.shape[1]
+        or len(np.unique(numbers)) != len(numbers)
+    ):
         return None
     if numbers.min() < 0 or numbers.max() >= np.prod(size):
         return None
     channel, row, col = np.unravel_index(numbers.astype(np.int64), size)
-    row, col = row - row.min(), col - col.min()
+    row = row - row.min()
+    col = col - col.min()
     shape = (size[0], int(row.max()) + 1, int(col.max()) + 1)
     if np.prod(shape) != len(numbers):
         return None
@@ -161,7 +170,9 @@ def find_positions(model: LoadedModel) -> InputArray | str:
         if effect is None:
             continue
         call, change = effect
-        if len(change) != 2 or not torch.allclose(change[0], change[1], rtol=0, atol=1e-3):
+        if len(change) != 2 or not torch.allclose(
+            change[0], change[1], rtol=0, atol=1e-3
+        ):
             continue  # not a sum, or seen only where attention has used it
         grid = _on_grid(change[0], model)
         if grid is not None and not grid.any():
@@ -194,7 +205,9 @@ def is_sine_cosine(values: NDArray[np.floating[Any]]) -> bool:
     if dim % 4:
         return False
     waves = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
-    down, across = (np.cos(np.multiply.outer(np.arange(n), waves)).sum(-1) for n in (rows, cols))
+    down, across = (
+        np.cos(np.multiply.outer(np.arange(n), waves)).sum(-1) for n in (rows, cols)
+    )
     lines = np.abs(np.subtract.outer(np.arange(rows), np.arange(rows)))
     columns = np.abs(np.subtract.outer(np.arange(cols), np.arange(cols)))
     wanted = down[lines][:, None, :, None] + across[columns][None, :, None, :]
@@ -231,10 +244,13 @@ def _in_order(
     patch and one in the bottom left patch are seen most in those quarters."""
     channels, height, width = model.input_size
     rows, cols = shape[:2]
-    down, across = max(height // rows, 1), max(width // cols, 1)
+    down = max(height // rows, 1)
+    across = max(width // cols, 1)
     images = torch.zeros(2, channels, height, width)
     before = runner.entering(call, images)
-    noise = torch.randn(channels, down, across, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(
+        channels, down, across, generator=torch.Generator().manual_seed(1)
+    )
     images[0, :, :down, -across:] = noise
     images[1, :, -down:, :across] = noise
     change = runner.entering(call, images) - before
@@ -243,7 +259,9 @@ def _in_order(
         if grid is None or not grid.any():
             return False
         row, col = np.unravel_index(np.abs(grid).sum(-1).argmax(), shape[:2])
-        if (rows > 1 and (row < rows / 2) != top) or (cols > 1 and (col < cols / 2) == top):
+        if (rows > 1 and (row < rows / 2) != top) or (
+            cols > 1 and (col < cols / 2) == top
+        ):
             return False
     return True
 
@@ -275,13 +293,15 @@ class PerturbationRunner:
     """Runs a model repeatedly on the same images and captures the inputs of its modules."""
 
     def __init__(self, module: nn.Module, images: Tensor) -> None:
-        self.module, self.images = module, images
+        self.module = module
+        self.images = images
         self.plain: list[tuple[Any, ...]] = []
 
     def candidates(self) -> Iterator[Candidate]:
         """Tensors that belong to no layer and to no block, with several positions; and modules
         that return a tensor and take none."""
-        found, makers = [], {}
+        found = []
+        makers = {}
         for path, child in self.module.named_modules():
             if is_leaf(child) or any(part in CONTAINERS for part in path.split(".")):
                 continue
@@ -291,7 +311,10 @@ class PerturbationRunner:
                 (FIXED, child.named_buffers(recurse=False)),
             ):
                 for name, tensor in tensors:
-                    if tensor.is_floating_point() and sum(n > 1 for n in tensor.shape) > 1:
+                    if (
+                        tensor.is_floating_point()
+                        and sum(n > 1 for n in tensor.shape) > 1
+                    ):
                         full = f"{path}.{name}" if path else name
                         found.append(Candidate(full, kind, _changed_tensor(tensor)))
         made = self._first_run(makers)
@@ -311,7 +334,9 @@ class PerturbationRunner:
         if seen is None:
             return None
         before = self.entering(seen[0])
-        return None if before.shape != seen[1].shape else (seen[0], seen[1] - before)
+        if before.shape != seen[1].shape:
+            return None
+        return (seen[0], seen[1] - before)
 
     def share(self, candidates: Sequence[Candidate], call: int) -> Tensor:
         """The share that candidates have in the input of a call, for an image of zeros."""
@@ -373,7 +398,9 @@ def _fingerprint(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), float(wide.sum()), float(wide.abs().sum())
 
 
-def _changed_tensor(tensor: Tensor) -> Callable[[float, float], AbstractContextManager[None]]:
+def _changed_tensor(
+    tensor: Tensor,
+) -> Callable[[float, float], AbstractContextManager[None]]:
     @contextmanager
     def changed(a: float, b: float) -> Iterator[None]:
         with torch.no_grad():
@@ -387,7 +414,9 @@ def _changed_tensor(tensor: Tensor) -> Callable[[float, float], AbstractContextM
     return changed
 
 
-def _changed_output(module: nn.Module) -> Callable[[float, float], AbstractContextManager[None]]:
+def _changed_output(
+    module: nn.Module,
+) -> Callable[[float, float], AbstractContextManager[None]]:
     @contextmanager
     def changed(a: float, b: float) -> Iterator[None]:
         with module.register_forward_hook(lambda _m, _i, output: output * a + b):

@@ -13,42 +13,102 @@ from vitsee_core.models.weights.names import without_wrappers
 
 # First words of what stands beside an encoder.
 _MASK = frozenset({"mask_token", "mask_tokens"})
-_DECODER = frozenset({"decoder", "decoders", "mask_decoder", "prompt_encoder", "neck", "necks"})
+_DECODER = frozenset(
+    {"decoder", "decoders", "mask_decoder", "prompt_encoder", "neck", "necks"}
+)
 _PROJECTION = frozenset(
     {
-        "proj", "projector", "projectors", "projection", "projections", "visual_projection",
-        "text_projection", "image_projection", "vision_proj", "text_proj", "image_proj",
-        "predictor", "prototypes", "student_proj", "teacher_proj", "multi_modal_projector",
-        "queue", "queue_ptr", "queue_l", "centroids", "center",
+        "proj",
+        "projector",
+        "projectors",
+        "projection",
+        "projections",
+        "visual_projection",
+        "text_projection",
+        "image_projection",
+        "vision_proj",
+        "text_proj",
+        "image_proj",
+        "predictor",
+        "prototypes",
+        "student_proj",
+        "teacher_proj",
+        "multi_modal_projector",
+        "queue",
+        "queue_ptr",
+        "queue_l",
+        "centroids",
+        "center",
     }
-)  # fmt: skip
+)
 _TEXT = frozenset(
     {
-        "text", "text_model", "text_encoder", "text_decoder", "textual", "text_embed",
-        "token_embedding", "ln_final", "language_model", "logit_scale", "logit_bias",
-        "input_resolution", "context_length", "vocab_size", "qformer", "query_tokens", "tokenizer",
-        "bert", "lm", "llm", "image_newline",
+        "text",
+        "text_model",
+        "text_encoder",
+        "text_decoder",
+        "textual",
+        "text_embed",
+        "token_embedding",
+        "ln_final",
+        "language_model",
+        "logit_scale",
+        "logit_bias",
+        "input_resolution",
+        "context_length",
+        "vocab_size",
+        "qformer",
+        "query_tokens",
+        "tokenizer",
+        "bert",
+        "lm",
+        "llm",
+        "image_newline",
     }
-)  # fmt: skip
+)
 _HEAD = frozenset(
     {
-        "head", "heads", "fc", "classifier", "classifiers", "cls_classifier",
-        "distillation_classifier", "pooler", "pre_logits", "cls_pt_layers", "local_cls_norm",
-        "linear_classifier", "logits",
+        "head",
+        "heads",
+        "fc",
+        "classifier",
+        "classifiers",
+        "cls_classifier",
+        "distillation_classifier",
+        "pooler",
+        "pre_logits",
+        "cls_pt_layers",
+        "local_cls_norm",
+        "linear_classifier",
+        "logits",
     }
-)  # fmt: skip
+)
 _HEAD_ENDINGS = ("_head", "_heads", "_classifier")
 # Of losses and metrics of a training loop, beside the model.
-_TRAINING = frozenset({"criterion", "loss", "loss_fn", "metrics", "n_averaged", "teacher_temp"})
+_TRAINING = frozenset(
+    {"criterion", "loss", "loss_fn", "metrics", "n_averaged", "teacher_temp"}
+)
 _TRAINING_ENDINGS = ("_loss", "_metric", "_metrics", "_acc", "_accuracy", "acc1", "acc5")
 # Tables that follow from sizes, and counters: last words.
 FIXED_TABLES = frozenset(
     {
-        "relative_position_index", "relative_coords_table", "attn_mask", "position_ids",
-        "num_batches_tracked", "bias_mask", "total_ops", "total_params", "periods", "inv_freq",
-        "attention_bias_idxs", "freqs_cos", "freqs_sin", "freqs_cis", "freqs",
+        "relative_position_index",
+        "relative_coords_table",
+        "attn_mask",
+        "position_ids",
+        "num_batches_tracked",
+        "bias_mask",
+        "total_ops",
+        "total_params",
+        "periods",
+        "inv_freq",
+        "attention_bias_idxs",
+        "freqs_cos",
+        "freqs_sin",
+        "freqs_cis",
+        "freqs",
     }
-)  # fmt: skip
+)
 # In OpenAI's layout the text's tower has these names, beside `visual.`.
 _TEXT_BESIDE_VISUAL = frozenset({"transformer", "positional_embedding"})
 
@@ -57,7 +117,8 @@ def is_known(name: str) -> bool:
     """Whether a tensor that the model has no use for may be left over. name: as below the model's
     own prefix."""
     words = without_wrappers(name.split(".")) or [name]
-    first, last = words[0], words[-1]
+    first = words[0]
+    last = words[-1]
     if last in FIXED_TABLES:
         return True
     if first in _MASK or last in _MASK:
@@ -89,7 +150,11 @@ def is_known_beside(name: str, prefixes: Sequence[str]) -> bool:
         while n < min(len(copy), len(words) - 1) and copy[n] == words[n]:
             n += 1
         shared = max(shared, n)
-    if prefixes and "visual" in prefixes[0].split(".") and words[shared] in _TEXT_BESIDE_VISUAL:
+    if (
+        prefixes
+        and "visual" in prefixes[0].split(".")
+        and words[shared] in _TEXT_BESIDE_VISUAL
+    ):
         return True
     # Also a part that the loop keeps by a name of its own, `student.head`.
     rest = words[shared:]

@@ -31,7 +31,18 @@ WRAPPER_WORDS = frozenset(
 COPY_ORDER = ("teacher", "base_encoder", "online", "student")
 # Words of averaged copies, between dots or underscores.
 AVERAGED = frozenset(
-    {"ema", "averaged", "average", "avg", "swa", "momentum", "target", "shadow", "k", "slow"}
+    {
+        "ema",
+        "averaged",
+        "average",
+        "avg",
+        "swa",
+        "momentum",
+        "target",
+        "shadow",
+        "k",
+        "slow",
+    }
 )
 # A group of names is another copy of the model if it has this share of what the fullest one has.
 COPY_SHARE = 0.9
@@ -62,7 +73,11 @@ class Group:
 def without_wrappers(words: Iterable[str], own_words: Collection[str] = ()) -> list[str]:
     """The words of a name that no wrapper put there. own_words: kept, because the model has them
     in its names."""
-    return [word for word in words if word and (word not in WRAPPER_WORDS or word in own_words)]
+    return [
+        word
+        for word in words
+        if word and (word not in WRAPPER_WORDS or word in own_words)
+    ]
 
 
 def is_averaged(name: str) -> bool:
@@ -106,12 +121,15 @@ def groups_of(names: Sequence[str], own_names: Collection[str]) -> list[Group]:
                 n += 1
             raw = ".".join(words[:n]) + "." * bool(n)
             prefix = ".".join(without_wrappers(words[:n], own_words))
-            if rest in hits[prefix]:  # `module.x` beside `x`: copies that wrappers alone tell apart
+            if (
+                rest in hits[prefix]
+            ):  # `module.x` beside `x`: copies that wrappers alone tell apart
                 prefix = raw
             hits[prefix][rest] = name
             raw_prefixes[prefix][raw] += 1
             break
     found = [
-        Group(raw_prefixes[prefix].most_common(1)[0][0], inside) for prefix, inside in hits.items()
+        Group(raw_prefixes[prefix].most_common(1)[0][0], inside)
+        for prefix, inside in hits.items()
     ]
     return sorted(found, key=lambda group: -len(group.names))

@@ -26,7 +26,9 @@ class Origins(TorchFunctionMode):
         super().__init__()
         self._names = {id(x): frozenset({name}) for name, x in state.items()}
         self._interpolated: set[int] = set()
-        self._alive: list[Tensor] = list(state.values())  # an id must not be given away again
+        self._alive: list[Tensor] = list(
+            state.values()
+        )  # an id must not be given away again
         self._storages: set[int] = set()
         self.add_inputs(state)
 
@@ -56,7 +58,9 @@ class Origins(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         names = _NOTHING.union(*(self.of(x) for x in inputs))
-        resampled = func is functional.interpolate or any(map(self.is_interpolated, inputs))
+        resampled = func is functional.interpolate or any(
+            map(self.is_interpolated, inputs)
+        )
         if not names:
             return result
         for leaf in tree_leaves(result):

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.weights.origins import Origins
 
-POSITION_NAMES = ("pos_embed", "position_embedding", "positional_embedding", "pos_embedding")
+POSITION_NAMES = (
+    "pos_embed",
+    "position_embedding",
+    "positional_embedding",
+    "pos_embedding",
+)
 MAX_PREFIX_TOKENS = 64
 
 
@@ -104,7 +109,9 @@ def fit_positions(
                 )
         conversion.tensors[name] = table
         if stored_grid != grid:
-            conversion.tensors[name] = _resampled_table(table, stored_grid, grid, n_prefix)
+            conversion.tensors[name] = _resampled_table(
+                table, stored_grid, grid, n_prefix
+            )
             sizes = f"{stored_grid[0]} x {stored_grid[1]} to {grid[0]} x {grid[1]}"
             resampled.append(f"{name} {sizes}")
     return resampled, notes
@@ -185,7 +192,8 @@ def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
         stored = conversion.only_source(name)
         if stored is None or stored.numel() == x.numel() or conversion.origins.is_part(x):
             continue
-        before, after = tuple(stored.shape), tuple(x.shape)
+        before = tuple(stored.shape)
+        after = tuple(x.shape)
         filters = len(before) == len(after) == 4 and before[:2] == after[:2]
         if filters and not patches:
             raise ModelError(

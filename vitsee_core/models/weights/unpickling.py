@@ -171,7 +171,9 @@ def tensor_of(storage: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> 
     return storage.as_strided(size, stride, offset)
 
 
-def tensor_of_bytes(storage: Tensor, offset: int, size: Any, stride: Any, *more: Any) -> Tensor:
+def tensor_of_bytes(
+    storage: Tensor, offset: int, size: Any, stride: Any, *more: Any
+) -> Tensor:
     """The tensor over bytes, whose type is the third of what follows."""
     _requires_grad, _hooks, dtype = more[:3]
     return storage.view(dtype).as_strided(size, stride, offset)
@@ -286,7 +288,10 @@ def read_skipping(path: Path) -> tuple[Any, list[str]]:
         names = archive.namelist()
         pickled = next(name for name in names if name.endswith("/data.pkl"))
         root = pickled.removesuffix("/data.pkl")
-        if f"{root}/byteorder" in names and archive.read(f"{root}/byteorder") != b"little":
+        if (
+            f"{root}/byteorder" in names
+            and archive.read(f"{root}/byteorder") != b"little"
+        ):
             raise ValueError("its numbers begin with the high byte")
         with archive.open(pickled) as file:
             unpickler = Unpickler(file, Archive(archive, root).storage)

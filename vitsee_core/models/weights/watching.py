@@ -15,7 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.weights.fitting import classifier_names, require_fit, require_numbers
+from vitsee_core.models.weights.fitting import (
+    classifier_names,
+    require_fit,
+    require_numbers,
+)
 
 EXPECTED = (
     "expected code that loads all but the classifier: give it the weights by the model's own names "
@@ -51,7 +55,12 @@ class Loads:
             for name, parameter in module.named_parameters()
             if id(parameter) in unchanged and not name.startswith(heads)
         ]
-        require_fit(who, missing=random, left_over=self.left_over * bool(random), expected=EXPECTED)
+        require_fit(
+            who,
+            missing=random,
+            left_over=self.left_over * bool(random),
+            expected=EXPECTED,
+        )
 
 
 @contextmanager
@@ -65,9 +74,13 @@ def watched_loads(who: str) -> Iterator[Loads]:
     loads = Loads()
     original: Any = nn.Module.load_state_dict
 
-    def load(module: nn.Module, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load(
+        module: nn.Module, state: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         own = dict(module.state_dict())
-        stored = {name: x for name, x in state.items() if name in own and isinstance(x, Tensor)}
+        stored = {
+            name: x for name, x in state.items() if name in own and isinstance(x, Tensor)
+        }
         require_numbers(who, stored, own)
         result = original(module, state, *args, **kwargs)
         parameters = dict(module.named_parameters())

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.attention.recompute import find_rows
+from vitsee_core.figures.patch_maps.photos import SheetImages
+from vitsee_core.figures.patch_maps.views import View, grid_sites
+from vitsee_core.models.provenance import Provenance
 from vitsee_core.pages.explore.contents import StoreContents, read_sites, reference
 from vitsee_core.pages.explore.page import render, steps_of
 from vitsee_core.pages.explore.readouts import answers_of, attention_of
 from vitsee_core.pages.explore.tokens import MOST_BYTES, pack_tokens
-from vitsee_core.models.provenance import Provenance
-from vitsee_core.figures.patch_maps.photos import Shown
-from vitsee_core.figures.patch_maps.views import View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.progress import SILENT, SITE_IMAGES, Progress, counting
 from vitsee_core.runtime.store_selection import select_each
@@ -48,8 +48,11 @@ log = logging.getLogger(__name__)
 
 IMAGES = 12
 RANDOM, DIVERSE, OUTLIERS = PICKS = ("random", "diverse", "outliers")
-SAMPLE, NEIGHBOURS = 5000, 10
-STARTS, ROUNDS = 3, 50  # of k-means
+SAMPLE = 5000
+NEIGHBOURS = 10
+# of k-means
+STARTS = 3
+ROUNDS = 50
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,11 @@ def explore(
         order = np.argsort(steps["numbers"])
         stores = tuple(stores[k] for k in order)
     selected = select_each(stores, sites, grid_sites)
-    rows = choose_images(selected.stores, selected.chosen[0][-1], image, images, pick, seed)
+    rows = choose_images(
+        selected.stores, selected.chosen[0][-1], image, images, pick, seed
+    )
     parts = [
-        _by_time(Shown(store, View.of(store, own), of_store, own))
+        _by_time(SheetImages(store, View.of(store, own), of_store, own))
         for (store, own), of_store in zip(selected.members, rows, strict=True)
     ]
     for part in parts[1:]:
@@ -141,13 +146,17 @@ def explore(
             one.attention = str(missing)
         try:
             if part.times > 1:
-                raise MissingInput("a page of clips has no answers of patches (see vitsee lens)")
+                raise MissingInput(
+                    "a page of clips has no answers of patches (see vitsee lens)"
+                )
             one.answers = answers_of(part, again)
         except MissingInput as missing:
             one.answers = str(missing)
         contents.append(one)
     room = MOST_BYTES - sum(one.attention_bytes for one in contents)
-    packed = iter(pack_tokens([own.tokens for one in contents for own in one.sites], room))
+    packed = iter(
+        pack_tokens([own.tokens for one in contents for own in one.sites], room)
+    )
     for one in contents:
         one.packed = [next(packed) for _ in one.sites]
     guide = reference([own.scores for own in read[0]])
@@ -156,32 +165,47 @@ def explore(
     write_files({place: page.encode()}, force=force)
     errors = [own.error for one in contents for own in one.packed]
     return Explored(
-        place, len(rows[0]), contents[0].shown.store.plan.examples, len(errors),
-        max(error.p99 for error in errors), max(error.largest for error in errors),
-    )  # fmt: skip
+        place,
+        len(rows[0]),
+        contents[0].shown.store.plan.examples,
+        len(errors),
+        max(error.p99 for error in errors),
+        max(error.largest for error in errors),
+    )
 
 
-def _by_time(part: Shown) -> Shown:
+def _by_time(part: SheetImages) -> SheetImages:
     """The part with each place in time of its clips as an image of its own; as it is of images.
 
     Raises:
         SiteError: sites with other numbers of places in time.
     """
     layouts = {site.name: part.store.site(site.name).layout for site in part.sites}
-    times = {name: layout.frames for name, layout in layouts.items() if layout is not None}
+    times = {
+        name: layout.frames for name, layout in layouts.items() if layout is not None
+    }
     numbers = dict.fromkeys(times.values())
     if len(numbers) > 1:
-        a, b = (next(site for site, own in times.items() if own == n) for n in [*numbers][:2])
+        a, b = (
+            next(site for site, own in times.items() if own == n) for n in [*numbers][:2]
+        )
         raise SiteError(
             f"{part.store.label}: {a} has {times[a]} places in time and {b} {times[b]}; explore "
             "shows sites with one number of them: choose these with --sites"
         )
     n_times = next(iter(numbers)) or 1
-    return replace(part, rows=[row for row in part.rows for _ in range(n_times)], times=n_times)
+    return replace(
+        part, rows=[row for row in part.rows for _ in range(n_times)], times=n_times
+    )
 
 
 def choose_images(
-    stores: Sequence[Store], last: SiteSpec, names: Sequence[str], n: int, pick: str, seed: int
+    stores: Sequence[Store],
+    last: SiteSpec,
+    names: Sequence[str],
+    n: int,
+    pick: str,
+    seed: int,
 ) -> list[list[int]]:
     """Each store's rows of the images to show, the same images in the same order.
 
@@ -198,7 +222,9 @@ def choose_images(
         VitseeError: a store has no such image; an unknown word.
     """
     if pick not in PICKS:
-        raise VitseeError(f"no way to pick images {pick!r}; expected one of: {', '.join(PICKS)}")
+        raise VitseeError(
+            f"no way to pick images {pick!r}; expected one of: {', '.join(PICKS)}"
+        )
     if n < 1 and not names:
         raise VitseeError(f"{n} images were asked for; expected a positive number")
     first, *others = stores
@@ -210,7 +236,9 @@ def choose_images(
         paired = paired_rows(stores, choose_rows(first), pair_by="id")[0]
         own = paired[first.manifest.store_id]
         if not len(own):
-            raise StoreMismatch(f"{first.label} has no image that could be read in every store")
+            raise StoreMismatch(
+                f"{first.label} has no image that could be read in every store"
+            )
         at = _picked(first, last, own, n, pick, seed)
         found = [paired[store.manifest.store_id][at].tolist() for store in stores]
     for other, rows in zip(others, found[1:], strict=True):
@@ -224,7 +252,9 @@ def choose_images(
     return found
 
 
-def _picked(store: Store, site: SiteSpec, rows: Integers, n: int, pick: str, seed: int) -> Integers:
+def _picked(
+    store: Store, site: SiteSpec, rows: Integers, n: int, pick: str, seed: int
+) -> Integers:
     """(at most n,) places in `rows`."""
     rng = np.random.default_rng(seed)
     sample = rng.permutation(len(rows))[:SAMPLE]
@@ -241,8 +271,11 @@ def _picked(store: Store, site: SiteSpec, rows: Integers, n: int, pick: str, see
             f"{int(good.sum())} images of {store.label} have a vector in {site.name}: {n} cannot "
             f"be picked by it (use --pick {RANDOM})"
         )
-    sample, units = sample[good], vectors[good] / lengths[good, np.newaxis]
-    found: Integers = sample[_central(units, n, seed) if pick == DIVERSE else _lonely(units, n)]
+    sample = sample[good]
+    units = vectors[good] / lengths[good, np.newaxis]
+    found: Integers = sample[
+        _central(units, n, seed) if pick == DIVERSE else _lonely(units, n)
+    ]
     return found
 
 
@@ -250,9 +283,12 @@ def _central(units: Float32, n: int, seed: int) -> Integers:
     """(n,) of each of n groups the vector nearest to its mean."""
     from scipy.cluster.vq import kmeans2  # takes a fifth of scikit-learn's time to import
 
-    rng, found = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    found = []
     for _ in range(STARTS):
-        with warnings.catch_warnings():  # of groups that are empty, as where vectors are equal
+        with (
+            warnings.catch_warnings()
+        ):  # of groups that are empty, as where vectors are equal
             warnings.simplefilter("ignore", UserWarning)
             means, labels = kmeans2(units, n, ROUNDS, minit="++", seed=rng)
         off = (means**2).sum(1) - 2 * units @ means.T  # squared distances less 1

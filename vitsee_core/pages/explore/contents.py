@@ -14,6 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.figures.patch_maps.colours import (
+    CHANNELS,
+    FEWEST,
+    Colours,
+    matched,
+    rotation_to,
+)
+from vitsee_core.figures.patch_maps.photos import SheetImages
+from vitsee_core.figures.patch_maps.views import Edges
 from vitsee_core.pages.explore.readouts import (
     BlockAttention,
     SiteAnswers,
@@ -29,10 +39,6 @@ from vitsee_core.pages.explore.tokens import (
     pooled,
     pooled_side,
 )
-from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.figures.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
-from vitsee_core.figures.patch_maps.photos import Shown
-from vitsee_core.figures.patch_maps.views import Edges
 from vitsee_core.runtime.lanes import n_lanes
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.statistics.covariance import CovarianceSums, principal_axes
@@ -40,7 +46,7 @@ from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Float32, Mask
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import described_weights, few
+from vitsee_stores.manifest import abbreviate, described_weights
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
@@ -54,13 +60,15 @@ class Scores:
     """The first three scores of a site's patches. of: (images, cells, 3), NaN where a patch does
     not count; explained: their share of the variance, NaN where all patches are alike."""
 
-    shown: Shown
+    shown: SheetImages
     layout: TokenLayout
     of: Float
     explained: float
 
 
-def scores_of(shown: Shown, layout: TokenLayout, x: Float32, counts: Mask) -> Scores | None:
+def scores_of(
+    shown: SheetImages, layout: TokenLayout, x: Float32, counts: Mask
+) -> Scores | None:
     """Scores of patches (images, cells, dim); None where fewer than two count, or with fewer
     channels than colours have.
 
@@ -82,12 +90,14 @@ def scores_of(shown: Shown, layout: TokenLayout, x: Float32, counts: Mask) -> Sc
 def colours_of(scores: Scores, guide: Scores | None) -> NDArray[np.uint8]:
     """(images, cells, 3) red, green and blue, turned to be nearest to the guide's where that has
     patches enough in the same places; 0 where a patch does not count."""
-    turned, n = None, 0
+    turned = None
+    n = 0
     if guide is not None and guide is not scores:
         pairs = [_pair(scores, guide, k) for k in range(len(scores.of))]
         own, lead = (np.concatenate(some) for some in zip(*pairs, strict=True))
         if len(own) >= FEWEST:
-            turned, n = rotation_to(own, lead), len(own)
+            turned = rotation_to(own, lead)
+            n = len(own)
     colours = Colours.of(scores.of[~np.isnan(scores.of[..., 0])], turned, n)
     found = np.nan_to_num(colours(scores.of))
     return np.rint(255 * found).astype(np.uint8)
@@ -95,8 +105,11 @@ def colours_of(scores: Scores, guide: Scores | None) -> NDArray[np.uint8]:
 
 def _pair(scores: Scores, guide: Scores, k: int) -> tuple[Float, Float]:
     """Scores of both in the places of the guide's patches of image k."""
-    own, lead = scores.shown, guide.shown
-    at = own.view.cells_like(scores.layout, own.rows[k], lead.view, guide.layout, lead.rows[k])
+    own = scores.shown
+    lead = guide.shown
+    at = own.view.cells_like(
+        scores.layout, own.rows[k], lead.view, guide.layout, lead.rows[k]
+    )
     return matched(scores.of[k], ~np.isnan(scores.of[k, :, 0]), at, guide.of[k])
 
 
@@ -135,7 +148,7 @@ class StoreContents:
     """One store on the page. attention, answers: what there is, or why there is none; packed:
     the tokens of each site, once all stores are read."""
 
-    shown: Shown
+    shown: SheetImages
     sites: list[SiteContents]
     attention: list[BlockAttention] | str
     answers: Mapping[str, SiteAnswers] | str
@@ -171,7 +184,9 @@ class StoreContents:
         turned to."""
         scores = [own.scores for own in self.sites if own.scores is not None]
         found = {
-            "tokens": pack([part for own in self.packed for part in (own.along, own.codes)]),
+            "tokens": pack(
+                [part for own in self.packed for part in (own.along, own.codes)]
+            ),
             "norms": pack([bfloat16(own.norms) for own in self.sites]),
             "colours": pack([colours_of(own, guide) for own in scores]),
         }
@@ -184,7 +199,9 @@ class StoreContents:
         if not isinstance(self.answers, str):
             names = [own.site.name for own in self.sites if own.site.name in self.answers]
             numbers = [self.answers[name] for name in names]
-            found["lens"] = pack([part for one in numbers for part in (one.classes, one.shares)])
+            found["lens"] = pack(
+                [part for one in numbers for part in (one.classes, one.shares)]
+            )
         return found
 
     def classes(self) -> set[int]:
@@ -205,9 +222,13 @@ class StoreContents:
             "channels": site.dim,
             "dims": len(packed.codes),
             "step": packed.step,
-            "error": {name: round(value, 6) for name, value in asdict(packed.error).items()},
+            "error": {
+                name: round(value, 6) for name, value in asdict(packed.error).items()
+            },
             "colours": explained is not None,
-            "explained": None if explained is None or np.isnan(explained) else round(explained, 4),
+            "explained": None
+            if explained is None or np.isnan(explained)
+            else round(explained, 4),
             "lens": not isinstance(self.answers, str) and site.name in self.answers,
             **self._grid(own.layout, frames),
         }
@@ -219,18 +240,21 @@ class StoreContents:
         depths = {own.site.block: own.site.rel_depth for own in self.sites}
         blocks = []
         for own in self.attention:
-            block, layout = own.block, own.block.layout
+            block = own.block
+            layout = own.block.layout
             assert layout.grid is not None
-            blocks.append({
-                "name": visible(block.site),
-                "words": visible(site_words(block.site, block.site)),
-                "short": visible(short_name(block.site, block.site)),
-                "rel_depth": depths.get(block.site, block.rel_depth),
-                "heads": own.heads.shape[1],
-                "queries": None if own.patches is None else query_cells(layout.grid),
-                "step": query_step(layout.grid),
-                **self._grid(layout, frames),
-            })  # fmt: skip
+            blocks.append(
+                {
+                    "name": visible(block.site),
+                    "words": visible(site_words(block.site, block.site)),
+                    "short": visible(short_name(block.site, block.site)),
+                    "rel_depth": depths.get(block.site, block.rel_depth),
+                    "heads": own.heads.shape[1],
+                    "queries": None if own.patches is None else query_cells(layout.grid),
+                    "step": query_step(layout.grid),
+                    **self._grid(layout, frames),
+                }
+            )
         cls = all(own.block.layout.cls_tokens for own in self.attention)
         return {"from": "class token" if cls else "mean over patches", "blocks": blocks}
 
@@ -249,8 +273,10 @@ class StoreContents:
 def within(edges: Edges, frame: Edges) -> list[float]:
     """Edges on an image as shares of a frame on it."""
     top, left, bottom, right = frame
-    height, width = bottom - top, right - left
-    y, x = ((edge - top) / height for edge in edges[::2]), ((e - left) / width for e in edges[1::2])
+    height = bottom - top
+    width = right - left
+    y = ((edge - top) / height for edge in edges[::2])
+    x = ((e - left) / width for e in edges[1::2])
     (y0, y1), (x0, x1) = y, x
     return [round(edge, DIGITS) for edge in (y0, x0, y1, x1)]
 
@@ -266,10 +292,14 @@ def short_name(site: str, block: str) -> str:
     if site in ("embed", "stem"):
         return "in"
     numbers = re.findall(r"\d+", block or site)
-    return ".".join(numbers) if numbers else site.rpartition(".")[2][:6]
+    if numbers:
+        return ".".join(numbers)
+    return site.rpartition(".")[2][:6]
 
 
-def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteContents]:
+def read_sites(
+    shown: SheetImages, seed: int, advance: Callable[[int], None]
+) -> list[SiteContents]:
     """The tokens of every site of a store, on their principal axes; what is not finite is left out,
     and logged.
 
@@ -279,18 +309,27 @@ def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[
         MissingInput: a site is stored pooled only.
     """
     found = []
-    features = [choose_features(shown.store, x, "patches", partial=True) for x in shown.sites]
+    features = [
+        choose_features(shown.store, x, "patches", partial=True) for x in shown.sites
+    ]
     for own in thread_map(n_lanes(2))(partial(_read_site, shown, seed), features):
         found.append(own)
         advance(len(shown.rows))
     return found
 
 
-def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
-    rows, site = np.array(shown.rows, np.int64), features.site
+def _read_site(shown: SheetImages, seed: int, features: SiteFeatures) -> SiteContents:
+    rows = np.array(shown.rows, np.int64)
+    site = features.site
     assert site.layout is not None
-    layout = replace(site.layout, frames=None, stride_frames=None)  # of a clip at one place in time
-    x = features.arrays[0][shown.once].astype(np.float32).reshape(len(rows), layout.n_body, -1)
+    layout = replace(
+        site.layout, frames=None, stride_frames=None
+    )  # of a clip at one place in time
+    x = (
+        features.arrays[0][shown.once]
+        .astype(np.float32)
+        .reshape(len(rows), layout.n_body, -1)
+    )
     on_image = shown.view.on_image(layout, rows)
     finite = np.isfinite(x).all(-1)
     if lost := int((on_image & ~finite).sum()):
@@ -308,7 +347,7 @@ def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
     return SiteContents(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
 
 
-def coarse_remarks(shown: Shown) -> list[str]:
+def coarse_remarks(shown: SheetImages) -> list[str]:
     """A line for each number of cells that shown patches are the means of."""
     sides: dict[int, list[str]] = {}
     for site in shown.sites:
@@ -317,7 +356,7 @@ def coarse_remarks(shown: Shown) -> list[str]:
         if (side := pooled_side(layout)) > 1:
             sides.setdefault(side, []).append(site.name)
     found = [
-        f"{few(names)}: a shown patch is the mean of {side} x {side} of the model's"
+        f"{abbreviate(names)}: a shown patch is the mean of {side} x {side} of the model's"
         for side, names in sides.items()
     ]
     if shown.times > 1:

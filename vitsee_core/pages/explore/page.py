@@ -13,23 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitsee_core.pages.explore.contents import Scores, StoreContents, within
 from vitsee_core.figures.clip_strips import Moment
 from vitsee_core.figures.patch_maps.photos import (
     Photograph,
-    Shown,
+    SheetImages,
     aspect_of,
     frames_of,
     model_inputs,
     photographs,
 )
 from vitsee_core.figures.patch_maps.views import Edges
+from vitsee_core.pages.explore.contents import Scores, StoreContents, within
+from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
 from vitsee_core.pages.report.captions import Caption, caption
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.tables.text import visible
-from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
 
 GENERATOR = "vitsee explore"
 SHOWN_MODELS = 4  # in a title
@@ -55,21 +55,30 @@ def render(
         left_out: stores that take no part -> why.
     """
     parts = [one.shown for one in contents]
-    frames, n_times, store = frames_of(parts), parts[0].times, parts[0].store
-    names, labels = store.class_names or [], {*store.samples.label[parts[0].rows].tolist()}
+    frames = frames_of(parts)
+    n_times = parts[0].times
+    store = parts[0].store
+    names = store.class_names or []
+    labels = {*store.samples.label[parts[0].rows].tolist()}
     about: dict[str, Any] = {
         "images": describe_images(parts, frames, data),
         "models": [one.describe(frames) for one in contents],
         "steps": steps_of([one.shown.store.label for one in contents]),
         # The sampled frames of each place in time; the images are those of each clip in a row.
-        **({"times": [frames_at(parts[0], k) for k in range(n_times)]} if n_times > 1 else {}),
+        **(
+            {"times": [frames_at(parts[0], k) for k in range(n_times)]}
+            if n_times > 1
+            else {}
+        ),
         # Names of the classes that each store's classifier answers, and of the images' labels.
         "classes": [
             {str(k): visible(own[k]) for k in one.classes() if k < len(own)}
             for one, own in ((one, one.shown.store.class_names or []) for one in contents)
         ],
         "labels": {
-            str(k): visible(names[k]) if k < len(names) else f"class {k}" for k in labels if k >= 0
+            str(k): visible(names[k]) if k < len(names) else f"class {k}"
+            for k in labels
+            if k >= 0
         },
     }
     title = visible(title) or _names(contents)
@@ -80,7 +89,9 @@ def render(
         for kind, text in one.blobs(guide).items()
     }
     code = script("pages/explore/assets/explore.js")
-    style = asset("pages/html/assets/base.css") + asset("pages/explore/assets/explore.css")
+    style = asset("pages/html/assets/base.css") + asset(
+        "pages/explore/assets/explore.css"
+    )
     page: str = template("pages/explore/assets/page.html").render(
         title=title,
         generator=GENERATOR,
@@ -121,25 +132,28 @@ def _names(contents: Sequence[StoreContents]) -> str:
 
 def _about(contents: Sequence[StoreContents]) -> list[str]:
     first = contents[0].shown
-    shown = counted(len(first.once), first.store.plan.examples)
+    shown = plural(len(first.once), first.store.plan.examples)
     sites = sum(len(one.sites) for one in contents)
     errors = [own.error for one in contents for own in one.packed]
-    worst, largest = max(errors, key=lambda e: e.p99), max(error.largest for error in errors)
+    worst = max(errors, key=lambda e: e.p99)
+    largest = max(error.largest for error in errors)
     return [
         f"{shown} of {first.store.n_images:,}",
-        counted(len(contents), "models"),
-        counted(sites, "layers"),
+        plural(len(contents), "models"),
+        plural(sites, "layers"),
         f"cosines within {worst.p99:.3f} (99 of 100; all: {largest:.2g})",
     ]
 
 
-LEAST_PIXELS, MOST_PIXELS = 320, 448  # along the longer side of a photograph
+# along the longer side of a photograph
+LEAST_PIXELS = 320
+MOST_PIXELS = 448
 SMALL = 96  # pixels: smaller pictures are kept without loss
 QUALITY = 82
 
 
 def describe_images(
-    parts: Sequence[Shown], frames: Sequence[Edges], data: str | None
+    parts: Sequence[SheetImages], frames: Sequence[Edges], data: str | None
 ) -> list[dict[str, Any]]:
     """Each image's id, label (-1 for none), aspect, and the address of its picture, "" where
     it cannot be had, with the edges it has on the frame. data: where the images are now."""
@@ -164,24 +178,28 @@ def describe_images(
         if first.times > 1:
             about["id"] += f", frame {frames_at(first, k % first.times)}"
         if k in photos:
-            about |= {"picture": address(photos[k]), "edges": within(photos[k].edges, frame)}
+            about |= {
+                "picture": address(photos[k]),
+                "edges": within(photos[k].edges, frame),
+            }
         found.append(about)
     return found
 
 
-def _of_times(shown: Shown, data: str | None) -> dict[int, Photograph]:
+def _of_times(shown: SheetImages, data: str | None) -> dict[int, Photograph]:
     """The frames in the middle of each place in time, as the model saw them."""
     inputs = model_inputs(shown.store, shown.once, data)
     found = {}
     for k, row in enumerate(shown.rows):
         if row in inputs:
-            time, n = k % shown.times, len(inputs[row])
+            time = k % shown.times
+            n = len(inputs[row])
             middle = (2 * time + 1) * n // (2 * shown.times)
             found[k] = Photograph(inputs[row][middle], shown.view.input_edges(row))
     return found
 
 
-def frames_at(shown: Shown, time: int) -> str:
+def frames_at(shown: SheetImages, time: int) -> str:
     """The sampled frames of a place in time, as `2–3`."""
     clip = shown.store.plan.clip
     return Moment(time, shown.times).frames(shown.times if clip is None else clip.frames)
@@ -190,7 +208,8 @@ def frames_at(shown: Shown, time: int) -> str:
 def address(photo: Photograph) -> str:
     from PIL import Image
 
-    image, buffer = Image.fromarray(photo.pixels).convert("RGB"), io.BytesIO()
+    image = Image.fromarray(photo.pixels).convert("RGB")
+    buffer = io.BytesIO()
     kind = "png" if max(image.size) <= SMALL else "jpeg"
     image.save(buffer, kind, quality=QUALITY, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -258,7 +277,9 @@ def panels() -> list[Panel]:
     for name, (button, command, reading) in _READINGS.items():
         analysis = registry.load(command.replace("-", "_"))
         text = analysis.docstring.partition("\n\n")[2]
-        found.append(Panel(name, button, reading, command, caption(analysis), definition_of(text)))
+        found.append(
+            Panel(name, button, reading, command, caption(analysis), definition_of(text))
+        )
     return found
 
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, has_full
-from vitsee_core.pages.explore.tokens import coarse_layout, pooled
+from vitsee_core.figures.patch_maps.photos import SheetImages
 from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.models.weights import Classifier, stored_classifier
-from vitsee_core.figures.patch_maps.photos import Shown
+from vitsee_core.pages.explore.tokens import coarse_layout, pooled
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUERIES = 8  # along a side of the grid, at most
-ROW_MOST, VALUE_MOST = 65535, 255
-HEADS, PATCHES = "heads", "patches"
+ROW_MOST = 65535
+VALUE_MOST = 255
+HEADS = "heads"
+PATCHES = "patches"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class BlockAttention:
 
 
 def attention_of(
-    shown: Shown, origin: Provenance | None, device: str, progress: Progress
+    shown: SheetImages, origin: Provenance | None, device: str, progress: Progress
 ) -> list[BlockAttention]:
     """The attention of every block of a store that has one over a grid.
 
@@ -102,7 +104,7 @@ def query_step(grid: tuple[int, int]) -> int:
 
 
 def _whole(
-    shown: Shown,
+    shown: SheetImages,
     blocks: Sequence[StoredAttention],
     origin: Provenance | None,
     device: str,
@@ -127,9 +129,14 @@ def _whole(
     place = {row: k for k, row in enumerate(shown.once)}
     found: dict[str, dict[str, Any]] = {block.site: {} for block in blocks}
     parts = attention_of_images(
-        shown.store, np.array(shown.once, np.int64), take, blocks=blocks,
-        origin=origin, device=device, progress=progress,
-    )  # fmt: skip
+        shown.store,
+        np.array(shown.once, np.int64),
+        take,
+        blocks=blocks,
+        origin=origin,
+        device=device,
+        progress=progress,
+    )
     for part in parts:
         at = [place[row] for row in part.rows.tolist()]
         for site, values in part.values.items():
@@ -138,7 +145,10 @@ def _whole(
                     shape = (len(shown.once), *of_part.shape[1:])
                     found[site][name] = np.zeros(shape, np.float32)
                 found[site][name][at] = of_part
-    whole = {site: [_flat(own[name]) for name in (HEADS, PATCHES)] for site, own in found.items()}
+    whole = {
+        site: [_flat(own[name]) for name in (HEADS, PATCHES)]
+        for site, own in found.items()
+    }
     return [BlockAttention(block, *whole[block.site]) for block in blocks]
 
 
@@ -156,7 +166,7 @@ def _has_rows(store: Store, block: StoredAttention) -> bool:
     return store.has(f"{folder}{_rows_name(block)}")
 
 
-def _stored_rows(shown: Shown, block: StoredAttention) -> Float32:
+def _stored_rows(shown: SheetImages, block: StoredAttention) -> Float32:
     array = shown.store.attention(_rows_name(block), block.group)
     found = array[shown.once][:, block.row, : block.n_heads, block.layout.n_prefix :]
     of_times = found.astype(np.float32).reshape(*found.shape[:2], shown.times, -1)
@@ -168,7 +178,9 @@ def pack_rows(values: Float32) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
     known = np.nan_to_num(values, nan=0.0).clip(0, 1)
     most = np.ceil(known.max(-1) * ROW_MOST).astype(np.uint16)
     step = np.where(most > 0, most.astype(np.float32) / (ROW_MOST * VALUE_MOST), 1)
-    return most, np.rint(known / step[..., np.newaxis]).clip(0, VALUE_MOST).astype(np.uint8)
+    return most, np.rint(known / step[..., np.newaxis]).clip(0, VALUE_MOST).astype(
+        np.uint8
+    )
 
 
 SHARE_MOST = 255
@@ -184,7 +196,7 @@ class SiteAnswers:
     shares: NDArray[np.uint8]
 
 
-def answers_of(shown: Shown, origin: Provenance | None) -> dict[str, SiteAnswers]:
+def answers_of(shown: SheetImages, origin: Provenance | None) -> dict[str, SiteAnswers]:
     """Site -> answers, of those sites that the classifier can read.
 
     Args:
@@ -198,8 +210,13 @@ def answers_of(shown: Shown, origin: Provenance | None) -> dict[str, SiteAnswers
     store = shown.store
     head = stored_classifier(store) if origin is None else Classifiers(origin)(store)
     if head.n_classes > MOST_CLASSES:
-        raise MissingInput(f"the classifier of {store.label} has {head.n_classes} classes")
-    found = {site.name: _answers(store, head, site, shown.rows) for site in _readable(shown, head)}
+        raise MissingInput(
+            f"the classifier of {store.label} has {head.n_classes} classes"
+        )
+    found = {
+        site.name: _answers(store, head, site, shown.rows)
+        for site in _readable(shown, head)
+    }
     if not found:
         raise MissingInput(
             f"the classifier of {store.label} reads {head.width} channels, which none of the shown "
@@ -208,7 +225,7 @@ def answers_of(shown: Shown, origin: Provenance | None) -> dict[str, SiteAnswers
     return found
 
 
-def _readable(shown: Shown, head: Classifier) -> Iterator[SiteSpec]:
+def _readable(shown: SheetImages, head: Classifier) -> Iterator[SiteSpec]:
     for site in shown.sites:
         layout = shown.store.site(site.name).layout
         past_norm = "head" in site.groups and site.name != head.site
@@ -217,7 +234,9 @@ def _readable(shown: Shown, head: Classifier) -> Iterator[SiteSpec]:
             yield site
 
 
-def _answers(store: Store, head: Classifier, site: SiteSpec, rows: list[int]) -> SiteAnswers:
+def _answers(
+    store: Store, head: Classifier, site: SiteSpec, rows: list[int]
+) -> SiteAnswers:
     layout = store.site(site.name).layout
     assert layout is not None
     tokens = store.acts(site.name, partial=True)[rows]
@@ -227,8 +246,10 @@ def _answers(store: Store, head: Classifier, site: SiteSpec, rows: list[int]) ->
         if kind is None
         else head.of_tokens(store.pooled(site.name, kind)[rows])
     )
-    n, cells = len(rows), coarse_layout(layout).n_body
-    classes, shares = np.zeros((n, 1 + cells), np.uint16), np.zeros((n, 1 + cells), np.uint8)
+    n = len(rows)
+    cells = coarse_layout(layout).n_body
+    classes = np.zeros((n, 1 + cells), np.uint16)
+    shares = np.zeros((n, 1 + cells), np.uint8)
     classes[:, 0], shares[:, 0] = _first(whole)
     for i in range(n):  # an image at a time: logits are wide
         body = tokens[i : i + 1, layout.n_prefix :].astype(np.float32)
@@ -244,4 +265,6 @@ def _first(logits: Float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     safe = np.where(known[..., np.newaxis], logits, 0)
     top = safe.max(-1, keepdims=True)
     share = 1 / np.exp(safe - top).sum(-1)
-    return safe.argmax(-1), np.rint(np.where(known, share, 0) * SHARE_MOST).astype(np.int64)
+    return safe.argmax(-1), np.rint(np.where(known, share, 0) * SHARE_MOST).astype(
+        np.int64
+    )

@@ -34,13 +34,22 @@ if TYPE_CHECKING:
 
 
 MOST_DIMS = 256
-WITHIN, COARSER, COARSEST = 0.01, 2**0.5, 0.5  # errors of 99 of 100 cosines that are tried
+# errors of 99 of 100 cosines that are tried
+WITHIN = 0.01
+COARSER = 2**0.5
+COARSEST = 0.5
 STEP = 0.7
-MOST_BYTES = 9_600_000  # deflated; with all attention of three ViT-B/16 a page is 13 MB then
+MOST_BYTES = (
+    9_600_000  # deflated; with all attention of three ViT-B/16 a page is 13 MB then
+)
 LEAST_BYTES = 3_000_000  # of tokens, however much attention there is
-TRIED, MEASURED = 384, 1024  # tokens whose cosines decide k; whose cosines are compared at the end
+# tokens whose cosines decide k; whose cosines are compared at the end
+TRIED = 384
+MEASURED = 1024
 Number = TypeVar("Number", bound=np.generic)
-ALONG, CODE = 32767, 127  # the largest code of each number
+# the largest code of each number
+ALONG = 32767
+CODE = 127
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,14 @@ class SiteTokens:
         """
         units = unit_directions(x[counts])
         mean, axes = _axes(units)
-        self.counts, self.along = counts, units @ mean
+        self.counts = counts
+        self.along = units @ mean
         # Axes without variance may point along the mean, which is counted already.
         self.coordinates: Float32 = (units - np.outer(self.along, mean)) @ axes.T
         rng = np.random.default_rng(seed)
-        self._tried, self._measured = (_some(len(units), n, rng) for n in (TRIED, MEASURED))
+        self._tried, self._measured = (
+            _some(len(units), n, rng) for n in (TRIED, MEASURED)
+        )
         self._units = units[self._measured]
         self._tried_cosines = units[self._tried] @ units[self._tried].T
 
@@ -107,20 +119,28 @@ class SiteTokens:
         """The fewest axes that keep 99 of 100 cosines within this, and all where none do."""
         largest = float(np.abs(self.coordinates).max(initial=0))
         step = max(STEP * within, largest / CODE)
-        along, codes = _codes(self.along[self._tried], self.coordinates[self._tried], step)
+        along, codes = _codes(
+            self.along[self._tried], self.coordinates[self._tried], step
+        )
         vectors = _vectors(along, codes, step)
-        n, k = len(along), len(codes)
-        low, high = min(1, k), k
+        n = len(along)
+        k = len(codes)
+        low = min(1, k)
+        high = k
         while low < high:
             middle = (low + high) // 2
             some = vectors[:, : 1 + middle]
             # Every pair is there twice, and a token with itself, which does not count.
             off = np.abs(self._tried_cosines - some @ some.T) > within
-            if np.count_nonzero(off) - np.count_nonzero(off.diagonal()) <= 0.01 * n * (n - 1):
+            if np.count_nonzero(off) - np.count_nonzero(off.diagonal()) <= 0.01 * n * (
+                n - 1
+            ):
                 high = middle
             else:
                 low = middle + 1
-        deflated = sum(len(zlib.compress(part.tobytes())) for part in (along, codes[:low]))
+        deflated = sum(
+            len(zlib.compress(part.tobytes())) for part in (along, codes[:low])
+        )
         return Precision(step, low, deflated * len(self.along) / max(1, n))
 
     def packed(self, precision: Precision) -> PackedTokens:
@@ -129,13 +149,18 @@ class SiteTokens:
         along, codes = _codes(self.along, self.coordinates[:, : precision.dims], step)
         vectors = _vectors(along[self._measured], codes[:, self._measured], step)
         error = _error(self._units, vectors)
-        return PackedTokens(_spread(along, self.counts), _spread(codes, self.counts), step, error)
+        return PackedTokens(
+            _spread(along, self.counts), _spread(codes, self.counts), step, error
+        )
 
 
-def pack_tokens(sites: Sequence[SiteTokens], room: float = MOST_BYTES) -> list[PackedTokens]:
+def pack_tokens(
+    sites: Sequence[SiteTokens], room: float = MOST_BYTES
+) -> list[PackedTokens]:
     """The tokens of all sites of a page with one error allowed, in at most about `room` bytes, or
     `LEAST_BYTES`."""
-    room, each = max(room, LEAST_BYTES), thread_map(n_lanes())
+    room = max(room, LEAST_BYTES)
+    each = thread_map(n_lanes())
 
     def at(within: float) -> tuple[list[Precision], bool]:
         found = [*each(partial(SiteTokens.precision, within=within), sites)]
@@ -149,7 +174,8 @@ def pack_tokens(sites: Sequence[SiteTokens], room: float = MOST_BYTES) -> list[P
     for finer in (COARSER**-0.5, COARSER**-0.25) if within > WITHIN else ():
         tried, fits = at(within * finer)
         if fits:
-            within, found = within * finer, tried
+            within = within * finer
+            found = tried
     return [*each(lambda pair: pair[0].packed(pair[1]), zip(sites, found, strict=True))]
 
 
@@ -158,7 +184,9 @@ def unit_directions(x: Float32) -> Float32:
     if not len(x):
         return x
     wide = x.astype(np.float64)
-    found: Float32 = (wide / np.linalg.norm(wide, axis=1, keepdims=True)).astype(np.float32)
+    found: Float32 = (wide / np.linalg.norm(wide, axis=1, keepdims=True)).astype(
+        np.float32
+    )
     return found
 
 
@@ -202,7 +230,9 @@ def _error(units: Float32, vectors: Float32) -> CosineError:
 
 
 def _some(n: int, most: int, rng: np.random.Generator) -> Integers:
-    return np.arange(n) if n <= most else np.sort(rng.choice(n, most, replace=False))
+    if n <= most:
+        return np.arange(n)
+    return np.sort(rng.choice(n, most, replace=False))
 
 
 def _spread(packed: NDArray[Number], counts: Mask) -> NDArray[Number]:
@@ -217,7 +247,9 @@ def bfloat16(values: Float | Float32) -> NDArray[np.uint16]:
     NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    found: NDArray[np.uint16] = np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    found: NDArray[np.uint16] = np.where(np.isnan(values), 0x7FC0, rounded).astype(
+        np.uint16
+    )
     return found
 
 
@@ -261,10 +293,15 @@ def pooled(x: Float32, counts: Mask, layout: TokenLayout) -> tuple[Float32, Mask
         return x, counts
     assert layout.grid is not None
     rows, cols = layout.grid
-    n, dim = len(x), x.shape[-1]
+    n = len(x)
+    dim = x.shape[-1]
     kept = np.where(counts[..., np.newaxis], x, 0).reshape(n, rows, cols, dim)
-    sums = np.add.reduceat(np.add.reduceat(kept, range(0, rows, s), 1), range(0, cols, s), 2)
+    sums = np.add.reduceat(
+        np.add.reduceat(kept, range(0, rows, s), 1), range(0, cols, s), 2
+    )
     own = counts.reshape(n, rows, cols).astype(np.int64)
-    shares = np.add.reduceat(np.add.reduceat(own, range(0, rows, s), 1), range(0, cols, s), 2)
+    shares = np.add.reduceat(
+        np.add.reduceat(own, range(0, rows, s), 1), range(0, cols, s), 2
+    )
     found: Float32 = (sums / np.maximum(shares, 1)[..., np.newaxis]).astype(np.float32)
     return found.reshape(n, -1, dim), (shares > 0).reshape(n, -1)

@@ -47,7 +47,9 @@ def modules(*places: str) -> dict[str, str]:
 
 def script(*places: str) -> str:
     """Modules and all that they import as one."""
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules(*places).values())
+    return "\n".join(
+        _EXPORT.sub("", _IMPORT.sub("", text)) for text in modules(*places).values()
+    )
 
 
 def csp_hash(text: str) -> str:
@@ -68,8 +70,11 @@ def template(place: str) -> Any:
     from jinja2 import BaseLoader, Environment, StrictUndefined
 
     environment = Environment(
-        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=BaseLoader(),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["visible"] = lambda text: visible(str(text))
     return environment.from_string(asset(place))

@@ -56,7 +56,8 @@ def caption(analysis: Analysis, table: Table | None = None) -> Caption:
     if "depth" in reading and "elative depth" not in reading:
         reading = f"{reading} {DEPTH}"
     if not colon:
-        title, question = first_line.rstrip("."), ""
+        title = first_line.rstrip(".")
+        question = ""
     question = question.strip()
     question = question[:1].upper() + question[1:]
     return Caption(title, question, reading, analysis.source, analysis.glance_metric)

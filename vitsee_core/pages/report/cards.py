@@ -19,7 +19,7 @@ from vitsee_core.pages.report.facts import n_images, result_cautions, stores_of
 from vitsee_core.pages.report.materials import relative
 from vitsee_core.pages.report.pictures import Addresses, Picture, carried, picture, tile
 from vitsee_core.pages.report.redrawing import Result
-from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.runtime.progress import Progress, counting
 from vitsee_core.runtime.registry import guest_of
 from vitsee_core.tables.formats import stem_of
@@ -86,7 +86,9 @@ class Group:
     id: str
     command: str
     cards: list[Card]
-    tile: Picture | None = None  # drawn for the tile, where a figure stands for the analysis
+    tile: Picture | None = (
+        None  # drawn for the tile, where a figure stands for the analysis
+    )
 
     @property
     def caption(self) -> Caption:
@@ -138,7 +140,9 @@ class Group:
 
     @property
     def shown_answers(self) -> list[Answer]:
-        most = len(self.answers) if len(self.answers) == SHOWN_ANSWERS + 1 else SHOWN_ANSWERS
+        most = (
+            len(self.answers) if len(self.answers) == SHOWN_ANSWERS + 1 else SHOWN_ANSWERS
+        )
         return self.answers[:most]
 
 
@@ -177,17 +181,25 @@ def groups_of(
     of = [
         (
             by_file.get(one.file.path.stem)
-            or (OVER_TRAINING if one.file.table.step_unit else commands.get(one.command, OTHER)),
+            or (
+                OVER_TRAINING
+                if one.file.table.step_unit
+                else commands.get(one.command, OTHER)
+            ),
             one.command,
         )
         for one in results
     ]
     labels = _labels(results, of)
-    found: dict[str, list[Group]] = {h: [] for h in (*figures, OVER_TRAINING, *sections, OTHER)}
+    found: dict[str, list[Group]] = {
+        h: [] for h in (*figures, OVER_TRAINING, *sections, OTHER)
+    }
     with counting(progress, len(results), "results"):
         for number, result in enumerate(results):
             try:
-                card = _card(result, f"r{number}", labels[number], output, known, addresses)
+                card = _card(
+                    result, f"r{number}", labels[number], output, known, addresses
+                )
                 cards.setdefault(of[number], []).append(card)
             except Exception as error:
                 guest = guest_of(result.analysis.module)
@@ -241,7 +253,9 @@ def _card(
 def _package(result: Result) -> dict[str, str]:
     """The package that a guest's result was made with, for its notes."""
     about = result.file.sidecar.get("package", {})
-    return {"package": f"{about.get('name')} {about.get('version')}"} if about else {}
+    if about:
+        return {"package": f"{about.get('name')} {about.get('version')}"}
+    return {}
 
 
 # ------------------------------------------------------------------------------------ tables
@@ -287,7 +301,9 @@ def first_rows(table: Table) -> dict[str, Any]:
     columns = [c for c in table.written.get_columns() if c.null_count() < len(c)]
     shown = table.frame.head(SHOWN_ROWS).select(column.name for column in columns)
     return {
-        "columns": [(visible(column.name), column.dtype.is_numeric()) for column in columns],
+        "columns": [
+            (visible(column.name), column.dtype.is_numeric()) for column in columns
+        ],
         "rows": [[_cell(value) for value in row] for row in shown.rows()],
     }
 
@@ -319,9 +335,11 @@ def _label(result: Result) -> str:
     stores = _stores(result)
     if unit := result.file.table.step_unit:
         n = result.file.table.frame[unit].n_unique()
-        names = f"{', '.join(stores[:SHOWN_NAMES])}, {counted(n, f'{unit}s')}"
+        names = f"{', '.join(stores[:SHOWN_NAMES])}, {plural(n, f'{unit}s')}"
         return ": ".join(part for part in (_variant(result, stores), names) if part)
-    apart = {"store_a", "store_b"} <= {*result.file.table.frame.columns} and len(stores) == 2
+    apart = {"store_a", "store_b"} <= {*result.file.table.frame.columns} and len(
+        stores
+    ) == 2
     names = (" × " if apart else ", ").join(stores)
     if len(stores) > SHOWN_NAMES:
         names = f"{len(stores)} models"
@@ -359,4 +377,6 @@ def _stores(result: Result) -> list[str]:
         if name in rows.columns
         for label in rows[name].drop_nulls().unique(maintain_order=True)
     ]
-    return list(dict.fromkeys(found or (str(s.get("label", "")) for s in stores_of(result))))
+    return list(
+        dict.fromkeys(found or (str(s.get("label", "")) for s in stores_of(result)))
+    )

@@ -14,7 +14,11 @@ from typing import Any
 
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
-from vitsee_core.figures.training_charts import MOST_PANELS, layer_words, layers_over_steps
+from vitsee_core.figures.training_charts import (
+    MOST_PANELS,
+    layer_words,
+    layers_over_steps,
+)
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
@@ -31,7 +35,17 @@ ABOUT_LINE = (
     *("l2", "l2_relative", "filter", "best"),
 )
 # Columns of which each value would be a curve of its own: such tables are maps, not curves.
-ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "class", "frequency")
+ABOUT_MAP = (
+    "row",
+    "col",
+    "image",
+    "query",
+    "video",
+    "object",
+    "segment",
+    "class",
+    "frequency",
+)
 TASK = "task"  # of best-layer, whose rows are no curve
 PART = "part of its block"
 SHOWN_STORES = 60  # characters of a name
@@ -40,10 +54,13 @@ MARK = [f"shown {name}" for name in ("value", "low", "high", "n_images")]
 
 def charts_of(table: Table) -> list[dict[str, Any]]:
     """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
-    rows, names = table.frame, {*table.frame.columns}
+    rows = table.frame
+    names = {*table.frame.columns}
     if "value" not in names or TASK in names:
         return []
-    if any(_varies(rows, name) for name in ABOUT_MAP):  # rows about the whole beside parts
+    if any(
+        _varies(rows, name) for name in ABOUT_MAP
+    ):  # rows about the whole beside parts
         rows = rows.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in names)
     if not 0 < len(rows) <= 20 * MOST_MARKS:
         return []
@@ -65,11 +82,17 @@ def charts_of(table: Table) -> list[dict[str, Any]]:
 def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
     found = []
     every = _marked(every)
-    for (store_a, store_b, metric), rows in _grouped(every, ("store_a", "store_b", "metric")):
-        axes = [rows[f"site_{side}"].unique(maintain_order=True).to_list() for side in "ab"]
+    for (store_a, store_b, metric), rows in _grouped(
+        every, ("store_a", "store_b", "metric")
+    ):
+        axes = [
+            rows[f"site_{side}"].unique(maintain_order=True).to_list() for side in "ab"
+        ]
         if min(map(len, axes)) < 2 or len(rows) > len(axes[0]) * len(axes[1]):
             continue
-        if len(rows) < len(axes[0]) * len(axes[1]) / 2:  # sites in pairs, not all with all
+        if (
+            len(rows) < len(axes[0]) * len(axes[1]) / 2
+        ):  # sites in pairs, not all with all
             continue
         cells: list[list[Any]] = [[None] * len(axes[1]) for _ in axes[0]]
         place = [{site: i for i, site in enumerate(sites)} for sites in axes]
@@ -81,11 +104,19 @@ def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
         low, high = data_limits([values])
         names = {"a": _short(store_a), "b": _short(store_b)}
         found.append(
-            {"kind": "heat", "title": f"{names['a']} × {names['b']}",
-             "metric": metric_words(metric), "y": names["a"], "x": names["b"],
-             "rows": [*map(site_words, axes[0])], "cols": [*map(site_words, axes[1])],
-             "cells": cells, "range": [low, high], "n_marks": len(rows)}
-        )  # fmt: skip
+            {
+                "kind": "heat",
+                "title": f"{names['a']} × {names['b']}",
+                "metric": metric_words(metric),
+                "y": names["a"],
+                "x": names["b"],
+                "rows": [*map(site_words, axes[0])],
+                "cols": [*map(site_words, axes[1])],
+                "cells": cells,
+                "range": [low, high],
+                "n_marks": len(rows),
+            }
+        )
     return found
 
 
@@ -94,7 +125,8 @@ def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
 
 def _over_steps(table: Table) -> list[dict[str, Any]]:
     """A heatmap of layers and steps for each metric and model that the figure shows."""
-    unit, found = table.step_unit, []
+    unit = table.step_unit
+    found = []
     try:
         every = _marked(layers_over_steps(table))
     except VitseeError:  # which the figure says
@@ -108,13 +140,23 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
         for site, step, *mark in rows.select("site", "step", *MARK).rows():
             cells[place[site]][steps.index(step)] = mark
         values = rows.filter(pl.col("value").is_finite())["value"]
-        low, high = float(values.min() or 0), float(values.max() or 0)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        low = float(values.min() or 0)  # type: ignore[arg-type]
+        high = float(values.max() or 0)  # type: ignore[arg-type]
         found.append(
-            {"kind": "heat", "title": f"{_short(run)}: {panel}" if several else panel,
-             "metric": metric_words(rows["metric"][0]), "y": "layer", "x": unit,
-             "rows": [layer_words(*site) for site in sites], "cols": [f"{s:,}" for s in steps],
-             "cells": cells, "range": [low, high], "n_marks": len(rows)}
-        )  # fmt: skip
+            {
+                "kind": "heat",
+                "title": f"{_short(run)}: {panel}" if several else panel,
+                "metric": metric_words(rows["metric"][0]),
+                "y": "layer",
+                "x": unit,
+                "rows": [layer_words(*site) for site in sites],
+                "cols": [f"{s:,}" for s in steps],
+                "cells": cells,
+                "range": [low, high],
+                "n_marks": len(rows),
+            }
+        )
     return found
 
 
@@ -124,7 +166,8 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
 def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
     """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
     every = _marked(every).with_columns(block_part(every).alias(PART))
-    stores, found = store_order(every), []
+    stores = store_order(every)
+    found = []
     for (metric,), rows in _grouped(every, ("metric",)):
         by_head = _varies(rows, "head")
         about = _keys(rows, by_head)
@@ -132,8 +175,12 @@ def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
         for key, own in _grouped(rows, about):
             if not by_head and own["site"].n_unique() < len(own):
                 break  # something else tells these rows apart
-            cells = own.select("rel_depth", *MARK, "site", *(["head"] if by_head else [])).rows()
-            placed = [cell for cell in cells if cell[0] is not None and cell[1] is not None]
+            cells = own.select(
+                "rel_depth", *MARK, "site", *(["head"] if by_head else [])
+            ).rows()
+            placed = [
+                cell for cell in cells if cell[0] is not None and cell[1] is not None
+            ]
             points = [
                 [round(x, 5), *mark, site_words(site), *(f"head {one}" for one in head)]
                 for x, *mark, site, head in (
@@ -150,16 +197,25 @@ def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
                 )
         else:
             shown = [line["store"] for line in lines if not line["baseline"]]
-            for i, line in enumerate(lines):  # the store's colour, where each has one line
-                line["colour"] = line.pop("store") if len({*shown}) == len(shown) > 0 else i
+            for i, line in enumerate(
+                lines
+            ):  # the store's colour, where each has one line
+                line["colour"] = (
+                    line.pop("store") if len({*shown}) == len(shown) > 0 else i
+                )
             depths = {point[0] for line in lines for point in line["points"]}
             if 0 < len(lines) <= MOST_LINES and len(depths) > 1:
                 found.append(
-                    {"kind": "curves", "key": metric, "title": metric_words(metric),
-                     "metric": metric_words(metric),
-                     "heads": by_head, "lines": lines,
-                     "n_marks": sum(len(line["points"]) for line in lines)}
-                )  # fmt: skip
+                    {
+                        "kind": "curves",
+                        "key": metric,
+                        "title": metric_words(metric),
+                        "metric": metric_words(metric),
+                        "heads": by_head,
+                        "lines": lines,
+                        "n_marks": sum(len(line["points"]) for line in lines),
+                    }
+                )
     return found
 
 

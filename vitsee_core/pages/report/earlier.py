@@ -26,8 +26,12 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.info import describe
 
 UNSEALED = "0" * 64
-_MADE_OF = re.compile(rb'<meta name="vitsee-made-of" content="([0-9a-f]{64}) ([0-9a-f]{64}) ')
-_PICTURE = re.compile(rb'data-png="([0-9a-f]{64})" src="(data:image/\w+;base64,[\w+/=]+)"')
+_MADE_OF = re.compile(
+    rb'<meta name="vitsee-made-of" content="([0-9a-f]{64}) ([0-9a-f]{64}) '
+)
+_PICTURE = re.compile(
+    rb'data-png="([0-9a-f]{64})" src="(data:image/\w+;base64,[\w+/=]+)"'
+)
 HEAD = 4096  # bytes within which a page says what it was made of
 
 
@@ -56,9 +60,14 @@ def read_page(path: Path) -> EarlierPage:
     if found is None or found[1].decode() != code_digest():
         return EarlierPage()
     own = page[found.end() : found.end() + 64]
-    if hashlib.sha256(page.replace(own, UNSEALED.encode(), 1)).hexdigest().encode() != own:
+    if (
+        hashlib.sha256(page.replace(own, UNSEALED.encode(), 1)).hexdigest().encode()
+        != own
+    ):
         return EarlierPage()
-    pictures = {digest.decode(): address.decode() for digest, address in _PICTURE.findall(page)}
+    pictures = {
+        digest.decode(): address.decode() for digest, address in _PICTURE.findall(page)
+    }
     return EarlierPage(found[2].decode(), pictures)
 
 
@@ -76,7 +85,9 @@ def inputs_digest(folder: Path, output: Path, about: Any) -> str:
     failed = failed_steps(study)
     said = msgspec.to_builtins(msgspec.structs.replace(study, steps={}))
     place = os.path.relpath(folder.absolute(), output.absolute().parent)
-    digest = hashlib.sha256(json.dumps([about, place, said, failed], default=str).encode())
+    digest = hashlib.sha256(
+        json.dumps([about, place, said, failed], default=str).encode()
+    )
     for path in candidates(folder):
         digest.update(f"\0{path.relative_to(folder)}\0".encode())
         try:
@@ -85,10 +96,14 @@ def inputs_digest(folder: Path, output: Path, about: Any) -> str:
                 continue
             sidecar = path.with_name(f"{path.name}.json")
             files = [path, sidecar, picture_beside(path), *_results_in(sidecar)]
-            digest.update(str(path.stat().st_mtime_ns).encode())  # results are in this order
+            digest.update(
+                str(path.stat().st_mtime_ns).encode()
+            )  # results are in this order
             for file in files:
                 found = file is not None and file.is_file()
-                digest.update(hashlib.sha256(read_file(file)).digest() if found and file else b"-")
+                digest.update(
+                    hashlib.sha256(read_file(file)).digest() if found and file else b"-"
+                )
         except (OSError, VitseeError) as error:
             digest.update(str(error).encode())
     return digest.hexdigest()
@@ -99,5 +114,13 @@ def _results_in(sidecar: Path) -> list[Path]:
     try:
         entries = json.loads(read_file(sidecar)).get("results")
         return [Path(str(one["path"])) for one in entries or ()]
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError, VitseeError):
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+        KeyError,
+        VitseeError,
+    ):
         return []

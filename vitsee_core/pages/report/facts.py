@@ -7,7 +7,7 @@ from typing import Any
 
 from vitsee_core.pages.report.materials import FoundStore, Materials
 from vitsee_core.pages.report.redrawing import Result
-from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.tables.results import ResultFile
 from vitsee_core.tables.words import examples_of
 from vitsee_core.types import pl
@@ -22,18 +22,22 @@ SHORT = 12  # letters of a hash that are shown
 def store_facts(store: FoundStore) -> list[tuple[str, str]]:
     """(what, how it is) of a store: model, weights, data, preprocessing, fingerprints."""
     record = store.record
-    model, info, transform = record["model"], record["info"], record["transform"] or {}
+    model = record["model"]
+    info = record["info"]
+    transform = record["transform"] or {}
     weights = _mapping(model.get("weights"))
     selection = _mapping(info.get("selection"))
     examples = examples_of(record)
-    images = counted(record["n_images"], examples)
+    images = plural(record["n_images"], examples)
     if record["n_valid"] is not None and record["complete"]:
         unread = record["n_images"] - record["n_valid"]
         images += f", {unread} of them unreadable" if unread else ""
     if record["class_names"]:
-        images += f" of {counted(len(record['class_names']), 'classes')}"
+        images += f" of {plural(len(record['class_names']), 'classes')}"
     order = ", ".join(
-        f"{name} {selection[name]}" for name in ("order", "seed") if selection.get(name) is not None
+        f"{name} {selection[name]}"
+        for name in ("order", "seed")
+        if selection.get(name) is not None
     )
     facts = [
         ("Model", _named(model)),
@@ -49,14 +53,17 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
         (f"{examples.capitalize()}' fingerprint", _hash(record["samples_fingerprint"])),
         (
             "Versions",
-            ", ".join(f"{n} {_text(v)}" for n, v in _mapping(info.get("versions")).items()),
+            ", ".join(
+                f"{n} {_text(v)}" for n, v in _mapping(info.get("versions")).items()
+            ),
         ),
     ]
     return [(name, text) for name, text in facts if text]
 
 
 def _named(model: Mapping[str, Any]) -> str:
-    name, architecture = _text(model.get("name")), _text(model.get("architecture"))
+    name = _text(model.get("name"))
+    architecture = _text(model.get("architecture"))
     parts = [architecture] if architecture and architecture != name else []
     if isinstance(model.get("n_params"), int):
         parts.append(f"{model['n_params'] / 1e6:.3g} M parameters")
@@ -65,7 +72,9 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _preprocessing(transform: Mapping[str, Any]) -> str:
     size = transform.get("input_size")
-    parts = [f"{size[1]} × {size[2]} px"] if isinstance(size, list) and len(size) == 3 else []
+    parts = (
+        [f"{size[1]} × {size[2]} px"] if isinstance(size, list) and len(size) == 3 else []
+    )
     for name, label in (
         ("interpolation", ""),
         ("processor", "resized by "),
@@ -80,13 +89,15 @@ def _preprocessing(transform: Mapping[str, Any]) -> str:
         values = transform.get(name)
         if isinstance(values, list):
             alike = len({*map(_text, values)}) == 1
-            parts.append(f"{name} {', '.join(map(_text, values[:1] if alike else values))}")
+            parts.append(
+                f"{name} {', '.join(map(_text, values[:1] if alike else values))}"
+            )
     return ", ".join(parts)
 
 
 def _kept(record: Mapping[str, Any]) -> str:
     level = record["attention"]["level"] if record["attention"]["groups"] else "none"
-    parts = [counted(len(record["sites"]), "sites"), f"attention: {level}"]
+    parts = [plural(len(record["sites"]), "sites"), f"attention: {level}"]
     if record["residual"]:
         parts.append(f"{len(record['residual'])} residual branches")
     if record["erf"]:
@@ -100,8 +111,13 @@ def _selfcheck(found: Mapping[str, Any]) -> str:
     """The largest differences that the proofs met."""
     parts = []
     if isinstance(found.get("output_max_abs_difference"), (int, float)):
-        parts.append(f"output unchanged by the hooks to {found['output_max_abs_difference']:.1g}")
-    for name, what in (("sums", "branches add up to"), ("attention", "attention gives heads to")):
+        parts.append(
+            f"output unchanged by the hooks to {found['output_max_abs_difference']:.1g}"
+        )
+    for name, what in (
+        ("sums", "branches add up to"),
+        ("attention", "attention gives heads to"),
+    ):
         worst = _mapping(found.get(name)).get("max")
         if isinstance(worst, (int, float)):
             parts.append(f"{what} {worst:.1g}")
@@ -129,12 +145,15 @@ def steps_without_values(records: Sequence[ResultFile]) -> list[str]:
     found = []
     for record in records:
         rows = record.table.frame.filter(pl.col("status") != "measured")
-        unit, place = str(record.table.notes.get("unit", "step")), record.path.parent.name
+        unit = str(record.table.notes.get("unit", "step"))
+        place = record.path.parent.name
         for row in rows.head(MOST_STEPS).iter_rows(named=True):
             why = f": {row['note']}" if row.get("note") else ""
             found.append(f"{place}, {unit} {row.get(unit)} {row['status']}{why}.")
         if len(rows) > MOST_STEPS:
-            found.append(f"{place}: {len(rows) - MOST_STEPS} more {unit}s without values.")
+            found.append(
+                f"{place}: {len(rows) - MOST_STEPS} more {unit}s without values."
+            )
     return found
 
 
@@ -144,11 +163,16 @@ def cautions(materials: Materials) -> list[str]:
     for store in materials.stores:
         record = store.record
         if not record["complete"]:
-            done, of = record["n_committed"], record["n_slabs"]
-            slabs = counted(of, "slabs")
-            found.append(f"{store.name} is not complete: {done} of {slabs} are committed.")
+            done = record["n_committed"]
+            of = record["n_slabs"]
+            slabs = plural(of, "slabs")
+            found.append(
+                f"{store.name} is not complete: {done} of {slabs} are committed."
+            )
         if not record["selfcheck"]:
-            found.append(f"{store.name} has no self-check: its sites were not proven on pixels.")
+            found.append(
+                f"{store.name} has no self-check: its sites were not proven on pixels."
+            )
         if record["n_valid"] is not None and record["complete"]:
             unread = record["n_images"] - record["n_valid"]
             if unread:
@@ -156,9 +180,13 @@ def cautions(materials: Materials) -> list[str]:
                 found.append(
                     f"{unread} of the {of} {examples_of(record)} of {store.name} could not be read."
                 )
-    few = {n for result in materials.results if (n := n_images(result)) and n < FEW_IMAGES}
+    few = {
+        n for result in materials.results if (n := n_images(result)) and n < FEW_IMAGES
+    }
     if few:
-        of_clips = any(r.file.table.notes.get("examples") == CLIPS for r in materials.results)
+        of_clips = any(
+            r.file.table.notes.get("examples") == CLIPS for r in materials.results
+        )
         what = "examples" if of_clips else "images"
         most = f"{min(few)} to {max(few)}" if len(few) > 1 else f"{min(few)}"
         found.append(
@@ -167,7 +195,9 @@ def cautions(materials: Materials) -> list[str]:
         )
     known = {store.record["store_id"]: store for store in materials.stores}
     for result in materials.results:
-        found += [f"{result.file.path.name}: {line}" for line in result_cautions(result, known)]
+        found += [
+            f"{result.file.path.name}: {line}" for line in result_cautions(result, known)
+        ]
     return found
 
 
@@ -183,11 +213,15 @@ def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str
         if known and _text(store.get("store_id")) not in known:
             same = [s for s in known.values() if s.name == label]
             if same:
-                found.append(f"the store {label} was made anew since: these are older numbers.")
+                found.append(
+                    f"the store {label} was made anew since: these are older numbers."
+                )
         elif known:
             here = known[_text(store.get("store_id"))].record["generation"]
             if (then := store.get("generation", 1)) != here:
-                found.append(f"made from generation {_text(then)} of {label}, which has {here}.")
+                found.append(
+                    f"made from generation {_text(then)} of {label}, which has {here}."
+                )
     left_out = result.file.table.notes.get("left_out")
     if isinstance(left_out, dict):
         found += [f"left out {name}: {reason}." for name, reason in left_out.items()]

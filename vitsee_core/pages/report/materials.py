@@ -66,7 +66,10 @@ def find_materials(folder: Path) -> Materials:
         try:
             if path.is_dir():
                 stores.append(FoundStore(path, describe(path)))
-            elif path.name == RECORD and "status" in (file := read_result(path)).table.frame:
+            elif (
+                path.name == RECORD
+                and "status" in (file := read_result(path)).table.frame
+            ):
                 records.append(file)
             else:
                 results.append(open_result(path))
@@ -103,7 +106,9 @@ def candidates(folder: Path) -> Iterator[Path]:
             yield place
             continue
         # The Gram matrices beside a store are its own.
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and ".grams" not in f)
+        folders[:] = sorted(
+            f for f in folders if not f.startswith(".") and ".grams" not in f
+        )
         for name in sorted(files):
             path = place / name
             if name.lower().endswith(TABLE_ENDINGS) and not name.startswith("."):
@@ -132,7 +137,9 @@ class ExploredPage:
 def explored_pages(folder: Path, output: Path) -> list[ExploredPage]:
     """The pages of `vitsee explore` in the folder, and in that of the report at `output`."""
     around = output.absolute().parent
-    places = {path.absolute() for where in (folder, around) for path in where.glob("*.html")}
+    places = {
+        path.absolute() for where in (folder, around) for path in where.glob("*.html")
+    }
     found = []
     for path in sorted(places):
         try:

@@ -18,7 +18,12 @@ from typing import IO, TYPE_CHECKING, Any
 from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.runtime.progress import soon_said
 from vitsee_core.tables import replicates
-from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files, check_place, write_files
+from vitsee_core.tables.files import (
+    TABLE_ENDINGS,
+    check_new_files,
+    check_place,
+    write_files,
+)
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import newest_ns, sidecar_bytes
@@ -31,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Rows of a longer table that a terminal shows, and how many are not too long for one.
-ON_A_TERMINAL, MOST_ON_A_TERMINAL = 50, 2000
+ON_A_TERMINAL = 50
+MOST_ON_A_TERMINAL = 2000
 # Parameters on which no number depends.
 WITHOUT_EFFECT = ("jobs", "memory")
 NO_REPLICATES = "no value of this table has an interval from blocks of images"
@@ -53,7 +59,9 @@ class Outputs:
     @property
     def sidecar(self) -> Path | None:
         """`r.csv.json` for `r.csv`."""
-        return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
+        if self.csv is None:
+            return None
+        return self.csv.with_name(self.csv.name + ".json")
 
     @property
     def replicates(self) -> Path | None:
@@ -68,7 +76,9 @@ class Outputs:
         return [path for path in files if path is not None]
 
 
-def check_outputs(outputs: Outputs, *, inputs: Iterable[Path] = (), images: str = "") -> None:
+def check_outputs(
+    outputs: Outputs, *, inputs: Iterable[Path] = (), images: str = ""
+) -> None:
     """Refuse outputs that exist, cannot be written, or whose endings say no format; to be called
     before the work starts.
 
@@ -108,7 +118,9 @@ def is_up_to_date(
     partial = [store for store in sidecar.get("stores", ()) if not store["complete"]]
     if partial or not before.as_written:
         return False
-    if _deciding(before.sidecar) != _deciding(json.loads(json.dumps(plain_json(sidecar)))):
+    if _deciding(before.sidecar) != _deciding(
+        json.loads(json.dumps(plain_json(sidecar)))
+    ):
         return False
     made_ns = min(path.stat().st_mtime_ns for path in outputs.paths())
     return newest_ns(inputs) <= made_ns
@@ -126,7 +138,9 @@ def _deciding(sidecar: Mapping[str, Any]) -> dict[str, Any]:
         for result in sidecar.get("results", ())
     ]
     return {
-        "parameters": {key: x for key, x in parameters.items() if key not in WITHOUT_EFFECT},
+        "parameters": {
+            key: x for key, x in parameters.items() if key not in WITHOUT_EFFECT
+        },
         "stores": stores,
         "results": results,
         **{key: sidecar.get(key) for key in ("versions", "package", "figure")},
@@ -172,7 +186,9 @@ def write_results(
     written = b""
     if outputs.csv is not None and outputs.sidecar is not None:
         written = table_bytes(table.written, ending_of(outputs.csv, TABLE_ENDINGS, "-o"))
-        files[outputs.sidecar] = sidecar_bytes(table.written, table.notes, sidecar, written)
+        files[outputs.sidecar] = sidecar_bytes(
+            table.written, table.notes, sidecar, written
+        )
     if outputs.png is not None:
         ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         with soon_said("drawing the figure"):
@@ -180,7 +196,9 @@ def write_results(
     if outputs.csv is not None:
         ending = ending_of(outputs.csv, TABLE_ENDINGS, "-o")
         if outputs.replicates is not None and table.replicates is not None:
-            files[outputs.replicates] = table_bytes(replicates.as_columns(table.frame), ending)
+            files[outputs.replicates] = table_bytes(
+                replicates.as_columns(table.frame), ending
+            )
         elif outputs.replicates is not None:
             log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)
         files[outputs.csv] = written

@@ -14,7 +14,7 @@ from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.pages.report.materials import FoundStore, Materials
 from vitsee_core.pages.report.redrawing import Result
 from vitsee_core.pages.report.study_record import Section, StudyRecord, read_study
-from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import examples_of
 from vitsee_core.types import pl
@@ -38,15 +38,23 @@ def overview(materials: Materials, title: str) -> Overview:
     names = list(study.models)
     images = _images(materials, study)
     kinds = {result.command for result in materials.results}
-    about = [*images, counted(len(kinds), "analyses"), counted(len(materials.results), "results")]
+    about = [
+        *images,
+        plural(len(kinds), "analyses"),
+        plural(len(materials.results), "results"),
+    ]
     about += [_date(materials)]
     own = materials.folder.resolve().name
     if names:
         own = ", ".join(names[:SHOWN_MODELS])
-        own += f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
+        own += (
+            f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
+        )
     own = study.title or own
     command = shlex.join(study.command)
-    return Overview(visible(title or own), [visible(one) for one in about if one], visible(command))
+    return Overview(
+        visible(title or own), [visible(one) for one in about if one], visible(command)
+    )
 
 
 def _images(materials: Materials, study: StudyRecord) -> list[str]:
@@ -68,7 +76,7 @@ def _images(materials: Materials, study: StudyRecord) -> list[str]:
     models = {*map(_model, materials.stores)}
     data, most = max(of_data.items(), key=lambda item: item[1])
     one = examples[data] if most > 1 else examples[data].removesuffix("s")
-    return [counted(len(models), "models"), f"{most:,} {one}"]
+    return [plural(len(models), "models"), f"{most:,} {one}"]
 
 
 def data_of(store: FoundStore) -> str:
@@ -80,7 +88,9 @@ def _date(materials: Materials) -> str:
     dates = []
     for result in materials.results:
         try:
-            dates.append(datetime.fromisoformat(str(result.file.sidecar.get("created"))).date())
+            dates.append(
+                datetime.fromisoformat(str(result.file.sidecar.get("created"))).date()
+            )
         except ValueError:
             continue
     return f"{max(dates):%d %B %Y}".lstrip("0") if dates else ""
@@ -110,7 +120,9 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
         record = store.record
         lacks = []
         if not record["complete"]:
-            lacks.append(f"{record['n_committed']} of {counted(record['n_slabs'], 'slabs')}")
+            lacks.append(
+                f"{record['n_committed']} of {plural(record['n_slabs'], 'slabs')}"
+            )
         if not record["selfcheck"]:
             lacks.append("no self-check")
         row = StoreRow(
@@ -129,7 +141,8 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
 
 def _model(store: FoundStore) -> str:
     """`demo:vit (random 0)`."""
-    name, weights = str(store.record["model"].get("name")), store.record["weights"]
+    name = str(store.record["model"].get("name"))
+    weights = store.record["weights"]
     return visible(f"{name} ({weights})" if weights else name)
 
 

@@ -15,8 +15,15 @@ from pathlib import Path
 import msgspec
 
 from vitsee_core.figures.plotting import stores_in_order
+from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
 from vitsee_core.pages.report.cards import Sections, command_of, groups_of
-from vitsee_core.pages.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
+from vitsee_core.pages.report.earlier import (
+    UNSEALED,
+    code_digest,
+    inputs_digest,
+    read_page,
+    sealed,
+)
 from vitsee_core.pages.report.facts import cautions, steps_without_values, store_facts
 from vitsee_core.pages.report.materials import (
     ExploredPage,
@@ -37,7 +44,6 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.tables.headlines import said_once
 from vitsee_core.tables.text import visible
-from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
 
 
 def write_report(
@@ -75,7 +81,9 @@ def write_report(
     made_of = f"{code_digest()} {inputs} {UNSEALED}"
     with closing(Addresses(earlier.pictures, candidates(folder))) as addresses:
         materials = find_materials(folder)
-        page = render(materials, output, sections, title, made_of, addresses, pages, progress)
+        page = render(
+            materials, output, sections, title, made_of, addresses, pages, progress
+        )
     write_files({output: sealed(page)}, force=force)
     return materials
 
@@ -100,14 +108,24 @@ def render(
     known = {store.record["store_id"]: store for store in materials.stores}
     left_out = materials.left_out
     tables = [result.file.table for result in materials.results]
-    stores = [s for of in tables if "store" in of.frame.columns for s in of.frame["store"].unique()]
-    with stores_in_order(list(dict.fromkeys(map(str, stores)))), _garbage_of_figures_alone():
+    stores = [
+        s
+        for of in tables
+        if "store" in of.frame.columns
+        for s in of.frame["store"].unique()
+    ]
+    with (
+        stores_in_order(list(dict.fromkeys(map(str, stores)))),
+        _garbage_of_figures_alone(),
+    ):
         found = groups_of(
             materials.results, sections, output, known, progress, left_out, addresses, own
         )
     shown = [r for r in materials.results if r.file.path not in materials.left_out]
     materials = replace(materials, results=tuple(shown))
-    cards = [card for groups in found.values() for group in groups for card in group.cards]
+    cards = [
+        card for groups in found.values() for group in groups for card in group.cards
+    ]
     code = script("pages/report/assets/script.js")
     style = asset("pages/html/assets/base.css") + asset("pages/report/assets/style.css")
     page: str = template("pages/report/assets/page.html").render(
@@ -125,7 +143,9 @@ def render(
             *cautions(materials),
             *remarks(study),
         ],
-        left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
+        left_out={
+            relative(p, materials.folder): why for p, why in materials.left_out.items()
+        },
         commands=[line for line in map(command_of, materials.results) if line],
         explored=explored,
         made_of=made_of,

@@ -21,7 +21,8 @@ from vitsee_core.tables.text import visible
 
 PIXELS_AN_INCH = 110  # of a figure on the page
 # Of lossless WebP: how hard it is tried. An effort of 50 takes twice the time for a sixth less.
-METHOD, EFFORT = 1, 20
+METHOD = 1
+EFFORT = 20
 STEP = 4
 TALLEST = 1.3  # of a tile's picture, height over width
 
@@ -41,7 +42,9 @@ class Picture:
     @property
     def address(self) -> str:
         """Where the browser finds the image, once that is packed."""
-        return self.carried if isinstance(self.carried, str) else self.carried.result()
+        if isinstance(self.carried, str):
+            return self.carried
+        return self.carried.result()
 
 
 class Addresses:
@@ -110,7 +113,9 @@ def tile(result: Result, addresses: Addresses) -> Picture | None:
     except Exception:
         return None  # its figure stands there
     width, height = _size(png)
-    return None if height > TALLEST * width else Picture(addresses.of(png)[0], digest=key)
+    if height > TALLEST * width:
+        return None
+    return Picture(addresses.of(png)[0], digest=key)
 
 
 def _size(png: bytes) -> tuple[int, int]:
@@ -140,7 +145,10 @@ def packed(png: bytes) -> tuple[bytes, str]:
 
     if not features.check("webp"):
         return png, "image/png"
-    steps = [255 if value > 255 - STEP / 2 else round(value / STEP) * STEP for value in range(256)]
+    steps = [
+        255 if value > 255 - STEP / 2 else round(value / STEP) * STEP
+        for value in range(256)
+    ]
     found = io.BytesIO()
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
@@ -151,7 +159,9 @@ def packed(png: bytes) -> tuple[bytes, str]:
     except (UnidentifiedImageError, OSError, ValueError):
         return png, "image/png"  # as it is: the browser shows what can be shown of it
     smaller = found.tell() < len(png)
-    return (found.getvalue(), "image/webp") if smaller else (png, "image/png")
+    if smaller:
+        return (found.getvalue(), "image/webp")
+    return (png, "image/png")
 
 
 def carried(data: bytes, kind: str) -> str:

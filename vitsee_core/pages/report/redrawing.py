@@ -84,7 +84,8 @@ class Result:
 
     def _inputs(self) -> list[ResultFile]:
         """The results that this one was made of, where they are now: as recorded, or beside it."""
-        paths, labels = [], []
+        paths = []
+        labels = []
         for entry in self.file.sidecar["results"]:
             if not isinstance(entry, dict):
                 continue
@@ -98,7 +99,9 @@ class Result:
                 )
             paths.append(place)
             labels.append(str(entry.get("label", "")))
-        assert self.analysis.read_inputs is not None, "only an analysis of tables has results"
+        assert self.analysis.read_inputs is not None, (
+            "only an analysis of tables has results"
+        )
         return self.analysis.read_inputs(paths, labels)
 
 
@@ -119,7 +122,8 @@ def open_result(path: str | Path) -> Result:
             f"{WRITTEN}, together with its sidecar"
         )
     name = file.command.replace("-", "_")
-    package, guest = file.sidecar.get("package", {}), registry.guests().get(name)
+    package = file.sidecar.get("package", {})
+    guest = registry.guests().get(name)
     if package and (guest is None or guest.package != package.get("name")):
         raise VitseeError(
             f"{file.path} is of vitsee {file.command}, an analysis of the package "
@@ -140,7 +144,9 @@ def open_result(path: str | Path) -> Result:
 
 
 def _may_have_made(analysis: Analysis, table: Table) -> bool:
-    if analysis.read_inputs is not None:  # its figure also shows tables that a sidecar names
+    if (
+        analysis.read_inputs is not None
+    ):  # its figure also shows tables that a sidecar names
         return False
     try:
         analysis.check_table(table)
@@ -152,11 +158,15 @@ def _may_have_made(analysis: Analysis, table: Table) -> bool:
 def _of_stream(file: ResultFile) -> Result:
     """A table that was piped on, without its sidecar, as the result of the one analysis that has
     its columns and metrics. Raises VitseeError: none has, or several."""
-    analyses = {name: own for name, own in registry.loaded() if _may_have_made(own, file.table)}
+    analyses = {
+        name: own for name, own in registry.loaded() if _may_have_made(own, file.table)
+    }
     # Some have the columns of others, and more. A table lacks columns that would be empty.
     columns = {*file.table.frame.columns}
     lacks = {
-        name: min(len({*declared} - columns) for declared in (own.columns, *own.other_columns))
+        name: min(
+            len({*declared} - columns) for declared in (own.columns, *own.other_columns)
+        )
         for name, own in analyses.items()
     }
     fewest = min(lacks.values(), default=0)

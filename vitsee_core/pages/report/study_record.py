@@ -81,18 +81,24 @@ def read_study_file(path: Path) -> StudyRecord | None:
 def read_study(folder: Path) -> StudyRecord:
     """The record of the study in a folder; an empty one without any."""
     found = read_study_file(folder / STUDY)
-    return found if found is not None and found.models else StudyRecord()
+    if found is not None and found.models:
+        return found
+    return StudyRecord()
 
 
 def failed_steps(study: StudyRecord) -> dict[str, str]:
     """Steps of a study that failed -> why."""
-    return {name: step.reason for name, step in study.steps.items() if step.status == "failed"}
+    return {
+        name: step.reason for name, step in study.steps.items() if step.status == "failed"
+    }
 
 
 def failures(study: StudyRecord) -> list[str]:
     """The same, a line each."""
     failed = failed_steps(study)
-    return [f"Failed: {x}: {why or 'no reason is recorded'}." for x, why in failed.items()]
+    return [
+        f"Failed: {x}: {why or 'no reason is recorded'}." for x, why in failed.items()
+    ]
 
 
 def remarks(study: StudyRecord) -> list[str]:

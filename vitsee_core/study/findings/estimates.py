@@ -20,7 +20,9 @@ from vitsee_core.types import Float, pl
 
 Rows = pl.Expr | NDArray[np.bool_]  # which rows
 EVERY = pl.lit(True)
-DEPTH, DEPTH_A, DEPTH_B = (pl.col(f"rel_depth{side}") for side in ("", "_a", "_b"))  # 0 to 1
+DEPTH, DEPTH_A, DEPTH_B = (
+    pl.col(f"rel_depth{side}") for side in ("", "_a", "_b")
+)  # 0 to 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Estimate:
 
     def _paired(self, other: Estimate) -> Float:
         if len(self.without) != len(other.without):
-            raise ValueError(f"{len(self.without)} and {len(other.without)} blocks of images")
+            raise ValueError(
+                f"{len(self.without)} and {len(other.without)} blocks of images"
+            )
         return self.without
 
     def interval(self) -> tuple[float, float, float]:
@@ -69,7 +73,9 @@ def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimat
         raise ValueError("no row is of the layers or heads that it is about")
     without = array_of(chosen)
     if without is None:
-        raise ValueError("no interval: there are too few images, or too few slabs of them")
+        raise ValueError(
+            "no interval: there are too few images, or too few slabs of them"
+        )
     values = np.column_stack([chosen["value"].to_numpy(), without])
     # Trailing blocks that no row has: the table was made of stores with more of them.
     values = values[:, ~np.isnan(values).all(0)]
@@ -150,7 +156,8 @@ def _after(cka: Table, block: str) -> list[pl.Expr]:
     """An expression for each side: -1 before the block, 1 from its output on, 0 inside it."""
     found = []
     for side in "ab":
-        output, depth = pl.col(f"site_{side}") == f"{block}.out", pl.col(f"depth_{side}")
+        output = pl.col(f"site_{side}") == f"{block}.out"
+        depth = pl.col(f"depth_{side}")
         (at,) = cka.frame.filter(output)[f"depth_{side}"].unique()
         inside = pl.col(f"block_{side}").eq_missing(block) & ~output
         found.append(pl.when(inside).then(0).when(depth >= at).then(1).otherwise(-1))
@@ -166,7 +173,9 @@ def lower_less_upper(cka: Table) -> Estimate:
 def local_less_global(heads: Table) -> Estimate:
     """Mean CKA of the most local group of heads with the other model, less the most global's."""
     distance = pl.col("distance_px")
-    return mean(heads, distance == distance.min()) - mean(heads, distance == distance.max())
+    return mean(heads, distance == distance.min()) - mean(
+        heads, distance == distance.max()
+    )
 
 
 def own_contrast(maps: Table) -> Estimate:
@@ -190,7 +199,8 @@ def nearest_head(heads: Table, n: int = 2) -> Estimate:
 
 def head_range(heads: Table, n: int = 2) -> Estimate:
     """Farthest less nearest head in the n lowest blocks, less the same in the n highest."""
-    low, high = lowest(heads, n), highest(heads, n)
+    low = lowest(heads, n)
+    high = highest(heads, n)
     range_low = most(heads, low) - least(heads, low)
     return range_low - (most(heads, high) - least(heads, high))
 
@@ -211,7 +221,8 @@ def offset_focus(heads: Table, offset: float = 0.5) -> Estimate:
 
     heads: rows `offset_cells` and `focus_mass` of head-types; offset: minimum, in cells.
     """
-    focus, offsets = heads.filter(metric="focus_mass"), heads.filter(metric="offset_cells")
+    focus = heads.filter(metric="focus_mass")
+    offsets = heads.filter(metric="offset_cells")
     return most(focus, offsets["value"] >= offset)
 
 

@@ -44,7 +44,9 @@ class ModelTables:
         execution: Execution = DEFAULT,
     ) -> None:
         """stores: of each model; training: of the same models, over training images."""
-        self._stores, self._training, self._execution = stores, training, execution
+        self._stores = stores
+        self._training = training
+        self._execution = execution
         self._kept: dict[tuple[str, ...], Table] = {}
 
     def store(self, model: str) -> Store:
@@ -65,7 +67,9 @@ class ModelTables:
     def keypoints(self, model: str) -> Table:
         """PCK at 0.1 of every block. Raises MissingInput: there are no keypoints for these
         stores."""
-        raise MissingInput(f"{self.store(model).label}: it takes keypoints: vitsee keypoints")
+        raise MissingInput(
+            f"{self.store(model).label}: it takes keypoints: vitsee keypoints"
+        )
 
     def replaced(self, model: str, values: str) -> Table:
         """`effect` on the outputs of the class token being replaced halfway, by "zero", "mean" or
@@ -93,13 +97,15 @@ class ModelTables:
     def _cka(self, a: str, b: str | None, pairs: str) -> Table:
         stores = [self.store(a)] if b is None else [self.store(a), self.store(b)]
         if pairs != "all":
-            return cka.run(*stores, sites=("blocks",), pairs=pairs, execution=self._execution)
+            return cka.run(
+                *stores, sites=("blocks",), pairs=pairs, execution=self._execution
+            )
         both = {"sites_a": layers(self.store(a)), "sites_b": layers(self.store(b or a))}
-        return (
-            cka.run(*stores, sites=layers(self.store(a)), execution=self._execution)
-            if b is None
-            else cka.run(*stores, **both, execution=self._execution)
-        )
+        if b is None:
+            return cka.run(
+                *stores, sites=layers(self.store(a)), execution=self._execution
+            )
+        return cka.run(*stores, **both, execution=self._execution)
 
     def last_cls(self, a: str, b: str) -> Estimate:
         """CKA of the class tokens of the last blocks of two models."""
@@ -115,24 +121,29 @@ class ModelTables:
     def heads(self, model: str) -> Table:
         """Scores of every head."""
         return self._keep(
-            ("heads", model), lambda: head_types.run(self.store(model), execution=self._execution)
+            ("heads", model),
+            lambda: head_types.run(self.store(model), execution=self._execution),
         )
 
     def cnn_like(self, model: str, cnn: str) -> Table:
         """Groups of heads of the first block against the lower layers of a CNN."""
-        return cka_heads.run(self.store(model), self.store(cnn), execution=self._execution)
+        return cka_heads.run(
+            self.store(model), self.store(cnn), execution=self._execution
+        )
 
     def distances(self, model: str) -> Table:
         """Mean attention distance of every head over that of uniform attention, with replicates."""
         return self._keep(("distances", model), lambda: self._distances(model))
 
     def _distances(self, model: str) -> Table:
-        store, how = self.store(model), self._execution
+        store = self.store(model)
+        how = self._execution
         found = attn_dist.run(store, metrics="distance_relative", execution=how)
         used = how.rows(store).mask & store.valid
         distance = np.asarray(store.attention("distance_px")[:], np.float64)[used]
         blocks = Blocks.of(store, used, how.seed)
-        sums, counts = blocks.sums(distance), blocks.sums(np.ones(len(distance)))
+        sums = blocks.sums(distance)
+        counts = blocks.sums(np.ones(len(distance)))
         of_heads = distance.mean(0).reshape(-1)
         without = means_without(sums, counts).reshape(len(of_heads), -1)
         scale = found["value"] / of_heads
@@ -163,7 +174,9 @@ class ModelTables:
             if site.layout is not None and (site.layout.grid or (1, 1)) != (1, 1)
         ]
         if not coarse or coarse[-1].layout is None or coarse[-1].layout.grid is None:
-            raise MissingInput(f"{self.store(cnn).label} has no block with several locations")
+            raise MissingInput(
+                f"{self.store(cnn).label} has no block with several locations"
+            )
         grid = coarse[-1].layout.grid
         fine = self.store(model).select(["blocks"])[-1]
         found = [self._places(model, fine, grid), self._places(cnn, coarse[-1], grid)]
@@ -171,7 +184,9 @@ class ModelTables:
 
     def _places(self, model: str, site: SiteSpec, grid: tuple[int, int]) -> Estimate:
         store = self.store(model)
-        rows = np.flatnonzero(self._execution.rows(store).mask & store.valid)[:MOST_PLACED]
+        rows = np.flatnonzero(self._execution.rows(store).mask & store.valid)[
+            :MOST_PLACED
+        ]
         used = np.zeros(store.n_images, bool)
         used[rows] = True
         acts = store.acts(site.name, "patches")[: rows[-1] + 1][used[: rows[-1] + 1]]
@@ -192,7 +207,10 @@ class ModelTables:
     def radii(self, model: str, sites: str) -> Table:
         """Radius of half of the effective receptive field."""
         return erf.run(
-            self.fields(model), metrics="radius50_px", sites=sites, execution=self._execution
+            self.fields(model),
+            metrics="radius50_px",
+            sites=sites,
+            execution=self._execution,
         )
 
     def single_tokens(self, model: str) -> Table:
@@ -237,9 +255,15 @@ def place_contrast(rows: Float, cols: Float, keep: Mask) -> float:
     a, b = (grams[:, keep][:, :, keep] for grams in (rows, cols))
     nothing = np.zeros(a.shape[:2])
     h = PairSums(
-        np.tensordot(a, b, ((1, 2), (1, 2))), (a**2).sum((1, 2)), (b**2).sum((1, 2)),
-        a.sum(2), b.sum(2), nothing, nothing, int(keep.sum()),
-    ).unbiased()  # fmt: skip
+        np.tensordot(a, b, ((1, 2), (1, 2))),
+        (a**2).sum((1, 2)),
+        (b**2).sum((1, 2)),
+        a.sum(2),
+        b.sum(2),
+        nothing,
+        nothing,
+        int(keep.sum()),
+    ).unbiased()
     cka = centred_alignment(h.cross, h.rows, h.cols)
     same = np.eye(len(a), dtype=bool)
     return float(np.nanmean(cka[same]) - np.nanmean(cka[~same]))

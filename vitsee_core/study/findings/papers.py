@@ -43,7 +43,9 @@ class Finding:
     measure: Callable[[ModelTables], Estimate]
     section: str = ""  # of the page
 
-    def row(self, found: Estimate | None, other: Estimate | None = None) -> dict[str, Any]:
+    def row(
+        self, found: Estimate | None, other: Estimate | None = None
+    ) -> dict[str, Any]:
         """The finding's row in a table. found: None where it could not be measured. other: with
         models of another seed; a verdict is given where both agree."""
         text = ("section", "name", "claim", "source", "statistic", "unit")
@@ -76,7 +78,8 @@ SIMILARITY = "Similarity of layers and models (Raghu et al. 2021)"
 
 
 def _mixer(f: ModelTables) -> of.Estimate:
-    to_vit, to_cnn = f.cka("mixer", "vit"), f.cka("mixer", "resnet")
+    to_vit = f.cka("mixer", "vit")
+    to_cnn = f.cka("mixer", "resnet")
     there = pl.col("value").is_not_null()
     return of.mean(to_vit, there) - of.mean(to_cnn, there)
 
@@ -186,7 +189,10 @@ _ATTENTION = (
         "the most local head of the two lowest blocks, trained on a tenth less trained on all",
         "of uniform attention's distance",
         ("vit-10pct", "vit"),
-        lambda f: of.nearest_head(f.distances("vit-10pct")) - of.nearest_head(f.distances("vit")),
+        lambda f: (
+            of.nearest_head(f.distances("vit-10pct"))
+            - of.nearest_head(f.distances("vit"))
+        ),
     ),
     Finding(
         "local-heads-cnn",
@@ -248,7 +254,8 @@ POSITIVE = pl.col("value") > 0
 
 
 def _partition(f: ModelTables) -> of.Estimate:
-    without, whole = f.cka("vit-noskip"), f.cka("vit")
+    without = f.cka("vit-noskip")
+    whole = f.cka("vit")
     gap = of.within(without, REMOVED) - of.across(without, REMOVED)
     return gap - (of.within(whole, REMOVED) - of.across(whole, REMOVED))
 
@@ -259,7 +266,8 @@ def _fields_rise(f: ModelTables) -> of.Estimate:
 
 
 def _branches(f: ModelTables) -> of.Estimate:
-    branch, after = f.radii("vit", "*.attn.branch"), f.radii("vit", "*.mid")
+    branch = f.radii("vit", "*.attn.branch")
+    after = f.radii("vit", "*.mid")
     return of.mean(branch, POSITIVE) - of.mean(after, POSITIVE)
 
 
@@ -268,7 +276,8 @@ def _place(f: ModelTables, model: str) -> of.Estimate:
 
 
 def _all_ratios(f: ModelTables) -> of.Estimate:
-    vit, cnn = f.ratios("vit", "patches"), f.ratios("resnet", "patches")
+    vit = f.ratios("vit", "patches")
+    cnn = f.ratios("resnet", "patches")
     return of.mean_log(vit, POSITIVE) - of.mean_log(cnn, POSITIVE)
 
 
@@ -310,7 +319,9 @@ _SKIPS = (
         "trained without that block's skips",
         "CKA",
         ("vit", "vit-noskip"),
-        lambda f: of.across(f.cka("vit"), REMOVED) - of.across(f.cka("vit-noskip"), REMOVED),
+        lambda f: (
+            of.across(f.cka("vit"), REMOVED) - of.across(f.cka("vit-noskip"), REMOVED)
+        ),
     ),
     Finding(
         "skip-partition",
@@ -330,7 +341,9 @@ _SKIPS = (
         "(whose stem alone makes 8 x 8 locations of 32 x 32 pixels)",
         "pixels",
         ("vit", "resnet"),
-        lambda f: of.first(f.radii("vit", "first")) - of.first(f.radii("resnet", "first")),
+        lambda f: (
+            of.first(f.radii("vit", "first")) - of.first(f.radii("resnet", "first"))
+        ),
     ),
     Finding(
         "fields-grow",
@@ -380,7 +393,8 @@ _SKIPS = (
         "accuracy",
         ("vit-gap", "vit"),
         lambda f: (
-            of.at_depth(f.single_tokens("vit-gap"), 1) - of.at_depth(f.single_tokens("vit"), 1)
+            of.at_depth(f.single_tokens("vit-gap"), 1)
+            - of.at_depth(f.single_tokens("vit"), 1)
         ),
     ),
 )
@@ -444,7 +458,9 @@ _TRAINING = (
         "SPair-71k",
         "share of keypoints",
         ("vit",),
-        lambda f: of.at_depth(f.keypoints("vit"), 0.5) - of.at_depth(f.keypoints("vit"), 1),
+        lambda f: (
+            of.at_depth(f.keypoints("vit"), 0.5) - of.at_depth(f.keypoints("vit"), 1)
+        ),
     ),
     Finding(
         "best-supervision",
@@ -453,14 +469,19 @@ _TRAINING = (
         "k-NN top-1 of the last block, vit less vit-masked",
         "accuracy",
         ("vit", "vit-masked"),
-        lambda f: of.at_depth(f.neighbours("vit"), 1) - of.at_depth(f.neighbours("vit-masked"), 1),
+        lambda f: (
+            of.at_depth(f.neighbours("vit"), 1)
+            - of.at_depth(f.neighbours("vit-masked"), 1)
+        ),
     ),
 )
 
 
 # ------------------------------------------------------------------------------ interventions
 
-INTERVENTIONS = "Interventions (the class token replaced halfway; single heads at their mean)"
+INTERVENTIONS = (
+    "Interventions (the class token replaced halfway; single heads at their mean)"
+)
 REPLACED = "arXiv 2604.14433 (there: registers of DINOv2, by accuracy)"
 LITTLE = 0.01  # of accuracy
 
@@ -525,4 +546,6 @@ SECTIONS = {
     TRAINING: _TRAINING,
     INTERVENTIONS: _INTERVENTIONS,
 }
-FINDINGS = tuple(replace(one, section=name) for name, some in SECTIONS.items() for one in some)
+FINDINGS = tuple(
+    replace(one, section=name) for name, some in SECTIONS.items() for one in some
+)

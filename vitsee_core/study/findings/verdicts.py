@@ -22,7 +22,18 @@ ROLES = frozenset(model for finding in FINDINGS for model in finding.models)
 TRAIN = "-train"
 NOT_MEASURED = "not measured"
 COLUMNS = (
-    *("name", "claim", "stores", "value", "std", "low", "high", "n_blocks", "unit", "verdict"),
+    *(
+        "name",
+        "claim",
+        "stores",
+        "value",
+        "std",
+        "low",
+        "high",
+        "n_blocks",
+        "unit",
+        "verdict",
+    ),
     *("reason", "section", "source", "statistic"),
 )
 
@@ -65,12 +76,17 @@ def run(
     known = [finding.name for finding in FINDINGS]
     if unknown := [name for name in findings if name not in known]:
         raise VitseeError(f"no finding {unknown[0]!r}; findings: {', '.join(known)}")
-    execution = Execution(images=images, seed=seed, jobs=jobs, memory=memory, device=device)
+    execution = Execution(
+        images=images, seed=seed, jobs=jobs, memory=memory, device=device
+    )
     own = [store for store in stores if not store.label.endswith(TRAIN)]
-    learnt = {store.label.removesuffix(TRAIN): store for store in stores if store not in own}
+    learnt = {
+        store.label.removesuffix(TRAIN): store for store in stores if store not in own
+    }
     members = _members(own)
     tables: dict[tuple[str, ...], ModelTables] = {}
-    wanted, left_out = [], {}
+    wanted = []
+    left_out = {}
     for finding in FINDINGS:
         if findings and finding.name not in findings:
             continue
@@ -95,12 +111,21 @@ def run(
             try:
                 found = finding.measure(made)
             except (VitseeError, ValueError) as error:
-                found, reason = None, " ".join(str(error).split())
-            row: dict[str, Any] = finding.row(found) | {"stores": " ".join(key), "reason": reason}
+                found = None
+                reason = " ".join(str(error).split())
+            row: dict[str, Any] = finding.row(found) | {
+                "stores": " ".join(key),
+                "reason": reason,
+            }
             rows.append(row if found else row | {"verdict": NOT_MEASURED})
             progress.advance(1)
-    notes: dict[str, Any] = {"interval": "95 %, delete-a-block jackknife over images", "seed": seed}
-    return Table.from_rows(rows, COLUMNS, notes | ({"left_out": left_out} if left_out else {}))
+    notes: dict[str, Any] = {
+        "interval": "95 %, delete-a-block jackknife over images",
+        "seed": seed,
+    }
+    return Table.from_rows(
+        rows, COLUMNS, notes | ({"left_out": left_out} if left_out else {})
+    )
 
 
 def _members(stores: Sequence[Store]) -> dict[str, list[Store]]:

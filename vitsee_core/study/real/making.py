@@ -7,22 +7,28 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.study.real.photographs import PHOTOGRAPHS, SKIMAGE, photographs
 from vitsee_core.study.real.weights import MODELS
-from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError, reason
 
 Say = Callable[[str], None]
-WEIGHTS, PHOTOS = "weights", "photographs"
+WEIGHTS = "weights"
+PHOTOS = "photographs"
 
 
 def missing(folder: Path, *, weights: bool = True) -> list[str]:
     """A line per package that `make` would download into the folder."""
-    models = [model for model in MODELS if weights and not _model(folder, model.name).exists()]
+    models = [
+        model for model in MODELS if weights and not _model(folder, model.name).exists()
+    ]
     wanted = {model.package: model.about for model in models}
     if not (folder / PHOTOS).exists():
         wanted[SKIMAGE] = f"{len(PHOTOGRAPHS)} photographs, two of them of scikit-learn"
-    return [f"{x} ({human_bytes(x.size)}, {x.licence}): {about}" for x, about in wanted.items()]
+    return [
+        f"{x} ({human_bytes(x.size)}, {x.licence}): {about}"
+        for x, about in wanted.items()
+    ]
 
 
 def make(folder: Path, say: Say, *, weights: bool = True) -> dict[str, Path]:
@@ -44,7 +50,12 @@ def make(folder: Path, say: Say, *, weights: bool = True) -> dict[str, Path]:
     models = MODELS if weights else ()
     for model in models:
         model.check(_model(folder, model.name))
-        _made(_model(folder, model.name), model.write, f"{model.package}: {model.about}", say)
+        _made(
+            _model(folder, model.name),
+            model.write,
+            f"{model.package}: {model.about}",
+            say,
+        )
     _made(folder / PHOTOS, _write_photographs, f"{SKIMAGE}: photographs", say)
     return {model.name: _model(folder, model.name) for model in models}
 

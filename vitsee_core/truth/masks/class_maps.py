@@ -30,7 +30,13 @@ from numpy.typing import NDArray
 from vitsee_core.truth.masks.coco import CocoMasks
 from vitsee_core.truth.masks.labels import MaskSource, PixelSource
 from vitsee_core.truth.masks.panoptic import PanopticMasks
-from vitsee_core.truth.masks.sources import Several, check_once, open_masks, png_files, read_numbers
+from vitsee_core.truth.masks.sources import (
+    Several,
+    check_once,
+    open_masks,
+    png_files,
+    read_numbers,
+)
 from vitsee_stores.errors import VitseeError, reason
 
 ClassMap = NDArray[np.uint8]
@@ -118,7 +124,9 @@ class SegmentMaps:
 
     @property
     def layout(self) -> str:
-        return "COCO panoptic" if self._panoptic else "COCO objects or stuff"
+        if self._panoptic:
+            return "COCO panoptic"
+        return "COCO objects or stuff"
 
     @property
     def rules(self) -> dict[str, str]:
@@ -142,7 +150,9 @@ class SegmentMaps:
         for crowd in (True, False):  # objects lie over crowds
             for one in segments:
                 if one.crowd == crowd:
-                    found[one.mask] = IGNORED if crowd else numbers.get(one.category, IGNORED)
+                    found[one.mask] = (
+                        IGNORED if crowd else numbers.get(one.category, IGNORED)
+                    )
         return found
 
     @property
@@ -159,7 +169,9 @@ def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
     categories or too many, or an ignored one is none of them."""
     found = SegmentMaps(source, tuple(ignore))
     if not source.categories:
-        raise VitseeError(f"{source.name} names no categories; expected a COCO file with them")
+        raise VitseeError(
+            f"{source.name} names no categories; expected a COCO file with them"
+        )
     if unknown := [word for word in ignore if word not in found._every]:
         raise VitseeError(
             f"--ignore {unknown[0]}: no category of {source.name}; expected a name like "
@@ -172,23 +184,59 @@ def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
     return found
 
 
-REFUSED = -1  # in a table of values: a file with this one is damaged, or of another data set
+REFUSED = (
+    -1
+)  # in a table of values: a file with this one is damaged, or of another data set
 VALUES = 256
 # The second is that of Hariharan et al.'s additional annotations, as they are commonly distributed.
 VOC_FOLDERS = ("SegmentationClass", "SegmentationClassAug")
 VOC_OBJECTS = "SegmentationObject"
 VOC_CLASSES = (
-    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat"),
-    *("chair", "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant"),
+    *(
+        "background",
+        "aeroplane",
+        "bicycle",
+        "bird",
+        "boat",
+        "bottle",
+        "bus",
+        "car",
+        "cat",
+    ),
+    *(
+        "chair",
+        "cow",
+        "diningtable",
+        "dog",
+        "horse",
+        "motorbike",
+        "person",
+        "pottedplant",
+    ),
     *("sheep", "sofa", "train", "tvmonitor"),
 )
 # labelId -> class, in the order of the trainIds.
 CITYSCAPES = {
-    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole",
-    19: "traffic light", 20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky",
-    24: "person", 25: "rider", 26: "car", 27: "truck", 28: "bus", 31: "train", 32: "motorcycle",
+    7: "road",
+    8: "sidewalk",
+    11: "building",
+    12: "wall",
+    13: "fence",
+    17: "pole",
+    19: "traffic light",
+    20: "traffic sign",
+    21: "vegetation",
+    22: "terrain",
+    23: "sky",
+    24: "person",
+    25: "rider",
+    26: "car",
+    27: "truck",
+    28: "bus",
+    31: "train",
+    32: "motorcycle",
     33: "bicycle",
-}  # fmt: skip
+}
 CITYSCAPES_VALUES = 34
 ADE_NAMES = "objectInfo150.txt"
 
@@ -247,7 +295,9 @@ def open_png_maps(path: Path, ignore: Sequence[str]) -> PngMaps:
     if found is None:
         found = _maps(path, path, range(VALUES - 1), (), "a folder of PNG files")
     ignored = {_value_of(word, found) for word in ignore}
-    table = (IGNORED if value in ignored else own for value, own in enumerate(found.table))
+    table = (
+        IGNORED if value in ignored else own for value, own in enumerate(found.table)
+    )
     return replace(found, table=tuple(table))
 
 
@@ -257,7 +307,9 @@ def _value_of(word: str, maps: PngMaps) -> int:
     if word in maps.classes:
         return maps.table.index(maps.classes.index(word))
     known = "0 to 255" + (", or a name like " + maps.classes[0] if maps.classes else "")
-    raise VitseeError(f"--ignore {word}: no class of {maps.name}; expected a pixel value, {known}")
+    raise VitseeError(
+        f"--ignore {word}: no class of {maps.name}; expected a pixel value, {known}"
+    )
 
 
 def _voc(path: Path) -> PngMaps | None:
@@ -296,9 +348,16 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         what = reason(error) if isinstance(error, OSError) else str(error)
         raise VitseeError(f"cannot read {path}: {what}") from None
-    rows = [line.split("\t") if "\t" in line else line.split(None, 5) for line in lines if line]
+    rows = [
+        line.split("\t") if "\t" in line else line.split(None, 5)
+        for line in lines
+        if line
+    ]
     numbers = [row[0].strip() for row in rows]
-    if numbers != [str(i + 1) for i in range(len(rows))] or not 0 < len(rows) < VALUES - 1:
+    if (
+        numbers != [str(i + 1) for i in range(len(rows))]
+        or not 0 < len(rows) < VALUES - 1
+    ):
         raise VitseeError(
             f"{path} is not the table of ADE20K's classes; expected lines that begin with 1, 2, ..."
         )
@@ -340,10 +399,14 @@ def _maps(
     return PngMaps(str(path), str(folder), files, files, table, classes, layout)
 
 
-_EXPECTED = "a folder of PNG class maps, the root of VOC, ADE20K or Cityscapes, or a COCO .json"
+_EXPECTED = (
+    "a folder of PNG class maps, the root of VOC, ADE20K or Cityscapes, or a COCO .json"
+)
 
 
-def open_class_maps(paths: Path | Sequence[Path], ignore: Sequence[str] = ()) -> ClassMaps:
+def open_class_maps(
+    paths: Path | Sequence[Path], ignore: Sequence[str] = ()
+) -> ClassMaps:
     """One or several sources of the same classes: folders of PNG files, roots of data sets, or COCO
     files.
 

@@ -20,7 +20,7 @@ from vitsee_core.truth.masks.annotations import (
     EXPECTED,
     LONGEST_ID,
     LONGEST_REASON,
-    Annotated,
+    AnnotationFile,
     category_names,
     category_of,
     checked_images,
@@ -33,7 +33,7 @@ from vitsee_core.truth.masks.annotations import (
 from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels, Segment
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 Size = tuple[int, int]  # height, width
 
@@ -55,9 +55,13 @@ def pixels_of(shape: Any, size: Size) -> Mask:
         raise ValueError("expected a list of outlines, or size and counts")
     height, width = (int(n) for n in shape["size"])
     if (height, width) != size:
-        raise ValueError(f"is of {width} x {height} pixels; expected {size[1]} x {size[0]}")
+        raise ValueError(
+            f"is of {width} x {height} pixels; expected {size[1]} x {size[0]}"
+        )
     counts = shape["counts"]
-    return _from_runs(counts if isinstance(counts, list) else list(unpack_counts(counts)), size)
+    return _from_runs(
+        counts if isinstance(counts, list) else list(unpack_counts(counts)), size
+    )
 
 
 def coder(name: str) -> Any:
@@ -74,18 +78,24 @@ def coder(name: str) -> Any:
 def _inside(outlines: Sequence[Any], size: Size) -> Mask:
     """The pixels in the union of outlines, x and y in turn. Those of one or two points enclose
     nothing: they are left out (pycocotools would take four numbers for a box)."""
-    checked = [_check_outline(np.asarray(outline, np.float64), size) for outline in outlines]
+    checked = [
+        _check_outline(np.asarray(outline, np.float64), size) for outline in outlines
+    ]
     checked = [outline for outline in checked if len(outline) >= FEWEST]
     if not checked:
         return np.zeros(size, np.bool_)
     mask = coder("an outline")
-    found = mask.decode(mask.merge(mask.frPyObjects([c.tolist() for c in checked], *size)))
+    found = mask.decode(
+        mask.merge(mask.frPyObjects([c.tolist() for c in checked], *size))
+    )
     return np.asarray(found, np.bool_)
 
 
 def _check_outline(points: Float, size: Size) -> Float:
     if points.ndim != 1 or len(points) % 2:
-        raise ValueError(f"an outline has {points.size} numbers; expected x and y of 3 points")
+        raise ValueError(
+            f"an outline has {points.size} numbers; expected x and y of 3 points"
+        )
     farthest = FARTHEST * max(size)
     outside = ~(np.abs(points) <= farthest)  # NaN too
     if outside.any():
@@ -107,7 +117,9 @@ def _from_runs(counts: Sequence[Any], size: Size) -> Mask:
     if runs.ndim != 1 or not (runs >= 0).all() or (runs != np.floor(runs)).any():
         raise ValueError("its run lengths are no whole numbers from 0 on")
     if runs.sum() != size[0] * size[1]:
-        raise ValueError(f"its runs cover {runs.sum():.0f} pixels, of {size[0] * size[1]}")
+        raise ValueError(
+            f"its runs cover {runs.sum():.0f} pixels, of {size[0] * size[1]}"
+        )
     lengths = runs.astype(np.int64)
     return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths).reshape(size[::-1]).T
 
@@ -177,7 +189,7 @@ def _encloses(outline: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class CocoMasks(Annotated):
+class CocoMasks(AnnotationFile):
     """Images of one file, by their ids; see `MaskSource`. The objects of an image are its
     annotations of every category. Crowd regions are void, as COCO's own evaluation ignores them; an
     object in a crowd region stays foreground.
@@ -216,9 +228,14 @@ class CocoMasks(Annotated):
         return labels
 
     def segments(self, i: int) -> list[Segment]:
-        size, where = size_of(self.images[i]), self.where(i)
+        size = size_of(self.images[i])
+        where = self.where(i)
         return [
-            Segment(category_of(one, self.names, where), self._inside(i, one, size), _is_crowd(one))
+            Segment(
+                category_of(one, self.names, where),
+                self._inside(i, one, size),
+                _is_crowd(one),
+            )
             for one in self._objects(i)
         ]
 
@@ -255,7 +272,8 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
     coder(str(path))
     found = read_annotations(path) if found is None else found
     objects: dict[Any, list[dict[str, Any]]] = {}
-    of_no_image, without_mask = list[Any](), list[Any]()
+    of_no_image = list[Any]()
+    without_mask = list[Any]()
     with entries_of(path, "annotations with image_id and segmentation"):
         images = checked_images(found["images"])
         names = category_names(found.get("categories") or [])
@@ -277,7 +295,9 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
             f"{_few_ids(of_no_image)}, its images the ids {_few_ids(id_of.values())}"
         )
     if not objects:
-        raise VitseeError(f"{path} has no segmentation in any annotation; expected {EXPECTED}")
+        raise VitseeError(
+            f"{path} has no segmentation in any annotation; expected {EXPECTED}"
+        )
     if len(without_mask) == n - len(of_no_image):
         raise VitseeError(
             f"{path}: no outline encloses a pixel (annotations {_few_ids(without_mask)}); expected "
@@ -288,19 +308,25 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
         left_out["annotations of no image"] = f"{len(of_no_image)} of {n}"
         log.warning(
             "%s: %d of %d annotations are of none of its images (image_id %s) and left out",
-            path, len(of_no_image), n, _few_ids(of_no_image),
-        )  # fmt: skip
+            path,
+            len(of_no_image),
+            n,
+            _few_ids(of_no_image),
+        )
     if without_mask:
         left_out["annotations without a mask"] = f"{len(without_mask)} of {n}"
         log.warning(
             "%s: %d of %d annotations have no mask (%s): their objects count as what lies around "
             "them",
-            path, len(without_mask), n, _few_ids(without_mask),
-        )  # fmt: skip
+            path,
+            len(without_mask),
+            n,
+            _few_ids(without_mask),
+        )
     return CocoMasks(str(path), images, names, objects, left_out)
 
 
 def _few_ids(ids: Iterable[Any]) -> str:
     """The first of these ids as JSON has them, which tells `"7"` from `7`."""
     texts = [json.dumps(number, default=str)[:LONGEST_ID] for number in ids]
-    return few([*dict.fromkeys(texts)])
+    return abbreviate([*dict.fromkeys(texts)])

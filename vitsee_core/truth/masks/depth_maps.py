@@ -120,7 +120,9 @@ def open_depth_maps(
             "or a folder of 16-bit PNG files"
         )
     elif scale is not None:
-        raise VitseeError(f"--depth-scale belongs to PNG files; {path} holds metres, leave it out")
+        raise VitseeError(
+            f"--depth-scale belongs to PNG files; {path} holds metres, leave it out"
+        )
     else:
         files = NyuFile.open(path)
     if max_depth is not None:

@@ -12,7 +12,9 @@ from vitsee_core.types import Mask
 
 Labels = NDArray[np.uint8]
 
-BACKGROUND, FOREGROUND, VOID = 0, 1, 2
+BACKGROUND = 0
+FOREGROUND = 1
+VOID = 2
 
 
 class Segment(NamedTuple):

@@ -17,14 +17,20 @@ from vitsee_core.images import DataError, ImageError
 from vitsee_core.images.folders import image_stem
 from vitsee_core.images.placement import Edges, box_pixels, cell_edges
 from vitsee_core.images.transform import Recipe, make_recipe
-from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels, MaskSource, PixelSource
-from vitsee_core.truth.masks.orientation import oriented_as
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
+from vitsee_core.truth.masks.labels import (
+    FOREGROUND,
+    VOID,
+    Labels,
+    MaskSource,
+    PixelSource,
+)
+from vitsee_core.truth.masks.orientation import oriented_as
 from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.streaming import Rows
@@ -74,34 +80,46 @@ def ground_truth(
             image's size.
     """
     if not store.manifest.transform:
-        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
+        raise MissingInput(
+            f"{store.label} does not say how its images were resized; extract anew"
+        )
     ids = store.samples.file.tolist()
     wanted = int((rows.mask & store.valid).sum())
     masks = oriented_as(store.manifest.transform, masks)
     matched, numbers = match_rows(store, masks, rows)
-    sizes, boxes = store.sizes.tolist(), store.samples.box
+    sizes = store.sizes.tolist()
+    boxes = store.samples.box
     labels = {
         group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
         for group, layout in layouts.items()
     }
 
-    read = _TokenLabels(masks, mask_recipe(store.manifest.transform), dict(layouts), foreground)
+    read = _TokenLabels(
+        masks, mask_recipe(store.manifest.transform), dict(layouts), foreground
+    )
     items = [
         (number, ids[row], tuple(sizes[row]), None if boxes is None else boxes[row])
         for row, number in zip(matched.tolist(), numbers.tolist(), strict=True)
     ]
     some_on = some_void = False
     with counting(execution.progress, len(items), "masks") as progress:
-        for row, (own, on, void) in zip(matched, execution.each(read, items), strict=True):
+        for row, (own, on, void) in zip(
+            matched, execution.each(read, items), strict=True
+        ):
             for group, values in own.items():
                 labels[group][row] = values
-            some_on, some_void = some_on or on, some_void or void
+            some_on = some_on or on
+            some_void = some_void or void
             progress.advance(1)
     mask = np.zeros(store.n_images, bool)
     for values in labels.values():
         mask |= (values == FOREGROUND).any(1)
     if not mask.any():
-        only = f": no pixel is, and void are {masks.void}" if some_void and not some_on else ""
+        only = (
+            f": no pixel is, and void are {masks.void}"
+            if some_void and not some_on
+            else ""
+        )
         raise VitseeError(
             f"no token is foreground in any of the {len(matched)} images of {store.label} that "
             f"have a mask in {masks.name}{only}"
@@ -111,9 +129,18 @@ def ground_truth(
         "left_out_without_mask": wanted - len(matched),
         "left_out_without_foreground": len(matched) - int(mask.sum()),
     }
-    for key, what in (("without_mask", "a mask"), ("without_foreground", "a foreground token")):
+    for key, what in (
+        ("without_mask", "a mask"),
+        ("without_foreground", "a foreground token"),
+    ):
         if n := counts[f"left_out_{key}"]:
-            log.info("%s: %d of %d images are left out: without %s", store.label, n, wanted, what)
+            log.info(
+                "%s: %d of %d images are left out: without %s",
+                store.label,
+                n,
+                wanted,
+                what,
+            )
     return MaskTruth(labels, mask, counts)
 
 
@@ -129,7 +156,8 @@ class _TokenLabels:
 
     def __call__(self, of: tuple[Any, ...]) -> tuple[dict[str, Labels], bool, bool]:
         number, *image = of
-        where, pixels = self.masks.where(number), self.masks.read(number)
+        where = self.masks.where(number)
+        pixels = self.masks.read(number)
         pixels = cut_to_image(where, pixels, *image)
         seen = as_seen(pixels, self.recipe, where)
         labels = {
@@ -151,8 +179,8 @@ def match_rows(
     if not len(matched):
         raise VitseeError(
             f"no image of {store.label} has a mask in {masks.name}: images are called "
-            f"{few([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
-            f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
+            f"{abbreviate([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
+            f"{abbreviate(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
         )
     return matched, found[matched]
 
@@ -178,7 +206,9 @@ def cut_to_image(
     """
     if box is not None and np.isfinite(box).all():
         try:
-            top, left, bottom, right = box_pixels(box.tolist(), (mask.shape[0], mask.shape[1]))
+            top, left, bottom, right = box_pixels(
+                box.tolist(), (mask.shape[0], mask.shape[1])
+            )
         except DataError as error:
             raise VitseeError(f"{where}: {error}") from None
         mask = mask[top:bottom, left:right]
@@ -221,7 +251,11 @@ def _only(names: Sequence[str]) -> dict[str, int]:
     return {name: i for i, name in enumerate(names) if times[name] == 1}
 
 
-_RESIZES = ("resize", "resize_keep_ratio", "corner")  # their last argument is the interpolation
+_RESIZES = (
+    "resize",
+    "resize_keep_ratio",
+    "corner",
+)  # their last argument is the interpolation
 
 
 def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
@@ -234,14 +268,18 @@ def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
             f"masks cannot follow the images' transform: {recipe.whole}; expected only resize and "
             "crop"
         )
-    steps = tuple((name, _for_labels(name, arguments)) for name, arguments in recipe.steps)
+    steps = tuple(
+        (name, _for_labels(name, arguments)) for name, arguments in recipe.steps
+    )
     return Recipe((1, *recipe.shape[1:]), steps)
 
 
 def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in _RESIZES:
         return (*arguments[:-1], "nearest")
-    return (arguments[0], 0, *arguments[2:]) if name == "center_crop" else arguments
+    if name == "center_crop":
+        return (arguments[0], 0, *arguments[2:])
+    return arguments
 
 
 def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:

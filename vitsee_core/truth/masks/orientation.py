@@ -21,7 +21,9 @@ def oriented_as(transform: Mapping[str, Any], source: Source) -> Source:
 
 def _upright(source: Any) -> Any:
     if isinstance(source, Several):
-        return replace(source, sources=tuple(_upright(member) for member in source.sources))
+        return replace(
+            source, sources=tuple(_upright(member) for member in source.sources)
+        )
     if isinstance(source, MaskFolder | PngMaps):
         return replace(source, exif=True)
     return source

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.truth.masks.annotations import (
-    Annotated,
+    AnnotationFile,
     category_names,
     category_of,
     checked_images,
@@ -25,7 +25,7 @@ from vitsee_stores.errors import VitseeError
 
 
 @dataclass(frozen=True)
-class PanopticMasks(Annotated):
+class PanopticMasks(AnnotationFile):
     """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
     foreground, stuff is background; crowds and pixels without a segment are void.
 
@@ -62,9 +62,14 @@ class PanopticMasks(Annotated):
         return labels
 
     def segments(self, i: int) -> list[Segment]:
-        numbers, where = self._numbers(i), self.where(i)
+        numbers = self._numbers(i)
+        where = self.where(i)
         return [
-            Segment(category_of(one, self.names, where), numbers == one["id"], flag(one, "iscrowd"))
+            Segment(
+                category_of(one, self.names, where),
+                numbers == one["id"],
+                flag(one, "iscrowd"),
+            )
             for one in self.annotations[i]["segments_info"]
         ]
 
@@ -96,7 +101,9 @@ def is_panoptic(found: dict[str, Any]) -> bool:
     return isinstance(first, dict) and "segments_info" in first
 
 
-def open_panoptic(path: Path, found: dict[str, Any] | None, folder: Path | None) -> PanopticMasks:
+def open_panoptic(
+    path: Path, found: dict[str, Any] | None, folder: Path | None
+) -> PanopticMasks:
     """The segments of a panoptic file.
 
     Args:
@@ -119,12 +126,15 @@ def open_panoptic(path: Path, found: dict[str, Any] | None, folder: Path | None)
         annotations = dict[Any, dict[str, Any]]()  # image id -> its annotation
         for annotation in found["annotations"]:
             _check(annotation)
-            name, number = annotation["file_name"], annotation["image_id"]
+            name = annotation["file_name"]
+            number = annotation["image_id"]
             if number not in id_of:
                 raise ValueError(f"{name} is of image {number}, which is none")
             earlier = annotations.setdefault(id_of[number], annotation)
             if earlier is not annotation:
-                raise ValueError(f"{earlier['file_name']} and {name} are of the image {number}")
+                raise ValueError(
+                    f"{earlier['file_name']} and {name} are of the image {number}"
+                )
         categories = found.get("categories") or []
         names = category_names(categories)
         things = id_by_alias(one["id"] for one in categories if flag(one, "isthing"))
@@ -155,4 +165,6 @@ def _check(annotation: dict[str, Any]) -> None:
         seen.add(one["id"])
         flag(one, "iscrowd")
         if not isinstance(one.get("category_id"), (int, str)):
-            raise ValueError(f"a segment of {name} has the category {one.get('category_id')!r}")
+            raise ValueError(
+                f"a segment of {name} has the category {one.get('category_id')!r}"
+            )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import walk
+from vitsee_core.runtime.options import Option
 from vitsee_core.truth.masks.annotations import read_annotations
 from vitsee_core.truth.masks.coco import open_coco
 from vitsee_core.truth.masks.labels import (
@@ -27,7 +28,6 @@ from vitsee_core.truth.masks.labels import (
     Segment,
 )
 from vitsee_core.truth.masks.panoptic import PanopticMasks, is_panoptic, open_panoptic
-from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 
 Source = TypeVar("Source", bound=PixelSource)
@@ -93,7 +93,9 @@ def png_files(folder: Path, what: str) -> list[str]:
     return found
 
 
-def read_numbers(folder: str, name: str, hint: str = "", exif: bool = False) -> NDArray[Any]:
+def read_numbers(
+    folder: str, name: str, hint: str = "", exif: bool = False
+) -> NDArray[Any]:
     """(height, width) of a file below a folder: of palette images their indices, of 1-bit images 0
     and 1. hint: at the end of the error; exif: whether the file is turned upright. Raises
     VitseeError: the file cannot be read, or holds colours."""
@@ -150,7 +152,9 @@ class SeveralMasks(Several[MaskSource]):
     @property
     def categories(self) -> list[str]:
         known = [source.categories for source in self.sources]
-        return list(dict.fromkeys(name for one in known for name in one)) if all(known) else []
+        if all(known):
+            return list(dict.fromkeys(name for one in known for name in one))
+        return []
 
     @property
     def void(self) -> str:
@@ -169,7 +173,9 @@ def check_once(sources: Sequence[PixelSource]) -> None:
             other = seen.setdefault(key, source)
             if other is not source:
                 both = "twice" if other.name == source.name else f"and in {source.name}"
-                raise VitseeError(f"the image {key} is in {other.name} {both}; give each once")
+                raise VitseeError(
+                    f"the image {key} is in {other.name} {both}; give each once"
+                )
 
 
 def open_masks(
@@ -212,7 +218,10 @@ def open_masks(
 
 
 def _open(
-    path: Path, background: Sequence[int] | None, void: int | str | None, panoptic: Path | None
+    path: Path,
+    background: Sequence[int] | None,
+    void: int | str | None,
+    panoptic: Path | None,
 ) -> MaskSource:
     if not path.exists():
         raise VitseeError(f"no file or folder {path}; expected {_EXPECTED}")

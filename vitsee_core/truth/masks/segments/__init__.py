@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.truth.labels.labelled_rows import LabelledRows, check_label_spaces, labelled_rows
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.truth.labels.labelled_rows import (
+    LabelledRows,
+    check_label_spaces,
+    labelled_rows,
+)
 from vitsee_core.truth.masks.segments.rows import (
     WEIGHTS,
     LabelledSegments,
@@ -23,7 +28,6 @@ from vitsee_core.truth.masks.segments.rows import (
     find_segments,
 )
 from vitsee_core.truth.masks.segments.vectors import SegmentFeatures, patches_of
-from vitsee_core.runtime.execution import Execution
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -62,7 +66,11 @@ class Examples:
         return labelled_rows(store, execution.images, execution.seed, split)
 
     def features(
-        self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
+        self,
+        data: LabelledRows,
+        site: SiteSpec,
+        tokens: str | None = None,
+        **options: Any,
     ) -> SiteFeatures:
         """The examples' vectors at a site; see `choose_features`."""
         return choose_features(data.store, site, tokens, **options)
@@ -82,7 +90,11 @@ class SegmentExamples(Examples):
         return self.found[_key(store, split)]
 
     def features(
-        self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
+        self,
+        data: LabelledRows,
+        site: SiteSpec,
+        tokens: str | None = None,
+        **options: Any,
     ) -> Any:
         """The segments' vectors at a site: a `SegmentFeatures`. Raises VitseeError: tokens are
         asked for."""
@@ -131,7 +143,9 @@ def examples_of(
         layouts = [patches_of(store, site).site.layout for site in sites]
         known = [layout for layout in layouts if layout is not None]
         for split in dict.fromkeys((None, test_split)):
-            found[_key(store, split)] = find_segments(store, source, masks, known, own, split)
+            found[_key(store, split)] = find_segments(
+                store, source, masks, known, own, split
+            )
     occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
     classes = source.categories or sorted(occurring, key=_in_order)
     where = {name: number for number, name in enumerate(classes)}
@@ -142,7 +156,9 @@ def examples_of(
 
 
 def _in_order(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+    if name.isdecimal():
+        return (int(name), "")
+    return (sys.maxsize, name)
 
 
 def _key(store: Store, split: str | None) -> Key:

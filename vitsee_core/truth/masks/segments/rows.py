@@ -14,19 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.placement import place
-from vitsee_core.truth.labels.labelled_rows import LabelledRows, in_split
-from vitsee_core.truth.masks import MaskSource, open_masks
-from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.truth.masks.orientation import oriented_as
-from vitsee_core.truth.masks.segments.vectors import SegmentFeatures, Sparse, Weigher, Weights
-from vitsee_core.truth.masks.sources import BACKGROUND_OPTION, PANOPTIC, SEGMENTS, VOID_OPTION
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import plural
 from vitsee_core.runtime.options import Option, PythonOnly
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows, choose_rows
 from vitsee_core.statistics.jackknife import METHOD, Blocks
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import jackknife_share
+from vitsee_core.truth.labels.labelled_rows import LabelledRows, in_split
+from vitsee_core.truth.masks import MaskSource, open_masks
+from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
+from vitsee_core.truth.masks.orientation import oriented_as
+from vitsee_core.truth.masks.segments.vectors import (
+    SegmentFeatures,
+    SegmentWeights,
+    Sparse,
+    Weights,
+)
+from vitsee_core.truth.masks.sources import (
+    BACKGROUND_OPTION,
+    PANOPTIC,
+    SEGMENTS,
+    VOID_OPTION,
+)
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -80,7 +90,9 @@ class Segmentation:
             only_with=("masks",),
         ),
     ] = None
-    first: Annotated[int | None, PythonOnly("studies of papers take some images alone")] = None
+    first: Annotated[
+        int | None, PythonOnly("studies of papers take some images alone")
+    ] = None
 
     def filled(self, **values: Any) -> Segmentation:
         """The same with these values where none was chosen."""
@@ -91,21 +103,29 @@ class Segmentation:
     def open(self) -> MaskSource:
         """The masks. Raises VitseeError: see `open_masks`; or an unknown choice."""
         if self.weights not in (None, *WEIGHTS):
-            raise VitseeError(f"no weights {self.weights!r}; expected {', '.join(WEIGHTS)}")
+            raise VitseeError(
+                f"no weights {self.weights!r}; expected {', '.join(WEIGHTS)}"
+            )
         for what, n in (("segments", self.segments), ("images", self.first)):
             if n is not None and n < 1:
-                raise VitseeError(f"{n} {what} were asked for; expected a positive number")
+                raise VitseeError(
+                    f"{n} {what} were asked for; expected a positive number"
+                )
         masks = self.masks
         paths = [masks] if isinstance(masks, (str, os.PathLike)) else list(masks)
         panoptic = None if self.panoptic is None else Path(self.panoptic)
-        return open_masks([Path(path) for path in paths], self.background, self.void, panoptic)
+        return open_masks(
+            [Path(path) for path in paths], self.background, self.void, panoptic
+        )
 
 
 def as_segmentation(
     masks: Segmentation | Path | str | Sequence[Path | str] | None,
 ) -> Segmentation | None:
     """The choices that go with masks given as such, or as paths alone."""
-    return masks if masks is None or isinstance(masks, Segmentation) else Segmentation(masks)
+    if masks is None or isinstance(masks, Segmentation):
+        return masks
+    return Segmentation(masks)
 
 
 log = logging.getLogger(__name__)
@@ -164,7 +184,8 @@ class LabelledSegments(LabelledRows):
         """(places, vectors (segments, 1, dim)) of these segments, slab by slab."""
         assert isinstance(features, SegmentFeatures)
         del part
-        rows, numbers = self.rows[places], self.numbers[places]
+        rows = self.rows[places]
+        numbers = self.numbers[places]
         done = 0
         for x in features.of_segments(rows, numbers, jobs=jobs, memory=memory):
             yield places[done : done + len(x)], x[:, np.newaxis]
@@ -218,7 +239,9 @@ def find_segments(
             of its image's size.
     """
     if not store.manifest.transform:
-        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
+        raise MissingInput(
+            f"{store.label} does not say how its images were resized; extract anew"
+        )
     chosen = choose_rows(store, execution.images, execution.seed)
     mask = chosen.mask & store.valid
     if split is not None:
@@ -233,10 +256,16 @@ def find_segments(
             raise VitseeError(
                 f"none of the first {choice.first} images of {source.name} is in {store.label}"
             )
-        matched, numbers = matched[kept], numbers[kept]
+        matched = matched[kept]
+        numbers = numbers[kept]
         how = f"{how}, of the first {choice.first} images of the masks"
     found = _SegmentFinder(
-        store, source, choice, list(dict.fromkeys(layouts)), store.sizes, store.samples.box
+        store,
+        source,
+        choice,
+        list(dict.fromkeys(layouts)),
+        store.sizes,
+        store.samples.box,
     )
     # An order that does not depend on the store's: stores of one data set draw the same images.
     order = np.argsort(store.samples.index[matched], kind="stable")
@@ -248,7 +277,9 @@ def find_segments(
     n = 0
     pairs = [(int(matched[k]), int(numbers[k])) for k in order]
     with counting(execution.progress, len(pairs), "masks") as progress:
-        for (row, _), (some, left) in zip(pairs, execution.each(found, pairs), strict=False):
+        for (row, _), (some, left) in zip(
+            pairs, execution.each(found, pairs), strict=False
+        ):
             of_image[row] = some if limit is None else some[: limit - n]
             n += len(of_image[row])
             tally += left
@@ -264,12 +295,14 @@ def find_segments(
         )
     counts = {
         "left_out_images_without_mask": without,
-        **{f"left_out_{what}": tally[what] for what in ("crowds", "empty", "not_visible")},
+        **{
+            f"left_out_{what}": tally[what] for what in ("crowds", "empty", "not_visible")
+        },
     }
     about = {"masks": source.name, "weights": choice.weights, "crowd": choice.crowd}
     for (what, why), n_left in zip(_LEFT_OUT, counts.values(), strict=True):
         if n_left:
-            log.info("%s: %s are left out: %s", store.label, counted(n_left, what), why)
+            log.info("%s: %s are left out: %s", store.label, plural(n_left, what), why)
     rows = np.repeat(sorted(of_image), [len(of_image[row]) for row in sorted(of_image)])
     flat = [one for row in sorted(of_image) for one in of_image[row]]
     names = [name for name, _ in flat]
@@ -278,16 +311,25 @@ def find_segments(
     used = np.zeros(store.n_images, bool)
     used[rows] = True
     return LabelledSegments(
-        store=store, mask=used, rows=rows,
-        labels=np.array([where[name] for name in names], np.int64), classes=classes,
-        index=store.samples.index[rows].astype(np.int64), hashes=store.samples.hash[rows],
-        n_invalid=chosen.n_invalid, n_unlabelled=without, how=how, remarks=chosen.remarks,
-        numbers=np.arange(len(rows)), counts=counts, source=about,
+        store=store,
+        mask=used,
+        rows=rows,
+        labels=np.array([where[name] for name in names], np.int64),
+        classes=classes,
+        index=store.samples.index[rows].astype(np.int64),
+        hashes=store.samples.hash[rows],
+        n_invalid=chosen.n_invalid,
+        n_unlabelled=without,
+        how=how,
+        remarks=chosen.remarks,
+        numbers=np.arange(len(rows)),
+        counts=counts,
+        source=about,
         weights={
             layout: Weights.of([sparse[at] for _, sparse in flat])
             for at, layout in enumerate(found.layouts)
         },
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -306,10 +348,13 @@ class _SegmentFinder:
     ) -> tuple[list[tuple[str, list[Sparse]]], Counter[str]]:
         row, number = pair
         size = (int(self.sizes[row, 0]), int(self.sizes[row, 1]))
-        where, transform = self.source.where(number), self.store.manifest.transform
-        name, box = self.store.samples.id[row], None if self.boxes is None else self.boxes[row]
-        found, left = [], Counter[str]()
-        weighers: list[Weigher] = []
+        where = self.source.where(number)
+        transform = self.store.manifest.transform
+        name = self.store.samples.id[row]
+        box = None if self.boxes is None else self.boxes[row]
+        found = []
+        left = Counter[str]()
+        weighers: list[SegmentWeights] = []
         for one in self.source.segments(number):
             pixels = cut_to_image(where, one.mask, name, size, box)
             if one.crowd and not self.choice.crowd:
@@ -318,8 +363,12 @@ class _SegmentFinder:
             if not weighers:
                 seen = tuple(transform["input_size"][1:])
                 placed = place(transform, size)
-                weighers = [Weigher(size, placed, layout, seen) for layout in self.layouts]
-            sparse = [weigher.of(pixels, self.choice.weights or "area") for weigher in weighers]
+                weighers = [
+                    SegmentWeights(size, placed, layout, seen) for layout in self.layouts
+                ]
+            sparse = [
+                weigher.of(pixels, self.choice.weights or "area") for weigher in weighers
+            ]
             known = [some for some in sparse if some is not None]
             if len(known) == len(sparse):
                 found.append((one.category, known))

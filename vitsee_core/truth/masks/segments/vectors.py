@@ -43,24 +43,41 @@ Sparse = tuple[Integers, Float32]
 SMALLEST = 1e-9  # of a segment's area: less is rounding at a cell's edge
 
 
-class Weigher:
+class SegmentWeights:
     """Weights of the segments of one image on one grid."""
 
     def __init__(
-        self, size: tuple[int, int], place: Placement, layout: TokenLayout, seen: tuple[int, int]
+        self,
+        size: tuple[int, int],
+        place: Placement,
+        layout: TokenLayout,
+        seen: tuple[int, int],
     ) -> None:
         """Size: (height, width) of the image. place: where it lies on the input. layout: of the
         tokens. seen: (height, width) of the input. Raises VitseeError: the layout has no grid, or
         does not say where it lies."""
         if layout.grid is None or layout.stride_px is None:
             raise VitseeError("these tokens do not say which pixels are theirs")
-        self.grid, self._size, self._place, self._seen = layout.grid, size, place, seen
-        self._offset, self._stride = layout.offset_px, layout.stride_px
-        self._scales = (place.bottom - place.top) / size[0], (place.right - place.left) / size[1]
+        self.grid = layout.grid
+        self._size = size
+        self._place = place
+        self._seen = seen
+        self._offset = layout.offset_px
+        self._stride = layout.stride_px
+        self._scales = (
+            (place.bottom - place.top) / size[0],
+            (place.right - place.left) / size[1],
+        )
         along = zip(
-            (place.top, place.left), (place.bottom, place.right), size, seen,
-            layout.offset_px, layout.stride_px, layout.grid, strict=True,
-        )  # fmt: skip
+            (place.top, place.left),
+            (place.bottom, place.right),
+            size,
+            seen,
+            layout.offset_px,
+            layout.stride_px,
+            layout.grid,
+            strict=True,
+        )
         # (cells, pixels): how much of each pixel's side each cell has.
         self._rows, self._cols = (
             _overlaps(
@@ -106,14 +123,19 @@ class Weigher:
         if cells.size:
             box = (left, top, right, bottom)
             image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(box)
-            cells[...] = np.asarray(image.resize(cells.shape[::-1], Image.Resampling.BICUBIC))
+            cells[...] = np.asarray(
+                image.resize(cells.shape[::-1], Image.Resampling.BICUBIC)
+            )
         return whole
 
-    def _visible(self, first: float, last: float, n: int, axis: int) -> tuple[slice, int, int]:
+    def _visible(
+        self, first: float, last: float, n: int, axis: int
+    ) -> tuple[slice, int, int]:
         """Along one axis: the cells that the image lies on, and their first pixel of the image and
         the one after the last. Of a centred crop these begin at (n - length) / 2 as in the
         published code, whose halves Pillow rounds to the even pixel."""
-        offset, stride = self._offset[axis], self._stride[axis]
+        offset = self._offset[axis]
+        stride = self._stride[axis]
         ends = max(first, 0.0), min(last, float(self._seen[axis]))
         low = max(0, math.floor((ends[0] - offset) / stride + SMALLEST))
         high = min(self.grid[axis], math.ceil((ends[1] - offset) / stride - SMALLEST))
@@ -161,7 +183,9 @@ class Weights:
         lengths = self.starts[numbers + 1] - self.starts[numbers]
         places = np.repeat(np.arange(len(numbers)), lengths)
         ends = np.cumsum(lengths)
-        at = np.arange(len(places)) + np.repeat(self.starts[numbers] - ends + lengths, lengths)
+        at = np.arange(len(places)) + np.repeat(
+            self.starts[numbers] - ends + lengths, lengths
+        )
         return places, self.tokens[at], self.values[at]
 
 
@@ -205,7 +229,12 @@ class SegmentFeatures:
         return [slice(0, 1)]
 
     def of_segments(
-        self, rows: Integers, numbers: Integers, *, jobs: int = 1, memory: int | None = None
+        self,
+        rows: Integers,
+        numbers: Integers,
+        *,
+        jobs: int = 1,
+        memory: int | None = None,
     ) -> Iterator[Float32]:
         """(segments of a slab, dim) of these segments, in their order.
 
@@ -225,7 +254,9 @@ class SegmentFeatures:
 
         def work(slab: Slab) -> Float32:
             first, last = np.searchsorted(rows, [slab.rows.start, slab.rows.stop])
-            return self._of_slab(slab, rows[first:last] - slab.rows.start, numbers[first:last])
+            return self._of_slab(
+                slab, rows[first:last] - slab.rows.start, numbers[first:last]
+            )
 
         yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
 
@@ -249,7 +280,9 @@ class SegmentFeatures:
         places, tokens, values = self.weights.part(numbers)
         total = np.zeros((len(numbers), self.dim), np.float32)
         # Written again for every row: fresh memory would cost more than the conversion.
-        wide = np.empty(((slab.rows.stop - slab.rows.start) * self._n_cols, self.dim), np.float32)
+        wide = np.empty(
+            ((slab.rows.stop - slab.rows.start) * self._n_cols, self.dim), np.float32
+        )
         for group in self._groups():
             if not ((tokens >= group.start) & (tokens < group.stop)).any():
                 continue
@@ -307,4 +340,6 @@ def patches_of(store: Store, site: SiteSpec) -> SiteFeatures:
             f"{site.name} of {store.label} has no grid of patches, so that no segment lies on it; "
             "expected sites like --sites blocks"
         )
-    return choose_features(store, site, "patches", partial=True)  # no weight beside an image
+    return choose_features(
+        store, site, "patches", partial=True
+    )  # no weight beside an image
