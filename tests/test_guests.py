@@ -399,7 +399,7 @@ BROKEN = {
         "run, sites is list[str]; expected int, float, bool, str, Path, or a Sequence of these",
     ),
     "default": (
-        changed('choices=tuple(ORDERS))] = "2"', 'choices=tuple(ORDERS))] = "3"'),
+        changed('    ] = "2"', '    ] = "3"'),
         "run, order, its default has '3'; expected some of 1, 2, inf",
     ),
     "only_with": (

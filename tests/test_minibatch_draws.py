@@ -102,4 +102,7 @@ def test_reading_grows_with_the_images(
     assert h.n_images == n
     of_grid = {name: times for name, times in names.items() if "/grid/" in name}
     # Each slab once; drawn one by one every group of two batches has images in most of them.
-    assert len(of_grid) == n // 4 and set(of_grid.values()) == {1}
+    # The first one is read once more, for the features' order of magnitude.
+    first = of_grid.pop("acts/blocks.0.out/grid/c.0.0.0.0")
+    assert first == 2
+    assert len(of_grid) == n // 4 - 1 and set(of_grid.values()) == {1}

@@ -197,8 +197,8 @@ def test_bands_on_one_another_are_bars() -> None:
     apart = Table.concat([curve("a", 0.2, 0.05), curve("b", 0.8, 0.05)])
     crossed = Table.concat([curve("a", 0.5, 0.2), curve("b", 0.6, 0.2)])
     many = Table.concat([curve(f"m{i}", 0.5, 0.2) for i in range(9)])
-    # One empty band stands for all in the legend.
-    assert drawn(apart)[1] == 3 and drawn(apart)[2][-1] == "band: 95 % interval"
+    # One empty polygon stands for all bands in the legend.
+    assert drawn(apart)[1] == 2 and drawn(apart)[2][-1] == "band: 95 % interval"
     assert drawn(crossed)[1] == 0 and drawn(crossed)[2][-1] == "bars: 95 % interval"
     assert drawn(many)[2][-1] == "bars: 95 % interval in the table alone"
 

@@ -106,7 +106,12 @@ def test_a_token_a_frame_is_as_of_images(
     clips = run(
         clips_of(tmp_path / "t.zarr" / "s.zarr", tokens, 5), masks=masks, per_video=True
     )
-    assert images.frame.drop("replicates").equals(clips.frame.drop("replicates"))
+    named = (
+        "replicates",
+        "weights",
+    )  # of clips the weights' name says how frames were taken
+    assert images.frame.drop(named).equals(clips.frame.drop(named))
+    assert clips.frame["weights"].cast(str).str.contains("5 frames").all()
     assert "clips" not in images.notes
     assert clips.notes["clips"] == {"s": {"frames": 5, "time": "ordered"}}
 

@@ -190,7 +190,7 @@ def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> No
         made, name=f"local-dir:{trap}", weights={"sha256": "0" * 64, "source": "x"}
     )
     text = refusal(store, trust=True)
-    assert "its weights hold objects besides tensors" in text
+    assert "torch.load(weights_only=True) reads" in text
     assert not (trap.parent / "mark").exists()
 
 
@@ -203,6 +203,7 @@ def of_a_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     data, name = plant_images(folder / "data", 2), f"local-dir:{folder / 'mine'}"
     kept = ["--tokens", "pooled", "--img-size", "32", "--model-arg", "patch_size=8"]
+    kept.append("--resample-patches")
     extracted(name, *kept, "--data", data, "-o", folder / "s.zarr")
     return folder / "s.zarr", name
 

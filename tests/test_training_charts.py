@@ -204,8 +204,7 @@ def test_curves_and_map_show_the_values() -> None:
         heat.get_ylabel() == "block"
         and curves.get_title(loc="left") == "attention distance (px)"
     )
-    bands = [one.get_label() for one in curves.collections]
-    assert "band: 95 % interval" in bands
+    assert "band: 95 % interval" in curves.get_legend_handles_labels()[1]
 
 
 def test_steps_on_an_axis() -> None:

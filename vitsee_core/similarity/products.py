@@ -278,7 +278,7 @@ def products(
     plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
     lanes = n_lanes(plan.lanes)
     strips = _balanced(features.strips(plan.columns), plan.columns)
-    scale = feature_scale(features, rows)
+    scale = feature_scale(features)
     centres = StripMeans(centred, origin, backend.cast, fused, scale)
     workspace = workspace or Workspace()
     counted = np.zeros(len(rows), bool)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix, not_finite
-from vitsee_core.types import Integers
 
 # 2^20 to the fourth power, times the 2^40 products of a million features and images each, is 2^120
 MAX_EXPONENT = 20
@@ -32,28 +31,33 @@ def power_of_two(largest: float) -> float:
     return math.ldexp(1.0, -exponent)
 
 
-def feature_scale(features: FeatureMatrix, rows: Integers) -> float:
-    """The factor for the features of these rows of their store, ascending. Half precision holds
-    nothing that is far from 1, and is not read.
+def feature_scale(features: FeatureMatrix) -> float:
+    """Return the power of two that brings the features of a site near 1; 1 if they are near it.
+
+    The order of magnitude is that of the first slab with a feature other than 0, so that one slab
+    is read again and not the whole site. It depends on the site alone: Gram matrices of other rows
+    of the same site, another minibatch or another worker's, have the same scale and add up. Slabs
+    may differ by 2^20 from the first one before single precision loses any of them.
+
+    Half precision holds nothing that is far from 1, and is not read.
 
     Raises:
-        VitseeError: a number is not finite.
+        VitseeError: a number of that slab is not finite.
     """
     if features.dtype == np.float16:
         return 1.0
-    largest = 0.0
-    plan = features.store.plan
-    for slab in range(plan.n_slabs):
-        span = plan.rows(slab)
-        first, last = np.searchsorted(rows, [span.start, span.stop])
-        if first == last:
-            continue
-        inside = rows[first:last] - span.start
+    store = features.store
+    for slab in range(store.plan.n_slabs):
+        rows = store.plan.rows(slab)
+        valid = store.valid[rows]
+        largest = 0.0
         for strip in features.strips(_COLUMNS):
-            largest = max(largest, largest_size(strip.read(span)[inside]))
-    if not math.isfinite(largest):
-        raise not_finite(features.store, features.key[0])
-    return power_of_two(largest)
+            largest = max(largest, largest_size(strip.read(rows)[valid]))
+        if not math.isfinite(largest):
+            raise not_finite(store, features.key[0])
+        if largest > 0:
+            return power_of_two(largest)
+    return 1.0
 
 
 def largest_size(values: NDArray[Any]) -> float:

@@ -14,6 +14,8 @@ MAX_CONFIG_BYTES = 1 << 20
 def path_hint(name: str) -> str:
     """What is at a path, and what to give in its place, as a clause; "" where nothing is that a
     model could be made of."""
+    if not name:  # pathlib reads it as the working folder
+        return ""
     path = Path(name).expanduser()
     if (path / ZARR_JSON).is_file():
         return "is a store; expected a model (of which it is: vitsee info)"

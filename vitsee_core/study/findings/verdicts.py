@@ -113,11 +113,13 @@ def run(
             except (VitseeError, ValueError) as error:
                 found = None
                 reason = " ".join(str(error).split())
-            row: dict[str, Any] = finding.row(found) | {
-                "stores": " ".join(key),
-                "reason": reason,
-            }
-            rows.append(row if found else row | {"verdict": NOT_MEASURED})
+            row: dict[str, Any] = finding.row(found)
+            del row["models"]  # the roles; which stores play them is in `stores`
+            row["stores"] = " ".join(key)
+            row["reason"] = reason
+            if not found:
+                row["verdict"] = NOT_MEASURED
+            rows.append(row)
             progress.advance(1)
     notes: dict[str, Any] = {
         "interval": "95 %, delete-a-block jackknife over images",
