@@ -32,11 +32,11 @@ class Medium:
 
     Attributes:
         width: inches that a figure may be wide.
-        tallest: inches from which on letters get smaller, down to `smallest`, so that more panels
-            stand side by side.
+        tallest: height in inches above which letters get smaller, down to `smallest`, so that
+            more panels stand side by side.
         font: size of the letters in points.
-        smallest: the least of it.
-        size: width and height that the figure gets, None where its content decides.
+        smallest: least size of the letters in points.
+        size: width and height of every figure in inches; None where its content decides.
     """
 
     width: float
@@ -47,6 +47,7 @@ class Medium:
 
     @property
     def em(self) -> float:
+        """Inches of one em: a point is 1/72 inch."""
         return self.font / 72
 
 
@@ -63,14 +64,30 @@ _MEDIUM: ContextVar[Medium] = ContextVar("medium", default=MEDIA["page"])
 def drawn_for(
     medium: str | Medium | None = None, size: tuple[float, float] | None = None
 ) -> Iterator[None]:
-    """Figures are drawn for this medium: one of `MEDIA`, by default a page.
+    """Draw the figures inside this context for a medium.
 
-    size: width and height in inches of every figure; without a medium the letters follow the width.
+    Args:
+        medium: name of one of `MEDIA`, or a medium; by default the one of the context around.
+        size: width and height in inches of every figure. Without a medium the letters follow the
+            width.
     """
-    chosen = MEDIA[medium] if isinstance(medium, str) else medium or _MEDIUM.get()
+    if isinstance(medium, str):
+        chosen = MEDIA[medium]
+    else:
+        chosen = medium or _MEDIUM.get()
     if size is not None:
-        font = chosen.font if medium else float(np.clip(size[0] / 3.5 + 6, 6, 8))
-        chosen = Medium(size[0], size[1], font, min(font, chosen.smallest), size)
+        width, height = size
+        if medium:
+            font = chosen.font
+        else:  # 7 points in a column of 3.5 inches, 8 on a page of 7
+            font = float(np.clip(width / 3.5 + 6, 6, 8))
+        chosen = Medium(
+            width=width,
+            tallest=height,
+            font=font,
+            smallest=min(font, chosen.smallest),
+            size=size,
+        )
     before = _MEDIUM.set(chosen)
     try:
         yield
@@ -79,35 +96,44 @@ def drawn_for(
 
 
 def medium() -> Medium:
+    """Return the medium that figures are drawn for now."""
     return _MEDIUM.get()
 
 
 def smaller(figure: Figure) -> Medium | None:
-    """The medium with smaller letters for a figure that is too tall for it; None: it fits, or its
-    letters are the smallest."""
+    """Return the medium with smaller letters for a figure that is too tall.
+
+    None if the figure fits, its size is given, or its letters are the smallest already.
+    """
     now = medium()
     ratio = float(figure.get_figheight()) / now.tallest
     if now.size is not None or ratio < 1 + 1e-6 or now.font <= now.smallest:
         return None
-    # Half the letters take a quarter of the room.
+    # Letters of half the size take a quarter of the area: the root of the ratio is enough, 3 %
+    # less so that it is. Each attempt shrinks by a tenth at least, so that there are few.
     return replace(now, font=max(now.smallest, now.font * min(0.97 / ratio**0.5, 0.9)))
 
 
 def em(n: float = 1.0) -> float:
+    """Return the inches of n ems in the current medium."""
     return n * medium().em
 
 
 def small() -> float:
-    """Points of tick labels and legends."""
+    """Return the size of tick labels and legends in points."""
     return 0.88 * medium().font
 
 
 def room() -> float:
+    """Return the width of the current medium in ems."""
     return medium().width / medium().em
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, at most as wide as the medium."""
+    """Return an empty figure of this size in inches, at most as wide as the medium.
+
+    It has a canvas of its own and is unknown to pyplot, which would keep it in memory.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -121,13 +147,13 @@ class PanelGrid:
     """Panels side by side, as many as the width has room for, evenly on lines.
 
     Attributes:
-        n: how many.
-        width: ems that one needs with its labels.
-        height: of one, in ems.
-        widest: ems that one gets where there is room.
-        most: so many on a line at most.
-        extra: further ems of height, of what stands above or below all.
-        together: so many panels, one after the other, stay on a line where it has room for them.
+        n: number of panels.
+        width: ems that a panel needs with its labels.
+        height: ems of a panel's height with its labels.
+        widest: ems that a panel gets where there is room.
+        most: largest number of panels on a line.
+        extra: further ems of height, for what stands above or below all panels.
+        together: number of consecutive panels that stay on one line where it has room for them.
     """
 
     n: int
@@ -139,32 +165,46 @@ class PanelGrid:
     together: int = 1
 
     @property
-    def _fit(self) -> int:
-        fit = max(1, min(self.most, int((room() + 1e-6) / self.width)))
-        return fit - fit % self.together if fit > self.together else fit
+    def _max_across(self) -> int:
+        """The largest number of panels on a line: a multiple of `together` where that fits."""
+        # 1e-6: three panels of a third of the room fit, whichever way floats round.
+        n_fitting = max(1, min(self.most, int((room() + 1e-6) / self.width)))
+        if n_fitting > self.together:
+            return n_fitting - n_fitting % self.together
+        return n_fitting
 
     @property
     def down(self) -> int:
-        return -(-self.n // self._fit)
+        """The number of lines."""
+        return -(-self.n // self._max_across)
 
     @property
     def across(self) -> int:
-        least = -(-self.n // self.down)
-        return min(self._fit, -(-least // self.together) * self.together)
+        """The number of panels on a full line: as few as `down` lines allow, so that 5 panels
+        are 3 and 2 rather than 4 and 1."""
+        fewest = -(-self.n // self.down)
+        n_sets = -(-fewest // self.together)
+        return min(self._max_across, n_sets * self.together)
 
     @property
     def size(self) -> tuple[float, float]:
+        """Width and height of all panels in inches."""
         wide = min(room(), max(self.across * max(self.width, self.widest), NARROWEST))
         return em(wide), em(self.down * self.height + self.extra)
 
     def axes(self, box: Any, **options: Any) -> list[Axes]:
-        """The panels in a figure or a part of one, line by line."""
-        every = list(
+        """Make the panels, line by line, and hide the empty places of the last line.
+
+        Args:
+            box: a figure or a subfigure.
+            options: keywords of matplotlib's `subplots`.
+        """
+        panels = list(
             box.subplots(self.down, self.across, squeeze=False, **options).ravel()
         )
-        for axes in every[self.n :]:
+        for axes in panels[self.n :]:
             axes.set_visible(False)
-        return every[: self.n]
+        return panels[: self.n]
 
 
 class Sized(Protocol):
@@ -176,53 +216,77 @@ class Sized(Protocol):
 
 
 def stack(*grids: Sized) -> tuple[Figure, list[Any]]:
-    """A figure, and its parts for these grids below one another."""
+    """Return a figure with room for grids below one another, and the box of each grid.
+
+    Boxes are subfigures, as high as their grids; a single grid has the figure itself.
+    """
     sizes = [grid.size for grid in grids]
     heights = [height for _, height in sizes]
     figure = new_figure(max(width for width, _ in sizes), sum(heights))
     if len(grids) == 1:
         return figure, [figure]
-    parts = figure.subfigures(len(grids), 1, squeeze=False, height_ratios=heights)
-    return figure, list(parts[:, 0])
+    subfigures = figure.subfigures(len(grids), 1, squeeze=False, height_ratios=heights)
+    return figure, list(subfigures[:, 0])
 
 
 def panels(n: int, **shape: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of n panels; shape: see `PanelGrid`."""
+    """Return a figure and its n panels.
+
+    Args:
+        n: number of panels.
+        shape: fields of `PanelGrid`: `width`, `height`, `widest`, `most`, ...
+    """
     grid = PanelGrid(max(n, 1), **shape)
     figure, (box,) = stack(grid)
     return figure, grid.axes(box)
 
 
 def grow(figure: Figure, inches: float) -> None:
-    """Make a figure taller, unless its size is given."""
+    """Make a figure taller by so many inches, unless the user gave its size."""
     if medium().size is None:
         width, height = figure.get_size_inches()
         figure.set_size_inches(width, height + inches)
 
 
-def legend_below(figure: Any, found: Mapping[str, Any], **look: Any) -> None:
-    """A legend of label -> handle below everything, in as many columns as there is room for."""
-    if not found:
+def legend_below(figure: Any, handles: Mapping[str, Any], **look: Any) -> None:
+    """Add a legend below everything, in as many columns as there is room for.
+
+    The figure grows by the legend's height, so that the panels keep theirs.
+
+    Args:
+        figure: a figure or a subfigure; the legend is the figure's.
+        handles: label -> artist; without any there is no legend.
+        look: further keywords of matplotlib's `legend`.
+    """
+    if not handles:
         return
     root = figure.get_figure(root=True)
-    wide = root.bbox.width - 2 * em() * root.dpi
-    place: dict[str, Any] = {"loc": "outside lower center", "columnspacing": 1.4, **look}
-    columns = len(found)
-    letters = max(12, int(wide / (0.6 * em() * root.dpi)) - 6)
-    labels = ["\n".join(textwrap.wrap(label, letters)) or label for label in found]
+    max_width = root.bbox.width - 2 * em() * root.dpi  # in pixels
+    keywords: dict[str, Any] = {
+        "loc": "outside lower center",
+        "columnspacing": 1.4,
+        **look,
+    }
+    columns = len(handles)
+    # A letter is 0.6 em wide on average; a handle and its gaps take the place of six.
+    letters = max(12, int(max_width / (0.6 * em() * root.dpi)) - 6)
+    labels = ["\n".join(textwrap.wrap(label, letters)) or label for label in handles]
+    # Only a drawn legend knows its width: try fewer columns until it fits.
     while True:
-        legend = root.legend(list(found.values()), labels, ncols=columns, **place)
+        legend = root.legend(list(handles.values()), labels, ncols=columns, **keywords)
         box = legend.get_window_extent()
-        if box.width <= wide or columns == 1:
+        if box.width <= max_width or columns == 1:
             break
         legend.remove()
-        columns = max(1, min(columns - 1, int(columns * wide / box.width)))
+        columns = max(1, min(columns - 1, int(columns * max_width / box.width)))
     grow(root, box.height / root.dpi + em(0.3))
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Write a line below all panels, above the legend's entries where there is one, and below what
-    was written there before."""
+    """Write a grey line below all panels, and below an earlier note.
+
+    Where the figure has a legend the note is its title, so that the two cannot overlap.
+    """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     look: dict[str, Any] = {"ha": "left", "fontsize": small(), "color": "grey"}
@@ -239,65 +303,91 @@ def note_below(figure: Figure, text: str) -> None:
         grow(figure, em(1.4))
 
 
-def handles_of(every: Sequence[Axes]) -> dict[str, Any]:
-    """Label -> handle of what is drawn in these panels, each label once."""
-    found: dict[str, Any] = {}
-    for axes in every:
+def handles_of(panels: Sequence[Axes]) -> dict[str, Any]:
+    """Return label -> artist of all that is labelled in these panels, each label once."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return found
+            handles.setdefault(label, handle)
+    return handles
 
 
 def colour_bar(axes: Axes, image: Any, label: str, **more: Any) -> Colorbar:
-    """A colour bar at the right of a panel, as long as the panel."""
+    """Add a colour bar at the right of a panel, as long as the panel, and return it.
+
+    Args:
+        axes: the panel.
+        image: artist whose colours it explains.
+        label: text along the bar.
+        more: further keywords of matplotlib's `colorbar`.
+    """
     from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
     scale: Any = axes.figure.dpi_scale_trans  # type: ignore[union-attr]
     panel: Any = axes.transAxes
+    # x counts inches from the panel's right edge, y is the panel's: the bar is as thick in a wide
+    # panel as in a narrow one, and follows the panel when the figure is laid out.
     beside = blended_transform_factory(scale + ScaledTranslation(1, 0, panel), panel)
-    place = axes.inset_axes((em(0.7), 0.0, em(0.8), 1.0), transform=beside)
-    bar = axes.figure.colorbar(image, cax=place, **more)
+    bar_axes = axes.inset_axes((em(0.7), 0.0, em(0.8), 1.0), transform=beside)
+    bar = axes.figure.colorbar(image, cax=bar_axes, **more)
     bar.set_label(label)
     bar.outline.set_linewidth(0.5)  # type: ignore[operator]
-    place.grid(False)
+    bar_axes.grid(False)
     return bar
 
 
-def name_part(part: Any, text: str) -> None:
-    """Write a title above all panels of a part of a figure, at the left."""
-    part.suptitle(text, x=0.01, ha="left", fontsize=medium().font)
+def name_part(box: Any, text: str) -> None:
+    """Write a title above all panels of a figure or a subfigure, at the left."""
+    box.suptitle(text, x=0.01, ha="left", fontsize=medium().font)
 
 
 def bars_at_ends(
-    grid: PanelGrid, every: Sequence[Axes], image: Any, label: str, **more: Any
+    grid: PanelGrid, panels: Sequence[Axes], image: Any, label: str, **more: Any
 ) -> None:
-    """A colour bar at the end of each full line of a grid whose panels have one scale."""
-    for i, axes in enumerate(every):
-        if i % grid.across == grid.across - 1:
+    """Add a colour bar at the end of each full line of a grid whose panels have one scale.
+
+    Args:
+        grid: the grid of the panels.
+        panels: its panels, line by line.
+        image: artist whose colours the bars explain.
+        label: text along each bar.
+        more: further keywords of matplotlib's `colorbar`.
+    """
+    for i, axes in enumerate(panels):
+        is_last_of_line = i % grid.across == grid.across - 1
+        if is_last_of_line:
             colour_bar(axes, image, label, **more)
 
 
 def small_maps(n: int, lines: int = 1, largest: float = 11.0) -> PanelGrid:
-    """A grid of n small maps with some lines of text above, and a colour bar at the ends: as large
-    as the room allows, from 6 ems up."""
-    bar = 7.0
-    across = min(max(n, 1), 14, max(1, int((room() - bar) / 6.2)))
+    """Return a grid of n small square maps with a colour bar at the end of each line.
+
+    Maps are as large as the room allows, from about 6 ems up.
+
+    Args:
+        n: number of maps.
+        lines: lines of text above each map.
+        largest: ems of a map's side at most.
+    """
+    bar = 7.0  # ems of the colour bar with its label
+    max_across = 14
+    across = min(max(n, 1), max_across, max(1, int((room() - bar) / 6.2)))
     side = min((room() - bar) / across, largest)
+    # matplotlib makes all panels of a line equally wide: each gets its share of the bar.
     width = side + bar / across
-    return PanelGrid(max(n, 1), width=width, height=side + lines, widest=width, most=14)
-
-
-def map_title(axes: Axes, grid: PanelGrid, text: str) -> None:
-    """Write above a small map, shortened to its width."""
-    axes.set_title(
-        shorten(text, max(8, int((grid.width - 1) / 0.54))),
-        fontsize=small(),
-        loc="center",
+    return PanelGrid(
+        max(n, 1), width=width, height=side + lines, widest=width, most=max_across
     )
 
 
+def map_title(axes: Axes, grid: PanelGrid, text: str) -> None:
+    """Write a title above a small map of this grid, shortened to the map's width."""
+    letters = int((grid.width - 1) / 0.54)  # a small letter is 0.54 em wide on average
+    axes.set_title(shorten(text, max(8, letters)), fontsize=small(), loc="center")
+
+
 def map_axes(axes: Axes) -> None:
-    """A panel without ticks in a thin frame."""
+    """Take a panel's grid and ticks away and give it a thin frame."""
     axes.grid(False)
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
@@ -305,7 +395,12 @@ def map_axes(axes: Axes) -> None:
 
 
 def count(rows: pl.DataFrame, name: str = "n_images") -> str:
-    """`2000`, or `1990 to 2000`: the counts of rows with a value, "" without that column."""
+    """Return the counts of the rows with a value in words: `2000`, or `1990 to 2000`.
+
+    Args:
+        rows: a table's rows.
+        name: column of the counts; the text is "" where the rows lack it.
+    """
     if name not in rows.columns:
         return ""
     if "value" in rows.columns:
@@ -321,13 +416,16 @@ def count(rows: pl.DataFrame, name: str = "n_images") -> str:
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """All, or so many of them evenly spaced, with the first and the last."""
-    places = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
-    return [items[k] for k in places]
+    """Return at most so many of the items, evenly spaced, with the first and the last."""
+    indices = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
+    return [items[k] for k in indices]
 
 
 def beyond(values: Any, low: float, high: float) -> str:
-    """The ends of a colour bar that some of the values lie beyond, in matplotlib's words."""
+    """Return the ends of a colour bar that values lie beyond, as `colorbar(extend=...)` takes it.
+
+    One of "neither", "min", "max" and "both"; NaN lies nowhere.
+    """
     below = bool((values < low).any())
     above = bool((values > high).any())
     if below and above:
@@ -342,7 +440,18 @@ def beyond(values: Any, low: float, high: float) -> str:
 def note_count(
     axes: Axes, rows: pl.DataFrame, name: str = "n_images", word: str = ""
 ) -> None:
-    """Write `n = 2000` at the upper right of a panel."""
-    if n := count(rows, name):
-        text = f"n = {n}{word and ' '}{word.removesuffix('s') if n == '1' else word}"
-        axes.set_title(text, loc="right", fontsize=small(), color="grey")
+    """Write `n = 2000`, or `n = 2000 tokens`, at the upper right of a panel.
+
+    Args:
+        axes: the panel.
+        rows: its rows; nothing is written where they are not counted.
+        name: column of the counts.
+        word: plural of what is counted, "" for none.
+    """
+    n = count(rows, name)
+    if not n:
+        return
+    text = f"n = {n}"
+    if word:
+        text += f" {word.removesuffix('s') if n == '1' else word}"
+    axes.set_title(text, loc="right", fontsize=small(), color="grey")

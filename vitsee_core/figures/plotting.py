@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,9 @@ log = logging.getLogger(__name__)
 
 DPI = 200
 _DRAWING: ContextVar[bool] = ContextVar("drawing", default=False)
-_MISSING = re.compile(r"Glyph (\d+) .*missing from font")
-# Okabe and Ito (2008) without the yellow, which white paper swallows; then, less distinct, of Tol.
+_MISSING_GLYPH = re.compile(r"Glyph (\d+) .*missing from font")
+# Seven colours of Okabe and Ito (2008) without their yellow, which cannot be seen on white paper;
+# then seven, less distinct, of Paul Tol.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
     *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#8C6D4F", "#7A8B99"),
@@ -55,12 +56,19 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#6B6B6B"
 
 
-# Colours of the paper, of letters and black lines, and of the grid.
+class Theme(NamedTuple):
+    """The colours of a figure that are not data's."""
+
+    paper: str
+    ink: str  # letters and black lines
+    grid: str
+
+
 THEMES = {
-    "light": ("white", "black", "#E4E4E4"),
-    "dark": ("#16181d", "#e8e6e3", "#3a3d45"),
+    "light": Theme(paper="white", ink="black", grid="#E4E4E4"),
+    "dark": Theme(paper="#16181d", ink="#e8e6e3", grid="#3a3d45"),
 }
-# Those that dark paper swallows.
+# Replacements of the colours that cannot be seen on dark paper.
 _ON_DARK = {
     "#000000": "#e8e6e3",
     "#0072B2": "#4aa8e8",
@@ -76,7 +84,12 @@ _LOOK: ContextVar[tuple[str, Callable[[Any], None] | None]] = ContextVar(
 
 @contextmanager
 def drawn_as(theme: str, finish: Callable[[Any], None] | None = None) -> Iterator[None]:
-    """While it lasts figures have this theme, and each is handed to `finish` when it is drawn."""
+    """Draw the figures inside this context in a theme, and hand each to `finish` when it is drawn.
+
+    Args:
+        theme: one of `THEMES`.
+        finish: changes a drawn figure before its text is fitted.
+    """
     before = _LOOK.set((theme, finish))
     try:
         yield
@@ -85,28 +98,37 @@ def drawn_as(theme: str, finish: Callable[[Any], None] | None = None) -> Iterato
 
 
 def theme() -> str:
-    """The theme that figures have now, of `THEMES`."""
+    """Return the name of the theme that figures have now, one of `THEMES`."""
     return _LOOK.get()[0]
 
 
 def ink() -> str:
-    """The colour of letters, for lines that are no store's."""
-    return THEMES[theme()][1]
+    """Return the colour of letters, for lines that do not belong to a store."""
+    return THEMES[theme()].ink
 
 
 def _style() -> dict[str, Any]:
-    """Settings of matplotlib for the medium: what is drawn is as large as its letters want it."""
+    """Return matplotlib's settings for the current medium and theme.
+
+    Lines, ticks and gaps grow with the letters, so that a slide looks like a page.
+    """
     size = medium().font
     em = medium().em
-    thin = size / 8  # points
-    paper, ink, lines = THEMES[theme()]
+    thin = size / 8  # points: 1 on a page
+    colours = THEMES[theme()]
+    letters = dict.fromkeys(_LETTERS, colours.ink)
+    ticks = {
+        f"{axis}tick.major.{name}": length * thin
+        for axis in "xy"
+        for name, length in _TICKS.items()
+    }
     return {
         "figure.constrained_layout.use": True,
         "figure.constrained_layout.w_pad": 0.6 * em,
         "figure.constrained_layout.h_pad": 0.5 * em,
-        "figure.facecolor": paper,
-        "axes.facecolor": paper,
-        **dict.fromkeys(_LETTERS, ink),
+        "figure.facecolor": colours.paper,
+        "axes.facecolor": colours.paper,
+        **letters,
         "font.size": size,
         "axes.titlesize": size,
         "axes.titlelocation": "left",
@@ -115,11 +137,7 @@ def _style() -> dict[str, Any]:
         "axes.labelpad": 0.35 * size,
         "xtick.labelsize": small(),
         "ytick.labelsize": small(),
-        **{
-            f"{axis}tick.major.{what}": n * thin
-            for axis in "xy"
-            for what, n in _TICKS.items()
-        },
+        **ticks,
         "legend.fontsize": small(),
         "legend.frameon": False,
         "legend.handlelength": 1.8,
@@ -128,7 +146,7 @@ def _style() -> dict[str, Any]:
         "axes.linewidth": 0.6 * thin,
         "axes.axisbelow": True,
         "axes.grid": True,
-        "grid.color": lines,
+        "grid.color": colours.grid,
         "grid.linewidth": 0.5 * thin,
         "lines.linewidth": 1.2 * thin,
         "lines.markersize": 3.3 * thin,
@@ -138,6 +156,7 @@ def _style() -> dict[str, Any]:
     }
 
 
+# matplotlib's settings of the colours of letters and frames.
 _LETTERS = (
     "text.color",
     "axes.labelcolor",
@@ -145,75 +164,86 @@ _LETTERS = (
     "xtick.color",
     "ytick.color",
 )
-_TICKS = {"size": 2.5, "width": 0.5, "pad": 2.5}
+_TICKS = {"size": 2.5, "width": 0.5, "pad": 2.5}  # points on a page
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: `draw` makes its figure in the one style; matplotlib's settings are restored.
+    """Decorate a function that draws a figure, so that all figures have one style.
 
-    Text in the tables that it gets (as arguments, or in sequences of them) is drawn letter by
-    letter: a store called `$x$` is no formula. A figure of fewer than `FEW` images (queries,
-    videos, ...) says so at its foot.
+    matplotlib's settings are those of the medium while `draw` runs, and restored then. Text in the
+    tables among its arguments (or in sequences among them) is drawn letter by letter: a store
+    called `$x$` is not set as a formula. A figure of fewer than `FEW` images (queries, videos, ...)
+    says so at its foot. A figure too tall for the medium is drawn again with smaller letters.
     """
 
     @wraps(draw)
-    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+    def draw_in_style(*args: P.args, **kwargs: P.kwargs) -> R:
         import matplotlib
         import matplotlib.figure
 
-        # The backend is left alone: rc_context would not bring the caller's back.
-        plain: dict[Any, Any] = {
-            k: v
-            for k, v in matplotlib.rcParamsDefault.items()
-            if not k.startswith("backend")
+        # The user's own settings (matplotlibrc) would change the figures. The backend is left
+        # alone: rc_context would not bring the caller's back.
+        defaults: dict[Any, Any] = {
+            name: value
+            for name, value in matplotlib.rcParamsDefault.items()
+            if not name.startswith("backend")
         }
-        literal: Any = draw
-        given = [*map(_literal, args)]
-        named = {name: _literal(value) for name, value in kwargs.items()}
-        if _DRAWING.get():  # by a function that is styled too
-            return literal(*given, **named)  # type: ignore[no-any-return]
-        found = [observations(table.frame) for table in args if isinstance(table, Table)]
+        draw_untyped: Any = draw  # mypy cannot follow replaced arguments of a ParamSpec
+        literal_args = [_literal(value) for value in args]
+        literal_kwargs = {name: _literal(value) for name, value in kwargs.items()}
+        if _DRAWING.get():  # inside another styled function, which does the rest
+            return draw_untyped(*literal_args, **literal_kwargs)  # type: ignore[no-any-return]
+        tables = [value for value in args if isinstance(value, Table)]
+        counts = [observations(table.frame) for table in tables]
         token = _DRAWING.set(True)
-        less = medium()
+        current_medium = medium()
         try:
             while True:
-                with drawn_for(less), matplotlib.rc_context(plain | _style()):
-                    drawn = literal(*given, **named)
-                    if not isinstance(drawn, matplotlib.figure.Figure):
-                        return drawn  # type: ignore[no-any-return]
-                    if found and (fewest := min(found))[0] < FEW:
-                        note_below(drawn, too_few(*fewest))
-                    for table in args:
-                        if (
-                            isinstance(table, Table)
-                            and table.notes.get("examples") == CLIPS
-                        ):
-                            _say_clips(drawn, table)
-                    if (finish := _LOOK.get()[1]) is not None:
-                        finish(drawn)
-                    if (again := smaller(drawn)) is None:
-                        with _warnings_in_a_line(drawn):
-                            fit(drawn, DPI)
-                        return drawn  # type: ignore[return-value]
-                less = again
+                settings = drawn_for(current_medium)
+                with settings, matplotlib.rc_context(defaults | _style()):
+                    figure = draw_untyped(*literal_args, **literal_kwargs)
+                    if not isinstance(figure, matplotlib.figure.Figure):
+                        return figure  # type: ignore[no-any-return]
+                    if counts:
+                        n, unit = min(counts)
+                        if n < FEW:
+                            note_below(figure, too_few(n, unit))
+                    for table in tables:
+                        if table.notes.get("examples") == CLIPS:
+                            _say_clips(figure, table)
+                    finish = _LOOK.get()[1]
+                    if finish is not None:
+                        finish(figure)
+                    smaller_medium = smaller(figure)
+                    if smaller_medium is None:
+                        # Last, as it measures all text that the steps above have written.
+                        with _warnings_in_a_line(figure):
+                            fit(figure, DPI)
+                        return figure  # type: ignore[return-value]
+                current_medium = smaller_medium
         finally:
             _DRAWING.reset(token)
 
-    return inner
+    return draw_in_style
 
 
 def _say_clips(figure: Figure, table: Table) -> None:
-    """Call clips in every text of a figure what its drawing calls images."""
+    """Replace "images" by "clips" in every text of a figure about a table of clips."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        if (said := said_of(text.get_text(), table.notes)) != text.get_text():
-            text.set_text(said)
+        words = said_of(text.get_text(), table.notes)
+        if words != text.get_text():
+            text.set_text(words)
 
 
 def _literal(value: Any) -> Any:
-    """A table whose text matplotlib draws as it is; also in a list, or as what has a `table`."""
+    """Return an argument with its tables' text escaped, so that matplotlib draws it as it is.
+
+    Tables are also looked for in lists and tuples, and as the field `table` of a dataclass (a
+    result's file). Other values stay; NamedTuples too, whose type would be lost.
+    """
     if isinstance(value, Table):
         return value.map_text(figure_text)
     if isinstance(value, (list, tuple)):
@@ -227,6 +257,7 @@ def _literal(value: Any) -> Any:
 
 
 def colour(i: int) -> str:
+    """Return the i-th colour of curves in the current theme; they repeat after the last."""
     chosen = COLOURS[i % len(COLOURS)]
     if theme() == "dark":
         return _ON_DARK.get(chosen, chosen)
@@ -234,8 +265,10 @@ def colour(i: int) -> str:
 
 
 def marker(i: int) -> str:
-    """The i-th marker, so that lines differ in more than their colour; another one for each
-    repetition of a colour."""
+    """Return the i-th marker, so that curves differ in more than their colour.
+
+    When colours repeat, markers are shifted by one: no two of the first 98 curves look alike.
+    """
     return MARKERS[(i + i // len(COLOURS)) % len(MARKERS)]
 
 
@@ -244,7 +277,10 @@ _STORES: ContextVar[tuple[str, ...]] = ContextVar("stores", default=())
 
 @contextmanager
 def stores_in_order(labels: Sequence[str]) -> Iterator[None]:
-    """While it lasts, a store of these labels has one colour, whichever others a table has."""
+    """Give the stores of these labels the first colours, in this order, inside the context.
+
+    A store then has one colour in all figures, whichever other stores their tables have.
+    """
     before = _STORES.set(tuple(figure_text(label) for label in labels))
     try:
         yield
@@ -253,34 +289,43 @@ def stores_in_order(labels: Sequence[str]) -> Iterator[None]:
 
 
 def store_order(rows: pl.DataFrame) -> list[str]:
-    """Stores whose places are the numbers of their colours: those of `stores_in_order`, and then
-    the rows' own."""
-    own = rows["store"].unique(maintain_order=True)
-    return list(dict.fromkeys([*_STORES.get(), *own]))
+    """Return the stores in the order of their colours: the i-th has `colour(i)`.
+
+    First the labels of `stores_in_order`, then further ones of the rows.
+    """
+    labels = rows["store"].unique(maintain_order=True)
+    return list(dict.fromkeys([*_STORES.get(), *labels]))
 
 
 def integer_ticks(
     axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: int = 9
 ) -> None:
-    """Whole numbers on the x axis, at most `limit` of them, evenly spaced."""
+    """Put evenly spaced whole numbers on the x axis, from the least of `values` on.
+
+    Args:
+        axes: the panel.
+        values: numbers along x.
+        limit: largest number of ticks.
+    """
     low = int(min(values))
     high = int(max(values))
-    step = next(
-        s
-        for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000)
-        if (high - low) / s < limit
-    )
+    steps = (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000)
+    step = next(step for step in steps if (high - low) / step < limit)
     axes.set_xticks(range(low, high + 1, step))
 
 
-# of `plain_log_ticks`
+# Multiples of powers of 10 at which `plain_log_ticks` puts ticks.
 FINE = (1.0, 2.0, 5.0)
 DECADES = (1.0,)
 
 
 def plain_log_ticks(axis: Axis, subs: Sequence[float] = FINE) -> None:
-    """Plain numbers on a logarithmic axis: 0.5, 2, 10, and powers of 10 beyond. Ticks are at `subs`
-    times powers of 10, none between."""
+    """Label a logarithmic axis with plain numbers (0.5, 2, 10), and powers of 10 beyond.
+
+    Args:
+        axis: a logarithmic axis.
+        subs: `FINE` or `DECADES`: ticks are at these multiples of powers of 10, none between.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=tuple(subs), numticks=20))
@@ -295,7 +340,13 @@ def _plain_number(value: float) -> str:
 
 
 def reference_line(axes: Axes, value: float, text: str) -> None:
-    """A dashed grey line across the panel, in the legend as `text` (not at all if it is "")."""
+    """Draw a dashed grey line across the panel at a value of y.
+
+    Args:
+        axes: the panel.
+        value: height of the line.
+        text: its label in the legend; "" for none.
+    """
     axes.axhline(
         value,
         color=GREY,
@@ -309,30 +360,38 @@ def reference_line(axes: Axes, value: float, text: str) -> None:
 def figure_bytes(
     figure: Figure, ending: str = ".png", dpi: float = DPI, *, quick: bool = False
 ) -> bytes:
-    """The figure in the format of `ending`: .png (so many dots per inch; larger and in less time if
-    `quick`), .svg or .pdf (text stays text). The same figure gives the same bytes: no date, no
-    random names."""
+    """Return the bytes of a picture file. The same figure gives the same bytes.
+
+    Args:
+        figure: drawn by a function that is `styled`.
+        ending: its format: .png, .svg or .pdf (in the latter two text stays text).
+        dpi: dots per inch of a .png.
+        quick: compress a .png less, which takes less time and more bytes.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kind = ending.lstrip(".")
-    # What a figure draws late, such as its ticks, is drawn as `styled` draws.
     settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "vitsee",
-        "pdf.fonttype": 42,
+        "svg.fonttype": "none",  # letters, not outlines
+        "svg.hashsalt": "vitsee",  # fixed: names of elements are random otherwise
+        "pdf.fonttype": 42,  # TrueType: letters can be searched and edited
         "image.composite_image": False,  # each in its own resolution
     }
+    # None takes out the date, which would make two equal figures differ.
     undated: dict[str, dict[str, Any]] = {
         "svg": {"Date": None},
         "pdf": {"CreationDate": None},
     }
-    if kind == "png" and dpi != DPI:  # letters are not as wide in other numbers of dots
+    # Letters are rounded to whole dots: at other dpi than `styled` fitted for, text may not fit.
+    if kind == "png" and dpi != DPI:
         with _warnings_in_a_line(figure):
             fit(figure, dpi)
     buffer = io.BytesIO()
     laid_out = not figure.stale
-    with matplotlib.rc_context(settings), _warnings_in_a_line(figure, said=laid_out):
+    # `fit` has logged the warnings of a figure that it laid out.
+    silent = laid_out
+    with matplotlib.rc_context(settings), _warnings_in_a_line(figure, silent=silent):
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
             # savefig would draw it once more, only to lay it out, which `fit` has done.
             dpi_before = figure.dpi
@@ -340,8 +399,8 @@ def figure_bytes(
             if laid_out:
                 figure.set_layout_engine("none")
             figure.dpi = dpi
-            options = {"compress_level": 1} if quick else None
-            figure.canvas.print_png(buffer, pil_kwargs=options)  # type: ignore[no-untyped-call]
+            pil_options = {"compress_level": 1} if quick else None
+            figure.canvas.print_png(buffer, pil_kwargs=pil_options)  # type: ignore[no-untyped-call]
             figure.dpi = dpi_before
             figure.set_layout_engine(engine or "none")
         else:
@@ -350,16 +409,22 @@ def figure_bytes(
 
 
 @contextmanager
-def _warnings_in_a_line(figure: Figure, *, said: bool = False) -> Iterator[None]:
-    """Letters that the font lacks, and no room for the panels: each in one line of the log, unless
-    that was said before."""
+def _warnings_in_a_line(figure: Figure, *, silent: bool = False) -> Iterator[None]:
+    """Log matplotlib's many warnings about letters and room inside this context as one line each.
+
+    Letters that the font lacks are one line, panels without room another; other warnings pass.
+
+    Args:
+        figure: what is drawn.
+        silent: drop the two lines, as they were logged before.
+    """
     letters: dict[str, None] = {}
     crowded = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        if match := _MISSING.match(str(warning.message)):
+        if match := _MISSING_GLYPH.match(str(warning.message)):
             letters[chr(int(match[1]))] = None
         elif str(warning.message).startswith("constrained_layout not applied"):
             crowded = True
@@ -367,25 +432,33 @@ def _warnings_in_a_line(figure: Figure, *, said: bool = False) -> Iterator[None]
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    if crowded and not said:
+    if crowded and not silent:
         width, height = figure.get_size_inches()
         log.warning(
             "%g x %g inches leave the panels no room: the figure is unreadable",
             width,
             height,
         )
-    if letters and not said:
+    if letters and not silent:
         log.warning(
             "the figure's font has no letters %s: boxes stand for them", "".join(letters)
         )
 
 
 def save_figure(figure: Figure, path: str | Path, *, force: bool = False) -> None:
-    """Write the picture, .png, .svg or .pdf by its ending; the file exists only when it is whole.
+    """Write a figure as .png, .svg or .pdf, by the path's ending.
+
+    The file is written under another name and renamed, so that it never exists in part.
+
+    Args:
+        figure: what is written.
+        path: where it goes.
+        force: replace an existing file.
 
     Raises:
-        VitseeError: another ending, the file exists and `force` is off, or it cannot be written.
+        VitseeError: the path has another ending, the file exists and `force` is off, or it cannot
+            be written.
     """
-    place = Path(path)
-    ending = ending_of(place, FIGURE_ENDINGS, "the figure")
-    write_files({place: figure_bytes(figure, ending)}, force=force)
+    path = Path(path)
+    ending = ending_of(path, FIGURE_ENDINGS, "the figure")
+    write_files({path: figure_bytes(figure, ending)}, force=force)
