@@ -35,7 +35,7 @@ from vitsee_core.similarity import (
 from vitsee_core.similarity.cache import SCRATCH, create_owned, gram_cache, owned_by_none
 from vitsee_core.similarity.estimators import InMemory, leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.hsic_sums import bytes_each, pair_totals
+from vitsee_core.similarity.hsic_sums import bytes_per_matrix, pair_totals
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_stores import Store
@@ -172,7 +172,7 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 16)
-    monkeypatch.setattr("vitsee_core.similarity.hsic_sums.FEW", 0)
+    monkeypatch.setattr("vitsee_core.similarity.hsic_sums.MIN_THREADED_WORK", 0)
     monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
     monkeypatch.setattr(
         "vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True
@@ -418,4 +418,4 @@ def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     tracemalloc.stop()
     assert len(found) == 21
     # what the products of a piece and its bookkeeping take beside it
-    assert peak < 4 * bytes_each(n, [partition], 64) + 500_000
+    assert peak < 4 * bytes_per_matrix(n, [partition], 64) + 500_000

@@ -241,7 +241,7 @@ def test_tiles_groups_and_strips_do_not_matter(
     monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
     monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
     monkeypatch.setattr(
-        "vitsee_core.similarity.estimators.bytes_each", lambda n, p, t: 1 << 20
+        "vitsee_core.similarity.estimators.bytes_per_matrix", lambda n, p, t: 1 << 20
     )
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]

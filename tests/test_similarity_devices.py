@@ -55,7 +55,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for module in (products, on_the_fly):
         monkeypatch.setattr(module, "matmul_backend", lambda *_: OnTheCpu("cpu"))
-    monkeypatch.setattr(whole_tiles, "_memory", memory)
+    monkeypatch.setattr(whole_tiles, "_tile_memory", memory)
     monkeypatch.setattr(Staging, "send", sent)
     return calls
 
@@ -172,7 +172,7 @@ def test_sums_of_pieces_leave_the_device_in_few_copies(
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
     for most, n_copies in ((1 << 24, 1), (1, 3)):
         copies.clear()
-        monkeypatch.setattr(whole_tiles, "MOST_WAITING", most)
+        monkeypatch.setattr(whole_tiles, "MAX_WAITING", most)
         found = list(memory.sums(values, [runs, scattered, runs], 2, 2))
         assert len(copies) == n_copies and len(found) == 3
         for (rows, cols), sums in zip((runs, scattered, runs), found, strict=True):
@@ -191,7 +191,7 @@ def test_tiles_on_the_device() -> None:
     values = memory.shaped(2, 3, 3)
     memory.put(values, 0, np.arange(9, dtype=np.float32).reshape(3, 3))
     memory.put(values, 1, torch.ones(3, 3))
-    assert memory.without_diagonals(values).tolist() == [[0, 4, 8], [1, 1, 1]]
+    assert memory.take_diagonals(values).tolist() == [[0, 4, 8], [1, 1, 1]]
     assert values[0].tolist() == [[0, 1, 2], [3, 0, 5], [6, 7, 0]]
 
 

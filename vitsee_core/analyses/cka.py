@@ -5,8 +5,8 @@ tokens' channels, flattened; tokens are never examples:
 
     K = X X^T, L = Y Y^T    CKA = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L))
 
-with the unbiased HSIC_1 over all images, over minibatches, or the biased one; see
-`similarity.hsic_sums` for the formulas. Debiased CKA may lie a little below 0 or above 1: that is
+with the unbiased HSIC_1 over all images or over minibatches, or the biased HSIC_0
+(`similarity.hsic_sums` has the formulas). Debiased CKA may lie a little below 0 or above 1: that is
 noise about a true value near the limit, and is not clipped.
 
 - All pairs of one model's sites: Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 8, B.1 top,
@@ -46,12 +46,11 @@ from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.similarity.options import PRESETS, choose_estimator
-from vitsee_core.similarity.pairs import SitePairs, choose_pairs
+from vitsee_core.similarity.pairs import Side, choose_pairs
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import interval, standard_error
-from vitsee_core.tables.columns import PAIR, VALUES, pair_columns
+from vitsee_core.tables.columns import PAIR, REPLICATES, VALUES, pair_columns
 from vitsee_core.tables.headlines import Answer, alike
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores import Store
@@ -64,9 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMNS = (*PAIR, *VALUES, "n_images")
-MIN_IMAGES = 10  # below, CKA of independent representations is often far from 0
-LEAST = 4  # images: unbiased HSIC divides by n - 3
-NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
+FEW_IMAGES = 10  # below, CKA of independent representations is often far from 0
+MIN_IMAGES = 4  # unbiased HSIC divides by n - 3
 
 
 @analysis
@@ -90,18 +88,18 @@ def run(
         Execution, Offers("images seed device memory", dask="Gram matrices")
     ] = DEFAULT,
 ) -> Table:
-    """One row per pair of sites: their CKA and its spread.
+    """Return the CKA of each pair of sites and its spread, one row per pair.
 
-    Columns: see `COLUMNS`. `metric` is `cka`; its value is NaN where a self-HSIC is not positive
-    (constant features); debiased values near the limits may exceed 0 and 1. `spread` names what
-    `std` is: "jackknife" and "slabs", the standard error over images, `low` and `high` its 95 %
-    interval; "repeats", the standard deviation over minibatch repeats, which is the estimator's own
-    noise and has no interval; "" for none. Sites among themselves fill the whole square, (i, j) and
-    (j, i).
+    The columns are `COLUMNS`. `metric` is `cka`; its value is NaN where a self-HSIC is not positive
+    (constant features); debiased values near the limits may exceed 0 and 1. `spread` says what
+    `std` is: "jackknife" and "slabs", the standard error over images, with `low` and `high` as the
+    95 % interval; "repeats", the standard deviation over minibatch repeats, which is the
+    estimator's own noise and has no interval; "" if there is none. One store's sites among
+    themselves fill the full square, (i, j) and (j, i).
 
     Args:
-        stores: of the same images in the same order, or paired by id; see `pairs.choose_pairs` for
-            how many.
+        stores: stores that hold the same images in the same order, or (`pair_by`) images of the
+            same ids. One, two, or more of them are compared in the ways that `choose_pairs` lists.
 
     Raises:
         StoreMismatch: the stores do not have the same images in the same order.
@@ -112,10 +110,10 @@ def run(
     if preset in PRESETS and pairs == "all":
         sites = sites or PRESETS[preset].sites
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
-    how = choose_estimator(
+    chosen_estimator = choose_estimator(
         stores,
-        preset,
-        estimator,
+        preset=preset,
+        kind=estimator,
         batch=batch,
         examples=examples,
         repeats=repeats,
@@ -123,104 +121,100 @@ def run(
         seed=execution.seed,
         pair_by=pair_by,
     )
-    rows, cols = (
-        None
-        if side is None
-        else [Representation(store, site, tokens) for store, site in side]
-        for side in (chosen.rows, chosen.cols)
-    )
+    row_representations = _representations(chosen.rows, tokens)
+    col_representations = None
+    if chosen.cols is not None:
+        col_representations = _representations(chosen.cols, tokens)
     h = hsic(
-        rows or [],
-        cols,
-        estimator=how,
+        row_representations,
+        col_representations,
+        estimator=chosen_estimator,
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(
-                cache,
-                not no_cache,
-                execution.device,
-                execution.memory,
-                execution.map,
-                precision,
-            )
+            cache=cache,
+            use_cache=not no_cache,
+            device=execution.device,
+            memory=execution.memory,
+            map=execution.map,
+            precision=precision,
         ),
         pair_by=pair_by,
         progress=execution.progress,
     )
-    sides = [
-        (chosen.rows, h.rows),
-        *([] if chosen.cols is None else [(chosen.cols, h.cols)]),
-    ]
-    remarks = [
-        remark
-        for side, own in sides
-        for remark in without_value(
-            [f"{store.label} {site.name}" for store, site in side], own
-        )
-    ]
-    remarks += few_images(h.n_images)
+    remarks = without_value(_side_labels(chosen.rows), h.rows)
+    if chosen.cols is not None:
+        remarks += without_value(_side_labels(chosen.cols), h.cols)
+    remarks += remarks_on_few_images(h.n_images)
     for remark in remarks:
         log.warning("%s", remark)
-    any_tokens = any(
-        site.kind != "vector" for _, site in (*chosen.rows, *(chosen.cols or ()))
-    )
-    notes = {
-        **h.notes,
-        **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
-        **({"rescaled": True} if how.rescale else {}),
-        **{"pairs": pairs, "tokens": tokens if any_tokens else "vectors"},
-        **_site_notes(chosen),
-        "remarks": remarks,
-    }
+
+    col_sites = chosen.rows if chosen.cols is None else chosen.cols
+    any_tokens = any(site.kind != "vector" for _, site in (*chosen.rows, *col_sites))
+    notes = dict(h.notes)
+    if preset:
+        notes["preset"] = f"{preset}: {PRESETS[preset].source}"
+    if chosen_estimator.rescale:
+        notes["rescaled"] = True
+    notes["pairs"] = pairs
+    notes["tokens"] = tokens if any_tokens else "vectors"
+    notes.update(_site_notes(chosen.rows, col_sites))
+    notes["remarks"] = remarks
+
     similarity = summarise(h)
-    at = tuple(np.array(chosen.places).T)
-    numbers = {
-        column: getattr(similarity, name)[at].tolist() for column, name in NUMBERS.items()
-    }
-    return Table.from_rows(
-        (
-            pair_columns(chosen.rows[i], (chosen.cols or chosen.rows)[j])
-            | {"metric": "cka"}
-            | {name: values[k] for name, values in numbers.items()}
-            | {"spread": h.spread, "n_images": h.n_images}
-            | {WORD: None if similarity.without is None else similarity.without[:, i, j]}
-            for k, (i, j) in enumerate(chosen.places)
-        ),
-        COLUMNS,
-        notes,
-    )
+    rows: list[dict[str, Any]] = []
+    for i, j in chosen.index_pairs:
+        row = pair_columns(chosen.rows[i], col_sites[j])
+        row["metric"] = "cka"
+        row.update(similarity.cells(i, j))
+        row["spread"] = h.spread
+        row["n_images"] = h.n_images
+        row[REPLICATES] = similarity.replicates_of(i, j)
+        rows.append(row)
+    return Table.from_rows(rows, COLUMNS, notes)
 
 
-def few_images(n: int) -> list[str]:
-    """A remark on a CKA of few images."""
-    if n >= MIN_IMAGES:
+def _representations(side: Sequence[Side], tokens: str) -> list[Representation]:
+    """Return the chosen tokens of each site of one side as a representation."""
+    return [Representation(store, site, tokens) for store, site in side]
+
+
+def _side_labels(side: Sequence[Side]) -> list[str]:
+    """Return the words that name each site of one side in a remark: store and site."""
+    return [f"{store.label} {site.name}" for store, site in side]
+
+
+def remarks_on_few_images(n: int) -> list[str]:
+    """Return a remark if `n` images are so few that their CKA is mostly noise, else none."""
+    if n >= FEW_IMAGES:
         return []
-    no_interval = ", and has no interval" if n == LEAST else ""
+    # Of 4 images without one, unbiased HSIC does not exist: there is no jackknife.
+    no_interval = ", and has no interval" if n == MIN_IMAGES else ""
     return [
         f"CKA of {n} images is mostly noise{no_interval}: unbiased HSIC divides by n (n - 3), and "
         "representations that share nothing may reach 1; give more --images"
     ]
 
 
-def _site_notes(chosen: SitePairs) -> dict[str, Any]:
-    """The compared sites of both sides, by store."""
-    sides = {"a": chosen.rows, "b": chosen.cols or chosen.rows}
-    notes: dict[str, Any] = {"sites_a": {}, "sites_b": {}}
-    for letter, side in sides.items():
-        for store, site in side:
-            notes[f"sites_{letter}"].setdefault(store.label, []).append(site.name)
-    return notes
+def _site_notes(side_a: Sequence[Side], side_b: Sequence[Side]) -> dict[str, Any]:
+    """Return the sidecar's notes on the compared sites: for each side, store -> its sites."""
+    sites_a: dict[str, list[str]] = {}
+    for store, site in side_a:
+        sites_a.setdefault(store.label, []).append(site.name)
+    sites_b: dict[str, list[str]] = {}
+    for store, site in side_b:
+        sites_b.setdefault(store.label, []).append(site.name)
+    return {"sites_a": sites_a, "sites_b": sites_b}
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """The table as heatmaps, or as lines where each site has one partner.
+    """Draw the table as heatmaps, or as curves where each site has one partner.
 
-    Heatmaps: rows upwards, columns to the right, from input to output; one panel for each kind of
-    sublayer where skips are compared with branches; numbers in the cells where models are compared
-    by one site each. Lines: over the sites in order, one for each store that the first is compared
-    with, with the 95 % interval as a band or the estimator's noise as bars.
+    Heatmaps have the rows' sites upwards and the columns' sites to the right, both from input to
+    output. Skips against branches get a panel for each kind of sublayer; models that are compared
+    by one site each get numbers in the cells. Curves run over the sites in order, one for each
+    store that the first is compared with; bands are 95 % intervals, bars the estimator's noise.
     """
     if not one_to_one(table):
         return draw_heatmaps(panels_of(table), describe_scale(table))
@@ -228,45 +222,48 @@ def plot(table: Table) -> Figure:
     handles = draw_curves(axes, table.frame)
     axes.set_ylabel(describe_scale(table))
     axes.set_title(describe_scope(table))
+    # From 0, or from below where a debiased CKA is negative.
     axes.set_ylim(min(0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
     legend_below(figure, handles)
     return figure
 
 
 def headline(table: Table) -> list[Answer]:
-    """Lowest and highest layers among themselves, first with last; the most similar of two."""
+    """Return each store's CKA of its lowest layers among themselves, of its highest layers, and of
+    the first layer with the last; of two stores their most similar layers."""
     return alike(table, "cka")
 
 
 def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
-    """One row: debiased linear CKA of two representations of the same images, with the interval of
-    a delete-a-block jackknife, as `vitsee cka` has it for sites of stores.
+    """Return the debiased linear CKA of two arrays of features of the same images, one row.
+
+    It is what `vitsee cka` gives for two sites of stores, with the 95 % interval of a
+    delete-a-block jackknife over images.
 
     Args:
         a: (images, ...), flattened to (images, features).
-        b: the same images in the same order; its features may be others.
+        b: the same images in the same order; its number of features may differ.
 
     Raises:
-        VitseeError: other numbers of images, fewer than `LEAST`, or numbers that are not finite.
+        VitseeError: different numbers of images, fewer than `MIN_IMAGES`, or numbers that are not
+            finite.
     """
-    grams = [
-        _gram(_flat(features, name)) for features, name in ((a, "first"), (b, "second"))
-    ]
-    n = len(grams[0])
-    if len(grams[1]) != n or n < LEAST:
+    gram_a = _hollow_gram(_flat_features(a, "first"))
+    gram_b = _hollow_gram(_flat_features(b, "second"))
+    n = len(gram_a)
+    if len(gram_b) != n or n < MIN_IMAGES:
         raise VitseeError(
-            f"the arrays have {n} and {len(grams[1])} images; expected the same ones, at least "
-            f"{LEAST}"
+            f"the arrays have {n} and {len(gram_b)} images; expected the same ones, at least "
+            f"{MIN_IMAGES}"
         )
-    value = _cka(*grams)
+    value = _cka_of_grams(gram_a, gram_b)
     labels = block_labels(n, None)
-    kept = [np.flatnonzero(labels != block) for block in range(labels.max() + 1)]
-    without = np.array(
-        [
-            _cka(*(g[np.ix_(own, own)] for g in grams)) if len(own) >= LEAST else np.nan
-            for own in kept
-        ]
-    )
+    without = np.full(labels.max() + 1, np.nan)  # CKA without each block of images
+    for block in range(len(without)):
+        remaining = np.flatnonzero(labels != block)
+        if len(remaining) >= MIN_IMAGES:
+            pairs = np.ix_(remaining, remaining)
+            without[block] = _cka_of_grams(gram_a[pairs], gram_b[pairs])
     _, low, high = interval(np.array(value), without)
     row: dict[str, Any] = {
         "metric": "cka",
@@ -280,11 +277,20 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     }
     columns = ("metric", "value", "std", "low", "high", "spread", "n_images")
     notes: dict[str, Any] = {"estimator": "exact, unbiased HSIC over all images"}
-    notes["remarks"] = few_images(n)
+    notes["remarks"] = remarks_on_few_images(n)
     return Table.from_rows([row], columns, notes)
 
 
-def _flat(features: ArrayLike, name: str) -> Float:
+def _flat_features(features: ArrayLike, name: str) -> Float:
+    """Return the features as float64, (images, features).
+
+    Args:
+        features: (images, ...), numbers.
+        name: which array an error is about, "first" or "second".
+
+    Raises:
+        VitseeError: an array of fewer than two axes, not of numbers, or with NaN or infinity.
+    """
     values: NDArray[Any] = np.asarray(features)
     if values.ndim < 2 or values.dtype.kind not in "fiub":
         raise VitseeError(
@@ -297,11 +303,15 @@ def _flat(features: ArrayLike, name: str) -> Float:
     return flat
 
 
-def _gram(x: Float) -> Float:
-    """(images, images), the diagonal 0, of features less their mean and near 1, which CKA does not
-    see."""
+def _hollow_gram(x: Float) -> Float:
+    """Return the Gram matrix of centred features with its diagonal set to 0, (images, images).
+
+    CKA depends neither on the features' scale nor on their mean.
+    """
     largest = float(np.abs(x).max(initial=0))
     if largest > 0:
+        # HSIC has the features' fourth power, which overflows or underflows far from 1. A power
+        # of two rounds nothing.
         _, exponent = np.frexp(largest)
         x = np.ldexp(x, -exponent)
     x = x - x.mean(0)
@@ -310,17 +320,21 @@ def _gram(x: Float) -> Float:
     return gram
 
 
-def _cka(k: Float, m: Float) -> float:
-    own = _hsic(k, k) * _hsic(m, m)
-    return _hsic(k, m) / own**0.5 if own > 0 else float("nan")
+def _cka_of_grams(k: Float, m: Float) -> float:
+    """Return the CKA of two hollow Gram matrices; NaN where a self-HSIC is not positive."""
+    product = _unbiased_hsic(k, k) * _unbiased_hsic(m, m)
+    if not product > 0:
+        return float("nan")
+    return _unbiased_hsic(k, m) / product**0.5
 
 
-def _hsic(k: Float, m: Float) -> float:
-    """Song et al. 2012, Eq. 5, for matrices without diagonal."""
+def _unbiased_hsic(k: Float, m: Float) -> float:
+    """Return HSIC_1 (Song et al. 2012, Eq. 5) of two hollow Gram matrices, (images, images)."""
     n = len(k)
-    rows = k.sum(1) @ m.sum(1)
-    found = (k * m).sum() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
-    return float(found / (n * (n - 3)))
+    elementwise = (k * m).sum()  # tr(K M)
+    totals = k.sum() * m.sum() / ((n - 1) * (n - 2))  # 1' K 1 1' M 1
+    row_sums = 2 * (k.sum(1) @ m.sum(1)) / (n - 2)  # 1' K M 1
+    return float((elementwise + totals - row_sums) / (n * (n - 3)))
 
 
 ANALYSIS = Analysis(

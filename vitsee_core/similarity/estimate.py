@@ -41,10 +41,10 @@ from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.similarity.hsic_sums import (
     METHODS,
     Hsic,
+    set_to_nan,
     stacked,
     symmetric,
     weighted_sum,
-    without,
 )
 from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.similarity.representation import Representation
@@ -298,7 +298,7 @@ def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, 
         if comparison.among_themselves
         else [p - comparison.n_rows for p in constant if p >= comparison.n_rows]
     )
-    return without(result, rows, cols), offsets
+    return set_to_nan(result, rows, cols), offsets
 
 
 def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:

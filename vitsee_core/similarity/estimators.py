@@ -31,8 +31,8 @@ from vitsee_core.similarity.hsic_sums import (
     Hsic,
     PairSums,
     as_one_batch,
-    assembled,
-    bytes_each,
+    assemble_groups,
+    bytes_per_matrix,
     pair_totals,
     stacked,
     sum_over_cells,
@@ -184,9 +184,9 @@ def in_groups(
     n = matrices[0].n
     budget = comparison.memory * 3 // 4
     tile = tile_size(n)  # as in the files: every tile is read once
-    while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:
+    while 2 * bytes_per_matrix(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
-    at_once = max(2, budget // bytes_each(n, partitions, tile))
+    at_once = max(2, budget // bytes_per_matrix(n, partitions, tile))
     rows, cols = comparison.split(matrices)
     if len(matrices) <= at_once:
         return work(rows, cols, tile=tile)
@@ -199,7 +199,7 @@ def in_groups(
         [work(a, None if cols is None and a is b else b, tile=tile) for b in of_cols]
         for a in (of_rows if cols is not None else of_cols)
     ]
-    return assembled(grid)
+    return assemble_groups(grid)
 
 
 # Raghu et al. 2021, appendix A

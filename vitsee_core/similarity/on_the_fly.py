@@ -42,7 +42,13 @@ from vitsee_core.similarity.estimators import (
     over_cells,
     partitions_of,
 )
-from vitsee_core.similarity.hsic_sums import METHODS, Hsic, assembled, bytes_each, stacked
+from vitsee_core.similarity.hsic_sums import (
+    METHODS,
+    Hsic,
+    assemble_groups,
+    bytes_per_matrix,
+    stacked,
+)
 from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers
@@ -173,7 +179,7 @@ def _divide(
     def needs(tile: int, parts: tuple[int, int]) -> tuple[int, int]:
         """Bytes of the tiles and sums, and of the features of one side of a tile."""
         sums = side = 0
-        each = bytes_each(n, partitions, tile)
+        each = bytes_per_matrix(n, partitions, tile)
         for stacks, n_parts in zip((rows, cols), parts, strict=True):
             share = 1 / n_parts
             sums += int(share * sum(s.n_matrices for s in stacks) + 1) * each
@@ -256,7 +262,7 @@ def _in_groups(
             grid.append(line)
     finally:
         progress.stop()
-    return assembled(grid)
+    return assemble_groups(grid)
 
 
 # Gram matrices that are computed when read

@@ -25,7 +25,7 @@ Labels = NDArray[np.int64]
 # Terms of a float32 sum before it is added in float64: errors stay near 1e-7.
 TERMS = 1 << 14
 # Elements of sums that may wait on a GPU to be copied to the host together: 128 MB.
-MOST_WAITING = 1 << 24
+MAX_WAITING = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -34,79 +34,111 @@ class Partition:
 
     labels: Labels  # (n,) cell, counted from 0; -1 for none
     n_cells: int
-    # count pairs of images in different cells, too (blocks of a jackknife), not only those within a
-    # cell (minibatches)
+    # Whether pairs of images in different cells count, too (blocks of a jackknife), not only those
+    # within a cell (minibatches).
     crossing: bool
 
 
 # Terms of a product of two cells below which adding it up costs more than making it.
 FEW_TERMS = 1 << 7
-OTHERS = -2  # in place of a cell: all but the other one
+OTHERS = -2  # in place of the number of a cell: the images of all other cells
 
 
 class Piece(NamedTuple):
-    """Some rows of a block of a tile: positions in the tile of the images of cell g and of those of
-    cell h, or of all `OTHERS`. square: both are the images of one cell in the same order, or some
-    of those and all of them, so that pairs below the diagonal equal those above it."""
+    """The entries of a tile for images of cell g (rows) and images of cell h (columns)."""
 
     g: int
-    h: int
-    rows: Labels
-    cols: Labels
+    h: int  # a cell, or `OTHERS`: all cells but g
+    rows: Labels  # positions in the tile of (some of) cell g's images
+    cols: Labels  # positions in the tile of cell h's images
+    # Rows and columns are images of one cell on the tile's diagonal: pieces of it have each pair
+    # twice already, (i, j) and (j, i). Other pieces stand for their transpose, too.
     square: bool
 
 
 class BlockSums(NamedTuple):
-    """Sums of a piece and its transpose: (R, C) inner products, each matrix's own, in float64; sums
-    over columns and over rows, None where the latter equal the former."""
+    """The sums of a piece and its transpose, in float64."""
 
-    products: Float
-    own: Float
-    over_cols: NDArray[Any]
-    over_rows: NDArray[Any] | None
+    products: Float  # (R, C) inner products of each row's matrix with each column's
+    self_products: Float  # (matrices,) inner product of each matrix with itself
+    over_cols: NDArray[Any]  # (matrices, rows of the piece)
+    over_rows: NDArray[Any] | None  # (matrices, columns of the piece); None if square
+
+
+class RawSums(NamedTuple):
+    """The sums of a piece without its transpose, as `BlockSums`."""
+
+    products: Any
+    self_products: Any
+    over_cols: Any
+    over_rows: Any
 
 
 def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
-    """The pieces of a tile; of a diagonal tile, the cells on and below its diagonal. Of small
-    cells, if all are in one tile, each with itself and with the others, so that pieces are few."""
-    of_i = _cells(partition.labels[i])
-    of_j = _cells(partition.labels[j])
+    """Yield the pieces that the cells of a partition cut a tile into.
+
+    A diagonal tile is cut into the pairs of cells on and below its diagonal. If all images are in
+    one tile and cells are small, each cell gives two pieces, with itself and with all others:
+    pairs of cells would be many pieces of few terms.
+
+    Args:
+        partition: of the n images into cells.
+        i: the images of the tile's rows.
+        j: the images of its columns.
+    """
+    row_cells = _positions_by_cell(partition.labels[i])
+    col_cells = _positions_by_cell(partition.labels[j])
     n = len(partition.labels)
-    if partition.crossing and i == j == slice(0, n) and (n / len(of_i)) ** 2 < FEW_TERMS:
-        everyone = np.flatnonzero(partition.labels >= 0)
-        for g, rows in of_i.items():
-            if len(rows) > 1:  # one alone has no pair
-                yield Piece(g, g, rows, rows, True)
-            yield Piece(g, OTHERS, rows, everyone[partition.labels[everyone] != g], False)
+    on_diagonal = i == j
+    terms_per_pair = (n / len(row_cells)) ** 2 if row_cells else 0.0
+    if partition.crossing and i == j == slice(0, n) and terms_per_pair < FEW_TERMS:
+        labelled = np.flatnonzero(partition.labels >= 0)
+        for g, rows in row_cells.items():
+            if len(rows) > 1:  # an image alone has no pair within its cell
+                yield Piece(g=g, h=g, rows=rows, cols=rows, square=True)
+            others = labelled[partition.labels[labelled] != g]
+            yield Piece(g=g, h=OTHERS, rows=rows, cols=others, square=False)
         return
-    for g, rows in of_i.items():
-        for h, cols in of_j.items():
-            if h > g and i == j:
-                continue
+    for g, rows in row_cells.items():
+        for h, cols in col_cells.items():
+            if h > g and on_diagonal:
+                continue  # the transpose of a piece that is yielded
             if partition.crossing or g == h:
+                # At most TERMS terms are added in float32.
                 step = max(1, TERMS // len(cols))
                 for at in range(0, len(rows), step):
-                    yield Piece(g, h, rows[at : at + step], cols, g == h and i == j)
+                    yield Piece(
+                        g=g,
+                        h=h,
+                        rows=rows[at : at + step],
+                        cols=cols,
+                        square=g == h and on_diagonal,
+                    )
 
 
-def _cells(labels: Labels) -> dict[int, Labels]:
-    """Cell -> positions in it."""
+def _positions_by_cell(labels: Labels) -> dict[int, Labels]:
+    """Return cell -> the positions of its images, ascending."""
     order = np.argsort(labels, kind="stable")
-    names, starts = np.unique(labels[order], return_index=True)
-    parts = np.split(order, starts[1:])
-    return {int(name): part for name, part in zip(names, parts, strict=True) if name >= 0}
+    cells, starts = np.unique(labels[order], return_index=True)
+    positions = np.split(order, starts[1:])
+    return {
+        int(cell): inside
+        for cell, inside in zip(cells, positions, strict=True)
+        if cell >= 0
+    }
 
 
-def as_run(places: Labels) -> slice | Labels:
-    """Consecutive positions as a slice."""
-    first = int(places[0])
-    last = int(places[-1])
-    if last - first + 1 == len(places):
+def as_run(positions: Labels) -> slice | Labels:
+    """Return consecutive positions as a slice, which numpy reads without a copy, others as they
+    are."""
+    first = int(positions[0])
+    last = int(positions[-1])
+    if last - first + 1 == len(positions):
         return slice(first, last + 1)
-    return places
+    return positions
 
 
-AT_LEAST = 256  # jobs that many matrices are loaded in
+MIN_LOADING_JOBS = 256  # jobs that many matrices are loaded in
 
 
 class Matrix(Protocol):
@@ -131,6 +163,7 @@ class Computed(Matrix, Protocol):
 
 
 def is_computed(matrix: object) -> TypeGuard[Computed]:
+    """Return whether a matrix computes its blocks, rather than reads them."""
     return hasattr(matrix, "compute")
 
 
@@ -145,7 +178,15 @@ def read(
 
 
 class WholeTiles:
-    """Tiles of matrices, one at a time."""
+    """Tiles of matrices, one at a time.
+
+    Args:
+        device: where tiles are kept and multiplied: cpu, cuda or cuda:1.
+        matrices: rows first, then columns (unless they are the rows).
+        n_rows: how many of them are rows.
+        first_col: the first column's index; 0 if the columns are the rows.
+        side: of the largest tile, in images.
+    """
 
     def __init__(
         self,
@@ -158,7 +199,7 @@ class WholeTiles:
         self._matrices = matrices
         self._n_rows = n_rows
         self._first_col = first_col
-        self._memory = _memory(device, len(matrices) * side * side)
+        self._memory = _tile_memory(device, len(matrices) * side * side)
         # Rows and columns in turn: if read from different files, two threads read them.
         self._order = sorted(
             range(len(matrices)), key=lambda k: k - first_col if k >= n_rows else k
@@ -167,7 +208,18 @@ class WholeTiles:
     def sums(
         self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
     ) -> tuple[Float32 | None, Iterator[BlockSums]]:
-        """The diagonals (matrices, images) of a diagonal tile, and the sums of each piece."""
+        """Return the sums of each piece of a tile.
+
+        Args:
+            i: images of the tile's rows.
+            j: images of its columns.
+            pieces: of the tile.
+            pool: threads that load and multiply; None: the caller's alone.
+
+        Returns:
+            The diagonals of the matrices (matrices, images) if i == j, else None; and the pieces'
+            sums, in their order.
+        """
         memory = self._memory
         n_rows = self._n_rows
         first_col = self._first_col
@@ -175,8 +227,9 @@ class WholeTiles:
         shape = len(self._matrices), i.stop - i.start, j.stop - j.start
         values = memory.shaped(*shape)
 
-        def load(some: Sequence[int]) -> None:
-            for k in some:
+        def load(matrix_indices: Sequence[int]) -> None:
+            """Put the block of each of these matrices into the tile."""
+            for k in matrix_indices:
                 matrix = self._matrices[k]
                 if host and is_computed(matrix):
                     matrix.compute(i, j, values[k])
@@ -185,19 +238,21 @@ class WholeTiles:
 
         read(self._matrices, i, j, pool)
         # A thread takes several at a time: many matrices of few images are microseconds each.
-        each = max(1, len(self._order) // AT_LEAST)
+        step = max(1, len(self._order) // MIN_LOADING_JOBS)
         run_all(
             load,
-            [self._order[k : k + each] for k in range(0, len(self._order), each)],
+            [self._order[k : k + step] for k in range(0, len(self._order), step)],
             pool,
         )
-        diagonals = memory.without_diagonals(values) if i == j else None
+        diagonals = memory.take_diagonals(values) if i == j else None
         if host:
-            of_piece: partial[BlockSums] = partial(_sums, values, n_rows, first_col)
-            return diagonals, in_order(of_piece, pieces, pool, 2 * n_lanes())
+            sums_of_piece: partial[BlockSums] = partial(
+                _host_sums, values, n_rows, first_col
+            )
+            return diagonals, in_order(sums_of_piece, pieces, pool, 2 * n_lanes())
         cuts = [(piece.rows, piece.cols) for piece in pieces]
-        made = memory.sums(values, cuts, n_rows, first_col)
-        return diagonals, starmap(_both_ways, zip(pieces, made, strict=True))
+        raw_sums = memory.sums(values, cuts, n_rows, first_col)
+        return diagonals, starmap(_with_transpose, zip(pieces, raw_sums, strict=True))
 
 
 class _HostTiles:
@@ -207,53 +262,72 @@ class _HostTiles:
         self._memory = np.empty(n, np.float32)
 
     def shaped(self, *shape: int) -> Float32:
+        """Return memory for the next tile; the previous one is overwritten."""
         return self._memory[: math.prod(shape)].reshape(shape)
 
     def put(self, values: Float32, k: int, block: Float32) -> None:
+        """Set the block of the k-th matrix."""
         values[k] = block
 
-    def without_diagonals(self, values: Float32) -> Float32:
+    def take_diagonals(self, values: Float32) -> Float32:
+        """Return the diagonals (matrices, rows) of a square tile, and set them to zero in it."""
         within = np.arange(values.shape[1])
         diagonals: Float32 = values[:, within, within]
         values[:, within, within] = 0
         return diagonals
 
 
-def _memory(device: str, n: int) -> Any:
-    """Memory for tiles on the device that multiplies them."""
+def _tile_memory(device: str, n_entries: int) -> Any:
+    """Return memory for tiles on the device that multiplies them."""
     if device == "cpu":
-        return _HostTiles(n)
-    return DeviceTiles(device, n)
+        return _HostTiles(n_entries)
+    return DeviceTiles(device, n_entries)
 
 
-def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
-    """Sums of a piece of a tile (matrices, rows, cols), whose diagonal is 0."""
+def _host_sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
+    """Return the sums of a piece of a tile (matrices, rows, cols), whose diagonal is 0."""
     block = _cut(values, piece.rows, piece.cols)
-    part = block.reshape(len(block), -1)
-    if (
-        piece.h == OTHERS
-    ):  # few terms, which cells added in float64 before they were one piece
-        part = part.astype(np.float64)
-    products = np.matmul(part[:n_rows], part[first_col:].T)
-    own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
-    over_cols, over_rows = (block.sum(axis, dtype=np.float64) for axis in (2, 1))
-    return _both_ways(piece, (products, own, over_cols, over_rows))
+    flat = block.reshape(len(block), -1)  # (matrices, pairs of images)
+    if piece.h == OTHERS:
+        # As precise as pieces of two cells, whose few terms are added in float64.
+        flat = flat.astype(np.float64)
+    self_products = np.zeros(
+        len(flat)
+    )  # of columns that are the rows: on products' diagonal
+    if first_col:
+        self_products = np.linalg.vecdot(flat, flat)
+    raw_sums = RawSums(
+        products=np.matmul(flat[:n_rows], flat[first_col:].T),
+        self_products=self_products,
+        over_cols=block.sum(2, dtype=np.float64),
+        over_rows=block.sum(1, dtype=np.float64),
+    )
+    return _with_transpose(piece, raw_sums)
 
 
-def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
-    """Add the transpose of a piece, unless it is square."""
-    products, own, over_cols, over_rows = made
-    times = 1.0 if piece.square else 2.0
-    products, own = (np.multiply(x, times, dtype=np.float64) for x in (products, own))
-    return BlockSums(products, own, over_cols, None if piece.square else over_rows)
+def _with_transpose(piece: Piece, sums: RawSums) -> BlockSums:
+    """Return the sums of a piece and its transpose; a square piece contains its transpose."""
+    if piece.square:
+        times = 1.0
+        over_rows = None
+    else:
+        times = 2.0
+        over_rows = sums.over_rows
+    return BlockSums(
+        products=np.multiply(sums.products, times, dtype=np.float64),
+        self_products=np.multiply(sums.self_products, times, dtype=np.float64),
+        over_cols=sums.over_cols,
+        over_rows=over_rows,
+    )
 
 
 def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
-    """values[:, rows][:, :, cols], contiguous; runs become slices."""
-    a = as_run(rows)
-    b = as_run(cols)
-    if isinstance(a, slice) and isinstance(b, slice):
-        return np.ascontiguousarray(values[:, a, b])
+    """Return values[:, rows][:, :, cols], contiguous."""
+    row_run = as_run(rows)
+    col_run = as_run(cols)
+    if isinstance(row_run, slice) and isinstance(col_run, slice):
+        return np.ascontiguousarray(values[:, row_run, col_run])
+    # One gather from the flattened tile, without the copy between two indexings.
     flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
     taken: Float32 = values.reshape(len(values), -1).take(flat, 1)
     return taken.reshape(len(values), len(rows), len(cols))
@@ -269,19 +343,19 @@ class DeviceTiles:
         self._memory = torch.empty(n, device=self._device)
 
     def shaped(self, *shape: int) -> Tensor:
-        """Memory for the next tile; the previous one is lost."""
+        """Return memory for the next tile; the previous one is overwritten."""
         return self._memory[: int(np.prod(shape))].view(shape)
 
     def put(self, values: Tensor, k: int, block: Any) -> None:
-        """Set one matrix's block, from this device or from the host."""
+        """Set the block of the k-th matrix, from this device or from the host."""
         from vitsee_core.runtime.device import to_device
 
-        values[k] = (
-            to_device(block, self._device) if isinstance(block, np.ndarray) else block
-        )
+        if isinstance(block, np.ndarray):
+            block = to_device(block, self._device)
+        values[k] = block
 
-    def without_diagonals(self, values: Tensor) -> NDArray[Any]:
-        """(matrices, rows) diagonals of a square tile, which are then set to zero."""
+    def take_diagonals(self, values: Tensor) -> NDArray[Any]:
+        """Return the diagonals (matrices, rows) of a square tile, and set them to zero in it."""
         diagonals = values.diagonal(dim1=1, dim2=2)
         on_host: NDArray[Any] = diagonals.cpu().numpy().copy()
         diagonals.zero_()
@@ -293,51 +367,61 @@ class DeviceTiles:
         pieces: Sequence[tuple[Labels, Labels]],
         n_rows: int,
         first_col: int,
-    ) -> Iterator[tuple[Any, ...]]:
-        """The sums of each piece (rows and columns of the tile): (R, C) inner products, each
-        matrix's own, sums over its columns and over its rows, in float64. At most `TERMS` products
-        (see `hsic_sums.Totals`) are added in float32; there is no synchronisation in between."""
+    ) -> Iterator[RawSums]:
+        """Yield the sums of each piece, in float64 on the host.
+
+        At most `TERMS` products are added in float32. The host waits for the GPU only when sums are
+        copied, many pieces at a time.
+
+        Args:
+            values: the tile, (matrices, rows, cols), its diagonal 0.
+            pieces: rows and columns of each in the tile.
+            n_rows: how many matrices are rows.
+            first_col: index of the first column's matrix.
+        """
         import torch
 
-        waiting: list[tuple[Tensor, ...]] = []
-        size = 0
+        waiting: list[RawSums] = []
+        n_waiting = 0  # elements
         for rows, cols in pieces:
             block = self._cut(values, rows, cols)
-            part = block.flatten(1)
-            none = part.new_zeros(len(part))
-            waiting.append(
-                (
-                    (part[:n_rows] @ part[first_col:].T).double(),
-                    (torch.linalg.vecdot(part, part) if first_col else none).double(),
-                    block.sum(2, dtype=torch.float64),
-                    block.sum(1, dtype=torch.float64),
-                )
+            flat = block.flatten(1)  # (matrices, pairs of images)
+            self_products = flat.new_zeros(len(flat))
+            if first_col:  # else they are the diagonal of the products
+                self_products = torch.linalg.vecdot(flat, flat)
+            sums = RawSums(
+                products=(flat[:n_rows] @ flat[first_col:].T).double(),
+                self_products=self_products.double(),
+                over_cols=block.sum(2, dtype=torch.float64),
+                over_rows=block.sum(1, dtype=torch.float64),
             )
-            size += sum(x.numel() for x in waiting[-1])
-            if size > MOST_WAITING:
-                yield from _fetched(waiting)
+            waiting.append(sums)
+            n_waiting += sum(x.numel() for x in sums)
+            if n_waiting > MAX_WAITING:
+                yield from _copied_to_host(waiting)
                 waiting = []
-                size = 0
-        yield from _fetched(waiting)
+                n_waiting = 0
+        yield from _copied_to_host(waiting)
 
     def _cut(self, values: Tensor, rows: Labels, cols: Labels) -> Tensor:
-        """values[:, rows][:, :, cols], contiguous; runs become slices."""
+        """Return values[:, rows][:, :, cols], contiguous."""
         from vitsee_core.runtime.device import to_device
 
-        a, b = (slice(int(p[0]), int(p[-1]) + 1) for p in (rows, cols))
-        if a.stop - a.start == len(rows) and b.stop - b.start == len(cols):
-            return values[:, a, b].contiguous()
+        row_run = as_run(rows)
+        col_run = as_run(cols)
+        if isinstance(row_run, slice) and isinstance(col_run, slice):
+            return values[:, row_run, col_run].contiguous()
         flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
-        places = to_device(flat, self._device)
+        indices = to_device(flat, self._device)
         return (
             values.flatten(1)
-            .index_select(1, places)
+            .index_select(1, indices)
             .view(len(values), len(rows), len(cols))
         )
 
 
-def _fetched(waiting: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The sums on the host, in one copy."""
+def _copied_to_host(waiting: Sequence[RawSums]) -> Iterator[RawSums]:
+    """Yield the sums as arrays on the host, after a single copy of all of them."""
     if not waiting:
         return
     import torch
@@ -349,4 +433,4 @@ def _fetched(waiting: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Any, ...]]
         for x in sums:
             arrays.append(host[at : at + x.numel()].reshape(x.shape))
             at += x.numel()
-        yield tuple(arrays)
+        yield RawSums(*arrays)

@@ -369,7 +369,7 @@ def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
     """The indices (pairs, 2) of the two representations of each pair, rows before columns; with
     `both`, each pair of two sides in both orders."""
     shift = 0 if chosen.cols is None else len(chosen.rows)
-    places = np.array([(i, j + shift) for i, j in chosen.places], np.int64)
+    places = np.array([(i, j + shift) for i, j in chosen.index_pairs], np.int64)
     if both and chosen.cols is not None:
         places = np.concatenate([places, places[:, ::-1]])
     return places

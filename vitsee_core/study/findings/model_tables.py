@@ -255,14 +255,14 @@ def place_contrast(rows: Float, cols: Float, keep: Mask) -> float:
     a, b = (grams[:, keep][:, :, keep] for grams in (rows, cols))
     nothing = np.zeros(a.shape[:2])
     h = PairSums(
-        np.tensordot(a, b, ((1, 2), (1, 2))),
-        (a**2).sum((1, 2)),
-        (b**2).sum((1, 2)),
-        a.sum(2),
-        b.sum(2),
-        nothing,
-        nothing,
-        int(keep.sum()),
+        products=np.tensordot(a, b, ((1, 2), (1, 2))),
+        self_rows=(a**2).sum((1, 2)),
+        self_cols=(b**2).sum((1, 2)),
+        sums_rows=a.sum(2),
+        sums_cols=b.sum(2),
+        diag_rows=nothing,
+        diag_cols=nothing,
+        n_images=int(keep.sum()),
     ).unbiased()
     cka = centred_alignment(h.cross, h.rows, h.cols)
     same = np.eye(len(a), dtype=bool)
