@@ -39,9 +39,8 @@ from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.statistics.moments import SlabMoments
-from vitsee_core.tables.columns import PAIR, VALUES, pair_columns
+from vitsee_core.tables.columns import PAIR, REPLICATES, VALUES, pair_columns
 from vitsee_core.tables.headlines import Answer, measured, number, picked
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import block_words, site_words
@@ -101,14 +100,15 @@ def run(
         Execution, Offers("images seed device memory", dask="Gram matrices and slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per group of heads and site of the second store, from the most local group on.
+    """Return the CKA of each group of heads with each site of the second store, a row per pair.
 
-    Columns: see `COLUMNS`; `heads` their numbers from the most local on, "3 0 5"; `distance_px`
-    their mean attention distance in pixels; the rest as in `cka.run`. The images behind both are
-    those that can be read in both stores.
+    Rows begin with the most local group. The columns are `COLUMNS`: `heads` has the group's heads
+    from the most local on, "3 0 5", `distance_px` their mean attention distance in pixels, and the
+    others are those of `vitsee cka`. CKA and distances are of the images that can be read in both
+    stores.
 
     Args:
-        stores: the one with heads, and the one they are compared with.
+        stores: the store with heads, and the store they are compared with.
 
     Raises:
         StoreMismatch: the stores do not have the same images in the same order.
@@ -122,96 +122,96 @@ def run(
             f"stores, got {len(stores)}"
         )
     a, b = stores
-    chosen, *others = chosen_blocks(a, ("blocks",) if block is None else (block,))
-    if block is not None and others:
-        raise VitseeError(
-            f"--block {block} chooses {1 + len(others)} blocks; expected one"
-        )
-    heads = _heads(a, chosen)
-    distances = _distances(a, b, chosen, execution)
-    groups = _groups(distances, window, cumulative)
-    sites = (
-        b.select(sites_b)
-        if sites_b
-        else [site for site in b.select("blocks") if site.rel_depth <= 0.5]
-    )
-    how = choose_estimator(
+    heads_block = _block_with_heads(a, block)
+    heads = _head_outputs(a, heads_block)
+    distances = _head_distances(a, b, heads_block, execution)
+    groups = _groups_of_heads(distances, window, cumulative)
+    if sites_b:
+        sites = b.select(sites_b)
+    else:
+        sites = [site for site in b.select("blocks") if site.rel_depth <= 0.5]
+    chosen_estimator = choose_estimator(
         stores,
-        preset,
-        estimator,
+        preset=preset,
+        kind=estimator,
         batch=batch,
         examples=examples,
         repeats=repeats,
         images=execution.images,
         seed=execution.seed,
     )
+    # Heads with heads, too: the self-HSIC of a group is a sum over pairs of its heads.
     h = hsic(
         heads,
         [*heads, *(Representation(b, site) for site in sites)],
-        estimator=how,
+        estimator=chosen_estimator,
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(
-                cache,
-                not no_cache,
-                execution.device,
-                execution.memory,
-                execution.map,
-                precision,
-            )
+            cache=cache,
+            use_cache=not no_cache,
+            device=execution.device,
+            memory=execution.memory,
+            map=execution.map,
+            precision=precision,
         ),
         progress=execution.progress,
     )
-    size = len(groups[0])
-    of_size = "single heads" if size == 1 else f"windows of {size} heads"
-    members = np.zeros((len(groups), len(heads)))
+    members = np.zeros((len(groups), len(heads)))  # 1 where a head is in a group
     for row, group in zip(members, groups, strict=True):
         row[group] = 1
     grouped = over_groups(h, members)
     similarity = summarise(grouped)
-    remarks = [
-        *without_value(
-            [f"heads {' '.join(map(str, group))}" for group in groups], grouped.rows
-        ),
-        *without_value([f"{b.label} {site.name}" for site in sites], grouped.cols),
-    ]
+
+    group_names = [" ".join(map(str, group)) for group in groups]
+    remarks = without_value([f"heads {name}" for name in group_names], grouped.rows)
+    remarks += without_value([f"{b.label} {site.name}" for site in sites], grouped.cols)
     for remark in remarks:
         log.warning("%s", remark)
-    notes = {
-        **h.notes,
-        "groups": "the most local heads, one more each time" if cumulative else of_size,
-        **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
-        "head_distances_px": distances.tolist(),
-        "remarks": remarks,
-    }
-    rows = [
-        {
-            **pair_columns((a, heads[0].site), (b, site)),
-            "heads": " ".join(map(str, group)),
-            "distance_px": float(distances[group].mean()),
-            "metric": "cka",
-            "value": float(similarity.cka[i, j]),
-            **{
-                name: float(getattr(similarity, name)[i, j])
-                for name in ("std", "low", "high")
-            },
-            "spread": h.spread,
-            "n_images": h.n_images,
-            WORD: None if similarity.without is None else similarity.without[:, i, j],
-        }
-        for i, group in enumerate(groups)
-        for j, site in enumerate(sites)
-    ]
+    notes = dict(h.notes)
+    notes["groups"] = _describe_groups(groups, cumulative)
+    if preset:
+        notes["preset"] = f"{preset}: {PRESETS[preset].source}"
+    notes["head_distances_px"] = distances.tolist()
+    notes["remarks"] = remarks
+
+    rows: list[dict[str, Any]] = []
+    for i, group in enumerate(groups):
+        for j, site in enumerate(sites):
+            table_row = pair_columns((a, heads[0].site), (b, site))
+            table_row["heads"] = group_names[i]
+            table_row["distance_px"] = float(distances[group].mean())
+            table_row["metric"] = "cka"
+            table_row.update(similarity.cells(i, j))
+            table_row["spread"] = h.spread
+            table_row["n_images"] = h.n_images
+            table_row[REPLICATES] = similarity.replicates_of(i, j)
+            rows.append(table_row)
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _heads(store: Store, block: StoredAttention) -> list[Representation]:
-    """The outputs of each head. Channels are heads x head dim.
+def _block_with_heads(store: Store, block: str | None) -> StoredAttention:
+    """Return the block that `--block` chooses, by default the first with attention.
 
     Raises:
-        MissingInput: they are not stored, or pooled only.
-        VitseeError: the heads' outputs are not of one size.
+        MissingInput: the store has no attention summaries.
+        SiteError: no such block.
+        VitseeError: `--block` chooses several.
+    """
+    if block is None:
+        return chosen_blocks(store, ("blocks",))[0]
+    chosen = chosen_blocks(store, (block,))
+    if len(chosen) > 1:
+        raise VitseeError(f"--block {block} chooses {len(chosen)} blocks; expected one")
+    return chosen[0]
+
+
+def _head_outputs(store: Store, block: StoredAttention) -> list[Representation]:
+    """Return the output of each head of a block as a representation, all tokens.
+
+    Raises:
+        MissingInput: the outputs are not stored, or only pooled.
+        VitseeError: the channels do not divide evenly by the number of heads.
     """
     name = f"{block.site}.attn.heads"
     try:
@@ -227,14 +227,19 @@ def _heads(store: Store, block: StoredAttention) -> list[Representation]:
         raise VitseeError(
             f"{store.label}: {name} has {site.dim} channels for {block.n_heads} heads"
         )
-    slices = [slice(h * width, (h + 1) * width) for h in range(block.n_heads)]
-    return [Representation(store, site, channels=part) for part in slices]
+    # Channels are heads by head dim: each head has a run of them.
+    starts = range(0, site.dim, width)
+    return [
+        Representation(store, site, channels=slice(start, start + width))
+        for start in starts
+    ]
 
 
-def _distances(
+def _head_distances(
     a: Store, b: Store, block: StoredAttention, execution: Execution
 ) -> NDArray[Any]:
-    """(heads,) mean attention distance in pixels over the images of the comparison."""
+    """Return the mean attention distance of each head of a block of `a`, (heads,) in pixels, over
+    the images that can be read in both stores."""
     rows = execution.rows(a)
     rows = replace(rows, mask=rows.mask & require_paired(a, b))
     stored = ("distance_px", block.group)
@@ -245,10 +250,19 @@ def _distances(
     return summary.mean[block.row, : block.n_heads]
 
 
-def _groups(
+def _groups_of_heads(
     distances: NDArray[Any], window: int | None, cumulative: bool
 ) -> list[NDArray[np.int64]]:
-    """Indices of the heads in each group, from the most local on."""
+    """Return the heads' indices in each group, from the most local group on.
+
+    Args:
+        distances: (heads,) mean attention distance of each head.
+        window: heads in a group; None: a third of them.
+        cumulative: groups are the k most local heads, k from 1 to all.
+
+    Raises:
+        VitseeError: a window that the block does not have, or a window of cumulative groups.
+    """
     n = len(distances)
     if cumulative and window is not None:
         raise VitseeError("--window and --cumulative exclude each other")
@@ -261,28 +275,44 @@ def _groups(
     return [order[k : k + size] for k in range(n - size + 1)]
 
 
+def _describe_groups(groups: Sequence[NDArray[np.int64]], cumulative: bool) -> str:
+    """Return how heads are grouped, in words for the notes and the figure's title."""
+    if cumulative:
+        return "the most local heads, one more each time"
+    size = len(groups[0])
+    return "single heads" if size == 1 else f"windows of {size} heads"
+
+
 def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
-    """HSIC of groups of heads with sites, from that of the heads.
+    """Return the HSIC of groups of heads with sites, from the HSIC of single heads.
 
     Args:
         h: rows are the H heads; cols the heads again, then the sites.
         members: (groups, H) 1 if a head is in a group, else 0.
     """
-    n = members.shape[1]
-    own = ((members @ h.cross[..., :n]) * members).sum(-1)
+    n_heads = members.shape[1]
+    between_heads = h.cross[..., :n_heads]
+    # HSIC(G, G) = sum_{h, h' in G} HSIC(h, h')
+    self_hsics = ((members @ between_heads) * members).sum(-1)
+    replicates = None
+    if h.replicates is not None:
+        replicates = over_groups(h.replicates, members)
     return replace(
         h,
-        cross=members @ h.cross[..., n:],
-        rows=own,
-        cols=h.cols[..., n:],
-        replicates=None if h.replicates is None else over_groups(h.replicates, members),
+        # HSIC(G, L) = sum_{h in G} HSIC(h, L)
+        cross=members @ h.cross[..., n_heads:],
+        rows=self_hsics,
+        cols=h.cols[..., n_heads:],
+        replicates=replicates,
     )
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """CKA against the groups' mean distance, one curve per site of the second store, dark to bright
-    with depth; for up to ten sites the 95 % interval, or the estimator's noise, as bars.
+    """Draw CKA against the groups' mean distance, one curve per site of the second store.
+
+    Curves are dark to bright with depth. Of up to ten sites bars show the 95 % interval, or the
+    estimator's noise where it has no interval.
     """
     import matplotlib
     from matplotlib.lines import Line2D
@@ -291,43 +321,52 @@ def plot(table: Table) -> Figure:
     by_site = table.frame.partition_by("site_b", maintain_order=True)
     sites = [str(rows["site_b"][0]) for rows in by_site]
     colours = matplotlib.colormaps[COLOUR_MAP]
-    places = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
-    spread = len(sites) <= LEGEND_ENTRIES  # of more curves it would hide the others
-    for i, (place, rows) in enumerate(zip(places, by_site, strict=True)):
-        _draw_curve(axes, rows, colours(place), marker(i), spread)
-    shown = sites[:: -(-len(sites) // LEGEND_ENTRIES)]
-    first = {name: str(table[name][0]) for name in ("store_a", "block_a", "store_b")}
-    handles = {
-        f"{shorten(first['store_b'], 20)}, {site_words(sites[i])}": Line2D(
-            [], [], color=colours(places[i]), marker=marker(i) if spread else "o"
-        )
-        for i in map(sites.index, shown)
-    }
+    # Neither the darkest nor the brightest colours, which are hard to see.
+    shades = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
+    has_bars = len(sites) <= LEGEND_ENTRIES  # bars of more curves would hide the others
+    for i, (shade, rows) in enumerate(zip(shades, by_site, strict=True)):
+        _draw_site_curve(axes, rows, colours(shade), marker(i), has_bars)
+
+    # Of many sites the legend names every so many.
+    step = -(-len(sites) // LEGEND_ENTRIES)
+    store_b = shorten(str(table["store_b"][0]), 20)
+    handles: dict[str, Any] = {}
+    for i in range(0, len(sites), step):
+        symbol = marker(i) if has_bars else "o"
+        handle = Line2D([], [], color=colours(shades[i]), marker=symbol)
+        handles[f"{store_b}, {site_words(sites[i])}"] = handle
     legend_below(figure, handles)
-    heads = f"{shorten(first['store_a'], 22)}, {block_words(first['block_a'])}"
+
+    store_a = shorten(str(table["store_a"][0]), 22)
+    heads = f"{store_a}, {block_words(str(table['block_a'][0]))}"
     axes.set_xlabel(f"mean attention distance (px), local {ARROW} global\n{heads}")
     axes.set_ylabel(describe_scale(table))
-    spread_words = ""
-    if np.isfinite(table["low"]).any():
-        spread_words = "; bars: 95 % interval over images"
-    elif np.isfinite(table["std"]).any():
-        spread_words = "; bars: std over minibatch repeats"
-    axes.set_title(
-        f"{table.notes.get('groups', 'heads')}, {describe_scope(table)}"
-        + (spread_words if spread else "")
-    )
+    title = f"{table.notes.get('groups', 'heads')}, {describe_scope(table)}"
+    if has_bars and np.isfinite(table["low"]).any():
+        title += "; bars: 95 % interval over images"
+    elif has_bars and np.isfinite(table["std"]).any():
+        title += "; bars: std over minibatch repeats"
+    axes.set_title(title)
     axes.set_ylim(min(0.0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
     return figure
 
 
-def _draw_curve(
-    axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, spread: bool
+def _draw_site_curve(
+    axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, has_bars: bool
 ) -> None:
+    """Draw the curve of one site: CKA of each group of heads against its distance.
+
+    Args:
+        axes: where to draw.
+        rows: the site's rows of the table.
+        shade: the curve's colour.
+        symbol: the curve's marker.
+        has_bars: whether to show the spread.
+    """
     names = ("distance_px", "value", "std", "low", "high")
-    x, y, std, low, high = (
-        rows.sort("distance_px", maintain_order=True).select(names).to_numpy().T
-    )
-    if not spread:
+    ordered = rows.sort("distance_px", maintain_order=True)
+    x, y, std, low, high = ordered.select(names).to_numpy().T
+    if not has_bars:
         axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
         return
     # What is measured are the groups of heads: bars there, and a thin line to guide the eye.
@@ -340,22 +379,27 @@ def _draw_curve(
 
 
 def headline(table: Table) -> list[Answer]:
-    """The most local and the most global group of heads, with the other model's lowest site."""
-    found = []
+    """Return the CKA of the most local and the most global group of heads with the other model's
+    lowest site, for each pair of stores."""
+    answers = []
     pairs = picked(table, metric="cka").partition_by(
         "store_a", "store_b", maintain_order=True, as_dict=True
     )
-    for (store_a, store_b), own in pairs.items():
-        rows = own.filter(site_b=own["site_b"][0]).sort(
-            "distance_px", maintain_order=True
-        )
-        near, far = (
-            f"{measured(rows, i)} for heads at {number(float(rows['distance_px'][i]))} px"
-            for i in (0, -1)
-        )
-        text = f"CKA with {rows['site_b'][0]} {near}, {far}"
-        found.append((f"{store_a} and {store_b}", text))
-    return found
+    for (store_a, store_b), rows in pairs.items():
+        lowest_site = rows["site_b"][0]
+        groups = rows.filter(site_b=lowest_site)
+        groups = groups.sort("distance_px", maintain_order=True)
+        local_heads = _measured_group(groups, 0)
+        global_heads = _measured_group(groups, -1)
+        text = f"CKA with {lowest_site} {local_heads}, {global_heads}"
+        answers.append((f"{store_a} and {store_b}", text))
+    return answers
+
+
+def _measured_group(rows: pl.DataFrame, i: int) -> str:
+    """Return the CKA of the group of heads in the i-th row, and its distance, in words."""
+    distance = number(float(rows["distance_px"][i]))
+    return f"{measured(rows, i)} for heads at {distance} px"
 
 
 ANALYSIS = Analysis(

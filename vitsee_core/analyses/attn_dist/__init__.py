@@ -5,7 +5,7 @@ tokens are neither queries nor keys):
 
     distance_px = mean_q sum_k w_qk |p_q - p_k|,   w_qk = A_qk / sum_k' A_qk'
 
-with p the patches' places in input pixels. The table has its mean over images.
+with p the patches' positions in input pixels. The table has its mean over images.
 
 - `distance_px`: Dosovitskiy et al. 2021 (Fig. 7 right, 10) and Raghu et al. 2021 (Figs. 3, 4, C.5,
   C.6), who do not say what happens to the class token; its share is taken out as Walmer et al. do.
@@ -19,8 +19,8 @@ with p the patches' places in input pixels. The table has its mean over images.
   at native resolution it is each image's own grid (and windows cut by it), before the mean over
   images.
 
-Of clips p is the place in the image alone, whatever the time between; beside it stand, with t a
-patch's time and windows as the blocks have them (joint attention sees all):
+For clips p is the position in the image alone, whatever the time between. Three more metrics, with
+t a patch's time and windows as the blocks have them (joint attention sees all):
 
 - `distance_frames` = mean_q sum_k w_qk |t_q - t_k|, in sampled frames; `distance_seconds`: times
   the clip's seconds between sampled frames, where it says them.
@@ -28,7 +28,7 @@ patch's time and windows as the blocks have them (joint attention sees all):
   within its own frame (or tubelet).
 - The column `uniform` has each metric's value for attention spread evenly over what a query sees:
   over T times (T^2 - 1) / (3 T) times the frames between them and 1 / T, within a frame 0 and 1.
-  A head that attends evenly to all frames is no head that tracks anything.
+  A head that attends evenly to all frames does not track anything.
 
 Means go over queries, then images; sorting heads and averaging over them is left to the figures.
 """
@@ -74,6 +74,7 @@ from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
+    from vitsee_core.runtime.streaming import Rows
     from vitsee_stores import Slab
 
 __all__ = ["IN_TIME", "METRICS", "plot", "run"]
@@ -105,55 +106,41 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, metric, block and head: mean over images, spread and 95 % interval.
+    """Return the mean over images of each metric for each store, block and head, with its interval.
 
-    Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
-    images used; `window`, where any block has windows, theirs in cells; `uniform`, where any store
-    holds clips, the metric of attention spread evenly, empty where none is defined. NaN: no image
-    (`value`), or fewer than two (`std`, `low`, `high`), or a grid of one cell
-    (`distance_relative`). The stores may have different images.
+    The columns are `COLUMNS`: `value`, `std`, `low`, `high` are in the metric's unit, `n_images` is
+    the number of images used. If any block has windows, `window` has their sizes in cells. If any
+    store holds clips, `uniform` has the metric of attention spread evenly, empty where that is not
+    defined. Numbers are NaN without an image (`value`), with fewer than two (`std`, `low`, `high`),
+    and on a grid of one cell (`distance_relative`). The stores may have different images.
 
     Args:
-        stores: with attention summaries; those without are left out where others have them.
+        stores: stores with attention summaries; those without are left out if others have them.
 
     Raises:
         MissingInput: no store has attention summaries, or no store has what is asked for of clips.
         SiteError: a pattern matches no block.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    every = (*METRICS, *IN_TIME)
-    wanted = asked_for(metrics or every, every, "attn-dist")
+    all_metrics = (*METRICS, *IN_TIME)
+    requested = asked_for(metrics or all_metrics, all_metrics, "attn-dist")
     selected = blocks_of_each(stores, sites)
-    of_each = [_metrics_of(store, wanted) for store in selected.stores]
-    if not any(of_each):
-        raise MissingInput(_no_time(selected.stores[0], wanted))
-    chosen = [execution.rows(store) for store in selected.stores]
+    metrics_by_store = [_available_metrics(store, requested) for store in selected.stores]
+    if not any(metrics_by_store):
+        raise MissingInput(_why_no_time_metrics(selected.stores[0], requested))
+    images_by_store = [execution.rows(store) for store in selected.stores]
     rows: list[dict[str, Any]] = []
-    with counting(execution.progress, sum(own.n for own in chosen)):
-        for (store, blocks), own, here in zip(
-            selected.members, chosen, of_each, strict=True
+    with counting(execution.progress, sum(images.n for images in images_by_store)):
+        for (store, blocks), images, store_metrics in zip(
+            selected.members, images_by_store, metrics_by_store, strict=True
         ):
-            own_grids = store.plan.canvas is not None and bool(
-                store.plan.canvas.own_grids
-            )
-            arrays = dict.fromkeys(
-                _array(block, metric, own_grids) for block in blocks for metric in here
-            )
-            make = partial(SlabMoments, partial(_read, tuple(arrays)))
-            summaries = execution.fold(store, make, own).result()
-            seconds = float(np.nanmean(store.seconds)) if SECONDS in here else np.nan
-            for metric in here:
-                for block in blocks:
-                    found = summaries[_array(block, metric, own_grids)]
-                    rows += _rows(store, block, metric, found, seconds, own_grids)
-    notes = {
-        "interval": INTERVAL_METHOD,
-        "seed": execution.seed,
-        "images": {
-            s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)
-        },
-        **selected.notes(),
+            rows += _store_rows(store, blocks, store_metrics, images, execution)
+    notes: dict[str, Any] = {"interval": INTERVAL_METHOD, "seed": execution.seed}
+    notes["images"] = {
+        store.label: images.describe()
+        for store, images in zip(selected.stores, images_by_store, strict=True)
     }
+    notes.update(selected.notes())
     columns: tuple[str, ...] = COLUMNS
     if any(store.plan.clip is not None for store in selected.stores):
         columns = CLIP_COLUMNS
@@ -163,136 +150,212 @@ def run(
     return with_windows(Table.from_rows(rows, columns, notes), selected.members)
 
 
-def _metrics_of(store: Store, wanted: Sequence[str]) -> list[str]:
-    """The metrics that a store can have: those in time only of clips, in seconds where any clip
-    says its rate."""
-    in_time = store.plan.clip is not None
-    rated = bool(np.isfinite(store.seconds).any()) if SECONDS in wanted else False
-    return [
-        m for m in wanted if m not in IN_TIME or (in_time and (m != SECONDS or rated))
-    ]
+def _available_metrics(store: Store, requested: Sequence[str]) -> list[str]:
+    """Return the requested metrics that a store can have.
+
+    Metrics in time need clips; seconds need a clip that says its frame rate.
+    """
+    has_clips = store.plan.clip is not None
+    unavailable: set[str] = set()
+    if not has_clips:
+        unavailable.update(IN_TIME)
+    elif SECONDS in requested and not np.isfinite(store.seconds).any():
+        unavailable.add(SECONDS)
+    return [metric for metric in requested if metric not in unavailable]
 
 
-def _no_time(store: Store, wanted: Sequence[str]) -> str:
-    """Why a store has none of these metrics."""
-    what = ", ".join(wanted)
+def _why_no_time_metrics(store: Store, requested: Sequence[str]) -> str:
+    """Return why a store has none of the requested metrics, which are all in time."""
     if store.plan.clip is None:
         return (
-            f"{store.label} holds images, which have no {what}; expected a store of clips"
+            f"{store.label} holds images, which have no {', '.join(requested)}; expected a store "
+            "of clips"
         )
     return f"the clips of {store.label} do not say their frame rate; expected distance_frames"
 
 
-def _read(arrays: Sequence[tuple[str, str]], slab: Slab) -> dict[tuple[str, str], Float]:
-    """The arrays of `read_heads`, and distances in seconds: those in frames times each clip's own
-    interval."""
-    plain = [array for array in arrays if array[0] not in (SECONDS, RELATIVE)]
-    found: dict[tuple[str, str], Float] = read_heads(plain, slab)
+def _store_rows(
+    store: Store,
+    blocks: Sequence[StoredAttention],
+    metrics: Sequence[str],
+    images: Rows,
+    execution: Execution,
+) -> list[dict[str, Any]]:
+    """Return the table rows of one store, by metric, then block, then head.
+
+    Args:
+        store: with attention summaries.
+        blocks: the chosen blocks.
+        metrics: metrics that the store has.
+        images: the chosen images.
+        execution: resources.
+    """
+    canvas = store.plan.canvas
+    # Images at native resolution: each has a grid of its own on the canvas.
+    own_grids = canvas is not None and bool(canvas.own_grids)
+    arrays = [
+        _array_name(block, metric, own_grids) for block in blocks for metric in metrics
+    ]
+    distinct_arrays = tuple(dict.fromkeys(arrays))
+    make = partial(SlabMoments, partial(_read_distances, distinct_arrays))
+    summaries = execution.fold(store, make, images).result()
+    frame_seconds = np.nan
+    if SECONDS in metrics:
+        frame_seconds = float(np.nanmean(store.seconds))
+    rows: list[dict[str, Any]] = []
+    for metric in metrics:
+        for block in blocks:
+            summary = summaries[_array_name(block, metric, own_grids)]
+            if metric == RELATIVE and not own_grids:
+                summary = _relative_to_uniform(summary, block)
+            cells = site_columns(store, block)
+            if store.plan.clip is not None:
+                cells["uniform"] = _uniform_value(block, metric, frame_seconds)
+            cells["metric"] = metric
+            for head in range(block.n_heads):
+                rows.append({**cells, "head": head, **summary.cells((block.row, head))})
+    return rows
+
+
+def _array_name(block: StoredAttention, metric: str, own_grids: bool) -> tuple[str, str]:
+    """Return which array a metric is computed from, as `_read_distances` names it: (name, group).
+
+    Relative distances are those in pixels over a constant, which is applied to their mean; only
+    where images have grids of their own it has to be applied to each image.
+    """
+    if metric == RELATIVE and not own_grids:
+        return "distance_px", block.group
+    return metric, block.group
+
+
+def _read_distances(
+    arrays: Sequence[tuple[str, str]], slab: Slab
+) -> dict[tuple[str, str], Float]:
+    """Return the arrays of a slab's valid images, (name, group) -> (images, blocks, heads).
+
+    Seconds are frames times each clip's own interval; relative distances are pixels over the
+    distance of uniform attention on each image's own grid. Others are stored.
+    """
+    stored = [array for array in arrays if array[0] not in (SECONDS, RELATIVE)]
+    distances: dict[tuple[str, str], Float] = read_heads(stored, slab)
     seconds = slab.store.seconds[slab.rows][slab.valid].astype(np.float64)
     for name, group in arrays:
         if name == SECONDS:
             frames = slab.attention("distance_frames", group)[slab.valid]
-            found[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
+            distances[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
         elif name == RELATIVE:
-            distance = slab.attention("distance_px", group)[slab.valid]
-            found[name, group] = (
-                distance / _even_of_each(slab, group)[:, np.newaxis, np.newaxis]
-            )
-    return found
+            pixels = slab.attention("distance_px", group)[slab.valid]
+            uniform = _uniform_on_own_grids(slab, group)
+            distances[name, group] = pixels / uniform[:, np.newaxis, np.newaxis]
+    return distances
 
 
-def _even_of_each(slab: Slab, group: str) -> Float:
-    """(images,) of the slab's valid images with grids of their own: the distance of uniform
-    attention on each one's grid; NaN on a grid of one cell."""
+def _uniform_on_own_grids(slab: Slab, group: str) -> Float:
+    """Return the distance of uniform attention on the own grid of each valid image of a slab.
+
+    Args:
+        slab: of a store whose images have grids of their own.
+        group: blocks of one layout and window.
+
+    Returns:
+        (images,) in pixels; NaN on a grid of one cell.
+    """
     plan = slab.store.plan
-    canvas, (own,) = plan.canvas, [one for one in plan.attention if one.prefix == group]
-    assert canvas is not None and own.layout.stride_px is not None
-    sizes, place = np.unique(
+    canvas = plan.canvas
+    (attention,) = [entry for entry in plan.attention if entry.prefix == group]
+    assert canvas is not None and attention.layout.stride_px is not None
+    step_y, step_x = attention.layout.stride_px
+    # Many images share a size: each size is computed once.
+    sizes, size_indices = np.unique(
         slab.store.sizes[slab.rows][slab.valid], axis=0, return_inverse=True
     )
-    even = []
+    uniform = []
     for size in sizes.tolist():
         height, width = canvas.image((size[0], size[1]))
-        step_y, step_x = own.layout.stride_px
         grid = round(height / step_y), round(width / step_x)
         window = None
-        if own.window is not None:
-            window = min(own.window[0], grid[0]), min(own.window[1], grid[1])
-        even.append(uniform_distance(replace(own.layout, grid=grid), window) or np.nan)
-    return np.array(even)[place.ravel()]
+        if attention.window is not None:
+            rows, cols = attention.window
+            window = min(rows, grid[0]), min(cols, grid[1])
+        layout = replace(attention.layout, grid=grid)
+        uniform.append(uniform_distance(layout, window) or np.nan)
+    return np.array(uniform)[size_indices.ravel()]
 
 
-def _array(block: StoredAttention, metric: str, own_grids: bool) -> tuple[str, str]:
-    """The array behind a metric, as `_read` names it, and its group: relative distances are those
-    in pixels over one number, but where images have grids of their own."""
-    relative = metric == RELATIVE and not own_grids
-    return ("distance_px" if relative else metric), block.group
-
-
-def _rows(
-    store: Store,
-    block: StoredAttention,
-    metric: str,
-    summary: Summary,
-    seconds: float,
-    own_grids: bool,
-) -> list[dict[str, Any]]:
-    scale = 1.0
-    even = uniform_distance(block.layout, block.window)
-    if metric == RELATIVE and not own_grids:
-        scale = 1 / even if even > 0 else np.nan
-    mean, std, low, high = (
-        of * scale for of in (summary.mean, summary.std, summary.low, summary.high)
+def _relative_to_uniform(summary: Summary, block: StoredAttention) -> Summary:
+    """Return the moments of distances in pixels over the distance of uniform attention; NaN on a
+    grid of one cell."""
+    uniform = uniform_distance(block.layout, block.window)
+    scale = 1 / uniform if uniform > 0 else np.nan
+    return Summary(
+        mean=summary.mean * scale,
+        std=summary.std * scale,
+        low=summary.low * scale,
+        high=summary.high * scale,
+        n=summary.n,
     )
-    scaled = Summary(mean, std, low, high, summary.n)
-    place = site_columns(store, block)
-    if store.plan.clip is not None:
-        frames, share = uniform_in_time(block)
-        place["uniform"] = {
-            "distance_px": even,
-            "distance_relative": 1.0 if even > 0 else np.nan,
-            "distance_frames": frames,
-            SECONDS: frames * seconds,
-            "frame_mass": share,
-        }.get(metric, np.nan)
-    return [
-        {**place, "head": head, "metric": metric, **scaled.cells((block.row, head))}
-        for head in range(block.n_heads)
-    ]
+
+
+def _uniform_value(block: StoredAttention, metric: str, frame_seconds: float) -> float:
+    """Return the metric of attention that is spread evenly over what a query of a clip sees; NaN
+    for the metrics that have no such value.
+
+    Args:
+        block: of a store of clips.
+        metric: its name.
+        frame_seconds: mean seconds between sampled frames.
+    """
+    pixels = uniform_distance(block.layout, block.window)
+    frames, frame_mass = uniform_in_time(block)
+    values = {
+        "distance_px": pixels,
+        "distance_relative": 1.0 if pixels > 0 else np.nan,
+        "distance_frames": frames,
+        SECONDS: frames * frame_seconds,
+        "frame_mass": frame_mass,
+    }
+    return values.get(metric, np.nan)
 
 
 def headline(table: Table) -> list[Answer]:
-    """The nearest and the farthest head of the lowest and of the highest block, relative to uniform
-    attention where the table has that."""
+    """Return the distances of the nearest and the farthest head in the lowest and the highest block
+    of each store, relative to uniform attention where the table has that."""
     units = {
         "distance_relative": "times as far as uniform attention",
         "distance_px": "px",
     }
     metric = next((m for m in units if m in table["metric"]), None)
-    found = _headline_in_time(table)
-    for store, rows in by_store(table, metric=metric) if metric else []:
-        ends = picked(rows, site=(str(rows["site"][0]), str(rows["site"][-1])))
-        said = []
-        for (site,), own in ends.group_by("site", maintain_order=True):
-            low, high = (number(float(own["value"][i])) for i in extremes(own))
-            said.append(f"heads of {site} {low} to {high}")
-        found.append((store, f"{', '.join(said)} {units[str(metric)]}{margin(ends)}"))
-    return found
+    answers = _headline_in_time(table)
+    if metric is None:
+        return answers
+    for store, rows in by_store(table, metric=metric):
+        outer_blocks = picked(rows, site=(str(rows["site"][0]), str(rows["site"][-1])))
+        ranges = []
+        for (site,), heads in outer_blocks.group_by("site", maintain_order=True):
+            nearest, farthest = extremes(heads)
+            low = number(float(heads["value"][nearest]))
+            high = number(float(heads["value"][farthest]))
+            ranges.append(f"heads of {site} {low} to {high}")
+        text = f"{', '.join(ranges)} {units[metric]}{margin(outer_blocks)}"
+        answers.append((store, text))
+    return answers
 
 
 def _headline_in_time(table: Table) -> list[Answer]:
-    """The share of attention within a query's own frame in the first and last block of each store
-    of clips."""
-    found = []
+    """Return the share of attention within a query's own frame in the first and last block of each
+    store of clips."""
+    answers = []
     for store, rows in by_store(table, metric="frame_mass"):
-        ends = rows.filter(pl.col("site").is_in([rows["site"][0], rows["site"][-1]]))
-        said = []
-        for (site,), own in ends.group_by("site", maintain_order=True):
-            mean = float(own["value"].to_numpy().mean())
-            even = float(own["uniform"][0])
-            said.append(f"{site} {number(mean)} (spread evenly: {number(even)})")
-        found.append((store, f"attention within a query's own frame: {', '.join(said)}"))
-    return found
+        outer_sites = [rows["site"][0], rows["site"][-1]]
+        outer_blocks = rows.filter(pl.col("site").is_in(outer_sites))
+        shares = []
+        for (site,), heads in outer_blocks.group_by("site", maintain_order=True):
+            mean = float(heads["value"].to_numpy().mean())
+            uniform = float(heads["uniform"][0])
+            shares.append(f"{site} {number(mean)} (spread evenly: {number(uniform)})")
+        text = f"attention within a query's own frame: {', '.join(shares)}"
+        answers.append((store, text))
+    return answers
 
 
 ANALYSIS = Analysis(
