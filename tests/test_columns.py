@@ -49,7 +49,7 @@ def in_order(names: Sequence[str]) -> list[str]:
 def tables() -> list[tuple[str, tuple[str, ...]]]:
     """(analysis, columns) of every table of every analysis."""
     found = []
-    for name in registry.own_names():
+    for name in registry.builtin_names():
         analysis: Analysis = registry.load(name)
         for columns in (analysis.columns, *analysis.other_columns):
             found.append((name, tuple(columns)))

@@ -21,7 +21,7 @@ from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
 
-@pytest.mark.parametrize("name", registry.own_names())
+@pytest.mark.parametrize("name", registry.builtin_names())
 def test_ours_are_declared(name: str) -> None:
     """A declaration checks itself when it is made; here by the name of each, with its options."""
     declared: Analysis = registry.load(name)
@@ -29,7 +29,7 @@ def test_ours_are_declared(name: str) -> None:
     assert registry.declaration_of(declared.run.__module__) is declared
     assert replace(declared) == declared, "it is checked again"
     for parameter in options_of(declared.run).values():
-        assert isinstance(parameter.about, Option), parameter.name
+        assert isinstance(parameter.metadata, Option), parameter.name
     if declared.needs is not None:
         assert declared.stores()
 

@@ -14,11 +14,11 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.pages.report import pictures
 from vitsee_core.pages.report.pictures import TALLEST, TILE, Addresses, tile
 from vitsee_core.pages.report.redrawing import open_result
-from vitsee_core.runtime.registry import load, own_names
+from vitsee_core.runtime.registry import load, builtin_names
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 
-GLANCED = [name for name in own_names() if load(name).at_a_glance is not None]
+GLANCED = [name for name in builtin_names() if load(name).at_a_glance is not None]
 
 
 def test_values_are_evenly_spaced_in_each_store() -> None:

@@ -25,7 +25,7 @@ from tests.stores import write_model
 from vitsee import api
 from vitsee_cli import commands, console
 from vitsee_cli.main import main
-from vitsee_cli.sections import own_names
+from vitsee_cli.sections import builtin_names
 from vitsee_core.pages.report.page import write_report
 from vitsee_core.runtime import dask_worker, registry
 from vitsee_core.runtime.execution import Execution
@@ -66,10 +66,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (info / "entry_points.txt").write_text(f"[vitsee.analyses]\n{name} = {module}\n")
         (folder / f"{module.partition(':')[0]}.py").write_text(source)
         made.append(module)
-        registry._found.cache_clear()
+        registry._guests_and_refusals.cache_clear()
 
     yield install
-    registry._found.cache_clear()
+    registry._guests_and_refusals.cache_clear()
     registry.code_digest.cache_clear()
     worker_versions.cache_clear()
     registry._warned.clear()
@@ -520,8 +520,12 @@ def test_ours_is_run_and_the_other_named(install: Install, store: Path) -> None:
 
 def test_ours_are_all_reserved() -> None:
     """And no name is reserved that nobody has."""
-    own = {name.replace("-", "_") for name in own_names()} - {*registry.own_names()}
-    python = {name for name in dir(vitsee) if name.islower()} - {*registry.own_names()}
+    own = {name.replace("-", "_") for name in builtin_names()} - {
+        *registry.builtin_names()
+    }
+    python = {name for name in dir(vitsee) if name.islower()} - {
+        *registry.builtin_names()
+    }
     assert own | python | {"api", "help"} == registry.RESERVED
     assert {"info", "extract"} <= own and commands.__path__
 
@@ -534,7 +538,7 @@ def test_metadata_that_cannot_be_read(install: Install, tmp_path: Path) -> None:
         info = tmp_path / "site" / f"damaged{number}-1.dist-info"
         info.mkdir()
         (info / "entry_points.txt").write_bytes(text)
-    registry._found.cache_clear()
+    registry._guests_and_refusals.cache_clear()
     result = vitsee_("--help")
     assert result.exit_code == 0 and "[some-guest]" in result.stdout
 
@@ -777,7 +781,7 @@ def imported(source: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.partition(".")[0] in registry.OURS}
+    return {name for name in found if name.partition(".")[0] in registry.VITSEE_PACKAGES}
 
 
 def test_the_public_names_are_those_of_the_page() -> None:

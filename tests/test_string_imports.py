@@ -34,7 +34,7 @@ def imports_by_string(source: str) -> Iterator[str]:
 def names_another_library(argument: str) -> bool:
     """Whether it is a text that begins with another package than ours: `f'PIL.{plugin}'`."""
     package = re.match(r"f?['\"](\w+)\.", argument)
-    return package is not None and package[1] not in registry.OURS
+    return package is not None and package[1] not in registry.VITSEE_PACKAGES
 
 
 def offences(sources: dict[str, str]) -> dict[str, list[str]]:

@@ -220,7 +220,7 @@ def test_every_path_of_an_analysis_is_known_as_read_or_written() -> None:
     }
     stores = {"queries", "distractors", "untrained"}
     ctx = click.Context(main)
-    for name in (*registry.own_names(), "extract"):
+    for name in (*registry.builtin_names(), "extract"):
         command = main.get_command(ctx, name.replace("_", "-"))
         assert command is not None
         for param in command.params:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitsee_core.runtime.options import (
     EXECUTION_OPTIONS,
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 # What an analysis may need of a model.
 NEEDS = ("sites", "grid", "attention", "heads", "residual", "images")
 COLUMN_TYPES = (str, int, float)
+# Columns of some tables, beside those of sites, pairs and values.
+_OTHER_VITSEE_COLUMNS = ("head", "class", "row", "col", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,11 @@ class Analysis:
             declares the options.
         needs: what a model must offer, some of `NEEDS`; None of an analysis of tables.
         reading: how to read the figure, in sentences.
-        readings: kind -> that, where the notes of tables have several kinds.
+        readings: kind -> how to read the figure, where the notes of tables have several kinds.
         source: the papers, with years and figures.
-        columns: those of the table, in their order.
-        other_columns: those of other tables that it makes with some options.
-        column_types: column -> `str`, `int` or `float`, of columns that no other table has.
+        columns: the columns of the table, in their order.
+        other_columns: the columns of other tables that it makes with some options.
+        column_types: column -> `str`, `int` or `float`, for columns that no other table has.
         meanings: column -> what it means, where its name does not say it; the help has it.
         metrics: the names in the column `metric`; `*` stands for any letters (`pck@*`).
         run: `run(*stores, ..., execution) -> Table`, decorated with `@analysis`.
@@ -124,9 +126,10 @@ class Analysis:
     read_inputs: Callable[..., list[Any]] | None = None
 
     def __post_init__(self) -> None:
-        for field_name, found, expected in _mistakes(self):
+        for mistake in _mistakes(self):
             raise DeclarationError(
-                f"{self.module}: {field_name} {found}; expected {expected}"
+                f"{self.module}: {mistake.field_name} {mistake.problem}; "
+                f"expected {mistake.expected}"
             )
 
     @cached_property
@@ -148,7 +151,7 @@ class Analysis:
         return [parameter for parameter in parameters if parameter.takes_stores]
 
     def draw(self, table: Table, **options: Any) -> Figure:
-        """The figure of a table; of one over a training the chart along its steps.
+        """Return the figure of a table; of a table over a training, the chart along its steps.
 
         Raises:
             DeclarationError: rows have values, and the figure shows nothing, or asks for a metric
@@ -164,7 +167,8 @@ class Analysis:
         except DeclarationError as error:
             raise DeclarationError(f"{self.module}: plot: {error}") from error
         if not any(axes.has_data() for axes in figure.axes) and _has_values(table.frame):
-            metrics = ", ".join(_metrics_of(table.frame))
+            metrics = ", ".join(_metrics_in(table.frame))
+            # An empty figure looks like a result: `plot` most likely knows other metrics.
             raise DeclarationError(
                 f"{self.module}: plot drew nothing of a table with metric {metrics}; expected a "
                 f"figure of each of its metrics ({', '.join(self.metrics)})"
@@ -172,26 +176,31 @@ class Analysis:
         return figure
 
     def check_table(self, table: Any) -> None:
-        """Check what `run` returned. Raises DeclarationError: it is not a table, has columns or
-        metrics that are not declared, columns of other types, or no value."""
+        """Check what `run` returned.
+
+        Raises:
+            DeclarationError: it is not a table, has columns or metrics that are not declared,
+                columns of other types, or no value.
+        """
         if not isinstance(table, Table):
             raise DeclarationError(
                 f"{self.module}: run returned a {type(table).__name__}; expected a Table"
             )
         frame = table.written
         declared = {*self.all_columns, *ADDED}
-        if undeclared := [name for name in frame.columns if name not in declared]:
+        undeclared = [name for name in frame.columns if name not in declared]
+        if undeclared:
             raise DeclarationError(
                 f"{self.module}: run returned the columns {', '.join(undeclared)}, which columns "
                 f"do not name; expected some of {', '.join(self.all_columns)}"
             )
         for name, kind in self.column_types.items():
-            if name in frame.columns and not _holds(frame.schema[name], kind):
+            if name in frame.columns and not _column_has_type(frame.schema[name], kind):
                 raise DeclarationError(
                     f"{self.module}: run returned {name} as {frame.schema[name]}; expected "
                     f"{kind.__name__}, as column_types says"
                 )
-        for metric in _metrics_of(frame):
+        for metric in _metrics_in(frame):
             if not any(fnmatchcase(metric, pattern) for pattern in self.metrics):
                 raise DeclarationError(
                     f"{self.module}: run returned rows of the metric {metric!r}; expected some of "
@@ -204,7 +213,8 @@ class Analysis:
             )
 
 
-def _metrics_of(frame: pl.DataFrame) -> list[str]:
+def _metrics_in(frame: pl.DataFrame) -> list[str]:
+    """Return the names in the column `metric`, in the order of the rows."""
     if "metric" not in frame.columns:
         return []
     return [
@@ -216,93 +226,103 @@ def _has_values(frame: pl.DataFrame) -> bool:
     return "value" in frame.columns and frame["value"].count() > 0
 
 
-def _holds(kind: pl.DataType, expected: type) -> bool:
-    """Whether a column of this type is one of `COLUMN_TYPES`; an empty column may be any."""
+def _column_has_type(kind: pl.DataType, expected: type) -> bool:
+    """Return whether a polars type fits one of `COLUMN_TYPES`; an empty column fits all."""
     if kind == pl.Null:
         return True
     if expected is str:
         return kind in (pl.String, pl.Categorical)
-    return kind.is_integer() if expected is int else kind.is_numeric()
+    if expected is int:
+        return kind.is_integer()
+    return kind.is_numeric()
 
 
 # ---------------------------------------------------------------------------- what is checked
 
-Mistake = tuple[str, str, str]  # the field, what was found, what was expected
+
+class Mistake(NamedTuple):
+    """A mistake in a declaration, as its message says it."""
+
+    field_name: str
+    problem: str  # what the field is or has, a verb first: `is ''`
+    expected: str  # what would be right
 
 
 def _mistakes(analysis: Analysis) -> Iterable[Mistake]:
-    """The mistakes of a declaration, in the order of its fields."""
-    yield from _mistakes_of_words(analysis)
+    """Yield the mistakes of a declaration, in the order of its fields.
+
+    Later checks rely on earlier ones; only the first mistake is ever asked for.
+    """
+    yield from _mistakes_of_texts(analysis)
     yield from _mistakes_of_columns(analysis)
     yield from _mistakes_of_functions(analysis)
 
 
-def _mistakes_of_words(analysis: Analysis) -> Iterable[Mistake]:
+def _mistakes_of_texts(analysis: Analysis) -> Iterable[Mistake]:
+    """Yield mistakes of the fields that are texts, and of the module's docstring."""
     for name in ("module", "question", "help", "reading", "source"):
         text = getattr(analysis, name)
         if not isinstance(text, str):
-            yield name, f"is {text!r}", "a text"
+            yield Mistake(name, f"is {text!r}", "a text")
     if analysis.module not in sys.modules:
-        yield "module", f"is {analysis.module!r}", "__name__"
+        yield Mistake("module", f"is {analysis.module!r}", "__name__")
     if not analysis.docstring:
-        yield "the docstring", "is empty", "`Title: question?` and what is computed"
+        yield Mistake(
+            "the docstring", "is empty", "`Title: question?` and what is computed"
+        )
     if analysis.question not in ("", *QUESTIONS):
-        yield "question", f"is {analysis.question!r}", f"one of {', '.join(QUESTIONS)}"
-    for name in ("reading", "source"):
-        if not getattr(analysis, name).strip():
-            yield (
-                name,
-                "is empty",
-                "how to read the figure" if name == "reading" else "the papers",
-            )
+        yield Mistake(
+            "question", f"is {analysis.question!r}", f"one of {', '.join(QUESTIONS)}"
+        )
+    if not analysis.reading.strip():
+        yield Mistake("reading", "is empty", "how to read the figure")
+    if not analysis.source.strip():
+        yield Mistake("source", "is empty", "the papers")
     if analysis.needs is not None:
         yield from _unknown_words("needs", analysis.needs, NEEDS)
 
 
 def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
+    """Yield mistakes of the fields about the columns and metrics of the table."""
     for columns in (analysis.columns, *analysis.other_columns):
         name = "columns" if columns is analysis.columns else "other_columns"
-        if not _are_words(columns) or not {"metric", "value"} <= {*columns}:
-            yield (
+        if not _is_sequence_of_texts(columns) or not {"metric", "value"} <= {*columns}:
+            yield Mistake(
                 name,
                 f"is {columns!r}",
                 "a tuple of names with metric and value among them",
             )
             return
-        if twice := [column for column in columns if list(columns).count(column) > 1]:
-            yield name, f"has {twice[0]} twice", "every column once"
+        duplicates = [column for column in columns if list(columns).count(column) > 1]
+        if duplicates:
+            yield Mistake(name, f"has {duplicates[0]} twice", "every column once")
     for column, kind in analysis.column_types.items():
         if kind not in COLUMN_TYPES:
-            yield "column_types", f"has {column} as {kind!r}", "str, int or float"
+            yield Mistake(
+                "column_types", f"has {column} as {kind!r}", "str, int or float"
+            )
+    # Columns of no other table: their type has to be declared, unless it is a slip of the pen.
+    vitsee_columns = (*SITE, *PAIR, *VALUES, BASELINE, *_OTHER_VITSEE_COLUMNS)
     for column in analysis.all_columns:
         if not is_known(column) and column not in analysis.column_types:
-            known = (
-                *SITE,
-                *PAIR,
-                *VALUES,
-                BASELINE,
-                "head",
-                "class",
-                "row",
-                "col",
-                "token",
-            )
-            yield (
+            yield Mistake(
                 "columns",
                 f"has {column!r}, which is not a column of vitsee's tables",
-                f"{_closest(column, known)}its type in column_types, as "
+                f"{_spelling_hint(column, vitsee_columns)}its type in column_types, as "
                 f"column_types={{{column!r}: float}}",
             )
-    for name in ("column_types", "meanings"):
-        yield from _unknown_words(name, getattr(analysis, name), analysis.all_columns)
+    yield from _unknown_words("column_types", analysis.column_types, analysis.all_columns)
+    yield from _unknown_words("meanings", analysis.meanings, analysis.all_columns)
     if REPLICATES in analysis.all_columns:
-        yield (
+        yield Mistake(
             "columns",
             f"has {REPLICATES!r}",
             "no such column: rows have that key without it",
         )
-    if not _are_words(analysis.metrics) or not analysis.metrics:
-        yield "metrics", f"is {analysis.metrics!r}", "the names in the column metric"
+    if not _is_sequence_of_texts(analysis.metrics) or not analysis.metrics:
+        yield Mistake(
+            "metrics", f"is {analysis.metrics!r}", "the names in the column metric"
+        )
     elif analysis.glance_metric:
         yield from _unknown_words(
             "glance_metric", [analysis.glance_metric], analysis.metrics
@@ -310,120 +330,131 @@ def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
 
 
 def _mistakes_of_functions(analysis: Analysis) -> Iterable[Mistake]:
+    """Yield mistakes of the fields that are functions, and of the signatures of run and plot."""
     for name in ("run", "plot"):
         if not callable(getattr(analysis, name)):
-            yield name, f"is {getattr(analysis, name)!r}", "a function"
+            yield Mistake(name, f"is {getattr(analysis, name)!r}", "a function")
             return
     for name in ("headline", "at_a_glance", "of_arrays", "read_inputs"):
         function = getattr(analysis, name)
         if function is not None and not callable(function):
-            yield name, f"is {function!r}", "a function, or None"
-    if analysis.needs is None:  # of tables, which no command gives stores
+            yield Mistake(name, f"is {function!r}", "a function, or None")
+    if analysis.needs is None:  # an analysis of tables: no command gives it stores
         return
     parameters = parameters_of(analysis.run)
     if not hasattr(analysis.run, "__wrapped__"):
-        yield "run", "has no decorator", "@analysis above it"
+        yield Mistake("run", "has no decorator", "@analysis above it")
     if not any(parameter.takes_stores for parameter in parameters.values()):
-        yield "run", "has no parameter of the type Store", "*stores: Store"
+        yield Mistake("run", "has no parameter of the type Store", "*stores: Store")
     if not analysis.help:  # its command has a file of its own, which declares the options
         return
     if "execution" not in parameters:
-        yield (
+        yield Mistake(
             "run",
             "has no parameter execution",
             "execution: Annotated[Execution, Offers(...)]",
         )
+    run_options = options_of(analysis.run)
     for parameter in parameters.values():
-        yield from _mistakes_of_parameter("run", parameter, options_of(analysis.run))
-    drawing = iter(parameters_of(analysis.plot).values())
-    if next(drawing, None) is None:
-        yield "plot", "takes nothing", "plot(table)"
-    for parameter in drawing:
-        yield from _mistakes_of_parameter("plot", parameter, options_of(analysis.plot))
+        yield from _mistakes_of_parameter("run", parameter, run_options)
+    plot_parameters = [*parameters_of(analysis.plot).values()]
+    if not plot_parameters:
+        yield Mistake("plot", "takes nothing", "plot(table)")
+    plot_options = options_of(analysis.plot)
+    for parameter in plot_parameters[1:]:  # the first one is the table
+        yield from _mistakes_of_parameter("plot", parameter, plot_options)
 
 
 def _mistakes_of_parameter(
     function: str, parameter: DeclaredParameter, options: Mapping[str, DeclaredParameter]
 ) -> Iterable[Mistake]:
-    """The mistakes of a parameter of `run` or `plot`."""
-    place = f"{function}, {parameter.name}"
-    about = parameter.about
+    """Yield the mistakes of a parameter.
+
+    Args:
+        function: `run` or `plot`, for the message.
+        parameter: the parameter, or a field of a dataclass of options.
+        options: name -> parameter of the other options, which `only_with` may name.
+    """
+    location = f"{function}, {parameter.name}"
+    metadata = parameter.metadata
     if parameter.name == "execution":
-        if not isinstance(about, Offers):
-            yield place, "has no Offers", 'Annotated[Execution, Offers("images seed")]'
+        if not isinstance(metadata, Offers):
+            yield Mistake(
+                location, "has no Offers", 'Annotated[Execution, Offers("images seed")]'
+            )
         else:
             yield from _unknown_words(
-                f"{place}, Offers", about.fields.split(), EXECUTION_OPTIONS
+                f"{location}, Offers", metadata.fields.split(), EXECUTION_OPTIONS
             )
-    elif isinstance(about, (Gather, Fields)):
-        kind = about.kind if isinstance(about, Gather) else parameter.annotation
-        for name, field_of_it in parameters_of(kind).items():
+    elif isinstance(metadata, (Gather, Fields)):
+        kind = metadata.kind if isinstance(metadata, Gather) else parameter.annotation
+        for name, field_parameter in parameters_of(kind).items():
             yield from _mistakes_of_parameter(
-                f"{function}, {parameter.name}",
-                field_of_it,
-                {**options, name: field_of_it},
+                location, field_parameter, {**options, name: field_parameter}
             )
-    elif parameter.takes_stores or isinstance(about, PythonOnly):
+    elif parameter.takes_stores or isinstance(metadata, PythonOnly):
         return
-    elif not isinstance(about, Option):
-        yield (
-            place,
+    elif not isinstance(metadata, Option):
+        # Without this the option would be missing on the command line, and nobody would see why.
+        yield Mistake(
+            location,
             f"is {parameter.text} without an Option",
             f"{parameter.name}: Annotated[{parameter.text}, Option(...)], or a shared one like "
             "SITES",
         )
     else:
-        yield from _mistakes_of_option(place, parameter, about, options)
+        yield from _mistakes_of_option(location, parameter, metadata, options)
 
 
 def _mistakes_of_option(
-    place: str,
+    location: str,
     parameter: DeclaredParameter,
-    about: Option,
+    option: Option,
     options: Mapping[str, DeclaredParameter],
 ) -> Iterable[Mistake]:
+    """Yield the mistakes of a parameter that has an `Option`."""
     for kind in parameter.types:
-        if kind not in OPTION_TYPES and about.parse is None:
-            yield (
-                place,
+        if kind not in OPTION_TYPES and option.parse is None:
+            yield Mistake(
+                location,
                 f"is {parameter.text}",
                 "int, float, bool, str, Path, or a Sequence of these",
             )
             return
-    if about.only_with:
-        yield from _unknown_words(f"{place}, only_with", about.only_with[:1], options)
-    default = parameter.default
-    words = default if parameter.is_sequence else (default,)
-    if about.choices and isinstance(words, tuple):
-        given = [word for word in words if isinstance(word, str)]
-        yield from _unknown_words(f"{place}, its default", given, about.choices)
+    if option.only_with:
+        other_option = option.only_with[:1]
+        yield from _unknown_words(f"{location}, only_with", other_option, options)
+    defaults = parameter.default if parameter.is_sequence else (parameter.default,)
+    if option.choices and isinstance(defaults, tuple):
+        words = [default for default in defaults if isinstance(default, str)]
+        yield from _unknown_words(f"{location}, its default", words, option.choices)
 
 
 def _unknown_words(
     field_name: str, words: Any, known: Collection[str]
 ) -> Iterable[Mistake]:
-    """The first of the words that is not known."""
+    """Yield a mistake about the first word that is not known, or about words of another type."""
     if isinstance(words, Mapping):
         words = tuple(words)
-    if not _are_words(words):
-        yield field_name, f"is {words!r}", f"some of {', '.join(known)}"
+    if not _is_sequence_of_texts(words):
+        yield Mistake(field_name, f"is {words!r}", f"some of {', '.join(known)}")
         return
     for word in words:
         if word not in known:
-            yield (
-                field_name,
-                f"has {word!r}",
-                f"{_closest(word, known)}some of {', '.join(known)}",
+            hint = _spelling_hint(word, known)
+            yield Mistake(
+                field_name, f"has {word!r}", f"{hint}some of {', '.join(known)}"
             )
             return
 
 
-def _closest(word: str, known: Iterable[str]) -> str:
-    """`seed; that is ` for seeds; "" if nothing is like it."""
-    near = difflib.get_close_matches(word, [*known], n=1)
-    return f"{near[0]}, or " if near else ""
+def _spelling_hint(word: str, known: Iterable[str]) -> str:
+    """Return `seed, or ` for the word seeds; "" if no known word is like it."""
+    matches = difflib.get_close_matches(word, [*known], n=1)
+    return f"{matches[0]}, or " if matches else ""
 
 
-def _are_words(value: Any) -> bool:
+def _is_sequence_of_texts(value: Any) -> bool:
+    """Return whether this is a list or tuple of texts; a text alone is not."""
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     return is_sequence and all(isinstance(word, str) for word in value)

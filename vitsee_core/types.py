@@ -1,4 +1,4 @@
-"""Arrays by what they hold (their shapes stand in docstrings), and polars, for tables."""
+"""Types of arrays by their values (shapes stand in docstrings), and polars, for tables."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
-class _Later:
-    """A module that is imported when something of it is first asked for."""
+class _LazyModule:
+    """A module that is imported when one of its attributes is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(importlib.import_module(self._name), name)
-        setattr(self, name, found)  # the next time it is found without this
-        return found
+        """Return the module's attribute, and keep it, so that this is called once per name."""
+        attribute = getattr(importlib.import_module(self._name), name)
+        setattr(self, name, attribute)
+        return attribute
 
 
 if not TYPE_CHECKING:
     # Importing polars takes as long as all of `vitsee --help`, and 20 MB: not before a table is
     # made or read.
-    pl = _Later("polars")
+    pl = _LazyModule("polars")

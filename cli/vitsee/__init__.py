@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     elif not name.startswith("_") and (
-        name in registry.own_names() or name in registry.names()
+        name in registry.builtin_names() or name in registry.names()
     ):
         value = registry.load(name).run
     else:

@@ -30,63 +30,76 @@ METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 
 def flag(parameter: DeclaredParameter) -> str:
-    """The option's name, e.g. --match-last-stage; for a switch both, `--align/--no-align`."""
-    assert isinstance(parameter.about, Option)
-    return parameter.about.flag or f"--{parameter.name.replace('_', '-')}"
+    """Return the option's name, e.g. --match-last-stage; of a switch both, `--align/--no-align`."""
+    assert isinstance(parameter.metadata, Option)
+    return parameter.metadata.flag or f"--{parameter.name.replace('_', '-')}"
 
 
-def option_of(parameter: DeclaredParameter, **instead: Any) -> Decorator:
-    """The decorator that adds a declared option to a command; instead: keywords of
-    `click.option`."""
-    about = parameter.about
-    assert isinstance(about, Option)
-    text = about.help
-    settings = dict[str, Any]()
+def option_of(parameter: DeclaredParameter, **overrides: Any) -> Decorator:
+    """Return the decorator that adds the option of a declared parameter to a command.
+
+    overrides: keywords of `click.option` that replace those from the declaration.
+    """
+    option = parameter.metadata
+    assert isinstance(option, Option)
+    text = option.help
+    settings: dict[str, Any] = {}
     if bool in parameter.types:
         settings["is_flag"] = True
         if parameter.is_optional:  # neither side given is None
             settings["default"] = None
     else:
-        settings["type"] = _type_of(parameter, about)
-        settings["metavar"] = about.metavar
-        if about.metavar is None and not about.choices:
+        settings["type"] = _click_type(parameter, option)
+        settings["metavar"] = option.metavar
+        if option.metavar is None and not option.choices:
             metavars = (METAVARS[kind] for kind in parameter.types if kind in METAVARS)
             settings["metavar"] = next(metavars, None)
     if parameter.is_sequence:
         if "Repeatable" not in text:
             text = f"{text} Repeatable.".lstrip()
         has_numbers = int in parameter.types or float in parameter.types
-        takes_lists = bool(about.choices or has_numbers) and about.parse is None
-        settings |= {"cls": Listed} if takes_lists else {"multiple": True}
-    if about.completes:
-        settings["shell_complete"] = one_of(about.completes)
+        # A glob or a path may have a comma of its own; words and numbers have none.
+        takes_lists = bool(option.choices or has_numbers) and option.parse is None
+        if takes_lists:
+            settings["cls"] = Listed
+        else:
+            settings["multiple"] = True
+    if option.completes:
+        settings["shell_complete"] = one_of(option.completes)
     if parameter.default is REQUIRED:
         settings["required"] = True
     elif parameter.default not in (None, False, ()):
-        settings |= {"default": parameter.default, "show_default": True}
-    if about.default is not None:
-        settings["show_default"] = about.default
+        settings["default"] = parameter.default
+        settings["show_default"] = True
+    if option.default is not None:
+        settings["show_default"] = option.default
     names = [flag(parameter)]
-    if about.alias:
-        names.append(about.alias)
-    return click.option(*names, parameter.name, help=text, **(settings | instead))
+    if option.alias:
+        names.append(option.alias)
+    return click.option(*names, parameter.name, help=text, **{**settings, **overrides})
 
 
-def _type_of(parameter: DeclaredParameter, about: Option) -> Any:
-    """click's type, or parser, of one value."""
-    if about.parse is not None:
-        return _refusing(about.parse)
-    if about.choices:
-        return Words([*about.choices, *(["none"] if about.or_none else [])])
+def _click_type(parameter: DeclaredParameter, option: Option) -> Any:
+    """Return click's type, or a parser, for a single value of an option."""
+    if option.parse is not None:
+        return _with_usage_errors(option.parse)
+    if option.choices:
+        words = [*option.choices]
+        if option.or_none:
+            words.append("none")
+        return Words(words)
     if Path in parameter.types:
-        if "STORE" in (about.metavar or "").split("|"):
+        if "STORE" in (option.metavar or "").split("|"):
             return parse_place
-        return parse_folder if about.metavar == "DIR" else parse_path
+        if option.metavar == "DIR":
+            return parse_folder
+        return parse_path
+    # click has one limit on each side, which is open (above, below) or closed (least, most).
     limits: dict[str, Any] = {
-        "min": about.least if about.above is None else about.above,
-        "max": about.most if about.below is None else about.below,
-        "min_open": about.above is not None,
-        "max_open": about.below is not None,
+        "min": option.least if option.above is None else option.above,
+        "max": option.most if option.below is None else option.below,
+        "min_open": option.above is not None,
+        "max_open": option.below is not None,
     }
     if int in parameter.types:
         return WholeNumber(**limits)
@@ -96,31 +109,40 @@ def _type_of(parameter: DeclaredParameter, about: Option) -> Any:
 
 
 class Words(click.Choice[str]):
-    """A choice of words, in which `-` and `_` are the same."""
+    """A type of options: one of several words, in which `-` and `_` are the same."""
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
-        """A word as it is compared with another."""
+        """Return the word in the form in which words are compared."""
         return super().normalize_choice(str(choice), ctx).replace("-", "_")
 
 
-def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A parser whose refusal is a usage error; a default that is not text is unchanged."""
+def _with_usage_errors(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Return a parser that turns the VitseeError of `parse` into a usage error (exit code 2)."""
 
-    def converted(value: Any) -> Any:
+    def parse_or_refuse(value: Any) -> Any:
+        if not isinstance(
+            value, str
+        ):  # click also passes defaults, which are parsed already
+            return value
         try:
-            return parse(value) if isinstance(value, str) else value
+            return parse(value)
         except VitseeError as error:
             raise click.BadParameter(str(error)) from None
 
-    return converted
+    return parse_or_refuse
 
 
 def without_none(
-    parameter: DeclaredParameter, given: Iterable[str]
+    parameter: DeclaredParameter, values: Iterable[str]
 ) -> tuple[str, ...] | None:
-    """The words given to an option with the word none: () for that, None if nothing was given and
-    the analysis decides. Raises UsageError: none beside other words."""
-    words = tuple(given)
+    """Return the words of an option whose word `none`, alone, means the empty sequence.
+
+    None, where the option was not typed and has no default, leaves the choice to the analysis.
+
+    Raises:
+        click.UsageError: none stands beside other words.
+    """
+    words = tuple(values)
     if "none" not in words:
         return words or parameter.default
     if len({*words}) > 1:
@@ -133,21 +155,24 @@ LISTED = "Repeatable, or a comma list."
 
 
 class Listed(click.Option):
-    """`--k 1 --k 5`, or `--k 1,5`; for values that have no comma of their own."""
+    """An option that may be repeated, `--k 1 --k 5`, or take a comma list, `--k 1,5`."""
 
     def __init__(self, *args: Any, **settings: Any):
-        """Accept the settings of click.Option; the help text also explains comma lists."""
+        """Take the settings of click.Option, and say in the help that a comma list is allowed."""
         text = settings.get("help") or ""
         settings |= {"help": text.replace(REPEATABLE, LISTED), "multiple": True}
         super().__init__(*args, **settings)
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """The values, each checked."""
+        """Return the values, each checked, after comma lists are split."""
         if isinstance(value, (tuple, list)):
-            parts = (
-                part.split(",") if isinstance(part, str) else [part] for part in value
-            )
-            value = tuple(one for some in parts for one in some)
+            items: list[Any] = []
+            for item in value:
+                if isinstance(item, str):
+                    items += item.split(",")
+                else:  # a default: already a number
+                    items.append(item)
+            value = tuple(items)
         return super().type_cast_value(ctx, value)
 
 
@@ -157,20 +182,29 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 def one_of(
     words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False
 ) -> Complete:
-    """Completes these words; files: also paths, if no word begins like that."""
+    """Return click's callback that completes words.
+
+    Args:
+        words: the words, or a function that returns them when the shell asks.
+        files: offer paths if no word begins with the typed text.
+    """
 
     def complete(
         _: click.Context, __: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        known = words() if callable(words) else words
-        found = [CompletionItem(word) for word in known if word.startswith(incomplete)]
-        return found or ([CompletionItem(incomplete, type="file")] if files else [])
+        all_words = words() if callable(words) else words
+        items = [
+            CompletionItem(word) for word in all_words if word.startswith(incomplete)
+        ]
+        if not items and files:
+            return [CompletionItem(incomplete, type="file")]
+        return items
 
     return complete
 
 
 def model_names() -> list[str]:
-    """See `known_names`; torch and timm are not imported."""
+    """Return the names of models that can be named without a path; torch and timm stay unloaded."""
     from vitsee_core.models.sources import known_names
 
     return known_names()

@@ -61,8 +61,9 @@ class CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         # Metadata of packages is read for names that are not our own.
-        if cmd_name not in sections.own_names() and cmd_name not in self.list_commands(
-            ctx
+        if (
+            cmd_name not in sections.builtin_names()
+            and cmd_name not in self.list_commands(ctx)
         ):
             return None
         command = sections.command_named(cmd_name)

@@ -29,45 +29,53 @@ from vitsee_core.tables.text import shorten, visible
 OTHER_COMMANDS = "Other commands"
 _COMMANDS = "vitsee_cli.commands"
 _ANALYSES = "vitsee_core.analyses"
-LONGEST = 72  # letters of a guest's line in the help
+MAX_GUEST_LINE = 72  # letters of a guest's line in the help
 
-REST = "Other options"
+OTHER_OPTIONS = "Other options"
 
 
-def own_names() -> list[str]:
-    """The names of vitsee's own commands, sorted: the files of `vitsee_cli.commands` and the
-    analyses."""
-    found = registry.modules_in(tuple(importlib.import_module(_COMMANDS).__path__))
-    return sorted(name.replace("_", "-") for name in {*found, *registry.own_names()})
+def builtin_names() -> list[str]:
+    """Return the sorted names of vitsee's own commands.
+
+    These are the files of `vitsee_cli.commands`, and vitsee's own analyses.
+    """
+    files = registry.modules_in(tuple(importlib.import_module(_COMMANDS).__path__))
+    return sorted(name.replace("_", "-") for name in {*files, *registry.builtin_names()})
 
 
 def names() -> list[str]:
-    """The names of all commands, sorted: vitsee's own, and those of other packages."""
-    return sorted(
-        [*own_names(), *(guest.command for guest in registry.guests().values())]
-    )
+    """Return the sorted names of all commands: vitsee's own, and those of other packages."""
+    guest_names = [guest.command for guest in registry.guests().values()]
+    return sorted([*builtin_names(), *guest_names])
 
 
 def module_of(name: str) -> str:
-    """The name of the module that declares one of vitsee's own commands: its own file, else its
-    analysis."""
+    """Return the module that declares one of vitsee's own commands.
+
+    It is the command's file in `vitsee_cli.commands` if there is one, else the analysis.
+    """
     stem = name.replace("-", "_")
-    own = f"{_COMMANDS}.{stem}"
-    if importlib.util.find_spec(own) is not None:
-        return own
+    command_module = f"{_COMMANDS}.{stem}"
+    if importlib.util.find_spec(command_module) is not None:
+        return command_module
     return f"{_ANALYSES}.{stem}"
 
 
 def command_named(name: str) -> click.Command:
-    """The command, its module imported. Raises GuestError: a guest that cannot be used."""
+    """Return the command, whose module is imported.
+
+    Raises:
+        GuestError: the command is of another package and cannot be used.
+    """
     from vitsee_cli.signature import command_of
 
     stem = name.replace("-", "_")
-    if (
-        guest := registry.guests().get(stem) if name not in own_names() else None
-    ) is not None:
-        console.show_lines_of(guest.module.partition(".")[0])
-        return command_of(stem)
+    # Guests are looked up last: their metadata has to be searched in all installed packages.
+    if name not in builtin_names():
+        guest = registry.guests().get(stem)
+        if guest is not None:
+            console.show_lines_of(guest.module.partition(".")[0])
+            return command_of(stem)
     module = module_of(name)
     if module.startswith(_COMMANDS):
         return importlib.import_module(module).command
@@ -75,88 +83,102 @@ def command_named(name: str) -> click.Command:
 
 
 def described(name: str) -> tuple[click.Command, str]:
-    """A command's name and help, and its question, read from its file: importing all would take
-    seconds."""
-    if (guest := registry.guests().get(name.replace("-", "_"))) is not None:
-        return _guest_described(guest)
+    """Return a command that has only its name and help, and the question that it answers.
+
+    Both are read from the source: importing the modules of all commands would take seconds.
+    """
+    guest = registry.guests().get(name.replace("-", "_"))
+    if guest is not None:
+        return _describe_guest(guest)
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).read_text("utf-8")
+    source = Path(spec.origin).read_text("utf-8")
     docstring = re.search(
-        r'^def command\(.*?^    ("""(?:.*?)""")', text, re.MULTILINE | re.DOTALL
+        r'^def command\(.*?^    ("""(?:.*?)""")', source, re.MULTILINE | re.DOTALL
     )
-    if docstring:  # a file of commands
-        heading = re.search(r"^QUESTION = (\w+)$", text, re.MULTILINE)
+    if docstring:  # a file of `vitsee_cli.commands`, not an analysis
+        heading = re.search(r"^QUESTION = (\w+)$", source, re.MULTILINE)
         help_text = ast.literal_eval(docstring[1])
         question = heading[1] if heading else ""
     else:
-        help_text, question = _declared(text)
+        help_text, question = _help_in_source(source)
     heading_text: str = getattr(headings, question, OTHER_COMMANDS)
     return click.Command(name, help=inspect.cleandoc(help_text)), heading_text
 
 
-class _Declared(NamedTuple):
+class _SourceHelp(NamedTuple):
+    """The help of an analysis as its source has it; "" where the source computes it."""
+
     help_text: str
     question: str  # the name of the heading, `FLOW`
 
 
-def _declared(source: str) -> _Declared:
-    """The `help` and the `question` of the declaration in a module's source; "" of what is not
-    written out there."""
+def _help_in_source(source: str) -> _SourceHelp:
+    """Return the `help` and the `question` of the declaration `ANALYSIS = Analysis(...)`."""
     start = re.search(r"^ANALYSIS\b[^=\n]*= *[\w.]*Analysis\(", source, re.MULTILINE)
-    # Parsing all functions would take most of the time: from the declaration, which is the last
-    # statement, to the parenthesis that closes it.
-    call = (
-        re.match(r"ANALYSIS.*?^\)", source[start.start() :], re.DOTALL | re.M)
-        if start
-        else None
-    )
-    help_text = question = ""
-    for node in ast.walk(ast.parse(call[0])) if call else ():
+    if start is None:
+        return _SourceHelp("", "")
+    # Only the declaration is parsed, which is the last statement, up to the parenthesis that
+    # closes it: parsing all functions before it would take most of the time.
+    call = re.match(r"ANALYSIS.*?^\)", source[start.start() :], re.DOTALL | re.MULTILINE)
+    if call is None:
+        return _SourceHelp("", "")
+    help_text = ""
+    question = ""
+    for node in ast.walk(ast.parse(call[0])):
         if isinstance(node, ast.keyword) and node.arg == "help":
             if isinstance(node.value, ast.Constant):
                 help_text = str(node.value.value)
         elif isinstance(node, ast.keyword) and node.arg == "question":
             question = ast.unparse(node.value).rpartition(".")[2]
-    return _Declared(help_text, question)
+    return _SourceHelp(help_text, question)
 
 
-def _guest_described(guest: registry.Guest) -> tuple[click.Command, str]:
-    """The same of a guest, marked with its package; where its source does not say it, the package's
-    summary."""
+def _describe_guest(guest: registry.Guest) -> tuple[click.Command, str]:
+    """Return the command and the question of another package's analysis.
+
+    The line of help ends with the package's name; it is the package's summary if the source of
+    the analysis has no text.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of another package's code
-            declared = _declared(guest.source())
+            source_help = _help_in_source(guest.source())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        declared = _Declared("", "")
-    lines = [line for line in declared.help_text.splitlines() if line.strip()]
-    line = visible((lines or [guest.summary])[0].strip().rstrip("."))
-    line = shorten(line, LONGEST) if len(line) > LONGEST else line
-    question = getattr(headings, declared.question, "")
+        source_help = _SourceHelp("", "")
+    lines = [line for line in source_help.help_text.splitlines() if line.strip()]
+    first_line = lines[0] if lines else guest.summary
+    line = visible(first_line.strip().rstrip("."))
+    if len(line) > MAX_GUEST_LINE:
+        line = shorten(line, MAX_GUEST_LINE)
     command = click.Command(
         guest.command, short_help=f"{line} [{visible(guest.package)}]"
     )
-    return command, question if question in QUESTIONS else OTHER_COMMANDS
+    question = getattr(headings, source_help.question, "")
+    if question not in QUESTIONS:
+        question = OTHER_COMMANDS
+    return command, question
 
 
 def commands_by_question(names: Iterable[str]) -> dict[str, dict[str, click.Command]]:
-    """Question -> the commands that answer it, by name, with their help; empty ones left out."""
-    found: dict[str, dict[str, click.Command]] = {question: {} for question in QUESTIONS}
+    """Return question -> name -> command with its help; empty questions are left out."""
+    commands: dict[str, dict[str, click.Command]] = {
+        question: {} for question in QUESTIONS
+    }
     for name in names:
         command, question = described(name)
-        found.setdefault(question, {})[name] = command
-    return {question: some for question, some in found.items() if some}
+        commands.setdefault(question, {})[name] = command
+    return {question: answers for question, answers in commands.items() if answers}
 
 
 def section(title: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorator: the command with these options, listed below `title` in this order."""
+    """Return the decorator that adds options, which the help lists below `title` in this order."""
 
     def decorate(command: Any) -> Any:
-        before = len(getattr(command, "__click_params__", ()))
-        for one in reversed(decorators):
-            command = one(command)
-        for param in command.__click_params__[before:]:
+        n_params_before = len(getattr(command, "__click_params__", ()))
+        for add_option in reversed(decorators):
+            command = add_option(command)
+        for param in command.__click_params__[n_params_before:]:
             param.section = title
         return command
 
@@ -167,12 +189,15 @@ class SectionedCommand(click.Command):
     """A command whose help has a heading for each `section`, and one for the other options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        found: dict[str, list[tuple[str, str]]] = {}
+        """Write the options below their headings, those without a section last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option):
-                found.setdefault(getattr(param, "section", REST), []).append(record)
-        rest = {REST: found.pop(REST)} if REST in found else {}
-        for title, records in (found | rest).items():
+            help_record = param.get_help_record(ctx)
+            if help_record is not None and isinstance(param, click.Option):
+                title = getattr(param, "section", OTHER_OPTIONS)
+                sections.setdefault(title, []).append(help_record)
+        if OTHER_OPTIONS in sections:
+            sections[OTHER_OPTIONS] = sections.pop(OTHER_OPTIONS)
+        for title, help_records in sections.items():
             with formatter.section(title):
-                formatter.write_dl(records)
+                formatter.write_dl(help_records)

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
 
-FIELDS = tuple(field.name for field in fields(Execution))
+EXECUTION_FIELDS = tuple(field.name for field in fields(Execution))
 
 
 class Analysis(Protocol[P, R_co]):
@@ -50,23 +50,23 @@ class Analysis(Protocol[P, R_co]):
 
 
 def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
-    """Decorator of an analysis' `run`: accepts a path for a store, one text for a sequence of texts
-    (`sites="blocks.0.out"`), and keywords like `images=1000` for the fields of the parameter
-    `execution`, if there is one.
+    """Return `run` of an analysis with conveniences for callers in Python.
 
+    It then accepts a path for a store, one text for a sequence of texts (`sites="blocks.0.out"`),
+    and keywords like `images=1000` for the fields of the parameter `execution`, if there is one.
     Parameters annotated `Store`, `Sequence[Store]` or `Sequence[str]` are converted. The signature
     that `help` shows lists the fields of `Execution` by name; parameters with an `Option` are
     documented by it, in the docstring's Args.
 
     Raises, when called:
-        StoreError: as `open_store`.
+        StoreError: a store cannot be opened.
         VitseeError: two stores share a label, or one holds clips and the analysis is of images.
         TypeError: an unknown keyword; names it and the closest match.
     """
     signature = inspect.signature(run)
     parameters = parameters_of(run)
     keywords = keywords_of(run)
-    framed = "execution" in parameters
+    has_execution = "execution" in parameters
     takes_stores = {name: keyword.takes_stores for name, keyword in keywords.items()}
     takes_texts = {
         name: keyword.is_sequence and keyword.types == (str,)
@@ -74,61 +74,61 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     }
 
     @wraps(run)
-    def called(*args: Any, **kwargs: Any) -> R_co:
+    def run_with_conveniences(*args: Any, **kwargs: Any) -> R_co:
         if any(hasattr(value, "__array__") for value in args):
-            return cast(R_co, _of_arrays(run, args, kwargs))
-        own = {name: kwargs.pop(name) for name in FIELDS if framed and name in kwargs}
-        if own:
-            kwargs["execution"] = replace(kwargs.get("execution", DEFAULT), **own)
-        if unknown := [name for name in kwargs if name not in keywords]:
-            known = [*keywords, *(FIELDS if framed else ())]
-            near = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = (
-                f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
-            )
-            name = registry.name_of(run.__module__)
-            raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
+            return cast(R_co, _run_on_arrays(run, args, kwargs))
+        if has_execution:
+            execution_fields = {
+                name: kwargs.pop(name) for name in EXECUTION_FIELDS if name in kwargs
+            }
+            if execution_fields:
+                execution = kwargs.get("execution", DEFAULT)
+                kwargs["execution"] = replace(execution, **execution_fields)
+        _refuse_unknown_keywords(run, kwargs, keywords, has_execution)
         for name, value in kwargs.items():
             if takes_texts[name] and isinstance(value, str):
                 kwargs[name] = (value,)
         _gather_fields(parameters, kwargs)
         bound = signature.bind(*args, **kwargs)
-        seen: dict[str, str] = {}
-        of_clips = False
+        path_of_label: dict[str, str] = {}
+        has_clips = False
         for name, value in bound.arguments.items():
             if takes_stores.get(name):
-                bound.arguments[name] = opened = _opened(value, seen)
-                of_clips = _hold_clips(run.__module__, opened) or of_clips
+                stores = _open_paths(value, path_of_label)
+                bound.arguments[name] = stores
+                has_clips = _hold_clips(run.__module__, stores) or has_clips
             elif takes_texts.get(name) and isinstance(value, str):
                 bound.arguments[name] = (value,)
-        if framed and (guest := registry.guest_of(run.__module__)) is not None:
-            # Workers have to have its code.
-            needed = getattr(
-                bound.arguments.get("execution", DEFAULT).map, "modules", set[str]()
-            )
-            needed.add(guest.module)
-        if of_clips and framed:
+        guest = registry.guest_of(run.__module__)
+        if has_execution and guest is not None:
+            # A `DaskMap` has the set `modules`: its workers need the guest's code, too.
+            map_of_workers = bound.arguments.get("execution", DEFAULT).map
+            worker_modules: set[str] = getattr(map_of_workers, "modules", set())
+            worker_modules.add(guest.module)
+        if has_clips and has_execution:
             execution = bound.arguments.get("execution", DEFAULT)
             progress = OfClips(to=execution.progress)
             bound.arguments["execution"] = replace(execution, progress=progress)
-        elif of_clips and "progress" in bound.arguments:
+        elif has_clips and "progress" in bound.arguments:
             bound.arguments["progress"] = OfClips(to=bound.arguments["progress"])
         with registry.blamed(run.__module__):
             try:
                 result: Any = run(*bound.args, **bound.kwargs)
-            except DeclarationError as error:  # of a table that it makes
+            except DeclarationError as error:  # in a table that `run` makes
                 raise DeclarationError(f"{run.__module__}: run: {error}") from error
-        if (declaration := registry.declaration_of(run.__module__)) is not None:
+        declaration = registry.declaration_of(run.__module__)
+        if declaration is not None:
             declaration.check_table(result)
         if hasattr(result, "made_by"):
             bound.apply_defaults()
             name = registry.name_of(run.__module__)
-            notes = {**result.notes, "examples": CLIPS} if of_clips else result.notes
-            given = _without_groups(parameters, bound.arguments)
-            result = replace(result, notes=notes, made_by=(name, given))
+            notes = {**result.notes, "examples": CLIPS} if has_clips else result.notes
+            arguments = _arguments_by_keyword(parameters, bound.arguments)
+            result = replace(result, notes=notes, made_by=(name, arguments))
         return cast(R_co, result)
 
-    shown = signature.replace(
+    # What `help` shows: keywords as callers give them, with annotations as a reader writes them.
+    help_signature = signature.replace(
         parameters=[
             inspect.Parameter(
                 keyword.name,
@@ -139,90 +139,121 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             for keyword in keywords.values()
         ]
     )
-    called.__signature__ = _spelled_out(shown) if framed else shown  # type: ignore[attr-defined]
-    called.__doc__ = documented(run.__doc__ or "", keywords)
-    return cast(Analysis[P, R_co], called)
+    if has_execution:
+        help_signature = _with_execution_fields(help_signature)
+    run_with_conveniences.__signature__ = help_signature  # type: ignore[attr-defined]
+    run_with_conveniences.__doc__ = documented(run.__doc__ or "", keywords)
+    return cast(Analysis[P, R_co], run_with_conveniences)
+
+
+def _refuse_unknown_keywords(
+    run: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    keywords: Mapping[str, DeclaredParameter],
+    has_execution: bool,
+) -> None:
+    """Raise a TypeError that names the first unknown keyword, and the closest known one."""
+    unknown = [name for name in kwargs if name not in keywords]
+    if not unknown:
+        return
+    known = [*keywords]
+    if has_execution:
+        known += EXECUTION_FIELDS
+    matches = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"it takes {', '.join(known)}"
+    name = registry.name_of(run.__module__)
+    raise TypeError(f"{name}() has no keyword {unknown[0]!r}; {hint}")
 
 
 def _gather_fields(
     parameters: dict[str, DeclaredParameter], kwargs: dict[str, Any]
 ) -> None:
-    """Put the keywords that are fields of a `Fields` into its dataclass."""
+    """Replace, in `kwargs`, the fields of each parameter with `Fields` by its dataclass."""
     for name, parameter in parameters.items():
-        if isinstance(parameter.about, Fields):
+        if isinstance(parameter.metadata, Fields):
             field_names = parameters_of(parameter.annotation).keys() & kwargs.keys()
             values = {field_name: kwargs.pop(field_name) for field_name in field_names}
             kwargs[name] = parameter.annotation(**values)
 
 
-def _without_groups(
+def _arguments_by_keyword(
     parameters: dict[str, DeclaredParameter], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments by the names that callers give: the fields of each `Fields`."""
-    given: dict[str, Any] = {}
+    """Return the arguments by the keywords of callers: the inverse of `_gather_fields`."""
+    by_keyword: dict[str, Any] = {}
     for name, value in arguments.items():
-        if isinstance(parameters[name].about, Fields):
-            given |= vars(value)
+        if isinstance(parameters[name].metadata, Fields):
+            by_keyword |= vars(value)
         else:
-            given[name] = value
-    return given
+            by_keyword[name] = value
+    return by_keyword
 
 
-def _of_arrays(
+def _run_on_arrays(
     run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
 ) -> Any:
-    """The result of an analysis' function `of_arrays`, for arrays in place of stores. Raises
-    TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
+    """Return the result of the declaration's function `of_arrays`, for arrays in place of stores.
+
+    Raises:
+        TypeError: the analysis has no such function, or another number of arrays, a store beside
+            them, or an option is given.
+    """
     name = registry.name_of(run.__module__)
     of_arrays = getattr(registry.declaration_of(run.__module__), "of_arrays", None)
     if of_arrays is None:
         raise TypeError(f"{name}() takes stores or their paths, no arrays")
-    n = len(inspect.signature(of_arrays).parameters)
-    if (
-        len(args) != n
-        or options
-        or not all(hasattr(value, "__array__") for value in args)
-    ):
+    n_arrays = len(inspect.signature(of_arrays).parameters)
+    are_arrays = all(hasattr(value, "__array__") for value in args)
+    if len(args) != n_arrays or not are_arrays or options:
         raise TypeError(
-            f"{name}() of arrays takes {n} of them and nothing else; its options belong to stores"
+            f"{name}() of arrays takes {n_arrays} of them and nothing else; its options belong "
+            "to stores"
         )
     return of_arrays(*args)
 
 
 def documented(text: str, parameters: dict[str, DeclaredParameter]) -> str:
-    """A docstring with Args entries for `execution` and for all parameters with options."""
+    """Return a docstring with Args entries for `execution` and for all parameters with options.
+
+    They are appended to the block `Args:`, or to a new one before the block `Raises:`.
+    """
     entries = []
-    for own in parameters.values():
-        if isinstance(own.about, Option) and own.about.help:
-            entries.append(_entry(own, own.about))
-        elif isinstance(own.about, Gather) and f"    {own.name}: " not in text:
-            entries.append(f"    {own.name}: a `{own.about.kind.__name__}`.")
+    for parameter in parameters.values():
+        metadata = parameter.metadata
+        if isinstance(metadata, Option) and metadata.help:
+            entries.append(_args_lines(parameter, metadata))
+        elif isinstance(metadata, Gather) and f"    {parameter.name}: " not in text:
+            entries.append(f"    {parameter.name}: a `{metadata.kind.__name__}`.")
     if "execution" in parameters and "    execution: " not in text:
         entries.append(
             "    execution: which images, and what the work may use; see `Execution`, whose fields "
             "are\n        keywords too."
         )
     blocks = inspect.cleandoc(text).split("\n\n")
-    at = next((i for i, block in enumerate(blocks) if block.startswith("Args:")), None)
-    if at is None and entries:
-        ends = (i for i, block in enumerate(blocks) if block.startswith("Raises:"))
-        at = next(ends, len(blocks))
-        blocks.insert(at, "Args:")
-    if at is not None:
-        blocks[at] = "\n".join([blocks[at], *entries])
+    titles = [block.partition("\n")[0] for block in blocks]
+    if not any(title.startswith("Args:") for title in titles) and entries:
+        raises = [i for i, title in enumerate(titles) if title.startswith("Raises:")]
+        position = raises[0] if raises else len(blocks)
+        blocks.insert(position, "Args:")
+        titles.insert(position, "Args:")
+    for i, title in enumerate(titles):
+        if title.startswith("Args:"):
+            blocks[i] = "\n".join([blocks[i], *entries])
+            break
     return "\n\n".join(blocks)
 
 
-def _entry(own: DeclaredParameter, option: Option) -> str:
-    """The Args lines for one parameter."""
+def _args_lines(parameter: DeclaredParameter, option: Option) -> str:
+    """Return the Args lines for one parameter, wrapped and indented."""
+    # Python callers give a sequence where the command line repeats an option.
     text = option.help.partition(" Repeatable")[0]
     if option.choices:
-        some = "some" if own.is_sequence else "one"
-        text = f"{some} of {', '.join(option.choices)}. {text}"
+        how_many = "some" if parameter.is_sequence else "one"
+        text = f"{how_many} of {', '.join(option.choices)}. {text}"
     if option.default is not None:
         text += f" Default: {option.default}."
     return textwrap.fill(
-        " ".join(f"{own.name}: {text}".split()),
+        " ".join(f"{parameter.name}: {text}".split()),
         width=96,
         initial_indent="    ",
         subsequent_indent="        ",
@@ -230,10 +261,10 @@ def _entry(own: DeclaredParameter, option: Option) -> str:
     )
 
 
-def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with the fields of `Execution` before `execution` itself."""
-    kept = [p for p in signature.parameters.values() if p.name != "execution"]
-    own = [
+def _with_execution_fields(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature with the fields of `Execution` before `execution` itself."""
+    other_parameters = [p for p in signature.parameters.values() if p.name != "execution"]
+    execution_fields = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -242,43 +273,57 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
         )
         for field in fields(Execution)
     ]
-    return signature.replace(parameters=[*kept, *own, signature.parameters["execution"]])
+    return signature.replace(
+        parameters=[
+            *other_parameters,
+            *execution_fields,
+            signature.parameters["execution"],
+        ]
+    )
 
 
 def _hold_clips(module: str, stores: Any) -> bool:
-    """Whether any of the stores holds clips. Raises MissingInput: one does, and the analysis needs
-    still images."""
+    """Return whether any of the stores holds clips.
+
+    Raises:
+        MissingInput: a store holds clips, and the analysis in `module` needs still images.
+    """
     declaration = registry.declaration_of(module)
-    still = declaration is not None and "images" in (declaration.needs or ())
-    found = False
+    needs_images = declaration is not None and "images" in (declaration.needs or ())
+    has_clips = False
     for store in stores if isinstance(stores, Sequence) else [stores]:
         plan = getattr(store, "plan", None)
         if plan is None or plan.clip is None:
             continue
-        found = True
-        if still:
+        has_clips = True
+        if needs_images:
             command = registry.name_of(module).replace("_", "-")
             raise MissingInput(
                 f"{command} is of images, and {store.label} holds clips of {plan.clip.frames} "
                 "frames; expected a store of the frames, extracted as images"
             )
-    return found
+    return has_clips
 
 
-def _opened(value: Any, seen: dict[str, str]) -> Any:
-    """The store at a path; for a sequence, each. seen: label -> path, of the stores opened so
-    far."""
+def _open_paths(value: Any, path_of_label: dict[str, str]) -> Any:
+    """Return the store at a path; the stores at a sequence of paths; anything else unchanged.
+
+    path_of_label: label -> path of the stores opened so far, which is extended.
+
+    Raises:
+        VitseeError: two different paths give stores with one label.
+    """
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(_opened(part, seen) for part in value)
+        return tuple(_open_paths(item, path_of_label) for item in value)
     if not isinstance(value, (str, os.PathLike, Url)):
         return value
     from vitsee_stores import open_store
 
     store = open_store(value)
-    other = seen.setdefault(store.label, str(value))
-    if other != str(value):
+    first_path = path_of_label.setdefault(store.label, str(value))
+    if first_path != str(value):
         raise VitseeError(
-            f"two stores are called {store.label!r}: {other} and {value}; "
+            f"two stores are called {store.label!r}: {first_path} and {value}; "
             "give open_store(path, label=...) for one of them"
         )
     return store

@@ -32,9 +32,11 @@ QUESTIONS = (STORES, SIMILARITY, ATTENTION, FLOW, KNOWLEDGE, RESULTS)
 
 @dataclass(frozen=True)
 class Option:
-    """One option. Its type follows from the parameter's annotation: `int`, `float`, `Path`, `bool`
-    (a flag), `str`; a `Sequence` makes it repeatable. On `*tests: Store` it means that there may be
-    none."""
+    """Metadata of a parameter that is an option of the command line.
+
+    Its type follows from the parameter's annotation: `int`, `float`, `Path`, `bool` (a flag) or
+    `str`; a `Sequence` makes it repeatable. On `*tests: Store` it means that there may be none.
+    """
 
     help: str
     flag: str = ""  # where it is not --name-of-the-parameter
@@ -58,7 +60,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Gather:
-    """A parameter made of several options: all or the named fields of the dataclass `kind`."""
+    """Metadata of a parameter that is made of several options.
+
+    Attributes:
+        kind: a dataclass, each field of which is an option; `run` gets an instance, or None if a
+            required field was left out.
+        fields: the fields that this command has; () for all.
+    """
 
     kind: type
     fields: tuple[str, ...] = ()
@@ -76,9 +84,13 @@ EXECUTION_OPTIONS = ("images", "seed", "device", "jobs", "memory")
 
 @dataclass(frozen=True)
 class Offers:
-    """Metadata of the parameter `execution`. fields: those of `EXECUTION_OPTIONS` that the command
-    has, in one text; dask: what --dask distributes, "" for no such option; replicates: rows have
-    jackknife replicates."""
+    """Metadata of the parameter `execution`.
+
+    Attributes:
+        fields: the options of the command, words of `EXECUTION_OPTIONS` in one text.
+        dask: what --dask distributes, a plural; "" for a command without --dask.
+        replicates: whether rows have jackknife replicates, which --replicates writes.
+    """
 
     fields: str
     dask: str = ""
@@ -87,21 +99,25 @@ class Offers:
 
 @dataclass(frozen=True)
 class PythonOnly:
-    """Metadata of a parameter that has no option on the command line. why: who gives it there."""
+    """Metadata of a parameter that has no option on the command line.
+
+    Attributes:
+        why: what the command line gives in its place.
+    """
 
     why: str
 
 
 # ---------------------------------------------------------------- options of several analyses
 
-PLACES = "first, last, stage:I, depth:F (0 to 1)"
+DEPTH_WORDS = "first, last, stage:I, depth:F (0 to 1)"
 SITE_WORDS = (*GROUPS, "first", "last", "stage:", "depth:")
 
 
 def sites_option(default: str | None = None) -> Option:
-    """Sites by name, glob or group; default: in words."""
+    """Return an option for sites, by name, glob or group; default: the default in words."""
     return Option(
-        f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {PLACES}. "
+        f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {DEPTH_WORDS}. "
         "blocks.-1.out counts from the end, !NAME leaves out. Repeatable, or a comma list.",
         metavar="GLOB",
         default=default,
@@ -113,10 +129,10 @@ SITES = sites_option()
 
 
 def blocks_option(default: str = "every block with attention") -> Option:
-    """Whole blocks by path, glob or place; default: in words."""
+    """Return an option for whole blocks, by path, glob or depth; default: the default in words."""
     return Option(
-        f"Blocks by path or glob (blocks.0, 'blocks.1?'), or by place: {PLACES}. blocks.-1 "
-        "counts from the end, !BLOCK leaves out. Repeatable, or a comma list.",
+        f"Blocks by path or glob (blocks.0, 'blocks.1?'), or by place: {DEPTH_WORDS}. "
+        "blocks.-1 counts from the end, !BLOCK leaves out. Repeatable, or a comma list.",
         metavar="BLOCK",
         default=default,
         completes=SITE_WORDS,
@@ -136,13 +152,18 @@ CLS_OR_MEAN = "cls where a site has a class token, else mean (over patches)"
 
 
 def tokens_option(words: Iterable[str] = WORDS, default: str | None = None) -> Option:
-    """Tokens by one of these words, or a cell of the grid; default: in words."""
+    """Return an option for tokens, by one of these words or by ROW,COL of the grid.
+
+    default: the default in words.
+    """
     words = tuple(words)
-    listed = ", ".join(
-        f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words
-    )
+    explained_words = [
+        f"{word} ({_TOKEN_WORDS[word]})" if word in _TOKEN_WORDS else word
+        for word in words
+    ]
 
     def parse(text: str) -> TokenSelection:
+        """Return the selection that the text means. Raises VitseeError: it means none."""
         try:
             return TokenSelection.parse(text, words)
         except SiteError:
@@ -150,7 +171,7 @@ def tokens_option(words: Iterable[str] = WORDS, default: str | None = None) -> O
             raise VitseeError(f"{text!r}; expected {expected}") from None
 
     return Option(
-        f"Tokens: {listed}, or ROW,COL of the grid.",
+        f"Tokens: {', '.join(explained_words)}, or ROW,COL of the grid.",
         metavar="TOKENS",
         default=default,
         parse=parse,
@@ -159,13 +180,23 @@ def tokens_option(words: Iterable[str] = WORDS, default: str | None = None) -> O
 
 
 def metrics_option(words: Iterable[str], default: str, about: str = "") -> Option:
-    """Some of these metrics; default: in words; about: what they are."""
+    """Return the option --metric, whose values are some of these words.
+
+    default: the default in words; about: the help, which says what the metrics are.
+    """
     return Option(about, "--metric", default=default, choices=tuple(words))
 
 
 def image_option(
     what: str, default: str, store: str = "the first store", about: str = ""
 ) -> Option:
-    """Single images: `what` is done with them; about: further help text."""
+    """Return an option for single images.
+
+    Args:
+        what: what is done with an image, a verb: `Draw`.
+        default: the default in words.
+        store: which store has the images.
+        about: further help text.
+    """
     text = f"{what} this image, named by its id or its row in {store}{about}."
     return Option(text, metavar="ID", default=default)

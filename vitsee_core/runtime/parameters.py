@@ -35,19 +35,26 @@ class DeclarationError(VitseeError):
 
 
 class DeclaredParameter(NamedTuple):
-    """A parameter: its type, without `Annotated`; its default, `REQUIRED` for none; its kind, as
-    `inspect` has it; and its metadata."""
+    """A parameter of a function, or a field of a dataclass, with what its annotation declares.
+
+    Attributes:
+        name: the parameter's name.
+        annotation: its type, without `Annotated`.
+        default: its default; `REQUIRED` if it has none.
+        kind: as in `inspect.Parameter`, e.g. `VAR_POSITIONAL` for `*stores`.
+        metadata: the second argument of `Annotated`; None without one.
+    """
 
     name: str
     annotation: Any
     default: Any
     kind: Any
-    about: Option | Gather | Fields | Offers | PythonOnly | None
+    metadata: Option | Gather | Fields | Offers | PythonOnly | None
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The types that a single value may have: those of a union, and of a sequence's items."""
-        return tuple(dict.fromkeys(_item_types(self.annotation)))
+        """The types that a single value may have; for a sequence, the types of its items."""
+        return tuple(dict.fromkeys(_single_types(self.annotation)))
 
     @property
     def is_sequence(self) -> bool:
@@ -61,6 +68,7 @@ class DeclaredParameter(NamedTuple):
 
     @property
     def takes_stores(self) -> bool:
+        """Whether its values are stores."""
         from vitsee_stores import Store  # not imported for commands that have no analysis
 
         return Store in self.types
@@ -73,33 +81,41 @@ class DeclaredParameter(NamedTuple):
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
-    """Name -> parameter of a function or a dataclass. Raises DeclarationError: an annotation that
-    cannot be evaluated."""
+    """Return name -> parameter of a function or a dataclass, in order.
+
+    Raises:
+        DeclarationError: an annotation cannot be evaluated.
+    """
     function = inspect.unwrap(function)
     names = getattr(function, "__globals__", None) or vars(
         sys.modules[function.__module__]
     )
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation = _evaluate(parameter.annotation, names, f"{_place(function)}, {name}")
-        about = None
+        annotation = _evaluate(
+            parameter.annotation, names, f"{_describe_function(function)}, {name}"
+        )
+        metadata = None
         if typing.get_origin(annotation) is Annotated:
-            annotation, about, *_ = typing.get_args(annotation)
+            annotation, metadata, *_ = typing.get_args(annotation)
         parameters[name] = DeclaredParameter(
             name=name,
             annotation=annotation,
             default=parameter.default,
             kind=parameter.kind,
-            about=about,
+            metadata=metadata,
         )
     return parameters
 
 
 def keywords_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
-    """Name -> parameter as callers give it: the fields of a `Fields` in place of itself."""
+    """Return name -> parameter as callers of the function give it.
+
+    A parameter with `Fields` is replaced by the fields of its dataclass.
+    """
     keywords = {}
     for name, parameter in parameters_of(function).items():
-        if isinstance(parameter.about, Fields):
+        if isinstance(parameter.metadata, Fields):
             for field_name, field in parameters_of(parameter.annotation).items():
                 keywords[field_name] = field._replace(kind=inspect.Parameter.KEYWORD_ONLY)
         else:
@@ -108,52 +124,62 @@ def keywords_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
-    """Name -> parameter with an option, of a function or dataclass; a `Gather` and `Fields` are
-    replaced by their fields."""
+    """Return name -> parameter for every option of a function or dataclass.
+
+    A parameter with `Gather` or `Fields` is replaced by the options of its dataclass.
+    """
     options = {}
     for parameter in keywords_of(function).values():
-        if isinstance(parameter.about, Option) and not parameter.takes_stores:
+        if isinstance(parameter.metadata, Option) and not parameter.takes_stores:
             options[parameter.name] = parameter
-        elif isinstance(parameter.about, Gather):
-            gathered = options_of(parameter.about.kind)
-            if (
-                parameter.default is not REQUIRED
-            ):  # without it none of its fields is required
+        elif isinstance(parameter.metadata, Gather):
+            gathered = options_of(parameter.metadata.kind)
+            if parameter.default is not REQUIRED:
+                # All options of the group may be left out, so that none of them is required.
                 for name, field in gathered.items():
                     if field.default is REQUIRED:
                         gathered[name] = field._replace(default=None)
-            for name in parameter.about.fields or gathered:
+            for name in parameter.metadata.fields or gathered:
                 options[name] = gathered[name]
     return options
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _describe_function(function: Callable[..., Any]) -> str:
     return f"{function.__module__}: {function.__qualname__}"
 
 
-def _evaluate(annotation: Any, names: Mapping[str, Any], place: str) -> Any:
-    """The type that an annotation, which may be text, stands for. Raises DeclarationError: names
-    the place."""
+def _evaluate(annotation: Any, names: Mapping[str, Any], location: str) -> Any:
+    """Return the type that an annotation stands for.
+
+    Args:
+        annotation: a type, or its source text (`from __future__ import annotations`).
+        names: the global names of the module that has the annotation.
+        location: function and parameter, for the error.
+
+    Raises:
+        DeclarationError: the text cannot be evaluated.
+    """
     if annotation is inspect.Parameter.empty:
         return Any
+    # `get_type_hints` evaluates all annotations of an object at once; one at a time, the error
+    # can name the parameter.
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=dict(names), include_extras=True)[
-            "it"
-        ]
+        hints = typing.get_type_hints(holder, globalns=dict(names), include_extras=True)
     except NameError as error:
         raise DeclarationError(
-            f"{place}: {error}; expected types and options that are imported (not below "
+            f"{location}: {error}; expected types and options that are imported (not below "
             "`if TYPE_CHECKING`) or defined above"
         ) from error
     except Exception as error:
         raise DeclarationError(
-            f"{place}: its annotation cannot be evaluated ({type(error).__name__}: {error})"
+            f"{location}: its annotation cannot be evaluated ({type(error).__name__}: {error})"
         ) from error
+    return hints["it"]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; of another type that one."""
+    """Return the types of a union; for another type, the type alone."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
@@ -163,10 +189,10 @@ def _is_sequence(annotation: Any) -> bool:
     return typing.get_origin(annotation) is collections.abc.Sequence
 
 
-def _item_types(annotation: Any) -> typing.Iterator[Any]:
+def _single_types(annotation: Any) -> typing.Iterator[Any]:
     for member in _members(annotation):
         if _is_sequence(member):
             for item in typing.get_args(member):
-                yield from _item_types(item)
+                yield from _single_types(item)
         elif member is not type(None):
             yield member

@@ -61,7 +61,7 @@ def describe_run(
     """How a result was made, for its sidecar: command line, parameters after defaults (including
     seeds), stores by identity, versions, time; the package of a guest's analysis."""
     return {
-        **(guest.about() if guest is not None else {}),
+        **(guest.sidecar_entry() if guest is not None else {}),
         "command": list(command),
         "parameters": {name: _plain(value) for name, value in parameters.items()},
         "stores": [

@@ -186,7 +186,7 @@ class ClassOptions:
         options = options_of(type(self))
         for field in fields(self):
             if getattr(self, field.name) != field.default:
-                about: Any = options[field.name].about
+                about: Any = options[field.name].metadata
                 name = about.flag.partition("/")[0] or f"--{field.name.replace('_', '-')}"
                 raise VitseeError(
                     f"{name} belongs to probes of classes, not to --response; leave it out"

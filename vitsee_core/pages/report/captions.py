@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.training_charts import answers_over_training
-from vitsee_core.runtime.registry import load, own_names
+from vitsee_core.runtime.registry import load, builtin_names
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import said_of
@@ -77,4 +77,4 @@ def headline(analysis: Analysis, table: Table) -> list[Answer]:
 
 def captions() -> dict[str, Caption]:
     """Command -> the caption of its figure, of every analysis of vitsee's own."""
-    return {name.replace("_", "-"): caption(load(name)) for name in own_names()}
+    return {name.replace("_", "-"): caption(load(name)) for name in builtin_names()}
