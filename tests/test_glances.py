@@ -14,7 +14,7 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.pages.report import pictures
 from vitsee_core.pages.report.pictures import TALLEST, TILE, Addresses, tile
 from vitsee_core.pages.report.redrawing import open_result
-from vitsee_core.runtime.registry import load, builtin_names
+from vitsee_core.runtime.registry import builtin_names, load
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 

@@ -104,7 +104,7 @@ def analysis_options(analysis: Analysis) -> Callable[[Any], Any]:
             offers = parameter.metadata
     offered_fields = offers.fields.split()
     # The order of this list is that of `--help`.
-    decorators = [options.output_options]
+    decorators: list[Callable[[Any], Any]] = [options.output_options]
     if offers.replicates:
         decorators.append(options.replicates_option)
     decorators += [option_of(parameter) for parameter in all_options.values()]

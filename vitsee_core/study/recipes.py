@@ -401,7 +401,7 @@ def recipe_of(command: str) -> Recipe:
     several = stores[0].kind is Parameter.VAR_POSITIONAL
     steps = together(command) if several else each(command)
     asks = [
-        (getattr(own.about, "flag", "") or f"--{own.name.replace('_', '-')}", own.name)
+        (getattr(own.metadata, "flag", "") or f"--{own.name.replace('_', '-')}", own.name)
         for own in options_of(analysis.run).values()
         if own.default is Parameter.empty
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.training_charts import answers_over_training
-from vitsee_core.runtime.registry import load, builtin_names
+from vitsee_core.runtime.registry import builtin_names, load
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import said_of
