@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
+from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import Task
 from vitsee_core.analyses.probe.score import Prober
-from vitsee_core.analyses.probe.settings import Block, Draw
+from vitsee_core.analyses.probe.sources import Block
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.machine import memory_bytes
@@ -57,14 +58,14 @@ class InMemory:
         step = max(1, n_tokens)
         return [slice(a, min(a + step, len(self.x))) for a in range(0, len(self.x), step)]
 
-    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        for start in range(0, len(places), SLAB):
-            rows = places[start : start + SLAB]
+    def blocks(self, token_slice: slice, indices: Integers) -> Iterator[Block]:
+        for start in range(0, len(indices), SLAB):
+            rows = indices[start : start + SLAB]
             whole = (
                 rows[-1] - rows[0] == len(rows) - 1
             )  # no copy, as of a slab that is read whole
             some = slice(rows[0], rows[-1] + 1) if whole else rows
-            yield rows, self.x[part][:, some].swapaxes(0, 1)
+            yield rows, self.x[token_slice][:, some].swapaxes(0, 1)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from tests.stores import VIT
 from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import COLUMNS, plot, run
-from vitsee_core.analyses.probe.score import _mean_l2
-from vitsee_core.analyses.probe.settings import draw_images, split_rows
+from vitsee_core.analyses.probe.draws import draw_images, split_rows
+from vitsee_core.analyses.probe.tally import _mean_l2
 from vitsee_core.features.reader import adaptive_average, flatten_patches, largest_patch
 from vitsee_core.kernels.ridge import Linear
 from vitsee_core.tables.results import Table
@@ -233,7 +233,7 @@ def test_held_out_l2_against_a_loop(pair: Pair) -> None:
             seeds=1 if shots else None,
         )
         draw = draw_images(labelled_rows(pair.train), shots, 0)
-        index = labelled_rows(pair.train).index[draw.places]
+        index = labelled_rows(pair.train).index[draw.indices]
         held, rest = index[draw.held_out], index[~draw.held_out]
         assert np.bincount(pair.labels[held]).tolist() == [2 if shots else 6] * CLASSES
         x, labels = pair.x[:, 0], pair.labels
@@ -448,9 +448,9 @@ def test_the_same_shots_from_a_shuffled_and_an_ordered_store(
 
 def test_shots_are_nested(pair: Pair) -> None:
     data = labelled_rows(pair.train)
-    drawn = [set(draw_images(data, shots, 7).places.tolist()) for shots in (1, 5, 20)]
+    drawn = [set(draw_images(data, shots, 7).indices.tolist()) for shots in (1, 5, 20)]
     assert drawn[0] < drawn[1] < drawn[2]
-    assert drawn[2] != set(draw_images(data, 20, 8).places.tolist())
+    assert drawn[2] != set(draw_images(data, 20, 8).indices.tolist())
 
 
 def test_holdout_is_stratified(pair: Pair) -> None:

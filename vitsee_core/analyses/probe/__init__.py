@@ -42,7 +42,7 @@ from vitsee_core.analyses.probe.options import (
     SplitOptions,
 )
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, run_responses
-from vitsee_core.analyses.probe.score import METRICS
+from vitsee_core.analyses.probe.tally import METRICS
 from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

@@ -1,7 +1,7 @@
-"""The options of `vitsee probe`: which images test, what is probed, and what belongs to probes of
-classes or of responses alone.
+"""The options of `vitsee probe`, in groups that are handed on as one object each.
 
-Each class is a group of options that callers give by their own names, and that is handed on as one.
+Callers give every option by its own name. `SplitOptions` and `FeatureOptions` are for all probes,
+`ClassOptions` only for probes of classes, `ResponseOptions` only for probes of responses.
 """
 
 from __future__ import annotations
@@ -181,19 +181,26 @@ class ClassOptions:
     per_class: Annotated[bool, PER_CLASS] = False
 
     def refuse_any(self) -> None:
-        """Refuse options that a probe of responses does not have. Raises VitseeError: names the
-        first that was given."""
+        """Refuse the options that a probe of responses does not have.
+
+        Raises:
+            VitseeError: some were given; it names the first.
+        """
         options = options_of(type(self))
         for field in fields(self):
-            if getattr(self, field.name) != field.default:
-                about: Any = options[field.name].metadata
-                name = about.flag.partition("/")[0] or f"--{field.name.replace('_', '-')}"
-                raise VitseeError(
-                    f"{name} belongs to probes of classes, not to --response; leave it out"
-                )
+            if getattr(self, field.name) == field.default:
+                continue
+            metadata: Any = options[field.name].metadata
+            # A flag such as --standardise/--no-standardise is named by its first half.
+            flag = metadata.flag.partition("/")[0]
+            if not flag:
+                flag = f"--{field.name.replace('_', '-')}"
+            raise VitseeError(
+                f"{flag} belongs to probes of classes, not to --response; leave it out"
+            )
 
-    def of_sgd(self) -> Mapping[str, Any]:
-        """Flag -> value of the options of --solver sgd alone, None if not given."""
+    def sgd_options(self) -> Mapping[str, Any]:
+        """Return flag -> value of the options of --solver sgd alone, None if not given."""
         return {
             "--epochs": self.epochs,
             "--lr": self.lr,
@@ -201,8 +208,8 @@ class ClassOptions:
             "--batch-norm": self.batch_norm or None,
         }
 
-    def of_ridge(self, features: FeatureOptions) -> Mapping[str, Any]:
-        """Flag -> value of the options of --solver ridge alone, None if not given."""
+    def ridge_options(self, features: FeatureOptions) -> Mapping[str, Any]:
+        """Return flag -> value of the options of --solver ridge alone, None if not given."""
         return {
             "--l2": features.l2 or None,
             "--standardise": features.standardise,
@@ -212,8 +219,13 @@ class ClassOptions:
 
 
 class ProbedStores(NamedTuple):
-    """The stores of a probe: `train` is fitted to, each of `tests` is tested on; without any, a
-    part of `train` that `split` says."""
+    """The stores of a probe.
+
+    Attributes:
+        train: store whose images train.
+        tests: stores whose images test; without any, a part of `train` tests.
+        split: which part that is.
+    """
 
     train: Store
     tests: tuple[Store, ...]
@@ -221,10 +233,13 @@ class ProbedStores(NamedTuple):
 
     @property
     def all(self) -> tuple[Store, ...]:
+        """The training store, then the test stores."""
         return (self.train, *self.tests)
 
     @property
     def n_ways(self) -> int:
-        """How many of TEST, --test-split and --holdout say what tests."""
-        ways = (self.tests or None, self.split.test_split, self.split.holdout)
-        return sum(way is not None for way in ways)
+        """How many of TEST, --test-split and --holdout were given."""
+        has_tests = len(self.tests) > 0
+        has_split = self.split.test_split is not None
+        has_holdout = self.split.holdout is not None
+        return has_tests + has_split + has_holdout

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.analyses.probe.draws import HELD_OUT
 from vitsee_core.analyses.probe.options import (
     FeatureOptions,
     ProbedStores,
     ResponseOptions,
 )
+from vitsee_core.analyses.probe.probed_sites import each_selection
 from vitsee_core.analyses.probe.responses import (
     SPLITS,
     Responses,
@@ -29,8 +31,6 @@ from vitsee_core.analyses.probe.responses import (
     read_responses,
     reliability,
 )
-from vitsee_core.analyses.probe.score import each_selection
-from vitsee_core.analyses.probe.settings import HELD_OUT
 from vitsee_core.features import (
     SiteFeatures,
     choose_features,
