@@ -14,8 +14,8 @@ Equal scores go to the lower class. `value` is the mean over seeds, `std` the st
 over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
 averaged over seeds. Nothing is chosen by looking at the test images.
 
-With responses, columns of numbers take the place of classes, see `response_run` and `responses`.
-With masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
+With responses, columns of numbers take the place of classes (`response_run`, `responses`). With
+masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
 masks' categories, and intervals are over images.
 """
 
@@ -41,7 +41,7 @@ from vitsee_core.analyses.probe.options import (
     ResponseOptions,
     SplitOptions,
 )
-from vitsee_core.analyses.probe.response_run import OF_RESPONSES, run_responses
+from vitsee_core.analyses.probe.response_run import RESPONSE_METRICS, run_responses
 from vitsee_core.analyses.probe.tally import METRICS
 from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
@@ -80,7 +80,7 @@ def run(
     metrics: Annotated[
         Sequence[str],
         metrics_option(
-            (*METRICS, *OF_RESPONSES),
+            (*METRICS, *RESPONSE_METRICS),
             "all that can be had",
             "top1 and top5 of classes; r and r2 of --response, with their medians, means and "
             "shares of the noise ceiling.",
@@ -94,23 +94,29 @@ def run(
         ),
     ] = DEFAULT,
 ) -> Table:
-    """One row per site, token, shots, l2 and metric: the accuracy on the test images.
+    """Return the accuracy on the test images: a row per site, token, shots, l2 and metric.
 
-    Columns: see `COLUMNS`; with `each` one row per token, and one called `each`, the mean over the
-    patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `l2` is the geometric
-    mean where seeds chose different values; empty for SGD. With masks the columns are
-    `SEGMENT_COLUMNS`, with responses `response_run.COLUMNS`. NaN: SGD diverged, or a class without
-    test images.
+    The columns are `COLUMNS`. With `each` there is one row per token, and one called `each`, the
+    mean over the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `l2` is
+    the geometric mean where seeds chose different values, and empty for SGD. With masks the columns
+    are `SEGMENT_COLUMNS`, with responses `response_run.COLUMNS`. A value is NaN if SGD diverged,
+    or for a class without test images.
 
-    Memory: as many tokens at a time as fit; each byte of a site is read once as far as groups of
-    tokens can follow the store's chunks, and the training images that choose l2 fit.
+    As many tokens are probed at a time as fit the memory. Each byte of a site is read once as long
+    as groups of tokens can follow the store's chunks and the training images that choose l2 fit.
 
     Args:
-        train: its labelled images train.
-        tests: their labelled images are classified, store by store; all have activations of the
-            same model. Each store's probes are fitted anew.
+        train: store whose labelled images train.
+        tests: stores whose labelled images are classified, store by store; all have activations of
+            the same model. Each store's probes are fitted anew.
+        split: which part of `train` tests if there are no `tests`.
         masks: probe segments in place of images; a `Segmentation`, or the paths of the masks of
             all stores. A held-out share is then one of the images.
+        responses: predict columns of numbers in place of classes.
+        features: sites, tokens, and the penalty of their weights.
+        classes: protocol, shots and solver of probes of classes.
+        metrics: names of metrics; () for all.
+        execution: images, seed, device, threads and memory.
 
     Raises:
         MissingInput: no labels, no such split, or a store lacks a site.
@@ -188,7 +194,7 @@ ANALYSIS = Analysis(
         "high": "95 % interval over test images",
         "baseline": "of --response: ceiling; there, column and n_columns too",
     },
-    metrics=(*METRICS, "top1_class", *OF_RESPONSES, "r_*", "r2_*"),
+    metrics=(*METRICS, "top1_class", *RESPONSE_METRICS, "r_*", "r2_*"),
     may_lack_values=True,
     run=run,
     plot=plot,

@@ -82,7 +82,7 @@ def run_segments(
     return _run(stores, segmentation, features, options, metrics, execution)
 
 
-class _TestSet(NamedTuple):
+class _TestedStore(NamedTuple):
     """The probes that one test store is tested with.
 
     Attributes:
@@ -135,31 +135,39 @@ def _run(
     examples = _examples(stores, segmentation, settings, execution)
     # Every test store is checked before the first probe is fitted. Without a test store, a part of
     # the training store tests.
-    test_sets = [
-        _prepare(stores, test, examples, settings, training, options, execution)
+    tested_stores = [
+        _prepare(
+            stores,
+            test,
+            examples,
+            settings=settings,
+            training=training,
+            options=options,
+            execution=execution,
+        )
         for test in stores.tests or (None,)
     ]
-    first = test_sets[0].work
+    first = tested_stores[0].work
     is_top5_alone = {*metrics} == {"top5"} and not options.per_class
     if is_top5_alone and first.train.n_classes <= TOP:
         raise VitseeError(f"no top5: it needs more than {TOP} classes")
 
-    n_probes = sum(test_set.work.n_probes for test_set in test_sets)
+    n_probes = sum(tested_store.work.n_probes for tested_store in tested_stores)
     rows = []
     baseline_rows = []
     with counting(execution.progress, n_probes, "probes"), first.prober.threads():
-        for test_set in test_sets:
-            site_rows, random_rows = test_set.work.rows(execution)
+        for tested_store in tested_stores:
+            site_rows, random_rows = tested_store.work.rows(execution)
             rows += site_rows
             baseline_rows += random_rows
 
-    remarks = _distinct_remarks(test_sets)
+    remarks = _distinct_remarks(tested_stores)
     for remark in remarks:
         log.info("%s", remark)
     interval = INTERVAL if segmentation is None else first.test.INTERVAL
     solver = settings.describe() if training is None else training.describe()
     notes: dict[str, Any] = {"interval": interval, "solver": solver}
-    notes.update(_notes(stores, test_sets, settings, remarks, execution.seed))
+    notes.update(_notes(stores, tested_stores, settings, remarks, execution.seed))
     kept_metrics = {*selected_metrics, "top1_class"}
     columns = COLUMNS if segmentation is None else SEGMENT_COLUMNS
     return Table.from_rows(
@@ -196,11 +204,12 @@ def _prepare(
     stores: ProbedStores,
     test: Store | None,
     examples: Examples,
+    *,
     settings: Settings,
     training: Training | None,
     options: ClassOptions,
     execution: Execution,
-) -> _TestSet:
+) -> _TestedStore:
     """Draw the images of one test store's probes, and check everything that can be checked.
 
     Args:
@@ -255,28 +264,32 @@ def _prepare(
         baselines=tuple(options.baselines),
         seed=execution.seed,
     )
-    return _TestSet(work, n_shared, remarks)
+    return _TestedStore(work, n_shared, remarks)
 
 
-def _distinct_remarks(test_sets: Iterable[_TestSet]) -> list[str]:
+def _distinct_remarks(tested_stores: Iterable[_TestedStore]) -> list[str]:
     """Return the remarks on the images of all test sets, then those on results, each once."""
-    on_images = [remark for test_set in test_sets for remark in test_set.remarks]
-    on_results = [remark for test_set in test_sets for remark in test_set.work.remarks]
+    on_images = [
+        remark for tested_store in tested_stores for remark in tested_store.remarks
+    ]
+    on_results = [
+        remark for tested_store in tested_stores for remark in tested_store.work.remarks
+    ]
     return list(dict.fromkeys(on_images + on_results))
 
 
 def _notes(
     stores: ProbedStores,
-    test_sets: Sequence[_TestSet],
+    tested_stores: Sequence[_TestedStore],
     settings: Settings,
     remarks: list[str],
     seed: int,
 ) -> dict[str, Any]:
     """Return the table's notes on images, classes, draws and sites."""
-    first = test_sets[0].work
+    first = tested_stores[0].work
     tests = []
     blocks = {}
-    for work, n_shared, _ in test_sets:
+    for work, n_shared, _ in tested_stores:
         store = work.test.store
         description = work.test.describe()
         tests.append({"store": store.label, **description, "also_in_train": n_shared})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,171 +25,249 @@ from vitsee_core.figures.plotting import marker, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import CEILING, baseline_words, metric_words, site_words
-from vitsee_core.types import pl
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DRAWN = ("top1", "top5")
-OF_RESPONSES = ("r_median", "r2_median")
+RESPONSE_MEDIANS = ("r_median", "r2_median")
 EACH = "each"
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """Accuracy against relative depth, a panel per metric and a curve per store, token and shots,
-    with the 95 % interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13,
-    F).
+    """Draw accuracy against relative depth.
+
+    There is a panel per metric and a curve per store, token and shots, with the 95 % interval as a
+    band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
 
     If every token was probed, the curve is their mean, and below it are maps of each site's tokens,
     on one scale (Fig. D.4; the paper's panels have one each). If several l2 were requested,
-    accuracy is drawn against l2 instead, one curve per site. Of responses: the median column's r
-    and r2, the noise ceiling dashed.
+    accuracy is drawn against l2 instead, one curve per site. A table of responses is drawn as the
+    median column's r and r2, with the noise ceiling dashed.
     """
     rows = table.frame
     if "n_columns" in rows.columns:
         return _draw_responses(rows)
-    cells = _cells(rows)
-    curves = _with_vectors(rows.filter(~cells))
+    is_in_map = _is_in_map(rows)
+    curves = _fill_missing_tokens(rows.filter(~is_in_map))
     metrics = [metric for metric in DRAWN if metric in curves["metric"]]
-    maps = _maps(rows.filter(cells))
-    above = CurveGrid.of(len(metrics), curves)
-    grids = [small_maps(len(sites), 2) for _, sites in maps]
-    figure, parts = stack(above, *grids)
-    panels = above.panels(parts[0], of_metrics(curves, metrics))
-    segments = "n_segments" in rows.columns
-    counts = ("n_segments", "segments") if segments else ("n_images", "")
-    for axes, metric, own in panels:
-        if _several_l2(curves):
-            _draw_l2(axes, own, metric_words(metric))
-            note_count(axes, own, *counts)
+    maps = _accuracy_maps(rows.filter(is_in_map))
+    curve_grid = CurveGrid.of(len(metrics), curves)
+    map_grids = [small_maps(len(store_maps.sites), 2) for store_maps in maps]
+    figure, subfigures = stack(curve_grid, *map_grids)
+    panels = curve_grid.panels(subfigures[0], of_metrics(curves, metrics))
+    counts = ("n_images", "")
+    if "n_segments" in rows.columns:
+        counts = ("n_segments", "segments")
+    for axes, metric, panel_rows in panels:
+        if _has_several_l2(curves):
+            _draw_against_l2(axes, panel_rows, metric_words(metric))
+            note_count(axes, panel_rows, *counts)
         else:
             by = ["token", "shots"]
-            draw_depth_curves(axes, own, by=by, among=curves, counts=counts)
+            draw_depth_curves(axes, panel_rows, by=by, among=curves, counts=counts)
     if {*curves["token"].unique()} == {EACH}:
         panels[0][0].set_title("mean over tokens")
-    above.finish(panels)
+    curve_grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
-    scale = _scale([site for _, sites in maps for site in sites])
-    for part, grid, (title, sites) in zip(parts[1:], grids, maps, strict=True):
-        _draw_maps(grid, part, title, sites, scale)
+    colour_range = _colour_range(maps)
+    for subfigure, grid, store_maps in zip(subfigures[1:], map_grids, maps, strict=True):
+        _draw_maps(grid, subfigure, store_maps, colour_range)
     return figure
 
 
-def _draw_responses(every_row: pl.DataFrame) -> Figure:
-    medians = _with_vectors(every_row.filter(pl.col("metric").is_in(OF_RESPONSES)))
-    metrics = [metric for metric in OF_RESPONSES if metric in medians["metric"]]
+def _draw_responses(rows: pl.DataFrame) -> Figure:
+    """Draw the median column's r and r2 against relative depth, or against l2 if there are several.
+
+    The noise ceiling is a dashed curve, or against l2 a dashed line.
+    """
+    medians = _fill_missing_tokens(rows.filter(pl.col("metric").is_in(RESPONSE_MEDIANS)))
+    metrics = [metric for metric in RESPONSE_MEDIANS if metric in medians["metric"]]
     ceilings = medians.filter(baseline=CEILING)
     model = medians.filter(pl.col("baseline").ne_missing(CEILING))
     grid = CurveGrid.of(len(metrics), medians)
-    figure, parts = stack(grid)
-    panels = grid.panels(parts[0], of_metrics(medians, metrics))
-    for axes, metric, rows in panels:
-        if not _several_l2(model):
-            draw_depth_curves(axes, rows, by=["token"], among=medians)
+    figure, subfigures = stack(grid)
+    panels = grid.panels(subfigures[0], of_metrics(medians, metrics))
+    for axes, metric, panel_rows in panels:
+        if not _has_several_l2(model):
+            draw_depth_curves(axes, panel_rows, by=["token"], among=medians)
             continue
-        words = baseline_words(CEILING)
+        label = baseline_words(CEILING)
         for value in ceilings.filter(metric=metric)["value"].unique(maintain_order=True):
-            axes.axhline(value, linestyle="--", color="grey", label=words)
-        _draw_l2(axes, model.filter(metric=metric), metric_words(metric))
-        note_count(axes, rows, "n_images", "")
+            axes.axhline(value, linestyle="--", color="grey", label=label)
+        _draw_against_l2(axes, model.filter(metric=metric), metric_words(metric))
+        note_count(axes, panel_rows, "n_images", "")
     grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
-def _with_vectors(rows: pl.DataFrame) -> pl.DataFrame:
-    """Vectors have no token: they are drawn with the first kind of token in the table."""
+def _fill_missing_tokens(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows with a token each.
+
+    Vectors have no token: they join the curve of the table's first kind of token.
+    """
     return rows.with_columns(
         pl.col("token").fill_null(pl.col("token").drop_nulls().first())
     )
 
 
-def _cells(rows: pl.DataFrame) -> pl.Series:
-    """A mask (rows,) of the tokens of `each`, which are drawn in a map."""
+def _is_in_map(rows: pl.DataFrame) -> pl.Series:
+    """Return a mask (rows,) of the single tokens of `each`, which are drawn in a map.
+
+    The same tokens, probed without `each`, are curves.
+    """
     token = pl.col("token").cast(pl.String).fill_null("")
-    single = token.str.contains(r"^(\d+(,\d+)?|cls|dist|reg\d+)$")
-    return rows.select(single & (token == EACH).any().over("store", "site")).to_series()
+    is_single = token.str.contains(r"^(\d+(,\d+)?|cls|dist|reg\d+)$")
+    site_has_each = (token == EACH).any().over("store", "site")
+    return rows.select(is_single & site_has_each).to_series()
 
 
-def _several_l2(rows: pl.DataFrame) -> bool:
-    """Whether one probe has several rows that differ in l2 only."""
+def _has_several_l2(rows: pl.DataFrame) -> bool:
+    """Return whether one probe has several rows that differ in l2 only."""
     names = ("store", "site", "token", "shots", "metric", "baseline", "class")
-    return bool(
-        rows.select(name for name in names if name in rows.columns).is_duplicated().any()
-    )
+    probes = rows.select(name for name in names if name in rows.columns)
+    return bool(probes.is_duplicated().any())
 
 
-def _draw_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
-    """Accuracy against l2, a curve per site from dark (low) to light (high); other differences are
-    shown by markers."""
+class _ProbeKey(NamedTuple):
+    """The cells that all rows of one probe share; `baseline` is "" or None for the model's."""
+
+    store: str
+    site: str
+    token: str | None
+    shots: int | None
+    baseline: str | None
+
+    @property
+    def kind(self) -> tuple[str, str | None, int | None]:
+        """The cells that the marker shows; the colour shows the site."""
+        return (self.store, self.token, self.shots)
+
+
+def _draw_against_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
+    """Draw accuracy against l2, a curve per site from dark (early) to light (late).
+
+    Stores, tokens and shots are told apart by markers, baselines are dashed.
+    """
     import matplotlib
 
     colours = matplotlib.colormaps["viridis"]
     if "shots" not in rows.columns:
         rows = rows.with_columns(shots=pl.lit(None))
-    columns = ("store", "site", "token", "shots", "baseline")
-    of_probes = rows.partition_by(*columns, maintain_order=True, as_dict=True)
-    kinds = list(dict.fromkeys((key[0], *key[2:4]) for key in of_probes))
-    varied = [i for i in range(4) if len({key[i] for key in of_probes}) > 1]
-    for key, own in of_probes.items():
-        own = own.sort("l2", maintain_order=True, nulls_last=True)
-        words = ["" if part is None else str(part) for part in key]
-        parts = [
-            f"shots = {words[i]}" if i == 3 else shorten(words[i], 24) for i in varied
-        ]
-        kind = kinds.index((key[0], *key[2:4]))
+    probes = rows.partition_by(*_ProbeKey._fields, maintain_order=True, as_dict=True)
+    keys = [_ProbeKey(*cells) for cells in probes]
+    kinds = list(dict.fromkeys(key.kind for key in keys))
+    # A curve's label has only what differs between curves.
+    label_fields = [
+        name
+        for name in ("store", "site", "token", "shots")
+        if len({getattr(key, name) for key in keys}) > 1
+    ]
+    for key, probe_rows in zip(keys, probes.values(), strict=True):
+        probe_rows = probe_rows.sort("l2", maintain_order=True, nulls_last=True)
+        colour = colours(
+            0.92 * float(probe_rows["rel_depth"][0])
+        )  # 1 is too light on white
+        if key.baseline:
+            axes.plot(
+                probe_rows["l2"],
+                probe_rows["value"],
+                color=colour,
+                linestyle="--",
+                label="_nolegend_",
+            )
+            continue
         axes.plot(
-            own["l2"],
-            own["value"],
-            color=colours(0.92 * float(own["rel_depth"][0])),
-            linestyle="--" if key[4] else "-",
-            marker=marker(kind) if len(kinds) > 1 and not key[4] else None,
-            label="_nolegend_" if key[4] else ", ".join(parts) or words[1],
+            probe_rows["l2"],
+            probe_rows["value"],
+            color=colour,
+            linestyle="-",
+            marker=marker(kinds.index(key.kind)) if len(kinds) > 1 else None,
+            label=_label(key, label_fields),
         )
     axes.set_xscale("log", base=2)
     axes.set(xlabel="l2", ylabel=ylabel, ylim=(0, None))
 
 
-Site = tuple[str, Any]  # name, map
+def _label(key: _ProbeKey, fields: Sequence[str]) -> str:
+    """Return a curve's label from some of its probe's cells; without any, the site's name."""
+    parts = []
+    for name in fields:
+        value = getattr(key, name)
+        text = "" if value is None else str(value)
+        parts.append(f"shots = {text}" if name == "shots" else shorten(text, 24))
+    return ", ".join(parts) or str(key.site)
 
 
-def _maps(cells: pl.DataFrame) -> list[tuple[str, list[Site]]]:
-    """The title and the maps of each store whose tokens were probed individually; for several
-    numbers of shots, the largest."""
-    cells = of_models(cells.filter(pl.col("row").is_not_null(), metric="top1"))
-    out = []
-    for own in cells.partition_by("store", maintain_order=True):
-        most = None if own["shots"].has_nulls() else own["shots"].max()
-        own = own.filter(pl.col("shots").eq_missing(most))
+class _SiteMap(NamedTuple):
+    """The accuracy of each token's probe at one site, (rows, columns) of the token grid."""
+
+    site: str
+    values: Float
+
+
+class _StoreMaps(NamedTuple):
+    """The maps of one store, in the table's order of sites, and their title."""
+
+    title: str
+    sites: list[_SiteMap]
+
+
+def _accuracy_maps(rows: pl.DataFrame) -> list[_StoreMaps]:
+    """Return the maps of each store whose tokens were probed individually.
+
+    With several numbers of shots they are those of the largest; all training images are more than
+    any number. Prefix tokens have no place in the grid and are left out.
+    """
+    rows = of_models(rows.filter(pl.col("row").is_not_null(), metric="top1"))
+    maps = []
+    for store_rows in rows.partition_by("store", maintain_order=True):
+        title = f"{shorten(store_rows['store'][0], 28)}: one probe for each token"
+        shots = None  # all training images
+        if not store_rows["shots"].has_nulls():
+            shots = store_rows["shots"].max()
+            title = f"{title}, {shots!s} shots"
+        store_rows = store_rows.filter(pl.col("shots").eq_missing(shots))
         sites = []
-        for rows in own.partition_by("site", maintain_order=True):
-            shape = [largest + 1 for largest in rows.select("row", "col").max().row(0)]
-            sites.append((rows["site"][0], place_values(rows, shape)))
-        title = f"{shorten(own['store'][0], 28)}: one probe for each token"
-        out.append((title if most is None else f"{title}, {most!s} shots", sites))
-    return out
+        for site_rows in store_rows.partition_by("site", maintain_order=True):
+            last_row, last_column = site_rows.select("row", "col").max().row(0)
+            values = place_values(site_rows, [last_row + 1, last_column + 1])
+            sites.append(_SiteMap(site_rows["site"][0], values))
+        maps.append(_StoreMaps(title, sites))
+    return maps
 
 
-def _scale(sites: Sequence[Site]) -> tuple[float, float]:
-    """Lowest and highest value of all maps."""
-    values = np.concatenate([values.ravel() for _, values in sites] or [np.zeros(1)])
+def _colour_range(maps: Sequence[_StoreMaps]) -> tuple[float, float]:
+    """Return the lowest and highest value of all maps, apart from each other."""
+    arrays = [site.values.ravel() for store_maps in maps for site in store_maps.sites]
+    if not arrays:
+        return 0.0, 1.0
+    values = np.concatenate(arrays)
     values = values[np.isfinite(values)]
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    return (low, high) if high > low else (low - 0.01, high + 0.01)
+    if len(values) == 0:
+        return 0.0, 1.0
+    low = float(values.min())
+    high = float(values.max())
+    if high > low:
+        return low, high
+    return low - 0.01, high + 0.01
 
 
 def _draw_maps(
     grid: PanelGrid,
-    part: Any,
-    title: str,
-    sites: Sequence[Site],
-    scale: tuple[float, float],
+    subfigure: Any,
+    store_maps: _StoreMaps,
+    colour_range: tuple[float, float],
 ) -> None:
-    every = grid.axes(part)
-    for axes, (name, values) in zip(every, sites, strict=True):
-        image = axes.imshow(values, vmin=scale[0], vmax=scale[1], origin="upper")
+    """Draw the maps of one store into a subfigure, with a colour bar at the end of each row."""
+    low, high = colour_range
+    axes_of_sites = grid.axes(subfigure)
+    for axes, site in zip(axes_of_sites, store_maps.sites, strict=True):
+        image = axes.imshow(site.values, vmin=low, vmax=high, origin="upper")
         map_axes(axes)
-        map_title(axes, grid, site_words(name))
-    name_part(part, title)
-    bars_at_ends(grid, every, image, metric_words("top1"))
+        map_title(axes, grid, site_words(site.site))
+    name_part(subfigure, store_maps.title)
+    bars_at_ends(grid, axes_of_sites, image, metric_words("top1"))
