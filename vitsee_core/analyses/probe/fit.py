@@ -203,6 +203,10 @@ class _Sums:
         methods: Sequence[str],
         task: Task,
     ) -> None:
+        """Start with empty sums for each draw and token, and decide which images they are over.
+
+        methods: how each draw's l2 is chosen.
+        """
         self.dim = dim
         self.n_tokens = n_tokens
         self.task = task

@@ -199,8 +199,8 @@ class ResponseProbe:
             x = x_train[train]
             y = self.y_train[train]
             l2s_of_columns: dict[float | None, Float] = {}
-            for l2 in self.settings.l2s:
-                l2s_of_columns[l2] = np.full(y.shape[1], l2)
+            for given_l2 in self.settings.l2s:
+                l2s_of_columns[given_l2] = np.full(y.shape[1], given_l2)
             if not l2s_of_columns:
                 l2s_of_columns[None] = self._choose_l2s(x, y)
             factors = Factors.of_targets(x, y, self.settings.algebra)
