@@ -30,7 +30,7 @@ from vitsee_core.extraction.options import (
 )
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
-from vitsee_core.images.transform import MOST_PIXELS
+from vitsee_core.images.transform import MAX_PIXELS
 from vitsee_core.images.videos import SHUFFLED
 from vitsee_core.models.batch_independence import ChangingModelError
 from vitsee_core.models.hook_points import ModelError
@@ -424,7 +424,7 @@ def _around(
             except ValueError as error:  # refused on reading, as unreadable
                 why = f"{name}: {error}"
                 continue
-            if math.prod(image) > MOST_PIXELS:
+            if math.prod(image) > MAX_PIXELS:
                 continue  # refused on reading, as unreadable
             needed[image] += 1
             names.setdefault(image, name)

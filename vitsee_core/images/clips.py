@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images.class_labels import natural_key
-from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, hash64, hash64_of
+from vitsee_core.images.decoding import MAX_BYTES, Opener, decode, hash64, hash64_of
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import is_image
 from vitsee_core.images.image_source import ImageSource
@@ -211,4 +211,4 @@ class FrameFolder:
                 ) from None
 
     def _bytes(self, name: str) -> bytes:
-        return read_regular(os.path.join(self.folder, name), MOST_BYTES)
+        return read_regular(os.path.join(self.folder, name), MAX_BYTES)

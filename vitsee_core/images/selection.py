@@ -20,7 +20,7 @@ from vitsee_stores.samples import Samples
 ORDERS = ("shuffled", "dataset")
 _NAMES_SHOWN = 5
 
-MOST_BYTES = 1 << 28  # of a file of names
+MAX_BYTES = 1 << 28  # of a file of names
 _SHOWN = 60  # letters of a line in a message
 Places = dict[str, list[int]]
 
@@ -155,9 +155,9 @@ def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
             raise DataError(
                 f"no file {path}; {option} expects a list of images, one a line"
             )
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise DataError(
-                f"{path} has more than {MOST_BYTES} bytes; expected a list of images"
+                f"{path} has more than {MAX_BYTES} bytes; expected a list of images"
             )
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:

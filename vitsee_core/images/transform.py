@@ -36,7 +36,7 @@ FILLS = ("mean", "black")  # what lies beside an image that does not fill the in
 # What resizes in place of Pillow as timm calls it: transformers' image processors with Pillow, with
 # torchvision's tensors of 8 bits, or with its tensors of floats, which are rounded here to 8 bits.
 PROCESSORS = ("pil", "torchvision", "torchvision-float")
-MOST_PIXELS = (
+MAX_PIXELS = (
     2**27
 )  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
 
@@ -315,7 +315,7 @@ def _to_size(
     image: Image.Image, size: tuple[int, int], interpolation: str
 ) -> Image.Image:
     height, width = size
-    if height * width > MOST_PIXELS:
+    if height * width > MAX_PIXELS:
         raise ValueError(
             f"{image.width} x {image.height} pixels become {width} x {height}"
         )

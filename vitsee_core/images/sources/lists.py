@@ -49,7 +49,7 @@ _PATHS_TRIED = 16
 Row = tuple[int, list[str]]
 
 META = "meta.mat"
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 # Where the images are, from the folder of the labels (ILSVRC2012_devkit_t12/data).
 FOLDERS = (
     "",
@@ -265,7 +265,7 @@ def ground_truth(path: Path) -> dict[str, list[str]] | None:
     if path.suffix.lower() != ".txt" or not meta.is_file():
         return None
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             return None
         lines = path.read_text("utf-8-sig").split()
     except (OSError, UnicodeDecodeError):
@@ -288,9 +288,9 @@ def _wordnet_ids(meta: Path) -> dict[int, str]:
     from scipy.io import loadmat
 
     try:
-        if meta.stat().st_size > MOST_BYTES:
+        if meta.stat().st_size > MAX_BYTES:
             raise DataError(
-                f"{meta} has more than {MOST_BYTES} bytes; expected ImageNet's meta.mat"
+                f"{meta} has more than {MAX_BYTES} bytes; expected ImageNet's meta.mat"
             )
         synsets: Any = loadmat(meta, squeeze_me=True, struct_as_record=False)["synsets"]
         return {int(one.ILSVRC2012_ID): str(one.WNID) for one in synsets.ravel()}

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.class_labels import NO_LABELS, label_text
-from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
+from vitsee_core.images.decoding import MAX_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
 from vitsee_core.images.sources.base import (
@@ -334,7 +334,7 @@ class ParquetOpener(Opener):
         if not found.is_valid:
             raise ImageError(name, "the row has no image")
         encoded = found.as_buffer()
-        if encoded.size > MOST_BYTES:
+        if encoded.size > MAX_BYTES:
             raise ImageError(name, f"has {encoded.size} bytes")
         return encoded.to_pybytes()
 

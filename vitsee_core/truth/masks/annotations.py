@@ -16,7 +16,7 @@ from vitsee_stores.errors import VitseeError, reason
 EXPECTED = "a COCO file with 'images' and 'annotations'"
 LONGEST_ID = 40  # characters of an id in a message
 LONGEST_REASON = 200  # characters of an entry's error in a message
-MOST_PIXELS = 178_956_970  # of an image that Pillow opens
+MAX_PIXELS = 178_956_970  # of an image that Pillow opens
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             raise ValueError(f"{file_names[number]} and {name} have the id {number!r}")
         file_names[number] = name
         height, width = size_of(image)
-        if min(height, width) < 1 or height * width > MOST_PIXELS:
+        if min(height, width) < 1 or height * width > MAX_PIXELS:
             raise ValueError(
-                f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to {MOST_PIXELS} "
+                f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to {MAX_PIXELS} "
                 "are read"
             )
     numbered = all(isinstance(image["id"], int) for image in images)

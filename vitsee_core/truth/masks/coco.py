@@ -40,7 +40,7 @@ Size = tuple[int, int]  # height, width
 log = logging.getLogger(__name__)
 
 # pycocotools walks along an outline in fifths of a pixel and keeps 16 bytes of each: 134 MB.
-MOST_STEPS = 1 << 23
+MAX_STEPS = 1 << 23
 FEWEST = 6  # numbers of an outline: three points
 FARTHEST = 4  # how far outside a point may lie, in the image's longer side
 LONGEST_COUNT = 7  # characters of five bits that a count of 32 bits takes
@@ -104,9 +104,9 @@ def _check_outline(points: Float, size: Size) -> Float:
         )
     corners = points.reshape(-1, 2)
     lengths = np.abs(corners - np.roll(corners, 1, 0)).max(1)
-    if 5 * lengths.sum() + len(corners) > MOST_STEPS:
+    if 5 * lengths.sum() + len(corners) > MAX_STEPS:
         raise ValueError(
-            f"an outline is {lengths.sum():.0f} pixels long; at most {MOST_STEPS // 5} are read"
+            f"an outline is {lengths.sum():.0f} pixels long; at most {MAX_STEPS // 5} are read"
         )
     return points
 
