@@ -1,5 +1,8 @@
-"""Which samples, in which order: the store's order; and the images that the lines of a file name
-(`--only FILE`, as data sets publish their lists)."""
+"""Choose which samples of a data set are extracted, and in which order the store has them.
+
+A choice is a number of images, a number per class, or the images that the lines of a file name
+(`--only FILE`, in the forms in which data sets publish their lists).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,23 @@ from vitsee_stores.errors import reason
 from vitsee_stores.samples import Samples
 
 ORDERS = ("shuffled", "dataset")
-_NAMES_SHOWN = 5
+_MAX_CLASSES_NAMED = 5  # in a note about small classes
 
 MAX_BYTES = 1 << 28  # of a file of names
-_SHOWN = 60  # letters of a line in a message
-Places = dict[str, list[int]]
+_MAX_LINE_CHARACTERS = 60  # of a line that a message quotes
+Positions = dict[str, list[int]]  # name -> positions in the data set's ids
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Samples in the store's order. `notes` are remarks about requests that could not be met."""
+    """Samples in the store's order.
+
+    Attributes:
+        samples: ids, labels and positions of the chosen samples.
+        source: the data set from which they were chosen.
+        identity: the options of the choice, as the store's metadata has them.
+        notes: remarks about requests that could not be met, for the user.
+    """
 
     samples: Samples
     source: ImageSource
@@ -36,6 +46,7 @@ class Selection:
 
     @property
     def class_names(self) -> list[str] | None:
+        """The data set's class names, None if it has none."""
         return self.source.class_names
 
     def __len__(self) -> int:
@@ -43,11 +54,11 @@ class Selection:
 
 
 def random_order(n: int, seed: int) -> NDArray[np.int64]:
-    """A permutation of range(n) that depends on n and seed alone.
+    """Return a permutation of range(n) that depends on n and seed alone.
 
-    The positions sorted by n raw 64-bit draws of PCG64(seed), the generator of
-    `np.random.default_rng(seed)`. NumPy guarantees the raw draws across its versions, but not
-    what `permutation` makes of them.
+    It is the argsort of n raw 64-bit draws of PCG64(seed), the generator behind
+    `np.random.default_rng(seed)`. NumPy guarantees the same raw draws in all its versions, but
+    does not guarantee what `permutation` makes of them, and a store may be grown years later.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable").astype(np.int64)
 
@@ -61,15 +72,22 @@ def select(
     order: str = "shuffled",
     only: Path | None = None,
 ) -> Selection:
-    """Choose samples and their order.
+    """Choose samples of a data set, and their order.
 
-    `images` takes the first of the seeded random order (a random sample), or of the data set's
-    order with `order="dataset"`. `per_class` takes the first of every class in the seeded random
-    order, whatever `order` is; samples without a label are left out, and smaller values give
-    subsets of larger ones. `order` is then how the chosen samples are stored. `only` is a file that
-    names the images to choose from (see `named_only`). Raises DataError: counts below 1, both
-    counts, an unknown order, a negative seed, no labels for `per_class`, no samples, or a line of
-    `only` without a match.
+    Args:
+        source: the data set.
+        images: the number of samples: the first ones in the seeded random order (a random sample),
+            or the first ones in the data set's order if `order` is "dataset". All by default.
+        per_class: the number of samples of each class, instead of `images`: the first ones in the
+            seeded random order, whatever `order` is, so that a smaller number gives a subset of
+            what a larger one gives. Samples without a label are left out.
+        seed: of the random order.
+        order: in which order the chosen samples are stored, "shuffled" or "dataset".
+        only: a file that names the images to choose from, see `named_only`.
+
+    Raises:
+        DataError: a count below 1, both counts, an unknown order, a negative seed, no labels for
+            `per_class`, no samples, or a line of `only` without a match.
     """
     if order not in ORDERS:
         raise DataError(f"unknown order {order!r}; expected one of: {', '.join(ORDERS)}")
@@ -79,9 +97,10 @@ def select(
         raise DataError(
             "both a number of images and a number per class; expected one of them"
         )
-    for name, value in (("images", images), ("images per class", per_class)):
-        if value is not None and value < 1:
-            raise DataError(f"{value} {name}; expected 1 or more")
+    if images is not None and images < 1:
+        raise DataError(f"{images} images; expected 1 or more")
+    if per_class is not None and per_class < 1:
+        raise DataError(f"{per_class} images per class; expected 1 or more")
     if not len(source):
         raise DataError(f"{source.name} has no images")
     if per_class is not None and not (source.labels >= 0).any():
@@ -91,15 +110,17 @@ def select(
         shuffled = shuffled[named_only(only, source.ids, source.name)[shuffled]]
     n = len(shuffled)
     notes = list[str]()
-    index = (
-        shuffled if order == "shuffled" or per_class is not None else np.sort(shuffled)
-    )
     if per_class is not None:
-        index, notes = _balanced(source, index, per_class)
-    elif images is not None:
-        if images > n:
-            notes.append(f"{source.name} has {n} images, fewer than {images}: all taken")
-        index = index[:images]
+        index, notes = _first_of_each_class(source, shuffled, per_class)
+    else:
+        # "dataset" takes the first images of the data set, so it sorts before it cuts.
+        index = np.sort(shuffled) if order == "dataset" else shuffled
+        if images is not None:
+            if images > n:
+                notes.append(
+                    f"{source.name} has {n} images, fewer than {images}: all taken"
+                )
+            index = index[:images]
     if order == "dataset":
         index = np.sort(index)
     identity = {
@@ -113,12 +134,19 @@ def select(
     return Selection(source.samples_at(index), source, identity, tuple(notes))
 
 
-def _balanced(
+def _first_of_each_class(
     source: ImageSource, index: NDArray[np.int64], per_class: int
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """The first `per_class` of every class in the order of `index`, and a note on small classes."""
+    """Return the first `per_class` samples of each class, and a note if classes are smaller.
+
+    Args:
+        source: the data set.
+        index: positions in the data set, in the order in which "first" is meant.
+        per_class: the number of samples of each class.
+    """
     labels = source.labels[index]
-    # Rank of each sample among those of its class, in the order of `index`.
+    # rank: the position of each sample among those of its class, in the order of `index`. The sort
+    # is stable, so a class keeps that order; its samples then count up from the class' start.
     by_class = np.argsort(labels, kind="stable")
     classes, starts, counts = np.unique(
         labels[by_class], return_index=True, return_counts=True
@@ -126,9 +154,8 @@ def _balanced(
     rank = np.empty(len(index), np.int64)
     rank[by_class] = np.arange(len(index)) - np.repeat(starts, counts)
     names = source.class_names or []
-    sizes = dict.fromkeys(
-        range(len(names)), 0
-    )  # named classes without an image are worth a word
+    # Named classes without any image are noted as well, so sizes start from 0.
+    sizes = dict.fromkeys(range(len(names)), 0)
     sizes |= {int(c): int(n) for c, n in zip(classes, counts, strict=True) if c >= 0}
     small = [
         f"{names[c] if names else c} ({size})"
@@ -137,19 +164,24 @@ def _balanced(
     ]
     notes = []
     if small:
-        more = (
-            f" and {len(small) - _NAMES_SHOWN} more" if len(small) > _NAMES_SHOWN else ""
-        )
-        shown = ", ".join(small[:_NAMES_SHOWN])
-        notes.append(
-            f"fewer than {per_class} images in {len(small)} classes: {shown}{more}"
-        )
+        listed = ", ".join(small[:_MAX_CLASSES_NAMED])
+        n_unlisted = len(small) - _MAX_CLASSES_NAMED
+        if n_unlisted > 0:
+            listed += f" and {n_unlisted} more"
+        notes.append(f"fewer than {per_class} images in {len(small)} classes: {listed}")
     return index[(labels >= 0) & (rank < per_class)], notes
 
 
 def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
-    """Number and text of the lines that are not blank. option: what the file was given to. Raises
-    DataError: the file is missing, too large, not UTF-8, or has no line."""
+    """Return (line number from 1, stripped text) of each line of a file that is not blank.
+
+    Args:
+        path: the file.
+        option: the option that the file was given to, for messages.
+
+    Raises:
+        DataError: the file is missing, too large, not UTF-8, or has no line.
+    """
     try:
         if not path.is_file():
             raise DataError(
@@ -159,7 +191,7 @@ def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
             raise DataError(
                 f"{path} has more than {MAX_BYTES} bytes; expected a list of images"
             )
-        text = path.read_text("utf-8-sig")
+        text = path.read_text("utf-8-sig")  # with or without the mark that Excel writes
     except UnicodeDecodeError:
         raise DataError(
             f"{path} is not UTF-8 text; {option} expects a list of images"
@@ -175,70 +207,89 @@ def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
 
 
 def named_only(path: Path, ids: Sequence[str], name: str) -> NDArray[np.bool_]:
-    """(images,) which of `ids` the lines of a file name.
+    """Return (images,) whether the lines of a file name each image of a data set.
 
     A line is an id; an id without its ending; a folder of ids, also by the last parts of its path;
-    or a file's name without folders and ending, where one image has it. Of a line that is none of
-    these, the first word counts: lists of classes have its name in words behind it.
+    or a file's name without folders and ending, if a single image has it. If a line is none of
+    these, its first word is looked up: lists of classes have the class's name in words behind it.
 
     Args:
         path: the file.
-        ids: of the data set, unique.
-        name: of the data set, for the message.
+        ids: the data set's ids, which are unique.
+        name: the data set's name, for messages.
 
     Raises:
-        DataError: a line that names no image, or several by a bare name; see `read_only`.
+        DataError: a line that names no image, or several images by a bare name, or a file that
+            `read_only` refuses.
     """
     lines = read_only(path)
-    by_file = _places(map(_bare_name, ids))
-    finders = (_places(ids), _places(map(image_stem, ids)), _by_folder(ids), by_file)
+    by_id = _positions_by_key(ids)
+    by_stem = _positions_by_key(map(image_stem, ids))
+    by_bare_name = _positions_by_key(map(_bare_name, ids))
+    # The most specific meaning first.
+    lookups = (by_id, by_stem, _positions_by_folder(ids), by_bare_name)
     chosen = np.zeros(len(ids), bool)
     unmatched = []
     for number, line in lines:
-        keys = [line, line.removeprefix("./").strip("/")]  # `bear/` is the folder bear
-        keys.append(line.split()[0])  # `n01440764 tench, Tinca tinca`
-        found = next((f[key] for f in finders for key in keys if key in f), None)
-        if found is None:
+        keys = [
+            line,
+            line.removeprefix("./").strip("/"),  # `bear/` is the folder bear
+            line.split()[0],  # `n01440764 tench, Tinca tinca`
+        ]
+        positions = next(
+            (lookup[key] for lookup in lookups for key in keys if key in lookup), None
+        )
+        if positions is None:
             unmatched.append((number, line))
-        elif len(found) > 1 and any(found is by_file.get(key) for key in keys):
+            continue
+        is_bare_name = any(positions is by_bare_name.get(key) for key in keys)
+        if len(positions) > 1 and is_bare_name:
             raise DataError(
-                f"line {number} of {path}, {line[:_SHOWN]!r}, names {len(found)} images of {name}: "
-                f"{ids[found[0]]} and {ids[found[1]]}; expected their folders too"
+                f"line {number} of {path}, {line[:_MAX_LINE_CHARACTERS]!r}, names "
+                f"{len(positions)} images of {name}: {ids[positions[0]]} and "
+                f"{ids[positions[1]]}; expected their folders too"
             )
-        else:
-            chosen[found] = True
+        chosen[positions] = True
     if unmatched:
         number, line = unmatched[0]
         more = f", and {len(unmatched) - 1} more lines" if len(unmatched) > 1 else ""
         raise DataError(
-            f"line {number} of {path}, {line[:_SHOWN]!r}, names no image of {name}{more}; expected "
-            f"ids as {ids[0]!r}, with or without ending, folders of them, or names of files"
+            f"line {number} of {path}, {line[:_MAX_LINE_CHARACTERS]!r}, names no image of "
+            f"{name}{more}; expected ids as {ids[0]!r}, with or without ending, folders of them, "
+            "or names of files"
         )
     return chosen
 
 
-def _places(keys: Iterable[str]) -> Places:
-    found: Places = {}
-    for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return found
+def _positions_by_key(keys: Iterable[str]) -> Positions:
+    """Return key -> its positions among `keys`."""
+    positions: Positions = {}
+    for position, key in enumerate(keys):
+        positions.setdefault(key, []).append(position)
+    return positions
 
 
-def _by_folder(ids: Sequence[str]) -> Places:
-    """The images below each folder, by its whole path and by the last parts of it."""
-    found: Places = {}
-    for place, key in enumerate(ids):
-        parts = key.split("/")[:-1]
-        for stop in range(1, len(parts) + 1):
+def _positions_by_folder(ids: Sequence[str]) -> Positions:
+    """Return folder -> positions of the ids below it.
+
+    A folder is there by its whole path and by each run of folders within a path: of "a/b/c.jpg"
+    these are "a", "b" and "a/b".
+    """
+    positions: Positions = {}
+    for position, image_id in enumerate(ids):
+        folders = image_id.split("/")[:-1]
+        for stop in range(1, len(folders) + 1):
             for start in range(stop):
-                found.setdefault("/".join(parts[start:stop]), []).append(place)
-    return found
+                key = "/".join(folders[start:stop])
+                positions.setdefault(key, []).append(position)
+    return positions
 
 
-def shorter_ids(own: str) -> set[str]:
-    """An image's id without its ending, without its folders, without both."""
-    return {image_stem(own), own.rpartition("/")[2], _bare_name(own)}
+def shorter_ids(image_id: str) -> set[str]:
+    """Return an image's id without its ending, without its folders, and without both."""
+    return {image_stem(image_id), image_id.rpartition("/")[2], _bare_name(image_id)}
 
 
 def _bare_name(name: str) -> str:
+    """Return a file's name without its folders and its ending."""
     return image_stem(name.rpartition("/")[2])
