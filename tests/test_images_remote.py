@@ -118,7 +118,7 @@ def test_only_headers_and_images_are_read(
 ) -> None:
     """Of large members nothing but the header, and an index that is kept asks for no header."""
     monkeypatch.setattr(archives, "CACHE_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr("vitsee_core.images.sources.tar_index.WINDOW_FAR", 4096)
+    monkeypatch.setattr("vitsee_core.images.sources.tar_index.REMOTE_WINDOW", 4096)
     members = [(f"{k}.bin", bytes(300_000)) for k in range(3)] + with_labels(IMAGES)[:2]
     write_tar(tmp_path / "up" / "a.tar", members)
     upload(tmp_path / "up", "s3://tests/large")

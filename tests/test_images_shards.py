@@ -251,9 +251,9 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(
     data, read = write_shards(tmp_path / "s", IMAGES, 4), []
     index_tar = tar_index.index_tar
 
-    def counted(files: Any, name: str, *more: Any) -> Any:
+    def counted(files: Any, name: str, **options: Any) -> Any:
         read.append(name)
-        return index_tar(files, name, *more)
+        return index_tar(files, name, **options)
 
     monkeypatch.setattr(archives, "index_tar", counted)
     progress = Tally()

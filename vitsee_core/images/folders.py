@@ -1,5 +1,8 @@
-"""Image folders, with class folders or flat: which files are images by their names, and how classes
-and splits follow from their paths, also in tar files."""
+"""Image folders, with class folders or flat.
+
+`walk` finds the files that are images by their names, and `classify` derives classes and splits
+from their paths, for archives as well as for folders.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,171 +36,205 @@ VIDEOS = frozenset((".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name ends like an image's and does not start with a dot."""
+    """Return whether a file's name ends like an image's and does not start with a dot."""
     return (
         not name.startswith(".") and os.path.splitext(name)[1].lower() in FORMAT_OF_ENDING
     )
 
 
 def is_video(name: str) -> bool:
-    """Whether a file's name ends like a video's and does not start with a dot."""
+    """Return whether a file's name ends like a video's and does not start with a dot."""
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in VIDEOS
 
 
 def image_stem(name: str) -> str:
-    """A name without the ending of an image file."""
+    """Return a name without the ending of an image file; other names as they are."""
     stem, ending = os.path.splitext(name)
     return stem if ending.lower() in FORMAT_OF_ENDING else name
 
 
-PICTURES = (
-    "--png",
-    "--table",
-)  # options of commands behind which a picture's name stands
+# Options of our commands whose value is a picture's path.
+PICTURE_OPTIONS = ("--png", "--table")
 STUDY = "study.json"
 SIDECARS = tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
 
 def open_folder(path: Path, name: str) -> ImageSource:
-    """The images below a folder, in the order of their paths (by code point, forward slashes).
+    """Return the images below a folder, in the order of their paths.
 
-    A sample's id is its path below the folder; `classify` determines its class and split. Raises
-    DataError: no images, or a folder that cannot be read.
+    The order is by code point, with forward slashes, so it is the same on all machines. A sample's
+    id is its path below the folder; its class and split are those of `classify`.
+
+    Raises:
+        DataError: there are no images, or a folder cannot be read.
     """
     others = Counter[str]()
     paths = walk(str(path), others=others)
     line = left_out_line(path, others)
     if not paths:
-        raise DataError(
-            f"no images below {path}; expected .jpg, .png or other image files"
-            f"{f' ({line})' if line else ''}"
-        )
+        message = f"no images below {path}; expected .jpg, .png or other image files"
+        raise DataError(f"{message} ({line})" if line else message)
     if line:
         log.warning("%s", line)
     labels, splits, class_names = classify(paths)
     return ImageSource(
-        name, FileOpener(str(path.absolute())), paths, paths, labels, splits, class_names
+        name=name,
+        opener=FileOpener(str(path.absolute())),
+        locations=paths,
+        ids=paths,
+        labels=labels,
+        splits=splits,
+        class_names=class_names,
     )
 
 
 def classify(
     paths: Sequence[str],
 ) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
-    """Labels (-1 for none), split names ("" for none) and class names from paths below the root.
+    """Return labels (-1 for none), split names ("" for none) and class names of paths.
 
     The first folder of a path is its class. If every first folder is a split's name (train, val,
-    test and their synonyms), it is the split, and the folder below it the class. Folders below the
-    class do not count, and neither does a folder that all others lie in. Classes are numbered in
-    natural order, as timm does: 2 before 10.
+    test and their synonyms), it is the split, and the folder below it is the class. Folders below
+    the class do not count, and neither does a folder that all others lie in. Classes are numbered
+    in natural order (2 before 10), as timm numbers them.
+
+    Args:
+        paths: paths below the root of the data set, with forward slashes.
     """
     folders = [path.split("/")[:-1] for path in paths]
-    level = _common_folders(folders, 0)
-    tops = {parts[level] for parts in folders if len(parts) > level}
+    level = _first_differing_level(folders, 0)
+    first_folders = {names[level] for names in folders if len(names) > level}
     splits = [""] * len(paths)
-    if tops and all(top.lower() in SPLIT_NAMES for top in tops):
-        splits = [parts[level] if len(parts) > level else "" for parts in folders]
-        level = _common_folders(folders, level + 1)
-    names = [parts[level] if len(parts) > level else "" for parts in folders]
-    labels, class_names = number(names)
+    if first_folders and all(name.lower() in SPLIT_NAMES for name in first_folders):
+        splits = _folders_at(folders, level)
+        level = _first_differing_level(folders, level + 1)
+    labels, class_names = number(_folders_at(folders, level))
     return labels, splits, class_names
 
 
-def _common_folders(folders: Sequence[Sequence[str]], level: int) -> int:
-    """The level of the first folders that differ, from this one on: a folder that holds all
-    others, as `zip -r` puts one into its archive, is no class. A split's name is passed over
-    nowhere, and neither is a folder without folders in it."""
+def _folders_at(folders: Sequence[Sequence[str]], level: int) -> list[str]:
+    """Return the folder at a level of each path, "" for a path without that level."""
+    return [names[level] if len(names) > level else "" for names in folders]
+
+
+def _first_differing_level(folders: Sequence[Sequence[str]], level: int) -> int:
+    """Return the first level, from `level` on, whose folders are classes or splits.
+
+    A folder that contains all others, as `zip -r` puts into its archive, is not a class and is
+    skipped. A split's name is not skipped, and neither is a folder without folders in it.
+    """
     while True:
-        names = {parts[level] for parts in folders if len(parts) > level}
-        goes_on = any(len(parts) > level + 1 for parts in folders)
-        if len(names) != 1 or not goes_on or min(names).lower() in SPLIT_NAMES:
+        names = {path[level] for path in folders if len(path) > level}
+        has_subfolders = any(len(path) > level + 1 for path in folders)
+        if len(names) != 1 or not has_subfolders or min(names).lower() in SPLIT_NAMES:
             return level
         level += 1
 
 
 def member_path(name: str) -> str:
-    """The path of an archive's member, without `./` and empty parts."""
+    """Return the path of an archive's member, without `./` and empty folder names."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a member of an archive lies in a hidden folder, or in the one that macOS adds."""
+    """Return whether an archive's member is in a hidden folder, or in the one that macOS adds."""
     return any(
-        (part.startswith(".") and part != "..") or part == "__MACOSX"
-        for part in path.split("/")
+        (name.startswith(".") and name != "..") or name == "__MACOSX"
+        for name in path.split("/")
     )
 
 
 def walk(
     root: str,
-    wanted: Callable[[str], bool] = is_image,
+    is_sample: Callable[[str], bool] = is_image,
     others: Counter[str] | None = None,
 ) -> list[str]:
-    """Paths of all images below `root`, with forward slashes, sorted by code point; wanted: of
-    files whose name it says yes to; others: counts those left out by their endings.
+    """Return the paths of all images below a folder, sorted by code point.
 
     Links are followed unless they lead back to a folder that contains them; names that start with a
-    dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, folders
-    below `root` that hold a store, a study or results of vitsee, whose pictures are not data, and
-    in `root` itself the pictures of results that lie there. Raises DataError: a folder cannot be
-    read.
+    dot are ignored. Left out with a warning are images whose name is not UTF-8, as ids have to be;
+    folders below `root` with a store, a study or results of vitsee, whose pictures are not data;
+    and in `root` itself the pictures of results.
+
+    Args:
+        root: the folder; the paths are below it and have forward slashes.
+        is_sample: which files are returned, by their names.
+        others: counts the endings of the other files, where it is given.
+
+    Raises:
+        DataError: a folder cannot be read.
     """
     left_out: list[str] = []
-    found = sorted(_walk(root, "", frozenset(), left_out, wanted, others))
+    walker = _Walker(root, is_sample, others, left_out)
+    paths = sorted(walker.paths("", frozenset()))
     if left_out:
         log.warning("left out of %s: %s", root, abbreviate(sorted(left_out)))
-    return found
+    return paths
 
 
-def _walk(
-    root: str,
-    below: str,
-    above: frozenset[tuple[int, int]],
-    left_out: list[str],
-    wanted: Callable[[str], bool],
-    others: Counter[str] | None,
-) -> Iterator[str]:
-    folder = os.path.join(root, below)
-    try:
-        status = os.stat(folder)
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            return
-        with os.scandir(folder) as scanned:
-            entries = [entry for entry in scanned if not entry.name.startswith(".")]
-        if below and (ours := _written_by_us(entries)):
-            left_out.append(f"{below} ({ours})")
-            return
-        pictures = {*()} if below else _pictures(entries)
-        left_out += [f"{name} (a picture of results)" for name in sorted(pictures)]
-        for entry in entries:
-            if entry.name in pictures:
-                continue
-            path = f"{below}/{entry.name}" if below else entry.name
-            if entry.is_dir():
-                yield from _walk(root, path, above | {here}, left_out, wanted, others)
-            elif wanted(entry.name):
-                try:
-                    yield utf8(path)
-                except DataError as error:
-                    left_out.append(str(error))
-            elif others is not None:
-                count_ending(others, entry.name)
-    except OSError as error:
-        raise DataError(f"cannot read the folder {folder}: {reason(error)}") from None
+class _Walker(NamedTuple):
+    """Walks the folders below a root, see `walk`; `left_out` collects what is left out and why."""
+
+    root: str
+    is_sample: Callable[[str], bool]
+    others: Counter[str] | None
+    left_out: list[str]
+
+    def paths(self, below: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[str]:
+        """Yield the paths of the samples in a folder and its subfolders, in any order.
+
+        Args:
+            below: the folder's path below the root.
+            ancestors: device and inode of the folders that contain it, to see circles of links.
+        """
+        folder = os.path.join(self.root, below)
+        try:
+            status = os.stat(folder)
+            identity = (status.st_dev, status.st_ino)
+            if identity in ancestors:
+                return
+            with os.scandir(folder) as scanned:
+                entries = [entry for entry in scanned if not entry.name.startswith(".")]
+            pictures: set[str] = set()
+            if below:
+                if written := _written_by_us(entries):
+                    self.left_out.append(f"{below} ({written})")
+                    return
+            else:
+                # The root itself may have images beside results of an analysis.
+                pictures = _pictures_of_results(entries)
+            self.left_out.extend(
+                f"{name} (a picture of results)" for name in sorted(pictures)
+            )
+            for entry in entries:
+                if entry.name in pictures:
+                    continue
+                path = f"{below}/{entry.name}" if below else entry.name
+                if entry.is_dir():
+                    yield from self.paths(path, ancestors | {identity})
+                elif self.is_sample(entry.name):
+                    try:
+                        yield utf8(path)
+                    except DataError as error:
+                        self.left_out.append(str(error))
+                elif self.others is not None:
+                    count_ending(self.others, entry.name)
+        except OSError as error:
+            raise DataError(f"cannot read the folder {folder}: {reason(error)}") from None
 
 
 def _written_by_us(entries: Sequence[os.DirEntry[str]]) -> str:
-    """The thing that vitsee wrote into the folder with these entries, in words; "" if nothing."""
+    """Return what vitsee wrote into the folder with these entries, in words; "" if nothing."""
     for entry in entries:
         if entry.name == ZARR_JSON:
             return "a store"
-        if _command(entry):
+        if _recorded_command(entry):
             return "a study" if entry.name == STUDY else "results"
     return ""
 
 
-def _command(entry: os.DirEntry[str]) -> list[str]:
-    """The words of the vitsee command whose record a file is; none of any other file."""
+def _recorded_command(entry: os.DirEntry[str]) -> list[str]:
+    """Return the words of the vitsee command that wrote a record; [] for any other file."""
     if entry.name == STUDY or entry.name.endswith(SIDECARS):
         try:
             words = json.loads(read_regular(entry.path, MOST_BYTES))["command"]
@@ -206,32 +244,35 @@ def _command(entry: os.DirEntry[str]) -> list[str]:
     return []
 
 
-def _pictures(entries: Sequence[os.DirEntry[str]]) -> set[str]:
-    """The images among these that the results among them came with: where their commands put them,
-    or `r.png` beside `r.csv.json`, as `vitsee plot` does."""
-    named: set[str] = set()
+def _pictures_of_results(entries: Sequence[os.DirEntry[str]]) -> set[str]:
+    """Return the names of those images that our commands drew beside their results.
+
+    These are the pictures that a result's command names, and `r.png` beside `r.csv.json`, as
+    `vitsee plot` writes it.
+    """
+    names: set[str] = set()
     for entry in entries:
-        words = _command(entry)
-        if words and entry.name != STUDY:
-            ending = next(end for end in SIDECARS if entry.name.endswith(end))
-            places = [b for a, b in itertools.pairwise(words) if a in PICTURES]
-            places += [
-                word.partition("=")[2] for word in words if word.startswith("--png=")
-            ]
-            named |= {
-                entry.name.removesuffix(ending) + ".png",
-                *map(os.path.basename, places),
-            }
+        words = _recorded_command(entry)
+        if not words or entry.name == STUDY:
+            continue
+        ending = next(end for end in SIDECARS if entry.name.endswith(end))
+        names.add(entry.name.removesuffix(ending) + ".png")
+        for option, value in itertools.pairwise(words):
+            if option in PICTURE_OPTIONS:
+                names.add(os.path.basename(value))
+        for word in words:
+            if word.startswith("--png="):
+                names.add(os.path.basename(word.partition("=")[2]))
     return {
-        entry.name for entry in entries if entry.name in named and is_image(entry.name)
+        entry.name for entry in entries if entry.name in names and is_image(entry.name)
     }
 
 
 def utf8(path: str) -> str:
-    """The path itself. Raises DataError: it cannot be written as UTF-8, as ids are."""
+    """Return the path itself; raise DataError if it cannot be written as UTF-8, as ids are."""
     try:
         path.encode()
     except UnicodeEncodeError:
-        shown = path.encode("utf-8", "backslashreplace").decode()
-        raise DataError(f"the name {shown!r} is not UTF-8; rename the file") from None
+        escaped = path.encode("utf-8", "backslashreplace").decode()
+        raise DataError(f"the name {escaped!r} is not UTF-8; rename the file") from None
     return path

@@ -110,10 +110,11 @@ def batches(
         raise DataError(f"{workers} workers; expected 0 or more")
     # The arguments are checked here and not in the generator, which runs only when it is iterated.
     ranges = [_slice_within(row_range, len(selection)) for row_range in rows]
-    recipe: AnyRecipe = make_recipe(transform)
+    image_recipe = make_recipe(transform)
+    recipe: AnyRecipe = image_recipe
     clip = transform.get("clip")
     if clip is not None:
-        recipe = ClipRecipe(recipe, Sampling(**clip))
+        recipe = ClipRecipe(image_recipe, Sampling(**clip))
     n_images = sum(row_range.stop - row_range.start for row_range in ranges)
     n_workers = min(workers, n_images)
     return _generate_batches(selection, recipe, ranges, n_workers, on_error)

@@ -1,5 +1,9 @@
-"""Sources of images, a module for each kind: what stands before the first slash or colon of a name
-says which, or the ending of the files that it stands for."""
+"""Sources of images, a module for each kind.
+
+`open_source` opens whatever `--data` names. The kind of source follows from what stands before the
+first slash or colon of the name (`demo:`, `torch/`, `hfds/`, a URL), or else from the ending of the
+files that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +29,7 @@ from vitsee_core.images.sources.base import (
     MatchedFiles,
     SourceRequest,
     expand_braces,
-    found_paths,
+    matched_paths,
 )
 from vitsee_core.images.sources.libraries import (
     ITERABLE,
@@ -47,25 +51,25 @@ _EXPECTED = (
     "files (also as 'shards/{0000..0063}.tar', 'shards/*.parquet', or at s3://, gs://, az://, "
     "https://, hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
 )
-_UNPACK = {
+_UNPACK_TOOLS = {  # ending -> command
     ".gz": "gunzip",
     ".tgz": "gunzip",
     ".zst": "zstd -d",
     ".bz2": "bunzip2",
     ".xz": "unxz",
 }
-_OF_CLIPS = (
+_EXPECTED_CLIPS = (
     "a folder of videos, or of folders of frames, a .csv, .tsv or .txt list of these, or .tar or "
     ".zip files of videos"
 )
-_CLIPS_BY_ENDING = (".csv", ".tsv", ".txt", ".zip", ".tar")
+_ENDINGS_WITH_CLIPS = (".csv", ".tsv", ".txt", ".zip", ".tar")
 _OPENERS: dict[str, Callable[[SourceRequest, MatchedFiles], ImageSource]] = {
-    ".csv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
-    ".tsv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
-    ".txt": lambda asked, found: open_list(found.path, asked.data, asked.exif),
-    ".npz": lambda asked, found: open_npz(found.path, asked.data),
-    ".mat": lambda asked, found: open_nyu(found.path, asked.data),
-    ".zip": lambda asked, found: open_zips(found.paths, asked),
+    ".csv": lambda request, matched: open_list(matched.path, request.data, request.exif),
+    ".tsv": lambda request, matched: open_list(matched.path, request.data, request.exif),
+    ".txt": lambda request, matched: open_list(matched.path, request.data, request.exif),
+    ".npz": lambda request, matched: open_npz(matched.path, request.data),
+    ".mat": lambda request, matched: open_nyu(matched.path, request.data),
+    ".zip": lambda request, matched: open_zips(matched.paths, request),
     ".tar": open_tars,
     ".parquet": open_parquet,
 }
@@ -82,21 +86,28 @@ def open_source(
     exif: bool = False,
     progress: Progress = SILENT,
 ) -> ImageSource:
-    """The samples of `data`, or of a split expression of it.
+    """Return the samples of `data`, or those that a split expression picks from it.
 
-    `data` is an image folder (class folders or flat), a CSV, TSV or text list, an .npz file of
-    arrays, a zip file, uncompressed tar or parquet files (one, a folder of them, a pattern with
-    braces or stars, a .txt that lists them, or any of these at a URL), `torch/NAME[:FOLDER]`,
-    `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one
-    (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other
-    options see `SourceRequest`.
+    Args:
+        data: an image folder (class folders or flat), a CSV, TSV or text list, an .npz file of
+            arrays, a zip file, uncompressed tar or parquet files (a single file, a folder of them,
+            a pattern with braces or stars, a .txt that lists them, or any of these at a URL),
+            `torch/NAME[:FOLDER]`, `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`.
+        split: a name, a slice of a split (`train[:45000]`, `test[10%:20%]`), or several of these
+            joined by '+'; everything by default.
+        label_key: for tar files, the member or the JSON field with an image's label.
+        image_column: for parquet files, the column of images.
+        label_column: for parquet files, the column of labels.
+        clips: whether a sample is a clip: a video file, or a folder with the frames of a clip. A
+            folder then has videos, or else folders of frames; lists have paths of either; zip and
+            tar files have videos.
+        exif: whether images are turned upright by their EXIF orientation.
+        progress: shown while many files are read for the first time.
 
-    With `clips` a sample is a video file, or a folder with the frames of one: a folder has videos,
-    or else folders of frames, lists have paths of either, zip and tar files videos. With `exif`
-    images are turned upright by their EXIF orientation. Raises DataError: there is no such data, or
-    it cannot be read.
+    Raises:
+        DataError: there is no such data, or it cannot be read.
     """
-    asked = SourceRequest(
+    request = SourceRequest(
         data=data,
         split=split,
         label_key=label_key,
@@ -106,24 +117,24 @@ def open_source(
         clips=clips,
         exif=exif,
     )
-    source = _find(asked)
+    source = _open_request(request)
     if exif:
         return replace(source, opener=source.opener.upright())
     return source
 
 
-def _find(asked: SourceRequest) -> ImageSource:
-    """The samples of the data, or of its split. Raises DataError: as `open_source`."""
-    data = asked.data
-    split = asked.split
-    clips = asked.clips
+def _open_request(request: SourceRequest) -> ImageSource:
+    """Return the samples of the data or of its split; raise DataError as `open_source` does."""
+    data = request.data
+    split = request.split
+    clips = request.clips
     if not data.strip():
         raise DataError(
             f"--data is empty (a variable that is not set?); expected {_EXPECTED}"
         )
     if data == "demo" or data.startswith("demo:"):
-        _no_clips(asked)
-        asked.check("")
+        _refuse_clips(request)
+        request.check("")
         return open_demo(data, split)
     if data.startswith(ITERABLE[-1]):
         raise refuse_iterable(data)
@@ -132,116 +143,154 @@ def _find(asked: SourceRequest) -> ImageSource:
         if prefix in ITERABLE:
             raise refuse_iterable(data)
         if prefix in RANDOM_ACCESS:
-            _no_clips(asked)
-            asked.check("")
+            _refuse_clips(request)
+            request.check("")
             return open_library(data, split)
-    source = _open(asked)
+    source = _open_files(request)
     if source.class_names is not None and len(source.class_names) == 1 < len(source):
         log.info("all labels of %s are of one class, %s", data, source.class_names[0])
-    source = as_clips(source) if clips else source
-    return source if split is None else source.part(split)
+    if clips:
+        source = as_clips(source)
+    if split is None:
+        return source
+    return source.part(split)
 
 
-def _no_clips(asked: SourceRequest) -> None:
-    """Raises DataError: clips are asked of data that has images only."""
-    if asked.clips:
-        raise DataError(f"{asked.data} has images, no clips; expected {_OF_CLIPS}")
+def _refuse_clips(request: SourceRequest) -> None:
+    """Raise DataError if clips are requested from data that has images only."""
+    if request.clips:
+        raise DataError(
+            f"{request.data} has images, no clips; expected {_EXPECTED_CLIPS}"
+        )
 
 
 def placed(data: str, folder: Path) -> str:
-    """The name that means the same in any working folder, if this one is used in `folder`."""
-    name, _, place = data.partition(":")
+    """Return the name that means in any working folder what `data` means in `folder`."""
+    name, _, data_folder = data.partition(":")
     if name == "demo" or is_url(data) or not data:
         return data
     if not (folder / Path(data).expanduser()).exists():
         if name.startswith("torch/"):
-            return f"{name}:{folder / Path(place or '.').expanduser()}"
+            return f"{name}:{folder / Path(data_folder or '.').expanduser()}"
         if name.startswith("hfds/"):
             return data
     return str(folder / Path(data).expanduser())
 
 
-def _open(asked: SourceRequest) -> ImageSource:
-    data = asked.data
+def _open_files(request: SourceRequest) -> ImageSource:
+    """Return the samples of files, a folder or URLs; raise DataError if there are none."""
+    data = request.data
     path = Path(data).expanduser()
     if is_url(data):
-        found = find_remote(expand_braces(data))
-        return _by_ending(asked, found if found.given else _of_folder(found, asked))
+        matched = find_remote(expand_braces(data))
+        if not matched.explicit:
+            matched = _images_or_archives(matched, request)
+        return _open_by_ending(request, matched)
     if path.is_dir():
-        return _open_folder(asked, path)
+        return _open_folder(request, path)
     if path.exists():
         if not path.is_file():
             raise DataError(f"{data} is a pipe or a device; expected {_EXPECTED}")
-        listed = shards_listed(path)
-        if listed and is_url(listed[0]):
-            return _by_ending(asked, find_remote(listed))
-        return _by_ending(asked, found_paths(_matched(listed) if listed else [str(path)]))
+        shards = shards_listed(path)
+        if shards and is_url(shards[0]):
+            return _open_by_ending(request, find_remote(shards))
+        paths = _expand_globs(shards) if shards else [str(path)]
+        return _open_by_ending(request, matched_paths(paths))
     if not GLOBS & set(data) and "{" not in data:
         raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
-    return _by_ending(asked, found_paths(_matched(expand_braces(str(path)))))
+    paths = _expand_globs(expand_braces(str(path)))
+    return _open_by_ending(request, matched_paths(paths))
 
 
-def _matched(texts: Sequence[str]) -> list[str]:
-    """The paths that these names and globs stand for. Raises DataError: one stands for none."""
+def _expand_globs(patterns: Sequence[str]) -> list[str]:
+    """Return the paths that names and globs stand for; raise DataError if one matches nothing."""
     paths: list[str] = []
     missing: list[str] = []
-    for text in texts:
-        found = [text]
-        if not os.path.exists(text):
-            found = sorted(glob.glob(text, recursive=True)) if GLOBS & set(text) else []
-        paths += found
-        missing += [] if found else [text]
+    for pattern in patterns:
+        if os.path.exists(pattern):  # also a name with a bracket or a star in it
+            paths.append(pattern)
+            continue
+        matches = []
+        if GLOBS & set(pattern):
+            matches = sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            missing.append(pattern)
+        paths += matches
     if missing:
         kind = "matches nothing" if GLOBS & set(missing[0]) else "does not exist"
-        more = (
-            f", nor {len(missing) - 1} more of {len(texts)}" if len(missing) > 1 else ""
-        )
+        more = ""
+        if len(missing) > 1:
+            more = f", nor {len(missing) - 1} more of {len(patterns)}"
         raise DataError(f"{missing[0]} {kind}{more}; expected files there")
     return paths
 
 
-def _by_ending(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
-    """The source for files of one kind. Raises DataError: they are of several, or of none."""
-    for name in found.names:
+def _open_by_ending(request: SourceRequest, matched: MatchedFiles) -> ImageSource:
+    """Return the source for files of a single kind.
+
+    Raises:
+        DataError: the files are of several kinds, or of a kind that is not supported.
+    """
+    for name in matched.names:
         suffixes = PurePosixPath(name.lower()).suffixes[-2:]
-        if suffixes[-1:] == [".tgz"] or (len(suffixes) == 2 and suffixes[0] == ".tar"):
-            packed = found.shown(name)
-            tool = _UNPACK.get(suffixes[-1], "unpack")
+        is_packed_tar = (
+            len(suffixes) == 2 and suffixes[0] == ".tar"
+        )  # .tar.gz and the like
+        if suffixes[-1:] == [".tgz"] or is_packed_tar:
+            packed = matched.shown(name)
+            tool = _UNPACK_TOOLS.get(suffixes[-1], "unpack")
             raise DataError(
                 f"{packed} is compressed, without random access; unpack it: {tool} {packed}"
             )
-    if all(map(asked.wants, found.names)):
-        if found.given and len(found.names) == 1:
+    if all(map(request.wants, matched.names)):
+        if matched.explicit and len(matched.names) == 1:
             raise DataError(
-                f"{asked.data} is a single file; expected its folder, or a list of paths"
+                f"{request.data} is a single file; expected its folder, or a list of paths"
             )
-        asked.check("")
-        paths = sorted(found.names)
-        opener = FilesOpener(found.files)
-        return ImageSource(asked.data, opener, paths, paths, *classify(paths))
-    endings = sorted({PurePosixPath(name).suffix.lower() for name in found.names})
-    if len(endings) > 1:
-        raise DataError(f"{asked.data} has files of several kinds: {', '.join(endings)}")
-    if endings[0] not in _OPENERS:
-        raise DataError(f"{asked.data} is no data set; expected {_EXPECTED}")
-    if endings[0] not in _CLIPS_BY_ENDING:
-        _no_clips(asked)
-    asked.check(endings[0])
-    return _OPENERS[endings[0]](asked, found)
-
-
-def _open_folder(asked: SourceRequest, path: Path) -> ImageSource:
-    packed = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
-    packed += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
-    names = sorted(str(file) for file in packed if file.is_file())
-    if names and not walk(str(path)) and not (asked.clips and walk(str(path), is_video)):
-        return _by_ending(
-            asked, _of_folder(replace(found_paths(names), given=False), asked)
+        request.check("")
+        paths = sorted(matched.names)
+        opener = FilesOpener(matched.files)
+        labels, splits, class_names = classify(paths)
+        return ImageSource(
+            name=request.data,
+            opener=opener,
+            locations=paths,
+            ids=paths,
+            labels=labels,
+            splits=splits,
+            class_names=class_names,
         )
-    asked.check("")
-    if asked.clips:
-        return _folder_of_clips(path, asked)
-    source = open_folder(path, asked.data)
+    endings = sorted({PurePosixPath(name).suffix.lower() for name in matched.names})
+    if len(endings) > 1:
+        raise DataError(
+            f"{request.data} has files of several kinds: {', '.join(endings)}"
+        )
+    if endings[0] not in _OPENERS:
+        raise DataError(f"{request.data} is no data set; expected {_EXPECTED}")
+    if endings[0] not in _ENDINGS_WITH_CLIPS:
+        _refuse_clips(request)
+    request.check(endings[0])
+    return _OPENERS[endings[0]](request, matched)
+
+
+def _open_folder(request: SourceRequest, path: Path) -> ImageSource:
+    """Return the samples of a folder on this machine.
+
+    A folder with any image (or video) is a folder of images, whatever archives lie beside them.
+    """
+    archives = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
+    archives += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
+    names = sorted(str(file) for file in archives if file.is_file())
+    if names:
+        has_images = bool(walk(str(path)))
+        has_clips = request.clips and bool(walk(str(path), is_video))
+        if not has_images and not has_clips:
+            matched = replace(matched_paths(names), explicit=False)
+            return _open_by_ending(request, _images_or_archives(matched, request))
+    request.check("")
+    if request.clips:
+        return _open_clip_folder(path, request)
+    source = open_folder(path, request.data)
     if all(name.lower().endswith(".gif") for name in source.ids):
         videos = [
             name
@@ -251,14 +300,18 @@ def _open_folder(asked: SourceRequest, path: Path) -> ImageSource:
         if videos:
             log.warning(
                 "%s beside GIFs in %s are left out: of clips give --frames N",
-                *(plural(len(videos), "videos"), path),
+                plural(len(videos), "videos"),
+                path,
             )
     return source
 
 
-def _folder_of_clips(path: Path, asked: SourceRequest) -> ImageSource:
-    """The videos below a folder, or else the folders below it that hold images, their frames.
-    Raises DataError: neither, or images in the folder itself."""
+def _open_clip_folder(path: Path, request: SourceRequest) -> ImageSource:
+    """Return the clips below a folder: its videos, or else the folders of images (frames) in it.
+
+    Raises:
+        DataError: it has neither, or has images itself and no videos.
+    """
     others = Counter[str]()
     paths = walk(str(path), is_video, others)
     images = [name for name in walk(str(path)) if not is_video(name)]
@@ -267,45 +320,57 @@ def _folder_of_clips(path: Path, asked: SourceRequest) -> ImageSource:
             "%s beside videos in %s are left out", plural(len(images), "images"), path
         )
     if paths:
-        asked.say_left_out(_but_images(others))
+        # Images beside videos have a warning of their own, above.
+        request.say_left_out(
+            {ending: n for ending, n in others.items() if ending not in FORMAT_OF_ENDING}
+        )
     else:
         paths = sorted({name.rpartition("/")[0] for name in images})
     if not paths:
-        raise DataError(f"no clips in {path}; expected {_OF_CLIPS}")
+        raise DataError(f"no clips in {path}; expected {_EXPECTED_CLIPS}")
     if "" in paths:
         raise DataError(
             f"images lie in {path} itself, which is one clip or none; expected a folder for each "
             "clip below it"
         )
     opener = FileOpener(str(path.absolute()))
-    return ImageSource(asked.data, opener, paths, paths, *classify(paths))
+    labels, splits, class_names = classify(paths)
+    return ImageSource(
+        name=request.data,
+        opener=opener,
+        locations=paths,
+        ids=paths,
+        labels=labels,
+        splits=splits,
+        class_names=class_names,
+    )
 
 
-def _but_images(others: Mapping[str, int]) -> dict[str, int]:
-    return {ending: n for ending, n in others.items() if ending not in FORMAT_OF_ENDING}
+def _images_or_archives(matched: MatchedFiles, request: SourceRequest) -> MatchedFiles:
+    """Return the images among all files of a folder, or else its archives of one kind.
 
-
-def _of_folder(found: MatchedFiles, asked: SourceRequest) -> MatchedFiles:
-    """The images among all files of a folder, or else its archives of one kind."""
+    Raises:
+        DataError: there are none.
+    """
     names = [
         name
-        for name in found.names
+        for name in matched.names
         if not any(p.startswith(".") for p in name.split("/"))
     ]
-    images = [name for name in names if asked.wants(name)]
+    images = [name for name in names if request.wants(name)]
     others = Counter[str]()
     for name in names:
-        if not asked.wants(name):
-            asked.count_other(others, name)
+        if not request.wants(name):
+            request.count_other(others, name)
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
-    zips, parquets = (
-        [n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet")
-    )
+    zips = [name for name in names if name.lower().endswith(".zip")]
+    parquets = [name for name in names if name.lower().endswith(".parquet")]
     chosen = images or tars or zips or parquets
     if not chosen:
-        line = left_out_line(found.root, others)
-        nothing = asked.nothing.replace(" in ", " below ") % found.root
-        raise DataError(nothing + (f" ({line})" if line else ""))
+        message = request.nothing.replace(" in ", " below ") % matched.root
+        if line := left_out_line(matched.root, others):
+            message += f" ({line})"
+        raise DataError(message)
     if images:
-        asked.say_left_out(others)
-    return replace(found, names=chosen)
+        request.say_left_out(others)
+    return replace(matched, names=chosen)

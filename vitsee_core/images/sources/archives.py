@@ -1,8 +1,8 @@
-"""Images in zip files and in uncompressed tar files (webdataset's shards among them), read in
-place.
+"""Images in zip files and in uncompressed tar files (webdataset's shards among them).
 
-An index of tar files that took a second to make is kept in the user's cache folder, and of a set
-that changed only the files with another size or time of modification are read again.
+They are read where they are; nothing is unpacked. An index of tar files that took more than a
+second to make is kept in the user's cache folder. When a set of tar files changes, only the files
+with another size or time of modification are indexed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vitsee_core.images.left_out import left_out_line
 from vitsee_core.images.sources.base import (
     MatchedFiles,
     SourceRequest,
-    labels_of,
+    labels_of_files,
     no_answer,
     strings,
 )
@@ -46,23 +46,33 @@ from vitsee_stores.files import NoAnswer
 from vitsee_stores.manifest import abbreviate
 
 CACHE_AFTER_SECONDS = 1.0
-_VERSION = 2
-_ARRAYS = ("offset", "size", "label", "whole")
-Stamp = tuple[int, str]
+_CACHE_VERSION = 2
+# TarIndex's attribute -> the name of its array in a cache file
+_CACHED_ARRAYS = {
+    "offset": "offset",
+    "size": "size",
+    "label": "label",
+    "is_single": "whole",
+}
+Stamp = tuple[int, str]  # a file's size and its time of modification or version
 
 log = logging.getLogger(__name__)
 
 
-def open_zips(zips: Sequence[Path], asked: SourceRequest) -> ImageSource:
-    """The images of zip files, sorted by code point of their paths; nothing is unpacked.
+def open_zips(zips: Sequence[Path], request: SourceRequest) -> ImageSource:
+    """Return the images of zip files, sorted by code point of their paths.
 
-    With several, the file's name without its suffix is prepended as a folder. Raises DataError: a
-    damaged or encrypted zip, members with a compression other than deflate, or none with an image.
+    If there are several zip files, each one's name without its suffix becomes the first folder of
+    its images' paths.
+
+    Raises:
+        DataError: a damaged or encrypted zip, a member that is packed by another method than
+            deflate, or no image in any of them.
     """
-    found: dict[str, ZipMember] = {}
+    members: dict[str, ZipMember] = {}
     replaced: list[str] = []
     others = Counter[str]()
-    for k, path in enumerate(zips):
+    for zip_index, path in enumerate(zips):
         prefix = f"{path.stem}/" if len(zips) > 1 else ""
         try:
             with zipfile.ZipFile(path) as file:
@@ -72,23 +82,23 @@ def open_zips(zips: Sequence[Path], asked: SourceRequest) -> ImageSource:
                     inner = utf8(prefix + path_inside)
                     if member.is_dir() or is_hidden(path_inside):
                         continue
-                    if not asked.wants(inner):
-                        asked.count_other(others, inner)
+                    if not request.wants(inner):
+                        request.count_other(others, inner)
                         continue
-                    if member.flag_bits & 1:
+                    if member.flag_bits & 1:  # the format's bit for encryption
                         raise DataError(f"{path} is encrypted; unpack it to a folder")
                     deflated = member.compress_type == zipfile.ZIP_DEFLATED
                     if not deflated and member.compress_type != zipfile.ZIP_STORED:
                         why = "packed by another method than deflate"
                         raise DataError(f"{path} is {why}; unpack it to a folder")
-                    sizes = member.compress_size, member.file_size
-                    if inner in found:
+                    if inner in members:
                         replaced.append(inner)
-                    found[inner] = (
-                        k,
+                    members[inner] = (
+                        zip_index,
                         inner,
                         member.header_offset,
-                        *sizes,
+                        member.compress_size,
+                        member.file_size,
                         deflated,
                         member.CRC,
                     )
@@ -103,118 +113,142 @@ def open_zips(zips: Sequence[Path], asked: SourceRequest) -> ImageSource:
                 f"{path} cannot be read as a zip file: {one_line(error)}"
             ) from None
     opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
-    if not found:
-        raise DataError(_nothing(asked, others))
-    asked.say_left_out(others)
-    _say_replaced(asked, replaced)
-    paths = sorted(found)
+    if not members:
+        raise DataError(_no_images_message(request, others))
+    request.say_left_out(others)
+    _warn_of_replaced(request, replaced)
+    paths = sorted(members)
     labels, splits, class_names = classify(paths)
-    locations = [found[p] for p in paths]
-    return ImageSource(asked.data, opener, locations, paths, labels, splits, class_names)
+    return ImageSource(
+        name=request.data,
+        opener=opener,
+        locations=[members[path] for path in paths],
+        ids=paths,
+        labels=labels,
+        splits=splits,
+        class_names=class_names,
+    )
 
 
-def open_tars(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
-    """The images of tar files, sorted by code point of their paths; nothing is unpacked.
+def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
+    """Return the images of tar files, sorted by code point of their paths.
 
-    A path is the one in the tar. Where images have labels beside them (see `index_tar`), these are
-    their labels; otherwise folders are classes. The tars' names without their suffix are prepended
-    as folders where two tars have an image of the same path, and for all tars of a folder without
-    labels, so that one tar per class gives class folders. A member that was appended again replaces
-    the earlier one, as in unpacking. Raises DataError: a damaged or compressed tar, or none with an
-    image; labels that do not fit.
+    A path is the one in the tar. If images have labels beside them (see `index_tar`), these are
+    their labels; otherwise folders are classes. The tars' names without their suffix become the
+    first folders of the paths if two tars have an image of the same path, and for all tars of a
+    folder without labels, so that a tar for each class gives class folders. A member that was
+    appended again replaces the earlier one, as in unpacking.
+
+    Raises:
+        DataError: a damaged or compressed tar, no image in any of them, or labels that do not fit.
     """
-    indexes = _indexes(asked, found)
+    indexes = _index_all(request, tars)
     others = Counter[str]()
     for index in indexes:
         others.update(index.others)
-    if labelled := any(index.label_texts for index in indexes):
-        indexes = [index.at(index.whole) for index in indexes]
-    elif asked.label_key not in (None, NO_LABELS):
-        key = asked.label_key
+    labelled = any(index.label_texts for index in indexes)
+    if labelled:
+        # In a labelled set, `k.seg.png` is an annotation of `k.jpg` and not an image.
+        indexes = [index.at(index.is_single) for index in indexes]
+    elif request.label_key not in (None, NO_LABELS):
+        key = request.label_key
         expected = f"KEY.{key}" if key in MEMBERS else f"a field {key!r} of KEY.json"
         raise DataError(
-            f"no image of {asked.data} has a label {key!r} beside it; expected {expected}"
+            f"no image of {request.data} has a label {key!r} beside it; expected {expected}"
         )
-    stems = [PurePosixPath(name).stem for name in found.names]
+    stems = [PurePosixPath(name).stem for name in tars.names]
     lengths = [len(index.paths) for index in indexes]
     tar = np.repeat(np.arange(len(indexes), dtype=np.int32), lengths)
     paths = np.concatenate([index.paths for index in indexes])
     if not len(paths):
-        raise DataError(_nothing(asked, others))
-    asked.say_left_out(others)
-    _say_replaced(asked, [path for index in indexes for path in index.replaced])
-    order = _in_order(paths)
-    if len(indexes) > 1 and (order is None or not (found.given or labelled)):
+        raise DataError(_no_images_message(request, others))
+    request.say_left_out(others)
+    _warn_of_replaced(request, [path for index in indexes for path in index.replaced])
+    order = _order_if_unique(paths)
+    is_class_per_tar = not tars.explicit and not labelled
+    if len(indexes) > 1 and (order is None or is_class_per_tar):
         paths = np.concatenate(
             [
-                strings([f"{stem}/"]) + own.paths
-                for stem, own in zip(stems, indexes, strict=True)
+                strings([f"{stem}/"]) + index.paths
+                for stem, index in zip(stems, indexes, strict=True)
             ]
         )
-        order = _in_order(paths)
+        order = _order_if_unique(paths)
     if order is None:
         twice = next(stem for stem, n in Counter(stems).most_common())
         raise DataError(
-            f"several tar files of {asked.data} are called {twice} and have the same images; "
+            f"several tar files of {request.data} are called {twice} and have the same images; "
             "rename one of them"
         )
     paths = paths[order]
     tar = tar[order]
     ids = cast(Sequence[str], paths)  # packed: a list of a million names takes 100 MB
     if labelled:
-        for before, path in pairwise(
-            ids
-        ):  # those of one key are neighbours in this order
+        # Images of the same key are neighbours in this order.
+        for before, path in pairwise(ids):
             if key_of(path) == key_of(before):
                 raise DataError(
                     f"{before} and {path} are images of one key; expected one"
                 )
         try:
-            labels, class_names = labels_of(
-                (own.label, own.label_texts) for own in indexes
+            labels, class_names = labels_of_files(
+                (index.label, index.label_texts) for index in indexes
             )
         except DataError as error:
             raise DataError(
-                f"{asked.data}: {error} (--label-key KEY names another)"
+                f"{request.data}: {error} (--label-key KEY names another)"
             ) from None
         labels = labels[order]
         splits = [""] * len(paths)
     else:
         labels, splits, class_names = classify(ids)
-    offset, size = (
-        np.concatenate([getattr(index, name) for index in indexes])[order]
-        for name in ("offset", "size")
+    offset = np.concatenate([index.offset for index in indexes])[order]
+    size = np.concatenate([index.size for index in indexes])[order]
+    return ImageSource(
+        name=request.data,
+        opener=TarOpener(tars.files, tuple(tars.names)),
+        locations=cast(Sequence[Any], _TarLocations(tar, paths, offset, size)),
+        ids=ids,
+        labels=labels,
+        splits=splits,
+        class_names=class_names,
     )
-    members = cast(Sequence[Any], _Members(tar, paths, offset, size))
-    opener = TarOpener(found.files, tuple(found.names))
-    return ImageSource(asked.data, opener, members, ids, labels, splits, class_names)
 
 
-def _nothing(asked: SourceRequest, others: Mapping[str, int]) -> str:
-    """The message for archives without images."""
-    line = left_out_line(asked.data, others)
-    return asked.nothing % asked.data + (f" ({line})" if line else "")
+def _no_images_message(request: SourceRequest, others: Mapping[str, int]) -> str:
+    """Return the message for archives without images, with the endings that were left out."""
+    message = request.nothing % request.data
+    if line := left_out_line(request.data, others):
+        message += f" ({line})"
+    return message
 
 
-def _say_replaced(asked: SourceRequest, replaced: Sequence[str]) -> None:
-    """Log the paths that an archive has twice, as one to which files were appended."""
+def _warn_of_replaced(request: SourceRequest, replaced: Sequence[str]) -> None:
+    """Log the paths that an archive has twice, since files were appended to it."""
     if replaced:
         log.warning(
             "of members of one path in %s the last is taken, and %d before it left out: %s",
-            *(asked.data, len(replaced), abbreviate(sorted(set(replaced)))),
+            request.data,
+            len(replaced),
+            abbreviate(sorted(set(replaced))),
         )
 
 
-def _in_order(paths: NDArray[Any]) -> NDArray[np.int64] | None:
-    """The order of the paths; None if two are equal."""
+def _order_if_unique(paths: NDArray[Any]) -> NDArray[np.int64] | None:
+    """Return the argsort of the paths, or None if two of them are equal."""
     order = np.argsort(paths, kind="stable")
     ordered = paths[order]
-    return None if (ordered[1:] == ordered[:-1]).any() else order
+    if (ordered[1:] == ordered[:-1]).any():
+        return None
+    return order
 
 
 @dataclass(frozen=True)
-class _Members:
-    """The locations of a `TarOpener`, made when they are asked for."""
+class _TarLocations:
+    """The locations of a `TarOpener`, each made when it is indexed.
+
+    Tuples for all of a million images would take 200 MB.
+    """
 
     tar: NDArray[np.int32]
     paths: NDArray[Any]
@@ -233,102 +267,140 @@ class _Members:
         )
 
 
-# the index and its cache ----------------------------------------------------------------------
+# ---------------- the index and its cache
 
 
-def _indexes(asked: SourceRequest, found: MatchedFiles) -> list[TarIndex]:
-    """The index of each tar: as it was kept, or read in threads, with progress."""
+def _index_all(request: SourceRequest, tars: MatchedFiles) -> list[TarIndex]:
+    """Return the index of each tar, from the cache or by reading the tar, with progress."""
     began = time.monotonic()
 
     def read(name: str) -> tuple[Stamp, TarIndex]:
+        """Return a tar's stamp and index; called in threads where a server answers."""
         try:
-            stamp = found.files.stamp(name)
-            index = known[name][1] if known.get(name, ((), None))[0] == stamp else None
-            if index is None:
+            stamp = tars.files.stamp(name)
+            cached_stamp, index = cached.get(name, (None, None))
+            if index is None or cached_stamp != stamp:
                 index = index_tar(
-                    found.files, name, stamp[0], asked.label_key, asked.clips
+                    tars.files,
+                    name,
+                    size=stamp[0],
+                    label_key=request.label_key,
+                    clips=request.clips,
                 )
                 read_anew.append(name)
         except NoAnswer as error:
-            raise no_answer(found.shown(name), error) from None
+            raise no_answer(tars.shown(name), error) from None
         except OSError as error:
-            raise DataError(f"cannot read {found.shown(name)}: {reason(error)}") from None
+            raise DataError(f"cannot read {tars.shown(name)}: {reason(error)}") from None
         except DataError as error:
-            raise DataError(f"{found.shown(name)} {error}") from None
+            raise DataError(f"{tars.shown(name)} {error}") from None
         progress.advance(1)
         return stamp, index
 
-    place = _cache_file(asked, found)
-    known = _kept(place)
+    cache_file = _cache_file(request, tars)
+    cached = _read_cache(cache_file)
     read_anew = list[str]()
-    with counting(asked.progress, len(found.names), "tar files") as progress:
-        made = found.files.each(read, found.names)
+    with counting(request.progress, len(tars.names), "tar files") as progress:
+        stamped_indexes = tars.files.each(read, tars.names)
     if read_anew and time.monotonic() - began > CACHE_AFTER_SECONDS:
-        _keep(place, dict(zip(found.names, made, strict=True)))
-    return [index for _, index in made]
+        _write_cache(cache_file, dict(zip(tars.names, stamped_indexes, strict=True)))
+    return [index for _, index in stamped_indexes]
 
 
-def _cache_file(asked: SourceRequest, found: MatchedFiles) -> Path:
-    place = found.files.place.absolute()
-    kind = ["clips"] if asked.clips else []
-    names = json.dumps([_VERSION, str(place), asked.label_key, *kind, *found.names])
-    digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+def _cache_file(request: SourceRequest, tars: MatchedFiles) -> Path:
+    """Return the path of the cached index of this set of tars, read with these options."""
+    folder = tars.files.place.absolute()
+    kind = ["clips"] if request.clips else []
+    key = json.dumps([_CACHE_VERSION, str(folder), request.label_key, *kind, *tars.names])
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return user_caches() / f"{digest[:24]}{TAR_INDEX}"
 
 
-def _kept(place: Path) -> dict[str, tuple[Stamp, TarIndex]]:
-    """Name -> stamp and index, as far as they were kept; a damaged file counts as none."""
+def _read_cache(path: Path) -> dict[str, tuple[Stamp, TarIndex]]:
+    """Return name -> stamp and index from a cache file; {} if it is missing or damaged."""
     try:
-        with np.load(place, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             head = json.loads(file["head"].tobytes())
-            arrays = {name: file[name] for name in ("paths", *_ARRAYS)}
-        return dict(_unpacked(head, arrays))
+            path_bytes = file["paths"]
+            arrays = {name: file[key] for name, key in _CACHED_ARRAYS.items()}
+        return dict(_split_by_tar(head, path_bytes, arrays))
     except FileNotFoundError:
         return {}
     except Exception as error:  # numpy and zipfile raise nearly anything on damaged files
-        log.debug("%s is not used: %r", place, error)
+        log.debug("%s is not used: %r", path, error)
         return {}
 
 
-def _unpacked(
-    head: Any, arrays: dict[str, NDArray[Any]]
+def _split_by_tar(
+    head: Any, path_bytes: NDArray[np.uint8], arrays: dict[str, NDArray[Any]]
 ) -> Iterator[tuple[str, tuple[Stamp, TarIndex]]]:
-    row = byte = 0
+    """Yield name, stamp and index of each tar of a cache file.
+
+    Args:
+        head: a list for each tar, as `_write_cache` writes it.
+        path_bytes: the paths of all images, separated by NUL within a tar.
+        arrays: the arrays of all tars, concatenated.
+
+    Raises:
+        ValueError: the arrays are shorter than the head says.
+    """
+    row = 0
+    byte = 0
     for name, size, version, n_images, n_bytes, texts, others, replaced in head:
         rows = slice(row, row + n_images)
-        text = arrays["paths"][byte : byte + n_bytes].tobytes()
+        text = path_bytes[byte : byte + n_bytes].tobytes()
         paths = strings(text.decode().split("\0") if n_images else [])
-        offset, length, label, whole = (arrays[key][rows] for key in _ARRAYS)
-        index = TarIndex(paths, offset, length, label, whole, texts, others, replaced)
-        if {len(paths), len(index.offset), len(index.whole)} != {n_images}:
+        index = TarIndex(
+            paths=paths,
+            offset=arrays["offset"][rows],
+            size=arrays["size"][rows],
+            label=arrays["label"][rows],
+            is_single=arrays["is_single"][rows],
+            label_texts=texts,
+            others=others,
+            replaced=replaced,
+        )
+        if {len(paths), len(index.offset), len(index.is_single)} != {n_images}:
             raise ValueError("cut short")
         yield name, ((size, version), index)
-        row = row + n_images
-        byte = byte + n_bytes
+        row += n_images
+        byte += n_bytes
 
 
-def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
-    """Write the index; without room or right to, a line in the log is all."""
-    blobs = ["\0".join(index.paths).encode() for _, index in made.values()]
-    head = [
-        [
-            *(name, *stamp, len(index.paths), len(blob)),
-            *(index.label_texts, index.others, index.replaced),
-        ]
-        for (name, (stamp, index)), blob in zip(made.items(), blobs, strict=True)
-    ]
+def _write_cache(path: Path, indexes: dict[str, tuple[Stamp, TarIndex]]) -> None:
+    """Write name -> stamp and index to a cache file.
+
+    If there is no room or no permission, the log says so: the index is only a matter of time.
+    """
+    blobs = ["\0".join(index.paths).encode() for _, index in indexes.values()]
+    head = []
+    for (name, (stamp, index)), blob in zip(indexes.items(), blobs, strict=True):
+        size, version = stamp
+        counts = [len(index.paths), len(blob)]
+        head.append(
+            [
+                name,
+                size,
+                version,
+                *counts,
+                index.label_texts,
+                index.others,
+                index.replaced,
+            ]
+        )
     arrays = {
-        key: np.concatenate([getattr(index, key) for _, index in made.values()])
-        for key in _ARRAYS
+        key: np.concatenate([getattr(index, name) for _, index in indexes.values()])
+        for name, key in _CACHED_ARRAYS.items()
     }
     arrays["paths"] = np.frombuffer(b"".join(blobs), np.uint8)
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    temporary = Path(temporary_name(place, ".partial"))
+    # Written under another name and renamed, so that no reader sees half a file.
+    temporary = Path(temporary_name(path, ".partial"))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
             np.savez(file, **cast(dict[str, Any], arrays))
-        os.replace(temporary, place)
+        os.replace(temporary, path)
     except OSError as error:
         log.info("the index of the tar files is not kept: %s", reason(error))
         with suppress(OSError):

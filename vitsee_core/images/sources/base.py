@@ -1,5 +1,9 @@
-"""The query that every source of images answers, and the files that a name stands for, or a pattern
-with braces as a shell expands them (`in1k-{0000..0063}.tar`, `{train,val}.tar`)."""
+"""What all sources of images share.
+
+`SourceRequest` is `--data` with its options, `MatchedFiles` the files that it stands for, and
+`expand_braces` expands patterns with braces as a shell does (`in1k-{0000..0063}.tar`,
+`{train,val}.tar`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,8 @@ from vitsee_stores.folder import Folder
 
 log = logging.getLogger(__name__)
 
-Coded = tuple[NDArray[np.int32], list[str]]  # (images,) index into the texts, -1 for none
+# (images,) index into the label texts, -1 for none; and the label texts
+Coded = tuple[NDArray[np.int32], list[str]]
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,17 @@ class SourceRequest:
     exif: bool = False
 
     def wants(self, path: str) -> bool:
-        """Whether a file is one of the asked kind by its name."""
+        """Return whether a file's name says that it is of the requested kind."""
         base = path.rpartition("/")[2]
         return is_video(base) if self.clips else is_image(base)
 
     def count_other(self, others: Counter[str], path: str) -> None:
-        """Count a file that is not wanted because of its ending; images beside videos, which may
-        be previews of them, are not counted."""
-        if not is_hidden(path) and not (self.clips and is_image(path.rpartition("/")[2])):
+        """Count the ending of a file that is left out because of it.
+
+        Hidden files are not counted, nor images beside videos, which may be previews of them.
+        """
+        is_preview = self.clips and is_image(path.rpartition("/")[2])
+        if not is_hidden(path) and not is_preview:
             count_ending(others, path)
 
     def say_left_out(self, others: Mapping[str, int]) -> None:
@@ -69,46 +77,50 @@ class SourceRequest:
 
     @property
     def nothing(self) -> str:
-        """The message for a place without samples: `no images in %s; expected ...`."""
+        """The message for data without samples, `no images in %s; expected ...`."""
         if self.clips:
             return "no videos in %s; expected .mp4, .webm, .mov, .avi, .mkv or .gif files"
         return "no images in %s; expected .jpg, .png or other image files"
 
     def check(self, kind: str) -> None:
-        """Raises DataError: an option that data of this kind (an ending) does not have."""
-        for of, option, value in (
-            (".tar", "--label-key", self.label_key),
-            (".parquet", "--image-column", self.image_column),
-            (".parquet", "--label-column", self.label_column),
-        ):
-            if value is not None and kind != of:
-                raise DataError(
-                    f"{option} is of {of} files; {self.data} has none: leave it out"
-                )
+        """Raise DataError if an option is set that data of this kind (an ending) does not have."""
+        self._check_option("--label-key", self.label_key, ".tar", kind)
+        self._check_option("--image-column", self.image_column, ".parquet", kind)
+        self._check_option("--label-column", self.label_column, ".parquet", kind)
+
+    def _check_option(
+        self, option: str, value: str | None, option_kind: str, kind: str
+    ) -> None:
+        """Raise DataError if an option for `option_kind` is set for data of another kind."""
+        if value is not None and kind != option_kind:
+            raise DataError(
+                f"{option} is of {option_kind} files; {self.data} has none: leave it out"
+            )
 
 
 @dataclass(frozen=True)
 class MatchedFiles:
-    """Files that a name stands for.
+    """The files that `--data` stands for.
 
     Attributes:
-        files: those of the folder or URL that they have in common.
-        names: below it.
-        root: that folder, as it is shown.
-        given: whether they were named one by one or by a pattern, not as all of a folder.
+        files: the folder or URL that they have in common.
+        names: their names below it.
+        root: that folder or URL, as messages show it; "" for the working folder.
+        explicit: whether they were named one by one or by a pattern, not as all files of a folder.
     """
 
     files: Files
     names: Sequence[str]
     root: str
-    given: bool = True
+    explicit: bool = True
 
     def shown(self, name: str) -> str:
+        """Return the path or URL of a file, as messages show it."""
         return f"{self.root}/{name}" if self.root else name
 
     @property
     def paths(self) -> list[Path]:
-        """The files on this machine. Raises DataError: they are at a URL."""
+        """The files' paths on this machine. Raises DataError: they are at a URL."""
         shown = [self.shown(name) for name in self.names]
         if not isinstance(self.files, Folder):
             raise DataError(
@@ -118,63 +130,74 @@ class MatchedFiles:
 
     @property
     def path(self) -> Path:
-        """The one file. Raises DataError: several, or at a URL."""
+        """The path of the only file. Raises DataError: there are several, or it is at a URL."""
         first, *others = self.paths
         if others:
             raise DataError(f"{first} and {others[0]}: expected one file of this kind")
         return first
 
 
-def found_paths(paths: Sequence[str]) -> MatchedFiles:
-    """Files on this machine, in this order."""
-    if len({os.path.isabs(path) for path in paths}) > 1:
+def matched_paths(paths: Sequence[str]) -> MatchedFiles:
+    """Return the files at these paths of this machine, in this order."""
+    if len({os.path.isabs(path) for path in paths}) > 1:  # commonpath refuses a mixture
         paths = [os.path.abspath(path) for path in paths]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, root or None).replace(os.sep, "/") for path in paths]
-    return MatchedFiles(
-        Folder(Path(root).absolute()), names, "" if root == "" else root.rstrip("/")
-    )
+    return MatchedFiles(Folder(Path(root).absolute()), names, root.rstrip("/"))
 
 
 def strings(values: Iterable[str]) -> NDArray[Any]:
-    """Packed text: an item is a str again, a million take a fifth of a list's memory."""
+    """Return packed text, whose items are str again.
+
+    A million names take a fifth of a list's memory.
+    """
     return np.array(list(values), np.dtypes.StringDType())
 
 
-def labels_of(files: Iterable[Coded]) -> tuple[NDArray[np.int64], list[str] | None]:
-    """(images,) labels of all files, and class names, as `class_labels` has them. files: of each
-    (images,) codes, and the texts that they count."""
+def labels_of_files(
+    files: Iterable[Coded],
+) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Return the (images,) labels of all files and the class names, as `class_labels` has them.
+
+    Args:
+        files: of each file (images,) indices into its label texts, and these texts.
+    """
     coded = list(files)
-    known = list(dict.fromkeys(text for _, texts in coded for text in texts))
-    numbers, class_names = class_labels(known)
-    number = dict(zip(known, numbers.tolist(), strict=True))
-    # A code of -1 is the last.
-    parts = [
-        np.array([*(number[text] for text in texts), -1], np.int64)[codes]
-        for codes, texts in coded
-    ]
-    return np.concatenate(parts), class_names
+    all_texts = list(dict.fromkeys(text for _, texts in coded for text in texts))
+    labels, class_names = class_labels(all_texts)
+    label_of_text = dict(zip(all_texts, labels.tolist(), strict=True))
+    labels_by_file = []
+    for codes, texts in coded:
+        # The last entry is what a code of -1, no label, picks.
+        label_of_code = np.array([*(label_of_text[text] for text in texts), -1], np.int64)
+        labels_by_file.append(label_of_code[codes])
+    return np.concatenate(labels_by_file), class_names
 
 
-def no_answer(place: object, error: NoAnswer) -> DataError:
-    """The error for a server that gave none: the data may be fine."""
+def no_answer(location: object, error: NoAnswer) -> DataError:
+    """Return the error for a server that did not answer, though the data may be fine."""
     return DataError(
-        f"{place} cannot be read: {error.strerror}; repeat the command to go on"
+        f"{location} cannot be read: {error.strerror}; repeat the command to go on"
     )
 
 
 # ---------------- patterns with braces
 
-MOST = 100_000
+MAX_NAMES = 100_000
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def expand_braces(text: str) -> list[str]:
-    """The names that `text` stands for, in its order; itself if it has no braces. Numbers keep the
-    zeros that the first or the last one begins with. Raises DataError: a brace without its other
-    half, one that holds neither a range of numbers nor several names, or more than a hundred
-    thousand names."""
+    """Return the names that `text` stands for, in its order; `text` itself if it has no braces.
+
+    Numbers keep the leading zeros of the first or the last one, as in a shell.
+
+    Raises:
+        DataError: a brace without its other half, braces around neither a range of numbers nor
+            several names, or more than a hundred thousand names.
+    """
+    # The innermost braces are replaced by each of their choices, and the rest expanded again.
     match = _INNERMOST.search(text)
     if match is None:
         if "{" in text or "}" in text:
@@ -183,23 +206,25 @@ def expand_braces(text: str) -> list[str]:
             )
         return [text]
     start, stop = match.span()
-    made: dict[str, None] = {}
-    for choice in _choices(match[1], text):
-        made.update(dict.fromkeys(expand_braces(text[:start] + choice + text[stop:])))
-        if len(made) > MOST:
-            raise DataError(f"{text} stands for more than {MOST} names")
-    return list(made)
+    names: dict[str, None] = {}  # a dict as an ordered set
+    for choice in _brace_choices(match[1], text):
+        names.update(dict.fromkeys(expand_braces(text[:start] + choice + text[stop:])))
+        if len(names) > MAX_NAMES:
+            raise DataError(f"{text} stands for more than {MAX_NAMES} names")
+    return list(names)
 
 
-def _choices(inner: str, text: str) -> list[str]:
+def _brace_choices(inner: str, text: str) -> list[str]:
+    """Return what the text within braces stands for; `text` is the whole, for messages."""
     if match := _RANGE.fullmatch(inner):
         first = int(match[1])
         last = int(match[2])
-        padded = any(len(end) > 1 and end.startswith("0") for end in match.groups())
-        width = max(map(len, match.groups())) if padded else 0
+        width = 0
+        if any(len(end) > 1 and end.startswith("0") for end in match.groups()):
+            width = max(map(len, match.groups()))
         step = 1 if last >= first else -1
-        if abs(last - first) >= MOST:
-            raise DataError(f"{text} stands for more than {MOST} names")
+        if abs(last - first) >= MAX_NAMES:
+            raise DataError(f"{text} stands for more than {MAX_NAMES} names")
         return [f"{number:0{width}}" for number in range(first, last + step, step)]
     if "," in inner:
         return inner.split(",")

@@ -28,7 +28,7 @@ _LABELS = ("label", "labels", "fine_label")
 
 
 def refuse_iterable(data: object) -> DataError:
-    """The error for data sets that only support sequential access."""
+    """Return the error for data sets that only support sequential access."""
     kinds = ", ".join(f"{kind}/" for kind in RANDOM_ACCESS)
     return DataError(
         f"{data} is read from front to back, and vitsee needs any image at any time (or there is "
@@ -38,12 +38,18 @@ def refuse_iterable(data: object) -> DataError:
 
 
 def open_library(data: str, split: str | None) -> ImageSource:
-    """`torch/NAME[:FOLDER]` (FOLDER: where torchvision keeps it; default: here) or
-    `hfds/NAME[:CACHE]`, one split or several of it.
+    """Return the samples of one or several splits of a library's data set.
 
-    Nothing of torchvision is downloaded; Hugging Face's library downloads and caches as it does. An
-    id is the split's name, a slash, and the path or the row's number. Raises DataError: unknown or
-    missing data, no split named, or the library is not installed.
+    Nothing is downloaded from torchvision; Hugging Face's library downloads and caches as it always
+    does. An id is the split's name, a slash, and the path or the row's number.
+
+    Args:
+        data: `torch/NAME[:FOLDER]`, where FOLDER is torchvision's root (the working folder by
+            default), or `hfds/NAME[:CACHE]`.
+        split: a split expression.
+
+    Raises:
+        DataError: unknown or missing data, no split named, or a library that is not installed.
     """
     name, _, root = data.partition(":")
     kind = name.partition("/")[0].lower()
@@ -59,20 +65,20 @@ def open_library(data: str, split: str | None) -> ImageSource:
             f"cannot read the split {split!r} of {data}; expected it named, e.g. train"
         )
     load = _load_torch if kind == "torch" else _load_hugging_face
-    parts = [load(data, name, root, base) for base in bases]
-    whole = join(data, parts) if len(parts) > 1 else parts[0]
-    return whole.part(split)
+    # Whole splits are loaded, and the expression then picks from them.
+    sources = [load(data, name, root, base) for base in bases]
+    source = join(data, sources) if len(sources) > 1 else sources[0]
+    return source.part(split)
 
 
 def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
+    """Return a split of a torchvision data set; raise DataError if it cannot be opened."""
     from timm.data.dataset_factory import create_dataset
 
+    # Each torchvision data set has errors of its own, and some end the interpreter.
     try:
         dataset: Any = create_dataset(name, root=root or ".", split=split, download=False)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # each torchvision data set has errors of its own
+    except (Exception, SystemExit) as error:
         if "download=True" in str(error):
             raise DataError(
                 f"torchvision finds no {name.partition('/')[2]} in the folder {root or '.'}, and "
@@ -84,21 +90,25 @@ def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
         ) from None
     pixels = getattr(dataset, "data", None)
     if pixels is None:
-        return _from_files(data, dataset, split)
+        return _source_of_torch_files(data, dataset, split)
     if split.lower() not in SPLIT_NAMES:
         raise DataError(f"{data} has no split {split!r}; its splits: train, test")
     images = np.asarray(pixels)
     ids = [f"{split}/{row}" for row in range(len(images))]
     classes = list(getattr(dataset, "classes", None) or ()) or None
-    labels = np.asarray(dataset.targets, np.int64)
-    splits = [split] * len(ids)
     return ImageSource(
-        data, ArrayOpener(images), range(len(ids)), ids, labels, splits, classes
+        name=data,
+        opener=ArrayOpener(images),
+        locations=range(len(ids)),
+        ids=ids,
+        labels=np.asarray(dataset.targets, np.int64),
+        splits=[split] * len(ids),
+        class_names=classes,
     )
 
 
-def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
-    """A torchvision data set that lists its files: ImageNet, Places365, iNaturalist."""
+def _source_of_torch_files(data: str, dataset: Any, split: str) -> ImageSource:
+    """Return a torchvision data set that lists its files: ImageNet, Places365, iNaturalist."""
     if hasattr(dataset, "all_categories"):
         files = [
             (os.path.join(dataset.root, dataset.all_categories[category], file), category)
@@ -107,23 +117,29 @@ def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
         classes = list(dataset.all_categories)
     else:
         files = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None) or []
-        # ImageNet has several words a class.
+        # ImageNet has a tuple of words for each class.
         classes = [
-            c if isinstance(c, str) else c[0] for c in getattr(dataset, "classes", [])
+            words if isinstance(words, str) else words[0]
+            for words in getattr(dataset, "classes", [])
         ]
     if not files:
         raise DataError(f"{data} lists no files; give its folder or a .csv list instead")
     root = os.path.abspath(dataset.root)
     paths = [os.path.abspath(path) for path, _ in files]
     ids = [f"{split}/{Path(os.path.relpath(path, root)).as_posix()}" for path in paths]
-    labels = np.array([label for _, label in files], np.int64)
-    splits = [split] * len(ids)
     return ImageSource(
-        data, FileOpener(root), paths, ids, labels, splits, classes or None
+        name=data,
+        opener=FileOpener(root),
+        locations=paths,
+        ids=ids,
+        labels=np.array([label for _, label in files], np.int64),
+        splits=[split] * len(ids),
+        class_names=classes or None,
     )
 
 
 def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSource:
+    """Return a split of a Hugging Face data set; raise DataError if it cannot be opened."""
     if find_spec("datasets") is None:
         raise DataError(f"{data} needs the package datasets; run: pip install datasets")
     import datasets
@@ -134,7 +150,7 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
         )
     except (
         Exception
-    ) as error:  # the library, its network layer and its file systems have many
+    ) as error:  # the library, its network and file systems have many kinds
         raise DataError(
             f"cannot open {data}, split {split}: {_first_line(error)}"
         ) from None
@@ -142,29 +158,34 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
         key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)
     ]
     if len(columns) != 1:
-        found = ", ".join(rows.features)
+        names = ", ".join(rows.features)
         raise DataError(
-            f"{data} has {len(columns)} image columns; expected one of: {found}"
+            f"{data} has {len(columns)} image columns; expected one of: {names}"
         )
-    opener = RowOpener(
-        rows.select_columns(columns).cast_column(
-            columns[0], datasets.Image(decode=False)
-        ),
-        columns[0],
-    )
+    # Left encoded: the hash is that of the encoded bytes, and decoding is ours.
+    images = rows.select_columns(columns)
+    images = images.cast_column(columns[0], datasets.Image(decode=False))
     n = len(rows)
     key = next((key for key in _LABELS if key in rows.features), None)
     labels = np.full(n, -1, np.int64)
-    names: list[str] | None = None
+    class_names: list[str] | None = None
     if key is not None:
         try:
-            labels, names = class_labels([label_text(value) for value in rows[key]])
+            labels, class_names = class_labels([label_text(value) for value in rows[key]])
         except DataError as error:
             raise DataError(f"the column {key!r} of {data}: {error}") from None
-    named = getattr(rows.features[key], "names", None) if key else None
-    classes = list(named or names or ()) or None
-    ids = [f"{split}/{row}" for row in range(n)]
-    return ImageSource(data, opener, range(n), ids, labels, [split] * n, classes)
+        # The names that the data set declares are preferred to those in the rows.
+        declared_names = getattr(rows.features[key], "names", None)
+        class_names = list(declared_names or class_names or ()) or None
+    return ImageSource(
+        name=data,
+        opener=RowOpener(images, columns[0]),
+        locations=range(n),
+        ids=[f"{split}/{row}" for row in range(n)],
+        labels=labels,
+        splits=[split] * n,
+        class_names=class_names,
+    )
 
 
 def _first_line(error: BaseException) -> str:

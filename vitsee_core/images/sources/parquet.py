@@ -1,8 +1,8 @@
 """Images in parquet files: Hugging Face's struct of `bytes` and `path`, or a column of bytes.
 
-A row is read with its row group, the smallest part that parquet gives out; the last few groups stay
-in memory. In random order nearly every image reads a group: groups of a hundred rows, as Hugging
-Face writes them, are made for that.
+A row is read with its row group, the smallest part of a parquet file that can be read; the last
+few groups stay in memory. In random order nearly every image reads a whole group, for which groups
+of a hundred rows, as Hugging Face writes them, are small enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, cast
@@ -29,7 +29,7 @@ from vitsee_core.images.sources.base import (
     Coded,
     MatchedFiles,
     SourceRequest,
-    labels_of,
+    labels_of_files,
     no_answer,
     strings,
 )
@@ -38,12 +38,11 @@ from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
 from vitsee_stores.files import Files, NoAnswer
 
-LABELS = ("label", "labels", "fine_label", "cls", "class")
-# row groups and opened files that a process keeps
-GROUPS = 2
-FILES = 64
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+CACHED_GROUPS = 2  # row groups that a process keeps in memory
+CACHED_FILES = 64  # opened files that a process keeps
 LARGE_GROUP_BYTES = 64 << 20
-_TRIED = 4  # rows, of which one must be an image
+_MAX_ROWS_TRIED = 4  # of which one must be an image
 
 log = logging.getLogger(__name__)
 _reading = threading.Lock()
@@ -51,7 +50,13 @@ _reading = threading.Lock()
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns that are read. nested: whether images are structs with `bytes` and `path`."""
+    """The columns of a parquet file that are read.
+
+    Attributes:
+        image: the column of images.
+        nested: whether images are structs with `bytes` and `path`, not bytes.
+        label: the column of labels, None for no labels.
+    """
 
     image: str
     nested: bool
@@ -59,95 +64,127 @@ class _Columns:
 
     @property
     def encoded(self) -> str:
+        """The column, or field of a struct, with the encoded images."""
         return f"{self.image}.bytes" if self.nested else self.image
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _ParquetIndex:
+    """What is read of a parquet file when the data set is opened: everything but the images.
+
+    Attributes:
+        columns: the columns of images and labels.
+        paths: (rows,) the images' paths, "" for none.
+        labels: (rows,) index into the label texts, and these.
+        class_names: the names that Hugging Face's metadata declares, None without.
+        group_rows: (row groups,) the number of rows of each.
+        group_bytes: the size of the largest row group.
+    """
+
     columns: _Columns
-    paths: NDArray[Any]  # "" for none
+    paths: NDArray[Any]
     labels: Coded
     class_names: list[str] | None
     group_rows: NDArray[np.int64]
-    group_bytes: int  # of the largest
+    group_bytes: int
 
 
-def open_parquet(asked: SourceRequest, found: MatchedFiles) -> ImageSource:
-    """The rows of parquet files, in the order of the files' names, then of their rows.
+def open_parquet(request: SourceRequest, matched: MatchedFiles) -> ImageSource:
+    """Return the rows of parquet files, in the order of the files' names, then of their rows.
 
-    The image column is the only one of images, or `--image-column`; labels are numbers or names in
-    `label` (or the like), or in `--label-column`; names of numbers come from Hugging Face's
-    metadata. A row's id is its image's path where all rows have one of their own, else the file's
-    name without suffix, a slash and the row's number. Where all files are called like
-    `train-00000-of-00004`, that is their split. Raises DataError: pyarrow is missing, a damaged
-    file, columns that differ or hold no images.
+    The image column is `--image-column`, or the only column of images. Labels are numbers or names
+    in `--label-column`, or in `label` or a column named alike; names of numbers come from Hugging
+    Face's metadata. A row's id is its image's path if all rows have distinct paths, else the file's
+    name without suffix, a slash and the row's number. If all files are called like
+    `train-00000-of-00004`, the first word is their split.
+
+    Raises:
+        DataError: pyarrow is missing, a file is damaged, columns differ or hold no images.
     """
     if importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"{asked.data} needs pyarrow; run: pip install 'vitsee[parquet]'")
+        raise DataError(
+            f"{request.data} needs pyarrow; run: pip install 'vitsee[parquet]'"
+        )
 
-    def read(name: str) -> _Rows:
+    def read(name: str) -> _ParquetIndex:
+        """Return the index of a file; called in threads where a server answers."""
         try:
-            rows = _read(asked, found.files, name)
+            index = _index_parquet(request, matched.files, name)
         except DataError as error:
-            raise DataError(f"{found.shown(name)} {error}") from None
+            raise DataError(f"{matched.shown(name)} {error}") from None
         except NoAnswer as error:
-            raise no_answer(found.shown(name), error) from None
+            raise no_answer(matched.shown(name), error) from None
         except Exception as error:  # pyarrow raises nearly anything on damaged files
             why = reason(error) if isinstance(error, OSError) else one_line(error)
             why = " ".join(why.split()).rstrip(".")
             raise DataError(
-                f"{found.shown(name)} cannot be read as parquet: {why}"
+                f"{matched.shown(name)} cannot be read as parquet: {why}"
             ) from None
         progress.advance(1)
-        return rows
+        return index
 
-    names = sorted(found.names)
-    with counting(asked.progress, len(names), "parquet files") as progress:
-        files = found.files.each(read, names)
-    columns = files[0].columns
-    for name, own in zip(names, files, strict=True):
-        if own.columns != columns:
+    names = sorted(matched.names)
+    with counting(request.progress, len(names), "parquet files") as progress:
+        indexes = matched.files.each(read, names)
+    columns = indexes[0].columns
+    for name, index in zip(names, indexes, strict=True):
+        if index.columns != columns:
             raise DataError(
-                f"{found.shown(name)} has other columns than {found.shown(names[0])} "
-                f"({own.columns.encoded} against {columns.encoded}, labels in "
-                f"{own.columns.label} against {columns.label}); expected files that are alike"
+                f"{matched.shown(name)} has other columns than {matched.shown(names[0])} "
+                f"({index.columns.encoded} against {columns.encoded}, labels in "
+                f"{index.columns.label} against {columns.label}); expected files that are alike"
             )
     stems = [PurePosixPath(name).stem for name in names]
-    lengths = [len(own.paths) for own in files]
-    opener = ParquetOpener(found.files, tuple(names), columns.encoded)
-    places = _Places([own.group_rows for own in files])
-    _check_images(asked, opener, places, columns.image)
-    if (largest := max(own.group_bytes for own in files)) > LARGE_GROUP_BYTES:
+    lengths = [len(index.paths) for index in indexes]
+    opener = ParquetOpener(matched.files, tuple(names), columns.encoded)
+    locations = _ParquetLocations([index.group_rows for index in indexes])
+    _check_images(request, opener, locations, columns.image)
+    largest = max(index.group_bytes for index in indexes)
+    if largest > LARGE_GROUP_BYTES:
         log.info(
             "%s has row groups of up to %s, and in random order nearly every image reads one: "
             "--order dataset reads each once, a folder or tar files need no such reads",
-            *(asked.data, human_bytes(largest)),
+            request.data,
+            human_bytes(largest),
         )
     try:
-        labels, class_names = labels_of(own.labels for own in files)
+        labels, class_names = labels_of_files(index.labels for index in indexes)
     except DataError as error:
         raise DataError(
-            f"the column {columns.label!r} of {asked.data}: {error}"
+            f"the column {columns.label!r} of {request.data}: {error}"
         ) from None
-    named = files[0].class_names
-    if class_names is None and named and int(labels.max(initial=-1)) < len(named):
-        class_names = named
+    declared_names = indexes[0].class_names
+    largest_label = int(labels.max(initial=-1))
+    if class_names is None and declared_names and largest_label < len(declared_names):
+        class_names = declared_names
     split_names = [stem.partition("-")[0] for stem in stems]
     if not all(name.lower() in SPLIT_NAMES for name in split_names):
         split_names = [""] * len(stems)
     splits = [
         split for split, n in zip(split_names, lengths, strict=True) for _ in range(n)
     ]
-    ids = _ids(np.concatenate([own.paths for own in files]), stems, lengths)
-    locations = cast(Sequence[Any], places)
-    rows = cast(Sequence[str], ids)
-    return ImageSource(asked.data, opener, locations, rows, labels, splits, class_names)
+    ids = _row_ids(np.concatenate([index.paths for index in indexes]), stems, lengths)
+    return ImageSource(
+        name=request.data,
+        opener=opener,
+        locations=cast(Sequence[Any], locations),
+        ids=cast(Sequence[str], ids),
+        labels=labels,
+        splits=splits,
+        class_names=class_names,
+    )
 
 
-def _ids(
+def _row_ids(
     paths: NDArray[Any], stems: Sequence[str], lengths: Sequence[int]
 ) -> NDArray[Any]:
-    """The paths, if each row has one of its own; else names of files and numbers of rows."""
+    """Return the (rows,) ids: the paths if all are distinct, else file name and row number.
+
+    Args:
+        paths: (rows,) the images' paths, "" for none.
+        stems: the files' names without suffix.
+        lengths: the files' numbers of rows.
+    """
     ordered = np.sort(paths)
     if (paths != "").all() and not (ordered[1:] == ordered[:-1]).any():
         return paths
@@ -160,59 +197,79 @@ def _ids(
 
 
 def _check_images(
-    asked: SourceRequest, opener: ParquetOpener, places: _Places, column: str
+    request: SourceRequest,
+    opener: ParquetOpener,
+    locations: _ParquetLocations,
+    column: str,
 ) -> None:
-    if not len(places):
-        raise DataError(f"{asked.data} has no rows; expected images")
-    first = None
-    for row in range(min(_TRIED, len(places))):
+    """Raise DataError if none of the first rows has an image."""
+    if not len(locations):
+        raise DataError(f"{request.data} has no rows; expected images")
+    first_error = None
+    for row in range(min(_MAX_ROWS_TRIED, len(locations))):
         try:
-            opener.size(places[row])
+            opener.size(locations[row])
             return
         except ImageError as error:
-            first = first or error
-    assert first is not None
+            first_error = first_error or error
+    assert first_error is not None
     raise DataError(
-        f"the column {column!r} of {asked.data} holds no images (row 0: {first.reason}); name "
-        "another with --image-column"
+        f"the column {column!r} of {request.data} holds no images (row 0: "
+        f"{first_error.reason}); name another with --image-column"
     )
 
 
-def _read(asked: SourceRequest, files: Files, name: str) -> _Rows:
-    file = _opened(files, name)
+def _index_parquet(request: SourceRequest, files: Files, name: str) -> _ParquetIndex:
+    """Return the index of a parquet file, for which its paths and labels are read.
+
+    Raises:
+        DataError: the file is damaged, or has no such columns.
+    """
+    file = _open_parquet_file(files, name)
     schema = file.schema_arrow
-    columns = _columns(asked, schema)
-    about = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
-    rows = np.array([group.num_rows for group in about], np.int64)
-    # Of all columns: what pyarrow has of a single one ends the process where it is damaged.
-    largest = max((group.total_byte_size for group in about), default=0)
+    columns = _choose_columns(request, schema)
+    groups = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
+    group_rows = np.array([group.num_rows for group in groups], np.int64)
+    # The size of all columns, since reading a single column's size from damaged metadata makes
+    # pyarrow end the process.
+    largest_group = max((group.total_byte_size for group in groups), default=0)
     n_rows = file.metadata.num_rows
-    if (rows < 0).any() or int(rows.sum()) != n_rows:
-        raise DataError(f"is damaged: {n_rows} rows, and {int(rows.sum())} in its groups")
-    paths: NDArray[Any] = strings([""]).repeat(int(rows.sum()))
+    n_in_groups = int(group_rows.sum())
+    if (group_rows < 0).any() or n_in_groups != n_rows:
+        raise DataError(f"is damaged: {n_rows} rows, and {n_in_groups} in its groups")
+    paths: NDArray[Any] = strings([""]).repeat(n_rows)
     if columns.nested and schema.field(columns.image).type.get_field_index("path") >= 0:
-        found = _column(file, f"{columns.image}.path")
-        paths = strings(path or "" for path in found.to_pylist())
+        path_column = _read_column(file, f"{columns.image}.path")
+        paths = strings(path or "" for path in path_column.to_pylist())
         _check_length(len(paths), n_rows)
-    labels: Coded = np.full(len(paths), -1, np.int32), []
+    codes = np.full(len(paths), -1, np.int32)
+    texts: list[str] = []
     if columns.label is not None:
-        coded = _column(file, columns.label).combine_chunks().dictionary_encode()
-        codes = (
-            coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
-        )
-        texts = [label_text(value) for value in coded.dictionary.to_pylist()]
-        labels = codes, texts
+        # Encoded by pyarrow, so that a million labels do not become Python objects.
+        label_column = _read_column(file, columns.label).combine_chunks()
+        encoded = label_column.dictionary_encode()
+        indices = encoded.indices.fill_null(-1)
+        codes = indices.to_numpy(zero_copy_only=False).astype(np.int32)
+        texts = [label_text(value) for value in encoded.dictionary.to_pylist()]
         _check_length(len(codes), n_rows)
-    return _Rows(
-        columns, paths, labels, _class_names(schema, columns.label), rows, largest
+    return _ParquetIndex(
+        columns=columns,
+        paths=paths,
+        labels=(codes, texts),
+        class_names=_declared_class_names(schema, columns.label),
+        group_rows=group_rows,
+        group_bytes=largest_group,
     )
 
 
-def _label_kinds() -> tuple[Callable[[Any], bool], ...]:
-    """pyarrow's tests of the types that hold labels; floats may be whole numbers with gaps."""
+def _holds_labels(kind: Any) -> bool:
+    """Return whether a pyarrow type can hold labels.
+
+    Floats can, since a column of whole numbers with gaps is one of floats.
+    """
     from pyarrow import types
 
-    return (
+    is_kind = (
         types.is_integer,
         types.is_floating,
         types.is_boolean,
@@ -220,79 +277,93 @@ def _label_kinds() -> tuple[Callable[[Any], bool], ...]:
         types.is_string,
         types.is_large_string,
     )
+    return any(test(kind) for test in is_kind)
 
 
 def _check_length(n_values: int, n_rows: int) -> None:
-    """Raises DataError: a column has other rows than its file says."""
+    """Raise DataError if a column has another number of rows than its file says."""
     if n_values != n_rows:
         raise DataError(
             f"is damaged: {n_rows} rows, and {n_values} in one of its columns"
         )
 
 
-def _columns(asked: SourceRequest, schema: Any) -> _Columns:
+def _choose_columns(request: SourceRequest, schema: Any) -> _Columns:
+    """Return the columns of images and labels, by the request's options or by their types.
+
+    Raises:
+        DataError: a column is missing or of another type, or several columns have images.
+    """
     from pyarrow import types
 
-    def of_bytes(kind: Any) -> bool:
+    def is_bytes(kind: Any) -> bool:
+        """Return whether a type is that of bytes."""
         return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
-    def nested(kind: Any) -> bool:
+    def is_nested(kind: Any) -> bool:
+        """Return whether a type is a struct with a field `bytes`."""
         fields = kind if types.is_struct(kind) else ()
-        return any(field.name == "bytes" and of_bytes(field.type) for field in fields)
+        return any(field.name == "bytes" and is_bytes(field.type) for field in fields)
 
     kinds = {field.name: field.type for field in schema}
     listed = ", ".join(f"{name} ({str(kind)[:40]})" for name, kind in kinds.items())
-    label_column = asked.label_column
+    label_column = request.label_column
     without_labels = label_column == NO_LABELS and NO_LABELS not in kinds
     if without_labels:
         label_column = None
-    for which, given in (("image", asked.image_column), ("label", label_column)):
-        if given is not None and given not in kinds:
-            raise DataError(
-                f"has no column {given!r} (--{which}-column); it has: {listed}"
-            )
-    structs = [name for name, kind in kinds.items() if nested(kind)]
-    candidates = structs or [name for name, kind in kinds.items() if of_bytes(kind)]
-    if asked.image_column is None and len(candidates) != 1:
+    for option, column in (
+        ("--image-column", request.image_column),
+        ("--label-column", label_column),
+    ):
+        if column is not None and column not in kinds:
+            raise DataError(f"has no column {column!r} ({option}); it has: {listed}")
+    structs = [name for name, kind in kinds.items() if is_nested(kind)]
+    candidates = structs or [name for name, kind in kinds.items() if is_bytes(kind)]
+    if request.image_column is None and len(candidates) != 1:
         raise DataError(
             f"has {len(candidates)} columns of images; choose one with --image-column of: {listed}"
         )
-    image = asked.image_column or candidates[0]
-    if not nested(kinds[image]) and not of_bytes(kinds[image]):
+    image = request.image_column or candidates[0]
+    if not is_nested(kinds[image]) and not is_bytes(kinds[image]):
         raise DataError(
             f"has no images in the column {image!r}, which is {str(kinds[image])[:60]}; expected "
             "bytes, or a struct with bytes and path"
         )
-    label = label_column or next((name for name in LABELS if name in kinds), None)
-    if without_labels:
-        label = None
+    label = label_column
+    if label is None and not without_labels:
+        label = next((name for name in LABEL_COLUMNS if name in kinds), None)
     if label is not None:
         kind = kinds[label]
         if types.is_dictionary(kind):
             kind = kind.value_type
-        if not any(is_kind(kind) for is_kind in _label_kinds()):
+        if not _holds_labels(kind):
             raise DataError(
                 f"has no labels in the column {label!r}, which is {str(kind)[:60]}; expected "
                 "class numbers or names (--label-column COLUMN names another, or none)"
             )
-    return _Columns(image, nested(kinds[image]), label)
+    return _Columns(image, is_nested(kinds[image]), label)
 
 
-def _class_names(schema: Any, label: str | None) -> list[str] | None:
-    """Names of the classes, from what Hugging Face's library writes beside the schema."""
+def _declared_class_names(schema: Any, label: str | None) -> list[str] | None:
+    """Return the class names that Hugging Face's library writes beside the schema, or None."""
     try:
-        about = json.loads((schema.metadata or {})[b"huggingface"])
-        return [str(name) for name in about["info"]["features"][label]["names"]]
+        metadata = json.loads((schema.metadata or {})[b"huggingface"])
+        return [str(name) for name in metadata["info"]["features"][label]["names"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
 
 
-class _Places:
-    """The locations of a `ParquetOpener`: (file, row group, row in it)."""
+class _ParquetLocations:
+    """The locations of a `ParquetOpener`, each made when it is indexed.
+
+    Args:
+        group_rows: of each file, the number of rows of its row groups.
+    """
 
     def __init__(self, group_rows: Sequence[NDArray[np.int64]]) -> None:
         rows = np.concatenate(group_rows)
-        counts = [len(own) for own in group_rows]
+        counts = [len(rows_of_file) for rows_of_file in group_rows]
+        # (row groups of all files,): the file, the number in the file, and the range of rows
         self._file = np.repeat(np.arange(len(counts)), counts)
         self._group = np.concatenate([np.arange(count) for count in counts])
         self._end = np.cumsum(rows)
@@ -304,72 +375,93 @@ class _Places:
     def __getitem__(self, row: int) -> tuple[int, int, int]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        at = int(np.searchsorted(self._end, row, "right"))
-        return int(self._file[at]), int(self._group[at]), int(row - self._start[at])
+        k = int(
+            np.searchsorted(self._end, row, "right")
+        )  # the row group that has the row
+        return int(self._file[k]), int(self._group[k]), int(row - self._start[k])
 
 
 @dataclass(frozen=True)
 class ParquetOpener(Opener):
-    """Rows of parquet files; a location is (file, row group, row in it). column: of the bytes."""
+    """Opens rows of parquet files; a location is (index of the file, row group, row in it).
+
+    Attributes:
+        files: the folder or URL of the files.
+        names: the files' names.
+        column: the column, or field of a struct, with the encoded images.
+    """
 
     files: Files
     names: tuple[str, ...]
     column: str
 
     def _bytes(self, location: tuple[int, int, int]) -> bytes:
+        """Return the bytes of a row; raise ImageError if it has none or the file is damaged."""
         from pyarrow import ArrowException
 
-        file, group, row = location
-        name = f"row {row} of group {group} of {self.names[file]}"
+        file_index, group, row = location
+        file_name = self.names[file_index]
+        name = f"row {row} of group {group} of {file_name}"
         try:
-            with _reading:  # a file is read in one thread, and each group once
-                rows = _group(self.files, self.names[file], self.column, group)
+            # Locked, since an opened file can be read by one thread at a time, and so that several
+            # threads do not read the same group.
+            with _reading:
+                rows = _read_group(self.files, file_name, self.column, group)
         except (ArrowException, MemoryError) as error:
             why = f"the parquet file is damaged: {one_line(error)}"
             raise ImageError(name, why) from None
         if row >= len(rows):
             why = f"the parquet file is damaged: the group has {len(rows)} rows, fewer than it says"
             raise ImageError(name, why)
-        found = rows[row]
-        if not found.is_valid:
+        scalar = rows[row]
+        if not scalar.is_valid:
             raise ImageError(name, "the row has no image")
-        encoded = found.as_buffer()
+        encoded = scalar.as_buffer()
         if encoded.size > MAX_BYTES:
             raise ImageError(name, f"has {encoded.size} bytes")
         return encoded.to_pybytes()
 
 
-@functools.lru_cache(FILES)
-def _opened(files: Files, name: str) -> Any:
+@functools.lru_cache(CACHED_FILES)
+def _open_parquet_file(files: Files, name: str) -> Any:
+    """Return pyarrow's ParquetFile, whose metadata are read once."""
     from pyarrow.parquet import ParquetFile
 
-    return ParquetFile(_Ranged(files, name))
+    return ParquetFile(_RangedFile(files, name))
 
 
-@functools.lru_cache(GROUPS)
-def _group(files: Files, name: str, column: str, group: int) -> Any:
-    return _column(_opened(files, name), column, group)
+@functools.lru_cache(CACHED_GROUPS)
+def _read_group(files: Files, name: str, column: str, group: int) -> Any:
+    """Return a column of a row group as a pyarrow ChunkedArray."""
+    return _read_column(_open_parquet_file(files, name), column, group)
 
 
-def _column(file: Any, name: str, group: int | None = None) -> Any:
-    """A column, or a field of a struct, in chunks; of all rows, or of a row group."""
+def _read_column(file: Any, name: str, group: int | None = None) -> Any:
+    """Return a column, or a field of a struct (`column.field`), as a pyarrow ChunkedArray.
+
+    It has the rows of a row group, or all rows without a group.
+    """
     from pyarrow import chunked_array
 
-    read = file.read if group is None else functools.partial(file.read_row_group, group)
-    found = read(columns=[name], use_threads=False).column(0)
+    if group is None:
+        table = file.read(columns=[name], use_threads=False)
+    else:
+        table = file.read_row_group(group, columns=[name], use_threads=False)
+    column = table.column(0)
     if "." not in name:
-        return found
-    # A struct that is null has fields that are.
-    return chunked_array(
-        [chunk.flatten()[0] for chunk in found.chunks], found.type.field(0).type
-    )
+        return column
+    # `flatten` makes the fields of a null struct null; `field` would give them some value.
+    fields = [chunk.flatten()[0] for chunk in column.chunks]
+    return chunked_array(fields, column.type.field(0).type)
 
 
-class _Ranged(io.RawIOBase):
+class _RangedFile(io.RawIOBase):
+    """A file object for pyarrow that reads ranges of a file in a folder or at a URL."""
+
     def __init__(self, files: Files, name: str) -> None:
         self._files = files
         self._name = name
-        self._at = 0
+        self._position = 0
         self._size, _ = files.stamp(name)
 
     def readable(self) -> bool:
@@ -379,16 +471,18 @@ class _Ranged(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[
+            whence
+        ]
+        self._position = start + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self._size - self._position)
         length = left if size is None or size < 0 else min(size, left)
-        data = self._files.read_range(self._name, self._at, length)
-        self._at += length
+        data = self._files.read_range(self._name, self._position, length)
+        self._position += length
         return data

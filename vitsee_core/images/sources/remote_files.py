@@ -1,4 +1,4 @@
-"""Files at URLs that are only read: of web servers, and of data sets of the hub."""
+"""Files at URLs that are only read: those of web servers, and of data sets on the hub."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from obstore.store import HTTPStore
 from vitsee_stores.files import NoAnswer
 from vitsee_stores.objects import Objects
 
-_NO_RETRY: Any = {"max_retries": 0}  # `Objects` does
+_NO_RETRY: Any = {"max_retries": 0}  # `Objects` retries already
 
 
 class Web(Objects):
     """A folder of a web server, which cannot be listed."""
 
     def listed(self) -> list[str]:
+        """Raise OSError: a web server has no list of its files."""
         raise OSError(
             errno.ENOTSUP,
             "a web server has no list; name its files, with braces: {0000..0063}",
@@ -31,14 +32,17 @@ class Web(Objects):
 
 
 class Hub(Web):
-    """A data set of the Hugging Face hub, or a folder of it, at OWNER/NAME or OWNER/NAME@REVISION.
-    The token is the one that huggingface_hub finds."""
+    """A data set on the Hugging Face hub, or a folder of it, at OWNER/NAME or OWNER/NAME@REVISION.
+
+    The token is the one that huggingface_hub finds.
+    """
 
     def listed(self) -> list[str]:
+        """Return the paths of all files below the folder; raise NoAnswer if the hub has no list."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        name, revision = self._of()
+        name, revision = self._name_and_revision()
         folder = self.place.key
         try:
             tree = HfApi(endpoint=_endpoint()).list_repo_tree(
@@ -49,9 +53,9 @@ class Hub(Web):
                 repo_type="dataset",
             )
             paths = [entry.path for entry in tree if isinstance(entry, RepoFile)]
-        except Exception as error:  # the library and its network layer have many
-            text = str(error).strip().splitlines() or [type(error).__name__]
-            raise NoAnswer(errno.EIO, f"the hub: {text[0][:200]}") from None
+        except Exception as error:  # the library and its network layer have many kinds
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise NoAnswer(errno.EIO, f"the hub: {lines[0][:200]}") from None
         return [path.removeprefix(f"{folder}/") for path in paths]
 
     @property
@@ -59,14 +63,17 @@ class Hub(Web):
         if self._opened is None:
             from huggingface_hub import get_token
 
-            name, revision = self._of()
+            name, revision = self._name_and_revision()
             url = f"{_endpoint()}/datasets/{name}/resolve/{revision}/{self.place.key}"
             token = get_token()
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            headers = {}
+            if token:
+                headers["Authorization"] = f"Bearer {token}"
             self._opened = _http(url, headers)
         return self._opened
 
-    def _of(self) -> tuple[str, str]:
+    def _name_and_revision(self) -> tuple[str, str]:
+        """Return OWNER/NAME and the revision, "main" by default."""
         name, _, revision = self.place.bucket.removeprefix("datasets/").partition("@")
         return name, revision or "main"
 

@@ -31,17 +31,16 @@ from vitsee_core.images.sources.base import strings
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder
 
-BLOCK = 512
-# bytes of a long name, and of a member with a label
-PATH_MOST = 1 << 16
-LABEL_MOST = 1 << 20
-# Read at once: on a disk less than most images, so that these are passed over; of a server, whose
-# answers take longer to come than to be sent, several images.
+BLOCK = 512  # bytes; headers and contents start at multiples of it
+MAX_PATH_BYTES = 1 << 16
+MAX_LABEL_BYTES = 1 << 20
+# Bytes read at a time. From a disk, fewer than an image has, so that its contents are skipped; from
+# a server, whose answers take longer to arrive than to be transferred, those of several images.
 WINDOW = 1 << 14
-WINDOW_FAR = 1 << 20
+REMOTE_WINDOW = 1 << 20
 MAX_REPLACED_SHOWN = 1000
-FLUSH = 1 << 15  # Python objects that become arrays at once
-PACKED = {
+PACK_AFTER = 1 << 15  # so many Python strings are packed into an array at a time
+PACKED = {  # first bytes of a compressed file -> the tool that unpacks it
     b"\x1f\x8b": "gunzip",
     b"(\xb5/\xfd": "zstd -d",
     b"BZh": "bunzip2",
@@ -54,15 +53,10 @@ CLIPS = frozenset(
 MEMBERS = ("cls", "txt")  # that are a label themselves
 JSON_FIELDS = ("label", "cls", "class")
 _ZEROS = bytes(BLOCK)
+# The header's type flag.
 _FILES = (b"0", b"\0", b"7")
-_WITHOUT_DATA = (
-    b"1",
-    b"2",
-    b"3",
-    b"4",
-    b"5",
-    b"6",
-)  # links, devices, folders, whatever their size
+# Links, devices and folders, which have no contents whatever the size in their header.
+_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")
 
 
 @dataclass
@@ -70,11 +64,13 @@ class TarIndex:
     """The images of one tar file.
 
     Attributes:
-        paths: (images,) in the tar, of numpy's StringDType, as the tar has them.
-        offset, size: (images,) where the bytes are.
+        paths: (images,) paths as the tar has them, of numpy's StringDType.
+        offset, size: (images,) first byte and number of bytes of the contents.
         label: (images,) index into `label_texts`, -1 for none.
-        whole: (images,) whether the name is a key and an image's ending, no further one between.
-        others: files that are left out because of their ending -> how many.
+        is_single: (images,) whether the name is a key and an image's ending, as `k.jpg` is and
+            `k.seg.png` is not.
+        label_texts: the distinct labels.
+        others: ending -> number of files that are left out because of it.
         replaced: paths of images that a later member replaces, at most a thousand.
     """
 
@@ -82,43 +78,44 @@ class TarIndex:
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
     label: NDArray[np.int32]
-    whole: NDArray[np.bool_]
+    is_single: NDArray[np.bool_]
     label_texts: list[str]
     others: dict[str, int] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
 
     def at(self, rows: NDArray[Any]) -> TarIndex:
-        offset = self.offset[rows]
-        size = self.size[rows]
-        label = self.label[rows]
+        """Return the index of the images that a mask or an array of positions picks."""
         return replace(
             self,
             paths=self.paths[rows],
-            offset=offset,
-            size=size,
-            label=label,
-            whole=self.whole[rows],
+            offset=self.offset[rows],
+            size=self.size[rows],
+            label=self.label[rows],
+            is_single=self.is_single[rows],
         )
 
 
 def index_tar(
     files: Files, name: str, size: int, label_key: str | None, clips: bool = False
 ) -> TarIndex:
-    """Read the headers of a tar file.
+    """Return the index of a tar file, for which its headers and labels are read.
 
     Args:
-        files, name, size: the tar.
+        files: the folder or URL of the tar.
+        name: the tar's name in it.
+        size: the tar's size in bytes.
         label_key: `cls` or `txt`, the member with an image's label, or else a field of its
             `.json`. By default the first that an image has of `.cls`, the field `label`, `cls` or
             `class` of `.json`, and a `.txt` with a whole number.
         clips: index videos, not images.
 
     Raises:
-        DataError: why it cannot be read as an uncompressed tar, or as a set of labelled images.
+        DataError: it is not an uncompressed tar, or not a set of labelled images. The message
+            starts with a verb: the caller puts the tar's name before it.
     """
     window = _Window(files, name, size)
-    seen = _Seen(label_key, CLIPS if clips else IMAGES)
-    wanted = is_video if clips else is_image
+    builder = _IndexBuilder(label_key, CLIPS if clips else IMAGES)
+    is_sample = is_video if clips else is_image
     try:
         if not size:
             raise ValueError("it is empty")
@@ -128,13 +125,13 @@ def index_tar(
             ending = base.rpartition(".")[2].lower()
             if is_hidden(path):
                 continue
-            if wanted(base):
-                seen.add_image(utf8(path), offset, length)
-            elif seen.reads(ending) and length <= LABEL_MOST:
-                seen.add_label(path, ending, window.read(offset, length))
-            elif not (clips and is_image(base)):
+            if is_sample(base):
+                builder.add_image(utf8(path), offset, length)
+            elif builder.reads(ending) and length <= MAX_LABEL_BYTES:
+                builder.add_label(path, ending, window.read(offset, length))
+            elif not (clips and is_image(base)):  # images may be previews of the videos
                 count_ending(others, base)
-        return replace(seen.index(), others=dict(others))
+        return replace(builder.index(), others=dict(others))
     except (ValueError, RecursionError) as error:
         start = bytes(window.read(0, min(size, 4)))
         tool = next(
@@ -145,63 +142,83 @@ def index_tar(
 
 
 def key_of(path: str) -> str:
-    """The key of a member: its path up to the first dot behind its folder."""
+    """Return the key of a member: its path up to the first dot behind its folder.
+
+    Members of the same key belong together, as webdataset defines it: `0001.jpg`, `0001.cls`.
+    """
     folder, slash, base = path.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
 
 class _Window:
+    """Reads a file from front to back, a window at a time."""
+
     def __init__(self, files: Files, name: str, size: int) -> None:
         self._files = files
         self._name = name
         self._size = size
-        self._least = WINDOW if isinstance(files, Folder) else WINDOW_FAR
-        self._at = 0
+        self._window_bytes = WINDOW if isinstance(files, Folder) else REMOTE_WINDOW
+        self._offset = 0  # of the window in the file
         self._data = b""
 
-    def read(self, at: int, length: int) -> bytes:
-        start = at - self._at
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset` on; a new window starts there if it is needed."""
+        start = offset - self._offset
         if start < 0 or start + length > len(self._data):
-            ahead = min(max(length, self._least), self._size - at)
-            self._at, self._data, start = (
-                at,
-                self._files.read_range(self._name, at, ahead),
-                0,
-            )
+            n_bytes = min(max(length, self._window_bytes), self._size - offset)
+            self._data = self._files.read_range(self._name, offset, n_bytes)
+            self._offset = offset
+            start = 0
         return self._data[start : start + length]
 
 
 def _members(
     window: _Window, at: int, stop: int, prefix: str
 ) -> Iterator[tuple[str, int, int]]:
-    """Path, offset and size of every file; those of a tar inside are below its name. Raises
-    ValueError: no header where one should be, or the tar ends before a member does."""
-    given: dict[str, str] = {}  # of the next member, from headers of its own
+    """Yield path, offset and size of each file between two offsets of a tar.
+
+    The files of a tar inside the tar are yielded too, below its name.
+
+    Args:
+        window: reads the tar.
+        at: the offset of the first header.
+        stop: the offset behind the tar.
+        prefix: put before each path.
+
+    Raises:
+        ValueError: there is no header where one should be, or the tar ends before a member does.
+    """
+    # Long names and other fields that do not fit into a header precede it as members of their own.
+    overrides: dict[str, str] = {}
     while at < stop:
         if stop - at < BLOCK:
             raise ValueError(f"it ends in the middle of the header at byte {at}")
         head = window.read(at, BLOCK)
         if head == _ZEROS:
             return
-        size = _size(head, at)
+        size = _size_in_header(head, at)
         kind = head[156:157]
-        if kind in _FILES and "size" in given:
-            size = int(given["size"])
+        if kind in _FILES and "size" in overrides:
+            size = int(overrides["size"])
         if kind in _WITHOUT_DATA:
             size = 0
         body = at + BLOCK
+        # The next header is at the next multiple of BLOCK (-(-a // b) rounds up).
         at = body + -(-size // BLOCK) * BLOCK
         if body + size > stop:
             raise ValueError(f"it ends {body + size - stop} bytes too early")
-        if kind in (b"L", b"x", b"X"):
-            if size > PATH_MOST:
+        if kind in (b"L", b"x", b"X"):  # GNU's long name, or an extended header of pax
+            if size > MAX_PATH_BYTES:
                 raise ValueError(f"a name of {size} bytes before byte {at}")
             data = window.read(body, size)
-            given |= {"path": _text(data)} if kind == b"L" else _pax(data)
-        elif kind not in (b"K", b"g"):
-            path = given.get("path") or _path(head)
-            sparse = any(key.startswith("GNU.sparse") for key in given)
-            given = {}
+            if kind == b"L":
+                overrides["path"] = _decode_name(data)
+            else:
+                overrides |= _pax_records(data)
+        elif kind not in (b"K", b"g"):  # not a long link name, nor pax's global header
+            path = overrides.get("path") or _path_in_header(head)
+            sparse = any(key.startswith("GNU.sparse") for key in overrides)
+            overrides = {}
             if kind not in _FILES or sparse or path.endswith("/"):
                 continue
             path = member_path(path)
@@ -213,10 +230,18 @@ def _members(
                 yield path, body, size
 
 
-def _size(head: bytes, at: int) -> int:
+def _size_in_header(head: bytes, at: int) -> int:
+    """Return the size of a member; raise ValueError if `head` is not a header.
+
+    Args:
+        head: the 512 bytes at `at`.
+        at: their offset in the tar, for the message.
+    """
     try:
-        matches = sum(head) - sum(head[148:156]) + 8 * ord(" ") == _number(head[148:156])
-        size = _number(head[124:136])
+        # The checksum is the sum of all bytes, with blanks in place of the checksum itself.
+        checksum = sum(head) - sum(head[148:156]) + 8 * ord(" ")
+        matches = checksum == _parse_number(head[148:156])
+        size = _parse_number(head[124:136])
     except ValueError:
         matches = False
     if not matches or size < 0:
@@ -224,24 +249,30 @@ def _size(head: bytes, at: int) -> int:
     return size
 
 
-def _number(digits: bytes) -> int:
-    """Octal digits, or a binary number behind a byte of its own."""
-    if digits[0] & 0x80:
-        return int.from_bytes(digits[1:], "big")
-    return int(digits.partition(b"\0")[0].strip() or b"0", 8)
+def _parse_number(field: bytes) -> int:
+    """Return the number in a header's field: octal digits, or binary if the first bit is set."""
+    if field[0] & 0x80:
+        return int.from_bytes(field[1:], "big")
+    return int(field.partition(b"\0")[0].strip() or b"0", 8)
 
 
-def _path(head: bytes) -> str:
-    """The name in a header, with what POSIX puts before it."""
-    before = _text(head[345:500]) if head[257:263] == b"ustar\0" else ""
-    if before:
-        return f"{before}/{_text(head[:100])}"
-    return _text(head[:100])
+def _path_in_header(head: bytes) -> str:
+    """Return the path in a header: a name, behind the folder that POSIX has in a second field."""
+    name = _decode_name(head[:100])
+    if head[257:263] == b"ustar\0":
+        folder = _decode_name(head[345:500])
+        if folder:
+            return f"{folder}/{name}"
+    return name
 
 
-def _pax(data: bytes) -> dict[str, str]:
-    """The records of an extended header: `LENGTH KEY=VALUE`. Raises ValueError: they are none."""
-    found = {}
+def _pax_records(data: bytes) -> dict[str, str]:
+    """Return the records, each `LENGTH KEY=VALUE`, of pax's extended header.
+
+    Raises:
+        ValueError: the data are not such records.
+    """
+    records = {}
     at = 0
     while at < len(data) and data[at : at + 1] != b"\0":
         digits, blank, _ = data[at : at + 20].partition(b" ")
@@ -249,154 +280,176 @@ def _pax(data: bytes) -> dict[str, str]:
         if not blank or length < len(digits) + 3 or at + length > len(data):
             raise ValueError("an extended header that is none")
         key, _, value = data[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        found[_text(key)] = _text(value)
+        records[_decode_name(key)] = _decode_name(value)
         at += length
-    return found
+    return records
 
 
-def _text(name: bytes) -> str:
+def _decode_name(name: bytes) -> str:
+    """Return the text up to the first NUL; bytes that are not UTF-8 are kept as surrogates."""
     return name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
-class _Packed:
+class _PackedStrings:
+    """A growing array of strings, of which only the last few are Python objects."""
+
     def __init__(self) -> None:
-        self._parts: list[NDArray[Any]] = []
-        self._fresh: list[str] = []
+        self._packed: list[NDArray[Any]] = []
+        self._unpacked: list[str] = []
 
     def add(self, text: str) -> None:
-        self._fresh.append(text)
-        if len(self._fresh) == FLUSH:
+        """Append a string."""
+        self._unpacked.append(text)
+        if len(self._unpacked) == PACK_AFTER:
             self.array()
 
     def array(self) -> NDArray[Any]:
-        self._parts = [np.concatenate([*self._parts, strings(self._fresh)])]
-        self._fresh = []
-        return self._parts[0]
+        """Return all strings as an array of StringDType."""
+        self._packed = [np.concatenate([*self._packed, strings(self._unpacked)])]
+        self._unpacked = []
+        return self._packed[0]
 
 
-class _Seen:
-    """The images that were found in a tar so far, and labels by their keys."""
+class _IndexBuilder:
+    """Collects the images of a tar, and labels by their keys, until `index` joins them."""
 
-    def __init__(self, label_key: str | None, endings: frozenset[str]) -> None:
+    def __init__(self, label_key: str | None, image_endings: frozenset[str]) -> None:
         self._label_key = label_key
-        self._kinds = endings
-        # The last wins.
-        self._endings: tuple[str, ...] = ("txt", "json", "cls")
+        self._image_endings = image_endings
+        # Endings of members with labels, by increasing precedence.
+        self._label_endings: tuple[str, ...] = ("txt", "json", "cls")
         if label_key is not None:
-            self._endings = (label_key,) if label_key in MEMBERS else ("json",)
+            self._label_endings = (label_key,) if label_key in MEMBERS else ("json",)
         if label_key == NO_LABELS:
-            self._endings = ()
-        self._paths = _Packed()
-        self._whole = array("b")
+            self._label_endings = ()
+        # An item for each image.
+        self._paths = _PackedStrings()
+        self._is_single = array("b")
         self._offset = array("q")
         self._size = array("q")
-        self._keys = _Packed()
-        self._label = array("i")
-        self._ending = array("b")
-        self._codes: dict[str, int] = {}
+        # An item for each label: its key, the index of its text, the index of its ending.
+        self._label_keys = _PackedStrings()
+        self._label_codes = array("i")
+        self._label_ending = array("b")
+        self._code_of_text: dict[str, int] = {}
 
     def reads(self, ending: str) -> bool:
-        return ending in self._endings
+        """Return whether members with this ending are read as labels."""
+        return ending in self._label_endings
 
     def add_image(self, path: str, offset: int, size: int) -> None:
+        """Add an image's path and where its bytes are."""
+        endings = path.removeprefix(key_of(path))[1:].lower()
         self._paths.add(path)
-        self._whole.append(path.removeprefix(key_of(path))[1:].lower() in self._kinds)
+        self._is_single.append(endings in self._image_endings)
         self._offset.append(offset)
         self._size.append(size)
 
     def add_label(self, path: str, ending: str, data: bytes) -> None:
-        """Raises ValueError: not of the kind that its ending says."""
+        """Add the label in a member's bytes; a .txt that may be a caption is passed over.
+
+        Raises:
+            ValueError: the member is not of the kind that its ending says.
+        """
         try:
-            text = (
-                self._json_label(data)
-                if ending == "json"
-                else data.decode("utf-8").strip()
-            )
+            is_json = ending == "json"
+            text = self._json_label(data) if is_json else data.decode("utf-8").strip()
         except DataError as error:
             raise ValueError(
                 f"{path}: {error} (--label-key KEY names another, or none)"
             ) from None
         except (ValueError, RecursionError):
-            raise ValueError(
-                f"{path} is no {'JSON' if ending == 'json' else 'text'}"
-            ) from None
-        if (
-            self._label_key is None
-            and ending == "txt"
-            and not text.removeprefix("-").isdigit()
-        ):
+            kind = "JSON" if ending == "json" else "text"
+            raise ValueError(f"{path} is no {kind}") from None
+        is_number = text.removeprefix("-").isdigit()
+        if self._label_key is None and ending == "txt" and not is_number:
             return  # a caption
         if text:
-            self._keys.add(key_of(path))
-            self._label.append(self._codes.setdefault(text, len(self._codes)))
-            self._ending.append(self._endings.index(ending))
+            self._label_keys.add(key_of(path))
+            code = self._code_of_text.setdefault(text, len(self._code_of_text))
+            self._label_codes.append(code)
+            self._label_ending.append(self._label_endings.index(ending))
 
     def _json_label(self, data: bytes) -> str:
+        """Return the label in a JSON member, "" if it has none; raise ValueError if damaged."""
         fields = JSON_FIELDS if self._label_key is None else (self._label_key,)
         record = json.loads(data)
-        values = (
-            (record.get(field) for field in fields) if isinstance(record, dict) else ()
-        )
-        value = next((value for value in values if value is not None), None)
+        value = None
+        if isinstance(record, dict):
+            present = [record[name] for name in fields if record.get(name) is not None]
+            value = next(iter(present), None)
         return label_text(value)
 
     def index(self) -> TarIndex:
-        """Raises ValueError: two images of one key, or a label without an image."""
-        made = TarIndex(
-            self._paths.array(),
-            np.frombuffer(self._offset, np.int64)
-            if self._offset
-            else np.empty(0, np.int64),
-            np.frombuffer(self._size, np.int64) if self._size else np.empty(0, np.int64),
-            np.full(len(self._offset), -1, np.int32),
-            np.array(self._whole, np.bool_),
-            [],
+        """Return the index of the images that were added, with their labels.
+
+        Raises:
+            ValueError: two images of a labelled set have the same key, or a label has no image.
+        """
+        index = TarIndex(
+            paths=self._paths.array(),
+            offset=np.array(self._offset, np.int64),
+            size=np.array(self._size, np.int64),
+            label=np.full(len(self._offset), -1, np.int32),
+            is_single=np.array(self._is_single, np.bool_),
+            label_texts=[],
         )
-        replaced = _replaced(made)
+        replaced = _is_replaced(index)
         if replaced.any():
-            paths = [str(path) for path in made.paths[replaced][:MAX_REPLACED_SHOWN]]
-            made = replace(made.at(~replaced), replaced=paths)
-        keys = self._keys.array()
-        if len(keys):
-            self._join(made, keys)
-        return made
+            paths = [str(path) for path in index.paths[replaced][:MAX_REPLACED_SHOWN]]
+            index = replace(index.at(~replaced), replaced=paths)
+        label_keys = self._label_keys.array()
+        if len(label_keys):
+            self._join_labels(index, label_keys)
+        return index
 
-    def _join(self, made: TarIndex, label_keys: NDArray[Any]) -> None:
-        packed = _Packed()
-        for path in made.paths:
-            packed.add(key_of(path))
-        both = np.concatenate([label_keys, packed.array()])
-        n = len(label_keys)
-        order = np.argsort(both, kind="stable")
-        ordered = both[order]
-        group = np.empty(len(both), np.int64)
-        group[order] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])
-        of_labels = group[:n]
-        of_images = group[n:]
-        endings = np.array(self._ending)
-        codes = np.array(self._label, np.int32)
-        label = np.full(len(both), -1, np.int32)
-        for ending in range(len(self._endings)):
-            label[of_labels[endings == ending]] = codes[endings == ending]
-        if (label[of_images] < 0).all():
-            return
-        n_images = np.bincount(of_images[made.whole], minlength=len(both))
-        kinds = ", ".join(f".{ending}" for ending in sorted(self._kinds))
+    def _join_labels(self, index: TarIndex, label_keys: NDArray[Any]) -> None:
+        """Set the labels of an index by joining label keys with the images' keys.
+
+        The join sorts all keys, which are arrays: a dict of a million keys takes ten times as much
+        memory.
+        """
+        image_keys = _PackedStrings()
+        for path in index.paths:
+            image_keys.add(key_of(path))
+        keys = np.concatenate([label_keys, image_keys.array()])
+        n_labels = len(label_keys)
+        # Number the distinct keys: a key's number goes up where the sorted keys change.
+        order = np.argsort(keys, kind="stable")
+        ordered = keys[order]
+        key_number = np.empty(len(keys), np.int64)
+        key_number[order] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])
+        key_of_label = key_number[:n_labels]
+        key_of_image = key_number[n_labels:]
+        endings = np.array(self._label_ending)
+        codes = np.array(self._label_codes, np.int32)
+        code_of_key = np.full(len(keys), -1, np.int32)
+        # By increasing precedence, so that a later ending replaces an earlier one.
+        for ending in range(len(self._label_endings)):
+            code_of_key[key_of_label[endings == ending]] = codes[endings == ending]
+        if (code_of_key[key_of_image] < 0).all():
+            return  # the labels belong to files of another kind
+        n_images = np.bincount(key_of_image[index.is_single], minlength=len(keys))
         if (n_images > 1).any():
-            found = made.paths[made.whole & (of_images == np.argmax(n_images > 1))]
+            first_key = np.argmax(n_images > 1)
+            paths = index.paths[index.is_single & (key_of_image == first_key)]
             raise ValueError(
-                f"{found[0]} and {found[1]} are images of one key; expected one"
+                f"{paths[0]} and {paths[1]} are images of one key; expected one"
             )
-        if len(alone := np.flatnonzero(n_images[of_labels] == 0)):
+        without_image = np.flatnonzero(n_images[key_of_label] == 0)
+        if len(without_image):
+            kinds = ", ".join(f".{ending}" for ending in sorted(self._image_endings))
             raise ValueError(
-                f"the key {label_keys[alone[0]]} has a label and no image; expected one of: {kinds}"
+                f"the key {label_keys[without_image[0]]} has a label and no image; expected one "
+                f"of: {kinds}"
             )
-        made.label = label[of_images]
-        made.label_texts = list(self._codes)
+        index.label = code_of_key[key_of_image]
+        index.label_texts = list(self._code_of_text)
 
 
-def _replaced(index: TarIndex) -> NDArray[np.bool_]:
-    """(images,) which have the path of another that was appended later."""
+def _is_replaced(index: TarIndex) -> NDArray[np.bool_]:
+    """Return (images,) whether a later image of the tar has the same path."""
+    # The sort is stable, so the last of equal paths is the one that was appended last.
     order = np.argsort(index.paths, kind="stable")
     ordered = index.paths[order]
     replaced = np.zeros(len(order), np.bool_)
