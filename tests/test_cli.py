@@ -544,7 +544,7 @@ def test_remarks_are_printed_as_they_are() -> None:
 
 def test_progress_in_a_file_is_lines() -> None:
     def body() -> None:
-        reporter = console.Reporter("b16.zarr", after=0.0, every=0.0)
+        reporter = console.Reporter("b16.zarr", show_after=0.0, line_interval=0.0)
         reporter.start(96, 32)
         reporter.advance(32)
         reporter.advance(0, 5_000_000)
@@ -569,7 +569,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
             "stderr",
             lambda: Console(stderr=True, force_terminal=True, width=100),
         )
-        reporter = console.Reporter("b16.zarr", after=0.0)
+        reporter = console.Reporter("b16.zarr", show_after=0.0)
         reporter.start(64)
         reporter.advance(64, 1000)
         console.say("a remark above the bar")

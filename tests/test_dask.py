@@ -429,7 +429,7 @@ def test_progress_says_by_how_many_workers(
 ) -> None:
     console.setup(0)
     two.client.wait_for_workers(2, timeout=60)  # other tests kill some
-    reporter = console.Reporter("vitsee x", after=0, every=0)
+    reporter = console.Reporter("vitsee x", show_after=0, line_interval=0)
     with spread_over(address(two), reporter) as own:
         assert isinstance(own["map"], DaskMap)
         reporter.start(4)

@@ -171,7 +171,7 @@ def test_short_work_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> Non
     """And longer work says at its end what it was, in its unit."""
     console.setup(0)
     for after in (30.0, 0.0):
-        reporter = console.Reporter("knn", after=after)
+        reporter = console.Reporter("knn", show_after=after)
         with counting(reporter, 4, "rows"):
             reporter.advance(4)
         shown = capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_a_bar_appears_without_an_advance(monkeypatch: pytest.MonkeyPatch) -> No
         console, "stderr", lambda: Console(stderr=True, force_terminal=True)
     )
     monkeypatch.setenv("TERM", "xterm")
-    reporter = console.Reporter("knn", after=0.01)
+    reporter = console.Reporter("knn", show_after=0.01)
     with counting(reporter, 4, "rows"):
         bar = reporter._display
         assert isinstance(bar, console._Bar)

@@ -21,7 +21,7 @@ from tests.command_line import invoke as vitsee
 from tests.command_line import said
 from vitsee_cli import console, performing
 from vitsee_cli.main import main
-from vitsee_cli.performing import KEPT, Performer, Workers, n_workers
+from vitsee_cli.performing import RESUME_LINE, Performer, Workers, n_workers
 from vitsee_core.runtime import machine
 from vitsee_core.study.running import DONE, LEFT_OUT, Outcome, Record, Stopped, carry_out
 from vitsee_core.study.steps import Step
@@ -409,7 +409,7 @@ def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(
         assert process.returncode == -9
     else:
         assert process.returncode == 75
-        assert err.splitlines()[-1] == f"vitsee study: interrupted; {KEPT}"
+        assert err.splitlines()[-1] == f"vitsee study: interrupted; {RESUME_LINE}"
     known = {path.name for path in (alone / "results").iterdir()}
     assert {path.name for path in (folder / "results").iterdir()} <= known, (
         "nothing half-made"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
 
-_HOME = {
+_MODULE_OF_NAME = {
     "Monitor": "vitsee_core.training.monitor",
     "NotebookProgress": "vitsee_core.runtime.progress",
     "Segmentation": "vitsee_core.truth.masks.segments",
@@ -51,17 +51,21 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    """Import a name, or the `run` of an analysis, when it is first used.
+
+    Importing all of them at once would take seconds, and torch.
+    """
+    if name in _MODULE_OF_NAME:
+        value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     elif not name.startswith("_") and (
         name in registry.builtin_names() or name in registry.names()
     ):
         value = registry.load(name).run
     else:
         raise AttributeError(f"module 'vitsee' has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value  # from now on this function is not called for the name
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, *registry.names()])
+    return sorted([*_MODULE_OF_NAME, *registry.names()])

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[str, Any]]:
-    """The keyword `map` of an analysis if a cluster does the work, whose size `progress` then
-    shows."""
+    """Context with the keyword `map` of an analysis, if a Dask cluster does the work.
+
+    Args:
+        dask: address of the scheduler or `local:N`; None without a cluster, for no keyword.
+        progress: shows the number of workers meanwhile.
+    """
     if dask is None:
         yield {}
         return
@@ -37,32 +41,40 @@ def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[s
     from vitsee_core.runtime.machine import plural
 
     with dask_map(dask) as over_workers:
-        progress.beside = lambda: plural(over_workers.n_workers(), "workers")
+        progress.suffix = lambda: plural(over_workers.n_workers(), "workers")
         yield {"map": over_workers}
 
 
 def absolute(value: Any) -> Any:
-    """`value` with absolute paths: a worker has its own working directory."""
+    """Return a copy of an option's value in which all paths are absolute.
+
+    Paths in containers and dataclasses are found, too. A worker of a cluster has another working
+    directory.
+    """
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, dict):
-        return {key: absolute(own) for key, own in value.items()}
+        return {key: absolute(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(absolute, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: absolute(getattr(value, f.name)) for f in fields(value)}
-        )
+        changes = {
+            field.name: absolute(getattr(value, field.name)) for field in fields(value)
+        }
+        return replace(value, **changes)
     return value
 
 
 def paths_in(value: Any) -> Iterator[Path]:
-    """Every path, and every text that may be one, in the values of options."""
+    """Yield every path, and every text, which may be one, in the values of options."""
     if isinstance(value, (str, Path)):
         yield Path(value)
-    elif isinstance(value, (dict, list, tuple)):
-        for own in value.values() if isinstance(value, dict) else value:
-            yield from paths_in(own)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from paths_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from paths_in(item)
 
 
 def run_analysis(
@@ -78,21 +90,25 @@ def run_analysis(
     x: str | None = None,
     **parameters: Any,
 ) -> None:
-    """Open the stores, compute `run(*stores, **parameters)`, and write it to `outputs`, which are
-    refused before the work if they exist.
+    """Open the stores, compute `run(*stores, **parameters)`, and write the table to `outputs`.
+
+    Outputs that exist are refused before any work.
 
     Args:
         run: the analysis.
-        draw: `draw` of its declaration, for --png; None without that option.
-        stores: of the command line.
-        outputs: where the result goes.
-        allow_partial: stores may be unfinished.
+        draw: `draw` of its declaration, for --png; None for a command without that option.
+        stores: the stores of the command line.
+        outputs: where the table, its sidecar and the figure go.
+        allow_partial: whether stores may be unfinished.
         resumes: what is kept if the command is stopped, so that repeating it continues.
-        dask: the cluster that does the work.
-        drawing: keywords of its `plot`; the sidecar keeps them for `vitsee plot`.
-        x: "step" or "epoch" of stores over a training: the table gets its column, and of
-            comparisons the pairs of equal depth.
+        dask: address of the cluster that does the work; None for this process.
+        drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
+        x: "step" or "epoch", if the stores are of one model over its training: the table gets
+            that column, and comparisons are of layers of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
+
+    Raises:
+        VitseeError: an output exists, a store cannot be read, or the analysis refuses them.
     """
     from vitsee_core.pages.report.outputs import (
         check_outputs,
@@ -113,50 +129,62 @@ def run_analysis(
     opened = options.open_stores(stores, allow_partial=allow_partial)
     _check_memory(opened, parameters.get("memory"))
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
-    given = parameters if dask is None else absolute(parameters)
-    if (
-        x and parameters.get("pairs") == "all"
-    ):  # a chart has one value of a layer at a step
+    arguments = parameters if dask is None else absolute(parameters)
+    if x and parameters.get("pairs") == "all":
+        # A chart along the steps has one value of a layer at each step.
         parameters["pairs"] = "same-depth"
-    described = {**parameters, "allow_partial": allow_partial, **({"x": x} if x else {})}
+    recorded = {**parameters, "allow_partial": allow_partial}
+    if x:
+        recorded["x"] = x
 
-    def described_now() -> dict[str, Any]:
-        guest = registry.guest_of(run.__module__)
-        command = console.command_line()
-        sidecar = describe_run(opened, command=command, parameters=described, guest=guest)
+    def current_sidecar() -> dict[str, Any]:
+        """Return what the sidecar says, as of now: stores and files may change meanwhile."""
+        sidecar = describe_run(
+            opened,
+            command=console.command_line(),
+            parameters=recorded,
+            guest=registry.guest_of(run.__module__),
+        )
         if drawing:
-            return {**sidecar, "figure": dict(drawing)}
+            sidecar = {**sidecar, "figure": dict(drawing)}
         return sidecar
 
-    read = [*paths_in(parameters)]
-    if outputs.if_changed and is_up_to_date(outputs, described_now(), read):
+    input_paths = [*paths_in(parameters)]
+    if outputs.if_changed and is_up_to_date(outputs, current_sidecar(), input_paths):
         touch(outputs)
         console.say(f"{outputs.csv} is up to date")
         return
-    takes = inspect.signature(run).parameters
-    if "force" in takes:  # the analysis writes a file of its own
-        given = {**given, "force": outputs.force}
+    if "force" in inspect.signature(run).parameters:
+        # The analysis writes a file of its own, which it would refuse to replace.
+        arguments = {**arguments, "force": outputs.force}
+    key_of_kept_work = {**recorded, "dask": dask is not None}
     with (
-        kept_beside(
-            run, outputs, opened, {**described, "dask": dask is not None}
-        ) as keep,
-        spread_over(dask, progress) as own,
+        kept_beside(run, outputs, opened, key_of_kept_work) as keep_keyword,
+        spread_over(dask, progress) as map_keyword,
     ):
-        table = run(*opened, **given, **own, **keep, progress=progress)
+        table = run(
+            *opened, **arguments, **map_keyword, **keep_keyword, progress=progress
+        )
     if x:
         table = with_steps(table, x)
 
-    def figure() -> Figure:
+    def draw_figure() -> Figure:
+        """Return the figure of the table, drawn only if --png asks for it."""
         assert draw is not None
-        options = {} if table.step_unit else drawing or {}
+        # The chart over a training has no options.
+        plot_keywords = {} if table.step_unit else drawing or {}
         with registry.blamed(run.__module__):
-            return draw(table, **options)
+            return draw(table, **plot_keywords)
 
     write_results(
-        table, outputs, figure=figure, sidecar=described_now(), stdout=sys.stdout
+        table,
+        outputs,
+        figure=draw_figure,
+        sidecar=current_sidecar(),
+        stdout=sys.stdout,
     )
-    if kept := keep.get("keep"):
-        kept.remove()
+    if "keep" in keep_keyword:  # the table is written: half of the work is not needed
+        keep_keyword["keep"].remove()
 
 
 @contextmanager
@@ -166,9 +194,23 @@ def kept_beside(
     stores: Sequence[Store],
     parameters: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """The keyword `keep` of an analysis that has it, if its table has a file: beside it half of
-    long work is kept, and a command that is stopped reports so."""
-    if outputs.csv is None or not _keeps(run):
+    """Context with the keyword `keep` of an analysis, if the analysis has it.
+
+    Then the sums of long work are kept in a folder beside the table, and a command that is
+    stopped says so. A table on stdout has no such folder.
+
+    Args:
+        run: the analysis.
+        outputs: where the table goes.
+        stores: the opened stores.
+        parameters: what decides the result: sums of other parameters are not read.
+    """
+    run_parameters = inspect.signature(run).parameters.values()
+    takes_keep = any(
+        parameter.name == "keep" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in run_parameters
+    )
+    if outputs.csv is None or not takes_keep:
         yield {}
         return
     from vitsee_core.runtime.kept_sums import FoldCheckpoints
@@ -177,35 +219,35 @@ def kept_beside(
     context = click.get_current_context()
     name = context.info_name or ""
     folder = outputs.csv.with_name(f"{outputs.csv.name}.partial")
-    kept = FoldCheckpoints(
+    checkpoints = FoldCheckpoints(
         folder, lambda: describe_work(name, stores, parameters, leave_out=folder)
     )
-    begins_anew = outputs.force and not outputs.if_changed
-    if (
-        begins_anew and context.find_root() is context.parent
-    ):  # a study always forces its steps
-        kept.remove()
+    # --force begins anew; but a study gives it to all of its steps, which then go on.
+    is_step_of_study = context.find_root() is not context.parent
+    if outputs.force and not outputs.if_changed and not is_step_of_study:
+        checkpoints.remove()
     try:
-        yield {"keep": kept}
+        yield {"keep": checkpoints}
     except KeyboardInterrupt:
-        if kept.status:
-            line = f"{kept.status} is kept; repeat the command to go on"
+        if checkpoints.status:
+            line = f"{checkpoints.status} is kept; repeat the command to go on"
             context.meta[console.RESUMES] = line
         raise
 
 
-def _keeps(run: Callable[..., Table]) -> bool:
-    parameters = inspect.signature(run).parameters.values()
-    return any(p.name == "keep" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
 def _check_memory(stores: Sequence[Store], memory: int | None) -> None:
-    """Refuse less memory than reading one chunk of a store takes, in float16 and float32."""
+    """Refuse a budget, in bytes, that is smaller than what reading one chunk of a store takes."""
+    if memory is None:
+        return
     for store in stores:
-        specs = (spec for spec in store.arrays.values() if spec.per in ("image", "slab"))
-        need = 3 * max((spec.chunk_bytes for spec in specs), default=0)
-        if memory is not None and memory < need:
+        largest_chunk = 0
+        for spec in store.arrays.values():
+            if spec.per in ("image", "slab"):
+                largest_chunk = max(largest_chunk, spec.chunk_bytes)
+        # A chunk as it is stored (float16), and its copy of twice that size (float32).
+        needed = 3 * largest_chunk
+        if memory < needed:
             raise VitseeError(
                 f"--memory is {human_bytes(memory)}, but reading a chunk of {store.label} takes "
-                f"{human_bytes(need)}; give that or more"
+                f"{human_bytes(needed)}; give that or more"
             )

@@ -32,86 +32,95 @@ if TYPE_CHECKING:
 PACKAGES = ["vitsee_cli", "vitsee_core", "vitsee_stores"]  # whose log lines are shown
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
-NOT_OFFERED = (
-    "vitsee.not_offered"  # in the click context: whether it was asked of the wrong model
-)
-REASON = "vitsee.reason"  # in the click context: why the last command failed
-RESUMES = (
-    "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
-)
-SHOW_AFTER = 1.0  # seconds: shorter work shows no progress
-LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
+# Entries of the click context:
+NOT_OFFERED = "vitsee.not_offered"  # whether the command does not apply to the model
+REASON = "vitsee.reason"  # why the last command failed
+RESUMES = "vitsee.resumes"  # what is kept of a command that is stopped
 
-PROGRESS_ONLY = -2
+SHOW_AFTER = 1.0  # seconds: shorter work shows no progress
+LOG_SECONDS = 15.0  # between progress lines where stderr is not a terminal
+
+PROGRESS_ONLY = -2  # a verbosity, for `setup`
 
 log = logging.getLogger("vitsee_cli")
 
 
 def _is_progress(record: logging.LogRecord) -> bool:
+    """Return whether a record is a warning, an error, or a line of progress."""
     return record.levelno > logging.INFO or getattr(record, "progress", False)
 
 
-_ALL: set[str] = set()  # always empty: every line is shown
-_shown = _ALL
+# How lines of the log are shown; `step_lines` and `send_lines_to` change it.
+_SHOW_ALL: set[str] = set()  # stays empty: lines are repeated
+_shown_lines = _SHOW_ALL
 _rewrite: Callable[[str], str] = str
 _send: Callable[[str], None] | None = None
 
 
 @contextmanager
-def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
-    """Show the lines of a nested command as `rewrite` puts them in the outer command's words, and
-    none that is in `shown`, which gets them."""
-    global _shown, _rewrite
-    _shown = shown
+def step_lines(shown_lines: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
+    """Context in which the log lines of a nested command are shown, each only once.
+
+    Args:
+        shown_lines: the lines shown already, which is extended.
+        rewrite: puts a line into the words of the outer command.
+    """
+    global _shown_lines, _rewrite
+    _shown_lines = shown_lines
     _rewrite = rewrite
     try:
         yield
     finally:
-        _shown = _ALL
+        _shown_lines = _SHOW_ALL
         _rewrite = str
 
 
 @contextmanager
 def each_line_once() -> Iterator[None]:
-    """Show no line twice; a study that runs this command sees to it itself."""
-    if _shown is not _ALL:
+    """Context in which no log line is shown twice."""
+    if _shown_lines is not _SHOW_ALL:  # a study runs this command, and sees to it itself
         yield
         return
-    with of_a_step(set(), str):
+    with step_lines(set(), str):
         yield
 
 
-def hand_over(send: Callable[[str], None]) -> None:
-    """From now on lines are for another process to `show`; progress has no bars, which that
-    process may have."""
+def send_lines_to(send: Callable[[str], None]) -> None:
+    """From now on pass log lines to `send`, for another process to `show`.
+
+    Progress is then lines, too: the bars of several processes would overwrite each other.
+    """
     global _send
     _send = send
 
 
-def show(line: str, shown: set[str]) -> None:
-    """A line on stderr, through rich so that a progress bar stays intact, unless it is in `shown`,
-    which gets it."""
-    if line in shown:
+def show(line: str, shown_lines: set[str]) -> None:
+    """Print a line on stderr, unless it is in `shown_lines`, to which it is added.
+
+    It goes through rich, so that a progress bar stays below it.
+    """
+    if line in shown_lines:
         return
-    if shown is not _ALL:
-        shown.add(line)
+    if shown_lines is not _SHOW_ALL:
+        shown_lines.add(line)
     stderr().print(
         visible(line, keep="\n\t"), markup=False, highlight=False, soft_wrap=True
     )
 
 
 class _StderrHandler(logging.Handler):
-    """One record, one line."""
+    """Shows each log record as a line on stderr, or sends it to the process that does."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Show or send the record; from WARNING on its level stands before it."""
         try:
-            prefix = (
-                ""
-                if record.levelno < logging.WARNING
-                else f"{record.levelname.lower()}: "
-            )
-            line = prefix + _rewrite(self.format(record))
-            show(line, _shown) if _send is None else _send(line)
+            line = _rewrite(self.format(record))
+            if record.levelno >= logging.WARNING:
+                line = f"{record.levelname.lower()}: {line}"
+            if _send is None:
+                show(line, _shown_lines)
+            else:
+                _send(line)
         except Exception:
             self.handleError(record)
 
@@ -123,6 +132,7 @@ class _ClosedStdout(io.TextIOBase):
     errors = "strict"
 
     def write(self, text: str) -> int:
+        """Raise the VitseeError that a user sees."""
         raise VitseeError("stdout is closed (>&-): the result has nowhere to go")
 
 
@@ -148,7 +158,7 @@ def prepare_streams() -> None:
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """On a terminal this text stands below the other lines meanwhile; -q silences it."""
+    """Context in which a text stands below the other lines of a terminal; -q silences it."""
     if not (stderr().is_terminal and log.isEnabledFor(logging.INFO)):
         yield
         return
@@ -159,13 +169,21 @@ def status(text: str) -> Iterator[None]:
 
 
 def require_stdout() -> None:
-    """Check stdout before work whose result goes there. Raises VitseeError: it is closed."""
+    """Check stdout before work whose result goes there.
+
+    Raises:
+        VitseeError: it is closed.
+    """
     if isinstance(sys.stdout, _ClosedStdout):
         sys.stdout.write("")
 
 
 def setup(verbosity: int) -> None:
-    """Show warnings only (-1), also progress (`PROGRESS_ONLY`), also remarks (0), or all (1)."""
+    """Choose which log lines are shown from now on.
+
+    verbosity: -1 for warnings only, `PROGRESS_ONLY` for progress, too, 0 for remarks, too, and 1
+    for debugging.
+    """
     levels = {-1: logging.WARNING, 0: logging.INFO, PROGRESS_ONLY: logging.INFO}
     level = levels.get(verbosity, logging.DEBUG)
     stderr.cache_clear()
@@ -179,32 +197,39 @@ def setup(verbosity: int) -> None:
 
 
 def show_lines_of(package: str) -> None:
-    """Show the log lines of another package, too, from the next `setup` on."""
+    """From the next `setup` on show the log lines of another package, too."""
     if package not in PACKAGES:
         PACKAGES.append(package)
 
 
 @lru_cache(maxsize=1)
 def stderr() -> Console:
-    """The one rich console on stderr, shared by bars and log lines. Once its reader is gone
-    (`2>&1 | head`) it is silent, and the command goes on."""
+    """Return the rich console on stderr that bars and log lines share.
+
+    Once its reader is gone (`2>&1 | head`) it is silent, and the command goes on.
+    """
     from rich.console import Console
 
     class Stderr(Console):
         def on_broken_pipe(self) -> None:
+            """Fall silent, where rich would end the program."""
             self.quiet = True
 
     return Stderr(stderr=True)
 
 
 def stdout(width: int | None = None) -> Console:
-    """A rich console on stdout for tables. If stdout is not a terminal nothing is cut or coloured.
-    width: columns; by default the terminal's, or wide enough for any row."""
+    """Return a rich console on stdout, for tables.
+
+    If stdout is not a terminal nothing is cut or coloured. width: columns; by default the
+    terminal's, or wide enough for any row.
+    """
     from rich.console import Console
 
     class Stdout(Console):
         def on_broken_pipe(self) -> None:
-            # rich would end the program with 1; that `head` has enough is not a failure.
+            """Raise the BrokenPipeError, which `main` handles: rich would end with exit code 1,
+            but that `head` has enough is not a failure."""
             raise
 
     if width is None and not sys.stdout.isatty():
@@ -213,40 +238,43 @@ def stdout(width: int | None = None) -> Console:
 
 
 def say(line: str) -> None:
-    """A remark for the user on stderr; -q silences it."""
+    """Print a remark for the user on stderr; -q silences it."""
     log.info("%s", line)
 
 
 def warn(line: str) -> None:
-    """A line on stderr that -q does not silence."""
+    """Print a warning on stderr, which -q does not silence."""
     log.warning("%s", line)
 
 
 def out(text: str) -> None:
-    """A result: one line (or several) on stdout."""
+    """Print a result, one or several lines, on stdout."""
     sys.stdout.write(visible(text, keep="\n\t") + "\n")
 
 
 def fail(text: str) -> None:
-    """Why a command failed, on stderr whatever the verbosity."""
+    """Print on stderr why a command failed, whatever the verbosity."""
     sys.stderr.write(visible(text, keep="\n\t") + "\n")
 
 
 def command_line() -> list[str]:
-    """The command line as typed, starting with `vitsee`."""
+    """Return the words of the command line as typed, `vitsee` first."""
     return ["vitsee", *click.get_current_context().meta.get(ARGUMENTS, [])]
 
 
 def debug_traceback() -> None:
+    """Print the current exception's traceback on stderr, with -v only."""
     if log.isEnabledFor(logging.DEBUG):
         fail(traceback.format_exc().rstrip())
 
 
 def human_time(seconds: float) -> str:
-    """`0:42` or `3:07:10`."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+    """Return a duration as `0:42` or `3:07:10`."""
+    minutes, rest_seconds = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{rest_minutes:02d}:{rest_seconds:02d}"
+    return f"{rest_minutes}:{rest_seconds:02d}"
 
 
 class Reporter:
@@ -258,39 +286,60 @@ class Reporter:
     """
 
     def __init__(
-        self, what: str, *, after: float | None = None, every: float = LOG_SECONDS
+        self,
+        title: str,
+        *,
+        show_after: float | None = None,
+        line_interval: float = LOG_SECONDS,
     ) -> None:
-        """Progress of `what`. Nothing is shown for a phase shorter than `after` seconds
-        (`SHOW_AFTER`); `every` is the seconds between lines without a terminal. `beside`, which may
-        be set, is shown after the time left."""
-        self.beside: Callable[[], str] | None = None
-        self._what = what
-        self._every = every
-        self._after = SHOW_AFTER if after is None else after
+        """Make a reporter that shows nothing yet.
+
+        Args:
+            title: what stands before the numbers.
+            show_after: seconds; nothing is shown for a shorter phase. None: `SHOW_AFTER`.
+            line_interval: seconds between lines where stderr is not a terminal.
+        """
+        # May be set: its text is shown after the time left.
+        self.suffix: Callable[[], str] | None = None
+        self._title = title
+        self._line_interval = line_interval
+        # Read now, not as a default of the signature, so that tests can change it.
+        self._show_after = SHOW_AFTER if show_after is None else show_after
         self._lock = threading.Lock()
         self._display: _Bar | _Lines | None = None
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """Begin with `done` of `total` (of `unit`) already done."""
+        """Begin a phase: `total` are to be done, `done` of them already are. unit: a plural."""
         self.stop()
         if log.isEnabledFor(logging.INFO):
-            rate = _Rate(total, done, unit, self.beside)
+            rate = _Rate(total, done, unit, self.suffix)
             if _send is not None:
-                self._display = _Lines(self._what, rate, self._every, self._every)
+                # Short steps of a study say nothing about their progress.
+                self._display = _Lines(
+                    self._title,
+                    rate,
+                    show_after=self._line_interval,
+                    line_interval=self._line_interval,
+                )
             elif stderr().is_terminal:
-                self._display = _Bar(self._what, rate, self._after)
+                self._display = _Bar(self._title, rate, show_after=self._show_after)
             else:
-                self._display = _Lines(self._what, rate, self._after, self._every)
+                self._display = _Lines(
+                    self._title,
+                    rate,
+                    show_after=self._show_after,
+                    line_interval=self._line_interval,
+                )
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """Count this many more as done, and bytes as read or written."""
+        """Count `count` more as done, and `size_bytes` as read or written."""
         with self._lock:
             if self._display is not None:
                 self._display.rate.add(count, size_bytes)
                 self._display.show()
 
     def skip(self, count: int) -> None:
-        """Count this many as done before the start, so that the rate is that of this run."""
+        """Count `count` as done before the start: they do not count for the rate."""
         with self._lock:
             if self._display is not None:
                 self._display.rate.done += count
@@ -304,12 +353,19 @@ class Reporter:
 
 
 @contextmanager
-def slabs_of(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Reports the slabs that `describe` and `validate` process, as those of `what`."""
-    progress = Reporter(what)
+def slab_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Context with a function that shows progress, for `describe` and `validate` of a store.
+
+    They call it as `report(done, total)`, counting slabs from 0 on.
+    """
+    progress = Reporter(title)
 
     def report(done: int, total: int) -> None:
-        progress.advance(1) if done else progress.start(total, unit="slabs")
+        """Start the display at 0 of `total` slabs; later count another slab."""
+        if done == 0:
+            progress.start(total, unit="slabs")
+        else:
+            progress.advance(1)
 
     try:
         yield report
@@ -321,86 +377,101 @@ class _Rate:
     """Images (or other units) and bytes since the start, their rates, and the time left."""
 
     def __init__(
-        self, total: int, done: int, unit: str, beside: Callable[[], str] | None = None
+        self, total: int, done: int, unit: str, suffix: Callable[[], str] | None = None
     ) -> None:
+        """Begin now, with `done` of `total` done before; suffix: makes the end of `text`."""
         self.total = total
         self.done = done
         self.unit = unit
-        self.beside = beside
-        self.images = self.size_bytes = 0
+        self.suffix = suffix
+        self.images = 0  # done since the start
+        self.size_bytes = 0
         self.start = time.monotonic()
 
     def add(self, images: int, size_bytes: int) -> None:
+        """Count images (or other units) and bytes."""
         self.images += images
         self.size_bytes += size_bytes
 
     @property
     def count(self) -> int:
+        """How many are done in all."""
         return self.done + self.images
 
     def text(self) -> str:
-        """`31.2 images/s, 96.5 MB/s, 1:42 left`; bytes only where some were written."""
-        seconds = max(time.monotonic() - self.start, 1e-9)
-        parts = [f"{self.images / seconds:.1f} {self.unit}/s"]
+        """Return `31.2 images/s, 96.5 MB/s, 1:42 left`; bytes only if there were some."""
+        seconds = max(time.monotonic() - self.start, 1e-9)  # never divide by 0
+        facts = [f"{self.images / seconds:.1f} {self.unit}/s"]
         if self.size_bytes:
-            parts.append(f"{human_bytes(self.size_bytes / seconds)}/s")
-        left = self.total - self.count
-        if self.images and left > 0:
-            parts.append(f"{human_time(left * seconds / self.images)} left")
-        elif left <= 0:
-            parts.append(f"{human_time(seconds)} in all")
-        if self.beside is not None:
-            parts.append(self.beside())
-        return ", ".join(parts)
+            facts.append(f"{human_bytes(self.size_bytes / seconds)}/s")
+        n_left = self.total - self.count
+        if self.images and n_left > 0:
+            facts.append(f"{human_time(n_left * seconds / self.images)} left")
+        elif n_left <= 0:
+            facts.append(f"{human_time(seconds)} in all")
+        if self.suffix is not None:
+            facts.append(self.suffix())
+        return ", ".join(facts)
 
 
 class _Lines:
-    """Progress as occasional log lines, the last one at the end of anything that took `after`
-    seconds."""
+    """Progress as occasional log lines; the last one ends a phase that was not short."""
 
-    def __init__(self, what: str, rate: _Rate, after: float, every: float) -> None:
-        self.what = what
+    def __init__(
+        self, title: str, rate: _Rate, *, show_after: float, line_interval: float
+    ) -> None:
+        """Times in seconds; a phase shorter than `show_after` gets no last line."""
+        self.title = title
         self.rate = rate
-        self.after = after
-        self.every = every
-        self.next = rate.start + every
+        self.show_after = show_after
+        self.line_interval = line_interval
+        self.next_time = rate.start + line_interval
 
     def show(self) -> None:
-        if time.monotonic() >= self.next:
-            self.next = time.monotonic() + self.every
-            self._say()
+        """Log a line, if it is time to."""
+        if time.monotonic() >= self.next_time:
+            self.next_time = time.monotonic() + self.line_interval
+            self._log_line()
 
     def close(self) -> None:
-        if time.monotonic() >= self.rate.start + self.after:
-            self._say()
+        """Log the last line, unless the phase was short."""
+        if time.monotonic() >= self.rate.start + self.show_after:
+            self._log_line()
 
-    def _say(self) -> None:
+    def _log_line(self) -> None:
         rate = self.rate
-        line = f"{self.what}: {rate.count}/{plural(rate.total, rate.unit)}, {rate.text()}"
+        total = plural(rate.total, rate.unit)
+        line = f"{self.title}: {rate.count}/{total}, {rate.text()}"
         log.info("%s", line, extra={"progress": True})
 
 
 class _Bar:
-    """Progress as a bar below the log lines, after `after` seconds."""
+    """Progress as a bar below the log lines."""
 
-    def __init__(self, what: str, rate: _Rate, after: float) -> None:
-        self.what = what
+    def __init__(self, title: str, rate: _Rate, *, show_after: float) -> None:
+        """Show the bar `show_after` seconds from now, unless it is closed before."""
+        self.title = title
         self.rate = rate
         self.live: Progress | None = None
         self._lock = threading.Lock()
         self._closed = False
-        # Not with the first advance: that may be minutes away.
-        self._timer = threading.Timer(after, self._appear)
+        # By a timer, not with the first `advance`: that may be minutes away.
+        self._timer = threading.Timer(show_after, self._appear)
         self._timer.daemon = True
-        self._timer.start() if after else self._appear()
+        if show_after:
+            self._timer.start()
+        else:
+            self._appear()
 
     def _appear(self) -> None:
+        """Show the bar; called by the timer's thread."""
         with self._lock:
             if not self._closed:
-                self.live = self._made()
+                self.live = self._make_bar()
                 self.live.start()
 
-    def _made(self) -> Progress:
+    def _make_bar(self) -> Progress:
+        """Return rich's bar: title, bar, done/total, rates."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         live = Progress(
@@ -411,17 +482,19 @@ class _Bar:
             console=stderr(),
         )
         live.add_task(
-            self.what, total=self.rate.total, completed=self.rate.count, rate=""
+            self.title, total=self.rate.total, completed=self.rate.count, rate=""
         )
         return live
 
     def show(self) -> None:
-        if (live := self.live) is not None:
-            live.update(
-                live.task_ids[0], completed=self.rate.count, rate=self.rate.text()
+        """Move the bar to the current count, if it is on the screen."""
+        if self.live is not None:
+            self.live.update(
+                self.live.task_ids[0], completed=self.rate.count, rate=self.rate.text()
             )
 
     def close(self) -> None:
+        """Leave the last state on the screen; a bar that has not appeared never will."""
         with self._lock:
             self._closed = True
         self._timer.cancel()

@@ -50,21 +50,21 @@ OUT_OF_THREADS = (
 class CommandGroup(click.Group):
     """A group whose commands are the analyses, and the files of `vitsee_cli.commands`.
 
-    `vitsee_core/analyses/knn.py` is `vitsee knn`, see `signature`; `commands/info.py`
-    holds the click command `command`. `QUESTION` of either is the heading of the help that lists
-    it. Other packages add analyses, see `vitsee_core.runtime.registry`. Every command also takes
-    the group's -v and -q.
+    `vitsee_core/analyses/knn.py` is `vitsee knn`, whose command `signature.command_of` makes from
+    the declaration; `commands/info.py` holds the click command `command`. `QUESTION` of either is
+    the heading of the help that lists it. `vitsee_core.runtime.registry` finds analyses of other
+    packages. Every command also takes the group's -v and -q.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, vitsee's own and those of other packages."""
         return sections.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        # Metadata of packages is read for names that are not our own.
-        if (
-            cmd_name not in sections.builtin_names()
-            and cmd_name not in self.list_commands(ctx)
-        ):
+        """Import and return a command; None if there is none of that name."""
+        # The metadata of all installed packages is read only for a name that is not built in.
+        is_builtin = cmd_name in sections.builtin_names()
+        if not is_builtin and cmd_name not in self.list_commands(ctx):
             return None
         command = sections.command_named(cmd_name)
         command.name = cmd_name
@@ -73,68 +73,76 @@ class CommandGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands below the questions that they answer, in one column; on stderr, why analyses
-        of other packages are no commands."""
+        """Write the commands below the questions that they answer, all in one column.
+
+        On stderr stands why analyses of other packages are left out.
+        """
         for line in registry.refused().values():
             console.fail(f"warning: {line}")
         names = self.list_commands(ctx)
+        # The same width below every heading, which click would choose for each alone.
         width = max(map(len, names), default=0)
-        for question, some in sections.commands_by_question(names).items():
+        for question, commands in sections.commands_by_question(names).items():
             rows = [
-                (name.ljust(width), _first_line(shown)) for name, shown in some.items()
+                (name.ljust(width), _purpose(command))
+                for name, command in commands.items()
             ]
             if rows:
                 with formatter.section(question):
                     formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Matching commands and options, without importing any command."""
-        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        items = [
-            CompletionItem(n, help=_first_line(sections.described(n)[0])) for n in names
-        ]
+        """Return the matching commands and options, without importing any command."""
+        items = []
+        for name in self.list_commands(ctx):
+            if name.startswith(incomplete):
+                command, _ = sections.described(name)
+                items.append(CompletionItem(name, help=_purpose(command)))
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's, with near matches in the message for an unknown command; refuses a
-        single-valued option that is given twice."""
+        """Return the command's name, the command, and the words behind its name, as click does.
+
+        Raises:
+            click.UsageError: the command is unknown (the message has near matches), or an option
+                with a single value is given twice.
+        """
         name = args[0]
         if not ctx.resilient_parsing:
             registry.warn_refused(name, name.replace("-", "_"))
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
-            near = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else f"commands: {', '.join(names)}"
-            )
+            matches = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
+            if matches:
+                hint = f"did you mean {' or '.join(matches)}?"
+            else:
+                hint = f"commands: {', '.join(names)}"
             raise click.UsageError(f"no command {name!r}; {hint}", ctx)
-        found_name, command, rest = super().resolve_command(ctx, args)
+        command_name, command, words = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
-            options.refuse_twice(command, click.Context(command, ctx, name), rest)
-        return found_name, command, rest
+            options.refuse_twice(command, click.Context(command, ctx, name), words)
+        return command_name, command, words
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Like click's, on streams that take any text."""
+        """Run the program as click does, on streams that take any text."""
         console.prepare_streams()
         try:
             return super().main(*args, **kwargs)
-        except (
-            VitseeError,
-            OSError,
-        ) as error:  # of --help and --version, before any command
-            line = _one_line(error)
+        except (VitseeError, OSError) as error:
+            # Errors of --help and --version; `invoke` reports those of commands.
+            line = _user_error_line(error)
             if line is None or not kwargs.get("standalone_mode", True):
                 raise
             console.fail(f"vitsee: {line}")
             sys.exit(1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Like click's; keeps the arguments for `console.command_line`. `help` and `help COMMAND`
-        are --help."""
+        """Parse the words as click does, and keep them for `console.command_line`.
+
+        `vitsee help` and `vitsee help COMMAND` are --help.
+        """
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         ctx.meta[console.ARGUMENTS] = list(args)
@@ -146,15 +154,18 @@ class CommandGroup(click.Group):
             ctx.exit(0)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; errors that a user can cause become one line on stderr."""
+        """Run the command and return its result.
+
+        Errors that a user can cause become one line on stderr, and the exit code; a bug keeps its
+        traceback.
+        """
         try:
-            with signals.Raised(_first_word(ctx)):
+            with signals.Raised(_command_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
-        except (
-            click.NoSuchOption
-        ) as error:  # click offers what looks alike, here --help for --l2
-            advice = _instead(error)
+        except click.NoSuchOption as error:
+            # click offers options that are spelled alike, for --l2 the option --help.
+            advice = _advice_on_unknown_option(error)
             if not advice:
                 raise
             text = f"No such option {error.option_name!r}. {advice}"
@@ -165,7 +176,7 @@ class CommandGroup(click.Group):
                     ctx.exit(0)
                 # click would end quietly on any broken pipe, a dead worker's among them.
                 raise RuntimeError("the pipe to another process broke") from error
-            line = _one_line(error)
+            line = _user_error_line(error)
             if line is None:
                 raise
             ctx.meta[console.NOT_OFFERED] = isinstance(error, NotOffered)
@@ -177,55 +188,59 @@ class CommandGroup(click.Group):
             if resumes:
                 _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
             _fail(ctx, "interrupted", signals.exit_code(stop))
-        except BaseException as error:  # polars' panics are no Exceptions
+        except BaseException as error:  # a panic of polars is not an Exception
             if not is_out_of_threads(error):
                 raise
             _fail(ctx, OUT_OF_THREADS, 1)
         return result
 
 
-def _instead(error: click.NoSuchOption) -> str:
-    """The options that go on like the one that was typed, or the argument of that name; "" without
-    either."""
+def _advice_on_unknown_option(error: click.NoSuchOption) -> str:
+    """Return a sentence about what was meant by an unknown option; "" if nothing is alike.
+
+    It names longer options (--l2-grid for --l2, --sites for --site), or else the argument of that
+    name (STORE for --store).
+    """
     context = error.ctx
     if context is None:
         return ""
+    typed = error.option_name
     params = context.command.params
-    options_of_command = [p for p in params if isinstance(p, click.Option)]
-    longer = [
-        o for p in options_of_command for o in p.opts if _continues(error.option_name, o)
+    longer_options = [
+        option
+        for param in params
+        if isinstance(param, click.Option)
+        for option in param.opts
+        if option.startswith(f"{typed}-") or option == f"{typed}s"
     ]
-    if longer:
-        return f"Did you mean {' or '.join(longer)}?"
+    if longer_options:
+        return f"Did you mean {' or '.join(longer_options)}?"
+    name = typed.lstrip("-")
     for param in params:
-        name = error.option_name.lstrip("-")
         if isinstance(param, click.Argument) and name in (param.name, f"{param.name}s"):
             usage = " ".join(context.command.collect_usage_pieces(context))
             return f"{name.rstrip('s').upper()} is an argument: {context.command_path} {usage}"
     return ""
 
 
-def _continues(typed: str, option: str) -> bool:
-    """Whether an option is the word that was typed with more behind it: --l2 and --l2-grid, --site
-    and --sites."""
-    return option.startswith(f"{typed}-") or option == f"{typed}s"
-
-
-def _first_line(command: click.Command) -> str:
-    """A command's purpose in one sentence, uncut."""
+def _purpose(command: click.Command) -> str:
+    """Return the first sentence of a command's help, uncut."""
     return command.get_short_help_str(limit=1000)
 
 
-def _first_word(ctx: click.Context) -> str:
-    """The first word that is not an option: the command, if one was typed."""
-    return next(
-        (word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), ""
-    )
+def _command_word(ctx: click.Context) -> str:
+    """Return the first word that is not an option: the command, if one was typed; else ""."""
+    for word in ctx.meta[console.ARGUMENTS]:
+        if not word.startswith("-"):
+            return word
+    return ""
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
-    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback. A nested
-    command (a study's step) leaves the line to the outer one."""
+    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback.
+
+    A nested command (a step of a study) leaves the line to the outer command.
+    """
     name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
     console.debug_traceback()
     ctx.meta[console.REASON] = line
@@ -234,14 +249,15 @@ def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
     ctx.exit(exit_code)
 
 
-def _one_line(error: Exception) -> str | None:
-    """The line that reports this error to a user; None for a bug, which keeps its traceback."""
+def _user_error_line(error: Exception) -> str | None:
+    """Return the line that reports this error to a user; None for a bug."""
     text = " ".join(str(error).split())
     if isinstance(error, VitseeError):
         return text
     if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return where + reason(error)
+        if error.filename is None:
+            return reason(error)
+        return f"{error.filename}: {reason(error)}"
     if isinstance(error, MemoryError):
         return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
     if is_limited_memory(error):
@@ -256,16 +272,18 @@ def _one_line(error: Exception) -> str | None:
 
 
 def _stdout_is_closed() -> bool:
-    """True if the reader of our output is gone (`| head`): not an error, and nothing to report."""
+    """Return whether the reader of our output is gone (`| head`), which is not an error.
+
+    If so, stdout is bound to the null device: the interpreter flushes it at exit.
+    """
     try:
         descriptor = sys.stdout.fileno()
-    except OSError:  # no file at all, as in tests
+    except OSError:  # stdout is not a file, as in tests
         return False
     poll = select.poll()
     poll.register(descriptor, 0)
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         return False
-    # Else the interpreter's own flush at exit complains.
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     return True
 

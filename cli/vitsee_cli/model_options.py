@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli.declared import a_file, a_number, model_names, one_of
-from vitsee_cli.options import Decorator, apply, device_option, together
+from vitsee_cli.options import Decorator, add_options, device_option, together
 from vitsee_cli.values import (
     SEED,
     WholeNumber,
@@ -185,7 +185,7 @@ def model_options(command: Any) -> Any:
         own = {name: kwargs.pop(name) for name in ("model_name", *OPTION_NAMES)}
         return command(*args, model=model_of(own), **kwargs)
 
-    return apply(gathered, _MODEL_OPTIONS)
+    return add_options(gathered, _MODEL_OPTIONS)
 
 
 def model_of(given: Mapping[str, Any]) -> ModelOptions:

@@ -36,37 +36,37 @@ from vitsee_core.runtime.parameters import DeclaredParameter
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-VERBOSITY = (
-    "vitsee.verbosity"  # in the click context, shared by the group and its command
-)
+# Entry of the click context, which the group and its command share.
+VERBOSITY = "vitsee.verbosity"
 
 
-def apply(command: Any, decorators: Sequence[Decorator]) -> Any:
-    """The command with these options, which its help lists in this order."""
+def add_options(command: Any, decorators: Sequence[Decorator]) -> Any:
+    """Return the command with these options, which its help lists in this order."""
     for decorate in reversed(decorators):
         command = decorate(command)
     return command
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """The decorator that adds all of these options."""
-    return lambda command: apply(command, decorators)
+    """Return the decorator that adds all of these options."""
+    return lambda command: add_options(command, decorators)
 
 
 # ---------------------------------------------------------------- every command
 
 
 def verbosity(command: Any) -> Any:
-    """-v and -q, on the group and on every command alike: the last one given counts."""
+    """Add -v and -q to the group or to a command; of several, the last one typed counts."""
 
     def set_up(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        """Choose what is shown, when click has read the option."""
         if value:
             ctx.meta[VERBOSITY] = 1 if param.name == "verbose" else -1
         # Every option's callback runs, the ones that were not given after the others.
         console.setup(ctx.meta.get(VERBOSITY, 0))
 
     shared: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": set_up}
-    both = (
+    v_and_q = (
         click.option(
             "-v", "--verbose", **shared, help="More detail on stderr, and tracebacks."
         ),
@@ -75,52 +75,80 @@ def verbosity(command: Any) -> Any:
         ),
     )
     # A finished command appends options, a function collects them from the last to the first.
-    for option in both if isinstance(command, click.Command) else reversed(both):
+    if isinstance(command, click.Command):
+        ordered = v_and_q
+    else:
+        ordered = v_and_q[::-1]
+    for option in ordered:
         command = option(command)
     return command
 
 
-def only_with(needs: str, met: bool, *names: str) -> None:
-    """Refuse the running command's options `names`, which have no effect without what it `needs`,
-    where the command line gives one and that is not `met`."""
+def only_with(needs: str, has_effect: bool, *names: str) -> None:
+    """Refuse options of the running command that have no effect beside the others.
+
+    An option is refused only if it was typed: its default may stand beside anything.
+
+    Args:
+        needs: the option, or options, that would give them an effect.
+        has_effect: whether those were given.
+        names: parameters of the options.
+
+    Raises:
+        click.UsageError: names the option.
+    """
+    if has_effect:
+        return
     context = click.get_current_context()
-    on_line = click.core.ParameterSource.COMMANDLINE
-    for param in () if met else context.command.params:
-        if param.name in names and context.get_parameter_source(param.name) is on_line:
+    for param in context.command.params:
+        if param.name not in names:
+            continue
+        source = context.get_parameter_source(param.name)
+        if source is click.core.ParameterSource.COMMANDLINE:
             option = "/".join([*param.opts, *param.secondary_opts])
             raise click.UsageError(f"{option} has no effect without {needs}")
 
 
 def refuse_twice(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse single-valued options that are given several times."""
+    """Refuse an option with a single value that is typed several times.
+
+    click takes the last one without a word.
+
+    Raises:
+        click.UsageError: names the option.
+    """
     try:
-        _, _, order = command.make_parser(ctx).parse_args(list(args))
-    except click.UsageError:  # the command says it, with its own context
+        _, _, params_in_order = command.make_parser(ctx).parse_args(list(args))
+    except click.UsageError:  # the command itself reports it, with its own context
         return
-    for param in dict.fromkeys(order):
-        repeatable = (
-            param.multiple or (param.is_flag and not param.secondary_opts)
-            if isinstance(param, click.Option)
-            else True
-        )
-        if not repeatable and order.count(param) > 1:
+    for param in dict.fromkeys(params_in_order):
+        if not isinstance(param, click.Option) or param.multiple:
+            continue
+        if (
+            param.is_flag and not param.secondary_opts
+        ):  # -v -v; but not --align --no-align
+            continue
+        count = params_in_order.count(param)
+        if count > 1:
             names = "/".join([*param.opts, *param.secondary_opts])
-            raise click.UsageError(
-                f"{names} is given {order.count(param)} times; expected once", ctx
-            )
+            raise click.UsageError(f"{names} is given {count} times; expected once", ctx)
 
 
 _UNSET = click.Option(["--x"]).default  # None, or click's own word for it from 8.3 on
 
 
 def _lacks_default(option: click.Option) -> bool:
-    """Whether a command gave an option no default. Before 8.5 click gives switches False."""
+    """Return whether a command gave an option no default."""
+    # Before 8.5 click itself gives switches False.
     return option.default is _UNSET or (option.is_flag and option.default is False)
 
 
 def defaults_of(*functions: Callable[..., Any]) -> Decorator:
-    """Decorator, above the options: those without a default take, and show, that of the parameter
-    with the same name; so a command and its analysis cannot drift apart."""
+    """Return a decorator that gives options the defaults of these functions.
+
+    It stands above the options. An option without a default gets, and shows in the help, the
+    default of the parameter with its name; so a command and its analysis cannot drift apart.
+    """
     defaults = {
         name: parameter.default
         for function in functions
@@ -152,36 +180,41 @@ allow_partial_option = click.option(
 
 
 def stores_argument(command: Any) -> Any:
-    """One or more stores, as `stores`: a tuple of StorePath with distinct labels."""
+    """Add an argument for one or more stores, `stores`: StorePaths with distinct labels."""
     return _stores_argument(distinct_labels(command, "stores"))
 
 
 def distinct_labels(command: Any, name: str) -> Any:
-    """The command, refusing two stores with one label in its argument `name`."""
+    """Return the command, which now refuses two stores with one label in its argument `name`."""
 
     @functools.wraps(command)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        seen: dict[str, StorePath] = {}
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
+        store_of_label: dict[str, StorePath] = {}
         for store in kwargs[name]:
-            other = seen.setdefault(store.label, store)
-            if other is not store:
+            first = store_of_label.setdefault(store.label, store)
+            if first is not store:
                 raise click.UsageError(
                     f"two stores are called {store.label!r}; "
-                    f"name them: first={other.place} second={store.place}"
+                    f"name them: first={first.place} second={store.place}"
                 )
         return command(*args, **kwargs)
 
-    return checked
+    return check_and_call
 
 
 def open_stores(
     stores: Iterable[StorePath], *, allow_partial: bool = False
 ) -> list[Store]:
-    """The stores of the command line, opened in their order; StoreError as of `open_store`."""
+    """Return the stores of the command line, opened, in their order.
+
+    Raises:
+        StoreError: a store is missing, damaged, or unfinished without `allow_partial`.
+    """
     from vitsee_stores import open_store
 
     return [
-        open_store(s.place, allow_partial=allow_partial, label=s.label) for s in stores
+        open_store(path.place, allow_partial=allow_partial, label=path.label)
+        for path in stores
     ]
 
 
@@ -214,22 +247,28 @@ _png_option = a_file(
 
 
 def output_options(command: Any) -> Any:
-    """-o, --png, --force and --if-changed, and --replicates of a command that has it, together as
-    `outputs`: an Outputs."""
-    return _table_option(
-        _png_option(force_option(_if_changed_option(_with_outputs(command))))
+    """Add -o, --png, --force and --if-changed, which the command gets as one Outputs, `outputs`.
+
+    It also has the value of --replicates, if the command has that option.
+    """
+    return add_options(
+        _gather_outputs(command),
+        [_table_option, _png_option, force_option, _if_changed_option],
     )
 
 
 def table_options(command: Any) -> Any:
-    """-o, --force and --if-changed of a command without a figure, together as `outputs`: an
-    Outputs."""
-    return _table_option(force_option(_if_changed_option(_with_outputs(command))))
+    """Add the same options without --png, for a command without a figure."""
+    return add_options(
+        _gather_outputs(command), [_table_option, force_option, _if_changed_option]
+    )
 
 
-def _with_outputs(command: Any) -> Any:
+def _gather_outputs(command: Any) -> Any:
+    """Return the command, called with `outputs` in place of the values of the output options."""
+
     @functools.wraps(command)
-    def gathered(
+    def check_and_call(
         *args: Any,
         output: Any,
         force: bool,
@@ -254,7 +293,7 @@ def _with_outputs(command: Any) -> Any:
         outputs = Outputs(output, png, force or if_changed, replicates, if_changed)
         return command(*args, outputs=outputs, **more)
 
-    return gathered
+    return check_and_call
 
 
 steps_option = click.option(
@@ -284,28 +323,52 @@ replicates_option = click.option(
 
 
 def sites_option(*default: str, show_default: str | None = None) -> Decorator:
-    """--sites, repeatable, as `sites`: globs, groups and names; show_default: the default in
-    words."""
-    about = declarations.sites_option(show_default)
-    return option_of(DeclaredParameter("sites", Sequence[str], default, None, about))
+    """Return --sites, repeatable, as `sites`: globs, groups and names of sites.
+
+    show_default: the default in words.
+    """
+    option = declarations.sites_option(show_default)
+    return _shared_option("sites", Sequence[str], default, option)
 
 
 def blocks_option(show_default: str) -> Decorator:
-    """--sites of an analysis of whole blocks, repeatable, as `sites`."""
-    about = declarations.blocks_option(show_default)
-    return option_of(DeclaredParameter("sites", Sequence[str], (), None, about))
+    """Return --sites of a command that looks at whole blocks, repeatable, as `sites`."""
+    option = declarations.blocks_option(show_default)
+    return _shared_option("sites", Sequence[str], (), option)
 
 
 def tokens_option(choices: Iterable[str], show_default: str) -> Decorator:
-    """--tokens of one of these words or ROW,COL, as `tokens`; None where the analysis decides."""
-    about = declarations.tokens_option(choices, show_default)
-    return option_of(DeclaredParameter("tokens", str, None, None, about))
+    """Return --tokens, one of these words or ROW,COL, as `tokens`; None if it is left out."""
+    option = declarations.tokens_option(choices, show_default)
+    return _shared_option("tokens", str, None, option)
 
 
 def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
-    """--image, repeatable: what to do with an image of `store`; about: further help text."""
+    """Return --image, repeatable, as `image`.
+
+    Args:
+        what: what is done with an image, a verb: `Draw`.
+        show_default: the default in words.
+        store: which store has the images.
+        about: further help text.
+    """
     option = declarations.image_option(what, show_default, store, about)
-    return option_of(DeclaredParameter("image", Sequence[str], (), None, option))
+    return _shared_option("image", Sequence[str], (), option)
+
+
+def _shared_option(
+    name: str, annotation: Any, default: Any, option: declarations.Option
+) -> Decorator:
+    """Return the click option of a declaration that analyses share, for a command with its own
+    file."""
+    parameter = DeclaredParameter(
+        name=name,
+        annotation=annotation,
+        default=default,
+        kind=None,
+        metadata=option,
+    )
+    return option_of(parameter)
 
 
 images_option = a_number(
@@ -355,7 +418,7 @@ jobs_option = a_number(
 
 
 def dask_option(what: str) -> Decorator:
-    """--dask of a command that spreads `what`."""
+    """Return --dask of a command that spreads `what`, a plural, over workers."""
     return click.option(
         "--dask",
         metavar="ADDRESS|local:N",

@@ -78,7 +78,7 @@ def command_of(name: str) -> click.Command:
         takes_several = store_parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
         if takes_several and _has_layers(analysis):
             decorators.append(options.steps_option)
-        command = options.apply(analysis_options(analysis)(body), decorators)
+        command = options.add_options(analysis_options(analysis)(body), decorators)
         return click.command(name.replace("_", "-"), help=help_of(analysis))(command)
     except Exception as error:
         if (guest := registry.guest_of(analysis.module)) is None:
@@ -124,7 +124,7 @@ def analysis_options(analysis: Analysis) -> Callable[[Any], Any]:
             _refuse_conflicting_options(all_options, values)
             body(**_arguments_of_run(analysis, run_options, values))
 
-        return options.apply(check_and_call, decorators)
+        return options.add_options(check_and_call, decorators)
 
     return decorate
 

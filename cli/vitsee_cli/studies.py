@@ -12,7 +12,7 @@ import click
 
 from vitsee_cli import console, signals
 from vitsee_cli.declared import a_number
-from vitsee_cli.performing import KEPT, Performer, Workers, n_workers
+from vitsee_cli.performing import RESUME_LINE, Performer, Workers, n_workers
 from vitsee_cli.recipe_steps import check_steps
 from vitsee_cli.study_settings import commands_of
 from vitsee_stores.errors import VitseeError
@@ -269,7 +269,7 @@ def _execute(
         lines = [step.line for step in (*plan.steps, report_step(study))]
         console.out("\n".join([folders, *lines]))
         return
-    ctx.meta[console.RESUMES] = KEPT
+    ctx.meta[console.RESUMES] = RESUME_LINE
     record = running.begin(study, words, plan, models)
     perform = Performer(ctx)
     total = len(plan.steps) + 1
@@ -298,7 +298,7 @@ def _execute(
                 workers=workers,
             )
     except running.Stopped as stopped:
-        console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
+        console.fail(f"vitsee {ctx.info_name}: interrupted; {RESUME_LINE}")
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
     finally:
         if workers is not None:

@@ -64,7 +64,7 @@ def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None
     console.require_stdout()
     records = []
     for store in stores:
-        with console.slabs_of(f"info {store}") as report:
+        with console.slab_progress(f"info {store}") as report:
             records.append(describe(store, report))
     if field is not None:
         texts = [_field_text(find(record, field)) for record in records]

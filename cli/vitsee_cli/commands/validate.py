@@ -86,7 +86,7 @@ def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
     from vitsee_stores import describe, validate
 
     try:
-        with console.slabs_of(f"validate {store}") as report:
+        with console.slab_progress(f"validate {store}") as report:
             damage = validate(store, deep, report)
     except StoreError as error:
         if alone:
