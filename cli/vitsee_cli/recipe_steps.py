@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 # options, too, is taken for a place that is written.
 READ_PATHS = frozenset(
     (
-        *(
-            "checkpoint",
-            "depth",
-            "dictionary",
-            "ids",
-            "masks",
-            "only",
-            "pairs",
-            "panoptic",
-        ),
-        *("response", "response_ids", "truth"),
+        "checkpoint",
+        "depth",
+        "dictionary",
+        "ids",
+        "masks",
+        "only",
+        "pairs",
+        "panoptic",
+        "response",
+        "response_ids",
+        "truth",
     )
 )
 # Options that a study's file cannot give: of any command, and of extract.
@@ -41,10 +41,10 @@ NOT_OF_A_FILE = ("--help",)
 NOT_OF_A_STORE = ("--dry-run", "--force", "--help", "--plan", "--shard")
 
 
-LONGEST_ERROR = 300  # characters of a wrong option's error in a message
+MAX_ERROR_CHARS = 300  # characters of a wrong option's error in a message
 
 
-class Value(NamedTuple):
+class TypedValue(NamedTuple):
     """The text that a parameter has in a command line."""
 
     param: click.Parameter
@@ -65,15 +65,20 @@ def check_steps(ctx: click.Context, study: Study, steps: Sequence[Step]) -> None
         if command is None:
             raise VitseeError(f"{step.name}: there is no command {step.command}")
         try:
-            for value in _values(command, step):
-                _check(study, step, value)
+            for value in _typed_values(command, step):
+                _check_path(study, step, value)
         except click.UsageError as error:
-            text = error.format_message()[:LONGEST_ERROR]
+            text = error.format_message()[:MAX_ERROR_CHARS]
             raise VitseeError(f"{step.name}: {step.command}: {text}") from None
 
 
-def _values(command: click.Command, step: Step) -> Iterator[Value]:
-    """What each parameter is given; nothing is converted, and no callback is called."""
+def _typed_values(command: click.Command, step: Step) -> Iterator[TypedValue]:
+    """Yield the text of each parameter; nothing is converted, and no callback is called.
+
+    Raises:
+        click.UsageError: an unknown option, a word too many, a path that is given twice, or an
+            option that a study's file cannot give.
+    """
     ctx = click.Context(command, info_name=step.command)
     parser = command.make_parser(ctx)
     texts, rest, order = parser.parse_args(list(step.words[1:]))
@@ -84,27 +89,36 @@ def _values(command: click.Command, step: Step) -> Iterator[Value]:
         if is_path and order.count(param) > 1 and not getattr(param, "multiple", False):
             raise click.UsageError(f"{param.opts[0]} is given twice")
     for param in command.get_params(ctx):  # with --help
-        given = texts.get(param.name or "")
-        several = given if isinstance(given, (list, tuple)) else [given]
-        yield from (Value(param, text) for text in several if isinstance(text, str))
+        typed = texts.get(param.name or "")
+        for text in typed if isinstance(typed, (list, tuple)) else [typed]:
+            if isinstance(text, str):
+                yield TypedValue(param, text)
         refused = NOT_OF_A_STORE if step.command == "extract" else NOT_OF_A_FILE
-        if given and param.opts[-1] in refused:
+        if typed and param.opts[-1] in refused:
             raise click.UsageError(f"{param.opts[-1]} is not of a study's file")
 
 
-def _check(study: Study, step: Step, value: Value) -> None:
-    """Refuse a path that is written, or a store that is read, outside of the study's folder."""
+def _check_path(study: Study, step: Step, value: TypedValue) -> None:
+    """Refuse a path that is written, or a store that is read, outside of the study's folder.
+
+    A file by a stranger must not overwrite anything else.
+
+    Raises:
+        VitseeError: names the option and the path.
+    """
     param = value.param
     text = value.text
     if not isinstance(param.type, PathType) or param.name in READ_PATHS:
         return
     if isinstance(param, click.Option) and study.sets(step.command, param.opts[-1]):
         return
-    is_table = isinstance(param, click.Argument) and text.endswith(TABLE_ENDINGS)
-    path = text.rpartition("=")[2] if isinstance(param, click.Argument) else text
-    if is_table or Path(os.path.abspath(path)).is_relative_to(
-        os.path.abspath(study.folder)
-    ):
+    path = text
+    if isinstance(param, click.Argument):
+        if text.endswith(TABLE_ENDINGS):  # a table that is read
+            return
+        path = text.rpartition("=")[2]  # of NAME=STORE
+    # Without following links: those in the study's folder are the user's own.
+    if Path(os.path.abspath(path)).is_relative_to(os.path.abspath(study.folder)):
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(

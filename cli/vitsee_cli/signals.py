@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 EXIT_RESUMABLE = 75
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
-# Commands that can end at any moment, since nothing half-made needs to be removed, and what they
+# Commands that can end at any moment, since no half-made file has to be removed -> what they
 # report before they have stored anything.
 RESUMABLE = {
     "extract": "before its first slab: nothing is stored yet by this run; repeat the command"
@@ -28,12 +28,12 @@ RESUMABLE = {
 _SHOW_CURSOR = b"\x1b[?25h"
 
 _command = ""
-_kept = ""
+_kept_line = ""
 _in_a_worker = False
 
 
 def answer(arguments: Sequence[str]) -> None:
-    """From now on a signal ends this process: resumable commands with 75, others with 130 or 143.
+    """Install handlers: a signal ends resumable commands with 75, others with 130 or 143.
 
     An exception would not do: many libraries swallow it while they are imported, or fail half-way.
     """
@@ -44,8 +44,11 @@ def answer(arguments: Sequence[str]) -> None:
 
 
 def answer_in_a_worker() -> None:
-    """From now on SIGTERM raises a KeyboardInterrupt once, so that half-made files are removed.
-    SIGINT, which a terminal sends to all of its processes, is for the one that began the work."""
+    """Install handlers of a worker process: SIGTERM raises a KeyboardInterrupt, once.
+
+    So half-made files are removed. SIGINT, which a terminal sends to all of its processes, is
+    for the process that began the work.
+    """
     global _in_a_worker
     _in_a_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,15 +65,18 @@ def ignore() -> None:
 
 def keeps(line: str) -> None:
     """Set what a resumable command reports when it is stopped from now on."""
-    global _kept
-    _kept = line
+    global _kept_line
+    _kept_line = line
 
 
 class Raised:
-    """Context in which both signals raise a KeyboardInterrupt with the signal's name, so that
-    half-made files are removed; after `answer` a resumable command still ends at once."""
+    """Context in which both signals raise a KeyboardInterrupt with the signal's name.
+
+    So half-made files are removed. After `answer` a resumable command still ends at once.
+    """
 
     def __init__(self, command: str) -> None:
+        """Change nothing yet; command: its name."""
         self._command = command
         self._before: dict[
             signal.Signals, Callable[[int, FrameType | None], Any] | int | None
@@ -88,12 +94,13 @@ class Raised:
             self._before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
 
     def __exit__(self, *error: object) -> None:
+        """Restore the handlers from before."""
         for caught, handler in self._before.items():
             signal.signal(caught, handler)
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """The exit code of a command that cannot be resumed."""
+    """Return the exit code of a stopped command that cannot be resumed."""
     if stop.args == (signal.SIGTERM.name,):
         return EXIT_TERMINATED
     return EXIT_INTERRUPTED
@@ -109,14 +116,19 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """Write a line on stderr and end the process at once, without any cleaning up."""
     name = f"vitsee {_command}".rstrip()
     line = f"{name}: interrupted"
-    code = 128 + number
+    code = 128 + number  # as shells report a signal
     if _command in RESUMABLE:
-        line = f"{name}: stopped by {signal.Signals(number).name} {_kept or RESUMABLE[_command]}"
+        kept_line = _kept_line or RESUMABLE[_command]
+        line = f"{name}: stopped by {signal.Signals(number).name} {kept_line}"
         code = EXIT_RESUMABLE
     try:
-        # A progress bar may have hidden it.
-        os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + f"{line}\n".encode())
+        message = f"{line}\n".encode()
+        if os.isatty(2):
+            # A progress bar may have hidden the cursor.
+            message = _SHOW_CURSOR + message
+        os.write(2, message)
     finally:
         os._exit(code)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -47,14 +47,14 @@ def run_study(
     extend: Extend | None = None,
     at_once: int | None = None,
 ) -> None:
-    """Plan a study, log its cost, and execute it; ends with the path of its report.
+    """Plan a study, log its cost, carry it out, and print the path of its report.
 
     Args:
-        ctx: of the command.
+        ctx: context of the command.
         study: the request.
         dry_run: only print the steps as commands.
-        at_once: how many analyses are run at a time, see `n_workers`.
-        extend: adds steps to a plan.
+        extend: adds steps to a plan; None for none.
+        at_once: how many analyses are run at a time; None for the default of `n_workers`.
 
     Raises:
         VitseeError: an unknown model, foreign files would be replaced, or some steps failed (all
@@ -66,35 +66,51 @@ def run_study(
     planning.check_choice(study)
     check_train(study)
     record = running.Record.read(study.folder)
-    known = record.surveyed(study.models)
-    models = _survey(study.models) if known is None else known
-    study, labelled = _counted(study)
+    # Surveying a model imports torch: what the record has of it is enough while all of its
+    # extractions are finished.
+    recorded_models = record.surveyed(study.models)
+    models = _survey(study.models) if recorded_models is None else recorded_models
+    study, labelled = _with_image_counts(study)
 
-    def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
-        found = planning.plan(study, of, labelled=labelled)
-        return found, found if extend is None else extend(study, found)
+    def plan_for(models: Sequence[SurveyedModel]) -> _Plans:
+        """Return the plan for these models, without and with the added steps."""
+        base = planning.plan(study, models, labelled=labelled)
+        return _Plans(base, base if extend is None else extend(study, base))
 
-    own, plan = planned(models)
-    if known and not record.finished(
-        plan.extractions
-    ):  # a model is run: what it is now counts
+    plans = plan_for(models)
+    if recorded_models and not record.finished(plans.extended.extractions):
+        # A model is going to be run, and may have changed since it was recorded.
         models = _survey(study.models)
-        own, plan = planned(models)
+        plans = plan_for(models)
+    base_plan = plans.base
+    plan = plans.extended
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(plan.reasons())}")
-    planning.check_kept(own, models, record.steps)
+    planning.check_kept(base_plan, models, record.steps)
 
-    def of_those(failed: Sequence[Step]) -> Plan:
-        made = [m for m in models if study.store(m.label) not in _outputs(failed)]
-        if not made:
+    def plan_without(failed: Sequence[Step]) -> Plan:
+        """Return the plan for the models that were extracted."""
+        failed_paths = _output_paths(failed)
+        extracted = [m for m in models if study.store(m.label) not in failed_paths]
+        if not extracted:
             raise VitseeError(f"no model was extracted; see {running.record_path(study)}")
-        return planned(made)[1] if len(made) < len(models) else plan
+        if len(extracted) == len(models):
+            return plan
+        return plan_for(extracted).extended
 
     needed = cost.cost(
-        own, *cost.stores_of(study, models), cost.measured_speed(study.device)
+        base_plan, *cost.stores_of(study, models), cost.measured_speed(study.device)
     )
-    about = needed.describe(len(models), study.n_images())
-    _execute(ctx, study, plan, models, of_those, about, dry_run=dry_run, at_once=at_once)
+    _execute(
+        ctx,
+        study,
+        plan,
+        models=models,
+        plan_without=plan_without,
+        cost_line=needed.describe(len(models), study.n_images()),
+        dry_run=dry_run,
+        at_once=at_once,
+    )
 
 
 def run_recipe(
@@ -106,65 +122,93 @@ def run_recipe(
     dry_run: bool,
     at_once: int | None = None,
 ) -> None:
-    """The same of a study that is written as a file.
+    """Do the same as `run_study` for a study that is written as a file.
 
     Args:
-        ctx: of the command.
-        study: its folder, choice of analyses, settings, seed and device.
-        recipe: of the models and numbers of images that were asked for.
+        ctx: context of the command.
+        study: folder, choice of analyses, settings, seed and device.
+        recipe: the file, with the models and numbers of images that the user chose.
         data: where its sets of images are; None for the bundled miniatures.
         dry_run: only print the steps as commands.
-        at_once: how many analyses are run at a time, see `n_workers`.
+        at_once: how many analyses are run at a time; None for the default of `n_workers`.
 
     Raises:
-        VitseeError: as `run_study`; or the recipe needs other data.
+        VitseeError: an unknown model, foreign files would be replaced, the recipe needs other
+            data, or some steps failed (all others were done).
     """
     from vitsee_core.study import cost, planning, recipe_plan, running
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
-    places = None if data is None else recipe_plan.data_places(recipe, data)
-    plan = recipe_plan.plan_recipe(recipe, study, places)
+    data_folders = None if data is None else recipe_plan.data_places(recipe, data)
+    plan = recipe_plan.plan_recipe(recipe, study, data_folders)
     check_steps(ctx, study, plan.steps)
+    # Store -> its extraction, and the model in the words of that: `extract MODEL --data ...`.
     steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
-    names = {place: step.words[1] for place, step in steps.items()}
+    model_names = {store: step.words[1] for store, step in steps.items()}
+    models_by_name = {
+        name: name for name in model_names.values()
+    }  # as `_survey` takes them
     record = running.Record.read(study.folder)
-    known = record.surveyed(own := {name: name for name in names.values()})
-    if known is None or not record.finished(plan.extractions):
-        known = _survey(own)
-    surveyed = {model.name: model for model in known}
-    models = {place: surveyed[name] for place, name in names.items()}
-    n_images = {place: recipe_plan.n_images(step) for place, step in steps.items()}
+    surveyed = record.surveyed(models_by_name)
+    if surveyed is None or not record.finished(plan.extractions):
+        surveyed = _survey(models_by_name)
+    survey_of_name = {model.name: model for model in surveyed}
+    models = {store: survey_of_name[name] for store, name in model_names.items()}
+    n_images = {store: recipe_plan.n_images(step) for store, step in steps.items()}
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
-    about = needed.describe(len(surveyed), max(n_images.values(), default=0))
-    study = replace(study, models={place.stem: name for place, name in names.items()})
+    cost_line = needed.describe(len(survey_of_name), max(n_images.values(), default=0))
+    labels = {store.stem: name for store, name in model_names.items()}
     _execute(
-        ctx, study, plan, known, lambda _: plan, about, dry_run=dry_run, at_once=at_once
+        ctx,
+        replace(study, models=labels),
+        plan,
+        models=surveyed,
+        # Steps of a recipe name their stores: one whose store is missing fails by itself.
+        plan_without=lambda failed: plan,
+        cost_line=cost_line,
+        dry_run=dry_run,
+        at_once=at_once,
     )
 
 
-def run_checkpoints(
-    ctx: click.Context,
-    models: Mapping[str, str],
-    pattern: str,
-    *,
-    data: str,
-    train: str | None,
-    output: Path,
-    images: int,
-    train_images: int | None,
-    analyses: Sequence[str],
-    keep: str,
-    seed: int,
-    device: str,
-    dry_run: bool,
-) -> None:
-    """The same of the checkpoints of one model, each a step of every table; ends with the path of
-    its report.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStudy:
+    """A study of the checkpoints of one model, as the command line has it.
+
+    Attributes:
+        models: label -> model; one is expected.
+        pattern: glob of the checkpoints' files.
+        data: the images.
+        train: images that probes learn from; None for none.
+        output: the folder of the study.
+        images: how many of `data`.
+        train_images: how many of `train`; None for as many.
+        analyses: names of the analyses; () for all that apply.
+        keep: "tables" to remove each store once its results are there, or "stores".
+        seed: of everything random.
+        device: where the model runs.
+    """
+
+    models: Mapping[str, str]
+    pattern: str
+    data: str
+    train: str | None
+    output: Path
+    images: int
+    train_images: int | None
+    analyses: Sequence[str]
+    keep: str
+    seed: int
+    device: str
+
+
+def run_checkpoints(ctx: click.Context, study: CheckpointStudy, *, dry_run: bool) -> None:
+    """Measure the checkpoints of one model, each a step of every table; print the report's path.
 
     Raises:
-        VitseeError: no checkpoints, or some could not be read (all others were done).
-        click.UsageError: several models.
+        VitseeError: there are no checkpoints, or some could not be read (all others were done).
+        click.UsageError: several models are given.
     """
     from vitsee_core.images import open_source
     from vitsee_core.study import cost
@@ -180,97 +224,127 @@ def run_checkpoints(
     )
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
-    if len(models) > 1:
+    if len(study.models) > 1:
         raise click.UsageError(
             "--checkpoints are of one model: give one, and others their own -o"
         )
-    ((label, name),) = models.items()
+    ((label, name),) = study.models.items()
     options = model_options_of(name)
     checkpoints.check_name(options)
-    unit, files, without = checkpoints.find_checkpoints(pattern)
-    (model,) = _survey(models)
-    sources = [
-        open_source(place).labels for place in (data, *([] if train is None else [train]))
-    ]
-    labelled = all(bool((labels >= 0).any()) for labels in sources)
-    apply, left_out = checkpoints.applicable(
-        model, with_train=train is not None and labelled
-    )
-    chosen = measurements(
-        analyses or apply, (FIRST, LAST, PREVIOUS), with_train=train is not None
-    )
-    for what, why in {**({} if analyses else left_out), **without}.items():
-        console.say(f"left out: {what}: {why}")
-    n_images = min(images, len(sources[0]))
+    unit, files, unreadable = checkpoints.find_checkpoints(study.pattern)
+    (model,) = _survey(study.models)
+    has_train = study.train is not None
+    labels = open_source(study.data).labels
+    is_labelled = bool((labels >= 0).any())
+    n_images = min(study.images, len(labels))
     n_train = None
-    if train is not None:
-        n_train = min(images if train_images is None else train_images, len(sources[1]))
-    speed = cost.measured_speed(device)
-    console.say(checkpoints.cost_line(model, len(files), n_images, keep, speed))
+    if study.train is not None:
+        train_labels = open_source(study.train).labels
+        is_labelled = is_labelled and bool((train_labels >= 0).any())
+        wanted = study.images if study.train_images is None else study.train_images
+        n_train = min(wanted, len(train_labels))
+    applicable, left_out = checkpoints.applicable(
+        model, with_train=has_train and is_labelled
+    )
+    measured = measurements(
+        study.analyses or applicable, (FIRST, LAST, PREVIOUS), with_train=has_train
+    )
+    # Analyses that the user named are done, or fail: none of them is left out.
+    reasons = {**unreadable} if study.analyses else {**left_out, **unreadable}
+    for subject, reason in reasons.items():
+        console.say(f"left out: {subject}: {reason}")
+    speed = cost.measured_speed(study.device)
+    console.say(checkpoints.cost_line(model, len(files), n_images, study.keep, speed))
     if dry_run:
         console.out("\n".join(f"{unit} {file.step}: {file.path}" for file in files))
         return
     series = Series(
-        output,
-        data,
-        chosen,
+        study.output,
+        study.data,
+        measured,
         name=label,
         unit=unit,
-        train=train,
+        train=study.train,
         train_images=n_train,
-        keep=keep,
+        keep=study.keep,
         resume=True,
-        options={"images": n_images, "seed": seed, "device": device},
+        options={"images": n_images, "seed": study.seed, "device": study.device},
     )
     failed = checkpoints.run(series, options, files, console.say)
-    page = output / "report.html"
+    page = study.output / "report.html"
     if series.steps_of(MEASURED):
-        group = ctx.find_root().command
-        assert isinstance(group, click.Group)
-        report = group.get_command(ctx, "report")
+        report = commands_of(ctx)("report")
         assert report is not None
         ctx.invoke(
-            report, folder=output, output=page, title=f"{label} over training", force=True
+            report,
+            folder=study.output,
+            output=page,
+            title=f"{label} over training",
+            force=True,
         )
         console.out(str(page))
-    if lost := [file.path.name for file in failed] + [*without]:
+    not_measured = [file.path.name for file in failed] + [*unreadable]
+    if not_measured:
         raise VitseeError(
-            f"{len(lost)} of {len(files) + len(without)} checkpoints were not measured: "
-            f"{', '.join(lost)}; see {output / RECORD}"
+            f"{len(not_measured)} of {len(files) + len(unreadable)} checkpoints were not "
+            f"measured: {', '.join(not_measured)}; see {study.output / RECORD}"
         )
+
+
+class _Plans(NamedTuple):
+    """The plan of a study, and the same with the steps that its command adds."""
+
+    base: Plan
+    extended: Plan
 
 
 def _execute(
     ctx: click.Context,
     study: Study,
     plan: Plan,
-    models: Sequence[SurveyedModel],
-    of_those: Callable[[Sequence[Step]], Plan],
-    about: str,
     *,
+    models: Sequence[SurveyedModel],
+    plan_without: Callable[[Sequence[Step]], Plan],
+    cost_line: str,
     dry_run: bool,
     at_once: int | None,
 ) -> None:
-    """Log what a plan takes, and do it, or print it. models: as surveyed; of_those: what is left
-    after extractions failed."""
+    """Carry out a plan, or print it.
+
+    Args:
+        ctx: context of the command.
+        study: the request.
+        plan: all of its steps.
+        models: the models as surveyed, for the record.
+        plan_without: returns the plan that is left when these extractions have failed.
+        cost_line: what the plan takes, which is logged first.
+        dry_run: only print the steps as commands.
+        at_once: how many analyses are run at a time; None for the default of `n_workers`.
+
+    Raises:
+        VitseeError: foreign files would be replaced, or some steps failed.
+    """
     from vitsee_core.models.provenance import naming
     from vitsee_core.study import running
 
-    words = console.command_line()
-    before = running.Record.read(study.folder)
-    running.check_outputs(study, [*plan.steps, report_step(study)], before)
+    command_words = console.command_line()
+    last_step = report_step(study)
+    previous_record = running.Record.read(study.folder)
+    running.check_outputs(study, [*plan.steps, last_step], previous_record)
     if not dry_run:
         running.make_folders(study)
-    console.say(about)
-    for line in (*plan.notes, *(f"left out: {x}" for x in plan.reasons())):
-        console.say(line)
+    console.say(cost_line)
+    for note in plan.notes:
+        console.say(note)
+    for reason in plan.reasons():
+        console.say(f"left out: {reason}")
     if dry_run:
         folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
-        lines = [step.line for step in (*plan.steps, report_step(study))]
+        lines = [step.line for step in (*plan.steps, last_step)]
         console.out("\n".join([folders, *lines]))
         return
     ctx.meta[console.RESUMES] = RESUME_LINE
-    record = running.begin(study, words, plan, models)
+    record = running.begin(study, command_words, plan, models)
     perform = Performer(ctx)
     total = len(plan.steps) + 1
     named_models = _models_by_store(plan.steps)
@@ -280,19 +354,20 @@ def _execute(
             failed = running.carry_out(
                 plan.extractions, record, perform, console.say, total=total
             )
-            again = of_those(failed)
-            steps = [*again.analyses, report_step(study)]
-            record.outdate(report_step(study))
-            running.check_outputs(study, again.analyses, record)
-            first = len(plan.extractions) + 1
-            n = min(n_workers(at_once, _memory_of(study)), len(again.analyses))
-            workers = Workers(perform, named_models, n) if n > 1 else None
+            # What compares several models is planned anew for those that were extracted.
+            remaining_plan = plan_without(failed)
+            analyses = remaining_plan.analyses
+            record.outdate(last_step)
+            running.check_outputs(study, analyses, record)
+            n = min(n_workers(at_once, _largest_memory(study)), len(analyses))
+            if n > 1:
+                workers = Workers(perform, named_models, n)
             failed += running.carry_out(
-                steps,
+                [*analyses, last_step],
                 record,
                 perform,
                 console.say,
-                first=first,
+                first=len(plan.extractions) + 1,
                 total=total,
                 before=failed,
                 workers=workers,
@@ -303,26 +378,26 @@ def _execute(
     finally:
         if workers is not None:
             workers.close()
-    if record.steps[report_step(study).name].status == running.DONE:
+    if record.steps[last_step.name].status == running.DONE:
         console.out(str(study.folder / "report.html"))
     if failed:
-        bad = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
-        raise VitseeError(f"{len(bad)} of {total} steps failed: {'; '.join(bad)}")
+        lines = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
+        raise VitseeError(f"{len(lines)} of {total} steps failed: {'; '.join(lines)}")
 
 
-def _memory_of(study: Study) -> int | None:
-    """The largest --memory of a step; None without any."""
-    given = [
+def _largest_memory(study: Study) -> int | None:
+    """Return the largest --memory of a step, in bytes; None if no step has one."""
+    sizes = [
         int(setting.words[1])
         for settings in study.settings.values()
         for setting in settings
         if setting.words[0] == "--memory"
     ]
-    return max(given, default=None)
+    return max(sizes, default=None)
 
 
 def report_step(study: Study) -> Step:
-    """The last step: the page."""
+    """Return the last step of a study, which writes the report."""
     from vitsee_core.study.steps import Step
 
     page = study.folder / "report.html"
@@ -330,17 +405,24 @@ def report_step(study: Study) -> Step:
     return Step("report", words, (), (page,))
 
 
-def _outputs(steps: Sequence[Step]) -> set[object]:
+def _output_paths(steps: Sequence[Step]) -> set[object]:
     return {path for step in steps for path in step.outputs}
 
 
 def check_train(study: Study) -> None:
-    """Refuse the images themselves as those to train on."""
+    """Refuse to train on the images of the study themselves.
+
+    Raises:
+        VitseeError: --train and --data are the same.
+    """
     if study.train is None:
         return
-    places = [Path(data).expanduser() for data in (study.data, study.train)]
-    same = all(place.exists() for place in places) and places[0].samefile(places[1])
-    if same or study.data == study.train:
+    data = Path(study.data).expanduser()
+    train = Path(study.train).expanduser()
+    are_same = study.data == study.train
+    if data.exists() and train.exists():
+        are_same = are_same or data.samefile(train)
+    if are_same:
         raise VitseeError(
             f"--train {study.train} has the images of --data: what learns from them cannot be "
             "tested on them; leave --train out, or name other images of the same classes"
@@ -348,28 +430,34 @@ def check_train(study: Study) -> None:
 
 
 def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
-    """Survey all models before any work starts, and name all that are unknown."""
+    """Return what each model offers to analyses, looked up before any work starts.
+
+    models: label -> name.
+
+    Raises:
+        VitseeError: models are unknown; names all of them.
+    """
     from vitsee_core.study.catalogue import survey
 
-    found = []
-    unknown = []
+    surveyed = []
+    errors = []
     for label, name in models.items():
         try:
-            found.append(survey(label, name, vars(model_options_of(name))))
+            surveyed.append(survey(label, name, vars(model_options_of(name))))
         except VitseeError as error:
-            unknown.append(str(error))
-    if unknown:
-        raise VitseeError("; ".join(unknown))
-    return found
+            errors.append(str(error))
+    if errors:
+        raise VitseeError("; ".join(errors))
+    return surveyed
 
 
 def model_options_of(name: str) -> ModelOptions:
-    """The options in a model's name, as extract reads them."""
-    return _extracted([name, "--data", "images", "-o", "store"])
+    """Return the options in a model's name, as extract reads them."""
+    return _model_of_extract([name, "--data", "images", "-o", "store"])
 
 
-def _extracted(words: Sequence[str]) -> ModelOptions:
-    """The model of a command line of extract, without the command's name."""
+def _model_of_extract(words: Sequence[str]) -> ModelOptions:
+    """Return the model of a command line of extract, without the command's name."""
     from vitsee_cli.model_options import model_of
 
     ctx = click.get_current_context()
@@ -379,39 +467,51 @@ def _extracted(words: Sequence[str]) -> ModelOptions:
 
 
 def _models_by_store(steps: Sequence[Step]) -> dict[Path, NamedModel]:
-    """The folder of each store that the steps extract -> the model that their words name."""
+    """Return the folder of each store that the steps extract -> the model in the step's words.
+
+    Analyses that recompute something may then load these models: the user named them.
+    """
     from vitsee_core.models.provenance import NamedModel
 
-    found = {}
+    models = {}
     for step in steps:
         if step.command == "extract" and step.make is None:
             try:
-                own = _extracted(step.words[1:])
+                options = _model_of_extract(step.words[1:])
             except (click.ClickException, VitseeError):
                 continue  # the step itself says what is wrong
-            code = own.trust_remote_code
-            found[step.outputs[0]] = NamedModel(own.name, own.model_args, code)
-    return found
+            models[step.outputs[0]] = NamedModel(
+                options.name, options.model_args, options.trust_remote_code
+            )
+    return models
 
 
-def _counted(study: Study) -> tuple[Study, bool]:
-    """The study with the numbers of its images; and whether they have labels."""
+def _with_image_counts(study: Study) -> tuple[Study, bool]:
+    """Return the study with the numbers of its images, and whether all sets have labels."""
     from vitsee_core.images import open_source
 
-    named = [data for data in (study.data, study.train) if data is not None]
-    labels = {data: open_source(data).labels for data in named}
-    there = {data: len(found) for data, found in labels.items()}
-    labelled = all(bool((found >= 0).any()) for found in labels.values())
-    return replace(study, there=there), labelled
+    data_sets = [study.data]
+    if study.train is not None:
+        data_sets.append(study.train)
+    labels_of = {data: open_source(data).labels for data in data_sets}
+    n_images = {data: len(labels) for data, labels in labels_of.items()}
+    # A label below 0 stands for none.
+    are_labelled = all(bool((labels >= 0).any()) for labels in labels_of.values())
+    return replace(study, there=n_images), are_labelled
 
 
-def named(models: Sequence[str]) -> dict[str, str]:
-    """Label -> model, of `NAME=MODEL` or `MODEL`; labels as `check_labels` demands."""
+def models_by_label(models: Sequence[str]) -> dict[str, str]:
+    """Return label -> model of arguments `NAME=MODEL` or `MODEL`.
+
+    Raises:
+        VitseeError: a label cannot be a file's name, or stands for two models.
+    """
     from vitsee_core.study.steps import check_labels, label_of
 
     pairs = []
     for text in models:
         label, sign, name = text.partition("=")
-        given = sign and not {"/", ":", "?"} & set(label)
-        pairs.append((label, name) if given else (label_of(text), text))
+        # In `hub:OWNER/NAME?checkpoint=x.pth` the sign belongs to an option.
+        is_label = sign and not {"/", ":", "?"} & set(label)
+        pairs.append((label, name) if is_label else (label_of(text), text))
     return check_labels(pairs)

@@ -18,29 +18,35 @@ if TYPE_CHECKING:
 
 MODELS = "models"
 SET = "set"
-NO_KEYS = ("file", "help", "of_models")  # of a file
-# What a study decides for each of its steps.
+OPTIONS_WITHOUT_KEY = ("file", "help", "of_models")  # that a file cannot set
+# Parameters that a study decides for each of its steps.
 DECIDED = frozenset(
     (
-        *(
-            "output",
-            "png",
-            "force",
-            "replicates",
-            "stores",
-            "tables",
-            "data",
-            "images",
-            "train",
-        ),
-        *("seed", "device", "memory", "model_name", "dry_run", "plan", "shard"),
-        *("verbose", "quiet", "help"),
+        "data",
+        "device",
+        "dry_run",
+        "force",
+        "help",
+        "images",
+        "memory",
+        "model_name",
+        "output",
+        "plan",
+        "png",
+        "quiet",
+        "replicates",
+        "seed",
+        "shard",
+        "stores",
+        "tables",
+        "train",
+        "verbose",
     )
 )
 
 
 def file_option(command: Any) -> Any:
-    """--file: options of the command from a TOML file, as defaults of the command line."""
+    """Add --file: options of the command from a TOML file, as defaults of the command line."""
     return click.option(
         "--file",
         metavar="TOML",
@@ -54,53 +60,68 @@ def file_option(command: Any) -> Any:
 
 
 def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """Use the file's values as defaults of the other options."""
+    """Use the file's values as defaults of the other options.
+
+    Raises:
+        VitseeError: the file cannot be read, or has an unknown key or a value of another type.
+    """
     if path is None:
         return
     from vitsee_core.study.recipe_file import read_toml
 
-    found = read_toml(path, str(path))
-    params = [param for param in ctx.command.params if param.name not in NO_KEYS]
-    known = {param.opts[-1].removeprefix("--"): param for param in params}
+    settable = {
+        param.opts[-1].removeprefix("--"): param
+        for param in ctx.command.params
+        if param.name not in OPTIONS_WITHOUT_KEY
+        and param.name not in ("verbose", "quiet")
+    }
     defaults: dict[str, Any] = {}
-    for key, value in found.items():
-        if key not in known or key in ("verbose", "quiet"):
-            expected = ", ".join(
-                name for name in known if name not in ("verbose", "quiet")
-            )
-            raise VitseeError(f"{path}: no key {key!r}; expected {expected}")
-        param = known[key]
-        several = getattr(param, "multiple", False) or param.nargs == -1
+    for key, value in read_toml(path, str(path)).items():
+        if key not in settable:
+            raise VitseeError(f"{path}: no key {key!r}; expected {', '.join(settable)}")
+        param = settable[key]
+        is_repeatable = getattr(param, "multiple", False) or param.nargs == -1
+        # Everything becomes the text that would be typed, which click then converts.
         if key == SET:
-            value = [
-                f"{name}.{option}={_text(one)}"
-                for name, options in _table(value, path, SET).items()
-                for option, given in _table(options, path, f"{SET}.{name}").items()
-                for one in _several(given)
-            ]
+            value = _texts_of_set(value, path)
         elif key == MODELS and isinstance(value, Mapping):
-            value = [f"{name}={_text(model)}" for name, model in value.items()]
-        elif isinstance(value, Mapping) or (isinstance(value, list) and not several):
+            value = [f"{name}={_option_text(model)}" for name, model in value.items()]
+        elif isinstance(value, Mapping) or (
+            isinstance(value, list) and not is_repeatable
+        ):
             raise VitseeError(f"{path}: {key} takes one value, and is {value}")
-        elif several:
-            value = [_text(one) for one in _several(value)]
+        elif is_repeatable:
+            value = [_option_text(item) for item in _as_list(value)]
         elif not isinstance(value, bool):
-            value = _text(value)
+            value = _option_text(value)
         defaults[str(param.name)] = value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
 
-def _several(value: Any) -> list[Any]:
+def _texts_of_set(value: Any, path: Path) -> list[str]:
+    """Return the tables [set.ANALYSIS] of a file as texts `ANALYSIS.OPTION=VALUE`."""
+    texts = []
+    for analysis, options in _require_table(value, path, SET).items():
+        options = _require_table(options, path, f"{SET}.{analysis}")
+        for option, values in options.items():
+            for item in _as_list(values):
+                texts.append(f"{analysis}.{option}={_option_text(item)}")
+    return texts
+
+
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _text(value: Any) -> str:
+def _option_text(value: Any) -> str:
+    """Return a value of TOML as it is typed on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
 
 
-def _table(value: Any, path: Path, name: str) -> Mapping[str, Any]:
+def _require_table(value: Any, path: Path, name: str) -> Mapping[str, Any]:
+    """Return the value if it is a table of TOML; else raise a VitseeError."""
     if not isinstance(value, Mapping):
         raise VitseeError(f"{path}: {name} is {value!r}; expected a table, [{name}]")
     return value
@@ -112,7 +133,7 @@ Commands = Callable[[str], click.Command | None]
 
 
 def commands_of(ctx: click.Context) -> Commands:
-    """Name -> command of the group that `ctx` belongs to."""
+    """Return the function name -> command of the group that `ctx` belongs to."""
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
     return lambda name: group.get_command(ctx, name)
@@ -121,9 +142,18 @@ def commands_of(ctx: click.Context) -> Commands:
 def settings(
     texts: Sequence[str], memory: int | None, ctx: click.Context, analyses: Iterable[str]
 ) -> dict[str, list[Setting]]:
-    """Command -> its options set by `ANALYSIS.OPTION=VALUE`, and --memory of those that have it.
-    Raises click.UsageError: no such analysis or option, one that the study decides, or an invalid
-    value."""
+    """Return command -> the options that the user set for it.
+
+    Args:
+        texts: values of --set, `ANALYSIS.OPTION=VALUE`.
+        memory: value of --memory, in bytes, for all commands that have that option.
+        ctx: context of the study's command.
+        analyses: names of all analyses.
+
+    Raises:
+        click.UsageError: no such analysis or option, an option that the study decides, or an
+            invalid value.
+    """
     from vitsee_core.study.steps import Setting
 
     command_of = commands_of(ctx)
@@ -137,8 +167,8 @@ def settings(
                 f"{', '.join(known)}"
             )
         values.setdefault((match[1], match[2]), []).append(match[3])
-    found: dict[str, list[Setting]] = {}
-    for (name, option), given in values.items():
+    settings_of: dict[str, list[Setting]] = {}
+    for (name, option), typed_values in values.items():
         command = command_of(name)
         assert command is not None
         params = {
@@ -154,61 +184,88 @@ def settings(
             raise click.UsageError(
                 f"--set {name}.{option}: expected an option of {expected}"
             )
-        if len(given) > 1 and not param.multiple:
+        if len(typed_values) > 1 and not param.multiple:
             raise click.UsageError(
-                f"--set {name}.{option} is given as {' and '.join(given)}"
+                f"--set {name}.{option} is given as {' and '.join(typed_values)}"
             )
         try:
-            setting = _setting(param, f"--{option}", given, ctx)
+            setting = _make_setting(param, f"--{option}", typed_values, ctx)
         except click.BadParameter as error:
             raise click.UsageError(f"--set {name}.{option}: {error.message}") from None
-        found.setdefault(name, []).append(setting)
-    for name in known if memory is not None else ():
+        settings_of.setdefault(name, []).append(setting)
+    if memory is None:
+        return settings_of
+    for name in known:
         try:
             command = command_of(name)
         except GuestError:  # its own step reports it
             continue
-        if command is not None and any(
-            param.name == "memory" for param in command.params
-        ):
-            own = Setting(("--memory",), ("--memory", str(memory)))
-            found.setdefault(name, []).append(own)
-    return found
+        if command is None:
+            continue
+        if any(param.name == "memory" for param in command.params):
+            setting = Setting(("--memory",), ("--memory", str(memory)))
+            settings_of.setdefault(name, []).append(setting)
+    return settings_of
 
 
-def _setting(
-    param: click.Option, option: str, given: list[str], ctx: click.Context
+def _make_setting(
+    param: click.Option, option: str, typed_values: list[str], ctx: click.Context
 ) -> Setting:
+    """Return the words of a step's command line that set an option, after a check of the values.
+
+    Raises:
+        click.BadParameter: a value is invalid.
+    """
     from vitsee_core.study.steps import Setting
 
     spellings = (*param.opts, *param.secondary_opts)
-    value = param.type_cast_value(ctx, given if param.multiple else given[0])
+    converted = param.type_cast_value(
+        ctx, typed_values if param.multiple else typed_values[0]
+    )
     if param.is_flag:
-        words = [option] if value else list(param.secondary_opts[:1])
+        # OPTION=false is the other side of a switch, and nothing for a flag.
+        words = [option] if converted else list(param.secondary_opts[:1])
         return Setting(spellings, tuple(words))
-    return Setting(spellings, tuple(word for one in given for word in (option, one)))
+    words = []
+    for typed_value in typed_values:
+        words += [option, typed_value]
+    return Setting(spellings, tuple(words))
 
 
 def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
-    """A message of a step's command with its options as the study has them: its own unchanged,
-    those of a model's name after `?`, others by --set."""
+    """Return a message of a step's command with the options as they are written in a study.
+
+    Options of the study itself stay. Options of a model's name are written after `?`, others by
+    --set.
+
+    Args:
+        text: the message.
+        command: the step's command.
+        own: the study's command.
+    """
     from vitsee_cli.model_options import NAMED_OPTIONS
 
-    kept = {word for param in own.params for word in param.opts}
-    options = {word: param for param in command.params for word in param.opts}
+    study_options = {word for param in own.params for word in param.opts}
+    step_options = {word: param for param in command.params for word in param.opts}
 
-    def replaced(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
+        """Return the option, with its value, as a study has it."""
         word = match[1]
         value = match[2]
-        if word in kept or word not in options or options[word].name in DECIDED:
+        if word in study_options or word not in step_options:
+            return match[0]
+        param = step_options[word]
+        if param.name in DECIDED:
             return match[0]
         key = word.removeprefix("--")
+        # A message may advise to extract again: `run: vitsee extract ... --tokens all`.
         if re.search(r"\bextract\b[^;]*$", text[: match.start()]):
             return f"--set extract.{key}={value or 'VALUE'}"
-        if command.name == "extract" and options[word].name in NAMED_OPTIONS:
+        if command.name == "extract" and param.name in NAMED_OPTIONS:
             return f"MODEL?{key}={value or 'VALUE'}"
-        flag = getattr(options[word], "is_flag", False)
-        return f"--set {command.name}.{key}=" + ("true" if flag else value or "VALUE")
+        if getattr(param, "is_flag", False):
+            value = "true"
+        return f"--set {command.name}.{key}={value or 'VALUE'}"
 
     value = r"[A-Z0-9][\w,:.]*|[\w.]+=\w+|all\b"
-    return re.sub(rf"(--[a-z][a-z-]*)(?: ({value}))?", replaced, text)
+    return re.sub(rf"(--[a-z][a-z-]*)(?: ({value}))?", rewrite, text)

@@ -11,9 +11,10 @@ from vitsee_cli import options
 from vitsee_cli.declared import Listed, a_number, model_names, one_of
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import (
+    CheckpointStudy,
     dry_run_option,
     jobs_option,
-    named,
+    models_by_label,
     run_checkpoints,
     run_recipe,
     run_study,
@@ -27,12 +28,12 @@ QUESTION = STORES
 
 
 def analysis_names() -> list[str]:
-    """Names that --analyses and --skip accept; no analysis is imported."""
+    """Return the names that --analyses and --skip accept; no analysis is imported."""
     return [*(name.replace("_", "-") for name in names()), "explore"]
 
 
 def models_and_recipes() -> list[str]:
-    """Recipes and models, for completion of the first argument."""
+    """Return recipes and models, for completion of the first argument."""
     from vitsee_core.study.recipe_file import bundled_recipes
 
     return [*bundled_recipes(), *model_names()]
@@ -209,7 +210,8 @@ def command(
     from vitsee_core.study.recipe_file import bundled_recipes, is_recipe, read_recipe
     from vitsee_core.study.steps import Study, with_controls
 
-    def study(**of: Any) -> Study:
+    def make_study(**fields: Any) -> Study:
+        """Return the request with the options that models and recipes share."""
         return Study(
             output,
             seed=seed,
@@ -217,15 +219,16 @@ def command(
             analyses=analyses,
             skip=skip,
             settings=settings(given, memory, ctx, known_analyses()),
-            **of,
+            **fields,
         )
 
-    if recipes := [name for name in models if is_recipe(name)]:
+    recipes = [name for name in models if is_recipe(name)]
+    if recipes:
         if len(models) > 1:
             raise click.UsageError(
                 f"{recipes[0]} is a recipe: give it alone, models by --models"
             )
-        _check_options(ctx, recipes[0], quick)
+        _refuse_options_of_recipe(ctx, recipes[0], quick)
         recipe = read_recipe(recipes[0]).of_models(of_models)
         if _is_given(ctx, "images"):
             recipe = recipe.of_images(images)
@@ -233,16 +236,15 @@ def command(
         if quick:
             recipe = recipe.of_the_demo()
             title = f"{title} (small models in their place)"
-        asked = study(
+        study = make_study(
             models={},
             data="",
             images=images,
             title=title,
             note=" ".join([recipe.note, recipe.left_out]).strip(),
         )
-        run_recipe(
-            ctx, asked, recipe, None if quick else data, dry_run=dry_run, at_once=jobs
-        )
+        data_folder = None if quick else data
+        run_recipe(ctx, study, recipe, data_folder, dry_run=dry_run, at_once=jobs)
         return
     if quick or of_models:
         word = "--quick" if quick else "--models"
@@ -260,10 +262,9 @@ def command(
             if _is_given(ctx, name):
                 option = "--set" if name == "given" else f"--{name}"
                 raise click.UsageError(f"{option} and --checkpoints exclude each other")
-        run_checkpoints(
-            ctx,
-            named(models),
-            checkpoints,
+        checkpoint_study = CheckpointStudy(
+            models=models_by_label(models),
+            pattern=checkpoints,
             data=data,
             train=train,
             output=output,
@@ -273,29 +274,36 @@ def command(
             keep=keep,
             seed=seed,
             device=device,
-            dry_run=dry_run,
         )
+        run_checkpoints(ctx, checkpoint_study, dry_run=dry_run)
         return
     if _is_given(ctx, "keep"):
         raise click.UsageError("--keep is of --checkpoints GLOB: give that too")
-    chosen = with_controls(named(models), seed) if control else named(models)
-    asked = study(
-        models=chosen,
+    labelled_models = models_by_label(models)
+    if control:
+        labelled_models = with_controls(labelled_models, seed)
+    study = make_study(
+        models=labelled_models,
         data=data,
         train=train,
         images=images,
         train_images=train_images,
         thorough=thorough,
     )
-    run_study(ctx, asked, dry_run=dry_run, at_once=jobs)
+    run_study(ctx, study, dry_run=dry_run, at_once=jobs)
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
+    """Return whether a parameter was typed, or stands in the file of --file."""
     return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
-def _check_options(ctx: click.Context, recipe: str, quick: bool) -> None:
-    """Refuse options that a recipe decides. Raises click.UsageError: one is given, or no data."""
+def _refuse_options_of_recipe(ctx: click.Context, recipe: str, quick: bool) -> None:
+    """Refuse options that a recipe decides itself.
+
+    Raises:
+        click.UsageError: such an option is given, or not exactly one of --data and --quick.
+    """
     for name in ("train", "train_images", "checkpoints", "control", "thorough"):
         if _is_given(ctx, name):
             option = f"--{name.replace('_', '-')}"
