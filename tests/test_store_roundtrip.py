@@ -367,7 +367,7 @@ def test_committed_slabs_only(tmp_path: Path) -> None:
     writer = write(path, plan, slabs=[0, 1])
     # Slab 2 is half written: its chunks are whole, its marker is missing.
     whole = expected(plan)
-    writer._write_chunks(2, writer._jobs(2, slab_of(plan, whole, 2)))
+    writer._write_chunks(2, writer._chunk_jobs(2, slab_of(plan, whole, 2)))
     store = open_store(path, allow_partial=True)
     assert not store.complete
     assert store.committed.tolist() == [True, True, False]

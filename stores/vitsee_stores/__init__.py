@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from vitsee_stores.validation import validate as validate
     from vitsee_stores.writer import StoreWriter as StoreWriter
 
-_HOME = {
+# module -> the names it defines. The imports above are the same list for type checkers.
+_NAMES_BY_MODULE = {
     "creation": "remove_store",
     "errors": "IdentityMismatch IncompleteStore MissingInput SiteError StoreError StoreMismatch "
     "VitseeError",
@@ -67,16 +68,20 @@ _HOME = {
     "validation": "validate",
     "writer": "StoreWriter",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+_MODULE_OF = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'vitsee_stores' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"vitsee_stores.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
+    globals()[name] = value  # so that this function is not called again for the name
     return value
 
 
 def __dir__() -> list[str]:
+    """List the public names, those not yet imported too."""
     return sorted(_MODULE_OF)

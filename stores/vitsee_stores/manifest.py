@@ -1,6 +1,7 @@
-"""The manifest: how a store was made, what it holds, its identity, what it adds to another store.
+"""The manifest: how a store was made, its contents, its identity, what it adds to another store.
 
-JSON only, in the root group's attributes under "vitsee": opening an untrusted store runs no code.
+It is JSON in the root group's attributes, under "vitsee": opening an untrusted store runs no
+code.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from vitsee_stores.schema import (
 )
 
 ATTRIBUTE = "vitsee"
-ABSENT = "nothing"
-SHOWN_VALUE = 80
+ABSENT = "nothing"  # stands for a field without a value in messages
+MAX_SHOWN_CHARS = 80
 
 Checksum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Object = dict[str, Any]
@@ -45,11 +46,14 @@ class Growth:
     """The record of a later generation: its predecessors, and where its slabs and sites belong.
 
     Attributes:
-        after: store_id of each generation before, in order; the first one is the store itself.
-        first_slab: the slab of the whole store that is this generation's slab 0: 0 where sites are
-            added for all images, else the first slab that the images before did not fill.
-        sites: all sites of the whole store in the model's order, aliases included.
-        samples_fingerprint: of all images of the whole store.
+        after: store_id of each generation before, in order; the first is that of the store as
+            it was made.
+        first_slab: index within the combined store of this generation's slab 0. It is 0 where
+            sites are added for all images, else the first slab that the earlier images did
+            not fill.
+        sites: names of all sites of the combined store in the model's order, aliases
+            included.
+        samples_fingerprint: fingerprint of all images of the combined store.
     """
 
     after: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -68,13 +72,21 @@ class Manifest:
     """Provenance and contents of a store.
 
     Attributes:
-        identity: every choice that joining and resuming compare.
+        format: number of the format version.
+        store_id: sha256 of the identity and a random nonce.
+        identity: every choice that a process compares before it joins or resumes the store.
+        plan: the store's contents, from which its arrays follow.
+        samples_fingerprint: sha256 of the images' ids and labels; equal in stores that pair.
+        model: name, weights and input size of the model.
+        transform: how images were resized, cropped and normalised.
+        class_names: names of the labels; None without any.
+        selfcheck: differences that were measured between the captured and the model's values.
         left_out: default of extract that the model could not serve -> reason.
-        info: other descriptions of how the store was made.
-        splits: names of the codes in `samples/split`.
+        info: further descriptions of how the store was made.
+        splits: split names; `samples/split` holds indices into them.
         features: format extensions in use; readers refuse a store with an unknown one.
-        checksums: crc32c of each write-once array, set on creation.
-        growth: what a generation adds to another store; None for a store of its own.
+        checksums: path of each write-once array -> its crc32c, set on creation.
+        growth: what a later generation adds to a store; None for the first generation.
     """
 
     format: int
@@ -94,6 +106,7 @@ class Manifest:
     growth: Growth | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the manifest in JSON types, as it is written to disk."""
         fields: dict[str, Any] = jsonable(dataclasses.asdict(self))
         if self.growth is None:
             del fields["growth"]
@@ -102,63 +115,89 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """The manifest that `to_json` described. Raises StoreError: another format version, an
-        unknown feature, or missing fields."""
-        version = data.get("format")
-        if type(version) is not int or version != FORMAT_VERSION:
-            advice = (
-                "update vitsee"
-                if isinstance(version, int) and version > FORMAT_VERSION
-                else "extract it anew"
-            )
-            shown = json.dumps(version)[:SHOWN_VALUE]
-            raise StoreError(
-                f"store format {shown}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
-            )
+        """Return the manifest that `to_json` described.
+
+        Args:
+            data: JSON from anybody: every type and range in it is checked.
+
+        Raises:
+            StoreError: another format version, an unknown feature, missing or invalid fields.
+        """
+        # FORMAT.md fixes the order: the format first, as nothing else of another version can
+        # be interpreted; then the features; then all else.
+        _require_format_version(data.get("format"))
         try:
             features = checked(data.get("features"), tuple[str, ...], "features")
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
         if unknown := [name for name in features if name not in FEATURES]:
-            names = abbreviate([repr(name[:SHOWN_VALUE]) for name in unknown])
+            names = abbreviate([repr(name[:MAX_SHOWN_CHARS]) for name in unknown])
             raise StoreError(
                 f"the store uses {names}, which this vitsee does not read; update vitsee"
             )
         try:
-            checked(data, _Descriptions)
-            checked(data.get("left_out"), dict[str, str], "left_out")
-            checked(data.get("checksums"), dict[str, Checksum], "checksums")
-            checked(data["info"].get("versions") or {}, dict[str, str], "info.versions")
-            manifest = checked(data, cls)
-            require_fields(data, manifest)
-            specs = check_plan(manifest.plan)
-            if sorted(features) != sorted(manifest.plan.features):
-                raise ValueError(
-                    f"features are {list(features)}, its plan has {list(manifest.plan.features)}"
-                )
-            once = {path for path, spec in specs.items() if spec.per == "once"}
-            if set(manifest.checksums) != once:
-                raise ValueError(
-                    "checksums does not name the arrays that are written once"
-                )
-            if manifest.growth is not None:
-                for i, name in enumerate(manifest.growth.sites):
-                    check_name(name, f"growth.sites[{i}]")
-            return manifest
+            return _checked_manifest(data, features)
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
 
 
-# Fields of a plan, at whatever depth, that are written only where they are not None.
+def _require_format_version(version: Any) -> None:
+    """Raise StoreError unless `version` is the format version that this package reads."""
+    if type(version) is int and version == FORMAT_VERSION:
+        return
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        advice = "update vitsee"
+    else:
+        advice = "extract it anew"
+    shown = json.dumps(version)[:MAX_SHOWN_CHARS]
+    raise StoreError(
+        f"store format {shown}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
+    )
+
+
+def _checked_manifest(data: Mapping[str, Any], features: tuple[str, ...]) -> Manifest:
+    """Convert a manifest's JSON, and check that its fields agree.
+
+    Raises:
+        ValueError: names the first field that is missing or invalid.
+    """
+    checked(data, _Descriptions)
+    checked(data.get("left_out"), dict[str, str], "left_out")
+    checked(data.get("checksums"), dict[str, Checksum], "checksums")
+    checked(data["info"].get("versions") or {}, dict[str, str], "info.versions")
+    manifest = checked(data, Manifest)
+    require_fields(data, manifest)
+    specs = check_plan(manifest.plan)
+    if sorted(features) != sorted(manifest.plan.features):
+        raise ValueError(
+            f"features are {list(features)}, its plan has {list(manifest.plan.features)}"
+        )
+    write_once = {path for path, spec in specs.items() if spec.per == "once"}
+    if set(manifest.checksums) != write_once:
+        raise ValueError("checksums does not name the arrays that are written once")
+    if manifest.growth is not None:
+        for i, name in enumerate(manifest.growth.sites):
+            check_name(name, f"growth.sites[{i}]")
+    return manifest
+
+
+# Fields of a plan, at whatever depth, that are written only where they are not None. They came
+# after the format, so that a store without them has the bytes that it always had.
 LATER_FIELDS = (
-    *("window", "frames", "stride_frames", "clip"),
-    *("short_side", "min_pixels", "max_pixels", "own_grids"),
+    "window",
+    "frames",
+    "stride_frames",
+    "clip",
+    "short_side",
+    "min_pixels",
+    "max_pixels",
+    "own_grids",
     "pixel_hashes",
 )
 
 
 def without_absent(value: Any) -> Any:
-    """A plan, or a part of it, in JSON without those of `LATER_FIELDS` that are None."""
+    """Return a plan's JSON, or a part of it, without `LATER_FIELDS` that are None."""
     if isinstance(value, dict):
         return {
             key: without_absent(item)
@@ -235,8 +274,10 @@ class _Info(Struct):
 
 
 class _Descriptions(Struct):
-    """The fields of a manifest's objects that readers rely on. Each may be absent or null; others
-    may be anything, and all are kept as they are."""
+    """The fields of a manifest's descriptions that readers rely on, as a schema.
+
+    Each may be absent or null. Other fields may be anything, and all are kept as they are.
+    """
 
     identity: _Identity
     model: _Model
@@ -258,16 +299,28 @@ def new_manifest(
     splits: Sequence[str] = (),
     growth: Growth | None = None,
 ) -> Manifest:
-    """A manifest for a new store, with its own store_id: sha256 of the identity and a random nonce.
-    splits: whose codes come before those of the samples' own. Raises StoreError: a sample's id
-    cannot be stored."""
+    """Return the manifest of a new store, with a store_id of its own.
+
+    Args:
+        identity: every choice that a process compares before it joins the store.
+        plan: the planned arrays; widths that depend on the samples are filled in.
+        samples: the images in the store's order.
+        splits: split names whose codes come before those of the samples' splits, as a later
+            generation keeps the codes of the earlier ones.
+        growth: what a later generation adds; None for a store of its own. The other arguments
+            are attributes of `Manifest`.
+
+    Raises:
+        StoreError: a sample's id cannot be stored.
+    """
     plan = with_samples(plan, samples)
-    same = jsonable(dict(identity))
-    text = json.dumps([same, secrets.token_hex(16)], sort_keys=True)
+    identity_fields = jsonable(dict(identity))
+    # The nonce tells two stores of one identity apart.
+    text = json.dumps([identity_fields, secrets.token_hex(16)], sort_keys=True)
     return Manifest(
         format=FORMAT_VERSION,
         store_id=hashlib.sha256(text.encode()).hexdigest(),
-        identity=same,
+        identity=identity_fields,
         plan=plan,
         samples_fingerprint=samples.fingerprint(),
         model=jsonable(dict(model or {})),
@@ -283,11 +336,15 @@ def new_manifest(
 
 
 def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
-    """The plan with the array widths that these samples require. Raises StoreError: a sample's id
-    cannot be stored."""
+    """Return the plan with the array widths that these samples require.
+
+    Raises:
+        StoreError: a sample's id cannot be stored.
+    """
     if len(samples) != plan.n_images:
         raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
     for name in samples.ids:
+        # Ids are stored padded with zeros.
         if "\0" in name:
             raise StoreError(
                 f"the sample id {name!r} holds a NUL character; rename that image"
@@ -299,27 +356,40 @@ def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
 
 
 def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
-    """`names: reason` lines, one per reason, with at most `shown` names each."""
-    names: dict[str, list[str]] = {}
+    """Return lines `NAMES: REASON`, one for each reason, with at most `shown` names each."""
+    names_by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
-        names.setdefault(reason, []).append(name)
-    return [f"{abbreviate(some, shown)}: {reason}" for reason, some in names.items()]
+        names_by_reason.setdefault(reason, []).append(name)
+    return [
+        f"{abbreviate(names, shown)}: {reason}"
+        for reason, names in names_by_reason.items()
+    ]
 
 
 def abbreviate(names: Sequence[str], shown: int = 3) -> str:
-    """`a, b, c and 9 more`."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    """Return the first `shown` names and the number of others: `a, b, c and 9 more`."""
+    text = ", ".join(names[:shown])
+    if len(names) > shown:
+        text += f" and {len(names) - shown} more"
+    return text
 
 
 def check_identity(
     stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = ""
 ) -> None:
-    """Compare the identity fields in `given` with the store's. instead: what else could be done.
-    Raises IdentityMismatch: names every differing field, what is stored and what was given."""
+    """Compare identity fields with those of an existing store.
+
+    Args:
+        stored: identity fields of the store; others than those in `given` are ignored.
+        given: identity fields of the process that would join it.
+        instead: further advice, added to the end of the error's message.
+
+    Raises:
+        IdentityMismatch: names every differing field, the stored value and the given one.
+    """
     lines: list[str] = []
     for key, value in jsonable(dict(given)).items():
-        lines += _differences(key, jsonable(stored.get(key, ABSENT)), value)
+        lines += _identity_differences(key, jsonable(stored.get(key, ABSENT)), value)
     if lines:
         raise IdentityMismatch(
             f"the store was made with other choices: {'; '.join(lines)} "
@@ -327,36 +397,44 @@ def check_identity(
         )
 
 
-def _differences(name: str, stored: Any, given: Any) -> list[str]:
+def _identity_differences(name: str, stored: Any, given: Any) -> list[str]:
+    """Return a line for each value in which two JSON values differ, at any depth."""
     if isinstance(stored, dict) and isinstance(given, dict):
         lines = []
         for key in dict.fromkeys([*stored, *given]):
-            lines += _differences(
+            lines += _identity_differences(
                 f"{name}.{key}", stored.get(key, ABSENT), given.get(key, ABSENT)
             )
         return lines
     if stored == given:
         return []
-    return [f"{name} is {_short(stored)}, given {_short(given)}"]
+    return [f"{name} is {_shown_value(stored)}, given {_shown_value(given)}"]
 
 
-def _short(value: Any) -> str:
+def _shown_value(value: Any) -> str:
+    """Return a JSON value for use within a line: digests and long texts cut."""
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch("[0-9a-f]{64}", text):
         return text[:12]
-    if len(text) <= SHOWN_VALUE:
+    if len(text) <= MAX_SHOWN_CHARS:
         return text
-    return f"{text[: SHOWN_VALUE - 4]} ..."
+    return f"{text[: MAX_SHOWN_CHARS - 4]} ..."
 
 
 def jsonable(value: Any) -> Any:
-    """`value` in JSON types: tuples as lists, numpy scalars as numbers, paths as text, and
-    non-finite numbers as "NaN", "Infinity", "-Infinity", for strict readers."""
+    """Return `value` in JSON types.
+
+    Tuples and sets become lists, numpy scalars numbers, paths and other objects text. Numbers
+    that are not finite become "NaN", "Infinity" and "-Infinity", as strict JSON readers
+    refuse them as numbers.
+    """
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        return [jsonable(item) for item in items]
+    if isinstance(value, (set, frozenset)):
+        # Sets have no order of their own, and digests are taken of the text.
+        return [jsonable(item) for item in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
     if isinstance(value, np.ndarray):
         return jsonable(value.tolist())
     if isinstance(value, np.generic):
@@ -374,12 +452,15 @@ def jsonable(value: Any) -> Any:
 
 # ---------------- the name of a model's weights: column `weights` of tables
 
-SHORT = 8  # digits of a hash
+HASH_DIGITS = 8
 
 
-def _tag(name: object) -> str:
-    """The tag of pretrained weights `NAME.TAG`, else "pretrained". The dot of a repository or path,
-    `OWNER/NAME`, begins no tag, that of timm's at a hub, `hf-hub:OWNER/NAME.TAG`, does."""
+def _pretrained_tag(name: object) -> str:
+    """Return the tag of pretrained weights `NAME.TAG`, or "pretrained" if there is none.
+
+    A dot in a repository or path, `OWNER/NAME`, does not begin a tag; a dot in timm's names
+    for a hub, `hf-hub:OWNER/NAME.TAG`, does.
+    """
     text = str(name or "")
     is_path = "/" in text and ":" not in text
     if is_path:
@@ -388,58 +469,81 @@ def _tag(name: object) -> str:
 
 
 def weights_name(model: Mapping[str, Any]) -> str:
-    """The pretrained tag (`augreg_in21k_ft_in1k`), `random SEED`, or the checkpoint file's name
-    (`dino.pth`, `dino.pth#student` if it has several state dicts), then `, without
-    blocks.3.attn` for ablated skips, `, cls=mean at blocks.6.out` for interventions and `, codes of
-    sae.pt` for stores of codes. Weights of a folder have its name. "pretrained" for weights without
-    a tag, the first digits of their hash if the source is unknown, "" without any information.
+    """Return the name of a model's weights as tables show it.
+
+    The name depends on where the weights came from:
+
+        pretrained         their tag (`augreg_in21k_ft_in1k`), "pretrained" without one; the
+                           folder's name for weights of a folder
+        random             `random SEED`
+        checkpoint file    its name (`dino.pth`); with several state dicts `dino.pth#student`
+        anything else      the first digits of the weights' hash; "" without any information
+
+    After it follow `, without blocks.3.attn` for ablated skips, `, cls=mean at blocks.6.out`
+    for interventions, and `, codes of sae.pt` for stores of codes.
 
     Args:
-        model: the `model` of a manifest; `weights`, `ablate_skip`, `interventions` and `codes` may
-            be missing.
+        model: the `model` of a manifest; `weights`, `ablate_skip`, `interventions` and
+            `codes` may be missing.
     """
-    record = model.get("weights")
-    weights = record if isinstance(record, Mapping) else {}
+    weights = model.get("weights")
+    if not isinstance(weights, Mapping):
+        weights = {}
+    words = [_source_name(weights)]
+    if skips := [str(skip) for skip in model.get("ablate_skip") or ()]:
+        words.append(f"without {', '.join(ranges(skips))}")
+    words += map(str, model.get("interventions") or ())
+    if model.get("codes"):
+        words.append(f"codes of {model['codes']}")
+    return ", ".join(words)
+
+
+def _source_name(weights: Mapping[str, Any]) -> str:
+    """Return the name of weights by the manifest's record of their source."""
     source = weights.get("source")
-    digest = str(weights.get("sha256") or "")[:SHORT]
     if source == "random":
-        name = f"random {weights.get('seed', '')}".rstrip()
-    elif source == "checkpoint":
-        key = (
-            f"#{weights['key']}"
-            if weights.get("other_keys") and weights.get("key")
-            else ""
-        )
-        name = f"{weights.get('file') or 'checkpoint'}{key}"
-    elif source in ("pretrained", "local-dir"):
-        name = str(weights.get("folder") or "") or _tag(weights.get("pretrained"))
-    else:
-        name = " ".join(filter(None, [source if isinstance(source, str) else "", digest]))
-    ablated = [str(skip) for skip in model.get("ablate_skip") or ()]
-    without = [f"without {', '.join(ranges(ablated))}"] if ablated else []
-    codes = [f"codes of {model['codes']}"] if model.get("codes") else []
-    return ", ".join(
-        [name, *without, *map(str, model.get("interventions") or ()), *codes]
-    )
+        return f"random {weights.get('seed', '')}".rstrip()
+    if source == "checkpoint":
+        name = str(weights.get("file") or "checkpoint")
+        # The key is needed only to tell the file's state dicts apart.
+        if weights.get("other_keys") and weights.get("key"):
+            name += f"#{weights['key']}"
+        return name
+    if source in ("pretrained", "local-dir"):
+        folder = str(weights.get("folder") or "")
+        return folder or _pretrained_tag(weights.get("pretrained"))
+    digest = str(weights.get("sha256") or "")[:HASH_DIGITS]
+    if isinstance(source, str):
+        return f"{source} {digest}".strip()
+    return digest
 
 
 def described_weights(manifest: Manifest) -> str:
-    """`weights_name`, and of clips how their frames were taken: `, 8 frames`, then `, every 2` if
-    they are so far apart, and `, shuffled in time` or `, still in time` for controls."""
-    clip = manifest.plan.clip
+    """Return `weights_name` of a store, and for clips how their frames were sampled.
+
+    For clips `, 8 frames` follows, then `, every 2` where sampled frames are that many frames
+    apart, and `, shuffled in time` or `, still in time` for controls.
+    """
     name = weights_name(manifest.model)
+    clip = manifest.plan.clip
     if clip is None:
         return name
-    words = [f"{clip.frames} frames"]
+    words = [name, f"{clip.frames} frames"]
     if clip.every is not None:
         words.append(f"every {clip.every}")
     if clip.time != "ordered":
         words.append(f"{clip.time} in time")
-    return ", ".join([name, *words])
+    return ", ".join(words)
 
 
 def ranges(names: Sequence[str]) -> list[str]:
-    """Paths in short: `blocks.0-11.attn` for those that differ in consecutive last numbers."""
+    """Return paths in short, those that differ in consecutive last numbers as a range.
+
+    Example:
+        >>> ranges(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn", "norm"])
+        ['norm', 'blocks.0-2.attn']
+    """
+    # (text before the number, text after it) -> numbers
     numbers: dict[tuple[str, str], list[int]] = {}
     texts: list[str] = []
     for name in names:
@@ -447,12 +551,14 @@ def ranges(names: Sequence[str]) -> list[str]:
             numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
         else:
             texts.append(name)
-    for (before, after), known in numbers.items():
-        runs: list[list[int]] = []
-        for n in sorted({*known}):
+    for (before, after), group in numbers.items():
+        runs: list[list[int]] = []  # [first, last] of consecutive numbers
+        for n in sorted({*group}):
             if runs and n == runs[-1][1] + 1:
                 runs[-1][1] = n
             else:
                 runs.append([n, n])
-        texts += [f"{before}{a}{f'-{b}' if b > a else ''}{after}" for a, b in runs]
+        for first, last in runs:
+            number = f"{first}-{last}" if last > first else str(first)
+            texts.append(f"{before}{number}{after}")
     return texts

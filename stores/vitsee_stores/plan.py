@@ -1,8 +1,9 @@
 """The planned contents of a store: token layouts, sites, attention groups, canvas, clips.
 
-The types are the schema of the manifest's `plan`, from which `vitsee_stores/schema.py` makes them.
-Their limits are far above what extraction makes, and low enough that a store's claims alone cost
-neither time nor memory.
+These dataclasses are the schema of the manifest's `plan`: their field names are those of the
+JSON on disk, and `vitsee_stores/schema.py` converts the JSON to them. The limits in their
+annotations are far above what extraction makes, and low enough that a manifest from a
+stranger costs neither time nor memory by its numbers alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ CODECS = ("none", "zstd", "lz4")
 LEVELS = ("none", "summary", "rows", "full")
 TIMES = ("ordered", "shuffled", "still")
 NATIVE = ("pixels", "patches")  # crop modes at native resolution
-CLIPS = "clips"  # what a store holds in place of images
+CLIPS = "clips"  # the word for a store's examples where they are not images
 
 
 def one_of(*words: str) -> Meta:
-    """The limit of a text that is one of these words."""
+    """Return the msgspec limit of a text that must be one of these words."""
     return Meta(pattern=rf"\A({'|'.join(words)})\Z")
 
 
@@ -99,8 +100,10 @@ class TokenLayout:
         """Indices of the class tokens: one, none, or one of each frame, which stand together."""
         if self.cls is not None:
             return range(self.cls, self.cls + 1)
-        at = [i for i, name in enumerate(self.prefix) if name.startswith("cls.")]
-        return range(at[0], at[-1] + 1) if at else range(0)
+        indices = [i for i, name in enumerate(self.prefix) if name.startswith("cls.")]
+        if not indices:
+            return range(0)
+        return range(indices[0], indices[-1] + 1)
 
 
 @dataclass(frozen=True)
@@ -165,78 +168,119 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class ErfPlan:
-    """Effective receptive fields of the images with a row below `n_images`, at these sites (stored
-    names); size: the input's (rows, cols) in pixels."""
+    """The effective receptive fields that a store has.
+
+    Attributes:
+        n_images: number of leading rows whose images have them.
+        sites: names of the stored sites with receptive fields.
+        size: (rows, cols) of the model's input in pixels.
+    """
 
     n_images: Images
     sites: tuple[str, ...]
     size: Size
 
 
-# The longest side of an image over its shortest that is brought to native resolution.
-MOST_ASPECT = 200
-_LEAST_SCALE = 1e-6
-_MOST_SCALE = 100.0
-_SCALES_APART = 1e-5
+# The three ways in which an image gets its size on a canvas. Each must give the sizes that the
+# processors of the models give, to the pixel: stored grids depend on it.
+
+# The largest aspect ratio that Qwen-VL's image processors accept.
+MAX_ASPECT = 200
+# SigLIP 2's image processors search the scale between these bounds, to this tolerance.
+_MIN_SCALE = 1e-6
+_MAX_SCALE = 100.0
+_SCALE_TOLERANCE = 1e-5
 
 
 def corner_size(size: Size, short_side: int, multiple: int) -> Size:
-    """(height, width) to which an image of this size is resized: the short side exactly, the long
-    side in proportion, rounded down to the multiple. Integer arithmetic gives the same result on
-    every machine."""
+    """Return the size to which an image is resized in a canvas of mode "corner".
+
+    The short side becomes `short_side`; the long side keeps the proportions and is rounded
+    down to a multiple of `multiple`.
+
+    Args:
+        size: (height, width) of the image in pixels.
+
+    Returns:
+        (height, width) in pixels.
+    """
     height, width = size
-    long = max(size) * short_side // min(size) // multiple * multiple
+    # Integer arithmetic gives the same result on every machine.
+    proportional = max(size) * short_side // min(size)
+    long_side = proportional // multiple * multiple
     if height <= width:
-        return (short_side, long)
-    return (long, short_side)
+        return (short_side, long_side)
+    return (long_side, short_side)
 
 
-def pixels_size(size: Size, multiple: int, least: int, most: int) -> Size:
-    """(height, width) to which the smart resize of Qwen-VL's image processors brings an image of
-    this size: both sides rounded to the multiple; in its own proportions rounded down where that
-    has more than `most` pixels, and rounded up where it has fewer than `least`. Raises ValueError:
-    a side is smaller than the multiple, or one is more than `MOST_ASPECT` times the other."""
+def pixels_size(size: Size, multiple: int, min_pixels: int, max_pixels: int) -> Size:
+    """Return the size to which Qwen-VL's image processors resize an image ("smart resize").
+
+    Both sides are rounded to `multiple`. Where the result has more than `max_pixels` or fewer
+    than `min_pixels`, the image is scaled to that number in its own proportions, and the
+    sides are rounded down or up to `multiple`.
+
+    Args:
+        size: (height, width) of the image in pixels.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        ValueError: a side is smaller than `multiple`, or more than `MAX_ASPECT` times the
+            other.
+    """
     if min(size) < multiple:
         raise ValueError(
             f"{size[1]} x {size[0]} pixels are smaller than the {multiple} x {multiple} of one "
             "group of patches"
         )
-    if max(size) > MOST_ASPECT * min(size):
+    if max(size) > MAX_ASPECT * min(size):
         raise ValueError(
-            f"of {size[1]} x {size[0]} pixels one side is more than {MOST_ASPECT} times the other"
+            f"of {size[1]} x {size[0]} pixels one side is more than {MAX_ASPECT} times the other"
         )
     height, width = (round(side / multiple) * multiple for side in size)
-    if height * width > most:
-        scale = math.sqrt(size[0] * size[1] / most)
+    if height * width > max_pixels:
+        shrink = math.sqrt(size[0] * size[1] / max_pixels)
         height, width = (
-            max(multiple, math.floor(side / scale / multiple) * multiple) for side in size
+            max(multiple, math.floor(side / shrink / multiple) * multiple)
+            for side in size
         )
-    elif height * width < least:
-        scale = math.sqrt(least / (size[0] * size[1]))
-        height, width = (math.ceil(side * scale / multiple) * multiple for side in size)
+    elif height * width < min_pixels:
+        grow = math.sqrt(min_pixels / (size[0] * size[1]))
+        height, width = (math.ceil(side * grow / multiple) * multiple for side in size)
     return height, width
 
 
-def patches_size(size: Size, patch: int, most: int) -> Size:
-    """(height, width) to which SigLIP 2 NaFlex' image processors bring an image of this size: as
-    many patches, of sides that are multiples of `patch`, as `most` pixels hold. They search the
-    scale by halves, which is repeated here."""
+def patches_size(size: Size, patch: int, max_pixels: int) -> Size:
+    """Return the size to which the image processors of SigLIP 2 NaFlex resize an image.
 
-    def scaled(scale: float) -> Size:
+    It is the largest size in the image's proportions, with sides rounded up to multiples of
+    `patch`, that has at most `max_pixels` pixels.
+
+    Args:
+        size: (height, width) of the image in pixels.
+
+    Returns:
+        (height, width) in pixels.
+    """
+
+    def scaled_size(scale: float) -> Size:
         height, width = (
             max(patch, math.ceil(side * scale / patch) * patch) for side in size
         )
         return height, width
 
-    low = _LEAST_SCALE
-    high = _MOST_SCALE
-    while high - low >= _SCALES_APART:
+    # Bisection with the processors' own bounds: a closed formula would differ in rare cases.
+    low = _MIN_SCALE
+    high = _MAX_SCALE
+    while high - low >= _SCALE_TOLERANCE:
         scale = (low + high) / 2
-        if math.prod(scaled(scale)) <= most:
+        if math.prod(scaled_size(scale)) <= max_pixels:
             low = scale
         else:
             high = scale
-    return scaled(low)
+    return scaled_size(low)
 
 
 @dataclass(frozen=True)
@@ -244,15 +288,18 @@ class Canvas:
     """A fixed-size input for images of several sizes.
 
     Attributes:
-        size: (height, width) in pixels, the same for all images.
-        short_side, multiple: see `corner_size`; short_side is None at native resolution.
-        tiles: (height, width) of the input that the model saw at once; None where it saw each image
-            whole.
-        crop_mode: how an image becomes its part of the canvas: "corner" by `corner_size`; at native
-            resolution "pixels" by `pixels_size`, "patches" by `patches_size`.
-        min_pixels, max_pixels: the bounds of these two; "patches" has the upper one alone.
-        own_grids: True where images at native resolution do not all fill the canvas, None where
-            they do: the model then saw each image alone, with a grid of its own.
+        size: (height, width) of the canvas in pixels, the same for all images.
+        short_side: length of an image's short side in pixels; None at native resolution.
+        multiple: number of pixels that both sides of a resized image are a multiple of.
+        tiles: (height, width) of the input that the model saw at once; None where it saw each
+            image whole.
+        crop_mode: function that gives an image its size on the canvas: "corner" for
+            `corner_size`; at native resolution "pixels" for `pixels_size` and "patches" for
+            `patches_size`.
+        min_pixels: least number of pixels of an image in mode "pixels", else None.
+        max_pixels: largest number of pixels of an image at native resolution, else None.
+        own_grids: True where images at native resolution do not all fill the canvas: the
+            model then saw each image alone, on a grid of the image's own. None where they do.
     """
 
     size: Size
@@ -271,34 +318,48 @@ class Canvas:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the model saw tiles, or images with grids of their own: what needs one grid for
-        all images is not there then."""
+        """Whether the model saw tiles, or images with grids of their own.
+
+        The store then has no array that needs one grid for all images.
+        """
         return self.tiles is not None or bool(self.own_grids)
 
     def image(self, size: Size) -> Size:
-        """(height, width) of an original image on the canvas. Raises ValueError: as
-        `pixels_size`."""
+        """Return the (height, width) that an original image of this size has on the canvas.
+
+        Raises:
+            ValueError: `pixels_size` refuses the size.
+        """
         return canvas_size(
             size,
-            self.crop_mode,
-            self.multiple,
-            self.short_side,
-            self.min_pixels,
-            self.max_pixels,
+            crop_mode=self.crop_mode,
+            multiple=self.multiple,
+            short_side=self.short_side,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
         )
 
     def filled(self, sizes: NDArray[Any]) -> NDArray[np.bool_]:
-        """(images,) which of these original sizes, (images, 2), cover the whole canvas. A size of
-        0, from an image that could not be read, counts as covering it."""
+        """Return which images cover the whole canvas.
+
+        Args:
+            sizes: (images, 2) height and width of the original images. A size of 0, from an
+                image that could not be read, counts as covering the canvas.
+
+        Returns:
+            (images,) boolean.
+        """
         covers = np.ones(len(sizes), np.bool_)
-        known, back = np.unique(sizes, axis=0, return_inverse=True)
-        for k, (height, width) in enumerate(known.tolist()):
+        # Data sets have few distinct sizes: each is computed once.
+        distinct, distinct_index = np.unique(sizes, axis=0, return_inverse=True)
+        distinct_index = distinct_index.ravel()  # some numpy versions return (images, 1)
+        for k, (height, width) in enumerate(distinct.tolist()):
             if height > 0 and width > 0:
                 try:
                     fills = self.image((height, width)) == self.size
-                except ValueError:  # no image of a canvas has it
+                except ValueError:  # no image of a canvas has this size
                     fills = False
-                covers[back.ravel() == k] = fills
+                covers[distinct_index == k] = fills
         return covers
 
 
@@ -307,29 +368,37 @@ def canvas_size(
     crop_mode: str,
     multiple: int,
     short_side: int | None,
-    least: int | None,
-    most: int | None,
+    min_pixels: int | None,
+    max_pixels: int | None,
 ) -> Size:
-    """(height, width) that an image of this size has on a canvas, by the canvas' own numbers.
-    Raises ValueError: as `pixels_size`."""
+    """Return the (height, width) that an image of this size has on a canvas.
+
+    Args:
+        size: (height, width) of the original image in pixels. The other arguments are those
+            of a `Canvas`.
+
+    Raises:
+        ValueError: `pixels_size` refuses the size.
+    """
     if crop_mode == "corner":
         assert short_side is not None
         return corner_size(size, short_side, multiple)
-    assert most is not None
+    assert max_pixels is not None
     if crop_mode == "patches":
-        return patches_size(size, multiple, most)
-    return pixels_size(size, multiple, least or 1, most)
+        return patches_size(size, multiple, max_pixels)
+    return pixels_size(size, multiple, min_pixels or 1, max_pixels)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames that a model sees of a clip; each example of the store is a clip then.
+    """How frames are sampled from the clips of a store whose examples are clips.
 
     Attributes:
         frames: number of sampled frames.
-        every: step between them, of the clip's own frames, taken around its middle; None where
-            they are the middles of equal parts of the clip.
-        time: "ordered"; "shuffled" within the clip; "still": the middle one again and again.
+        every: step between sampled frames, counted in frames of the clip, taken around its
+            middle; None where they are the middles of equal parts of the clip.
+        time: "ordered"; "shuffled" within the clip; or "still", the middle sampled frame in
+            place of all of them.
         by_frame: whether the model saw each frame by itself, as an image.
     """
 
@@ -393,11 +462,11 @@ class StorePlan:
             "native": self.canvas is not None and self.canvas.is_native,
             "pixel_hash": bool(self.pixel_hashes),
         }
-        return tuple(name for name, there in used.items() if there)
+        return tuple(name for name, is_used in used.items() if is_used)
 
     @property
     def examples(self) -> str:
-        """The word for its rows: images or clips."""
+        """The word for the store's examples: "images" or "clips"."""
         return "images" if self.clip is None else CLIPS
 
     @property
@@ -426,5 +495,5 @@ class StorePlan:
         return math.ceil(self.erf.n_images / self.slab)
 
     def rows(self, slab: int) -> slice:
-        """The rows of a slab's images."""
+        """Return the rows of a slab's images."""
         return slice(slab * self.slab, min((slab + 1) * self.slab, self.n_images))

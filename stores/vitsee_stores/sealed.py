@@ -109,9 +109,10 @@ class VerifiedChunks:
             self._rows[slab] = self.read_row(
                 slab, None if again else self._markers.get(slab)
             )
-        return int(self._rows[slab][self.place(spec, index)])
+        return int(self._rows[slab][self.row_offset(spec, index)])
 
-    def place(self, spec: ArraySpec, index: Sequence[int]) -> int:
+    def row_offset(self, spec: ArraySpec, index: Sequence[int]) -> int:
+        """Return the position of a chunk's checksum in its slab's row of `checksums`."""
         within = 0
         for i, n in zip(index[1:], spec.grid[1:], strict=True):
             within = within * n + i
@@ -296,7 +297,7 @@ class SlabChecks:
     def _end(self, row: NDArray[np.uint32], chunk: Chunk) -> str:
         """Check a chunk file's size and trailing checksum; the defect in words, "" if none."""
         spec, index = chunk
-        expected = int(row[self.chunks.place(spec, index)])
+        expected = int(row[self.chunks.row_offset(spec, index)])
         files = self.chunks.files
         name = chunk_name(spec, index)
         try:

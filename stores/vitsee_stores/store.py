@@ -51,30 +51,40 @@ from vitsee_stores.url import Place, Url
 
 
 class Store(StoreContents):
-    """A store opened for reading, see `open_store`; pickles as its address."""
+    """A store opened for reading, as `open_store` returns it.
+
+    Every method returns a lazy array, which reads from disk when it is sliced. A store
+    pickles as its address, so that workers open it themselves.
+    """
 
     def acts(
         self, site: str, tokens: Tokens = "all", *, partial: bool = False
     ) -> LazyArray:
-        """Activations of one site.
+        """Return the activations of one site, read when sliced.
+
+        The shape depends on the tokens that are selected:
+
+            "all", "each"               (images, tokens, dim), prefix tokens first
+            "patches"                   (images, rows, cols, dim); of clips
+                                        (clips, frames, rows, cols, dim)
+            "prefix"                    (images, prefix tokens, dim)
+            "cls", "first", a cell      (images, dim)
+            "mean", "mean-all", "rest"  (images, dim) float32: the mean over the grid (equal
+                                        to `pooled`), over all tokens, over all but the first
 
         Args:
-            site: its name; an alias reads the site it equals.
-            tokens: "all" or "each" (images, tokens, dim), prefix tokens first; "patches" (images,
-                rows, cols, dim), of clips (clips, frames, rows, cols, dim); "prefix" (images,
-                prefix tokens, dim); "cls", "first" or a grid cell (row, col) or "ROW,COL", of clips
-                (frame, row, col) or "FRAME,ROW,COL" (images, dim); in float32 "mean" (over the
-                grid, equal to `pooled`), "mean-all", "rest" (all but the first token), each
-                (images, dim). A vector is read as it is, a raw output with "all" only, in its
-                module's shape.
-            partial: whether images may be smaller than their canvas: tokens outside an image are 0
-                and meaningless (`Placement.on_image` in vitsee_core.images.placement gives those on
-                it).
+            site: name of the site; for an alias the site that it equals is read.
+            tokens: one of the words above; or a grid cell, (row, col) or "ROW,COL", of clips
+                (frame, row, col) or "FRAME,ROW,COL". A vector has no tokens and is returned
+                whatever is selected. A raw output takes "all" only and has its module's shape.
+            partial: whether images may be smaller than their canvas. Tokens outside of an
+                image are then 0 and mean nothing; `Placement.on_image` in
+                vitsee_core.images.placement tells which tokens lie on it.
 
         Raises:
-            MissingInput: the site is not stored, or pooled only.
-            SiteError: the site has no such tokens; or, without `partial`, images do not fill their
-                canvas.
+            MissingInput: the site is not stored, or only its pooled tokens are.
+            SiteError: the site has no such tokens; or images do not fill their canvas, and
+                `partial` is False.
         """
         spec = self.site(site)
         if spec.kind == "vector":
@@ -97,69 +107,117 @@ class Store(StoreContents):
         return token_array(self, spec, spec.layout, tokens)
 
     def pooled(self, site: str, kind: str = "mean") -> LazyArray:
-        """(images, dim) float32: a site's class token ("cls"; where each frame of a clip has one,
-        their mean) or its mean over the grid ("mean"); a vector is read as it is. Raises
-        MissingInput: the site is not stored; SiteError: it has no class token, or no tokens at all.
+        """Return one vector of a site for each image, (images, dim) float32.
+
+        Args:
+            site: name of the site. A vector (`logits`) is returned whatever the kind.
+            kind: "mean" over the grid, or "cls" for the class token. Where each frame of a
+                clip has a class token, it is their mean.
+
+        Raises:
+            MissingInput: the site is not stored.
+            SiteError: the site has no class token, or no tokens at all.
         """
         spec = self.site(site)
         if spec.kind == "vector":
             return self.array(f"vectors/{spec.name}")
         path = f"pooled/{spec.name}/{kind}"
         if path not in self.arrays:
-            has = (
-                "no token layout" if spec.layout is None else describe_layout(spec.layout)
+            lacking = "class token" if kind == "cls" else f"pooled {kind!r}"
+            tokens = "no token layout"
+            if spec.layout is not None:
+                tokens = describe_layout(spec.layout)
+            raise SiteError(
+                f"{self.label}: {spec.name} has no {lacking}: it has {tokens}"
             )
-            what = "class token" if kind == "cls" else f"pooled {kind!r}"
-            raise SiteError(f"{self.label}: {spec.name} has no {what}: it has {has}")
         return self.array(path)
 
     def vectors(self, name: str) -> LazyArray:
-        """(images, dim) float32: `pooled` or `logits`. Raises MissingInput: the store has no such
-        vector."""
+        """Return a site without tokens (`pooled`, `logits`), (images, dim) float32.
+
+        Raises:
+            MissingInput: the store has no such vector.
+        """
         name = self.site(name).name
         return self.array(
             f"vectors/{name}", missing=f"{self.label}: {name} is no vector, read its acts"
         )
 
     def grams(self, site: str) -> LazyArray:
-        """(slabs, slab, slab) float32: X X^T within each slab, X the slab's images by all tokens of
-        a site, flattened, minus their mean over the slab's valid images. NaN in rows and columns of
-        invalid images, and beyond the last image. Raises MissingInput: not stored, or the site is a
-        vector, which has none."""
+        """Return the Gram matrices X X^T of a site within each slab.
+
+        X has one row for each image of the slab: all tokens of the site, flattened, minus
+        their mean over the slab's valid images.
+
+        Returns:
+            (slabs, images of a slab, images of a slab) float32; NaN in the rows and columns
+            of invalid images and of those beyond the last image.
+
+        Raises:
+            MissingInput: the matrices are not stored, or the site is a vector, which has none.
+        """
         spec = self.site(site)
-        vector = f"{spec.name} is a vector, kept whole: read vectors"
-        why = vector if spec.kind == "vector" else f"extract it with --grams {ELSEWHERE}"
+        if spec.kind == "vector":
+            why = f"{spec.name} is a vector, kept whole: read vectors"
+        else:
+            why = f"extract it with --grams {ELSEWHERE}"
         missing = f"{self.label} has no Gram matrices of {spec.name} ({why})"
         return self.array(f"grams/{spec.name}/all", missing=missing)
 
     def erf(self, site: str) -> LazyArray:
-        """(erf slabs, H, W) float32: |d centre / d input| of a site summed over RGB and over the
-        slab's images that `erf_counts` counts, in input pixels. Only the first slabs have any.
-        Raises MissingInput: not stored, or not for this site."""
+        """Return the sums of a site's effective receptive field in the first slabs.
+
+        The field of an image is |d centre / d input| at each input pixel, added up over RGB,
+        where centre is the activation in the middle of the site's grid. A slab's sum is over
+        the images that `erf_counts` counts. Source: Luo et al. 2016, "Understanding the
+        Effective Receptive Field in Deep Convolutional Neural Networks".
+
+        Returns:
+            (slabs with receptive fields, height, width) float32.
+
+        Raises:
+            MissingInput: the store has no receptive fields, or none of this site.
+        """
         name = self.site(site).name
-        reason = (
-            None if self.plan.erf is None else self.manifest.left_out.get(f"{name} erf")
-        )
-        why = _left_out_or(reason, "--erf 256")
+        reason = None
+        if self.plan.erf is not None:
+            reason = self.manifest.left_out.get(f"{name} erf")
+        why = _why_absent(reason, option="--erf 256")
         missing = f"{self.label} has no receptive field of {name} ({why})"
         return self.array(f"erf/{name}", missing=missing)
 
     def erf_counts(self) -> LazyArray:
-        """(erf slabs,) int64: number of valid images summed in `erf`, 0 for an uncommitted slab.
-        Raises MissingInput: the store has no receptive fields."""
+        """Return how many valid images each sum of `erf` is over.
+
+        Returns:
+            (slabs with receptive fields,) int64; 0 for a slab that is not committed.
+
+        Raises:
+            MissingInput: the store has no receptive fields.
+        """
         how = f"extract them with --erf 256 {ELSEWHERE}"
         return self.array(
             "erf/count", missing=f"{self.label} keeps no receptive fields ({how})"
         )
 
     def weights(self, name: str) -> NDArray[np.float32]:
-        """One of the model's small weights (listed in FORMAT.md): `filters`, `positions`,
-        `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`. Raises MissingInput: not
-        stored; with the reason, if extract recorded one."""
-        head = "head_weights" if name.startswith("head_") else "input_weights"
-        absent = (self.manifest.info.get(head) or {}).get("absent")
+        """Return one of the model's small weights, in memory.
+
+        Args:
+            name: `filters`, `positions`, `head_kernel`, `head_bias`, `head_norm_scale` or
+                `head_norm_bias`. FORMAT.md says what they are.
+
+        Raises:
+            MissingInput: the weights are not stored; with the reason, if extract recorded one.
+        """
+        record = "head_weights" if name.startswith("head_") else "input_weights"
+        absent = (self.manifest.info.get(record) or {}).get("absent")
+        # A classifier is kept or left out as a whole, so its record has one reason; weights
+        # of the input have one reason each.
         reason = absent.get(name) if isinstance(absent, dict) else absent
-        missing = f"{self.label} has no weights {name}{f': {reason}' if reason else ''}"
+        missing = f"{self.label} has no weights {name}"
+        if reason:
+            missing += f": {reason}"
         return self.array(f"weights/{name}", missing=missing)[:]
 
     @property
@@ -168,54 +226,85 @@ class Store(StoreContents):
         return list(self.plan.attention)
 
     def attention(self, name: str, group: str = "") -> LazyArray:
-        """A per-image attention summary (listed in FORMAT.md): `distance_px` (images, blocks,
-        heads), NaN beyond a block's own heads; `rollout` (images, tokens); `full/blocks.3`.
+        """Return an attention summary of each image.
+
+        FORMAT.md lists them. Examples are `distance_px` (images, blocks, heads), which is NaN
+        beyond a block's own heads; `rollout` (images, tokens); and `full/blocks.3` (images,
+        heads, tokens, tokens).
 
         Args:
-            name: the array below `attention/`.
-            group: the `prefix` of one of `attention_blocks`, for grids other than the first.
+            name: path of the array below `attention/`.
+            group: `prefix` of one of `attention_blocks`, for a token layout other than the
+                first.
 
         Raises:
-            MissingInput: not stored; names the extract option that adds it.
-            SiteError: images do not fill their canvas, and the array is one over cells.
+            MissingInput: the summary is not stored; names the extract option that adds it.
+            SiteError: images do not fill their canvas, and the summary is over grid cells.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
         left_out = self.manifest.left_out
-        if reason := left_out.get("attention") or left_out.get(name):
+        reason = left_out.get("attention") or left_out.get(name)
+        if reason:
             missing = f"{self.label} has no {path}: it was left out: {reason}"
         else:
-            level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
-            level = "full" if name.startswith("full/") else level
+            level = "summary"
+            if name in ("cls_rows", "received_rows"):
+                level = "rows"
+            elif name.startswith("full/"):
+                level = "full"
             how = f"extract it with --attention {level} {ELSEWHERE}"
             missing = f"{self.label} has no {path} ({how})"
-        found = self.array(path, missing=missing)
+        summary = self.array(path, missing=missing)
         canvas = self.plan.canvas
         if canvas is not None and canvas.own_grids and name not in BY_IMAGE:
             raise no_whole_grid(self)
-        return found
+        return summary
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
-        """A sum over the valid images of each slab: `aligned` (slabs, blocks, heads, dy, dx),
-        `cls_map`, `received` (slabs, blocks, heads, tokens). `n_valid` counts those images. Raises
-        MissingInput: as for `attention`."""
+        """Return an attention summary that is summed over the valid images of each slab.
+
+        These are `aligned` (slabs, blocks, heads, dy, dx), and `cls_map` and `received`
+        (slabs, blocks, heads, tokens). The array `n_valid` counts the images of each sum.
+
+        Raises:
+            MissingInput: the summary is not stored; names the extract option that adds it.
+        """
         return self.attention(name, group)
 
     def residual(self, sublayer: str) -> LazyArray:
-        """(images, tokens, 3) float32: z.z, f.f and z.f of skip z and branch f, prefix first.
-        Raises MissingInput: not stored."""
-        why = _left_out_or(self.manifest.left_out.get("residual"), "--residual")
-        if names := [name for name, _ in self.plan.sublayers]:
-            why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        """Return the inner products z.z, f.f and z.f of a sublayer's skip z and branch f.
+
+        Args:
+            sublayer: name of the residual sum, such as `blocks.3.attn`.
+
+        Returns:
+            (images, tokens, 3) float32, prefix tokens first.
+
+        Raises:
+            MissingInput: the products are not stored.
+        """
+        why = _why_absent(self.manifest.left_out.get("residual"), option="--residual")
+        names = [name for name, _ in self.plan.sublayers]
+        if names:
+            ellipsis = ", ..." if len(names) > SHOWN_NAMES else ""
+            why = f"it has: {', '.join(names[:SHOWN_NAMES])}{ellipsis}"
         missing = f"{self.label} has no residual summary of {sublayer} ({why})"
         return self.array(f"residual/{sublayer}", missing=missing)
 
     def inputs(self) -> LazyArray:
-        """(images, 3, H, W), of clips (clips, frames, 3, H, W), float32: the normalised pixels, as
-        the model saw them. Raises MissingInput: the store has no pixels; StoreError: the manifest
-        does not record how they were normalised."""
+        """Return the normalised pixels, as the model saw them.
+
+        Returns:
+            (images, 3, H, W) float32; of clips (clips, frames, 3, H, W).
+
+        Raises:
+            MissingInput: the store has no pixels.
+            StoreError: the manifest does not record how they were normalised.
+        """
         missing = f"{self.label} keeps no pixels (extract it with --inputs {ELSEWHERE})"
         pixels = self.array("input", missing=missing)
-        mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
+        mean = self.manifest.transform.get("mean") or []
+        std = self.manifest.transform.get("std") or []
         if not len(mean) == len(std) == 3 or 0 in std:
             raise StoreError(
                 f"{self.place} does not say with what mean and std it was normalised"
@@ -223,8 +312,15 @@ class Store(StoreContents):
         return NormalisedInputs(pixels, self.valid, mean, std)
 
     def slabs(self, images: int | None = None) -> Iterator[Slab]:
-        """The committed slabs in order; only rows below `images` if given."""
-        stop = self.n_images if images is None else min(images, self.n_images)
+        """Yield the committed slabs in order.
+
+        Args:
+            images: number of leading rows to yield; the last slab is cut there. By default
+                all rows.
+        """
+        stop = self.n_images
+        if images is not None:
+            stop = min(images, stop)
         for k in range(self.n_slabs):
             rows = self.plan.rows(k)
             if self.committed[k] and rows.start < stop:
@@ -233,12 +329,17 @@ class Store(StoreContents):
 
 @dataclass(frozen=True)
 class Slab:
-    """Consecutive rows of a store, the unit of reading, with arrays in memory: the methods of
-    `Store` for these rows, `grams` (rows, rows), `attention_sums` of the whole slab.
+    """Consecutive rows of a store: the unit of reading.
+
+    It has the methods of `Store`, which return arrays in memory that are cut to these rows.
+    `grams` is (rows, rows) here. `attention_sums` has no rows: it is the sum over the slab's
+    valid images, those beyond `rows` too.
 
     Attributes:
-        rows: the slab's place in the store.
-        k: the slab's index; sums are those of the whole slab.
+        store: the store that the rows belong to.
+        k: index of the slab.
+        rows: rows of the store; fewer than the slab's if `Store.slabs` was given a number of
+            images.
     """
 
     store: Store
@@ -256,56 +357,67 @@ class Slab:
     def acts(
         self, site: str, tokens: Tokens = "all", *, partial: bool = False
     ) -> NDArray[Any]:
+        """Return the activations of one site, (rows, ...) as `Store.acts` shapes them."""
         return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
+        """Return a site's "mean" or "cls" vectors, (rows, dim) float32."""
         return self.store.pooled(site, kind)[self.rows]
 
     def vectors(self, name: str) -> NDArray[Any]:
+        """Return a site without tokens (`pooled`, `logits`), (rows, dim) float32."""
         return self.store.vectors(name)[self.rows]
 
     def attention(self, name: str, group: str = "") -> NDArray[Any]:
+        """Return an attention summary of each image, (rows, ...)."""
         return self.store.attention(name, group)[self.rows]
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
+        """Return an attention summary that is summed over the slab, (blocks, heads, ...)."""
         return self.store.attention_sums(name, group)[self.k]
 
     def grams(self, site: str) -> NDArray[Any]:
+        """Return the Gram matrix of a site within the slab, (rows, rows) float32."""
         return self.store.grams(site)[self.k, : len(self), : len(self)]
 
     def residual(self, sublayer: str) -> NDArray[Any]:
+        """Return z.z, f.f and z.f of a sublayer, (rows, tokens, 3) float32."""
         return self.store.residual(sublayer)[self.rows]
 
     def inputs(self) -> NDArray[Any]:
+        """Return the normalised pixels, (rows, 3, H, W) float32; of clips with frames."""
         return self.store.inputs()[self.rows]
 
 
 # ---------------- why a store lacks an array, and which option of extract adds it
 
-# Summaries of attention that are one number for each image and head, whatever the image's grid.
+# Summaries of attention that are one number for each image and head, whatever the image's
+# grid.
 BY_IMAGE = (
-    *(
-        "distance_px",
-        "distance_px_raw",
-        "distance_unit",
-        "entropy",
-        "prefix_mass",
-        "query_std",
-    ),
-    *("head_std", "qk_nmi", "n_queries"),
+    "distance_px",
+    "distance_px_raw",
+    "distance_unit",
+    "entropy",
+    "prefix_mass",
+    "query_std",
+    "head_std",
+    "qk_nmi",
+    "n_queries",
 )
-# A store that is there takes more sites and images only.
+# An existing store can grow by sites and images only; other arrays need another store.
 ELSEWHERE = "-o NEW.zarr"
+SHOWN_NAMES = 12
 
 
-def _left_out_or(reason: str | None, option: str) -> str:
+def _why_absent(reason: str | None, option: str) -> str:
+    """Return why extract left an array out, or else the option that adds it."""
     if reason:
         return f"left out: {reason}"
     return f"extract it with {option} {ELSEWHERE}"
 
 
 def no_whole_grid(store: StoreContents) -> SiteError:
-    """Refusal to read tokens of images that do not fill the canvas."""
+    """Return the error for reading tokens of images that do not fill their canvas."""
     assert store.plan.canvas is not None
     height, width = store.plan.canvas.size
     return SiteError(
@@ -325,77 +437,116 @@ def open_store(
     allow_partial: bool = False,
     label: str | None = None,
 ) -> Store:
-    """Open the store at `path`.
+    """Open the store at `path` for reading.
 
     Args:
-        path: its folder, or a URL (`s3://bucket/runs/b16.zarr`).
-        allow_partial: also open an unfinished store; only its committed slabs are read. A
-            generation that is being added to a complete store is not read before it is complete.
-        label: its name in tables and figures; by default the folder's name without suffix.
+        path: folder of the store, or its URL (`s3://bucket/runs/b16.zarr`).
+        allow_partial: whether to open an unfinished store, too. Only its committed slabs are
+            read then. A generation that is being added to a complete store is not read before
+            it is complete.
+        label: name of the store in tables and figures; by default the folder's name without
+            its suffix.
 
     Raises:
-        StoreError: missing, not a vitsee store, of another format version, or damaged.
-        IncompleteStore: unfinished without `allow_partial`, or without any slab yet.
+        StoreError: `path` is missing, not a vitsee store, of another format version, or
+            damaged.
+        IncompleteStore: the store is unfinished and `allow_partial` is False, or it has no
+            slab yet.
+
+    Example:
+        >>> store = open_store("b16.zarr")
+        >>> store.pooled("norm", "cls")[:].shape
+        (10000, 768)
     """
-    return _opened(path, allow_partial, label, None)
+    return _open_generations(path, allow_partial, label, max_generations=None)
 
 
-def _opened(
+def _open_generations(
     path: str | os.PathLike[str] | Url,
     allow_partial: bool,
     label: str | None,
-    last: int | None,
+    max_generations: int | None,
 ) -> Store:
-    """`open_store`, of at most `last` generations."""
-    every = read_generations(files_at(path))
-    found = [every[0], *(one for one in every[1:last] if one.published)]
-    slabs = committed(found)
-    if unfinished := [one for one in found if not one.complete]:
-        one = unfinished[0]
-        own = one.committed
-        are = "slab is" if len(own) == 1 else "slabs are"
-        done = f"{one.files} is incomplete: {own.sum()} of {len(own)} {are} committed"
+    """Open the store at `path` as it was when it had at most `max_generations` generations."""
+    first, *later = read_generations(files_at(path))[:max_generations]
+    # The first generation counts even unfinished: it then is the whole (partial) store.
+    generations = [first]
+    generations += [generation for generation in later if generation.published]
+    slabs = committed(generations)
+    unfinished = [generation for generation in generations if not generation.complete]
+    if unfinished:
+        generation = unfinished[0]
+        flags = generation.committed
+        are = "slab is" if len(flags) == 1 else "slabs are"
+        count = f"{flags.sum()} of {len(flags)} {are} committed"
+        progress = f"{generation.files} is incomplete: {count}"
         if not allow_partial:
             raise IncompleteStore(
-                f"{done} (repeat the vitsee extract command to go on, or read those with "
+                f"{progress} (repeat the vitsee extract command to go on, or read those with "
                 "--allow-partial)"
             )
         if not slabs.any():
-            raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
-    return Store(found, slabs, not unfinished, label)
+            raise IncompleteStore(
+                f"{progress} (repeat the vitsee extract command to go on)"
+            )
+    return Store(generations, slabs, complete=not unfinished, label=label)
 
 
-def _address(store: Store) -> tuple[Any, ...]:
-    """Pickle state of a store. Absolute: another process may have another working directory."""
-    flags = None if store.complete else np.packbits(store.committed).tobytes()
-    identity = store.manifest.store_id, store.generation
-    return _at, (store.place.absolute(), store.label, *identity, flags)
+def _pickle_as_address(store: Store) -> tuple[Any, ...]:
+    """Reduce a store to its address and identity, for `pickle`."""
+    flags = None
+    if not store.complete:
+        flags = np.packbits(store.committed).tobytes()
+    # Absolute, as the process that unpickles may have another working directory.
+    address = store.place.absolute()
+    store_id = store.manifest.store_id
+    return _reopen, (address, store.label, store_id, store.generation, flags)
 
 
+# Cached, so that a process that unpickles one store many times opens it once.
 @lru_cache(maxsize=16)
-def _at(
+def _reopen(
     place: Place, label: str, store_id: str, generation: int, flags: bytes | None
 ) -> Store:
-    """Reopen a pickled store with the generations that it had; if unfinished, with the slabs that
-    were committed when it was pickled. Raises StoreMismatch: another store is there now."""
-    store = _opened(place, flags is not None, label, generation)
+    """Open a pickled store again, with the generations that it had.
+
+    Args:
+        flags: packed bits of the slabs that were committed when an unfinished store was
+            pickled, so that all workers read the same slabs; None for a complete store.
+
+    Raises:
+        StoreMismatch: another store is at the place now.
+    """
+    store = _open_generations(
+        place,
+        allow_partial=flags is not None,
+        label=label,
+        max_generations=generation,
+    )
     if (store.manifest.store_id, store.generation) != (store_id, generation):
         raise StoreMismatch(f"{place} was replaced by another store during the work")
     if flags is None:
         return store
-    then = np.unpackbits(np.frombuffer(flags, np.uint8), count=store.n_slabs).astype(bool)
-    return Store(store.generations, then, False, label)
+    bits = np.unpackbits(np.frombuffer(flags, np.uint8), count=store.n_slabs)
+    return Store(store.generations, bits.astype(bool), complete=False, label=label)
 
 
-copyreg.pickle(Store, _address)
+copyreg.pickle(Store, _pickle_as_address)
 
 
 # ---------------- pairs of stores
 
 
 def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:
-    """(images,) the rows that are valid in both stores. Raises StoreMismatch: other images or
-    another order: ids and labels differ, or the encoded bytes of an image that both could read."""
+    """Return which rows are valid in both of two stores of the same images.
+
+    Returns:
+        (images,) boolean.
+
+    Raises:
+        StoreMismatch: the stores hold other images or another order of them: ids or labels
+            differ, or the encoded bytes of an image that both could read.
+    """
     names = f"{a.label} and {b.label}"
     if a.manifest.samples_fingerprint != b.manifest.samples_fingerprint:
         raise StoreMismatch(
@@ -414,13 +565,14 @@ def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:
 
 
 def _first_difference(a: Store, b: Store) -> str:
+    """Describe the first difference between the samples of two stores."""
     if a.n_images != b.n_images:
         return f"{a.n_images} images against {b.n_images}"
-    for what in ("id", "label"):
-        ours = getattr(a.samples, what)
-        theirs = getattr(b.samples, what)
-        rows = np.flatnonzero(ours != theirs)
+    for column in ("id", "label"):
+        a_values = getattr(a.samples, column)
+        b_values = getattr(b.samples, column)
+        rows = np.flatnonzero(a_values != b_values)
         if rows.size:
             row = int(rows[0])
-            return f"the {what} in row {row} is {ours[row]} against {theirs[row]}"
+            return f"the {column} in row {row} is {a_values[row]} against {b_values[row]}"
     return "their samples_fingerprints differ"
