@@ -137,9 +137,9 @@ def test_columns_that_follow_each_other_by_hand() -> None:
 def test_strips_of_several_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitsee_stores.layout.SMALL_CHUNK", 1)
+    monkeypatch.setattr("vitsee_stores.layout.MIN_CHUNK_BYTES", 1)
     monkeypatch.setattr(
-        "vitsee_stores.layout.LARGE_CHUNK", 4 * 3 * DIM * 4
+        "vitsee_stores.layout.MAX_CHUNK_BYTES", 4 * 3 * DIM * 4
     )  # a row of the grid
     store = store_of(tmp_path / "a.zarr", VIT)
     (strip,) = chosen(store, "patches").matrix().strips(1000)

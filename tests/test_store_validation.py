@@ -393,8 +393,8 @@ def test_gram_matrices_may_be_nan_only_where_an_image_is_missing(
     tmp_path: Path, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cut:
-        monkeypatch.setattr(layout, "LARGE_CHUNK", 4096)
-        monkeypatch.setattr(layout, "SMALL_CHUNK", 1024)
+        monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 4096)
+        monkeypatch.setattr(layout, "MIN_CHUNK_BYTES", 1024)
     plan = StorePlan(70, 64, "none", VIT.sites[:1], grams=True)
     path, array = tmp_path / "a.zarr", "grams/embed/all"
     made = create(path, plan)

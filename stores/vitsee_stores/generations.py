@@ -29,7 +29,7 @@ from vitsee_stores.plan import StorePlan
 from vitsee_stores.sealed import VerifiedChunks
 
 FOLDER = "generations"
-# Each generation has its own; those of the whole would say nothing.
+# Arrays that seal the other arrays of one generation; the combined store has none.
 SEALS = ("checksums", "commits")
 
 
@@ -38,38 +38,41 @@ class Generation:
     """One generation of a store.
 
     Attributes:
-        files: its own.
-        manifest: its own.
-        published: whether its manifest says that it is complete.
-        whole: the manifest of the store up to this generation.
+        files: the generation's files.
+        manifest: the generation's manifest.
+        published: whether that manifest says that the generation is complete.
+        combined: the manifest of the store made of all generations up to this one.
     """
 
     files: Files
     manifest: Manifest
     published: bool
-    whole: Manifest
+    combined: Manifest
 
     @property
     def number(self) -> int:
-        """1 for the store as it was made."""
+        """The generation's number; 1 for the store as it was made."""
         growth = self.manifest.growth
-        return 1 if growth is None else growth.number
+        if growth is None:
+            return 1
+        return growth.number
 
     @property
     def first_slab(self) -> int:
-        """The slab of the whole store that is this one's slab 0."""
+        """Index within the combined store of this generation's slab 0."""
         growth = self.manifest.growth
-        return 0 if growth is None else growth.first_slab
+        if growth is None:
+            return 0
+        return growth.first_slab
 
     @cached_property
     def markers(self) -> dict[int, dict[str, Any]]:
-        """The generation's commit markers by slab, counted within it; only committed slabs have
-        one."""
+        """Commit markers of the committed slabs, by slab index within the generation."""
         return metadata.read_markers(self.files, self.manifest)
 
     @cached_property
     def complete(self) -> bool:
-        """Whether readers can use all of it."""
+        """Whether it is published and the marker files of all slabs exist."""
         if not self.published:
             return False
         n_slabs = self.manifest.plan.n_slabs
@@ -78,30 +81,36 @@ class Generation:
 
     @property
     def committed(self) -> NDArray[np.bool_]:
-        """(slabs,) which of its slabs can be read, by the names of their markers where it is
-        complete."""
+        """(slabs,) which of its slabs can be read.
+
+        For a complete generation the names of the marker files decide, which costs one
+        listing in place of reading every marker.
+        """
         if self.complete:
             return np.ones(self.manifest.plan.n_slabs, np.bool_)
         return self.marked
 
     @property
     def marked(self) -> NDArray[np.bool_]:
-        """(slabs,) which of its slabs have a marker that can be read."""
+        """(slabs,) which of its slabs have a sound marker; reads all markers."""
         flags = np.zeros(self.manifest.plan.n_slabs, np.bool_)
         flags[list(self.markers)] = True
         return flags
 
 
 def files_of(files: Files, number: int) -> Files:
-    """The files of a store's generation."""
+    """Return the files of a store's generation with this number."""
     if number == 1:
         return files
     return files.inside(f"{FOLDER}/{number}")
 
 
 def numbers(files: Files) -> list[int]:
-    """The numbers of the generations that were begun after the first, in order. Raises StoreError:
-    the store cannot be listed."""
+    """Return the numbers of the generations that were begun after the first, in order.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
     names = metadata.list_names(files, FOLDER)
     return sorted(
         int(name) for name in names if re.fullmatch(r"[2-9]|[1-9]\d{1,5}", name)
@@ -109,79 +118,104 @@ def numbers(files: Files) -> list[int]:
 
 
 def read_generations(files: Files) -> list[Generation]:
-    """All generations of a store in order: those that readers see, and the one that is being added,
-    if there is one. Of a store that is unfinished itself it is the only one. Raises StoreError:
-    missing, not a store, of another format version, or damaged; a generation that others are built
-    on is missing or unfinished, or does not fit them."""
+    """Read the manifests of all generations of a store, in order.
+
+    The last one may be unpublished: a generation that is being added, which readers do not
+    see. A store that is unfinished itself has one generation.
+
+    Raises:
+        StoreError: the store is missing, not a store, of another format version, or damaged;
+            or a generation that others are built on is missing or unfinished, or does not
+            fit them.
+    """
     manifest, published = metadata.read_root(files)
-    found = [Generation(files, manifest, published, manifest)]
-    for number in numbers(files) if published else ():
-        last = found[-1]
+    generations = [Generation(files, manifest, published, combined=manifest)]
+    if not published:
+        return generations
+    for number in numbers(files):
+        last = generations[-1]
         if number != last.number + 1:
-            lost = last.number + 1
-            what = "is missing"
-        elif not last.published:
-            lost = last.number
-            what = "is unfinished"
-        else:
-            own = files_of(files, number)
-            try:
-                manifest, published = metadata.read_root(own)
-            except NoStore:  # it was removed meanwhile
-                break
-            try:
-                whole = grown(
-                    [one.manifest.store_id for one in found], last.whole, manifest
-                )
-            except ValueError as error:
-                raise StoreError(f"{own} is no generation of {files}: {error}") from None
-            found.append(Generation(own, manifest, published, whole))
-            continue
-        raise StoreError(
-            f"{files} is damaged: generation {lost} {what}, and generation {number} is built on "
-            f"it (put {FOLDER}/{lost} back; or remove {FOLDER}/{number} and add that again)"
-        )
-    return found
+            raise _missing_base(files, last.number + 1, "is missing", number)
+        if not last.published:
+            raise _missing_base(files, last.number, "is unfinished", number)
+        added_files = files_of(files, number)
+        try:
+            manifest, published = metadata.read_root(added_files)
+        except NoStore:  # it was removed since the folder was listed
+            break
+        store_ids = [generation.manifest.store_id for generation in generations]
+        try:
+            combined = grown(store_ids, last.combined, manifest)
+        except ValueError as error:
+            raise StoreError(
+                f"{added_files} is no generation of {files}: {error}"
+            ) from None
+        generations.append(Generation(added_files, manifest, published, combined))
+    return generations
 
 
-def grown(before: Sequence[str], whole: Manifest, own: Manifest) -> Manifest:
-    """The manifest of a store with one more generation.
+def _missing_base(files: Files, base: int, problem: str, number: int) -> StoreError:
+    """Return the error for generation `number`, which is built on the unusable one `base`."""
+    return StoreError(
+        f"{files} is damaged: generation {base} {problem}, and generation {number} is built on "
+        f"it (put {FOLDER}/{base} back; or remove {FOLDER}/{number} and add that again)"
+    )
+
+
+# ---------------- the manifest of the combined store
+
+
+def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Manifest:
+    """Return the manifest of a store with one more generation.
 
     Args:
-        before: the store_id of each generation before.
-        whole: the manifest of the store until now.
-        own: the manifest of the generation.
+        store_ids: store_id of each earlier generation, in order.
+        combined: manifest of the store made of the earlier generations.
+        added: manifest of the new generation.
 
     Raises:
         ValueError: the generation does not fit the store.
     """
-    growth = own.growth
-    old = whole.plan
-    new = own.plan
-    if growth is None or list(growth.after) != list(before):
+    growth = added.growth
+    old = combined.plan
+    new = added.plan
+    if growth is None or list(growth.after) != list(store_ids):
         raise ValueError("it was not added to these generations")
-    if own.splits[: len(whole.splits)] != whole.splits or new.boxes != old.boxes:
+    # Split codes are indices: the earlier names must keep theirs.
+    same_splits = added.splits[: len(combined.splits)] == combined.splits
+    if not same_splits or new.boxes != old.boxes:
         raise ValueError("its images are described otherwise")
     sites = {site.name: site for site in (*old.sites, *new.sites)}
-    for was in old.sites:
-        now = sites[was.name]
-        if (was.kind, was.shape, was.layout) != (now.kind, now.shape, now.layout):
-            raise ValueError(f"its site {was.name} has other tokens")
+    for old_site in old.sites:
+        site = sites[old_site.name]
+        same_tokens = (
+            site.kind == old_site.kind
+            and site.shape == old_site.shape
+            and site.layout == old_site.layout
+        )
+        if not same_tokens:
+            raise ValueError(f"its site {old_site.name} has other tokens")
     if sorted(growth.sites) != sorted(sites):
         raise ValueError("growth.sites does not name the sites of both")
     n_images = growth.first_slab * old.slab + new.n_images
-    more = n_images > old.n_images
-    if more and growth.first_slab != old.n_images // old.slab:
-        raise ValueError(f"its first slab is {growth.first_slab}")
-    if not more and (growth.first_slab or n_images < old.n_images):
-        raise ValueError(f"it has {new.n_images} images from slab {growth.first_slab} on")
-    if not more and (common := {s.name for s in old.sites} & {s.name for s in new.sites}):
-        raise ValueError(f"both have the site {min(common)}")
+    adds_images = n_images > old.n_images
+    if adds_images:
+        # An unfilled last slab is written again, with the further images.
+        if growth.first_slab != old.n_images // old.slab:
+            raise ValueError(f"its first slab is {growth.first_slab}")
+    else:
+        if growth.first_slab or n_images < old.n_images:
+            raise ValueError(
+                f"it has {new.n_images} images from slab {growth.first_slab} on"
+            )
+        common = {site.name for site in old.sites} & {site.name for site in new.sites}
+        if common:
+            raise ValueError(f"both have the site {min(common)}")
     erf = old.erf
     if erf is not None and new.erf is not None:
-        with_erf = {*erf.sites, *new.erf.sites}
+        erf_sites = {*erf.sites, *new.erf.sites}
         erf = dataclasses.replace(
-            erf, sites=tuple(n for n in growth.sites if n in with_erf)
+            erf, sites=tuple(name for name in growth.sites if name in erf_sites)
         )
     plan = dataclasses.replace(
         old,
@@ -190,147 +224,211 @@ def grown(before: Sequence[str], whole: Manifest, own: Manifest) -> Manifest:
         erf=erf,
         id_bytes=max(old.id_bytes, new.id_bytes),
     )
-    _check_arrays(arrays(plan), arrays(new), all_of_them=more)
-    identity = {"n_images": n_images, "samples_fingerprint": growth.samples_fingerprint}
+    _check_generation_arrays(arrays(plan), arrays(new), require_all=adds_images)
+    identity = _identity_with_sites(combined.identity, added.identity, plan)
+    identity["n_images"] = n_images
+    identity["samples_fingerprint"] = growth.samples_fingerprint
     return dataclasses.replace(
-        whole,
+        combined,
         plan=plan,
         samples_fingerprint=growth.samples_fingerprint,
-        identity={**_with_sites(whole.identity, own.identity, plan), **identity},
-        splits=own.splits,
+        identity=identity,
+        splits=added.splits,
     )
 
 
-def _check_arrays(
-    whole: Mapping[str, ArraySpec], own: Mapping[str, ArraySpec], all_of_them: bool
+def _check_generation_arrays(
+    combined: Mapping[str, ArraySpec], added: Mapping[str, ArraySpec], require_all: bool
 ) -> None:
-    """Check that a generation's arrays are cut as those of the whole store, and that a generation
-    of further images has all of them. Raises ValueError: names an array."""
-    for path, spec in own.items():
+    """Check that a generation's arrays have the chunks of the combined store's.
+
+    Args:
+        combined: path -> array of the combined store.
+        added: path -> array of the generation.
+        require_all: whether the generation must have every array, as one of further images
+            does, but for receptive fields, which are those of the first images.
+
+    Raises:
+        ValueError: names the first array that does not fit or is missing.
+    """
+    for path, spec in added.items():
         if path in SEALS or spec.per == "once":
             continue
-        theirs = whole.get(path)
-        cut = [
-            (s.chunks, s.shape[1:], s.dtype, s.codec)
-            for s in (spec, theirs)
-            if s is not None
-        ]
-        if len(cut) < 2 or cut[0] != cut[1]:
+        expected = combined.get(path)
+        if expected is None or _chunking(spec) != _chunking(expected):
             raise ValueError(f"its array {path} does not fit")
-    wanted = [path for path, spec in whole.items() if spec.per in ("image", "slab")]
-    lost = [path for path in wanted if path not in own and not path.startswith("erf/")]
-    if all_of_them and lost:
-        raise ValueError(f"it has no array {lost[0]}")
+    if not require_all:
+        return
+    for path, spec in combined.items():
+        is_needed = spec.per in ("image", "slab") and not path.startswith("erf/")
+        if is_needed and path not in added:
+            raise ValueError(f"it has no array {path}")
 
 
-def _with_sites(
-    old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan
+def _chunking(spec: ArraySpec) -> tuple[Any, ...]:
+    """Return what the arrays of two generations must have in common to be read as one."""
+    return spec.chunks, spec.shape[1:], spec.dtype, spec.codec
+
+
+def _identity_with_sites(
+    old: Mapping[str, Any], added: Mapping[str, Any], plan: StorePlan
 ) -> dict[str, Any]:
-    """The identity of a store as if the sites that a generation adds had been asked for at once."""
-    by_site = {}
+    """Return the identity of a store as if all its sites had been chosen at once.
+
+    Args:
+        old: identity of the earlier generations.
+        added: identity of the generation that adds sites.
+        plan: plan of the combined store.
+    """
+    identity = {**old, "sites": [site.name for site in plan.stored]}
     for key in ("tokens", "dtype"):
-        before = old.get(key)
-        added = own.get(key)
-        if isinstance(before, dict) and isinstance(added, dict):
-            usual = before.get("default") if len(before) == 1 else None
-            by_site[key] = before | {site: v for site, v in added.items() if v != usual}
-    return {**old, "sites": [site.name for site in plan.stored], **by_site}
+        old_choices = old.get(key)
+        added_choices = added.get(key)
+        if isinstance(old_choices, dict) and isinstance(added_choices, dict):
+            # A choice that equals the only default is not listed by site.
+            default = old_choices.get("default") if len(old_choices) == 1 else None
+            identity[key] = dict(old_choices)
+            for site, choice in added_choices.items():
+                if choice != default:
+                    identity[key][site] = choice
+    return identity
 
 
 def committed(
     generations: Sequence[Generation], *, marked: bool = False
 ) -> NDArray[np.bool_]:
-    """(slabs,) which slabs of the whole store can be read in all their arrays. marked: by what
-    their markers say, which reads all of them."""
-    flags = np.ones(generations[-1].whole.plan.n_slabs, np.bool_)
+    """Return which slabs of the combined store can be read in all their arrays.
+
+    Args:
+        generations: generations of the store, in order.
+        marked: whether the contents of the markers decide, which reads all of them, and not
+            their names alone.
+
+    Returns:
+        (slabs,) boolean.
+    """
+    flags = np.ones(generations[-1].combined.plan.n_slabs, np.bool_)
     n_images = 0
-    for one in generations:
-        own = one.marked if marked else one.committed
-        slabs = slice(one.first_slab, one.first_slab + len(own))
-        # Further images come in place of what there was of their slabs.
-        more = one.whole.plan.n_images > n_images
-        flags[slabs] = own if more else flags[slabs] & own
-        n_images = one.whole.plan.n_images
+    for generation in generations:
+        added = generation.marked if marked else generation.committed
+        slabs = slice(generation.first_slab, generation.first_slab + len(added))
+        adds_images = generation.combined.plan.n_images > n_images
+        if adds_images:
+            # Further images replace the short last slab of those before.
+            flags[slabs] = added
+        else:
+            flags[slabs] &= added
+        n_images = generation.combined.plan.n_images
     return flags
 
 
+# ---------------- reading the combined store
+
+
 class GrownChunks(VerifiedChunks):
-    """The chunks of a store with all its generations, in the places that they would have in a store
-    that was made at once; without those that seal others."""
+    """The chunks of a store with several generations, indexed as in a store made at once.
+
+    The arrays that seal others (`SEALS`) are left out.
+    """
 
     def __init__(self, generations: Sequence[Generation]):
-        super().__init__(generations[0].files, generations[-1].whole)
+        super().__init__(generations[0].files, generations[-1].combined)
         self.specs = {
             path: spec for path, spec in self.specs.items() if path not in SEALS
         }
         self.generations = tuple(generations)
-        self._own = [VerifiedChunks(one.files, one.manifest) for one in generations]
+        # the chunks of each generation, in the same order
+        self._chunks = [
+            VerifiedChunks(generation.files, generation.manifest)
+            for generation in generations
+        ]
 
     def read(self, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
+        """Return one chunk of the combined store, padding included."""
         if spec.per == "once":
-            return self._once(spec)
-        place, own = self._of(spec.path, index[0])
-        at = (index[0] - self.generations[place].first_slab, *index[1:])
-        return own.read(own.specs[spec.path], at)
+            return self._read_write_once(spec)
+        k = self._generation_index(spec.path, index[0])
+        chunks = self._chunks[k]
+        index_within = (index[0] - self.generations[k].first_slab, *index[1:])
+        return chunks.read(chunks.specs[spec.path], index_within)
 
     def used(self, path: str) -> dict[int, list[int]]:
-        """The slabs of each generation, counted within it, from which an array is read."""
-        found: dict[int, list[int]] = {}
-        for slab in range(self.specs[path].grid[0]):
-            place, _ = self._of(path, slab)
-            one = self.generations[place]
-            found.setdefault(one.number, []).append(slab - one.first_slab)
-        return found
+        """Return the slabs of each generation from which an array is read.
 
-    def _of(self, path: str, slab: int) -> tuple[int, VerifiedChunks]:
-        """The last generation that has a slab of an array."""
-        for place in reversed(range(len(self._own))):
-            if (
-                slab >= self.generations[place].first_slab
-                and path in self._own[place].specs
-            ):
-                return place, self._own[place]
+        Returns:
+            Generation number -> slab indices within the generation.
+        """
+        slabs_by_number: dict[int, list[int]] = {}
+        for slab in range(self.specs[path].grid[0]):
+            generation = self.generations[self._generation_index(path, slab)]
+            slabs = slabs_by_number.setdefault(generation.number, [])
+            slabs.append(slab - generation.first_slab)
+        return slabs_by_number
+
+    def _generation_index(self, path: str, slab: int) -> int:
+        """Return the index of the last generation that has a slab of an array."""
+        for k in reversed(range(len(self._chunks))):
+            begun = slab >= self.generations[k].first_slab
+            if begun and path in self._chunks[k].specs:
+                return k
         raise KeyError(f"{path}, slab {slab}")
 
-    def _once(self, spec: ArraySpec) -> NDArray[Any]:
-        """An array of the first generation, or what describes the images of all."""
-        values = self._own[0].read_all(self._own[0].specs[spec.path])
+    def _read_write_once(self, spec: ArraySpec) -> NDArray[Any]:
+        """Return a write-once array: of the samples of all images, else the first's."""
+        first_chunks = self._chunks[0]
+        values = first_chunks.read_all(first_chunks.specs[spec.path])
         if not spec.path.startswith("samples/"):
             return values
-        for one, own in zip(self.generations[1:], self._own[1:], strict=True):
-            first = one.first_slab * one.manifest.plan.slab
-            if first + one.manifest.plan.n_images > len(values):
-                added = own.read_all(own.specs[spec.path])
-                values = np.concatenate(
-                    [_wide(part, spec) for part in (values[:first], added)]
-                )
-        return _wide(values, spec)
+        for generation, chunks in zip(
+            self.generations[1:], self._chunks[1:], strict=True
+        ):
+            plan = generation.manifest.plan
+            first_row = generation.first_slab * plan.slab
+            adds_images = first_row + plan.n_images > len(values)
+            if adds_images:
+                added = chunks.read_all(chunks.specs[spec.path])
+                before = _pad_ids(values[:first_row], spec)
+                values = np.concatenate([before, _pad_ids(added, spec)])
+        return _pad_ids(values, spec)
 
     def _read_rows(self, spec: ArraySpec, slabs: Iterable[int]) -> None:
-        by_place: dict[int, list[int]] = {}
+        """Prefetch the checksum rows of the generations that these slabs are read from."""
+        slabs_by_generation: dict[int, list[int]] = {}
         for slab in slabs:
-            place, _ = self._of(spec.path, slab)
-            by_place.setdefault(place, []).append(
-                slab - self.generations[place].first_slab
-            )
-        for place, own in by_place.items():
-            self._own[place]._read_rows(spec, own)
+            k = self._generation_index(spec.path, slab)
+            slab_within = slab - self.generations[k].first_slab
+            slabs_by_generation.setdefault(k, []).append(slab_within)
+        for k, slabs_within in slabs_by_generation.items():
+            self._chunks[k]._read_rows(spec, slabs_within)
 
 
-def _wide(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
-    """Ids padded to the width that those of all generations need."""
+def _pad_ids(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
+    """Pad `samples/id` with zeros to the width that the ids of all generations need."""
     if values.shape[1:] == spec.shape[1:]:
         return values
-    return np.pad(values, ((0, 0), (0, spec.shape[1] - values.shape[1])))
+    missing_bytes = spec.shape[1] - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing_bytes)))
 
 
 def revision(generations: Sequence[Generation], used: Mapping[int, Sequence[int]]) -> str:
-    """Digest of the commit markers of these slabs, by generation; of a store of one generation it
-    is that of all its markers."""
+    """Return a digest of commit markers, which changes when one of the slabs is rewritten.
+
+    Args:
+        generations: generations of the store.
+        used: generation number -> slab indices within it whose markers count.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     markers = [
-        {slab: one.markers[slab] for slab in used[one.number] if slab in one.markers}
-        for one in generations
-        if one.number in used
+        {
+            slab: generation.markers[slab]
+            for slab in used[generation.number]
+            if slab in generation.markers
+        }
+        for generation in generations
+        if generation.number in used
     ]
+    # A store of one generation has the digest that it had before stores could grow.
     text = json.dumps(markers[0] if len(markers) == 1 else markers, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -41,7 +41,7 @@ def describe(
     files = files_at(path)
     every = read_generations(files)
     found = [every[0], *(one for one in every[1:] if one.published)]
-    manifest = found[-1].whole
+    manifest = found[-1].combined
     slabs = committed(found, marked=True)
     plan = manifest.plan
     grown = len(found) > 1

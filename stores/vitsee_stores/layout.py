@@ -39,29 +39,37 @@ __all__ = [
     "select_names",
 ]
 
+# The number changes only where what was written before is not read any more.
 FORMAT_VERSION = 2
 # Format extensions that this package reads, as named in a manifest's `features`.
 FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "native", "pixel_hash", "window")
 COMMIT_BYTES = 4096
-CHECKSUM_BYTES = 4
-SMALL_CHUNK = 4 << 20
-LARGE_CHUNK = 16 << 20
+CHECKSUM_BYTES = 4  # a crc32c
+# A chunk above MAX_CHUNK_BYTES is cut into some of at least MIN_CHUNK_BYTES.
+MIN_CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 16 << 20
 
 Per = Literal["image", "slab", "commit", "once"]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array.
+    """One array of a store.
 
     Attributes:
-        per: what the first axis counts, and so when it is written: "image" (S rows per slab),
-            "slab" (one row per slab, for all slabs or the first ones), "commit" (one row per slab,
-            added by the writer on commit) or "once" (at creation).
-        codec: compression of its chunks; a crc32c always follows.
+        path: path below the store's root, `acts/blocks.3.out/grid`.
+        shape: lengths of all axes.
+        chunks: lengths of a chunk along these axes.
+        dtype: numpy's name of the type of its values.
+        per: what the first axis counts, and so when it is written: "image" (one row for each
+            image of a slab), "slab" (one row for each slab, of all slabs or the first ones),
+            "commit" (one row for each slab, added by the writer on commit) or "once" (at the
+            store's creation).
         nan_ok: whether rows of valid images may contain NaN.
-        pairs: both axes after the first count the images of a slab, and only entries of two valid
-            images are numbers.
+        axes: name of each axis.
+        codec: compression of its chunks; a crc32c always follows.
+        pairs: whether both axes after the first count the images of a slab; only entries of
+            two valid images are numbers then.
     """
 
     path: str
@@ -77,7 +85,9 @@ class ArraySpec:
     @property
     def fill(self) -> float:
         """Value of a chunk that was never written, and padding of the last chunks."""
-        return math.nan if self.dtype.startswith("float") else 0
+        if self.dtype.startswith("float"):
+            return math.nan
+        return 0
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -87,7 +97,7 @@ class ArraySpec:
         )
 
     def has_slab(self, slab: int) -> bool:
-        """Whether the slab writes chunks of this array."""
+        """Return whether chunks of this array are written with the slab."""
         return self.per in ("image", "slab") and slab < self.grid[0]
 
     @property
@@ -102,7 +112,10 @@ class ArraySpec:
 
 
 def n_bytes(plan: StorePlan) -> dict[str, int]:
-    """Uncompressed size of each array on disk, padding of the last chunks included."""
+    """Return the uncompressed size of each array on disk, by path.
+
+    Padding of the last chunks and checksums are included.
+    """
     return {
         path: math.prod(spec.grid) * (spec.chunk_bytes + CHECKSUM_BYTES)
         for path, spec in arrays(plan).items()
@@ -110,8 +123,11 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
 
 
 def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
-    """Offset of each array's chunks in a row of `checksums`: arrays in the order of their paths, a
-    slab's chunks of an array in C order; arrays that end before the slab keep their places."""
+    """Return the offset of each array's chunks in a row of `checksums`, by path.
+
+    Arrays stand in the order of their paths, the chunks of an array in C order. Arrays that
+    end before a slab keep their places in its row, so that all rows have one length.
+    """
     begin = 0
     offsets = dict[str, int]()
     for path in sorted(path for path, spec in specs.items() if spec.has_slab(0)):
@@ -121,44 +137,48 @@ def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
 
 
 def n_places(specs: Mapping[str, ArraySpec]) -> int:
-    """The length of a row of `checksums`."""
+    """Return the length of a row of `checksums`: the number of chunks of slab 0."""
     return sum(spec.n_chunks for spec in specs.values() if spec.has_slab(0))
 
 
 def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
-    """Every array of a store: path -> spec, in writing order."""
-    table = _Specs(plan)
+    """Return every array of a store, path -> spec, in writing order.
+
+    The order of paths does not matter to readers; FORMAT.md lists the arrays.
+    """
+    table = _ArrayTable(plan)
     for site in plan.stored:
-        _site(table, site)
+        _add_site_arrays(table, site)
     for site in plan.gram_sites:
-        both = (plan.slab, plan.slab)
-        table.slab(f"grams/{site.name}/all", both, ("image_i", "image_j"), pairs=True)
+        table.slab(
+            f"grams/{site.name}/all",
+            shape=(plan.slab, plan.slab),
+            axes=("image_i", "image_j"),
+            pairs=True,
+        )
     for group in plan.attention:
-        _attention(table, group, plan.attention_level)
+        _add_attention_arrays(table, group, plan.attention_level)
     if plan.rollout:
         table.image("attention/rollout", plan.attention[0].layout.n_tokens, "key")
     for name, layout in plan.sublayers:
-        n = layout.n_tokens
-        table.image(f"residual/{name}", (n, 3), (f"token_{n}", "product"))
+        n_tokens = layout.n_tokens
+        axes = (f"token_{n_tokens}", "product")
+        table.image(f"residual/{name}", (n_tokens, 3), axes)
     if plan.erf is not None:
-        some: Any = {"n_slabs": plan.n_erf_slabs, "axis": "first_slab"}
+        first_slabs: Any = {"n_slabs": plan.n_erf_slabs, "slab_axis": "first_slab"}
         for name in plan.erf.sites:
-            table.slab(f"erf/{name}", plan.erf.size, ("y", "x"), **some)
-        table.slab("erf/count", (), (), "int64", **some)
+            table.slab(f"erf/{name}", plan.erf.size, ("y", "x"), **first_slabs)
+        table.slab("erf/count", (), (), "int64", **first_slabs)
     if plan.inputs is not None:
         pixel_axes = ("rgb", "y", "x")
         if plan.clip is None:
             table.image("input", plan.inputs, pixel_axes, "uint8")
         else:
-            axes = ("sampled_frame", *pixel_axes)
-            table.image("input", (plan.clip.frames, *plan.inputs), axes, "uint8")
+            clip_axes = ("sampled_frame", *pixel_axes)
+            table.image("input", (plan.clip.frames, *plan.inputs), clip_axes, "uint8")
     for name, shape in plan.weights:
-        table.once(
-            f"weights/{name}",
-            shape,
-            "float32",
-            [f"{name}_{i}" for i in range(len(shape))],
-        )
+        weight_axes = [f"{name}_{i}" for i in range(len(shape))]
+        table.once(f"weights/{name}", shape, "float32", weight_axes)
     n = plan.n_images
     table.once("samples/index", (n,), "int64", ["image"])
     table.once("samples/label", (n,), "int64", ["image"])
@@ -179,8 +199,11 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     return table.specs
 
 
-class _Specs:
-    """Collects array specs; shapes and axes are given without the first axis."""
+class _ArrayTable:
+    """Collects the array specs of a plan.
+
+    Shapes and axes are given without the first axis, which follows from the method.
+    """
 
     def __init__(self, plan: StorePlan):
         self.plan = plan
@@ -194,14 +217,22 @@ class _Specs:
         dtype: str = "float32",
         nan_ok: bool = False,
     ) -> None:
-        rest = (shape,) if isinstance(shape, int) else shape
-        names = (axes,) if isinstance(axes, str) else axes
-        full = (self.plan.n_images, *rest)
-        chunks = (self.plan.slab, *rest)
-        chunks = _chunks(chunks, np.dtype(dtype).itemsize)
-        axes = ("image", *names)
-        codec = self.plan.codec
-        self._add(ArraySpec(path, full, chunks, dtype, "image", nan_ok, axes, codec))
+        """Add an array with one row for each image."""
+        if isinstance(shape, int):
+            shape = (shape,)
+        if isinstance(axes, str):
+            axes = (axes,)
+        spec = ArraySpec(
+            path=path,
+            shape=(self.plan.n_images, *shape),
+            chunks=_chunks((self.plan.slab, *shape), np.dtype(dtype).itemsize),
+            dtype=dtype,
+            per="image",
+            nan_ok=nan_ok,
+            axes=("image", *axes),
+            codec=self.plan.codec,
+        )
+        self._add(spec)
 
     def slab(
         self,
@@ -211,27 +242,58 @@ class _Specs:
         dtype: str = "float32",
         pairs: bool = False,
         n_slabs: int | None = None,
-        axis: str = "slab",
+        slab_axis: str = "slab",
     ) -> None:
-        full = (self.plan.n_slabs if n_slabs is None else n_slabs, *shape)
-        chunks = _chunks((1, *shape), np.dtype(dtype).itemsize)
-        axes = (axis, *axes)
-        codec = self.plan.codec
-        self._add(ArraySpec(path, full, chunks, dtype, "slab", False, axes, codec, pairs))
+        """Add an array with one row for each slab.
+
+        Args:
+            n_slabs: number of leading slabs with a row; None for all.
+            slab_axis: name of the first axis. Another length needs another name.
+        """
+        if n_slabs is None:
+            n_slabs = self.plan.n_slabs
+        spec = ArraySpec(
+            path=path,
+            shape=(n_slabs, *shape),
+            chunks=_chunks((1, *shape), np.dtype(dtype).itemsize),
+            dtype=dtype,
+            per="slab",
+            nan_ok=False,
+            axes=(slab_axis, *axes),
+            codec=self.plan.codec,
+            pairs=pairs,
+        )
+        self._add(spec)
 
     def commit(self, path: str, length: int, axis: str, dtype: str) -> None:
-        full = (self.plan.n_slabs, length)
-        axes = ("slab", axis)
-        self._add(
-            ArraySpec(path, full, (1, length), dtype, "commit", False, axes, "none")
+        """Add an array that the writer fills on commit, one row for each slab."""
+        spec = ArraySpec(
+            path=path,
+            shape=(self.plan.n_slabs, length),
+            chunks=(1, length),
+            dtype=dtype,
+            per="commit",
+            nan_ok=False,
+            axes=("slab", axis),
+            codec="none",
         )
+        self._add(spec)
 
     def once(
         self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]
     ) -> None:
-        self._add(
-            ArraySpec(path, shape, shape, dtype, "once", False, tuple(axes), "none")
+        """Add an array of one chunk that is written at the store's creation."""
+        spec = ArraySpec(
+            path=path,
+            shape=shape,
+            chunks=shape,
+            dtype=dtype,
+            per="once",
+            nan_ok=False,
+            axes=tuple(axes),
+            codec="none",
         )
+        self._add(spec)
 
     def _add(self, spec: ArraySpec) -> None:
         if spec.path in self.specs:
@@ -239,34 +301,48 @@ class _Specs:
         self.specs[spec.path] = spec
 
 
-def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
-    """Chunk shape within a slab: whole along the first axis; along each further axis, until a chunk
-    has at most 16 MiB, the length giving 4 to 16 MiB with the least padding, the shortest of
-    equals."""
+def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the chunk shape of a slab's part of an array.
+
+    Chunks are whole along the first axis, and along the others while they have at most
+    16 MiB. Else the first of these axes is cut to the length that gives 4 to 16 MiB with the
+    least padding, the shortest of equal ones; or to 1, and then the next axis likewise.
+
+    Args:
+        shape: shape of the slab's part.
+        itemsize: bytes of one value.
+    """
     chunks = list(shape)
     for axis in range(1, len(shape)):
-        one = math.prod([*chunks[:axis], 1, *chunks[axis + 1 :]]) * item
-        if one * shape[axis] <= LARGE_CHUNK:
-            break
-        shortest = max(1, math.ceil(SMALL_CHUNK / one))
-        longest = max(shortest, LARGE_CHUNK // one)
         n = shape[axis]
-        low = min(shortest, shape[axis])
-        high = min(longest, shape[axis])
-        # The best lengths are the shortest that give this number of pieces.
-        most = math.ceil(n / low)
-        least = math.ceil(n / high)
-        if most - least < high - low:
+        # bytes of a chunk that is cut to length 1 along this axis
+        layer_bytes = math.prod([*chunks[:axis], 1, *chunks[axis + 1 :]]) * itemsize
+        if layer_bytes * n <= MAX_CHUNK_BYTES:
+            break
+        shortest = max(1, math.ceil(MIN_CHUNK_BYTES / layer_bytes))
+        longest = max(shortest, MAX_CHUNK_BYTES // layer_bytes)
+        low = min(shortest, n)
+        high = min(longest, n)
+        # For each number of chunks only the shortest length can be the best. Try these, or
+        # all lengths where those are fewer.
+        max_pieces = math.ceil(n / low)
+        min_pieces = math.ceil(n / high)
+        if max_pieces - min_pieces < high - low:
             lengths = {
-                max(low, math.ceil(n / pieces)) for pieces in range(least, most + 1)
+                max(low, math.ceil(n / n_pieces))
+                for n_pieces in range(min_pieces, max_pieces + 1)
             }
         else:
             lengths = set(range(low, high + 1))
-        chunks[axis] = min(lengths, key=lambda c: (math.ceil(n / c) * c, c))
+        # ceil(n / length) * length is the padded length of the axis.
+        chunks[axis] = min(
+            lengths, key=lambda length: (math.ceil(n / length) * length, length)
+        )
     return tuple(chunks)
 
 
-def _site(table: _Specs, site: SiteSpec) -> None:
+def _add_site_arrays(table: _ArrayTable, site: SiteSpec) -> None:
+    """Add the arrays of one stored site: `vectors/`, or `acts/` and `pooled/`."""
     if site.kind == "vector":
         table.image(f"vectors/{site.name}", site.shape, f"channel_{site.dim}")
         return
@@ -290,7 +366,9 @@ def _site(table: _Specs, site: SiteSpec) -> None:
                     site.dtype,
                 )
             else:
-                grid_axes = ("frame", "row", "col", "channel")[-1 - len(layout.body) :]
+                grid_axes: tuple[str, ...] = ("row", "col", "channel")
+                if layout.frames is not None:
+                    grid_axes = ("frame", *grid_axes)
                 table.image(
                     f"{folder}/grid", (*layout.body, site.dim), grid_axes, site.dtype
                 )
@@ -300,7 +378,8 @@ def _site(table: _Specs, site: SiteSpec) -> None:
         table.image(f"pooled/{site.name}/mean", site.dim, "channel")
 
 
-def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
+def _add_attention_arrays(table: _ArrayTable, group: AttentionGroup, level: str) -> None:
+    """Add the attention summaries of one group of blocks, of the levels up to `level`."""
     layout = group.layout
     folder = group.folder
     if layout.grid is None:
@@ -308,16 +387,19 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     n_blocks = len(group.blocks)
     n_heads = max(group.n_heads)
     n_tokens = layout.n_tokens
+    # Blocks with fewer heads than others have NaN in place of the heads that they lack.
     ragged = len(set(group.n_heads)) > 1
     # xarray needs one size per axis name within a folder and everything below it.
     suffix = f"_{group.prefix}" if group.prefix else ""
-    block, head, dy, dx, key = (
-        f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key")
-    )
+    block = f"block{suffix}"
+    head = f"head{suffix}"
+    key = f"key{suffix}"
     heads = (n_blocks, n_heads)
     head_axes = (block, head)
-    in_time = () if layout.frames is None else ("distance_frames", "frame_mass")
-    for name in ("distance_px", "distance_unit", "qk_nmi", *in_time):
+    nan_names = ["distance_px", "distance_unit", "qk_nmi"]
+    if layout.frames is not None:
+        nan_names += ["distance_frames", "frame_mass"]
+    for name in nan_names:
         table.image(folder + name, heads, head_axes, nan_ok=True)
     for name in (
         "distance_px_raw",
@@ -330,11 +412,19 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     for name in ("n_queries", "received_argmax"):
         table.image(folder + name, heads, head_axes, "int32")
     table.image(folder + "head_std", n_blocks, block)
-    gh, gw = layout.grid
-    table.slab(folder + "aligned", (*heads, 2 * gh - 1, 2 * gw - 1), (*head_axes, dy, dx))
+    rows, cols = layout.grid
+    # Offsets key - query run from -(rows - 1) to rows - 1, and so along the other axes.
+    table.slab(
+        folder + "aligned",
+        shape=(*heads, 2 * rows - 1, 2 * cols - 1),
+        axes=(*head_axes, f"dy{suffix}", f"dx{suffix}"),
+    )
     if layout.frames is not None:
-        apart = (*heads, 2 * layout.frames - 1)
-        table.slab(folder + "aligned_frames", apart, (*head_axes, f"dt{suffix}"))
+        table.slab(
+            folder + "aligned_frames",
+            shape=(*heads, 2 * layout.frames - 1),
+            axes=(*head_axes, f"dt{suffix}"),
+        )
     per_key = (*heads, n_tokens)
     key_axes = (*head_axes, key)
     table.slab(folder + "received", per_key, key_axes)

@@ -47,7 +47,7 @@ class StoreContents:
         self.files: Files = generations[0].files
         self.place = self.files.place
         self.label = label if label is not None else self.place.absolute().stem
-        self.manifest: Manifest = generations[-1].whole
+        self.manifest: Manifest = generations[-1].combined
         self.plan = self.manifest.plan
         self.committed = committed
         self.complete = complete

@@ -232,7 +232,7 @@ def addition(
     sites = tuple(site for site in asked.sites if site.name not in names)
     fingerprint = selection.samples.fingerprint()
     images = {"n_images": n, "samples_fingerprint": fingerprint}
-    before = {one.whole.samples_fingerprint for one in generations}
+    before = {one.combined.samples_fingerprint for one in generations}
     if fingerprint in before:
         if not sites:
             return None

@@ -235,7 +235,7 @@ def complete_plan(command: str, output: Place) -> StorePlan | None:
     if not any(_was_made_by(command, one) for one in generations):
         return None
     tidy(writer.files)
-    return generations[-1].whole.plan
+    return generations[-1].combined.plan
 
 
 def _was_made_by(command: str, generation: Generation) -> bool:
