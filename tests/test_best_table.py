@@ -135,7 +135,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
 
 
 def test_the_lowest_is_bold_where_lower_is_better(table: Table) -> None:
-    printed = BestTable.of(table)
+    printed = BestTable.from_result(table)
     column = next(i for i, name in enumerate(printed.header) if "decay" in name)
     cells = {row[0].text: row[column] for row in printed.models}
     assert (cells["b16"].text, cells["b16"].bold) == ("0.200 (2)", True)
@@ -143,7 +143,7 @@ def test_the_lowest_is_bold_where_lower_is_better(table: Table) -> None:
 
 
 def test_controls_are_below_and_said(table: Table) -> None:
-    printed = BestTable.of(table)
+    printed = BestTable.from_result(table)
     controls = {row[0].text: [cell.text for cell in row[1:]] for row in printed.controls}
     assert [*controls] == ["chance", "random", "image"]
     assert controls["chance"][0] == "0.020"
@@ -168,7 +168,7 @@ def test_bold_only_where_intervals_lie_apart(tmp_path: Path) -> None:
         for row in rows:
             row |= {"low": row["value"] - half, "high": row["value"] + half}
         path = write(tmp_path / "r.csv", rows, "knn")
-        printed = BestTable.of(run([path]))
+        printed = BestTable.from_result(run([path]))
         assert [row[1].bold for row in printed.models] == expected
         tied = (
             "Not told apart by 95 % intervals: knn: top-1 accuracy: a, b." in printed.note
@@ -179,7 +179,9 @@ def test_bold_only_where_intervals_lie_apart(tmp_path: Path) -> None:
 def test_latex(tmp_path: Path) -> None:
     rows = curve("a_b & $x$", "pck@0.1", [0.1, 0.2, 0.3, 0.25])
     rows += curve("a_b & $x$", "pck@0.1", [0.01, 0.02, 0.01, 0.02], baseline="chance")
-    text = BestTable.of(run([write(tmp_path / "r.csv", rows, "keypoints")])).latex()
+    text = BestTable.from_result(
+        run([write(tmp_path / "r.csv", rows, "keypoints")])
+    ).latex()
     lines = text.splitlines()
     assert lines[1:] == [
         r"\begin{tabular}{lr}",
@@ -199,7 +201,7 @@ def test_latex(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_as_a_picture(table: Table, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"t{ending}"
-    path.write_bytes(BestTable.of(table).written(path))
+    path.write_bytes(BestTable.from_result(table).written(path))
     if ending == ".svg":
         text = " ".join(re.findall(r">([^<]*)</text>", path.read_text()))
         assert "0.412 (2)" in text and "l_16" in text and CONTROLS["image"] in text
@@ -211,7 +213,7 @@ def test_as_a_picture(table: Table, tmp_path: Path, ending: str) -> None:
 
 def test_no_value_at_all(tmp_path: Path) -> None:
     rows = curve("a", "top1", [math.nan] * 4) + curve("b", "top1", [0.1, 0.2, 0.3, 0.4])
-    printed = BestTable.of(run([write(tmp_path / "r.csv", rows, "knn")]))
+    printed = BestTable.from_result(run([write(tmp_path / "r.csv", rows, "knn")]))
     assert [row[1].text for row in printed.models] == ["–", "0.400 (3)"]
     assert [row[1].bold for row in printed.models] == [False, False]
 
@@ -239,7 +241,7 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     assert (tmp_path / "there.md").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {"r.csv", "r.csv.json", "there.md"}
     with pytest.raises(VitseeError, match="ends in"):
-        BestTable.of(run([path])).written(tmp_path / "t.csv")
+        BestTable.from_result(run([path])).written(tmp_path / "t.csv")
 
 
 def test_names_of_tasks(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
         for at in range(1, 31)
         for row in curve("a", f"mp@{at}_medium", [0.1, 0.2, 0.3, 0.4 + at / 1000])
     ]
-    printed = BestTable.of(run([write(tmp_path / "r.csv", rows, "retrieve")]))
+    printed = BestTable.from_result(run([write(tmp_path / "r.csv", rows, "retrieve")]))
     figure = printed.figure()
     assert figure.get_size_inches()[0] <= 7
     cells = [c for t in figure.axes[0].tables for c in t.get_celld().values()]

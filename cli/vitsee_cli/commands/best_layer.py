@@ -153,5 +153,7 @@ def command(
         figure=lambda: best_layer.plot(table, files, metrics),
         sidecar=sidecar,
         stdout=sys.stdout,
-        more={} if printed is None else {printed: BestTable.of(table).written(printed)},
+        more={}
+        if printed is None
+        else {printed: BestTable.from_result(table).written(printed)},
     )

@@ -2,18 +2,21 @@
 
 Walmer et al. 2023, Tables 1, 5.
 
-A task is a metric of the result files: the command that wrote it, the metric, and where the file
-has them k, shots, class and (where it compares several) the token that stands for an image and the
-l2. A layer of which every token was probed (`--tokens each`) is scored by the mean over its tokens
-(Raghu et al. 2021, Fig. 11); its best token is a task of its own, where it is asked for. For each
-task and store the best row is taken: the one with the largest value, or the smallest where lower is
-better (`metrics.direction`); metrics without a direction are left out. Of equal rows the first is
-taken, which is the lower layer; the others are named, and so is the number of layers whose interval
-overlaps the best one's. Layers are named by their site and counted from 0 as in the results (the
-paper's tables count from 1). Choosing the best of many layers on the images that are reported
-favours all models alike, but the value is higher than a layer chosen elsewhere would get; no l2 is
-chosen so. Rows about one query, video, object, segment or group of images are not scores of a layer
-and are left out, as are those of each image's best head.
+A task is a metric of the result files together with its settings: the command that wrote it, the
+metric, and, where the file has them, k, shots and class. A file that compares several tokens or
+several l2 has a task for each. A layer of which every token was probed (`--tokens each`) is scored
+by the mean over its tokens (Raghu et al. 2021, Fig. 11); its best token is a task of its own, if
+`best_token` asks for it. Rows about one query, video, object, segment or group of images are not
+scores of a layer and are left out, as are those of each image's best head.
+
+For each task and store the best row is chosen: the one with the largest value, or with the smallest
+if lower is better (`metrics.direction`). Metrics without a direction are left out. Among equal rows
+the first is chosen, which is the lower layer; the table names the others, and counts the layers
+whose interval overlaps the best one's. Layers are named by their site and counted from 0 as in the
+results (the paper's tables count from 1).
+
+The best layer is chosen on the images that are reported. This favours all models alike, but the
+value is higher than that of a layer chosen on other images. An l2 is never chosen in this way.
 
 The figure shows the curves that were compared. Where a CKA self-comparison is among the files it
 also shows the CKA of each layer with the last one beside the tasks' scores: layers that resemble
@@ -43,6 +46,7 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
     OPTIONAL,
     PAIRS,
     PENALTIES,
+    ScoredRow,
     about_patches,
     differences,
     known_metrics,
@@ -72,7 +76,8 @@ log = logging.getLogger(__name__)
 RESULT = ("store", "site", "depth", "metric", "value")
 TOKENS = ("store", "site", "token", "row")
 AMONG = ("layers", "models")
-PLACE = (
+# The columns that say which layer a row is about and how well it was measured.
+LAYER_COLUMNS = (
     *("depth", "rel_depth", "head", "token", "row", "col", *PENALTIES),
     *("std", "low", "high", "n_images"),
 )
@@ -83,23 +88,24 @@ RULE = (
 
 
 def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultFile]:
-    """The result files, in their order.
+    """Read the result files and return them in the order of their paths.
 
     Args:
-        paths: of tables.
-        names: what the tasks of each are called, in place of the command that wrote it; "" leaves
-            that.
+        paths: the tables of other analyses, each with its sidecar beside it.
+        names: for each path the word that its tasks begin with; by default, and where it is "",
+            the command that wrote the file.
 
     Raises:
-        VitseeError: a file that is neither a result with one value per layer nor a CKA
-            self-comparison, or no result among them.
+        VitseeError: a file is neither a result with one value per layer nor a CKA
+            self-comparison, or all files are CKA self-comparisons.
     """
-    files = [
-        replace(found, command=name or found.command)
-        for found, name in zip(
-            map(read_result, paths), names or [""] * len(paths), strict=True
-        )
-    ]
+    files = [read_result(path) for path in paths]
+    if names:
+        files = [
+            replace(file, command=name or file.command)
+            for file, name in zip(files, names, strict=True)
+        ]
+    # Paths are compared after resolving links: `r.csv` and `./r.csv` would make every task twice.
     for i, file in enumerate(files):
         if any(file.path.resolve() == other.path.resolve() for other in files[:i]):
             raise VitseeError(f"{file.path} is given twice; name each result once")
@@ -125,13 +131,17 @@ def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultF
     return files
 
 
-def _opened(files: str | Path | Sequence[ResultFile | str | Path]) -> list[ResultFile]:
-    """The result files; paths are read."""
-    given = [files] if isinstance(files, str | Path) else files
-    paths = [file for file in given if isinstance(file, str | Path)]
-    if not paths:
-        return [file for file in given if isinstance(file, ResultFile)]
-    return read([file if isinstance(file, str | Path) else file.path for file in given])
+def _read_unless_opened(
+    files: str | Path | Sequence[ResultFile | str | Path],
+) -> list[ResultFile]:
+    """Return the files as they are if all of them are read already; else read all from disk."""
+    if isinstance(files, str | Path):
+        return read([files])
+    opened = [file for file in files if isinstance(file, ResultFile)]
+    if len(opened) == len(files):
+        return opened
+    # All together, because `read` also compares the files with each other.
+    return read([file.path if isinstance(file, ResultFile) else file for file in files])
 
 
 def run(
@@ -139,117 +149,132 @@ def run(
     metrics: Sequence[str] = (),
     best_token: bool = False,
 ) -> Table:
-    """One row per task, store and baseline: its best layer.
+    """Return a table with the best layer of each task, store and baseline.
 
-    Columns: those of `COLUMNS` that the files have; `value`, `std`, `low`, `high` of the chosen
-    row, `n_layers` the sites with a value, `ties` the others with the same value, `n_overlap` how
-    many other sites have an interval that overlaps the best one's, `baseline` empty in the models'
-    rows. NaN and no site: no site has a value.
+    The table has those of `COLUMNS` that the files have. `value`, `std`, `low` and `high` are those
+    of the chosen row. `n_layers` counts the sites with a value, `ties` names the other sites with
+    the same value, and `n_overlap` counts the other sites whose interval overlaps the best one's.
+    `baseline` is empty in the rows of models. Where no site has a value, `value` is NaN and `site`
+    is empty.
 
     Args:
-        files: results that other analyses wrote, by path or from `read`.
-        metrics: only these; by default all that have a direction, except those of single classes.
+        files: results that other analyses wrote, as paths or as `read` returns them.
+        metrics: the metrics to choose by; by default all that have a direction, without those of
+            single classes.
         best_token: add a task for the best single token of each layer.
 
     Raises:
-        VitseeError: a file is no such result, none of them has such a metric, or the metric has no
-            direction.
+        VitseeError: a file is not such a result, none of them has such a metric, or the metric has
+            no direction.
     """
-    files = tell_apart(_opened(files))
+    files = tell_apart(_read_unless_opened(files))
     remarks = []
-    found = tasks(files, metrics, best_token)
-    single = [f.table.frame.filter(about_patches()) for f in files if f.has(TOKENS)]
-    left = sum(map(len, single))
-    if left and not best_token:
+    rows_by_task = tasks(files, metrics, best_token)
+    token_rows = [f.table.frame.filter(about_patches()) for f in files if f.has(TOKENS)]
+    n_token_rows = sum(len(frame) for frame in token_rows)
+    if n_token_rows and not best_token:
         remarks.append(
-            f"left out: {plural(left, 'rows')} about single tokens, as their mean stands for the "
-            "layer (--best-token adds the best token)"
+            f"left out: {plural(n_token_rows, 'rows')} about single tokens, as their mean stands "
+            "for the layer (--best-token adds the best token)"
         )
-    if not metrics and (
-        others := [m for m in known_metrics(files) if direction(m) == "none"]
-    ):
-        remarks.append(f"left out, as neither side is better: {', '.join(others)}")
-    rows = []
-    for task, scores in found.items():
-        for of_store in scores.partition_by("store", maintain_order=True):
-            for part in of_store.partition_by("baseline", maintain_order=True):
-                row = _best(task, part)
-                rows.append(row)
-                if row["baseline"] is None:
-                    remarks += [
-                        f"{task}, {row['store']}: {said}" for said in _remarks(row, part)
-                    ]
+    undirected = [name for name in known_metrics(files) if direction(name) == "none"]
+    if undirected and not metrics:
+        remarks.append(f"left out, as neither side is better: {', '.join(undirected)}")
+    best_rows = []
+    for task, task_rows in rows_by_task.items():
+        for store_rows in task_rows.partition_by("store", maintain_order=True):
+            # The rows of the model itself, whose `baseline` is null, are a group here too.
+            for candidates in store_rows.partition_by("baseline", maintain_order=True):
+                best_row = _best_row(task, candidates)
+                best_rows.append(best_row)
+                if best_row["baseline"] is None:
+                    for remark in _remarks_on_choice(best_row, candidates):
+                        remarks.append(f"{task}, {best_row['store']}: {remark}")
     for remark in remarks:
         log.info("%s", remark)
-    names = [name for name in COLUMNS if name not in OPTIONAL or _filled(rows, name)]
-    controls = {str(row["baseline"]) for row in rows} & CONTROLS.keys()
+    names = [
+        name for name in COLUMNS if name not in OPTIONAL or _any_filled(best_rows, name)
+    ]
+    controls = {str(row["baseline"]) for row in best_rows} & CONTROLS.keys()
     notes = {
         "rule": RULE,
         "remarks": remarks,
         "files": [str(f.path) for f in files],
         "baselines": {name: CONTROLS[name] for name in sorted(controls)},
     }
-    return Table.from_rows(rows, names, notes)
+    return Table.from_rows(best_rows, names, notes)
 
 
 def compare(
     files: Sequence[ResultFile], metrics: Sequence[str] = (), among: str = "layers"
 ) -> Table:
-    """One row a difference: the best row of each store less that of each of its other layers, or
-    less the best rows of the stores after it; with intervals over the images that both share, which
-    hold for all differences at once, however the best was chosen; see `layer_tasks`.
+    """Return a table of paired differences between best rows, one row per difference.
 
-    Columns: those of `PAIRED_COLUMNS` that the files have; `value`, in the metric's unit, is above
-    0 where row a has the larger value. NaN (`std`, `low`, `high`): a row without replicates.
+    Among layers, the best row of each store is compared with the best row of each of its other
+    sites. Among models, the best row of each store is compared with the best rows of the stores
+    after it. Intervals are over the images that both rows share and hold for all differences at
+    once, although the best row was chosen on the same images (the formula stands in the docstring
+    of `layer_tasks`).
+
+    The table has those of `PAIRED_COLUMNS` that the files have. `value` is row a less row b in the
+    metric's unit. `std`, `low` and `high` are NaN for a row without replicates.
 
     Args:
-        files: from `read`, with their replicates beside them.
-        metrics: as for `run`.
+        files: results as `read` returns them, with their replicates beside them on disk.
+        metrics: the metrics to compare by, as for `run`.
         among: "layers" or "models".
 
     Raises:
-        StoreMismatch: stores that were not tested on the same images.
-        VitseeError: as `run`; no replicates; one layer or one store only.
+        StoreMismatch: two stores were not tested on the same images.
+        VitseeError: as for `run`; a file has no replicates; or there is one layer or one store
+            only.
     """
     if among not in AMONG:
         raise VitseeError(f"no comparison of {among!r}; expected {' or '.join(AMONG)}")
     scored = tell_apart(with_replicates([file for file in files if not file.has(PAIRS)]))
     notes = {str(file.path): file.table.notes for file in scored}
     rows = []
-    for task, scores in tasks(scored, metrics).items():
-        own = of_models(scores).partition_by("store", maintain_order=True)
-        stores = [(of, _best_place(of)) for of in own]
-        for number, (of_store, best) in enumerate(stores):
-            others = stores[number + 1 :]
-            chosen_from = [of for of, _ in stores]
+    for task, task_rows in tasks(scored, metrics).items():
+        by_store = of_models(task_rows).partition_by("store", maintain_order=True)
+        bests = [ScoredRow(frame, _best_index(frame)) for frame in by_store]
+        for number, best in enumerate(bests):
+            # The interval has to allow for the choice of the best among these candidates.
             if among == "layers":
-                chosen_from = [of_store]
-                rest = of_store.filter(pl.col("site").ne_missing(of_store["site"][best]))
-                sites = rest.partition_by("site", maintain_order=True)
-                others = [(of, _best_place(of)) for of in sites]
-            rows += differences((of_store, best), others, chosen_from, task, notes)
+                candidates = [best.frame]
+                best_site = best.frame["site"][best.index]
+                other_rows = best.frame.filter(pl.col("site").ne_missing(best_site))
+                by_site = other_rows.partition_by("site", maintain_order=True)
+                others = [ScoredRow(frame, _best_index(frame)) for frame in by_site]
+            else:
+                candidates = by_store
+                others = bests[number + 1 :]
+            rows += differences(
+                best, others, candidates=candidates, task=task, notes=notes
+            )
     if not rows:
-        one = among.removesuffix("s")
         raise VitseeError(
-            f"there is nothing to compare: the results are of one {one} only"
+            f"there is nothing to compare: the results are of one {among.removesuffix('s')} only"
         )
-    plain = {name: name.removesuffix("_a").removesuffix("_b") for name in PAIRED}
-    names = [
-        name for name in PAIRED if plain[name] not in OPTIONAL or _filled(rows, name)
-    ]
+    names = []
+    for name in PAIRED:
+        plain_name = name.removesuffix("_a").removesuffix("_b")
+        if plain_name not in OPTIONAL or _any_filled(rows, name):
+            names.append(name)
     return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
 
 
-def _filled(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+def _any_filled(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Return whether a row has a value in this column."""
     return any(is_given(row.get(name)) for row in rows)
 
 
-def _remarks(row: dict[str, Any], rows: pl.DataFrame) -> Iterator[str]:
-    missing = len(rows) - len(picked(rows))
+def _remarks_on_choice(row: Mapping[str, Any], candidates: pl.DataFrame) -> Iterator[str]:
+    """Yield a sentence for each reason to doubt that the best row is better than the others."""
+    missing = len(candidates) - len(picked(candidates))
     if missing:
-        yield f"{missing} of {len(rows)} rows have no value"
+        yield f"{missing} of {len(candidates)} rows have no value"
     if row["ties"]:
-        yield f"{_place(row)} is the first of equal ones: {row['ties']}"
+        yield f"{_describe_layer(row)} is the first of equal ones: {row['ties']}"
     if row["n_overlap"]:
         yield (
             f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} layers "
@@ -257,67 +282,87 @@ def _remarks(row: dict[str, Any], rows: pl.DataFrame) -> Iterator[str]:
         )
 
 
-def _order(rows: pl.DataFrame) -> pl.Series:
-    """(rows,) larger is better; null without a finite value."""
+def _goodness(rows: pl.DataFrame) -> pl.Series:
+    """Return each row's value with the sign that makes larger better; null if it is not finite."""
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
     value = pl.col("value")
     return rows.select(pl.when(value.is_finite()).then(sign * value)).to_series()
 
 
-def _best_place(rows: pl.DataFrame) -> int:
-    """Index of the best row; the first of ties, or of all if none has a value."""
-    return _order(rows).arg_max() or 0
+def _best_index(rows: pl.DataFrame) -> int:
+    """Return the index of the best row: the first one if rows are equal or none has a value."""
+    return _goodness(rows).arg_max() or 0
 
 
-def _best(task: str, rows: pl.DataFrame) -> dict[str, Any]:
-    best = rows.drop(REPLICATES, strict=False).row(_best_place(rows), named=True)
-    scores = picked(rows)
-    row = best | {"task": task, "ties": None, "n_overlap": None}
+def _best_row(task: str, candidates: pl.DataFrame) -> dict[str, Any]:
+    """Return the best of the rows of one task, store and baseline, as a row of `run`'s table."""
+    # Replicates are about single rows, not about the best of many.
+    plain = candidates.drop(REPLICATES, strict=False)
+    best = plain.row(_best_index(candidates), named=True)
+    scores = picked(candidates)
+    row = {**best, "task": task, "ties": None, "n_overlap": None}
     row["n_layers"] = scores["site"].n_unique()
-    if not len(scores):
-        # What is left is who it is.
-        return row | dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
+    if len(scores) == 0:
+        # No layer has a value: the row keeps its store and task and loses all that names a layer.
+        row.update(dict.fromkeys(LAYER_COLUMNS))
+        row.update(site="", block="", value=np.nan)
+        return row
     equal = scores.filter(value=best["value"])
     if len(equal) > 1:
-        row["ties"] = "; ".join(dict.fromkeys(map(_place, equal[1:].rows(named=True))))
-    row["n_overlap"] = _overlapping(scores, best)
+        ties = [_describe_layer(tie) for tie in equal[1:].rows(named=True)]
+        row["ties"] = "; ".join(dict.fromkeys(ties))
+    row["n_overlap"] = _count_overlapping_sites(scores, best)
     return row
 
 
-def _place(row: Mapping[str, Any]) -> str:
-    """`blocks.3`, `blocks.3 head 5`, `blocks.3.out token 0,4`."""
-    named = [f"{name} {row[name]}" for name in ("token", "head") if is_given(row[name])]
+def _describe_layer(row: Mapping[str, Any]) -> str:
+    """Return the row's site with its token, patch and head, e.g. `blocks.3 head 5`."""
+    words = [str(row["site"])]
+    if is_given(row["token"]):
+        words.append(f"token {row['token']}")
+    if is_given(row["head"]):
+        words.append(f"head {row['head']}")
     if is_given(row["row"]) and not is_given(row["token"]):
-        named.append(f"patch {row['row']},{row['col']}")
-    return " ".join([str(row["site"]), *named])
+        words.append(f"patch {row['row']},{row['col']}")
+    return " ".join(words)
 
 
-def _overlapping(rows: pl.DataFrame, best: Mapping[str, Any]) -> int | None:
-    """How many other sites' best rows have an interval that overlaps that of the best one; None
-    where it has none."""
+def _count_overlapping_sites(rows: pl.DataFrame, best: Mapping[str, Any]) -> int | None:
+    """Count the other sites whose best row has an interval that overlaps the best row's.
+
+    Returns None if the best row has no interval.
+    """
     low = best["low"]
     high = best["high"]
     if low is None or high is None or not np.isfinite([low, high]).all():
         return None
-    of_sites = rows.with_columns(order=_order(rows)).filter(
-        pl.col("site") != best["site"]
-    )
-    of_sites = of_sites.sort("order", descending=True, maintain_order=True)
-    others = of_sites.unique("site", keep="first")
-    return len(others.filter(pl.col("low") <= high, pl.col("high") >= low))
+    others = rows.with_columns(goodness=_goodness(rows))
+    others = others.filter(pl.col("site") != best["site"])
+    # After sorting, the first row of a site is its best head or token.
+    others = others.sort("goodness", descending=True, maintain_order=True)
+    site_bests = others.unique("site", keep="first")
+    return len(site_bests.filter(pl.col("low") <= high, pl.col("high") >= low))
 
 
 @styled
 def plot(
     table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] = ()
 ) -> Figure:
-    """One panel per task: its curves against relative depth, the best layer of each store as a star
-    and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
-    beside the scores of all tasks. Below, the table itself: tasks by stores. Of `compare`: its
-    differences with their intervals; all others need the files, from `read`.
+    """Draw a table of `run` or of `compare`.
+
+    A table of `run` gets one panel per task: its curves against relative depth, the best layer of
+    each store as a star, and baselines dashed. Each store of a CKA self-comparison gets a panel
+    with its CKA with the last layer beside the scores of all tasks. Below stands the table itself,
+    tasks by stores. A table of `compare` gets one panel per task with the differences and their
+    intervals.
+
+    Args:
+        table: what `run` or `compare` returned.
+        files: the results that `run` compared, as `read` returns them; not needed for `compare`.
+        metrics: the metrics that `run` was called with.
 
     Raises:
-        VitseeError: the files are missing.
+        VitseeError: the table is one of `run` and there are no files.
     """
     if "store_a" in table.frame.columns:
         return draw_differences(table.frame)
@@ -327,9 +372,11 @@ def plot(
             "plot(table, files=read(paths))"
         )
     files = tell_apart(files)
-    redundancy = [
-        part for file in files if file.has(PAIRS) for part in to_last(file.table.frame)
-    ]
+    redundancy = []
+    for file in files:
+        if file.has(PAIRS):
+            redundancy += to_last(file.table.frame)
+    # A table does not say whether it was made with `best_token`, but its tasks do.
     best_token = any(
         task.endswith(f"token = {BEST}") for task in table.frame["task"].unique()
     )
@@ -337,22 +384,22 @@ def plot(
 
 
 def headline(table: Table) -> list[Answer]:
-    """The layers that are best at most tasks; of `compare`: how many differences exclude 0."""
-    found = []
+    """Return per store the layers that are best at most tasks, or for a table of `compare` how
+    many differences have an interval without 0."""
+    answers = []
     if "store_a" in table.frame.columns:
         for (store,), rows in table.frame.group_by("store_a", maintain_order=True):
             apart = rows.filter((pl.col("low") > 0) | (pl.col("high") < 0))
             text = f"{len(apart)} of {plural(len(rows), 'differences')} have an interval without 0"
-            found.append((str(store), text))
-        return found
-    for (store,), rows in picked(table, baseline=None).group_by(
-        "store", maintain_order=True
-    ):
+            answers.append((str(store), text))
+        return answers
+    best_rows = picked(table, baseline=None)
+    for (store,), rows in best_rows.group_by("store", maintain_order=True):
         sites = Counter(rows["site"]).most_common()
         first, *others = [f"{site} {n}" for site, n in sites[:3]]
         text = f"best at {plural(len(rows), 'tasks')}: {first} times"
-        found.append((str(store), ", ".join([text, *others])))
-    return found
+        answers.append((str(store), ", ".join([text, *others])))
+    return answers
 
 
 ANALYSIS = Analysis(

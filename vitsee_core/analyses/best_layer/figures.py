@@ -1,22 +1,24 @@
 """The best layers drawn: the curves that were compared with the best ones marked, and below them a
 table as for a paper, a row per model, a column per task, `0.372 (12)`.
 
-The table is as Walmer et al. 2023 print their Tables 1 and 5: the layer in brackets, counted from 1
-for the first block (`depth`; 0 is what enters it), controls below the models. The best value of a
-column is bold where its 95 % interval lies apart from all others'; else the note names those that
-are near.
+The table follows Tables 1 and 5 of Walmer et al. 2023: the layer stands in brackets, counted from 1
+for the first block (`depth`; 0 is the input of the first block), and controls stand below the
+models. The best value of a column is bold if its 95 % interval lies apart from all others'; if not,
+the note below the table names the models that are near it.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vitsee_core.analyses.best_layer.layer_tasks import LastLayerCka
 from vitsee_core.figures.curve_looks import (
     HEAD,
     Curve,
@@ -61,71 +63,85 @@ if TYPE_CHECKING:
 def draw_best_layers(
     table: Table,
     tasks: Mapping[str, pl.DataFrame],
-    redundancy: Sequence[tuple[str, str, pl.DataFrame]],
+    redundancy: Sequence[LastLayerCka],
 ) -> Figure:
-    """One panel per task (-> the rows that were compared) and one per CKA self-comparison, from
-    `layer_tasks.to_last`; below the table of the best rows."""
-    compared = list(tasks.items())
-    everything = pl.concat([_curve(rows) for _, rows in compared])
+    """Draw the curves of all tasks, the CKA with the last layer, and the table of best rows.
+
+    Args:
+        table: a result of `best_layer.run`.
+        tasks: task -> the rows that were compared, one panel each.
+        redundancy: results of `layer_tasks.to_last`, one panel each.
+    """
+    curves_by_task = {task: _curve_points(rows) for task, rows in tasks.items()}
+    # All panels share colours, so that looks are chosen for the curves of all.
+    all_curves = pl.concat(list(curves_by_task.values()))
     best = of_models(table.frame)
-    printed = BestTable.of(table)
-    grid = CurveGrid.of(len(compared), everything)
-    between = [PanelGrid(len(redundancy))] if redundancy else []
-    figure, (above, *middle, below) = stack(grid, *between, printed.grid())
-    panels = grid.panels(above, compared)
+    printed = BestTable.from_result(table)
+    curve_grid = CurveGrid.of(len(tasks), all_curves)
+    cka_grid = PanelGrid(len(redundancy))
+    if redundancy:
+        figure, boxes = stack(curve_grid, cka_grid, printed.grid())
+    else:
+        figure, boxes = stack(curve_grid, printed.grid())
+    curve_box = boxes[0]
+    panels = curve_grid.panels(curve_box, list(tasks.items()))
     for axes, task, rows in panels:
-        drawn = _curve(rows)
+        curves = curves_by_task[task]
         draw_depth_curves(
-            axes, drawn, ylabel=metric_words(rows["metric"][0]), among=everything
+            axes, curves, ylabel=metric_words(rows["metric"][0]), among=all_curves
         )
-        own = best.filter(pl.col("store").is_in([*rows["store"]]), task=task)
-        _draw_stars(axes, own, drawn, everything)
+        best_rows = best.filter(pl.col("store").is_in([*rows["store"]]), task=task)
+        _draw_stars(axes, best_rows, curves, all_curves)
         axes.set_title(task_words(task))
         note_count(axes, rows)
-    grid.finish(panels)
-    every = between[0].axes(middle[0]) if between else []
-    for axes, (store, last, apart) in zip(every, redundancy, strict=True):
+    curve_grid.finish(panels)
+    cka_axes = cka_grid.axes(boxes[1]) if redundancy else []
+    for axes, comparison in zip(cka_axes, redundancy, strict=True):
         scores = {
-            task: of_models(_curve(of)).filter(store=store) for task, of in compared
+            task: of_models(curves).filter(store=comparison.store)
+            for task, curves in curves_by_task.items()
         }
-        draw_redundancy(axes, store, last, apart, scores)
-    add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
-    printed.draw(below)
+        draw_redundancy(axes, comparison, scores)
+    add_curve_legend(figure, [*(axes for axes, *_ in panels), *cka_axes])
+    printed.draw(boxes[-1])
     return figure
 
 
-def _curve(rows: pl.DataFrame) -> pl.DataFrame:
-    """One row per store, site and baseline: the best of its heads and tokens."""
+def _curve_points(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per store, site and baseline: the best of its heads and tokens."""
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
     best = (sign * pl.col("value")).arg_max().fill_null(0)
     numbers = pl.col("value", "low", "high", "depth", "rel_depth").get(best)
-    found = rows.group_by("store", "site", "baseline", maintain_order=True).agg(numbers)
-    top = pl.col("depth").max().over("store").fill_null(1).clip(1)
-    found = found.with_columns(rel_depth=pl.coalesce("rel_depth", pl.col("depth") / top))
-    return found.drop("depth")
+    points = rows.group_by("store", "site", "baseline", maintain_order=True).agg(numbers)
+    # Tables of older versions have no rel_depth.
+    max_depth = pl.col("depth").max().over("store").fill_null(1).clip(1)
+    rel_depth = pl.coalesce("rel_depth", pl.col("depth") / max_depth)
+    return points.with_columns(rel_depth=rel_depth).drop("depth")
 
 
 def _draw_stars(
-    axes: Axes, best: pl.DataFrame, drawn: pl.DataFrame, everything: pl.DataFrame
+    axes: Axes, best: pl.DataFrame, curves: pl.DataFrame, all_curves: pl.DataFrame
 ) -> None:
-    """A star at each store's best layer, on the curves of the panel, in the colours of those of
-    `everything`."""
-    looks = curve_looks(everything)
-    places = dict(
-        zip(
-            (text.get_text() for text in axes.get_xticklabels()),
-            axes.get_xticks(),
-            strict=True,
-        )
-    )
+    """Draw a star at each store's best layer.
+
+    Args:
+        axes: the panel of a task, with its curves.
+        best: the best rows of that task.
+        curves: the points of the panel's curves.
+        all_curves: the points of the curves of all panels, which decide the colours.
+    """
+    looks = curve_looks(all_curves)
+    # Sites of the classifier have no depth: they stand at ticks of their own, found by their words.
+    labels = [text.get_text() for text in axes.get_xticklabels()]
+    x_by_label = dict(zip(labels, axes.get_xticks(), strict=True))
     for store, site, value in best.select("store", "site", "value").rows():
         if value is None:
             continue
         kind = site_kind(site)
         if kind == HEAD:
-            x = places[head_words(site)]
+            x = x_by_label[head_words(site)]
         else:
-            x = drawn.filter(store=store, site=site)["rel_depth"][0]
+            x = curves.filter(store=store, site=site)["rel_depth"][0]
         axes.plot(
             [x],
             [value],
@@ -136,6 +152,7 @@ def _draw_stars(
             color=looks[Curve(store, (), kind)]["color"],
             linestyle="none",
         )
+    # An empty line in grey, so that the legend has one star and not one per store.
     axes.plot(
         [],
         [],
@@ -150,67 +167,88 @@ def _draw_stars(
 # ---------------------------------------------------------------- paired differences
 
 
-# ems: of a line, above and below them
+# Heights in ems: one line, and what stands above and below all lines.
 LINE = 1.7
 MARGINS = 7.0
-MOST_LETTERS = 44
+MAX_LETTERS = 44
 CLEAR = "95 % interval excludes 0"
 UNCLEAR = "95 % interval includes 0"
 ALONE = "no interval"
 
 
 def draw_differences(rows: pl.DataFrame) -> Figure:
-    """One panel per task of `best_layer.compare`; below the name of what is compared a line for
-    each difference to it, from the largest on, marked where its interval excludes 0."""
+    """Draw a table of `best_layer.compare`, one panel per task.
+
+    A heading names row a; below it each difference has a line, the largest first, with the name of
+    row b and a marker that says whether the interval excludes 0.
+    """
     by_task = rows.partition_by("task", maintain_order=True)
-    tasks = [(str(own["task"][0]), _lines(own)) for own in by_task]
-    most = max(len(lines) for _, lines in tasks)
-    letters = max(len(text) for _, lines in tasks for text, _ in lines)
-    width = 12 + 0.56 * letters
-    figure, every = panels(
-        len(tasks), width=width, widest=width + 8, height=most * LINE + MARGINS, most=2
+    tasks = [(str(frame["task"][0]), _difference_lines(frame)) for frame in by_task]
+    max_lines = max(len(lines) for _, lines in tasks)
+    max_letters = max(len(line.text) for _, lines in tasks for line in lines)
+    width = 12 + 0.56 * max_letters
+    figure, all_axes = panels(
+        len(tasks),
+        width=width,
+        widest=width + 8,
+        height=max_lines * LINE + MARGINS,
+        most=2,
     )
-    for axes, (task, lines) in zip(every, tasks, strict=True):
-        _draw(axes, task, lines)
-    legend_below(figure, handles_of(every))
+    for axes, (task, lines) in zip(all_axes, tasks, strict=True):
+        _draw_difference_panel(axes, task, lines)
+    legend_below(figure, handles_of(all_axes))
     return figure
 
 
-def _lines(rows: pl.DataFrame) -> list[tuple[str, dict[str, Any] | None]]:
-    """(text, row) from top to bottom; None for the row of a text that names the larger part."""
-    lines: list[tuple[str, dict[str, Any] | None]] = []
-    for (store, site), part in rows.group_by("store_a", "site_a", maintain_order=True):
-        ordered = part.sort(
+class DifferenceLine(NamedTuple):
+    """A line of a panel of differences; a heading, which names row a, has no row."""
+
+    text: str
+    row: dict[str, Any] | None
+
+
+def _difference_lines(rows: pl.DataFrame) -> list[DifferenceLine]:
+    """Return the lines of a panel from top to bottom."""
+    lines = []
+    by_minuend = rows.group_by("store_a", "site_a", maintain_order=True)
+    for (store, site), group in by_minuend:
+        ordered = group.sort(
             "value", descending=True, nulls_last=True, maintain_order=True
         )
-        minuend = (
-            f"{store}: {site_words(site)}{_detail(part.row(0, named=True), 'a')} less"
-        )
-        lines.append((shorten(minuend, MOST_LETTERS), None))
+        detail = _head_and_token(group.row(0, named=True), "a")
+        minuend = f"{store}: {site_words(site)}{detail} less"
+        lines.append(DifferenceLine(shorten(minuend, MAX_LETTERS), None))
         for row in ordered.rows(named=True):
-            other = site_words(row["site_b"]) + _detail(row, "b")
+            subtrahend = site_words(row["site_b"]) + _head_and_token(row, "b")
             if row["store_b"] != store:
-                other = f"{row['store_b']}: {other}"
-            lines.append((shorten(other, MOST_LETTERS), row))
+                subtrahend = f"{row['store_b']}: {subtrahend}"
+            lines.append(DifferenceLine(shorten(subtrahend, MAX_LETTERS), row))
     return lines
 
 
-def _detail(row: dict[str, Any], side: str) -> str:
-    """Which head or token it is, where the rows are of one."""
-    cells = (
-        (name, row.get(f"{name}_{side}", row.get(name))) for name in ("head", "token")
-    )
-    found = [f"{name} {value}" for name, value in cells if value is not None]
-    return f" ({', '.join(found)})" if found else ""
+def _head_and_token(row: Mapping[str, Any], side: str) -> str:
+    """Return ` (head 5, token cls)` for side "a" or "b" of a difference, "" if it has neither."""
+    words = []
+    for name in ("head", "token"):
+        # Tables in which all rows have the same token have it once, without a side.
+        value = row.get(f"{name}_{side}", row.get(name))
+        if value is not None:
+            words.append(f"{name} {value}")
+    if not words:
+        return ""
+    return f" ({', '.join(words)})"
 
 
-def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]]) -> None:
-    metric = next(row["metric"] for _, row in lines if row is not None)
+def _draw_difference_panel(
+    axes: Axes, task: str, lines: Sequence[DifferenceLine]
+) -> None:
+    """Draw the differences of one task, one below the other, with their intervals."""
+    metric = next(line.row["metric"] for line in lines if line.row is not None)
     axes.axvline(0, color=GREY, linewidth=0.8)
     for y, (_, row) in enumerate(lines):
         if row is None:
             continue
-        # columns that no row fills are left out
+        # Tables leave out columns that no row fills.
         low = row.get("low")
         high = row.get("high")
         ink = GREY
@@ -246,18 +284,19 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
 
 
 def draw_redundancy(
-    axes: Axes,
-    store: str,
-    last: str,
-    cka: pl.DataFrame,
-    scores: Mapping[str, pl.DataFrame],
+    axes: Axes, comparison: LastLayerCka, scores: Mapping[str, pl.DataFrame]
 ) -> None:
-    """Draw one store's CKA to its last layer (from `to_last`), and its scores: task -> columns
-    site, rel_depth, value.
+    """Draw one store's CKA with its last layer and its scores at all tasks against depth.
 
     Kornblith et al. 2019 draw the CKA of each layer with the last of the same network and the
     accuracy of a linear probe against depth: where both are flat, layers could be left out.
+
+    Args:
+        axes: the panel.
+        comparison: the CKA of the store's sites with the last one.
+        scores: task -> the store's curve, with the columns site, rel_depth and value.
     """
+    cka = comparison.rows
     label = "CKA with the last layer"
     axes.plot(cka["rel_depth"], cka["value"], color=ink(), marker="o", label=label)
     if "low" in cka.columns:
@@ -270,13 +309,15 @@ def draw_redundancy(
             linewidth=0,
         )
     for i, (task, rows) in enumerate(scores.items()):
-        outs = [site for site in rows["site"].unique() if site_kind(site) == "out"]
-        own = rows.filter(pl.col("site").is_in(outs))
-        if len(own) == 0:
+        sites = rows["site"].unique()
+        block_outputs = [site for site in sites if site_kind(site) == "out"]
+        curve = rows.filter(pl.col("site").is_in(block_outputs))
+        if len(curve) == 0:
             continue
+        # The first colours and markers belong to the stores of the panels above.
         axes.plot(
-            own["rel_depth"],
-            own["value"],
+            curve["rel_depth"],
+            curve["value"],
             color=colour(7 + i),
             marker=marker(i + 1),
             label=shorten(task_words(task), 44),
@@ -284,16 +325,19 @@ def draw_redundancy(
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel("CKA; score")
-    axes.set_title(f"{shorten(store, 28)}: CKA with {site_words(last)}")
+    store = shorten(comparison.store, 28)
+    axes.set_title(f"{store}: CKA with {site_words(comparison.last)}")
 
 
 ENDINGS = (".md", ".tex", *FIGURE_ENDINGS)
 ARROWS = {"higher": "↑", "lower": "↓"}
 _LATEX_ARROWS = {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
-_NONE = "–"  # where there is no value
-_STEP = 1.7  # ems from one line to the next
-_LETTER = 0.55  # ems
-# What controls are, for the line below the table.
+# Stands where a model has no value.
+_NONE = "–"
+# From one line to the next, and the mean width of a letter, in ems.
+_STEP = 1.7
+_LETTER = 0.55
+# Baseline -> its explanation in the note below the table.
 CONTROLS = {
     "random": "Gaussian features of the same shape (Walmer et al. 2023 report uniform ones in "
     "[0, 1), whose cosines are all near 3/4)",
@@ -317,7 +361,7 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Cell:
-    """An entry's text, and whether it is the best of its column."""
+    """An entry's text, and whether it is the best of its column and printed bold."""
 
     text: str
     bold: bool = False
@@ -325,7 +369,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class BestTable:
-    """header: of each column, the model's first. models, controls: rows of cells; note: below."""
+    """The printed table: a row per model, a column per task, controls below the models.
+
+    Attributes:
+        header: the text above each column, the column of the models first.
+        models: one row of cells per model, as many cells as the header.
+        controls: one row of cells per baseline.
+        note: the text below the table.
+    """
 
     header: list[str]
     models: list[list[Cell]]
@@ -333,245 +384,287 @@ class BestTable:
     note: str
 
     @classmethod
-    def of(cls, table: Table) -> BestTable:
-        """A table of `best_layer.run`."""
+    def from_result(cls, table: Table) -> BestTable:
+        """Return the printed form of a table of `best_layer.run`."""
         tasks = table.frame["task"].unique(maintain_order=True).to_list()
-        real = of_models(table.frame)
-        controlled = baselines_of(table.frame)
+        model_rows = of_models(table.frame)
+        control_rows = baselines_of(table.frame)
         header = ["model"]
         winners = {}
         unclear = []
         for task in tasks:
-            rows = real.filter(task=task)
-            way = direction(str(rows["metric"][0]))
-            header.append(f"{task_words(task)} {ARROWS[way]}")
-            near = _nearest(rows, way)
-            several = len(picked(rows)) > 1
-            winners[task] = near[0] if len(near) == 1 and several else None
-            if len(near) > 1:
-                unclear.append(f"{task_words(task)}: {', '.join(near)}")
+            rows = model_rows.filter(task=task)
+            better = direction(str(rows["metric"][0]))
+            header.append(f"{task_words(task)} {ARROWS[better]}")
+            near_best = _stores_near_best(rows, better)
+            if len(near_best) > 1:
+                unclear.append(f"{task_words(task)}: {', '.join(near_best)}")
+            # A model without a rival has not won.
+            winners[task] = None
+            if len(near_best) == 1 and len(picked(rows)) > 1:
+                winners[task] = near_best[0]
         models = []
-        for store in real["store"].unique(maintain_order=True):
-            row = [Cell(str(store))]
+        for store in model_rows["store"].unique(maintain_order=True):
+            cells = [Cell(str(store))]
             for task in tasks:
-                rows = real.filter(task=task, store=store)
-                row.append(Cell(_entry(rows), winners[task] == store))
-            models.append(row)
-        controls = [
-            [Cell(name), *(Cell(_range(rows.filter(task=task))) for task in tasks)]
-            for name, rows in controlled.items()
+                rows = model_rows.filter(task=task, store=store)
+                cells.append(Cell(_value_and_layer(rows), bold=winners[task] == store))
+            models.append(cells)
+        controls = []
+        for name, rows in control_rows.items():
+            ranges = [Cell(_value_range(rows.filter(task=task))) for task in tasks]
+            controls.append([Cell(name), *ranges])
+        sentences = [
+            f"{name}: {CONTROLS[name]}" for name in control_rows if name in CONTROLS
         ]
-        known = [f"{name}: {CONTROLS[name]}" for name in controlled if name in CONTROLS]
-        if "iou" in table.frame["metric"] and "random" in controlled:
-            known.append("of saliency, random: a map of noise")
+        if "iou" in table.frame["metric"] and "random" in control_rows:
+            sentences.append("of saliency, random: a map of noise")
         if unclear:
-            known.append(f"not told apart by 95 % intervals: {'; '.join(unclear)}")
-        note = " ".join([_NOTE, *(f"{line[:1].upper()}{line[1:]}." for line in known)])
-        return cls(header, models, controls, note)
+            sentences.append(f"not told apart by 95 % intervals: {'; '.join(unclear)}")
+        capitalised = [f"{text[:1].upper()}{text[1:]}." for text in sentences]
+        return cls(header, models, controls, note=" ".join([_NOTE, *capitalised]))
 
     def written(self, path: Path) -> bytes:
-        """The table's bytes in the format of the path's ending.
+        """Return the table's bytes in the format of the path's ending.
 
         Raises:
-            VitseeError: another ending than one of `ENDINGS`.
+            VitseeError: the ending is not one of `ENDINGS`.
         """
         ending = ending_of(path, ENDINGS, "--table")
         if ending in FIGURE_ENDINGS:
             return figure_bytes(self.figure(), ending)
-        return (self.markdown() if ending == ".md" else self.latex()).encode()
+        if ending == ".md":
+            return self.markdown().encode()
+        return self.latex().encode()
 
     def markdown(self) -> str:
-        """The table in Markdown, as GitHub and pandoc read it."""
-
-        def line(cells: Sequence[Cell]) -> str:
-            texts = [visible(cell.text).replace("|", "\\|") for cell in cells]
-            bold = [cell.bold for cell in cells]
-            return " | ".join(
-                f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True)
-            )
-
+        """Return the table in Markdown, as GitHub and pandoc read it."""
         rows = [[Cell(name) for name in self.header], *self.models, *self.controls]
-        lines = [f"| {line(row)} |" for row in rows]
+        lines = [f"| {_markdown_cells(row)} |" for row in rows]
         rule = f"|---|{'---:|' * (len(self.header) - 1)}"
         return "\n".join([lines[0], rule, *lines[1:], "", self.note, ""])
 
     def latex(self) -> str:
-        """A `tabular` with the rules of booktabs."""
-
-        def line(cells: Sequence[Cell]) -> str:
-            texts = [
-                "".join(_LATEX.get(c, c) for c in visible(cell.text)) for cell in cells
-            ]
-            bold = [cell.bold for cell in cells]
-            joined = (
-                f"\\textbf{{{t}}}" if b else t for t, b in zip(texts, bold, strict=True)
-            )
-            return " & ".join(joined) + r" \\"
-
+        """Return a LaTeX `tabular` with the rules of the package booktabs."""
         columns = "l" + "r" * (len(self.header) - 1)
-        below = [r"\midrule", *map(line, self.controls)] if self.controls else []
         lines = [
-            *("% " + self.note, f"\\begin{{tabular}}{{{columns}}}", r"\toprule"),
-            *(
-                line([Cell(name) for name in self.header]),
-                r"\midrule",
-                *map(line, self.models),
-            ),
-            *(*below, r"\bottomrule", r"\end{tabular}", ""),
+            "% " + self.note,
+            f"\\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            _latex_row([Cell(name) for name in self.header]),
+            r"\midrule",
         ]
+        lines += [_latex_row(cells) for cells in self.models]
+        if self.controls:
+            lines.append(r"\midrule")
+            lines += [_latex_row(cells) for cells in self.controls]
+        lines += [r"\bottomrule", r"\end{tabular}", ""]
         return "\n".join(lines)
 
     @styled
     def figure(self) -> Figure:
-        """Rules above and below, as in print; columns that find no room beside the others stand
-        below them, with the models again."""
+        """Return the table as a figure of its own, with rules above and below, as in print."""
         figure, (box,) = stack(self.grid())
         self.draw(box)
         return figure
 
     def grid(self) -> PanelGrid:
-        """The room that it takes in a figure."""
-        lines = sum(
-            self._height(band) + len(self.models) + len(self._controls(band)) + 1
-            for band in self._bands()
+        """Return the size that the table takes in a figure."""
+        bands = self._bands()
+        widths = self._widths()
+        # One empty line follows each band.
+        n_lines = sum(
+            self._header_lines(band) + len(self.models) + len(self._controls(band)) + 1
+            for band in bands
         )
-        width = max(sum(self._widths()[i] for i in band) for band in self._bands())
-        notes = _STEP * 0.7 * (len(self._note(min(width + 2, room()))) + 1)
+        width = max(sum(widths[i] for i in band) for band in bands) + 2
+        # The note is smaller than the table, by about 0.7.
+        note_height = _STEP * 0.7 * (len(self._note_lines(min(width, room()))) + 1)
         return PanelGrid(
-            1, width=width + 2, widest=width + 2, height=lines * _STEP + notes
+            1, width=width, widest=width, height=n_lines * _STEP + note_height
         )
 
     def draw(self, box: Any) -> None:
-        """Draw it into a figure, or a part of one, in which `grid` has its room."""
+        """Draw the table into a figure or subfigure that has the size of `grid`.
+
+        Columns that do not fit beside the others stand below them, with the models' names again.
+        """
         axes = box.add_subplot()
         axes.set_axis_off()
         axes.set_in_layout(False)
         axes.set_position((0, 0, 1, 1))
-        height = self.grid().height
+        grid = self.grid()
+        all_widths = self._widths()
+        # All sizes are in ems, measured from the top; axes count from 0 to 1 from the bottom.
         y = 0.3
         for band in self._bands():
             rows = [*self.models, *self._controls(band)]
-            heads = [Cell("\n".join(self._head(i))) for i in band]
-            widths = [self._widths()[i] for i in band]
-            lines = self._height(band) + len(rows)
+            header_texts = ["\n".join(self._header_text(i)) for i in band]
+            texts = [[_shortened(row[i]) for i in band] for row in rows]
+            widths = [all_widths[i] for i in band]
+            header_lines = self._header_lines(band)
+            n_lines = header_lines + len(rows)
+            left = 1 / grid.width
+            bottom = 1 - (y + n_lines * _STEP) / grid.height
             table = axes.table(
-                [
-                    [cell.text for cell in heads],
-                    *([_short(row[i]) for i in band] for row in rows),
-                ],
-                colWidths=[width / self.grid().width for width in widths],
+                [header_texts, *texts],
+                colWidths=[width / grid.width for width in widths],
                 cellLoc="right",
                 edges="horizontal",
                 bbox=(
-                    *(1 / self.grid().width, 1 - (y + lines * _STEP) / height),
-                    *(sum(widths) / self.grid().width, lines * _STEP / height),
+                    left,
+                    bottom,
+                    sum(widths) / grid.width,
+                    n_lines * _STEP / grid.height,
                 ),
             )
             table.auto_set_font_size(False)
             for (line, column), cell in table.get_celld().items():
-                cell.set_height((self._height(band) if line == 0 else 1) / lines)
+                is_header = line == 0
+                cell.set_height((header_lines if is_header else 1) / n_lines)
                 cell.set(edgecolor=GREY, linewidth=0.5)
                 cell.set_fontsize(small())
                 cell.PAD = 0.02
                 text = cell.get_text()
                 text.set_text(figure_text(text.get_text()))
-                text.set_fontweight(
-                    "bold" if line and rows[line - 1][band[column]].bold else "normal"
-                )
+                if not is_header and rows[line - 1][band[column]].bold:
+                    text.set_fontweight("bold")
                 if column == 0:
                     text.set_ha("left")
+                    # matplotlib places the text by `_loc` when it draws, and has no setter for it.
                     cell._loc = "left"
-            y += (lines + 1) * _STEP
-        note = "\n".join(self._note(min(self.grid().width, room())))
+            y += (n_lines + 1) * _STEP
         axes.text(
-            1 / self.grid().width,
-            1 - (y - 0.5 * _STEP) / height,
-            note,
+            1 / grid.width,
+            1 - (y - 0.5 * _STEP) / grid.height,
+            "\n".join(self._note_lines(min(grid.width, room()))),
             va="top",
             fontsize=0.8 * small(),
             transform=axes.transAxes,
         )
 
-    def _head(self, i: int) -> list[str]:
-        """The lines above a column."""
-        if i == 0:
+    def _header_text(self, column: int) -> list[str]:
+        """Return the lines above a column."""
+        if column == 0:
             return [self.header[0]]
-        task, _, arrow = self.header[i].replace(" = ", "\u00a0=\u00a0").rpartition(" ")
+        # No-break spaces keep `k = 20` together, and the arrow with the last word.
+        header = self.header[column].replace(" = ", "\u00a0=\u00a0")
+        task, _, arrow = header.rpartition(" ")
         return textwrap.wrap(f"{shorten(task, 60)}\u00a0{arrow}", 17)
 
-    def _height(self, columns: Sequence[int]) -> int:
-        """Lines of text above these columns."""
-        return max(len(self._head(i)) for i in columns)
+    def _header_lines(self, columns: Sequence[int]) -> int:
+        """Return the number of lines of text above these columns."""
+        return max(len(self._header_text(i)) for i in columns)
 
     def _widths(self) -> list[float]:
-        """Ems of each column."""
+        """Return the width of each column in ems."""
         rows = [*self.models, *self.controls]
-        return [
-            _LETTER
-            * max(*map(len, self._head(i)), *(len(_short(row[i])) for row in rows))
-            + 1.6
-            for i in range(len(self.header))
-        ]
+        widths = []
+        for i in range(len(self.header)):
+            texts = [*self._header_text(i), *(_shortened(row[i]) for row in rows)]
+            widths.append(_LETTER * max(len(text) for text in texts) + 1.6)
+        return widths
 
     def _bands(self) -> list[list[int]]:
-        """The columns that stand side by side, each time the first and others, as evenly many as
-        the width allows."""
-        widths = self._widths()
-        most = max(1, int((room() - 2 - widths[0]) / max(widths[1:], default=1.0)))
-        others = range(1, len(widths))
-        parts = np.array_split(others, max(1, -(-len(others) // most)))
-        return [[0, *part.tolist()] for part in parts]
+        """Return the columns that stand side by side, for each band from top to bottom.
 
-    def _note(self, width: float) -> list[str]:
-        """The note's lines below a table that is `width` ems wide."""
+        Each band begins with the column of the models. The others are divided as evenly as the
+        width of the page allows.
+        """
+        widths = self._widths()
+        widest = max(widths[1:], default=1.0)
+        max_columns = max(1, int((room() - 2 - widths[0]) / widest))
+        columns = range(1, len(widths))
+        n_bands = max(1, math.ceil(len(columns) / max_columns))
+        return [[0, *band.tolist()] for band in np.array_split(columns, n_bands)]
+
+    def _note_lines(self, width: float) -> list[str]:
+        """Return the note's lines below a table that is `width` ems wide."""
+        # The note has 0.8 of the font size, and its letters are narrower than those of numbers.
         return textwrap.wrap(self.note, max(40, int(width / (0.8 * 0.88 * _LETTER))))
 
     def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:
-        """The controls that have a value in one of the columns."""
+        """Return the controls that have a value in one of the columns."""
         return [
             row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])
         ]
 
 
-def _short(cell: Cell) -> str:
+def _markdown_cells(cells: Sequence[Cell]) -> str:
+    """Return the cells of one row, with `|` between them."""
+    texts = []
+    for cell in cells:
+        text = visible(cell.text).replace("|", "\\|")
+        texts.append(f"**{text}**" if cell.bold else text)
+    return " | ".join(texts)
+
+
+def _latex_row(cells: Sequence[Cell]) -> str:
+    """Return one row of a `tabular`, with the letters escaped that mean something in LaTeX."""
+    texts = []
+    for cell in cells:
+        text = "".join(_LATEX.get(letter, letter) for letter in visible(cell.text))
+        texts.append(f"\\textbf{{{text}}}" if cell.bold else text)
+    return " & ".join(texts) + r" \\"
+
+
+def _shortened(cell: Cell) -> str:
+    """Return the cell's text in at most 32 letters, as drawn."""
     return shorten(cell.text, 32)
 
 
-def _nearest(rows: pl.DataFrame, way: str) -> list[str]:
-    """The stores that may be the best: the best one, and those whose intervals reach its own, all
-    others where one of both has none."""
-    sign = -1 if way == "lower" else 1
+def _stores_near_best(rows: pl.DataFrame, better: str) -> list[str]:
+    """Return the stores that may be the best, the one with the best value first.
+
+    These are the best one and those whose interval overlaps its interval. A store without an
+    interval may always be the best.
+
+    Args:
+        rows: one task's row of each store.
+        better: "higher" or "lower".
+    """
+    sign = -1 if better == "lower" else 1
     value = sign * rows["value"].to_numpy()
     if np.isnan(value).all():
         return []
-    nothing = pl.Series([np.nan] * len(rows))
-    ends = [rows.get_column(name, default=nothing).to_numpy() for name in ("low", "high")]
-    low, high = [sign * end for end in ends][::sign]
+    # Comparisons with NaN are false: without an interval no store is apart.
+    missing = pl.Series([np.nan] * len(rows))
+    low = sign * rows.get_column("low", default=missing).to_numpy()
+    high = sign * rows.get_column("high", default=missing).to_numpy()
+    if sign < 0:
+        low, high = high, low
     best = int(np.nanargmax(value))
     apart = (high < low[best]) | np.isnan(value)
     near = rows["store"].filter(~apart).to_list()
-    return sorted(near, key=lambda store: store != str(rows["store"][best]))
+    best_store = str(rows["store"][best])
+    return sorted(near, key=lambda store: store != best_store)
 
 
-def _entry(rows: pl.DataFrame) -> str:
-    """`0.372 (12)`; the site's name where it is no block's output."""
-    for site, depth, value in (
-        rows.select("site", "depth", "value").drop_nulls("value").rows()
-    ):
-        counted = site_kind(site) == "out" and depth is not None
-        return f"{value:.3f} ({int(depth) if counted else site})"
-    return _NONE
+def _value_and_layer(rows: pl.DataFrame) -> str:
+    """Return `0.372 (12)` for the first row with a value.
+
+    The site's name stands in place of the number if the site is not a block's output.
+    """
+    scored = rows.select("site", "depth", "value").drop_nulls("value")
+    if len(scored) == 0:
+        return _NONE
+    site, depth, value = scored.row(0)
+    layer = site
+    if site_kind(site) == "out" and depth is not None:
+        layer = int(depth)
+    return f"{value:.3f} ({layer})"
 
 
-def _range(rows: pl.DataFrame) -> str:
-    """A control's value, or its range over stores."""
+def _value_range(rows: pl.DataFrame) -> str:
+    """Return a control's value, or its range over stores."""
     values = picked(rows)["value"].to_numpy()
-    if not len(values):
+    if len(values) == 0:
         return _NONE
     low = f"{values.min():.3f}"
     high = f"{values.max():.3f}"
     if low == high:
         return low
+    # A dash between numbers would read as a minus.
     if "-" in low + high:
         return f"{low} to {high}"
     return f"{low}–{high}"

@@ -1,5 +1,5 @@
-"""Tasks of result files (their rows about whole layers, put together by what they are scores of),
-and differences between rows of results, with intervals over the images that they share.
+"""Tasks of result files: their rows about whole layers, grouped by metric and settings; and
+differences between rows of results, with intervals over the images that they share.
 
 Two layers tested on the same images are right and wrong together, so that the interval of their
 difference is narrower than their own intervals suggest. From the replicates r_b (each row's value
@@ -10,15 +10,16 @@ without block b of the images, kept by --replicates) of rows x and y over the sa
 
 (the delete-a-block jackknife, as for the rows themselves; Efron and Tibshirani 1993, chapter 11).
 The best of many rows was chosen on these images, and seems better than it is: with Student's
-quantile for q, of 13 layers that are equally good some is found worse than the best in 70 % of the
-samples. So q is that of `jackknife.largest_t`, for all pairs of the rows it was chosen from.
+quantile for q, 70 % of the samples from 13 equally good layers would have some layer that is worse
+than the best. So q is the quantile of `jackknife.largest_t`, which holds for all pairs of the rows
+that the best was chosen from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from vitsee_core.tables.columns import PAIR, PARTS, SITE, VALUES
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.replicates import array_of
 from vitsee_core.tables.results import ResultFile, Table, read_replicates
-from vitsee_core.types import pl
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 SETTINGS = ("k", "shots", "class")
@@ -54,14 +55,14 @@ OPTIONAL = frozenset(
         *(*SETTINGS, *PENALTIES, "ties", "std", "low", "high", "n_images", "n_overlap"),
     )
 )
-MEANS = (
-    "each",
-    "patches",
-)  # tokens of rows about the mean over a site's tokens: probe, lens
+# What stands as `token` in rows about the mean over a site's tokens: "each" in those of probe,
+# "patches" in those of lens.
+MEANS = ("each", "patches")
 BEST = "best"
-NAMED = (*SETTINGS, "token", *PENALTIES)  # with the metric they make the task
-TOLD_APART = ("metric", *SETTINGS, *PENALTIES)
-MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
+# The columns that make a task, together with the metric.
+NAMED = (*SETTINGS, "token", *PENALTIES)
+KEYS_BESIDE_TOKEN = ("metric", *SETTINGS, *PENALTIES)
+ADDED_BY_RUN = frozenset(("task", "ties", "n_layers", "n_overlap"))
 PAIRS = (
     "store_a",
     "site_a",
@@ -72,10 +73,11 @@ PAIRS = (
     "metric",
     "value",
 )
-PLACE = ("token", "row", "col", "head")
+TOKEN_AND_HEAD = ("token", "row", "col", "head")
 PAIRED_COLUMNS = (
     *PAIR,
-    *(f"{name}_{side}" for side in "ab" for name in PLACE),
+    *(f"{name}_a" for name in TOKEN_AND_HEAD),
+    *(f"{name}_b" for name in TOKEN_AND_HEAD),
     *("task", "k", "shots", *PENALTIES, "class", *VALUES, "n_images", "n_blocks"),
 )
 METHOD = (
@@ -85,104 +87,119 @@ METHOD = (
 
 
 def known_metrics(files: Sequence[ResultFile]) -> list[str]:
-    """The metrics of the files."""
-    results = [file.table.frame["metric"] for file in files if not file.has(PAIRS)]
-    return pl.concat(results).unique(maintain_order=True).to_list()
+    """Return the names of the metrics in the files, without CKA comparisons."""
+    columns = [file.table.frame["metric"] for file in files if not file.has(PAIRS)]
+    return pl.concat(columns).unique(maintain_order=True).to_list()
 
 
 def tasks(
     files: Sequence[ResultFile], metrics: Sequence[str] = (), best_token: bool = False
 ) -> dict[str, pl.DataFrame]:
-    """Task -> its rows in the files' order, with those of `COLUMNS` that stand in files.
+    """Return task -> its rows in the files' order, with those of `COLUMNS` that files contain.
 
-    Where two files have the same task for the same store, the later one's is a task of its own.
+    A task is named by its command, its metric and its settings, e.g. `knn top1, k = 20`. Where two
+    files have the same task for the same store, the later file's rows are a task of their own, with
+    the file's path behind the name.
 
     Args:
-        files: result files; CKA's are passed over.
-        metrics: as for `best_layer.run`.
-        best_token: a task of its own for rows about single tokens, which are left out otherwise
-            where their site has a row for the mean over tokens (see `about_patches`).
+        files: result files; CKA comparisons among them are passed over.
+        metrics: the metrics whose tasks are returned; empty for all that have a direction.
+        best_token: keep the rows about single tokens, as a task of their own. Otherwise those
+            whose site also has a row for the mean over tokens are left out.
 
     Raises:
         VitseeError: none of the files has such a metric, the metric has no direction, or no rows
             are about whole layers.
     """
-    known = known_metrics(files)
+    available = known_metrics(files)
     for metric in metrics:
-        if metric not in known:
+        if metric not in available:
             raise VitseeError(
-                f"no result has the metric {metric!r}; they have {', '.join(known)}"
+                f"no result has the metric {metric!r}; they have {', '.join(available)}"
             )
         if direction(metric) == "none":
             raise VitseeError(
                 f"no layer is the best by {metric}: neither a higher nor a lower value is better"
             )
-    if not any(direction(metric) != "none" for metric in known):
+    if all(direction(metric) == "none" for metric in available):
         raise VitseeError(
             "no result has a metric of which one side is better (accuracies, purity, iou, ...); "
-            f"they have {', '.join(known)}"
+            f"they have {', '.join(available)}"
         )
-    parts: dict[str, list[pl.DataFrame]] = {}
+    frames: dict[str, list[pl.DataFrame]] = {}
     for file in files:
         if file.has(PAIRS):
             continue
-        rows = _uniform(file)
+        rows = _rows_about_layers(file)
         if not best_token:
             rows = rows.filter(~about_patches())
-        keys = _keys(rows)
-        for key in (
-            keys.filter(~pl.col("of_all")).unique(maintain_order=True).rows(named=True)
-        ):
-            metric = key["metric"]
-            settings = {name: key[name] for name in NAMED}
-            if metric not in metrics and (metrics or settings["class"] is not None):
+        keys = _task_keys(rows)
+        distinct_keys = keys.filter(~pl.col("all_tokens")).unique(maintain_order=True)
+        for key in distinct_keys.rows(named=True):
+            if not _is_requested(key, metrics):
                 continue
-            if direction(metric) == "none":
-                continue
-            named = [
-                f"{name} = {value}"
-                for name, value in settings.items()
-                if value is not None
-            ]
-            task = ", ".join([f"{file.command} {metric}".strip(), *named])
-            same = pl.all_horizontal(
-                pl.col(name).eq_missing(key[name]) for name in TOLD_APART
-            )
-            same &= pl.col("of_all") | pl.col("token").eq_missing(key["token"])
-            own = rows.filter(keys.select(same).to_series())
-            taken = {
-                store for part in parts.get(task, ()) for store in part["store"].unique()
-            }
-            if taken & {*own["store"].unique()}:
+            task = _task_name(file.command, key)
+            # A baseline without a token joins the tasks of all tokens.
+            in_task = pl.col("all_tokens") | pl.col("token").eq_missing(key["token"])
+            for name in KEYS_BESIDE_TOKEN:
+                in_task &= pl.col(name).eq_missing(key[name])
+            task_rows = rows.filter(keys.select(in_task).to_series())
+            earlier_stores = set()
+            for frame in frames.get(task, ()):
+                earlier_stores.update(frame["store"].unique())
+            if earlier_stores & {*task_rows["store"].unique()}:
                 task = f"{task} ({file.path})"
-            parts.setdefault(task, []).append(own)
-    if not parts:
+            frames.setdefault(task, []).append(task_rows)
+    if not frames:
         raise VitseeError(
             "no result has rows about whole layers: all are about parts of the images"
         )
-    return {task: Table.concat(some).frame for task, some in parts.items()}
+    return {task: Table.concat(task_frames).frame for task, task_frames in frames.items()}
+
+
+def _is_requested(key: Mapping[str, Any], metrics: Sequence[str]) -> bool:
+    """Return whether a task belongs to these metrics; with none named, all that have a direction
+    and are not about a single class do."""
+    if direction(key["metric"]) == "none":
+        return False
+    if metrics:
+        return key["metric"] in metrics
+    return key["class"] is None
+
+
+def _task_name(command: str, key: Mapping[str, Any]) -> str:
+    """Return the task's name: command, metric and the settings that it has."""
+    words = [f"{command} {key['metric']}".strip()]
+    words += [f"{name} = {key[name]}" for name in NAMED if key[name] is not None]
+    return ", ".join(words)
 
 
 def about_patches() -> pl.Expr:
-    """Which rows are about one token of a site that also has a row for the mean over tokens."""
-    averaged = pl.col("token").is_in(MEANS).any().over("store", "site")
-    return pl.col("row").is_not_null() & averaged
+    """Return the condition that a row is about one token of a site for which the table also has a
+    row about the mean over tokens."""
+    has_mean = pl.col("token").is_in(MEANS).any().over("store", "site")
+    return pl.col("row").is_not_null() & has_mean
 
 
-def _uniform(file: ResultFile) -> pl.DataFrame:
-    """A result's rows about whole layers, with all columns that a best row takes over."""
+def _rows_about_layers(file: ResultFile) -> pl.DataFrame:
+    """Return a result's rows about whole layers, with all columns that a best row takes over."""
     rows = file.table.frame
-    whole = [pl.col(name).is_null() for name in PARTS if name in rows.columns]
+    conditions = [pl.col(name).is_null() for name in PARTS if name in rows.columns]
     if "best" in rows.columns:
-        whole.append(pl.col("best").ne_missing("image"))
-    own = rows.filter(*whole).with_columns(file=pl.lit(str(file.path)))
-    return Table.concat([own], [name for name in COLUMNS if name not in MADE]).frame
+        # `best = image` is the best head of each single image, which is not one layer's score.
+        conditions.append(pl.col("best").ne_missing("image"))
+    layer_rows = rows.filter(*conditions).with_columns(file=pl.lit(str(file.path)))
+    names = [name for name in COLUMNS if name not in ADDED_BY_RUN]
+    return Table.concat([layer_rows], names).frame
 
 
-def _keys(rows: pl.DataFrame) -> pl.DataFrame:
-    """A frame of each row's task: its metric and `NAMED`, in which `token` is its pooling and a
-    penalty stands where the file reports the same probe at several; and `of_all`, whether it is a
-    baseline without a token, which is that of every token."""
+def _task_keys(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return a frame with the key of each row's task: its metric and the columns of `NAMED`.
+
+    `token` is the word of `_token_words`. The penalties are null unless the file reports the same
+    probe at several of them. `all_tokens` is true for a baseline without a token in a file that
+    compares tokens: it is the baseline of every token.
+    """
     probe = (
         "store",
         "site",
@@ -194,22 +211,25 @@ def _keys(rows: pl.DataFrame) -> pl.DataFrame:
         *SETTINGS,
         "baseline",
     )
-    repeated = rows.select(probe).n_unique() < len(rows)
-    penalties = [
-        pl.col(name) if repeated else pl.lit(None).alias(name) for name in PENALTIES
-    ]
+    has_several_penalties = rows.select(probe).n_unique() < len(rows)
+    if has_several_penalties:
+        penalties = [pl.col(name) for name in PENALTIES]
+    else:
+        penalties = [pl.lit(None).alias(name) for name in PENALTIES]
     keys = rows.select(
-        "metric", *SETTINGS, *penalties, _poolings(rows).alias("token"), "baseline"
+        "metric", *SETTINGS, *penalties, _token_words(rows).alias("token"), "baseline"
     )
-    no_token = pl.col("token").is_null() & pl.col("token").is_not_null().any()
-    of_all = no_token & pl.col("baseline").is_not_null()
-    return keys.select("metric", *NAMED, of_all=of_all)
+    lacks_token = pl.col("token").is_null() & pl.col("token").is_not_null().any()
+    all_tokens = lacks_token & pl.col("baseline").is_not_null()
+    return keys.select("metric", *NAMED, all_tokens=all_tokens)
 
 
-def _poolings(rows: pl.DataFrame) -> pl.Series:
-    """(rows,) the word for what stands for an image (`cls`, `each`, `0,4`), null unless the file
-    compares several or a site is measured by a token and without; `best` in all rows of
-    `about_patches`."""
+def _token_words(rows: pl.DataFrame) -> pl.Series:
+    """Return for each row the token that stands for an image (`cls`, `each`, `0,4`).
+
+    The rows of `about_patches` all have the word `best`. All words are null if tokens make no
+    difference between tasks: the file has one token only, and no site both with and without it.
+    """
     word = pl.coalesce(pl.col("token").cast(pl.String), pl.format("{},{}", "row", "col"))
     word = pl.when(about_patches()).then(pl.lit(BEST)).otherwise(word)
     words = rows.select(word.alias("token")).to_series()
@@ -217,46 +237,63 @@ def _poolings(rows: pl.DataFrame) -> pl.Series:
         return words
     real = rows.with_columns(words).filter(pl.col("baseline").is_null())
     real = real.select("store", "site", "token")
-    several = real.n_unique() > real.select("store", "site").n_unique()
-    if several:
+    some_site_twice = real.n_unique() > real.select("store", "site").n_unique()
+    if some_site_twice:
         return words
     return pl.Series([None] * len(words), dtype=pl.String)
 
 
-def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
-    """(store, last site, rows) of a CKA self-comparison: each site's CKA with the last one of its
-    kind, as columns store, site, rel_depth, value (and low, high)."""
+class LastLayerCka(NamedTuple):
+    """The CKA of a store's sites with its last site."""
+
+    store: str
+    last: str
+    """Name of the last site."""
+    rows: pl.DataFrame
+    """Columns store, site, rel_depth, value, and low and high if the comparison has them."""
+
+
+def to_last(rows: pl.DataFrame) -> Iterator[LastLayerCka]:
+    """Yield for each store of a CKA self-comparison the CKA of its sites with the last one.
+
+    Only sites of one kind are compared: outputs of blocks if there are any, else the kind of the
+    first site.
+    """
     numbers = [name for name in ("value", "low", "high") if name in rows.columns]
     selves = rows.filter(pl.col("store_a") == pl.col("store_b"), metric="cka")
-    for (store,), own in selves.group_by(store="store_a", maintain_order=True):
-        # Comparisons may contain each pair once, in either order.
-        pairs = pl.concat(
-            own.select(*numbers, site=f"site_{x}", depth=f"depth_{x}", other=f"site_{y}")
-            for x, y in ("ab", "ba")
+    for (store,), store_rows in selves.group_by(store="store_a", maintain_order=True):
+        # A table may contain each pair once, in either order: add the pairs the other way round.
+        forward = store_rows.select(
+            *numbers, site="site_a", depth="depth_a", other="site_b"
         )
-        kinds = {
-            site: site_kind(site) for site in pairs["site"].unique(maintain_order=True)
-        }
+        backward = store_rows.select(
+            *numbers, site="site_b", depth="depth_b", other="site_a"
+        )
+        pairs = pl.concat([forward, backward])
+        sites = pairs["site"].unique(maintain_order=True)
+        kinds = {site: site_kind(site) for site in sites}
         kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
-        pairs = pairs.filter(
-            pl.col("site").is_in([site for site in kinds if kinds[site] == kind])
+        same_kind = [site for site in kinds if kinds[site] == kind]
+        pairs = pairs.filter(pl.col("site").is_in(same_kind))
+        deepest = pairs["depth"].arg_max() or 0
+        last = pairs["site"][deepest]
+        max_depth = max(pairs["depth"][deepest], 1)
+        layers = pairs.filter(other=last).unique("site", keep="last", maintain_order=True)
+        layers = layers.sort("depth", maintain_order=True).with_columns(
+            store=pl.lit(store), rel_depth=pl.col("depth") / max_depth
         )
-        at = pairs["depth"].arg_max() or 0
-        last = pairs["site"][at]
-        top = max(pairs["depth"][at], 1)
-        found = pairs.filter(other=last).unique("site", keep="last", maintain_order=True)
-        place = {"store": pl.lit(store), "rel_depth": pl.col("depth") / top}
-        layers = found.sort("depth", maintain_order=True).with_columns(**place)
-        yield store, last, layers.select("store", "site", "rel_depth", *numbers)
+        columns = ["store", "site", "rel_depth", *numbers]
+        yield LastLayerCka(store, last, layers.select(columns))
 
 
 def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
-    """The results with their replicates in their tables.
+    """Return the results with the replicates of each row as a column of their tables.
 
     Raises:
-        VitseeError: one has none beside it, or does not say over which blocks.
+        VitseeError: a file has no replicates beside it, or its sidecar does not say over which
+            blocks of images they are.
     """
-    found = []
+    results = []
     for file in files:
         table = read_replicates(file)
         if not isinstance(table.notes.get("replicates"), dict):
@@ -264,71 +301,110 @@ def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
                 f"{file.path} does not say over which images its replicates are; expected the "
                 f"sidecar {file.path.name}.json of knn, probe, retrieve or saliency beside it"
             )
-        found.append(replace(file, table=table))
-    return found
+        results.append(replace(file, table=table))
+    return results
+
+
+class ScoredRow(NamedTuple):
+    """A row of a task's frame that has its replicates."""
+
+    frame: pl.DataFrame
+    index: int
+
+    def cells(self) -> dict[str, Any]:
+        """Return column -> the row's value."""
+        return self.frame.row(self.index, named=True)
+
+    def value(self) -> float:
+        """Return the row's score, as the float64 that its column holds."""
+        return float(self.frame["value"].to_numpy()[self.index])
+
+    def replicates(self, n_blocks: int) -> Float:
+        """Return (n_blocks,): the score without each of the first blocks of images."""
+        replicates = array_of(self.frame)
+        assert replicates is not None
+        return replicates[self.index, :n_blocks]
 
 
 def differences(
-    a: tuple[pl.DataFrame, int],
-    others: Sequence[tuple[pl.DataFrame, int]],
-    among: Sequence[pl.DataFrame],
+    a: ScoredRow,
+    others: Sequence[ScoredRow],
+    *,
+    candidates: Sequence[pl.DataFrame],
     task: str,
     notes: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows about the differences of one row to others: a frame with replicates, and which of its
-    rows. among: all rows of which they were chosen; notes: of each file's table.
+    """Return a row for the difference of `a` to each other row, with simultaneous intervals.
+
+    Args:
+        a: the best row.
+        others: the rows that it is compared with.
+        candidates: frames with all rows that `a` and the others were chosen from.
+        task: the name of the task.
+        notes: file path -> the notes of its table.
 
     Raises:
-        StoreMismatch: they are of other images, or of other blocks of them.
+        StoreMismatch: two rows are of other images, or of other blocks of them.
     """
     rows = [_difference(a, b, task, notes) for b in others]
-    if rows:
-        m = min(row["n_blocks"] for row in rows)
-        found = [array_of(of) for of in among]
-        chosen_from = [each[:, :m] for each in found if each is not None]
-        reach = largest_t(np.concatenate(chosen_from)) if m > 1 else np.nan
-        for row in rows:
-            row["low"], row["high"] = (
-                row["value"] + sign * reach * row["std"] for sign in (-1, 1)
-            )
+    if not rows:
+        return []
+    n_blocks = min(row["n_blocks"] for row in rows)
+    critical_t = np.nan
+    if n_blocks > 1:
+        replicates = [array_of(frame) for frame in candidates]
+        chosen_from = [
+            values[:, :n_blocks] for values in replicates if values is not None
+        ]
+        # The largest |t| over all pairs of candidates, whichever pair the choice would pick.
+        critical_t = largest_t(np.concatenate(chosen_from))
+    for row in rows:
+        half = critical_t * row["std"]
+        row["low"] = row["value"] - half
+        row["high"] = row["value"] + half
     return rows
 
 
 def _difference(
-    a: tuple[pl.DataFrame, int],
-    b: tuple[pl.DataFrame, int],
-    task: str,
-    notes: Mapping[str, Any],
+    a: ScoredRow, b: ScoredRow, task: str, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    (of_a, i), (of_b, j) = a, b
-    first = of_a.row(i, named=True)
-    second = of_b.row(j, named=True)
-    blocks = [_blocks(notes[row["file"]], row["store"]) for row in (first, second)]
-    if blocks[0]["digest"] != blocks[1]["digest"]:
+    """Return the row about a less b, still without its interval."""
+    first = a.cells()
+    second = b.cells()
+    blocks = _blocks_record(notes[first["file"]], first["store"])
+    other_blocks = _blocks_record(notes[second["file"]], second["store"])
+    if blocks["digest"] != other_blocks["digest"]:
         raise StoreMismatch(
             f"{first['store']} ({first['file']}) and {second['store']} ({second['file']}) were not "
             "tested on the same images in the same order; extract and test them on the same data, "
             "with the same --images and --seed"
         )
-    m = int(blocks[0]["n_blocks"])
-    value = float(of_a["value"].to_numpy()[i] - of_b["value"].to_numpy()[j])
-    without = [array_of(of) for of in (of_a, of_b)]
-    assert without[0] is not None and without[1] is not None
-    std = float(standard_error(without[0][i, :m] - without[1][j, :m]))
+    n_blocks = int(blocks["n_blocks"])
+    # d_b = r_b(x) - r_b(y): both rows leave out the same block, so that what they share cancels.
+    replicate_differences = a.replicates(n_blocks) - b.replicates(n_blocks)
     row: dict[str, Any] = {}
-    for side, cells in (("a", first), ("b", second)):
-        row |= {f"{name}_{side}": cells[name] for name in (*SITE, *PLACE)}
-    names = ("k", "shots", *PENALTIES, "class", "metric", "n_images")
-    settings = {name: first[name] for name in names}
-    numbers = {"value": value, "std": std}
-    return row | settings | numbers | {"task": task, "spread": "jackknife", "n_blocks": m}
+    for name in (*SITE, *TOKEN_AND_HEAD):
+        row[f"{name}_a"] = first[name]
+        row[f"{name}_b"] = second[name]
+    for name in ("k", "shots", *PENALTIES, "class", "metric", "n_images"):
+        row[name] = first[name]
+    row["value"] = a.value() - b.value()
+    row["std"] = float(standard_error(replicate_differences))
+    row["task"] = task
+    row["spread"] = "jackknife"
+    row["n_blocks"] = n_blocks
+    return row
 
 
-def _blocks(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:
-    """The sidecar's record of the blocks of a store's images. Raises VitseeError: it has none."""
-    found = notes["replicates"].get(store)
-    if not isinstance(found, dict) or not {"digest", "n_blocks"} <= {*found}:
+def _blocks_record(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:
+    """Return what the sidecar says of the blocks of a store's images: `digest` and `n_blocks`.
+
+    Raises:
+        VitseeError: it says nothing of them.
+    """
+    record = notes["replicates"].get(store)
+    if not isinstance(record, dict) or not {"digest", "n_blocks"} <= {*record}:
         raise VitseeError(
             f"the sidecar does not say over which images {store} was tested"
         )
-    return found
+    return record
