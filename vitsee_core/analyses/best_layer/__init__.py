@@ -46,6 +46,7 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
     OPTIONAL,
     PAIRS,
     PENALTIES,
+    LastLayerCka,
     ScoredRow,
     about_patches,
     differences,
@@ -241,7 +242,7 @@ def compare(
             # The interval has to allow for the choice of the best among these candidates.
             if among == "layers":
                 candidates = [best.frame]
-                best_site = best.frame["site"][best.index]
+                best_site = best.frame["site"][best.row_index]
                 other_rows = best.frame.filter(pl.col("site").ne_missing(best_site))
                 by_site = other_rows.partition_by("site", maintain_order=True)
                 others = [ScoredRow(frame, _best_index(frame)) for frame in by_site]
@@ -372,7 +373,7 @@ def plot(
             "plot(table, files=read(paths))"
         )
     files = tell_apart(files)
-    redundancy = []
+    redundancy: list[LastLayerCka] = []
     for file in files:
         if file.has(PAIRS):
             redundancy += to_last(file.table.frame)

@@ -390,7 +390,7 @@ class BestTable:
         model_rows = of_models(table.frame)
         control_rows = baselines_of(table.frame)
         header = ["model"]
-        winners = {}
+        winners: dict[str, str | None] = {}
         unclear = []
         for task in tasks:
             rows = model_rows.filter(task=task)

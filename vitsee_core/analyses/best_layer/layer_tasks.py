@@ -144,7 +144,7 @@ def tasks(
             for name in KEYS_BESIDE_TOKEN:
                 in_task &= pl.col(name).eq_missing(key[name])
             task_rows = rows.filter(keys.select(in_task).to_series())
-            earlier_stores = set()
+            earlier_stores: set[str] = set()
             for frame in frames.get(task, ()):
                 earlier_stores.update(frame["store"].unique())
             if earlier_stores & {*task_rows["store"].unique()}:
@@ -309,21 +309,21 @@ class ScoredRow(NamedTuple):
     """A row of a task's frame that has its replicates."""
 
     frame: pl.DataFrame
-    index: int
+    row_index: int
 
     def cells(self) -> dict[str, Any]:
         """Return column -> the row's value."""
-        return self.frame.row(self.index, named=True)
+        return self.frame.row(self.row_index, named=True)
 
     def value(self) -> float:
         """Return the row's score, as the float64 that its column holds."""
-        return float(self.frame["value"].to_numpy()[self.index])
+        return float(self.frame["value"].to_numpy()[self.row_index])
 
     def replicates(self, n_blocks: int) -> Float:
         """Return (n_blocks,): the score without each of the first blocks of images."""
         replicates = array_of(self.frame)
         assert replicates is not None
-        return replicates[self.index, :n_blocks]
+        return replicates[self.row_index, :n_blocks]
 
 
 def differences(

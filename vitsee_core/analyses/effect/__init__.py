@@ -1,23 +1,25 @@
 """Effect: what changed, against the same model unchanged?
 
-A base and changed stores of the same images (ablated, with an intervention, of other weights), each
-compared with the base. Of the outputs, for logits u of the base and v of the changed model:
+The base is a store of the unchanged model; changed stores hold the same images, seen by the model
+with an ablation, an intervention or other weights. Each changed store is compared with the base.
 
-- `top1`: images whose label has the largest logit, where the labels are the head's classes;
-  `top1_difference`: changed less base, with McNemar's exact test of the images that only one of
-  both has right (McNemar 1947);
-- `agreement`: images with the same largest logit;
+The outputs are compared by four metrics, with logits u of the base and v of the changed model:
+
+- `top1`: the share of images whose label has the largest logit, if the labels are the head's
+  classes; `top1_difference`: changed less base, with McNemar's exact test of the images that only
+  one of the two models has right (McNemar 1947);
+- `agreement`: the share of images with the same largest logit;
 - `kl`: KL(softmax u || softmax v) = sum_c p_c log(p_c / q_c) in nats, mean over images.
 
-Of each site that both hold:
+Two metrics compare each site that both stores hold:
 
 - `cka`: debiased linear CKA, as in `vitsee cka`;
-- `cosine`: mean over tokens of the cosine of a token with the same token in the base, mean over
-  images. A token that is 0 in one of both counts 0, in both 1. None where the tokens or channels
-  are not the same.
+- `cosine`: the cosine of each token with the same token in the base, mean over tokens, then over
+  images. A token that is 0 in one of the two stores counts 0, in both 1. Sites whose tokens or
+  channels differ have none.
 
-CKA is of the similarities between images, which survive a rotation of the features; the cosine is
-of each image's own features and survives neither that nor an added constant.
+CKA compares similarities between images, which a rotation of the features does not change. The
+cosine compares each image's own features; a rotation and an added constant both change it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import numpy as np
 from vitsee_core.analyses.effect.changes import (
     COSINE,
     LOGITS,
+    LogitsOfBoth,
     ReadChange,
     alike_sites,
     cka_rows,
@@ -124,19 +127,27 @@ def run(
         Offers("images seed device jobs memory", dask="slabs and Gram matrices"),
     ] = DEFAULT,
 ) -> Table:
-    """One row per changed store and metric of the outputs, and per site for `cka` and `cosine`.
+    """Return a table with one row per changed store and metric of the outputs, and per site for
+    `cka` and `cosine`.
 
-    Columns: see `COLUMNS`. `top1` has a row for the base, too, whose `base` is empty. Shares from 0
-    to 1, `kl` in nats. `std` is the jackknife's standard error over blocks of images; `low`, `high`
-    the 95 % interval over images. `p`, `n_only_base`, `n_only_changed`: of `top1_difference` alone.
-    Only images that all stores could read count.
+    The columns are `COLUMNS`. `top1` has a row for the base, too, whose `base` is empty. Shares are
+    from 0 to 1, `kl` is in nats. `std` is the jackknife's standard error over blocks of images,
+    `low` and `high` are the 95 % interval over images. Only rows of `top1_difference` have `p`,
+    `n_only_base` and `n_only_changed`. Only images that all stores could read count.
 
-    Memory: a slab of both stores at one site; of CKA see `similarity.hsic`.
+    Memory: a slab of both stores at one site, and the Gram matrices of CKA (`similarity.hsic`).
 
     Args:
-        base: the unchanged model's.
-        changed: of the same images in the same order.
-        other_transform: other preprocessing is the change, and nothing else.
+        base: store of the unchanged model.
+        changed: stores of changed models, of the same images in the same order.
+        sites: patterns of the sites where `cka` and `cosine` are measured; empty for none.
+        metrics: names out of `METRICS`; empty for all that the stores allow.
+        tokens: which tokens of a site are compared.
+        estimator: estimator of CKA; by default the one that fits the number of images.
+        other_transform: the change that is measured is the preprocessing, and nothing else.
+        cache: folder for Gram matrices; by default beside each store.
+        no_cache: do not keep Gram matrices.
+        execution: images, seed, device and parallel work.
 
     Raises:
         StoreMismatch: other preprocessing, other images, another order, or outputs of another
@@ -149,97 +160,118 @@ def run(
         raise VitseeError(
             "no changed store to compare with the base; expected one or more"
         )
-    _check_distinct((base, *changed))
-    wanted = asked_for(metrics or METRICS, METRICS, "effect")
-    of_outputs = [metric for metric in wanted if metric not in ("cka", COSINE)]
+    _require_distinct_stores((base, *changed))
+    requested = asked_for(metrics or METRICS, METRICS, "effect")
+    compares_outputs = any(metric not in ("cka", COSINE) for metric in requested)
+    compares_sites = "cka" in requested or COSINE in requested
     chosen = execution.rows(base)
     mask = chosen.mask & base.valid
     for store in changed:
         mask = mask & require_paired(base, store)
     images = replace(chosen, mask=mask)
     blocks = Blocks.of(base, mask, execution.seed)
-    remarks = _changed_base(base)
+    # Each step adds its remarks in this order, in which they are also logged.
+    remarks = _remarks_on_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
-    pairs = pairs_of_sites(
-        (base, *changed), sites if len(wanted) > len(of_outputs) else ()
-    )
-    outputs = {
-        store.label: outputs_of_both(base, store, remarks) if of_outputs else None
-        for store in changed
-    }
-    if not pairs and not any(outputs.values()):
+    pairs = pairs_of_sites((base, *changed), sites if compares_sites else ())
+    outputs: dict[str, LogitsOfBoth | None] = {store.label: None for store in changed}
+    if compares_outputs:
+        for store in changed:
+            outputs[store.label] = outputs_of_both(base, store, remarks)
+    logits_pairs = [pair for pair in outputs.values() if pair is not None]
+    if not pairs and not logits_pairs:
         raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
-    reason = next(
-        (why_not_own(base, mask, own[0].dim) for own in outputs.values() if own), ""
-    )
-    if reason:
-        remarks.append(f"no top1: {reason}")
-    works = [
+    no_top1_reason = ""
+    if logits_pairs:
+        no_top1_reason = why_not_own(base, mask, logits_pairs[0].base.dim)
+    if no_top1_reason:
+        remarks.append(f"no top1: {no_top1_reason}")
+    cosine_pairs = pairs if COSINE in requested else {}
+    readers = [
         ReadChange(
             outputs[store.label],
-            not reason,
-            alike_sites(base, store, pairs if COSINE in wanted else {}, tokens, remarks),
+            labelled=not no_top1_reason,
+            sites=alike_sites(base, store, cosine_pairs, tokens, remarks),
         )
         for store in changed
     ]
-    grams = GramOptions(
-        cache, not no_cache, execution.device, execution.memory, execution.map
+    cka, cka_notes = cka_rows(
+        base,
+        changed,
+        pairs if "cka" in requested else {},
+        tokens=tokens,
+        execution=execution,
+        remarks=remarks,
+        estimator=Estimator(estimator or "auto"),
+        options=GramOptions(
+            cache=cache,
+            use_cache=not no_cache,
+            device=execution.device,
+            memory=execution.memory,
+            map=execution.map,
+        ),
     )
-    how = Estimator(estimator or "auto")
-    of_cka = pairs if "cka" in wanted else {}
-    cka, notes = cka_rows(base, changed, of_cka, tokens, execution, remarks, how, grams)
     for remark in remarks:
         log.info("%s", remark)
     rows: list[Cells] = []
     with counting(execution.progress, images.n * len(changed)):
-        for store, work in zip(changed, works, strict=True):
-            make = partial(BlockMeans, work, blocks)
-            total = execution.fold(
-                (base, store), make, images, slab_bytes=work.slab_bytes
-            )
-            found = total.result()
-            about = {"base": base.label}
-            answers = {metric: mean for (metric, site), mean in found.items() if not site}
-            if RIGHT_BASE in answers and not rows:
-                place = site_columns(base, base.sites[LOGITS])
-                rows.append(place | top1_cells(answers[RIGHT_BASE]))
-            if answers:
-                place = site_columns(store, store.sites[LOGITS])
-                rows += [about | place | row for row in output_rows(answers)]
-            rows += [about | row for row in cka.get(store.label, ())]
-            rows += [
-                about
-                | site_columns(store, store.sites[site])
-                | {"metric": COSINE}
-                | mean.cells(COSINES)
-                for (metric, site), mean in found.items()
-                if metric == COSINE
-            ]
-    rows = [row for row in rows if row["metric"] in wanted]
+        for store, reader in zip(changed, readers, strict=True):
+            means = execution.fold(
+                (base, store),
+                partial(BlockMeans, reader, blocks),
+                images,
+                slab_bytes=reader.slab_bytes,
+            ).result()
+            # `ReadChange` gives the outputs' metrics an empty site.
+            output_means = {
+                metric: mean for (metric, site), mean in means.items() if not site
+            }
+            # Every comparison measures the base's accuracy again: one row of it is enough.
+            if RIGHT_BASE in output_means and not rows:
+                base_row = site_columns(base, base.sites[LOGITS])
+                base_row.update(top1_cells(output_means[RIGHT_BASE]))
+                rows.append(base_row)
+            about_store = {"base": base.label}
+            if output_means:
+                about_logits = site_columns(store, store.sites[LOGITS])
+                for cells in output_rows(output_means):
+                    rows.append({**about_store, **about_logits, **cells})
+            for cells in cka.get(store.label, ()):
+                rows.append({**about_store, **cells})
+            for (metric, site), mean in means.items():
+                if metric == COSINE:
+                    about_site = site_columns(store, store.sites[site])
+                    cells = mean.cells(COSINES)
+                    rows.append({**about_store, **about_site, "metric": COSINE, **cells})
+    rows = [row for row in rows if row["metric"] in requested]
     if not rows:
         raise MissingInput(
-            f"no {' or '.join(wanted)}: {'; '.join(remarks) or 'no sites'}"
+            f"no {' or '.join(requested)}: {'; '.join(remarks) or 'no sites'}"
         )
+    intervals = {**OUTPUT_INTERVALS, "cosine": OUTPUT_INTERVALS["kl"]}
+    if cka_notes:
+        intervals["cka"] = cka_notes["spread"]
     notes = {
         "base": base.label,
-        "interval": {
-            **OUTPUT_INTERVALS,
-            "cosine": OUTPUT_INTERVALS["kl"],
-            **({"cka": notes["spread"]} if notes else {}),
-        },
+        "interval": intervals,
         "p": PAIRED_TEST,
         "tokens": tokens,
         "seed": execution.seed,
         "images": {"rows": int(mask.sum()), "chosen": chosen.how},
         WORD: {store.label: blocks.describe() for store in (base, *changed)},
-        **({"cka": notes} if notes else {}),
-        "remarks": remarks,
     }
+    if cka_notes:
+        notes["cka"] = cka_notes
+    notes["remarks"] = remarks
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _check_distinct(stores: Sequence[Store]) -> None:
-    """Refuse one store, or a copy of it, twice. Raises VitseeError: names both places."""
+def _require_distinct_stores(stores: Sequence[Store]) -> None:
+    """Refuse a store that is given twice, be it as a copy at another address.
+
+    Raises:
+        VitseeError: two stores have the same id; the message names both addresses.
+    """
     seen: dict[str, Store] = {}
     for store in stores:
         other = seen.setdefault(store.manifest.store_id, store)
@@ -250,8 +282,8 @@ def _check_distinct(stores: Sequence[Store]) -> None:
             )
 
 
-def _changed_base(base: Store) -> list[str]:
-    """A remark on a base without some skips or with interventions."""
+def _remarks_on_base(base: Store) -> list[str]:
+    """Return a remark if the base is itself a changed model: without skips, or intervened on."""
     record = base.manifest.model
     if not record.get("ablate_skip") and not record.get("interventions"):
         return []
@@ -262,78 +294,89 @@ def _changed_base(base: Store) -> list[str]:
 
 
 def headline(table: Table) -> list[Answer]:
-    """An answer per changed store: its loss of accuracy, the share of unchanged answers, the
+    """Return per changed store its loss of accuracy, the share of unchanged answers, the
     divergence, and the site that changed most."""
-    said: dict[str, list[str]] = {}
-    texts = {
+    phrases: dict[str, list[str]] = {}
+    templates = {
         "top1_difference": "top-1 changed by {}",
         AGREEMENT: "the same class in {}",
         "kl": "KL {} nats",
     }
-    for metric, text in texts.items():
+    for metric, template in templates.items():
         for store, rows in by_store(table, metric=metric):
-            said.setdefault(store, []).append(text.format(measured(rows)))
+            phrases.setdefault(store, []).append(template.format(measured(rows)))
     for store, rows in by_store(table, metric="cka"):
-        i = extremes(rows)[0]
-        said.setdefault(store, []).append(
-            f"lowest CKA {measured(rows, i)} at {rows['site'][i]}"
+        lowest = extremes(rows)[0]
+        phrases.setdefault(store, []).append(
+            f"lowest CKA {measured(rows, lowest)} at {rows['site'][lowest]}"
         )
-    return [(store, ", ".join(parts)) for store, parts in said.items()]
+    return [(store, ", ".join(texts)) for store, texts in phrases.items()]
 
 
 OUTPUTS = ("top1_difference", "agreement", "kl")
 LAYERS = ("cka", "cosine")
 UNCHANGED = {"top1_difference": 0.0, "agreement": 1.0, "kl": 0.0}
-# ems: of a store's line, and above and below all
+# Heights in ems: one store's line, and what stands above and below all lines.
 LINE = 1.7
 MARGINS = 5.5
-MOST_LETTERS = 22
+MAX_LETTERS = 22
+# Below this value of CKA or cosine the axis begins at 0.
 FAR = 0.5
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """One panel per metric of the outputs, a line for each changed store with its 95 % interval,
-    the unchanged model dashed; below, one panel each for CKA and cosine over depth, one curve per
-    changed store. What the table does not contain is left out."""
+    """Draw the outputs' metrics above and CKA and cosine over depth below.
+
+    Each metric of the outputs has a panel with a line per changed store and its 95 % interval, and
+    the unchanged model dashed. CKA and cosine have a panel each, with a curve per changed store.
+    Metrics that the table does not contain are left out.
+    """
     rows = table.frame.filter(pl.col("base").is_not_null())
-    outputs = [metric for metric in OUTPUTS if metric in rows["metric"]]
-    layers = [metric for metric in LAYERS if metric in rows["metric"]]
-    of_outputs, of_layers = (
-        rows.filter(pl.col("metric").is_in(m)) for m in (outputs, layers)
-    )
-    n_stores = of_outputs["store"].n_unique()
-    beside = PanelGrid(len(outputs), height=LINE * n_stores + MARGINS)
-    below = CurveGrid.of(len(layers), of_layers)
-    figure, parts = stack(*([beside] if outputs else []), *([below] if layers else []))
-    every: list[Axes] = []
-    if outputs:
+    output_metrics = [metric for metric in OUTPUTS if metric in rows["metric"]]
+    layer_metrics = [metric for metric in LAYERS if metric in rows["metric"]]
+    outputs_frame = rows.filter(pl.col("metric").is_in(output_metrics))
+    layer_rows = rows.filter(pl.col("metric").is_in(layer_metrics))
+    n_stores = outputs_frame["store"].n_unique()
+    output_grid = PanelGrid(len(output_metrics), height=LINE * n_stores + MARGINS)
+    layer_grid = CurveGrid.of(len(layer_metrics), layer_rows)
+    grids: list[PanelGrid | CurveGrid] = []
+    if output_metrics:
+        grids.append(output_grid)
+    if layer_metrics:
+        grids.append(layer_grid)
+    figure, boxes = stack(*grids)
+    all_axes: list[Axes] = []
+    if output_metrics:
         looks = store_looks(rows)
-        for axes, metric in zip(beside.axes(parts[0]), outputs, strict=True):
-            _draw_outputs(axes, rows.filter(metric=metric), metric, looks)
-            every.append(axes)
-        for number, axes in enumerate(every):
-            if number % beside.across:
+        output_axes = output_grid.axes(boxes[0])
+        for axes, metric in zip(output_axes, output_metrics, strict=True):
+            _draw_output_metric(axes, rows.filter(metric=metric), metric, looks)
+            all_axes.append(axes)
+        # Only the first panel of each line names the stores.
+        for number, axes in enumerate(output_axes):
+            if number % output_grid.across:
                 axes.tick_params(axis="y", labelleft=False)
-    if layers:
-        panels = below.panels(parts[-1], of_metrics(of_layers, layers))
-        for axes, _, own in panels:
-            draw_depth_curves(axes, own, among=of_layers)
-            low = min(axes.dataLim.y0, 0.98)
-            # From 0 on, unless that would hide what there is to see.
-            axes.set_ylim(
-                min(0.0, low) if low < FAR else low - 0.1 * (1 - low),
-                1 + 0.04 * (1 - low),
-            )
-            every.append(axes)
-        below.finish(panels)
-    legend_below(figure, handles_of(every))
+    if layer_metrics:
+        panels = layer_grid.panels(boxes[-1], of_metrics(layer_rows, layer_metrics))
+        for axes, _, metric_rows in panels:
+            draw_depth_curves(axes, metric_rows, among=layer_rows)
+            lowest = min(axes.dataLim.y0, 0.98)
+            # From 0 on, unless all curves are so near 1 that their differences would be hidden.
+            bottom = lowest - 0.1 * (1 - lowest)
+            if lowest < FAR:
+                bottom = min(0.0, lowest)
+            axes.set_ylim(bottom, 1 + 0.04 * (1 - lowest))
+            all_axes.append(axes)
+        layer_grid.finish(panels)
+    legend_below(figure, handles_of(all_axes))
     return figure
 
 
-def _draw_outputs(
+def _draw_output_metric(
     axes: Axes, rows: pl.DataFrame, metric: str, looks: dict[str, dict[str, object]]
 ) -> None:
+    """Draw one metric of the outputs: a line per store with its value and 95 % interval."""
     stores = rows["store"].unique(maintain_order=True)
     value, low, high = rows.select("value", "low", "high").to_numpy().T
     axes.axvline(
@@ -344,6 +387,7 @@ def _draw_outputs(
         zorder=1,
         label="unchanged",
     )
+    # An empty line, so that the legend explains the bars once and in grey.
     axes.plot([], [], color=GREY, solid_capstyle="butt", label=f"bars: {INTERVAL}")
     for y, store in enumerate(stores):
         look = looks[store]
@@ -351,7 +395,7 @@ def _draw_outputs(
         axes.plot(
             [value[y]], [y], color=look["color"], marker=look["marker"], linestyle="none"
         )
-    axes.set_yticks(np.arange(len(stores)), [shorten(s, MOST_LETTERS) for s in stores])
+    axes.set_yticks(np.arange(len(stores)), [shorten(s, MAX_LETTERS) for s in stores])
     axes.set_ylim(len(stores) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")

@@ -1,11 +1,11 @@
-"""Sites, outputs and CKA of the base and of a changed store, and the numbers per image of a slab of
-both."""
+"""The sites and outputs that a base and a changed store share, their CKA, and the numbers per image
+that one slab of each gives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,86 +24,132 @@ from vitsee_stores.manifest import abbreviate
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
 
-PIECE_BYTES = 64 << 20  # of tokens of one store that are compared at a time
+# Tokens of one store that are compared at a time; a slab of all tokens may not fit into memory.
+PIECE_BYTES = 64 << 20
 COSINE = "cosine"
 LOGITS = "logits"
 OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
 
 
+class FeaturesOfBoth(NamedTuple):
+    """The features of one site in both stores, of corresponding tokens."""
+
+    base: SiteFeatures
+    changed: SiteFeatures
+
+
+class LogitsOfBoth(NamedTuple):
+    """The logits of both stores, of the same classes."""
+
+    base: SiteFeatures
+    changed: SiteFeatures
+
+
 @dataclass(frozen=True)
 class ReadChange:
-    """(metric, site) -> (images,) numbers of the images that count, NaN for images without a label.
+    """A reader of one slab of the base and of a changed store, for `BlockMeans`.
 
     Attributes:
-        logits: of the base and of the changed store; None: outputs are not compared.
-        labelled: whether labels are the classes of the logits.
-        sites: features of corresponding tokens in both, for their cosines.
+        logits: the logits of both; None if outputs are not compared.
+        labelled: whether the base's labels are the classes of the logits.
+        sites: the sites whose tokens are compared by their cosines.
     """
 
-    logits: tuple[SiteFeatures, SiteFeatures] | None
+    logits: LogitsOfBoth | None
     labelled: bool
-    sites: tuple[tuple[SiteFeatures, SiteFeatures], ...]
+    sites: tuple[FeaturesOfBoth, ...]
 
     @property
     def slab_bytes(self) -> int:
-        """Memory of a slab of both stores while it is read."""
-        of_sites = [
-            sum(min(own.slab_bytes, 2 * PIECE_BYTES) for own in pair)
+        """The memory that a slab of both stores takes while it is read."""
+        site_bytes = [
+            min(pair.base.slab_bytes, 2 * PIECE_BYTES)
+            + min(pair.changed.slab_bytes, 2 * PIECE_BYTES)
             for pair in self.sites
         ]
-        of_logits = 4 * sum(own.slab_bytes for own in self.logits or ())
-        return max([*of_sites, of_logits], default=0)
+        logit_bytes = 0
+        if self.logits is not None:
+            # Twice for float64, twice for the probabilities.
+            logit_bytes = 4 * (
+                self.logits.base.slab_bytes + self.logits.changed.slab_bytes
+            )
+        return max([*site_bytes, logit_bytes])
 
     def __call__(self, base: Slab, changed: Slab) -> dict[tuple[str, str], Float]:
-        found: dict[tuple[str, str], Float] = {}
+        """Return (metric, site) -> (images,) numbers of the slab's images that count.
+
+        Metrics of the outputs have the site "". Images without a label have NaN in those that need
+        one.
+        """
+        numbers: dict[tuple[str, str], Float] = {}
         if self.logits is not None:
-            ours, theirs = (
-                own.of_slab(slab, slice(0, 1))[:, 0].astype(np.float64)
-                for own, slab in zip(self.logits, (base, changed), strict=True)
+            labels = None
+            if self.labelled:
+                labels = base.store.samples.label[base.rows][base.valid]
+            outputs = compare_outputs(
+                _read_logits(self.logits.base, base),
+                _read_logits(self.logits.changed, changed),
+                labels,
             )
-            labels = (
-                base.store.samples.label[base.rows][base.valid] if self.labelled else None
-            )
-            outputs = compare_outputs(ours, theirs, labels)
-            found = {(metric, ""): values for metric, values in outputs.items()}
+            for metric, values in outputs.items():
+                numbers[metric, ""] = values
         for pair in self.sites:
-            found[COSINE, pair[0].site.name] = _cosines(*pair, base, changed)
-        return found
+            numbers[COSINE, pair.base.site.name] = _mean_cosines(pair, base, changed)
+        return numbers
 
 
-def _cosines(
-    ours: SiteFeatures, theirs: SiteFeatures, base: Slab, changed: Slab
-) -> Float:
-    """(images,) mean over tokens of the cosine of each token with the same one."""
+def _read_logits(logits: SiteFeatures, slab: Slab) -> Float:
+    """Return the slab's logits, (images, classes)."""
+    # Logits are a site with a single token.
+    return logits.of_slab(slab, slice(0, 1))[:, 0].astype(np.float64)
+
+
+def _mean_cosines(pair: FeaturesOfBoth, base: Slab, changed: Slab) -> Float:
+    """Return (images,): the mean over tokens of each token's cosine with the same one."""
     n_rows = max(1, base.rows.stop - base.rows.start)
+    token_bytes = 4 * pair.base.dim * n_rows
     total = np.zeros(int(base.valid.sum()))
-    for part in ours.groups(max(1, PIECE_BYTES // (4 * ours.dim * n_rows))):
-        total += cosines(ours.of_slab(base, part), theirs.of_slab(changed, part)).sum(1)
-    return total / len(ours.tokens)
+    for tokens in pair.base.groups(max(1, PIECE_BYTES // token_bytes)):
+        before = pair.base.of_slab(base, tokens)
+        after = pair.changed.of_slab(changed, tokens)
+        total += cosines(before, after).sum(1)
+    return total / len(pair.base.tokens)
 
 
 def cosines(a: Float32, b: Float32) -> Float:
-    """(images, tokens) of tokens (images, tokens, dim); 0 where one of both is 0, 1 where both are:
-    nothing changed there."""
+    """Return the cosine of each token in `a` with the same one in `b`, (images, tokens).
 
-    def dot(x: Float32, y: Float32) -> Float:
-        return np.einsum("itd,itd->it", x, y, dtype=np.float64)
+    A token that is 0 in one of them has 0; one that is 0 in both has 1, as nothing changed there.
 
-    aa = dot(a, a)
-    bb = dot(b, b)
-    # One root of the product: a token with itself has exactly 1.
+    Args:
+        a: tokens, (images, tokens, dim).
+        b: as many tokens of as many channels.
+    """
+    aa = _dot_products(a, a)
+    bb = _dot_products(b, b)
+    # One root of the product, not a product of roots: a token with itself has exactly 1.
     norms = np.sqrt(aa * bb)
-    found = np.divide(dot(a, b), norms, out=np.zeros_like(norms), where=norms > 0)
-    return np.where((aa == 0) & (bb == 0), 1.0, found)
+    cosine = np.zeros_like(norms)
+    np.divide(_dot_products(a, b), norms, out=cosine, where=norms > 0)
+    return np.where((aa == 0) & (bb == 0), 1.0, cosine)
+
+
+def _dot_products(x: Float32, y: Float32) -> Float:
+    """Return the dot product of each token, (images, tokens), added up in float64."""
+    return np.einsum("itd,itd->it", x, y, dtype=np.float64)
 
 
 def pairs_of_sites(
     stores: Sequence[Store], sites: Sequence[str]
 ) -> dict[str, list[SiteSpec]]:
-    """Label -> the sites of the base that a changed store holds, too.
+    """Return label of a changed store -> the sites of the base that it holds, too.
+
+    Args:
+        stores: the base, then the changed stores.
+        sites: patterns of sites; the result is empty if there are none.
 
     Raises:
-        SiteError: there is none.
+        SiteError: a changed store has none of the sites of the base.
     """
     if not sites:
         return {}
@@ -112,14 +158,15 @@ def pairs_of_sites(
     except SiteError as error:
         raise SiteError(f"{error} (--sites none compares the outputs alone)") from None
     base, *others = selected.members
+    base_store, base_sites = base
     pairs = {}
-    for store, own in others:
-        names = {site.name for site in own}
-        pairs[store.label] = [site for site in base[1] if site.name in names]
+    for store, store_sites in others:
+        names = {site.name for site in store_sites}
+        pairs[store.label] = [site for site in base_sites if site.name in names]
         if not pairs[store.label]:
             raise SiteError(
-                f"{store.label} has none of the sites of {base[0].label}, "
-                f"{abbreviate([site.name for site in base[1]])}; it has "
+                f"{store.label} has none of the sites of {base_store.label}, "
+                f"{abbreviate([site.name for site in base_sites])}; it has "
                 f"{abbreviate(sorted(names))} "
                 "(--sites none compares the outputs alone)"
             )
@@ -128,24 +175,28 @@ def pairs_of_sites(
 
 def outputs_of_both(
     base: Store, changed: Store, remarks: list[str]
-) -> tuple[SiteFeatures, SiteFeatures] | None:
-    """The logits of both; None, with a remark, where one keeps none.
+) -> LogitsOfBoth | None:
+    """Return the logits of both stores; None, with a remark added, if one of them keeps none.
 
     Raises:
-        StoreMismatch: they are of other classes.
+        StoreMismatch: the logits are of different numbers of classes.
     """
     for store in (base, changed):
         if LOGITS not in store.sites:
             remark = f"no outputs: {store.label} keeps no logits ({OUTPUTS_OF})"
-            remarks += [remark] if remark not in remarks else []
+            if remark not in remarks:
+                remarks.append(remark)
             return None
-    ours, theirs = (choose_features(s, s.sites[LOGITS]) for s in (base, changed))
-    if ours.dim != theirs.dim:
+    logits = LogitsOfBoth(
+        base=choose_features(base, base.sites[LOGITS]),
+        changed=choose_features(changed, changed.sites[LOGITS]),
+    )
+    if logits.base.dim != logits.changed.dim:
         raise StoreMismatch(
-            f"{base.label} has outputs of {ours.dim} classes, {changed.label} of {theirs.dim}; "
-            "expected the same classes"
+            f"{base.label} has outputs of {logits.base.dim} classes, {changed.label} of "
+            f"{logits.changed.dim}; expected the same classes"
         )
-    return ours, theirs
+    return logits
 
 
 def alike_sites(
@@ -154,70 +205,106 @@ def alike_sites(
     pairs: dict[str, list[SiteSpec]],
     tokens: str,
     remarks: list[str],
-) -> tuple[tuple[SiteFeatures, SiteFeatures], ...]:
-    """The features of the sites whose tokens correspond; the others are left out with a remark."""
-    found = []
-    left = []
+) -> tuple[FeaturesOfBoth, ...]:
+    """Return the features of the sites whose tokens correspond.
+
+    The other sites are left out, and a remark that names them is added.
+
+    Args:
+        base: store of the unchanged model.
+        changed: store of a changed model.
+        pairs: label of a changed store -> sites that it shares with the base.
+        tokens: which tokens of a site are compared.
+        remarks: the list that the remark is added to.
+    """
+    alike = []
+    left_out = []
     for site in pairs.get(changed.label, ()):
-        both = [choose_features(s, s.sites[site.name], tokens) for s in (base, changed)]
-        names = [[token.name for token in own.tokens] for own in both]
-        if names[0] == names[1] and both[0].dim == both[1].dim:
-            found.append((both[0], both[1]))
-        else:
-            left.append(site.name)
-    if left:
-        remarks.append(
-            f"{changed.label}: no cosine at {abbreviate(left)}, whose tokens or channels "
-            "are not those of "
-            f"{base.label}"
+        pair = FeaturesOfBoth(
+            base=choose_features(base, base.sites[site.name], tokens),
+            changed=choose_features(changed, changed.sites[site.name], tokens),
         )
-    return tuple(found)
+        base_tokens = [token.name for token in pair.base.tokens]
+        changed_tokens = [token.name for token in pair.changed.tokens]
+        if base_tokens == changed_tokens and pair.base.dim == pair.changed.dim:
+            alike.append(pair)
+        else:
+            left_out.append(site.name)
+    if left_out:
+        remarks.append(
+            f"{changed.label}: no cosine at {abbreviate(left_out)}, whose tokens or channels "
+            f"are not those of {base.label}"
+        )
+    return tuple(alike)
 
 
 def cka_rows(
     base: Store,
     changed: Sequence[Store],
     pairs: dict[str, list[SiteSpec]],
+    *,
     tokens: str,
     execution: Execution,
     remarks: list[str],
     estimator: Estimator,
     options: GramOptions,
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-    """Label -> a row of CKA for each site; and what is to be said of them."""
+    """Return label of a changed store -> a row of CKA for each site, and the notes on CKA.
+
+    Both are empty if `pairs` is.
+
+    Args:
+        base: store of the unchanged model.
+        changed: stores of the changed models.
+        pairs: label of a changed store -> sites that it shares with the base.
+        tokens: which tokens of a site are compared.
+        execution: images, seed and progress.
+        remarks: the list that remarks on sites without a value are added to.
+        estimator: estimator of CKA.
+        options: where Gram matrices are computed and kept.
+    """
     if not pairs:
         return {}, {}
-    sites = {site.name: site for own in pairs.values() for site in own}
-    ours = [Representation(base, site, tokens) for site in sites.values()]
-    sides = [(store, site) for store in changed for site in pairs[store.label]]
-    theirs = [
-        Representation(store, store.sites[site.name], tokens) for store, site in sides
+    sites = {site.name: site for shared in pairs.values() for site in shared}
+    base_sides = [Representation(base, site, tokens) for site in sites.values()]
+    columns = [(store, site) for store in changed for site in pairs[store.label]]
+    changed_sides = [
+        Representation(store, store.sites[site.name], tokens) for store, site in columns
     ]
+    # All sites of the base against all of the changed stores: each Gram matrix is made once.
     h = hsic(
-        ours,
-        theirs,
+        base_sides,
+        changed_sides,
         estimator=estimator,
         images=execution.images,
         seed=execution.seed,
         options=options,
         progress=execution.progress,
     )
-    of_both = [
-        (f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)
-    ]
-    for names, own in zip(of_both, (h.rows, h.cols), strict=True):
-        remarks += without_value([*names], own)
+    remarks += without_value(_site_names(base_sides), h.rows)
+    remarks += without_value(_site_names(changed_sides), h.cols)
     similarity = summarise(h)
-    places = {name: i for i, name in enumerate(sites)}
-    found: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
-    for j, (store, site) in enumerate(sides):
-        at = (places[site.name], j)
-        numbers = {"value": similarity.cka, "std": similarity.std}
-        numbers |= {"low": similarity.low, "high": similarity.high}
-        found[store.label].append(
-            site_columns(store, store.sites[site.name])
-            | {"metric": "cka", "spread": h.spread, "n_images": h.n_images}
-            | {name: float(of[at]) for name, of in numbers.items()}
-            | {WORD: None if similarity.without is None else similarity.without[:, *at]}
+    row_indices = {name: i for i, name in enumerate(sites)}
+    rows: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
+    for j, (store, site) in enumerate(columns):
+        # Of the matrix (base sites, changed sites) only a site with itself is asked for.
+        i = row_indices[site.name]
+        replicates = None
+        if similarity.without is not None:
+            replicates = similarity.without[:, i, j]
+        row = site_columns(store, store.sites[site.name])
+        row.update(metric="cka", spread=h.spread, n_images=h.n_images)
+        row.update(
+            value=float(similarity.cka[i, j]),
+            std=float(similarity.std[i, j]),
+            low=float(similarity.low[i, j]),
+            high=float(similarity.high[i, j]),
         )
-    return found, h.notes
+        row[WORD] = replicates
+        rows[store.label].append(row)
+    return rows, h.notes
+
+
+def _site_names(representations: Sequence[Representation]) -> list[str]:
+    """Return store and site of each representation, as remarks name them."""
+    return [f"{r.store.label} {r.site.name}" for r in representations]

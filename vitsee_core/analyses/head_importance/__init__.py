@@ -1,19 +1,19 @@
 """Head importance: which attention heads does the model's answer need?
 
-Each head alone has its output, before the projection, replaced: by its mean over images, token by
-token, or by zero (Michel et al. 2019, who mask by zero), and the model runs on. Of the outputs, for
-logits u of the model and v without the head's information:
+The output of one head at a time, before the projection, is replaced, and the model runs on. The
+replacement is the head's mean over images, token by token, or zero (as Michel et al. 2019 mask).
+The outputs are compared by these metrics, with logits u of the model and v without the head:
 
-- `top1_difference`: accuracy lost (below 0), with McNemar's exact test, where the labels are the
-  head's classes; `agreement`: images with the same answer;
+- `top1_difference`: accuracy lost (below 0), with McNemar's exact test, if the labels are the
+  classifier's classes; `agreement`: the share of images with the same answer;
 - `kl`: KL(softmax u || softmax v) in nats, mean over images.
 
-Beside it `distance_px`, the head's mean attention distance, as in `vitsee attn-dist`; and over all
-heads Spearman's rank correlation of each with it: `spearman_kl`, and `spearman_top1` of the loss of
-accuracy. Both change with depth, so that `spearman_kl_within` and `spearman_top1_within` rank heads
-within their block and count what is left.
+The table also has `distance_px`, the head's mean attention distance as in `vitsee attn-dist`, and
+Spearman's rank correlations with it over all heads: `spearman_kl` of KL, and `spearman_top1` of the
+loss of accuracy. Importance and distance both change with depth; `spearman_kl_within` and
+`spearman_top1_within` therefore rank heads within their block only.
 
-A head is judged with all others in their place: two heads that do the same are both unimportant.
+Each head is judged while all others work: two heads that do the same thing both seem unimportant.
 """
 
 from __future__ import annotations
@@ -108,33 +108,48 @@ def run(
     origin: Annotated[Provenance | None, Gather(Provenance)] = None,
     execution: Annotated[Execution, Offers("images seed device")] = DEFAULT,
 ) -> Table:
-    """One row per store, head and metric; and per store the rank correlations over heads.
+    """Return a table with one row per store, head and metric, and the rank correlations over heads.
 
-    Columns: see `COLUMNS`; `std` is the jackknife's standard error. `distance_px` in pixels, `kl`
-    in nats; rows about all heads have no site.
+    The columns are `COLUMNS`. `std` is the jackknife's standard error, `distance_px` is in pixels
+    and `kl` in nats. Rows about all heads have no site.
 
     Memory: the model, and a batch of 16 images.
 
     Args:
-        stores: with attention summaries, of models with a classifier; others are left out where
-            one can be used.
-        origin: where weights and images are now.
+        stores: stores with attention summaries, of models with a classifier. Others are left out,
+            as long as one can be used.
+        sites: patterns of the blocks whose heads are ablated.
+        by: "mean" or "zero".
+        metrics: names out of `METRICS`; empty for all that the stores allow.
+        origin: where the model's weights and the images are now.
+        execution: images, seed and device.
 
     Raises:
-        MissingInput: no store has attention, or a model with a classifier.
+        MissingInput: no store has attention and a model with a classifier.
         SiteError: a pattern matches no block.
-        VitseeError: weights or images that are gone, or others than the store's.
+        VitseeError: weights or images are gone, or are not those of the store.
     """
     origin = origin or Provenance()
-    wanted = asked_for(metrics or METRICS, METRICS, "head-importance")
+    requested = asked_for(metrics or METRICS, METRICS, "head-importance")
     selected = select_each(stores, sites, attention_blocks)
     rows: list[Cells] = []
     notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
     for store, blocks in selected.members:
-        work = _Store(store, blocks, origin, execution)
-        rows += [row for row in work.rows(by) if _belongs(row["metric"], wanted)]
-        notes["remarks"] += [work.remark] if work.remark else []
-        notes[WORD][store.label] = work.blocks.describe()
+        work = StoreAblations(store, blocks, origin, execution)
+        for row in work.rows(by):
+            metric = row["metric"]
+            # `spearman_kl_within` belongs to "kl", `spearman_top1` to "top1_difference".
+            if metric.startswith("spearman_"):
+                is_requested = metric.split("_")[1] in {
+                    m.split("_")[0] for m in requested
+                }
+            else:
+                is_requested = metric == DISTANCE or metric in requested
+            if is_requested:
+                rows.append(row)
+        if work.remark:
+            notes["remarks"].append(work.remark)
+        notes[WORD][store.label] = work.image_blocks.describe()
         notes["images"][store.label] = work.images.describe()
     notes |= {
         "interval": {
@@ -151,19 +166,20 @@ def run(
 
 
 def at_a_glance(table: Table) -> Table:
-    """The first store's heads, by one metric."""
+    """Return the first store's heads, by one metric."""
     return some_of(table, store=1).filter(pl.col("metric") != "top1_difference")
 
 
-def _belongs(metric: str, wanted: Sequence[str]) -> bool:
-    """Whether a row is of these metrics: their own, a rank correlation of theirs, or a distance."""
-    if metric.startswith("spearman_"):
-        return metric.split("_")[1] in {name.split("_")[0] for name in wanted}
-    return metric == DISTANCE or metric in wanted
+class StoreAblations:
+    """The work on one store: its model runs without each head, and rows are made of the outputs.
 
-
-class _Store:
-    """The rows of one store."""
+    Attributes:
+        runs: the model, ready to run with single heads ablated.
+        images: the chosen rows of the store.
+        row_indices: (images,) indices of the rows that are chosen and valid.
+        image_blocks: the blocks of images that the jackknife leaves out one by one.
+        remark: why there is no `top1_difference`, "" if there is; known after `rows`.
+    """
 
     def __init__(
         self,
@@ -176,144 +192,189 @@ class _Store:
         self.execution = execution
         self.runs = AblatedRuns(store, blocks, origin, execution.device)
         self.images = execution.rows(store)
-        mask = self.images.mask & store.valid
-        self.numbers = np.flatnonzero(mask)
-        self.blocks = Blocks.of(store, mask, execution.seed)
-        self.mask = mask
+        self.mask = self.images.mask & store.valid
+        self.row_indices = np.flatnonzero(self.mask)
+        self.image_blocks = Blocks.of(store, self.mask, execution.seed)
         self.remark = ""
 
     def rows(self, by: str) -> list[Cells]:
-        outputs = self._outputs(by)
-        make = partial(
-            BlockMeans, partial(_read_distances, self.runs.blocks), self.blocks
-        )
-        distances = self.execution.fold(self.store, make, self.images).result()
-        places = {
+        """Return the rows about each head, then those about all heads.
+
+        Args:
+            by: what replaces a head's output, "mean" or "zero".
+        """
+        outputs = self._compare_without_each_head(by)
+        read_distances = partial(_read_distances, self.runs.blocks)
+        distances = self.execution.fold(
+            self.store,
+            partial(BlockMeans, read_distances, self.image_blocks),
+            self.images,
+        ).result()
+        block_columns = {
             block.site: site_columns(self.store, block) for block in self.runs.blocks
         }
-        found: list[Cells] = []
+        rows: list[Cells] = []
         for head in self.runs.heads:
-            place = places[head[0]] | {"head": head[1]}
-            own = [row for row in output_rows(outputs[head]) if row["metric"] != "top1"]
-            own.append({"metric": DISTANCE, **distances[head].cells()})
-            found += [place | row for row in own]
-        return found + self._correlations(outputs, distances)
+            block, number = head
+            about_head = {**block_columns[block], "head": number}
+            for cells in output_rows(outputs[head]):
+                # Each head's `top1` is the same accuracy as `top1_difference`, said otherwise.
+                if cells["metric"] != "top1":
+                    rows.append({**about_head, **cells})
+            rows.append({**about_head, "metric": DISTANCE, **distances[head].cells()})
+        return rows + self._correlation_rows(outputs, distances)
 
-    def _outputs(self, by: str) -> dict[Head, dict[str, BlockMean]]:
-        """Head -> means of what `compare_outputs` gives."""
-        n = len(self.numbers)
+    def _compare_without_each_head(self, by: str) -> dict[Head, dict[str, BlockMean]]:
+        """Run the model whole and without each head; return head -> metric -> mean over images.
+
+        The metrics are those of `compare_outputs`. Sets `remark`.
+        """
         labels = self.store.samples.label.astype(np.int64)
-        means = BlockMeans(None, self.blocks)
-        n_passes = n * (1 + len(self.runs.heads) + (by == "mean"))
+        means = BlockMeans(None, self.image_blocks)
+        # One pass of the whole model, one without each head, and one to take the heads' means.
+        n_passes_per_image = 1 + len(self.runs.heads) + (by == "mean")
+        n_passes = len(self.row_indices) * n_passes_per_image
         log.info(
             "%s: %d heads, %d forward passes of an image on %s",
-            *(self.store.label, len(self.runs.heads), n_passes, self.runs.device),
+            self.store.label,
+            len(self.runs.heads),
+            n_passes,
+            self.runs.device,
         )
         with (
             counting(self.execution.progress, n_passes, "forward passes") as progress,
             self.runs,
         ):
-            held = (
-                self.runs.means(self.numbers, progress.advance) if by == "mean" else None
-            )
-            changes = self.runs.changes(held)
-            for part in batches(self.numbers):
-                x = self.runs.pixels(part)
-                whole = self.runs.logits(x)
-                if part[0] == self.numbers[0]:
-                    self.remark = why_not_own(self.store, self.mask, whole.shape[1])
-                    self.remark = self.remark and f"no top1: {self.remark}"
-                    log.info("%s", self.remark) if self.remark else None
-                progress.advance(len(part))
+            head_means = None
+            if by == "mean":
+                head_means = self.runs.means(self.row_indices, progress.advance)
+            changes = self.runs.changes(head_means)
+            # All heads of a batch before the next batch: its images are decoded once.
+            for batch in batches(self.row_indices):
+                x = self.runs.pixels(batch)
+                base_logits = self.runs.logits(x)
+                if batch[0] == self.row_indices[0]:
+                    # The number of classes is known only now.
+                    reason = why_not_own(self.store, self.mask, base_logits.shape[1])
+                    if reason:
+                        self.remark = f"no top1: {reason}"
+                        log.info("%s", self.remark)
+                progress.advance(len(batch))
+                batch_labels = None if self.remark else labels[batch]
                 for head, change in changes.items():
-                    without = self.runs.logits(x, change)
-                    own = compare_outputs(
-                        whole, without, None if self.remark else labels[part]
-                    )
+                    changed_logits = self.runs.logits(x, change)
+                    compared = compare_outputs(base_logits, changed_logits, batch_labels)
                     means.count(
-                        {(head, metric): values for metric, values in own.items()}, part
+                        {(head, metric): values for metric, values in compared.items()},
+                        batch,
                     )
-                    progress.advance(len(part))
-        found: dict[Head, dict[str, BlockMean]] = {}
+                    progress.advance(len(batch))
+        by_head: dict[Head, dict[str, BlockMean]] = {}
         for (head, metric), mean in means.result().items():
-            found.setdefault(head, {})[metric] = mean
-        return found
+            by_head.setdefault(head, {})[metric] = mean
+        return by_head
 
-    def _correlations(
+    def _correlation_rows(
         self,
         outputs: Mapping[Head, Mapping[str, BlockMean]],
         distances: Mapping[Head, BlockMean],
     ) -> list[Cells]:
-        names = [block.site for block in self.runs.blocks]
-        of = np.array([names.index(block) for block, _ in self.runs.heads])
-        far = _stacked([distances[head] for head in self.runs.heads])
-        asked = {KL: [outputs[head][KL] for head in self.runs.heads]}
-        if RIGHT in outputs[self.runs.heads[0]]:
-            asked["top1"] = [loss(outputs[head]) for head in self.runs.heads]
-        place = site_columns(self.store, self.runs.blocks[0])
-        place |= dict.fromkeys(("site", "block"), "") | {"depth": None, "rel_depth": None}
-        found: list[Cells] = []
-        for name, means in asked.items():
-            for end, blocks in (("", None), ("_within", of)):
-                value, *without = rank_correlation(_stacked(means), far, blocks)
-                std, low, high = interval(
-                    np.array(value), np.array(without), CORRELATIONS
+        """Return the rows about the rank correlations of importance with distance over heads."""
+        heads = self.runs.heads
+        block_names = [block.site for block in self.runs.blocks]
+        block_indices = np.array([block_names.index(block) for block, _ in heads])
+        distance = _with_replicates([distances[head] for head in heads])
+        importances = {KL: [outputs[head][KL] for head in heads]}
+        if RIGHT in outputs[heads[0]]:
+            importances["top1"] = [loss(outputs[head]) for head in heads]
+        about_store = site_columns(self.store, self.runs.blocks[0])
+        about_store.update(site="", block="", depth=None, rel_depth=None)
+        rows: list[Cells] = []
+        for name, means in importances.items():
+            importance = _with_replicates(means)
+            correlations = {
+                f"spearman_{name}": rank_correlation(importance, distance),
+                f"spearman_{name}_within": rank_correlation(
+                    importance, distance, block_indices
+                ),
+            }
+            for metric, correlation in correlations.items():
+                # The first is over all images, the others are without each block of images.
+                value = correlation[0]
+                replicates = correlation[1:]
+                std, low, high = interval(np.array(value), replicates, CORRELATIONS)
+                rows.append(
+                    {
+                        **about_store,
+                        "metric": metric,
+                        "spread": "jackknife",
+                        "value": float(value),
+                        "std": float(std),
+                        "low": float(low),
+                        "high": float(high),
+                        "n_images": len(self.row_indices),
+                        WORD: replicates,
+                    }
                 )
-                numbers = {"value": value, "std": std, "low": low, "high": high}
-                found.append(
-                    place
-                    | {"metric": f"spearman_{name}{end}", "spread": "jackknife"}
-                    | {key: float(number) for key, number in numbers.items()}
-                    | {"n_images": len(self.numbers), WORD: np.array(without)}
-                )
-        return found
+        return rows
 
 
-def _stacked(means: Sequence[BlockMean]) -> Float:
-    """(heads, 1 + blocks) the means, and those without each block of images."""
+def _with_replicates(means: Sequence[BlockMean]) -> Float:
+    """Return (heads, 1 + blocks): each head's mean, then its means without each block of images."""
     return np.array([[mean.value, *mean.without] for mean in means])
 
 
 def _read_distances(blocks: Sequence[StoredAttention], slab: Slab) -> dict[Head, Float]:
-    """Head -> (images,) mean attention distance in pixels."""
-    arrays = {
-        group: slab.attention(DISTANCE, group) for group in {b.group for b in blocks}
-    }
-    return {
-        (block.site, head): arrays[block.group][slab.valid][:, block.row, head].astype(
-            np.float64
-        )
-        for block in blocks
-        for head in range(block.n_heads)
-    }
+    """Return head -> (images,) mean attention distance in pixels, for the slab's valid images."""
+    groups = {block.group for block in blocks}
+    # (images, blocks, heads) for each group of blocks that are stored in one array
+    arrays = {group: slab.attention(DISTANCE, group)[slab.valid] for group in groups}
+    distances = {}
+    for block in blocks:
+        of_block = arrays[block.group][:, block.row].astype(np.float64)
+        for head in range(block.n_heads):
+            distances[block.site, head] = of_block[:, head]
+    return distances
 
 
 def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Float:
-    """(replicates,) Spearman's correlation of x and y (heads, replicates); NaN where either is
-    constant; heads with a NaN in any replicate are left out. blocks: (heads,) ranks are those
-    within a block, less their mean: what blocks differ in does not count."""
+    """Return Spearman's rank correlation over heads for each replicate, (replicates,).
+
+    Heads with a NaN in any replicate are left out. The correlation is NaN where x or y is constant.
+
+    Args:
+        x: a number of each head, (heads, replicates).
+        y: another number of each head, (heads, replicates).
+        blocks: (heads,) each head's block. If given, heads are ranked within their block and the
+            block's mean rank is taken off, so that differences between blocks do not count.
+    """
     from scipy.stats import rankdata
 
-    keep = np.isfinite(x).all(1) & np.isfinite(y).all(1)
-    x = x[keep]
-    y = y[keep]
-    of = np.zeros(len(x), np.int64) if blocks is None else blocks[keep]
-    if not len(x):
+    complete = np.isfinite(x).all(1) & np.isfinite(y).all(1)
+    x = x[complete]
+    y = y[complete]
+    if len(x) == 0:
         return np.full(x.shape[1], np.nan)
-    ranks = [np.zeros_like(x), np.zeros_like(y)]
-    for block in np.unique(of):
-        own = of == block
-        for made, values in zip(ranks, (x, y), strict=True):
-            made[own] = rankdata(values[own], axis=0)
-            made[own] -= made[own].mean(0)
-    a, b = ranks
+    # Without blocks all heads are one block: the same formula gives the plain correlation.
+    blocks = np.zeros(len(x), np.int64) if blocks is None else blocks[complete]
+    x_ranks = np.zeros_like(x)
+    y_ranks = np.zeros_like(y)
+    for block in np.unique(blocks):
+        in_block = blocks == block
+        x_block = rankdata(x[in_block], axis=0)
+        y_block = rankdata(y[in_block], axis=0)
+        x_ranks[in_block] = x_block - x_block.mean(0)
+        y_ranks[in_block] = y_block - y_block.mean(0)
+    # Pearson's correlation of the centred ranks.
+    covariance = (x_ranks * y_ranks).sum(0)
+    scale = np.sqrt((x_ranks * x_ranks).sum(0) * (y_ranks * y_ranks).sum(0))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: Float = (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
-    return found
+        correlation: Float = covariance / scale
+    return correlation
 
 
 def headline(table: Table) -> list[Answer]:
-    """The head that the answer needs most, and the rank correlation with distance."""
+    """Return per store the head that the answer needs most, and the correlation with distance."""
     answers = []
     for (store,), rows in picked(table, metric=KL).group_by("store", maintain_order=True):
         i = extremes(rows)[1]
@@ -321,76 +382,94 @@ def headline(table: Table) -> list[Answer]:
             f"KL is largest without head {int(rows['head'][i])} of {rows['block'][i]}: "
         )
         text += f"{measured(rows, i)} nats"
-        for metric, words in (
-            ("spearman_kl", ""),
-            ("spearman_kl_within", ", within blocks "),
-        ):
-            own = picked(table, metric=metric, store=store)
-            before = words or "; rank correlation with distance "
-            text += f"{before}{measured(own)}" if len(own) else ""
+        overall = picked(table, metric="spearman_kl", store=store)
+        if len(overall):
+            text += f"; rank correlation with distance {measured(overall)}"
+        within = picked(table, metric="spearman_kl_within", store=store)
+        if len(within):
+            text += f", within blocks {measured(within)}"
         answers.append((str(store), text))
     return answers
 
 
-SHOWN = {"kl": "spearman_kl", "top1_difference": "spearman_top1"}
+# Metric that has a panel -> the rank correlation written below it.
+PANEL_CORRELATIONS = {"kl": "spearman_kl", "top1_difference": "spearman_top1"}
 LOST = "top-1 accuracy lost"
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """One panel per store and metric: what the answer loses without each head against the head's
-    mean attention distance, with 95 % intervals, coloured by block; below the axis the rank
-    correlations."""
+    """Draw one panel per store and metric: each head's importance against its attention distance.
+
+    Every dot is a head with its 95 % interval, coloured by its block. Below the axis stand the rank
+    correlations.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    there = table.frame["metric"]
-    metrics = [metric for metric in SHOWN if metric in there] or ["agreement"]
+    table_metrics = table.frame["metric"]
+    metrics = [metric for metric in PANEL_CORRELATIONS if metric in table_metrics]
+    if not metrics:
+        metrics = ["agreement"]
     stores = table.frame.partition_by("store", maintain_order=True)
     grid = PanelGrid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
     figure, (box,) = stack(grid)
-    every = iter(grid.axes(box))
-    for rows in stores:
+    remaining_axes = iter(grid.axes(box))
+    for store_rows in stores:
         for metric in metrics:
-            axes = next(every)
-            if len(own := rows.filter(metric=metric)):
-                image = _draw(axes, own, rows)
-                _explain(axes, rows, SHOWN.get(metric, ""))
-                axes.set_title(shorten(rows["store"][0], 24))
-                colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
-            else:
+            axes = next(remaining_axes)
+            metric_rows = store_rows.filter(metric=metric)
+            if len(metric_rows) == 0:
                 axes.set_visible(False)
+                continue
+            image = _draw_heads(axes, metric_rows, store_rows)
+            _label_x_axis(axes, store_rows, PANEL_CORRELATIONS.get(metric, ""))
+            axes.set_title(shorten(store_rows["store"][0], 24))
+            colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
     return figure
 
 
-def _draw(axes: Axes, own: pl.DataFrame, rows: pl.DataFrame) -> Any:
-    far = rows.filter(metric="distance_px").select("site", "head", x="value")
-    own = own.join(far, on=["site", "head"], how="left", maintain_order="left")
-    metric = str(own["metric"][0])
-    sign = -1 if metric == "top1_difference" else 1
+def _draw_heads(axes: Axes, metric_rows: pl.DataFrame, store_rows: pl.DataFrame) -> Any:
+    """Draw a dot per head; return matplotlib's collection, for the colour bar.
+
+    Args:
+        axes: the panel.
+        metric_rows: one store's rows of the metric that is drawn.
+        store_rows: all rows of that store, among them the distances.
+    """
+    distance = store_rows.filter(metric="distance_px").select("site", "head", x="value")
+    heads = metric_rows.join(
+        distance, on=["site", "head"], how="left", maintain_order="left"
+    )
+    metric = str(heads["metric"][0])
+    # `top1_difference` is below 0 for a loss; drawn, more important heads are higher up.
+    is_loss = metric == "top1_difference"
+    sign = -1 if is_loss else 1
     x, value, low, high = (
-        own.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
+        heads.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
     )
     axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
     axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)
     image = axes.scatter(
-        x, value, c=own["depth"].to_numpy(), cmap="viridis", s=14, zorder=3
+        x, value, c=heads["depth"].to_numpy(), cmap="viridis", s=14, zorder=3
     )
-    axes.set_ylabel(metric_words(metric) if sign > 0 else LOST)
-    note_count(axes, own)
+    axes.set_ylabel(LOST if is_loss else metric_words(metric))
+    note_count(axes, heads)
     return image
 
 
-def _explain(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
-    """The x axis with the rank correlations below it."""
+def _label_x_axis(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
+    """Label the x axis, with the rank correlation and the one within blocks below the words."""
     lines = [metric_words("distance_px")]
-    for name, words in (
-        (metric, "rank correlation"),
-        (f"{metric}_within", "within blocks"),
-    ):
-        known = rows.filter(pl.col("value").is_not_null(), metric=name)
-        for value, low, high in known.select("value", "low", "high").rows()[:1]:
-            spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
-            lines.append(f"{words} {value:.2f}{spread}")
+    correlations = {metric: "rank correlation", f"{metric}_within": "within blocks"}
+    for name, words in correlations.items():
+        measured_rows = rows.filter(pl.col("value").is_not_null(), metric=name)
+        if len(measured_rows) == 0:
+            continue
+        value, low, high = measured_rows.select("value", "low", "high").row(0)
+        line = f"{words} {value:.2f}"
+        if low is not None:
+            line += f" ({low:.2f} to {high:.2f})"
+        lines.append(line)
     axes.set_xlabel("\n".join(lines))
 
 

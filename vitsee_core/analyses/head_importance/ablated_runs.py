@@ -22,34 +22,50 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 LOGITS = "logits"
-AT_ONCE = 16  # images of a forward pass
+BATCH_SIZE = 16
 
-Head = tuple[str, int]  # block, number
+# A head's block and its number in the block.
+Head = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class ConstantReplacement:
-    """One value of every token, in the place of a reference from a store. values: (tokens, dim)."""
+    """A reference, as `Change` wants it, that is the same for all images.
+
+    References of interventions are read from stores; this one holds a mean that was just computed.
+    values: (tokens, dim).
+    """
 
     values: NDArray[np.float32]
 
     def begin(self, rows: slice) -> None:
-        """Nothing to read ahead."""
+        """Do nothing: there is nothing to read ahead."""
 
     def of(
         self, rows: Integers, places: Integers, draws: list[np.random.Generator]
     ) -> NDArray[np.float32]:
-        """(images, chosen, dim) of these tokens (images, chosen)."""
+        """Return the values of these tokens, (images, chosen tokens, dim).
+
+        Args:
+            rows: (images,) rows of the images; they make no difference.
+            places: (images, chosen tokens) indices of the tokens.
+            draws: a generator per image; nothing is drawn.
+        """
         return self.values[places]
 
 
 class AblatedRuns:
-    """A context in which the store's model is on its device, in the store's precision. blocks:
-    whose heads are ablated; origin: where weights and images are now.
+    """A context in which the store's model is on its device, in the store's precision.
+
+    Args:
+        store: the store whose model runs.
+        blocks: the blocks whose heads are ablated.
+        origin: where weights and images are now.
+        device: where the model runs, as `--device` names it.
 
     Raises:
         MissingInput: the model has no classifier, or was changed itself.
-        VitseeError: weights or images are gone, or others than the store's.
+        VitseeError: weights or images are gone, or are not those of the store.
     """
 
     def __init__(
@@ -71,16 +87,17 @@ class AblatedRuns:
             raise MissingInput(
                 f"the model of {store.label} has no classifier whose answer to ask"
             )
-        known = {block.name: block for block in self.table.attention}
+        # A newer library may build the same model in another way.
+        model_blocks = {block.name: block for block in self.table.attention}
         for block in blocks:
-            now = known.get(block.site)
+            now = model_blocks.get(block.site)
             if now is None or (now.n_heads, now.layout) != (block.n_heads, block.layout):
                 raise VitseeError(
                     f"{self.model.name} has no attention like the store's in {block.site} any "
                     f"more; extract {store.label} anew"
                 )
         self.blocks = [
-            block for block in blocks if _site(block.site) in self.table.points
+            block for block in blocks if _heads_site(block.site) in self.table.points
         ]
         if not self.blocks:
             raise MissingInput(
@@ -93,6 +110,8 @@ class AblatedRuns:
 
         from vitsee_core.runtime.device import precision_context
 
+        # The same precision as in the store, so that outputs are those it was extracted with;
+        # tf32 exists on GPUs alone.
         precision = self.store.manifest.identity.get("precision", "fp32")
         if precision == "tf32" and self.device.type != "cuda":
             precision = "fp32"
@@ -107,42 +126,49 @@ class AblatedRuns:
 
     @property
     def heads(self) -> list[Head]:
-        """All heads of the blocks."""
+        """All heads of the blocks, in the order of the model."""
         return [
             (block.site, head) for block in self.blocks for head in range(block.n_heads)
         ]
 
     def pixels(self, rows: Integers) -> Tensor:
-        """The model's input for these rows, on the device."""
+        """Return the model's input for these rows of the store, normalised and on the device."""
         import torch
 
         from vitsee_core.images import normalise
 
-        given = torch.from_numpy(self.pictures(rows))
-        return normalise(given, self.store.manifest.transform, self.device)
+        rgb = torch.from_numpy(self.pictures(rows))
+        return normalise(rgb, self.store.manifest.transform, self.device)
 
     def means(
         self, rows: Integers, advance: Callable[[int], None]
     ) -> dict[str, NDArray[np.float32]]:
-        """Block -> (tokens, dim) mean over these images of its heads' outputs, side by side."""
+        """Return block -> (tokens, dim) mean over images of its heads' outputs, side by side.
+
+        Args:
+            rows: the store's rows that are averaged over.
+            advance: called with the number of images after each batch.
+        """
         sums: dict[str, Float] = {}
 
-        def adding(block: str) -> Callable[[Tensor], None]:
-            flat = self.table.points[_site(block)].view.flat
+        def make_adder(block: str) -> Callable[[Tensor], None]:
+            """Return a consumer that adds a batch of the block's head outputs to its sum."""
+            flat = self.table.points[_heads_site(block)].view.flat
 
             def add(x: Tensor) -> None:
-                own = flat(x).double().sum(0).cpu().numpy()
-                sums[block] = sums.get(block, 0.0) + own
+                """Add (images, ...) outputs, in float64 as the sum may be over many images."""
+                batch_sum = flat(x).double().sum(0).cpu().numpy()
+                sums[block] = sums.get(block, 0.0) + batch_sum
 
             return add
 
         capture = self._capture(
-            {_site(block.site): adding(block.site) for block in self.blocks}
+            {_heads_site(block.site): make_adder(block.site) for block in self.blocks}
         )
         with capture:
-            for part in batches(rows):
-                capture.run(self.pixels(part), _Nothing())
-                advance(len(part))
+            for batch in batches(rows):
+                capture.run(self.pixels(batch), _IgnoringObserver())
+                advance(len(batch))
         return {
             block: (total / len(rows)).astype(np.float32) for block, total in sums.items()
         }
@@ -150,43 +176,51 @@ class AblatedRuns:
     def changes(
         self, means: dict[str, NDArray[np.float32]] | None
     ) -> dict[Head, Changes]:
-        """Head -> its ablation: by its mean, or by zero (None)."""
+        """Return head -> the change of the model that ablates it.
+
+        Args:
+            means: block -> (tokens, dim) what replaces its heads' outputs; None for zero.
+        """
         from vitsee_core.models.intervention_spec import parse
         from vitsee_core.models.interventions.changes import Change
         from vitsee_core.models.interventions.switching import Switch
 
-        found = {}
+        ablations = {}
         for block, head in self.heads:
-            asked = parse(ablate_heads=[f"{block}:{head}"])
-            switch = Switch(self.model.name, self.table, asked, index=np.arange(AT_ONCE))
-            made = switch.changes(self.model.module)
+            spec = parse(ablate_heads=[f"{block}:{head}"])
+            switch = Switch(
+                self.model.name, self.table, spec, index=np.arange(BATCH_SIZE)
+            )
+            ablation = switch.changes(self.model.module)
             if means is not None:
-                held = ConstantReplacement(means[block])
-                made.sites = {
-                    name: (
-                        place,
-                        [
-                            replace(one, reference=held)
-                            for one in some
-                            if isinstance(one, Change)
-                        ],
-                    )
-                    for name, (place, some) in made.sites.items()
-                }
-            found[block, head] = made
-        return found
+                # The ablation by zero, with the mean as its reference in place of none.
+                reference = ConstantReplacement(means[block])
+                for name, (point, site_changes) in ablation.sites.items():
+                    replaced = [
+                        replace(change, reference=reference)
+                        for change in site_changes
+                        if isinstance(change, Change)
+                    ]
+                    ablation.sites[name] = (point, replaced)
+            ablations[block, head] = ablation
+        return ablations
 
     def logits(self, x: Tensor, changes: Changes | None = None) -> Float:
-        """(images, classes) of this input."""
-        got: list[Tensor] = []
-        capture = self._capture({LOGITS: lambda found: got.append(found.float().cpu())})
+        """Return the logits of this input, (images, classes), with the model changed or as it is.
+
+        Raises:
+            VitseeError: a logit is not finite.
+        """
+        outputs: list[Tensor] = []
+        capture = self._capture({LOGITS: lambda x: outputs.append(x.float().cpu())})
         with ExitStack() as stack:
             if changes is not None:
                 changes.at(slice(0, len(x)))
+                # Before the capture, so that what is captured is what the change left.
                 stack.enter_context(changes.applied())
             stack.enter_context(capture)
-            capture.run(x, _Nothing())
-        logits: Float = got[0].numpy().astype(np.float64)
+            capture.run(x, _IgnoringObserver())
+        logits: Float = outputs[0].numpy().astype(np.float64)
         if not np.isfinite(logits).all():
             raise VitseeError(
                 f"the model of {self.store.label} gives logits that are not finite"
@@ -194,6 +228,7 @@ class AblatedRuns:
         return logits
 
     def _capture(self, consumers: dict[str, Callable[[Tensor], None]]) -> Any:
+        """Return a capture that hands each site's tensor to its consumer: site -> consumer."""
         from vitsee_core.models.capture import Capture
 
         capture = Capture(self.model, self.table, sites=())
@@ -202,20 +237,25 @@ class AblatedRuns:
         return capture
 
 
-class _Nothing:
-    """An observer of sites that none are given to."""
+class _IgnoringObserver:
+    """An observer that keeps nothing: consumers take the tensors before it."""
 
-    def site(self, *_: Any) -> None: ...
+    def site(self, *_: Any) -> None:
+        """Ignore a site's tokens."""
 
-    def branch(self, *_: Any) -> None: ...
+    def branch(self, *_: Any) -> None:
+        """Ignore a residual branch."""
 
-    def attention(self, *_: Any) -> None: ...
+    def attention(self, *_: Any) -> None:
+        """Ignore a call of attention."""
 
 
 def batches(rows: Integers) -> list[Integers]:
-    """Rows in batches of `AT_ONCE`."""
-    return [rows[at : at + AT_ONCE] for at in range(0, len(rows), AT_ONCE)]
+    """Return the rows in batches of `BATCH_SIZE`."""
+    starts = range(0, len(rows), BATCH_SIZE)
+    return [rows[start : start + BATCH_SIZE] for start in starts]
 
 
-def _site(block: str) -> str:
+def _heads_site(block: str) -> str:
+    """Return the site of the outputs of a block's heads, before the projection."""
     return f"{block}.attn.heads"
