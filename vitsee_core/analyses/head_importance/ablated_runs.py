@@ -196,12 +196,14 @@ class AblatedRuns:
                 # The ablation by zero, with the mean as its reference in place of none.
                 reference = ConstantReplacement(means[block])
                 for name, (point, site_changes) in ablation.sites.items():
-                    replaced = [
-                        replace(change, reference=reference)
-                        for change in site_changes
-                        if isinstance(change, Change)
-                    ]
-                    ablation.sites[name] = (point, replaced)
+                    ablation.sites[name] = (
+                        point,
+                        [
+                            replace(change, reference=reference)
+                            for change in site_changes
+                            if isinstance(change, Change)
+                        ],
+                    )
             ablations[block, head] = ablation
         return ablations
 

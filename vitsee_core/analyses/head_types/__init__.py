@@ -1,17 +1,16 @@
 """Head types: which heads are local, axial, offset or global?
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
-sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here stated
-and varied thresholds on measured scores decide; see `head_geometry` for both. Of clips these are
-classes by the places in the image, and `time` is the class in time (also there): heads of the
-previous and the next frame, of the same place in other frames, of all frames. Every class is a
-statement about the mean over images: a head may attend locally in some images and globally in
-others.
+sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here
+thresholds on measured scores decide; `head_geometry` defines the scores and the classes. Heads of
+clips have two classes: `type` by the positions in the image, and `time` by the frames: the query's
+own, the previous or the next one, the same position in other frames, or all frames. Every class is
+about the mean over images: a head may attend locally in some images and globally in others.
 
-Three things show how reliable a class is: `same_type_thresholds`, the share of variants (each
-threshold by itself times 0.8 and times 1.25) that give the same class; `same_type_slabs`, the share
-of repetitions without one part of the images that do; and the intervals of the scores, from the
-same repetitions (delete-a-block jackknife) where there are at least 10 of them.
+Three things show how reliable a class is. `same_type_thresholds` is the share of changed thresholds
+(each one by itself times 0.8 and times 1.25) that give the same class. `same_type_slabs` is the
+share of jackknife samples, each without one block of the images, that give the same class. The
+scores have intervals from the same samples if there are at least 10 of them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 def at_a_glance(table: Table) -> Table:
-    """The first store's types by block, and their examples."""
+    """Return the first store's types by block, and their examples."""
     return some_of(table, store=1)
 
 
@@ -91,12 +90,14 @@ SCORES = (
 )
 PER_IMAGE = ("entropy", "prefix_mass", "query_std", "head_std")
 NO_SPREAD = dict.fromkeys(("std", "low", "high"), math.nan)
-# of the jackknife; sums are stored by slab, which cannot be divided
-BLOCKS = 20
-FEWEST = 10
+# The jackknife leaves out runs of whole slabs, as sums are kept by slab: at most so many runs, and
+# no intervals from fewer than so many.
+MAX_BLOCKS = 20
+MIN_BLOCKS = 10
 INTERVAL = (
-    f"delete-a-block jackknife over up to {BLOCKS} runs of slabs: std its standard error, low and "
-    f"high value -+ t(0.975, runs - 1) * std; empty where there are fewer than {FEWEST} slabs"
+    f"delete-a-block jackknife over up to {MAX_BLOCKS} runs of slabs: std its standard error, low "
+    f"and high value -+ t(0.975, runs - 1) * std; empty where there are fewer than {MIN_BLOCKS} "
+    "slabs"
 )
 
 
@@ -117,22 +118,26 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per head and score, and the aligned map of one head of each type.
+    """Return a table with one row per head and score, and the aligned map of a head of each type.
 
-    Columns: `COLUMNS`. `type` and `detail` are the head's (see `classify`), on each of its rows.
-    `metric` is one of `SCORES`, in shares of mass, cells, pixels (`offset_px`) or ratios, or of
-    `AGREEMENT`; or `aligned`, the map of an example, whose `row` and `col` are the offset key minus
-    query. `n_images`: images in the head's aligned map. NaN: not defined, or too few slabs (`std`,
-    `low`, `high`, `same_type_slabs`).
+    The columns are `COLUMNS`. Each row of a head repeats its `type` and `detail`, as
+    `head_geometry.classify` gives them. `metric` is one of `SCORES` (shares of mass, cells, pixels
+    for `offset_px`, or ratios), one of `AGREEMENT`, or `aligned`: the map of an example, whose
+    `row` and `col` are the offset from query to key. `n_images` counts the images in the head's
+    aligned map. NaN means not defined, or for `std`, `low`, `high` and `same_type_slabs` that there
+    are too few slabs.
 
     Args:
-        stores: with attention summaries; those without are left out where others have them.
+        stores: stores with attention summaries. Others are left out, as long as one has them.
+        sites: patterns of the blocks whose heads are classified.
         thresholds: the limits of the classes.
+        radius: cells on each side of the middle of the focus.
+        execution: images, seed and parallel work.
 
     Raises:
         MissingInput: no store has attention summaries.
         SiteError: a pattern matches no block.
-        VitseeError: no valid image among those asked for, or a threshold out of its range.
+        VitseeError: no chosen image is valid, or a threshold is out of its range.
     """
     thresholds = thresholds or Thresholds()
     thresholds.check()
@@ -150,46 +155,83 @@ def run(
     }
     for store, blocks in selected.members:
         grids = {block.layout.grid for block in blocks if block.layout.grid is not None}
+        # A square of side 2 radius + 1 that covers the whole map holds all mass of every head.
         covered = [f"{n} x {m}" for n, m in sorted(grids) if radius >= max(n, m) - 1]
         if covered:
             log.info(
                 "%s: --radius %d takes in every key of %s tokens: it finds no focus",
-                *(store.label, radius, " and ".join(covered)),
+                store.label,
+                radius,
+                " and ".join(covered),
             )
         chosen = execution.rows(store, whole_slabs=True)
+        array_names = ["aligned", *PER_IMAGE]
+        if store.plan.clip is not None:
+            array_names.append(ALIGNED_FRAMES)
         groups = dict.fromkeys(block.group for block in blocks)
-        of_clips = store.plan.clip is not None
-        summed = ("aligned", *PER_IMAGE, *([ALIGNED_FRAMES] if of_clips else []))
-        keys = [(name, group) for group in groups for name in summed]
+        keys = [(name, group) for group in groups for name in array_names]
         with counting(execution.progress, chosen.n):
-            sums = sum_slabs(store, keys, chosen, execution, parts=BLOCKS)
+            sums = sum_slabs(store, keys, chosen, execution, parts=MAX_BLOCKS)
         heads = [
-            Head(block, head, sums, thresholds, radius, clip=store.plan.clip)
+            HeadResult(block, number, sums, thresholds, radius, clip=store.plan.clip)
             for block in blocks
-            for head in range(block.n_heads)
+            for number in range(block.n_heads)
         ]
         for head in heads:
-            rows += [_place(store, head) | score for score in head.scores()]
-        for example in _examples(heads):
+            rows += [{**_head_columns(store, head), **cells} for cells in head.scores()]
+        for example in _clearest_heads(heads):
             rows += _map_rows(store, example)
-        for example in _examples_in_time(heads):
+        for example in _clearest_heads_in_time(heads):
             rows += _time_rows(store, example)
         notes["images"][store.label] = chosen.describe()
         notes["blocks"][store.label] = len(sums.n_images)
         # Changed threshold -> the share of heads that then have another type.
-        notes["changed"][store.label] = changed = {
+        changed_shares = {
             name: float(np.mean([head.variants[name] != head.type for head in heads]))
             for name in heads[0].variants
         }
-        log.info("%s: %s", store.label, _sensitivity(heads, changed))
-    in_time = any(store.plan.clip is not None for store in selected.stores)
-    columns = CLIP_COLUMNS if in_time else COLUMNS
+        notes["changed"][store.label] = changed_shares
+        log.info("%s: %s", store.label, _describe_sensitivity(heads, changed_shares))
+    has_clips = any(store.plan.clip is not None for store in selected.stores)
+    columns = CLIP_COLUMNS if has_clips else COLUMNS
     return with_windows(Table.from_rows(rows, columns, notes), selected.members)
 
 
-class Head:
-    """One head of one block: its map, its scores, and its type with all images, with each part of
-    them left out, and under other thresholds."""
+class SpaceMeasurement(NamedTuple):
+    """What is measured on a head's aligned map, over some blocks of images."""
+
+    map: Float
+    """(2 rows - 1, 2 cols - 1) attention by offset from query to key, of mass 1."""
+    n_images: int
+    shape: Scores
+    values: dict[str, float]
+    """Score -> its value: all of `SCORES`."""
+
+
+class TimeMeasurement(NamedTuple):
+    """What is measured of a clip's head over its frames."""
+
+    shares: Float
+    """(2 times - 1,) share of attention by offset in time."""
+    scores: TimeScores
+
+
+class HeadResult:
+    """One head of one block: its map, its scores, and its type.
+
+    The type is found with all images, with each block of images left out, and with each threshold
+    changed.
+
+    Attributes:
+        map: (2 rows - 1, 2 cols - 1) the aligned map.
+        variants: changed threshold -> the type that it gives.
+        in_time: measurements over frames, None for a head of images.
+        time: the class in time, None for a head of images.
+        replicates: scores without each block of images.
+        steady, steady_slabs: the shares of changed thresholds, and of blocks of images left out,
+            that give the same type; NaN if nothing could be left out.
+        steady_time: the same two shares for the class in time.
+    """
 
     def __init__(
         self,
@@ -204,230 +246,276 @@ class Head:
         self.head = head
         self._radius = radius
         self._clip = clip
-        parts = len(sums.n_images)
-        everything = np.ones(parts, bool)
-        self.map, self.n_images, shape, self.values = self._measure(sums, everything)
-        self.shape = shape
-        self.type, self.detail = self._classify(shape, self.values, thresholds)
+        n_blocks = len(sums.n_images)
+        all_blocks = np.ones(n_blocks, bool)
+        self.map, self.n_images, self.shape, self.values = self._measure(sums, all_blocks)
+        self.type, self.detail = self._classify(self.shape, self.values, thresholds)
         self.variants = {
-            name: self._classify(shape, self.values, other)[0]
-            for name, other in thresholds.varied()
+            name: self._classify(self.shape, self.values, variant)[0]
+            for name, variant in thresholds.varied()
         }
-        self.in_time = self._measure_time(sums, everything) if clip is not None else None
+        self.in_time: TimeMeasurement | None = None
+        if clip is not None:
+            self.in_time = self._measure_time(sums, all_blocks)
         self.time = self._classify_time(self.in_time, thresholds)
         self.replicates: list[dict[str, float]] = []
-        same = []
+        same_type = []
         same_time = []
-        for left_out in range(parts if parts > 1 else 0):
-            kept = np.arange(parts) != left_out
-            _, _, shape, values = self._measure(sums, kept)
-            same.append(self._classify(shape, values, thresholds)[0] == self.type)
-            if clip is not None:
-                own = self._measure_time(sums, kept)
-                values = values | own[1].values
-                same_time.append(self._classify_time(own, thresholds) == self.time)
-            self.replicates.append(values)
-        self.steady = float(
-            np.mean([kind == self.type for kind in self.variants.values()])
-        )
-        self.steady_slabs = float(np.mean(same)) if same else math.nan
-        kinds = [
-            self._classify_time(self.in_time, other) for _, other in thresholds.varied()
+        if n_blocks > 1:
+            for left_out in range(n_blocks):
+                included = np.arange(n_blocks) != left_out
+                _, _, shape, values = self._measure(sums, included)
+                kind, _ = self._classify(shape, values, thresholds)
+                same_type.append(kind == self.type)
+                if clip is not None:
+                    in_time = self._measure_time(sums, included)
+                    values = {**values, **in_time.scores.values}
+                    time = self._classify_time(in_time, thresholds)
+                    same_time.append(time == self.time)
+                self.replicates.append(values)
+        self.steady = _share_true([kind == self.type for kind in self.variants.values()])
+        self.steady_slabs = _share_true(same_type)
+        times = [
+            self._classify_time(self.in_time, variant)
+            for _, variant in thresholds.varied()
         ]
         self.steady_time = (
-            float(np.mean([kind == self.time for kind in kinds])),
-            float(np.mean(same_time)) if same_time else math.nan,
+            _share_true([time == self.time for time in times]),
+            _share_true(same_time),
         )
 
     def _classify(
         self, shape: Scores, values: dict[str, float], thresholds: Thresholds
     ) -> tuple[str, str]:
-        """The class in space. Where queries of clips see their own place alone it is that, by
-        construction."""
-        alone = self._clip is not None and self.block.window == (1, 1)
-        if alone and not math.isnan(values["self_mass"]):
+        """Return the class in space and its detail, as `head_geometry.classify` does."""
+        # Attention over time alone sees one position, so that it is strictly local by construction.
+        sees_own_position = self._clip is not None and self.block.window == (1, 1)
+        if sees_own_position and not math.isnan(values["self_mass"]):
             return TYPES[0], ""
         return classify(shape, values, thresholds)
 
     def _measure_time(
-        self, sums: SlabSums, kept: NDArray[np.bool_]
-    ) -> tuple[Float, TimeScores]:
-        """The shares by offset in time, and their scores."""
+        self, sums: SlabSums, included: NDArray[np.bool_]
+    ) -> TimeMeasurement:
+        """Measure the head over frames, on the included blocks of images."""
         block = self.block
-        total = sums.sums[ALIGNED_FRAMES, block.group][:, block.row, self.head][kept].sum(
-            0
-        )
+        by_block = sums.sums[ALIGNED_FRAMES, block.group][:, block.row, self.head]
+        total = by_block[included].sum(0)
         with np.errstate(invalid="ignore", divide="ignore"):
             shares = np.where(total.sum() > 0, total / total.sum(), np.nan)
-        _, _, _, values = self._measure(sums, kept)
-        return shares, measure_time(shares, values["self_mass"], block)
+        self_mass = self._measure(sums, included).values["self_mass"]
+        return TimeMeasurement(shares, measure_time(shares, self_mass, block))
 
     def _classify_time(
-        self, found: tuple[Float, TimeScores] | None, thresholds: Thresholds
+        self, measurement: TimeMeasurement | None, thresholds: Thresholds
     ) -> str | None:
-        if found is None:
+        """Return the class in time; None for a head of images."""
+        if measurement is None:
             return None
-        return classify_time(found[1], thresholds, self.block)
+        return classify_time(measurement.scores, thresholds, self.block)
 
-    def _measure(
-        self, sums: SlabSums, kept: NDArray[np.bool_]
-    ) -> tuple[Float, int, Scores, dict[str, float]]:
+    def _measure(self, sums: SlabSums, included: NDArray[np.bool_]) -> SpaceMeasurement:
+        """Measure the head's map and its repetition, on the included blocks of images."""
         block = self.block
-        group = self.block.group
-        n = int(sums.n_images[kept].sum())
-        total = sums.sums["aligned", group][:, block.row, self.head][kept].sum(0)
-        maps, counted = mean_maps(total[None], n, block.layout, "aligned")
+        layout = block.layout
+        group = block.group
+        n = int(sums.n_images[included].sum())
+        total = sums.sums["aligned", group][:, block.row, self.head][included].sum(0)
+        maps, n_counted = mean_maps(total[None], n, layout, "aligned")
         shape = measure(maps[0], self._radius, block.window)
-        means = {
-            name: sums.sums[name, group][:, block.row][kept].sum(0) / n
+        # Each is (heads,), but for `head_std`, which is one number of the block.
+        entropy, prefix_mass, query_std, head_std = (
+            sums.sums[name, group][:, block.row][included].sum(0) / n
             for name in PER_IMAGE
-        }
-        n_keys = block.layout.n_body
-        n_seen = keys_seen(block)
-        if (
-            self._clip is not None and self._clip.by_frame
-        ):  # spreads are those of single frames
-            n_keys //= block.layout.frames or 1
-        own = {name: float(means[name][self.head]) for name in PER_IMAGE[:3]}
-        share, queries = repetition(
-            own["entropy"], own["prefix_mass"], own["query_std"], n_keys, n_seen
         )
-        of_block = [float(means[name][: block.n_heads].mean()) for name in PER_IMAGE[:2]]
-        head_std = float(means["head_std"])
-        step_y, step_x = block.layout.stride_px or (math.nan, math.nan)
+        n_keys = layout.n_body
+        if self._clip is not None and self._clip.by_frame:
+            # A model that sees single frames has the spreads of single frames.
+            n_keys //= layout.frames or 1
+        keys_share, query_repetition = repetition(
+            float(entropy[self.head]),
+            float(prefix_mass[self.head]),
+            float(query_std[self.head]),
+            n_keys=n_keys,
+            n_seen=keys_seen(block),
+        )
+        # Over heads the spread is measured against the mean head of the block.
+        _, head_repetition = repetition(
+            float(entropy[: block.n_heads].mean()),
+            float(prefix_mass[: block.n_heads].mean()),
+            float(head_std),
+            n_keys=n_keys,
+        )
+        step_y, step_x = layout.stride_px or (math.nan, math.nan)
+        offset_y_px = shape.values["offset_dy"] * step_y
+        offset_x_px = shape.values["offset_dx"] * step_x
         values = {
             **shape.values,
-            "offset_px": math.hypot(
-                shape.values["offset_dy"] * step_y, shape.values["offset_dx"] * step_x
-            ),
-            "query_std": own["query_std"],
-            "head_std": head_std,
-            "keys_share": share,
-            "query_repetition": queries,
-            "head_repetition": repetition(of_block[0], of_block[1], head_std, n_keys)[1],
+            "offset_px": math.hypot(offset_y_px, offset_x_px),
+            "query_std": float(query_std[self.head]),
+            "head_std": float(head_std),
+            "keys_share": keys_share,
+            "query_repetition": query_repetition,
+            "head_repetition": head_repetition,
         }
-        return maps[0], int(counted[0]), shape, values
+        return SpaceMeasurement(maps[0], int(n_counted[0]), shape, values)
 
     def scores(self) -> list[dict[str, Any]]:
-        """Metric, value, spread and interval of each score."""
-        found: list[dict[str, Any]] = []
-        in_time = {} if self.in_time is None else self.in_time[1].values
-        for name, value in (
-            {name: self.values[name] for name in SCORES} | in_time
-        ).items():
-            others = np.array([replicate[name] for replicate in self.replicates])
-            enough = len(others) >= FEWEST
-            ends = interval(np.array(value), others if enough else others[:0])
-            spread = dict(zip(("std", "low", "high"), map(float, ends), strict=True))
-            kept = {WORD: others} if enough else {}
-            found.append({"metric": name, "value": value, **spread, **kept})
-        steady = dict(zip(AGREEMENT, (self.steady, self.steady_slabs), strict=True))
+        """Return the cells metric, value, std, low and high of each score, and its replicates."""
+        values = {name: self.values[name] for name in SCORES}
         if self.in_time is not None:
-            steady |= dict(zip(TIME_AGREEMENT, self.steady_time, strict=True))
-        return found + [
-            {"metric": name, "value": value, **NO_SPREAD}
-            for name, value in steady.items()
-        ]
+            values.update(self.in_time.scores.values)
+        rows: list[dict[str, Any]] = []
+        for name, value in values.items():
+            replicates = np.array([replicate[name] for replicate in self.replicates])
+            enough = len(replicates) >= MIN_BLOCKS
+            # Without replicates std, low and high are NaN.
+            std, low, high = interval(
+                np.array(value), replicates if enough else replicates[:0]
+            )
+            row = {
+                "metric": name,
+                "value": value,
+                "std": float(std),
+                "low": float(low),
+                "high": float(high),
+            }
+            if enough:
+                row[WORD] = replicates
+            rows.append(row)
+        steadiness = dict(zip(AGREEMENT, (self.steady, self.steady_slabs), strict=True))
+        if self.in_time is not None:
+            steadiness.update(zip(TIME_AGREEMENT, self.steady_time, strict=True))
+        for name, value in steadiness.items():
+            rows.append({"metric": name, "value": value, **NO_SPREAD})
+        return rows
 
     def clarity(self) -> float:
-        """The larger, the clearer an example of its type the head is."""
-        values = self.values
-        found = {
-            "strict local": values["self_mass"],
-            "axial local": abs(math.log(values["elongation"])) if self.map.size else 0.0,
-            "repeating": values["query_repetition"],
-            "global": -self.shape.excess["focus_mass"],
-        }.get(self.type, self.shape.excess["focus_mass"])
-        return -math.inf if math.isnan(found) else found
+        """Return how clear an example of its type the head is; larger is clearer."""
+        focus = self.shape.excess["focus_mass"]
+        clarity = focus
+        if self.type == "strict local":
+            clarity = self.values["self_mass"]
+        elif self.type == "axial local":
+            # Rows have an elongation above 1, columns below: both are equally clear.
+            clarity = abs(math.log(self.values["elongation"]))
+        elif self.type == "repeating":
+            clarity = self.values["query_repetition"]
+        elif self.type == "global":
+            clarity = -focus
+        return -math.inf if math.isnan(clarity) else clarity
 
 
-def _place(store: Store, head: Head) -> dict[str, Any]:
-    return {
+def _share_true(values: Sequence[bool]) -> float:
+    """Return the share of true values; NaN if there are no values."""
+    return float(np.mean(values)) if values else math.nan
+
+
+def _head_columns(store: Store, head: HeadResult) -> dict[str, Any]:
+    """Return the columns that all rows of a head have."""
+    columns = {
         **site_columns(store, head.block),
         "head": head.head,
         "type": head.type,
         "detail": head.detail,
         "n_images": head.n_images,
-        **({} if head.in_time is None else {"time": head.time}),
     }
+    if head.in_time is not None:
+        columns["time"] = head.time
+    return columns
 
 
-def _examples(heads: Sequence[Head]) -> list[Head]:
-    """The clearest head of each type, in the order of `TYPES`."""
-    found = []
+def _clearest_heads(heads: Sequence[HeadResult]) -> list[HeadResult]:
+    """Return the clearest head of each type, in the order of `TYPES`."""
+    examples = []
     for kind in TYPES:
-        same = [head for head in heads if head.type == kind]
-        if same:
-            found.append(max(same, key=Head.clarity))
-    return found
+        same_type = [head for head in heads if head.type == kind]
+        if same_type:
+            examples.append(max(same_type, key=HeadResult.clarity))
+    return examples
 
 
-def _examples_in_time(heads: Sequence[Head]) -> list[Head]:
-    """The head of each class in time with the largest share at one offset, of the classes of all
-    and of near frames with the smallest."""
-    found = []
+def _clearest_heads_in_time(heads: Sequence[HeadResult]) -> list[HeadResult]:
+    """Return the clearest head of each class in time, in the order of `TIME_TYPES`.
+
+    It is the one with the largest share at a single offset. For the classes `near frames` and
+    `all frames` it is the one whose largest share is smallest, that is, the most even one.
+    """
+    examples = []
     for kind in TIME_TYPES:
-        same = [head for head in heads if head.time == kind]
-        if same:
+        same_time = [head for head in heads if head.time == kind]
+        if same_time:
             shares = [
-                head.in_time[1].values["offset_frames_mass"]
-                for head in same
-                if head.in_time
+                head.in_time.scores.values["offset_frames_mass"]
+                for head in same_time
+                if head.in_time is not None
             ]
-            at = np.argmin(shares) if kind in TIME_TYPES[5:] else np.argmax(shares)
-            found.append(same[int(at)])
-    return found
+            is_spread = kind in ("near frames", "all frames")
+            clearest = np.argmin(shares) if is_spread else np.argmax(shares)
+            examples.append(same_time[int(clearest)])
+    return examples
 
 
-def _time_rows(store: Store, head: Head) -> list[dict[str, Any]]:
+def _time_rows(store: Store, head: HeadResult) -> list[dict[str, Any]]:
+    """Return a row per offset in time with the share of the head's attention."""
     assert head.in_time is not None
-    shares = head.in_time[0]
+    shares = head.in_time.shares
     middle = len(shares) // 2
-    return [
-        _place(store, head)
-        | {"frame": i - middle, "metric": ALIGNED_FRAMES, "value": share, **NO_SPREAD}
-        for i, share in enumerate(shares.tolist())
-    ]
+    rows = []
+    for i, share in enumerate(shares.tolist()):
+        row = {**_head_columns(store, head), **NO_SPREAD}
+        row.update(frame=i - middle, metric=ALIGNED_FRAMES, value=share)
+        rows.append(row)
+    return rows
 
 
-def _map_rows(store: Store, head: Head) -> list[dict[str, Any]]:
+def _map_rows(store: Store, head: HeadResult) -> list[dict[str, Any]]:
+    """Return a row per cell of the head's aligned map."""
     height, width = head.map.shape
-    return [
-        _place(store, head)
-        | {"row": i - height // 2, "col": j - width // 2}
-        | {"metric": "aligned", "value": float(head.map[i, j]), **NO_SPREAD}
-        for i in range(height)
-        for j in range(width)
-    ]
+    rows = []
+    for i, j in np.ndindex(height, width):
+        row = {**_head_columns(store, head), **NO_SPREAD}
+        row.update(row=i - height // 2, col=j - width // 2)
+        row.update(metric="aligned", value=float(head.map[i, j]))
+        rows.append(row)
+    return rows
 
 
-def _sensitivity(heads: Sequence[Head], changed: dict[str, float]) -> str:
-    """One line: how many heads keep their type, and the threshold that moves most of them."""
-    kept = 100 * np.mean([head.steady == 1 for head in heads])
-    line = f"{kept:.0f} % of heads keep their type whichever threshold moves by x 0.8 or x 1.25"
-    worst = max(changed, key=lambda name: changed[name])
-    if changed[worst]:
-        return f"{line} ({worst}: {100 * changed[worst]:.0f} % change)"
+def _describe_sensitivity(
+    heads: Sequence[HeadResult], changed_shares: dict[str, float]
+) -> str:
+    """Return how many heads keep their type, and the threshold that changes most of them.
+
+    Args:
+        heads: the heads of a store.
+        changed_shares: changed threshold -> the share of heads that then have another type.
+    """
+    steady = 100 * np.mean([head.steady == 1 for head in heads])
+    line = f"{steady:.0f} % of heads keep their type whichever threshold moves by x 0.8 or x 1.25"
+    worst = max(changed_shares, key=lambda name: changed_shares[name])
+    if changed_shares[worst]:
+        return f"{line} ({worst}: {100 * changed_shares[worst]:.0f} % change)"
     return line
 
 
 def headline(table: Table) -> list[Answer]:
-    """The number of heads of each type, and how many stay so whatever the threshold."""
-    found = []
+    """Return per store the number of heads of each type, and how many have a steady type."""
+    answers = []
     for store, rows in by_store(table, metric="same_type_thresholds"):
-        types = Counter(rows["type"]).most_common()
-        firm = int((rows["value"] >= 1).sum())
-        said = ", ".join(f"{n} {kind}" for kind, n in types)
-        text = f"of {len(rows)} heads {said}"
-        found.append((store, f"{text}; {firm} keep their type at every threshold tried"))
-    for store, rows in by_store(table, metric=TIME_AGREEMENT[0]):
-        times = Counter(rows["time"]).most_common()
-        temporal = sum(n for kind, n in times if kind in TEMPORAL)
-        said = ", ".join(f"{n} {kind}" for kind, n in times)
-        found.append(
-            (store, f"in time {said}; {temporal} of {len(rows)} heads are temporal")
+        counts = Counter(rows["type"]).most_common()
+        n_steady = int((rows["value"] >= 1).sum())
+        types = ", ".join(f"{n} {kind}" for kind, n in counts)
+        text = f"of {len(rows)} heads {types}"
+        answers.append(
+            (store, f"{text}; {n_steady} keep their type at every threshold tried")
         )
-    return found
+    for store, rows in by_store(table, metric=TIME_AGREEMENT[0]):
+        counts = Counter(rows["time"]).most_common()
+        n_temporal = sum(n for kind, n in counts if kind in TEMPORAL)
+        times = ", ".join(f"{n} {kind}" for kind, n in counts)
+        text = f"in time {times}; {n_temporal} of {len(rows)} heads are temporal"
+        answers.append((store, text))
+    return answers
 
 
 ANALYSIS = Analysis(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
+# Class -> its colour; the classes that are nothing special are grey.
 TIME_TINTS = dict(
     zip(
         (*TIME_TYPES, UNDEFINED),
@@ -51,121 +52,150 @@ _TIME_EXAMPLES = PanelGrid(
 )
 _EXAMPLES = PanelGrid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
 UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
+_HATCH = "//////"
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """One line of panels per store, from the table alone: heads of each type by block, those
-    hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
-    the clearest head of each type, corrected for coverage, over the range written below it,
-    midlines in red. Of clips the same in time below it, with the shares of a head's attention by
-    offset in frames."""
-    stores = table.frame.partition_by("store", maintain_order=True)
-    clips = [TIME_AGREEMENT[0] in own["metric"] for own in stores]
-    grids = [
-        grid
-        for of_clips in clips
-        for grid in (_COUNTS, _EXAMPLES, *([_COUNTS, _TIME_EXAMPLES] if of_clips else []))
-    ]
-    figure, boxes = stack(*grids)
-    parts = iter(boxes)
-    for rows, of_clips in zip(stores, clips, strict=True):
-        examples = rows.filter(metric="aligned")
-        _draw_counts(_COUNTS.axes(next(parts))[0], rows, "type")
-        for axes, kind in zip(_EXAMPLES.axes(next(parts)), TYPES, strict=True):
-            _draw_example(axes, examples.filter(type=kind), kind)
-        if of_clips:
-            _draw_counts(_COUNTS.axes(next(parts))[0], rows, "time")
-            _draw_in_time(
-                _TIME_EXAMPLES.axes(next(parts)), rows.filter(metric=ALIGNED_FRAMES)
-            )
+    """Draw for each store the heads of each type by block, and an example of each type.
+
+    Bars are hatched for heads that change type when some threshold moves by x 0.8 or x 1.25. The
+    example is the aligned map of the clearest head, as attention per pair of tokens, in colours
+    over the range that stands below it, with its midlines in red. Stores of clips have two more
+    lines, for the classes in time, with an example's share of attention by offset in frames.
+    """
     from matplotlib.patches import Patch
 
-    found = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch="//////")}
+    stores = table.frame.partition_by("store", maintain_order=True)
+    grids = []
+    for rows in stores:
+        grids += [_COUNTS, _EXAMPLES]
+        if _has_clips(rows):
+            grids += [_COUNTS, _TIME_EXAMPLES]
+    figure, boxes = stack(*grids)
+    remaining_boxes = iter(boxes)
+    for rows in stores:
+        maps = rows.filter(metric="aligned")
+        (count_axes,) = _COUNTS.axes(next(remaining_boxes))
+        title = shorten(rows["store"][0], 28)
+        _draw_counts(count_axes, rows, column="type", tints=TINTS, title=title)
+        for axes, kind in zip(_EXAMPLES.axes(next(remaining_boxes)), TYPES, strict=True):
+            _draw_example(axes, maps.filter(type=kind), kind)
+        if _has_clips(rows):
+            (count_axes,) = _COUNTS.axes(next(remaining_boxes))
+            title = f"{title}, in time"
+            _draw_counts(count_axes, rows, column="time", tints=TIME_TINTS, title=title)
+            time_axes = _TIME_EXAMPLES.axes(next(remaining_boxes))
+            _draw_time_examples(time_axes, rows.filter(metric=ALIGNED_FRAMES))
+    handles = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch=_HATCH)}
     if UNDEFINED in table.frame["type"]:
-        found["no type"] = Patch(facecolor=TINTS[UNDEFINED])
-    legend_below(figure, found)
+        handles["no type"] = Patch(facecolor=TINTS[UNDEFINED])
+    legend_below(figure, handles)
     return figure
 
 
-def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
-    """Heads by block and class: `type` in space, `time` in time."""
+def _has_clips(rows: pl.DataFrame) -> bool:
+    """Return whether a store's heads have classes in time."""
+    return TIME_AGREEMENT[0] in rows["metric"]
+
+
+def _draw_counts(
+    axes: Axes, rows: pl.DataFrame, *, column: str, tints: dict[str, str], title: str
+) -> None:
+    """Draw the number of heads by block and class as stacked bars.
+
+    Args:
+        axes: the panel.
+        rows: the rows of one store.
+        column: the class that is counted: "type" in space, or "time".
+        tints: class -> its colour, from the bottom of the bars to the top.
+        title: what stands above the panel.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    tints = TINTS if of == "type" else TIME_TINTS
-    steady = rows.filter(metric=AGREEMENT[0] if of == "type" else TIME_AGREEMENT[0])
-    steady, names = one_place_a_layer(
-        steady.with_columns(sure=pl.col("value").eq_missing(1))
-    )
-    depths = steady["depth"].unique().sort().to_numpy()
-    base = np.zeros(len(depths))
-    for kind in tints:
-        for sure in (True, False):
-            own = steady.filter(pl.col(of) == kind, sure=sure)
-            counts = (own["depth"].to_numpy() == depths[:, np.newaxis]).sum(1)
+    # These metrics have one row per head: the share of thresholds that give the same class.
+    metric = AGREEMENT[0] if column == "type" else TIME_AGREEMENT[0]
+    heads = rows.filter(metric=metric)
+    heads = heads.with_columns(is_steady=pl.col("value").eq_missing(1))
+    heads, names = one_place_a_layer(heads)
+    depths = heads["depth"].unique().sort().to_numpy()
+    bottom = np.zeros(len(depths))
+    for kind, tint in tints.items():
+        for is_steady, hatch in ((True, ""), (False, _HATCH)):
+            counted = heads.filter(pl.col(column) == kind, is_steady=is_steady)
+            counts = (counted["depth"].to_numpy() == depths[:, np.newaxis]).sum(1)
             if not counts.any():
                 continue
-            hatch = "" if sure else "//////"
             axes.bar(
                 depths,
                 counts,
-                0.8,
-                base,
-                color=tints[kind],
+                width=0.8,
+                bottom=bottom,
+                color=tint,
                 hatch=hatch,
                 edgecolor="white",
                 linewidth=0.4,
             )
-            base += counts
-    axes.set_title(shorten(rows["store"][0], 28) + ("" if of == "type" else ", in time"))
-    note_count(axes, steady)
+            bottom += counts
+    axes.set_title(title)
+    note_count(axes, heads)
     axes.grid(False, axis="x")
     layer_ticks(axes, names, 13)
     axes.set_ylabel("heads")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _draw_in_time(every: Sequence[Axes], rows: pl.DataFrame) -> None:
-    """The shares by offset in time of an example of each class, all on one scale."""
-    top = float(np.nanmax([1e-9, *rows["value"].drop_nulls().to_list()]))
-    for axes, kind in zip(every, TIME_TYPES, strict=True):
-        own = rows.filter(time=kind)
+def _draw_time_examples(all_axes: Sequence[Axes], rows: pl.DataFrame) -> None:
+    """Draw for each class in time the example's shares by offset, all panels on one scale."""
+    highest = float(np.nanmax([1e-9, *rows["value"].drop_nulls().to_list()]))
+    for axes, kind in zip(all_axes, TIME_TYPES, strict=True):
+        example = rows.filter(time=kind)
+        has_example = len(example) > 0
         axes.set_title(kind)
-        if not len(own):
+        if not has_example:
             map_axes(axes)
-        for spine in axes.spines.values():
-            spine.set(color=TIME_TINTS[kind], linewidth=2)
-        axes.set_ylim(0, 1.06 * top)
+        _frame_in_colour(axes, TIME_TINTS[kind])
+        axes.set_ylim(0, 1.06 * highest)
         axes.grid(False)
-        if not len(own):
-            axes.text(
-                0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY
-            )
+        if not has_example:
+            _write_no_head(axes)
             continue
-        frames = own["frame"].to_numpy()
-        axes.bar(frames, own["value"], 0.8, color=TIME_TINTS[kind])
+        frames = example["frame"].to_numpy()
+        axes.bar(frames, example["value"], width=0.8, color=TIME_TINTS[kind])
         axes.set_xticks([frames[0], 0, frames[-1]])
-        text = f"{site_words(own['site'][0])}, head {own['head'][0]}"
+        text = f"{site_words(example['site'][0])}, head {example['head'][0]}"
         axes.set_xlabel(f"times from the query\n{text}", fontsize=small())
-    every[0].set_ylabel("share of attention", fontsize=small())
+    all_axes[0].set_ylabel("share of attention", fontsize=small())
 
 
 def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
+    """Draw the map of a type's example, from its rows; write "no head" if there are no rows."""
     map_axes(axes)
     axes.set_title(kind)
-    for spine in axes.spines.values():
-        spine.set(color=TINTS[kind], linewidth=2)
+    _frame_in_colour(axes, TINTS[kind])
     axes.set_aspect("equal")
-    if not len(rows):
-        axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
+    if len(rows) == 0:
+        _write_no_head(axes)
         return
     ((_, head, site, values),) = cut_maps(rows)
     window = rows["window"][0] if "window" in rows.columns else None
-    shown = per_query(values, window_of(window))
-    axes.imshow(stretched(shown), origin="upper")
+    # Fewer pairs of tokens have large offsets: without this all maps would be bright in the middle.
+    density = per_query(values, window_of(window))
+    axes.imshow(stretched(density), origin="upper")
     mark_middle(axes, values.shape)
-    detail = rows["detail"][0]
-    text = f"{site_words(site)}, head {head}" + (f"\n{detail}" if detail else "")
-    lowest = np.nanmin(shown)
-    highest = np.nanmax(shown)
-    axes.set_xlabel(f"{text}\n{lowest:.2g} to {highest:.2g}", fontsize=small())
+    lines = [f"{site_words(site)}, head {head}"]
+    if rows["detail"][0]:
+        lines.append(rows["detail"][0])
+    lines.append(f"{np.nanmin(density):.2g} to {np.nanmax(density):.2g}")
+    axes.set_xlabel("\n".join(lines), fontsize=small())
+
+
+def _frame_in_colour(axes: Axes, tint: str) -> None:
+    """Give the panel a frame in the colour of its class, which is that of the bars."""
+    for spine in axes.spines.values():
+        spine.set(color=tint, linewidth=2)
+
+
+def _write_no_head(axes: Axes) -> None:
+    """Write that no head has the panel's class."""
+    axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
