@@ -23,20 +23,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of a metric: its rows, of one group where there are several.
+# A panel, its metric, and the metric's rows (those of one group where there are several).
 Panel = tuple["Axes", str, "pl.DataFrame"]
-GROUP_LETTERS = 24
+GROUP_LETTERS = 24  # to which a group's name is shortened
 
 
 @dataclass(frozen=True)
 class CurveGrid:
-    """The room of the curves of n metrics: panels side by side; of several groups of stores, each
-    metric's panels on lines of their own.
+    """The room for curves of n metrics in a figure.
+
+    Panels are side by side; with several groups of stores each metric has lines of its own, with a
+    panel per group.
 
     Attributes:
-        n: metrics.
-        groups: of the stores, [""] without several.
-        height: of a panel, in ems.
+        n: number of metrics.
+        groups: names of the groups of stores; [""] where they are not grouped.
+        height: ems of a panel's height.
     """
 
     n: int
@@ -45,46 +47,62 @@ class CurveGrid:
 
     @classmethod
     def of(cls, n: int, rows: pl.DataFrame) -> CurveGrid:
-        """The grid for n metrics of these rows: panels are taller where sites outside the blocks
-        are named below the axis."""
+        """Return the grid for n metrics of these rows.
+
+        Panels are taller where sites outside the blocks are named, upright, below the axis.
+        """
         outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
-        names = max((len(head_words(site)) for site in outside), default=0)
+        longest_name = max((len(head_words(site)) for site in outside), default=0)
         return cls(
-            n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names
+            n=n,
+            groups=groups_of(rows["store"].unique(maintain_order=True)),
+            height=14 + 0.5 * longest_name,
         )
 
     @property
     def grids(self) -> list[PanelGrid]:
+        """One grid for all metrics, or one per metric where stores have groups."""
         if len(self.groups) == 1:
             return [PanelGrid(self.n, height=self.height)]
         return [PanelGrid(len(self.groups), height=self.height)] * self.n
 
     @property
     def size(self) -> tuple[float, float]:
+        """Width and height of all panels in inches."""
         sizes = [grid.size for grid in self.grids]
         return max(wide for wide, _ in sizes), sum(tall for _, tall in sizes)
 
-    def panels(self, box: Any, parts: Sequence[tuple[str, Any]]) -> list[Panel]:
-        """The panels in a figure or a part of one, for these metrics with their rows."""
+    def panels(self, box: Any, metrics: Sequence[tuple[str, Any]]) -> list[Panel]:
+        """Make the panels.
+
+        Args:
+            box: a figure or a subfigure.
+            metrics: each metric with its rows; `of_metrics` gives them.
+        """
         if len(self.groups) == 1:
-            every = self.grids[0].axes(box)
-            return [(axes, *own) for axes, own in zip(every, parts, strict=False)]
+            # strict=False: a command may draw fewer metrics than it has made room for.
+            pairs = zip(self.grids[0].axes(box), metrics, strict=False)
+            return [(axes, metric, rows) for axes, (metric, rows) in pairs]
         boxes = [box] if self.n == 1 else box.subfigures(self.n, 1)
-        found: list[Panel] = []
-        for part, grid, (metric, own) in zip(boxes, self.grids, parts, strict=True):
-            labels = own["store"].unique()
-            for axes, group in zip(grid.axes(part), self.groups, strict=True):
+        panels: list[Panel] = []
+        for metric_box, grid, (metric, rows) in zip(
+            boxes, self.grids, metrics, strict=True
+        ):
+            labels = rows["store"].unique()
+            for axes, group in zip(grid.axes(metric_box), self.groups, strict=True):
                 stores = [label for label in labels if split_label(label)[0] == group]
                 if stores:
-                    found.append(
-                        (axes, metric, own.filter(pl.col("store").is_in(stores)))
-                    )
-                else:
+                    group_rows = rows.filter(pl.col("store").is_in(stores))
+                    panels.append((axes, metric, group_rows))
+                else:  # a group without a value of this metric
                     axes.set_visible(False)
-        return found
+        return panels
 
     def finish(self, panels: Sequence[Panel]) -> None:
-        """With several groups: name each panel's, and give the panels of a metric one y axis."""
+        """Name each panel's group, and give the panels of a metric one y axis.
+
+        Does nothing where stores have no groups.
+        """
         if len(self.groups) == 1:
             return
         of_metric: dict[str, list[Axes]] = {}
@@ -94,15 +112,16 @@ class CurveGrid:
             title = axes.get_title(loc="left")
             name = shorten(group or "no group", GROUP_LETTERS)
             axes.set_title(f"{name}, {title}" if title else name)
-        for every in of_metric.values():
-            limits = [axes.get_ylim() for axes in every]
-            for axes in every:
-                axes.set_ylim(
-                    min(low for low, _ in limits), max(high for _, high in limits)
-                )
+        for metric_axes in of_metric.values():
+            limits = [axes.get_ylim() for axes in metric_axes]
+            low = min(low for low, _ in limits)
+            high = max(high for _, high in limits)
+            for axes in metric_axes:
+                axes.set_ylim(low, high)
 
 
 def of_metrics(rows: pl.DataFrame, metrics: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return each metric with its rows."""
     return [(metric, rows.filter(metric=metric)) for metric in metrics]
 
 
@@ -115,25 +134,26 @@ def draw_depth_panels(
     spread: str = INTERVAL,
     counts: tuple[str, str] = ("n_images", ""),
 ) -> Figure:
-    """A figure of a panel per metric (and group of stores), of curves over depth with one legend.
+    """Return a figure of curves over depth: a panel per metric and group of stores, one legend.
 
     Args:
-        rows: of these metrics.
-        metrics: in order.
-        finish: called with each panel, its rows and metric; before the legend is made.
-        by: see `draw_depth_curves`.
-        spread: see there.
-        counts: the column whose number stands at the upper right, and what it counts.
+        rows: a table's rows; those of other metrics are left out.
+        metrics: metrics in the order of the panels.
+        finish: called with each panel, its rows and its metric, before the legend is made.
+        by: further columns whose values make curves of their own (`k`, `shots`).
+        spread: words for what `low` and `high` are.
+        counts: the column whose number stands at the upper right, and the plural of what it
+            counts.
 
     Raises:
-        DeclarationError: a metric that no row has, whose panel would be empty.
+        DeclarationError: no row has one of the metrics, so that its panel would be empty.
     """
-    there = rows["metric"].unique(maintain_order=True).to_list()
+    metrics_in_rows = rows["metric"].unique(maintain_order=True).to_list()
     for metric in metrics:
-        if metric not in there:
+        if metric not in metrics_in_rows:
             raise DeclarationError(
                 f"the figure is to show the metric {metric!r}, which no row has; expected some of "
-                f"{', '.join(there)}"
+                f"{', '.join(metrics_in_rows)}"
             )
     among = rows.filter(pl.col("metric").is_in(metrics))
     grid = CurveGrid.of(len(metrics), among)
