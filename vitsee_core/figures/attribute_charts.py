@@ -1,4 +1,4 @@
-"""Values along an attribute of the models: parameters, resolution, data, shots."""
+"""Charts of values along an attribute of the models: parameters, resolution, data, shots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DECADE = 10  # of the largest to the smallest value, from which on the axis is logarithmic
+DECADE = (
+    10  # ratio of the largest to the smallest value above which the axis is logarithmic
+)
 LABELS = {
     "params": "parameters",
     "flops": "floating-point operations per image",
@@ -30,18 +32,19 @@ LABELS = {
 
 @styled
 def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure:
-    """One panel per task or metric: `value` against the column `x`, with its interval.
+    """Return a figure of `value` against the column `x`, with its interval: a panel per task or
+    metric.
 
-    Text along x is spaced evenly in the table's order; numbers of more than a decade are drawn on a
-    logarithmic axis. Rows of baselines are left out.
+    Text along x is spaced evenly in the table's order; numbers that span more than a decade are on
+    a logarithmic axis. Rows of baselines are left out.
 
     Args:
         table: a result with a value per store.
-        x: a column.
+        x: name of the column along the x axis.
         by: columns whose values make the curves; by default each store is a curve.
 
     Raises:
-        VitseeError: no such column, or several values at one place of a curve.
+        VitseeError: no such column, or a curve has several values at one x.
     """
     by = by or ("store",)
     rows = table.frame
@@ -53,56 +56,88 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     rows = of_models(rows).filter(pl.col(x).is_not_null())
     if not len(rows):
         raise VitseeError(f"no row of a model has a value of {x}")
-    text = not rows[x].dtype.is_numeric()
-    places = {cell: i for i, cell in enumerate(rows[x].unique(maintain_order=True))}
-    panel = "task" if "task" in rows.columns else "metric"
-    numbers = ["value", *(n for n in ("low", "high", "n_images") if n in rows.columns)]
-    at = pl.col(x).cast(pl.String).replace_strict(places) if text else pl.col(x)
-    # Not the sign of groups, which would have panels of their own.
+    # The chart is drawn as curves over depth are: x takes the place of the depth, the values of
+    # `by` that of the store.
+    labels: list[str] | None = None  # of ticks, where x is text
+    x_values = pl.col(x)
+    if not rows[x].dtype.is_numeric():
+        x_of_text = {
+            text: i for i, text in enumerate(rows[x].unique(maintain_order=True))
+        }
+        labels = list(map(str, x_of_text))
+        x_values = x_values.cast(pl.String).replace_strict(x_of_text)
+    panel_column = "task" if "task" in rows.columns else "metric"
+    optional = [name for name in ("low", "high", "n_images") if name in rows.columns]
     curve = pl.concat_str(
-        [pl.col(n).cast(pl.String).fill_null("None") for n in by], separator=", "
+        [pl.col(name).cast(pl.String).fill_null("None") for name in by], separator=", "
     )
-    drawn = rows.select(
+    # A fraction slash instead of the sign that separates groups, which would get own panels.
+    curve = curve.str.replace_all(SIGN, "\u2044", literal=True)
+    chart_rows = rows.select(
         "metric",
-        *numbers,
-        store=curve.str.replace_all(SIGN, "\u2044", literal=True),
-        site=pl.lit("blocks.0.out"),  # one kind: one curve
-        rel_depth=at.cast(pl.Float64),
-        panel=panel,
+        "value",
+        *optional,
+        store=curve,
+        site=pl.lit("blocks.0.out"),  # sites of one kind make one curve
+        rel_depth=x_values.cast(pl.Float64),
+        panel=panel_column,
     )
-    _check_one_each(rows, drawn, x, by)
-    each = drawn.partition_by("panel", maintain_order=True)
-    figure, every = panels(len(each))
-    for axes, own in zip(every, each, strict=True):
-        draw_depth_curves(axes, own, among=drawn)
-        axes.set_title(task_words(own["panel"][0]) if panel == "task" else "")
+    _require_one_value(rows, chart_rows, x, by)
+    parts = chart_rows.partition_by("panel", maintain_order=True)
+    figure, panel_axes = panels(len(parts))
+    for axes, panel_rows in zip(panel_axes, parts, strict=True):
+        draw_depth_curves(axes, panel_rows, among=chart_rows)
+        title = ""
+        if panel_column == "task":
+            title = task_words(panel_rows["panel"][0])
+        axes.set_title(title)
         axes.set_xlabel(LABELS.get(x, x))
-        _put_ticks(axes, list(map(str, places)) if text else None, drawn["rel_depth"])
-    add_curve_legend(figure, every)
+        _label_x(axes, labels, chart_rows["rel_depth"])
+    add_curve_legend(figure, panel_axes)
     return figure
 
 
-def _check_one_each(
-    rows: pl.DataFrame, drawn: pl.DataFrame, x: str, by: Sequence[str]
+def _require_one_value(
+    rows: pl.DataFrame, chart_rows: pl.DataFrame, x: str, by: Sequence[str]
 ) -> None:
-    place = pl.struct("panel", "store", "rel_depth")
-    again = drawn.select(place.is_duplicated()).to_series()
-    if not again.any():
+    """Refuse a chart whose curves have several values at one x.
+
+    Args:
+        rows: the table's rows.
+        chart_rows: the same rows as they are drawn, with `panel`, `store` and `rel_depth`.
+        x: the column along the x axis.
+        by: the columns whose values make the curves.
+
+    Raises:
+        VitseeError: names such a curve, and the columns in which two of its rows differ.
+    """
+    point = pl.struct("panel", "store", "rel_depth")
+    is_repeated = chart_rows.select(point.is_duplicated()).to_series()
+    if not is_repeated.any():
         return
-    first = again.arg_max() or 0
-    same = drawn.select((place == place.gather([first])).alias("same"))["same"]
-    i, j, *_ = same.arg_true()
+    first = is_repeated.arg_max() or 0
+    is_same = chart_rows.select((point == point.gather([first])).alias("same"))["same"]
+    i, j, *_ = is_same.arg_true()
+    # Columns before the metric say what a row is about.
     about = rows.columns[: rows.columns.index("metric")]
-    others = [n for n in about if n not in (x, *by) and rows[n][i] != rows[n][j]]
+    differing = [n for n in about if n not in (x, *by) and rows[n][i] != rows[n][j]]
+    message = f"several values of {chart_rows['store'][i]} at {x} = {rows[x][i]}"
+    if differing:
+        message += f", which differ in {', '.join(differing)}"
     raise VitseeError(
-        f"several values of {drawn['store'][i]} at {x} = {rows[x][i]}"
-        + (f", which differ in {', '.join(others)}" if others else "")
-        + "; choose a layer with --sites (last), take the best with vitsee best-layer, or make "
-        "curves of a column with --by"
+        f"{message}; choose a layer with --sites (last), take the best with vitsee best-layer, "
+        "or make curves of a column with --by"
     )
 
 
-def _put_ticks(axes: Axes, names: Sequence[str] | None, values: Any) -> None:
+def _label_x(axes: Axes, names: Sequence[str] | None, values: Any) -> None:
+    """Put ticks on the x axis.
+
+    Args:
+        axes: the panel.
+        names: texts at 0, 1, ...; None where x are numbers.
+        values: x of all rows; a span of a decade or more is logarithmic.
+    """
     from matplotlib import ticker
 
     if names is not None:

@@ -1,14 +1,13 @@
-"""Small maps side by side in one picture: layers in rows, heads in columns; pictures of several
-models side by side.
+"""Pictures of many small maps: layers in rows, heads in columns, models side by side.
 
-All tiles of one grid size are one image, so that 512 heads are drawn as fast as one.
+All maps of one size are tiles of a single image, so that 512 heads are drawn as fast as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,22 +36,27 @@ if TYPE_CHECKING:
 
 
 SCALES = ("shared", "head")
-GAP = 0.08  # of a tile
-FINE_CELLS = 400  # across a picture, from which on lines have to be thin
+GAP = 0.08  # between tiles, as a share of a tile
+FINE_CELLS = 400  # cells across a picture, from which on lines have to be thin
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
-# ems of a tile, and of a single one
-LARGEST = 8.5
-ALONE = 26.0
-BAR = 5.0  # ems of the colour bar with its numbers
-# ems of a tile, and of all tiles of a model
-SMALLEST = 0.9
-TALLEST = 60.0
+# Lengths in ems.
+LARGEST = 8.5  # side of a tile
+ALONE = 26.0  # side of a single tile
+BAR = 5.0  # a colour bar with its numbers
+SMALLEST = 0.9  # width of a tile
+TALLEST = 60.0  # height of all tiles of a model
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Maps of one size. maps: (row, column) -> (height, width); labels of the rows and columns."""
+    """Maps of one size, laid out in rows and columns.
+
+    Attributes:
+        maps: (row, column) -> map (height, width); places may be empty.
+        row_labels: text beside each row: a layer.
+        column_labels: text below each column: a head.
+    """
 
     maps: dict[tuple[int, int], Float]
     row_labels: list[str]
@@ -60,89 +64,113 @@ class Tiles:
 
     @property
     def size(self) -> tuple[int, int]:
+        """Height and width of a map in cells."""
         height, width = next(iter(self.maps.values())).shape
         return height, width
 
-    def gaps(self) -> tuple[int, int]:
+    def gap(self) -> int:
+        """Return the cells between two tiles, in both directions."""
+        return max(1, round(GAP * max(self.size)))
+
+    def corner(self, row: int, column: int) -> tuple[int, int]:
+        """Return the upper left cell of a tile in the picture, (y, x)."""
         height, width = self.size
-        gap = max(1, round(GAP * max(height, width)))
-        return gap, gap
+        return row * (height + self.gap()), column * (width + self.gap())
 
     def centre(self, row: int, column: int) -> tuple[float, float]:
-        """The middle of a tile in the picture, (y, x)."""
-        (height, width), (down, across) = self.size, self.gaps()
-        return row * (height + down) + (height - 1) / 2, column * (width + across) + (
-            width - 1
-        ) / 2
+        """Return the middle of a tile in the picture, (y, x); a cell's middle is a whole number."""
+        height, width = self.size
+        top, left = self.corner(row, column)
+        return top + (height - 1) / 2, left + (width - 1) / 2
 
     def shape(self) -> tuple[int, int]:
-        (height, width), (down, across) = self.size, self.gaps()
-        n_rows = len(self.row_labels)
-        n_columns = len(self.column_labels)
-        return n_rows * (height + down) - down, n_columns * (width + across) - across
+        """Return height and width of the picture in cells."""
+        # The corner of the tile behind the last one is a gap too far.
+        bottom, right = self.corner(len(self.row_labels), len(self.column_labels))
+        return bottom - self.gap(), right - self.gap()
 
 
-def cut_maps(rows: pl.DataFrame) -> Iterator[tuple[int, int, str, Float]]:
-    """(depth, head, site, map) of each head of a table with columns row and col, by depth and head;
-    a row without a head counts as head 0. The cells of a map are in the table once each."""
+class HeadMap(NamedTuple):
+    """The map of one head of a table."""
+
+    depth: int
+    head: int
+    site: str
+    values: Float  # (height, width)
+
+
+def cut_maps(rows: pl.DataFrame) -> Iterator[HeadMap]:
+    """Yield the map of each head of a table with the columns row and col, by depth and head.
+
+    A row without a head counts as head 0. Each cell of a map is in the table once.
+    """
     filled = rows.with_columns(pl.col("head").fill_null(0))
     ordered = filled.sort("depth", "head", "row", "col", maintain_order=True)
-    for (depth, site, head), own in ordered.group_by(
-        "depth", "site", "head", maintain_order=True
-    ):
-        height = own["row"].n_unique()
-        yield depth, head, str(site), own["value"].to_numpy().reshape(height, -1)
+    heads = ordered.group_by("depth", "site", "head", maintain_order=True)
+    for (depth, site, head), cells in heads:
+        height = cells["row"].n_unique()
+        values = cells["value"].to_numpy().reshape(height, -1)
+        yield HeadMap(depth, head, str(site), values)
 
 
+# A map and the window of its block's attention, None without one -> the map that is drawn.
 Convert = Callable[[Float, tuple[int, int] | None], Float]
 
 
 def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles]:
-    """The maps of a store, each converted by `convert` (which gets the window of its block, too),
-    by grid size, the largest first; rows are the layers that have it."""
-    windows = (
-        dict(rows.select("site", "window").unique().iter_rows())
-        if "window" in rows
-        else {}
-    )
-    by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
-    for entry in cut_maps(rows):
-        by_size.setdefault(entry[-1].shape, []).append(entry)
-    found = []
-    for entries in by_size.values():
-        layers = list(dict.fromkeys(site for _, _, site, _ in entries))
-        heads = sorted({entry[1] for entry in entries})
-        maps = {
-            (layers.index(site), heads.index(h)): convert(
-                values, window_of(windows.get(site))
-            )
-            if convert
-            else values
-            for _, h, site, values in entries
-        }
-        labels = [shorten(site_words(site), 18) for site in layers]
-        found.append(Tiles(maps, labels, [str(h) for h in heads]))
-    return sorted(found, key=lambda tiles: -np.prod(tiles.size))
+    """Return the maps of a store as tiles, one picture per map size, the largest maps first.
+
+    Args:
+        rows: a store's rows, with the columns row and col.
+        convert: changes each map before it is drawn; by default maps stay as they are.
+    """
+    windows: dict[str, Any] = {}
+    if "window" in rows:
+        windows = dict(rows.select("site", "window").unique().iter_rows())
+    by_size: dict[tuple[int, ...], list[HeadMap]] = {}
+    for head_map in cut_maps(rows):
+        by_size.setdefault(head_map.values.shape, []).append(head_map)
+    pictures = []
+    for head_maps in by_size.values():
+        layers = list(dict.fromkeys(head_map.site for head_map in head_maps))
+        heads = sorted({head_map.head for head_map in head_maps})
+        maps = {}
+        for head_map in head_maps:
+            values = head_map.values
+            if convert is not None:
+                values = convert(values, window_of(windows.get(head_map.site)))
+            maps[layers.index(head_map.site), heads.index(head_map.head)] = values
+        row_labels = [shorten(site_words(site), 18) for site in layers]
+        pictures.append(Tiles(maps, row_labels, [str(head) for head in heads]))
+    return sorted(pictures, key=lambda tiles: -np.prod(tiles.size))
 
 
 def value_range(tiles: Sequence[Tiles]) -> tuple[float, float]:
-    """The limits of colours for all tiles, see `colour_range`."""
-    return colour_range(
-        np.concatenate([m.ravel() for t in tiles for m in t.maps.values()])
-    )
+    """Return the `colour_range` of all maps in all tiles together."""
+    maps: list[Float] = []
+    for picture in tiles:
+        maps += picture.maps.values()
+    return colour_range(np.concatenate([values.ravel() for values in maps]))
 
 
 def colour_range(values: Float) -> tuple[float, float]:
-    """0 and the largest value; the least and the largest where the least is more than half of the
-    largest: on a scale from 0 such values, for example of heads near uniform attention, would be
-    one colour. Differences below 1e-4 of the values stay invisible.
+    """Return the limits of the colours of values: 0 and the largest, as far as that is legible.
+
+    If the least value is more than half of the largest the limits are the least and the largest:
+    on a scale from 0 such values (of heads near uniform attention, for example) would be one
+    colour. Differences below 1e-4 of the values are not stretched, as they are rounding. (0, 1)
+    without a positive value.
     """
     finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+    if not len(finite):
+        return 0.0, 1.0
+    low = float(finite.min())
+    high = float(finite.max())
     if high <= 0:
         return 0.0, 1.0
-    narrow = low > high / 2 and high - low > 1e-4 * high
-    return (low if narrow else 0.0), high
+    if low > high / 2 and high - low > 1e-4 * high:
+        return low, high
+    return 0.0, high
 
 
 def draw_tiles(
@@ -153,13 +181,15 @@ def draw_tiles(
     limits: tuple[float, float],
     midlines: bool = False,
 ) -> AxesImage:
-    """Draw the tiles into `axes`, which loses its frame; returns what `imshow` returns.
+    """Draw tiles into a panel, which loses its frame, and return the image.
 
     Shared colours from 0 follow the cube root: beside one head that looks at one key, all others
     would be black on a linear scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
 
+    Call it inside a function decorated with `styled`.
+
     Args:
-        axes: below `styled`.
+        axes: an empty panel.
         tiles: the maps.
         scale: "shared" or "plain": values as they are over `limits`, coloured by their cube root
             (linearly where `limits` do not start at 0) or linearly; "head": each map over its own
@@ -169,19 +199,21 @@ def draw_tiles(
     """
     from matplotlib.colors import Normalize, PowerNorm
 
-    whole = np.full(tiles.shape(), np.nan)
-    (height, width), (down, across) = tiles.size, tiles.gaps()
+    picture = np.full(tiles.shape(), np.nan)  # NaN: gaps and places without a map
+    height, width = tiles.size
     for (row, column), values in tiles.maps.items():
-        top = row * (height + down)
-        left = column * (width + across)
-        shown = stretched(values) if scale == "head" else values
-        whole[top : top + height, left : left + width] = shown
-    norms = {
-        "head": Normalize(0, 1),
-        "plain": Normalize(*limits),
-        "shared": PowerNorm(1 / 3, *limits) if limits[0] == 0 else Normalize(*limits),
-    }
-    image = axes.imshow(whole, origin="upper", aspect="equal", norm=norms[scale])
+        top, left = tiles.corner(row, column)
+        if scale == "head":
+            values = stretched(values)
+        picture[top : top + height, left : left + width] = values
+    low, high = limits
+    if scale == "head":
+        norm = Normalize(0, 1)
+    elif scale == "shared" and low == 0:
+        norm = PowerNorm(1 / 3, low, high)
+    else:
+        norm = Normalize(low, high)
+    image = axes.imshow(picture, origin="upper", aspect="equal", norm=norm)
     axes.grid(False)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -198,7 +230,7 @@ def draw_tiles(
 
 
 def stretched(values: Float) -> Float:
-    """A map over its own range, 0 to 1; 0 where it is constant, NaN as it is."""
+    """Return a map scaled to its own range, 0 to 1: all 0 if it is constant; NaN stays."""
     if np.isnan(values).all():
         return values
     low = np.nanmin(values)
@@ -209,28 +241,34 @@ def stretched(values: Float) -> Float:
 
 
 def _draw_midlines(axes: Axes, tiles: Tiles) -> None:
+    """Draw red lines through the middle of each tile, as one artist."""
     from matplotlib.collections import LineCollection
 
     height, width = tiles.size
-    thin = 0.5 if len(tiles.column_labels) * width < FINE_CELLS else 0.2
+    linewidth = 0.5 if len(tiles.column_labels) * width < FINE_CELLS else 0.2
     lines = []
     for row, column in tiles.maps:
         y, x = tiles.centre(row, column)
         lines.append([(x - width / 2, y), (x + width / 2, y)])
         lines.append([(x, y - height / 2), (x, y + height / 2)])
     axes.add_collection(
-        LineCollection(lines, colors=MIDLINE, linewidths=thin, alpha=0.75)
+        LineCollection(lines, colors=MIDLINE, linewidths=linewidth, alpha=0.75)
     )
 
 
 def mark_middle(axes: Axes, size: tuple[int, ...]) -> None:
-    """Red lines through the middle of one map of this size, drawn by `imshow`."""
+    """Draw red lines through the middle of one map that `imshow` drew.
+
+    Args:
+        axes: the panel.
+        size: (height, width) of the map in cells.
+    """
     axes.axhline((size[0] - 1) / 2, color=MIDLINE, linewidth=0.5, alpha=0.75)
     axes.axvline((size[1] - 1) / 2, color=MIDLINE, linewidth=0.5, alpha=0.75)
 
 
 def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
-    """A frame around one cell of every tile."""
+    """Draw a red frame around one cell, (row, col), of every tile."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -247,6 +285,14 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 
 def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
+    """Add the colour bar of tiles.
+
+    Args:
+        axes: their panel.
+        image: what `draw_tiles` returned.
+        unit: what the values are.
+        scale: the scale that `draw_tiles` had.
+    """
     bar = colour_bar(axes, image, bar_label(unit, scale, image.get_clim()[0]))
     if scale == "head":
         bar.set_ticks([0, 1])
@@ -254,7 +300,13 @@ def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
 
 
 def bar_label(unit: str, scale: str, low: float | None) -> str:
-    """The label of a colour bar beside tiles. low: where its colours start."""
+    """Return the label of a colour bar beside tiles.
+
+    Args:
+        unit: what the values are.
+        scale: "shared", "plain" or "head".
+        low: the value at which the colours start.
+    """
     if scale == "head":
         return "each head scaled to its own range"
     if low:
@@ -276,17 +328,18 @@ def draw_grid(
     midlines: bool = False,
     convert: Convert | None = None,
 ) -> Figure:
-    """The maps of a store, one picture per grid size, below one another, the largest grid first.
+    """Return a figure of a store's maps, one picture per map size, the largest maps on top.
 
     Call it inside a function decorated with `styled`.
 
     Args:
-        table: with columns row and col.
-        title: of the figure, after the store's label.
-        scale: see `draw_tiles`.
+        table: one store's maps, with the columns row and col.
+        title: title of the figure, after the store's label.
+        scale: "shared": one scale for all maps, coloured by the cube root; "plain": one linear
+            scale; "head": each map over its own range.
         unit: what the values are.
-        midlines: see `draw_tiles`.
-        convert: map -> what is drawn; by default the map itself.
+        midlines: whether red lines go through the middle of each map.
+        convert: changes each map before it is drawn; by default maps stay as they are.
     """
     all_tiles = tile_table(table.frame, convert)
     alone = len(all_tiles) == 1 and len(all_tiles[0].maps) == 1
@@ -294,37 +347,39 @@ def draw_grid(
     if alone:
         scale = "plain"
     grids = [tile_grid(tiles) for tiles in all_tiles]
-    figure, parts = stack(*grids)
-    for tiles, grid, part in zip(all_tiles, grids, parts, strict=True):
-        (axes,) = grid.axes(part)
+    figure, boxes = stack(*grids)
+    for tiles, grid, box in zip(all_tiles, grids, boxes, strict=True):
+        (axes,) = grid.axes(box)
         image = draw_tiles(axes, tiles, scale=scale, limits=limits, midlines=midlines)
-        rows, columns = tiles.size
-        of = (
-            ""
-            if len(all_tiles) == 1
-            else f" of the blocks with maps of {rows} x {columns}"
-        )
-        axes.set_xlabel(f"head{of}")
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
+        elif len(all_tiles) == 1:
+            axes.set_xlabel("head")
+        else:
+            rows, columns = tiles.size
+            axes.set_xlabel(f"head of the blocks with maps of {rows} x {columns}")
         add_bar(axes, image, unit, scale)
     first = table.frame.row(0, named=True)
-    who = shorten(first["store"], 28)
+    name = shorten(first["store"], 28)
     if alone:
-        head = "" if first["head"] is None else f" head {first['head']}"
-        who = f"{who}, {all_tiles[0].row_labels[0]}{head}"
-    name_part(figure, f"{who}: {title} (n = {count(table.frame)})")
+        name += f", {all_tiles[0].row_labels[0]}"
+        if first["head"] is not None:
+            name += f" head {first['head']}"
+    name_part(figure, f"{name}: {title} (n = {count(table.frame)})")
     return figure
 
 
 def tile_grid(tiles: Tiles) -> PanelGrid:
-    """The room of one picture of tiles in a figure: tiles as large as is useful."""
+    """Return the room of one picture of tiles in a figure, with tiles as large as is useful."""
     height, width = tiles.shape()
     side = LARGEST if len(tiles.maps) > 1 else ALONE
-    around = 0.52 * max(map(len, tiles.row_labels)) + 9
-    cell = min(side / max(tiles.size), (room() - around) / width, 110 / height)
-    whole = width * cell + around
-    return PanelGrid(1, width=whole, widest=whole, height=height * cell + 5)
+    # Ems beside the picture: row labels at 0.52 em per letter, and the colour bar.
+    beside = 0.52 * max(map(len, tiles.row_labels)) + 9
+    fits_width = (room() - beside) / width
+    fits_height = 110 / height
+    cell = min(side / max(tiles.size), fits_width, fits_height)
+    panel_width = width * cell + beside
+    return PanelGrid(1, width=panel_width, widest=panel_width, height=height * cell + 5)
 
 
 # ------------------------------------------------------------------------------- several models
@@ -339,15 +394,26 @@ def draw_models(
     midlines: bool = False,
     convert: Convert | None = None,
 ) -> Figure:
-    """The maps of several stores side by side on one scale, each store's heads in a picture of its
-    own. Call it inside a function decorated with `styled`; arguments: see `draw_grid`."""
+    """Return a figure of the maps of several stores side by side, all on one scale.
+
+    Each store's heads are a picture of their own. Call it inside a function decorated with
+    `styled`.
+
+    Args:
+        table: maps of several stores, with the columns row and col.
+        title: title of the figure.
+        scale: "shared", "plain" or "head", as in `draw_grid`.
+        unit: what the values are.
+        midlines: whether red lines go through the middle of each map.
+        convert: changes each map before it is drawn; by default maps stay as they are.
+    """
     models = models_of(table.frame, convert)
     limits = value_range([tiles for _, tiles in models])
     grid = models_grid([tiles for _, tiles in models])
-    figure, (part,) = stack(grid)
+    figure, (box,) = stack(grid)
     title = f"{title} (n = {count(table.frame)})"
     draw_side_by_side(
-        part, grid, models, title, unit, scale=scale, limits=limits, midlines=midlines
+        box, grid, models, title, unit, scale=scale, limits=limits, midlines=midlines
     )
     return figure
 
@@ -355,33 +421,47 @@ def draw_models(
 def models_of(
     rows: pl.DataFrame, convert: Convert | None = None
 ) -> list[tuple[str, Tiles]]:
-    """(label, tiles) of each store and grid size, the stores of a group beside each other."""
-    return [
-        (store, tiles)
-        for _, of_group in by_group(rows)
-        for (store,), own in of_group.group_by("store", maintain_order=True)
-        for tiles in tile_table(own, convert)
-    ]
+    """Return (label, tiles) of each store and map size, the stores of a group beside each other."""
+    models = []
+    for _, group_rows in by_group(rows):
+        stores = group_rows.group_by("store", maintain_order=True)
+        for (store,), store_rows in stores:
+            for tiles in tile_table(store_rows, convert):
+                models.append((store, tiles))
+    return models
 
 
 def models_grid(models: Sequence[Tiles]) -> PanelGrid:
-    """The room of pictures of tiles side by side: as large as is useful, as small as is legible."""
+    """Return the room of pictures of tiles side by side: as large as is useful, but legible."""
     columns = max(len(tiles.column_labels) for tiles in models)
-    beside = (
-        1.0 if max(len(tiles.maps) for tiles in models) == 1 else 3.0
-    )  # of blocks' numbers
-    least = 6.2 if beside == 1 else max(11.0, SMALLEST * columns + beside)
-    across = max(1, min(len(models), int((room() - BAR) / least)))
-    across = -(-len(models) // -(-len(models) // across))  # lines of about equal length
+    # Lengths in ems: what stands beside and above the tiles, and the least width of a picture.
+    if max(len(tiles.maps) for tiles in models) == 1:  # one map each: no labels
+        beside = 1.0
+        above = 2.2
+        min_width = 6.2
+    else:
+        beside = 3.0
+        above = 4.4
+        min_width = max(11.0, SMALLEST * columns + beside)
+    max_across = max(1, min(len(models), int((room() - BAR) / min_width)))
+    # As few on a line as the number of lines allows: 5 are 3 and 2, not 4 and 1.
+    n_lines = -(-len(models) // max_across)
+    across = -(-len(models) // n_lines)
     side = min((room() - BAR) / across - beside, LARGEST * columns)
     ratio = max(tiles.shape()[0] / tiles.shape()[1] for tiles in models)
     width = side + beside + BAR / across
-    height = min(side * ratio, TALLEST) + (2.2 if beside == 1 else 4.4)
-    return PanelGrid(len(models), width, height, width, most=across, extra=1.5)
+    return PanelGrid(
+        n=len(models),
+        width=width,
+        height=min(side * ratio, TALLEST) + above,
+        widest=width,
+        most=across,
+        extra=1.5,
+    )
 
 
 def draw_side_by_side(
-    part: Any,
+    box: Any,
     grid: PanelGrid,
     models: Sequence[tuple[str, Tiles]],
     title: str,
@@ -391,15 +471,23 @@ def draw_side_by_side(
     limits: tuple[float, float],
     midlines: bool = False,
 ) -> None:
-    """(name, tiles) of each model in a part of a figure, the title above them with what colours
-    are; the rest: see `draw_tiles`."""
-    every = grid.axes(part)
-    for axes, (name, tiles) in zip(every, models, strict=True):
-        numbered = Tiles(
-            tiles.maps,
-            [label.removeprefix("block ") for label in tiles.row_labels],
-            tiles.column_labels,
-        )
+    """Draw the tiles of several models side by side, with a title that says what colours are.
+
+    Args:
+        box: a figure or a subfigure.
+        grid: its panels, from `models_grid`.
+        models: label and tiles of each model.
+        title: text above all panels.
+        unit: what the values are.
+        scale: "shared", "plain" or "head", as `draw_tiles` takes it.
+        limits: lowest and highest value of the colours.
+        midlines: whether red lines go through the middle of each map.
+    """
+    panels = grid.axes(box)
+    for axes, (name, tiles) in zip(panels, models, strict=True):
+        # The y axis says "block", so that labels are numbers.
+        numbers = [label.removeprefix("block ") for label in tiles.row_labels]
+        numbered = replace(tiles, row_labels=numbers)
         image = draw_tiles(axes, numbered, scale=scale, limits=limits, midlines=midlines)
         axes.xaxis.tick_bottom()
         if len(tiles.maps) == 1:
@@ -408,5 +496,5 @@ def draw_side_by_side(
             axes.xaxis.set_label_position("bottom")
             axes.set(xlabel="head", ylabel="block")
         map_title(axes, replace(grid, width=grid.width - BAR / grid.across), name)
-    bars_at_ends(grid, every, image, "")
-    name_part(part, f"{title}; colours: {bar_label(unit, scale, image.get_clim()[0])}")
+    bars_at_ends(grid, panels, image, "")
+    name_part(box, f"{title}; colours: {bar_label(unit, scale, image.get_clim()[0])}")

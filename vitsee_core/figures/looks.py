@@ -1,5 +1,4 @@
-"""The looks of a finished figure that a reader may change: theme, colours, range, title and
-axes."""
+"""Changes to the looks of a finished figure: theme, colours, range, title and axes."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ class Look:
 
     Attributes:
         theme: one of `plotting.THEMES`.
-        cmap: a colour map's name, for all panels that have one.
+        cmap: name of a colour map, for all panels that have one.
         range: lowest and highest value of the colours, or of the y axes where there are none.
-        title: above all panels.
-        log: which axes of panels with curves become logarithmic, of `AXES`; `NONE` makes both
+        title: text above all panels.
+        log: the axes ("x", "y") of panels with curves that become logarithmic; `NONE` makes both
             linear.
     """
 
@@ -45,26 +44,27 @@ class Look:
     log: tuple[str, ...] = ()
 
     def put_on(self, figure: Figure) -> None:
-        """Change a figure in all but its theme, which it has from `plotting.drawn_as`.
+        """Change a figure in all but its theme, which `plotting.drawn_as` has given it.
 
         Raises:
-            VitseeError: no such colour map, one for a figure without colours, or a logarithmic axis
-                without positive values.
+            VitseeError: there is no such colour map, a figure without colours is to have one, or
+                an axis without positive values is to be logarithmic.
         """
         bars = [bar for axes in all_axes(figure) if (bar := _bar_of(axes)) is not None]
         coloured = _mappables(figure, bars)
         if self.cmap is not None:
             _recolour(coloured, self.cmap)
-        for which in self.log:
-            if which == NONE:
+        for axis_name in self.log:
+            if axis_name == NONE:
                 _make_linear(figure)
             else:
-                _make_logarithmic(figure, which)
+                _make_logarithmic(figure, axis_name)
         if self.range is not None:
-            _limit(figure, coloured, bars, *self.range)
+            low, high = self.range
+            _limit(figure, coloured, bars, low, high)
         if self.title is not None:
             below = f"\n{figure.get_suptitle()}" if figure.get_suptitle() else ""
-            # Where titles of panels begin at the left, so does this one.
+            # At the left, where titles of panels begin, too.
             above = figure.suptitle(
                 f"{figure_text(self.title)}{below}", x=0.01, ha="left", fontweight="bold"
             )
@@ -72,44 +72,52 @@ class Look:
 
 
 def _bar_of(axes: Axes) -> Colorbar | None:
+    """Return the colour bar that fills these axes, None if they are a panel."""
     return getattr(axes, "_colorbar", None)
 
 
 def _is_picture(axes: Axes) -> bool:
-    """Whether a panel shows a map: what is drawn upon it is coloured to be seen there."""
+    """Return whether axes show a map or a colour bar, rather than curves."""
     from matplotlib.collections import QuadMesh
 
-    meshes = any(isinstance(one, QuadMesh) for one in axes.collections)
-    return bool(axes.images) or meshes or _bar_of(axes) is not None
+    has_mesh = any(isinstance(artist, QuadMesh) for artist in axes.collections)
+    return bool(axes.images) or has_mesh or _bar_of(axes) is not None
 
 
-def _curves(figure: Figure) -> list[Axes]:
+def _panels_with_curves(figure: Figure) -> list[Axes]:
+    """Return the panels whose axes are numbers that may be scaled."""
     return [axes for axes in all_axes(figure) if not _is_picture(axes) and axes.axison]
 
 
 def _mappables(figure: Figure, bars: list[Colorbar]) -> list[ScalarMappable]:
-    """The artists that give numbers a colour. Photographs and cells of one colour ("no value") do
-    not."""
-    found: list[ScalarMappable] = [bar.mappable for bar in bars]
+    """Return the artists that give numbers a colour, each once.
+
+    Photographs and cells of a single colour ("no value") do not.
+    """
+    candidates: list[ScalarMappable] = [bar.mappable for bar in bars]
     for axes in all_axes(figure):
         if _bar_of(axes) is None:
-            found += [*axes.images, *axes.collections]
-    numbers: list[ScalarMappable] = []
-    for one in found:
-        values = one.get_array()
-        if (
-            values is None
-            or np.ndim(values) > 2
-            or one.cmap.N < 16
-            or one.cmap.name == "gray"
-        ):
+            candidates += [*axes.images, *axes.collections]
+    coloured: list[ScalarMappable] = []
+    for artist in candidates:
+        values = artist.get_array()
+        if values is None:
             continue
-        if not any(one is other for other in numbers):
-            numbers.append(one)
-    return numbers
+        is_photograph = np.ndim(values) > 2 or artist.cmap.name == "gray"
+        has_few_colours = artist.cmap.N < 16  # colours of kinds, not of numbers
+        if is_photograph or has_few_colours:
+            continue
+        if not any(artist is other for other in coloured):
+            coloured.append(artist)
+    return coloured
 
 
 def _recolour(coloured: list[ScalarMappable], name: str) -> None:
+    """Give artists another colour map, with their own colour of cells without a value.
+
+    Raises:
+        VitseeError: matplotlib has no such map, or nothing is coloured.
+    """
     import matplotlib
 
     if name not in matplotlib.colormaps:
@@ -120,9 +128,9 @@ def _recolour(coloured: list[ScalarMappable], name: str) -> None:
         raise VitseeError(f"matplotlib has no colour map {name!r}{hint}")
     if not coloured:
         raise VitseeError("this figure has no colour map to change")
-    for one in coloured:
-        bad = tuple(one.cmap.get_bad().tolist())
-        one.set_cmap(matplotlib.colormaps[name].with_extremes(bad=bad))
+    for artist in coloured:
+        no_value = tuple(artist.cmap.get_bad().tolist())
+        artist.set_cmap(matplotlib.colormaps[name].with_extremes(bad=no_value))
 
 
 def _limit(
@@ -132,10 +140,22 @@ def _limit(
     low: float,
     high: float,
 ) -> None:
+    """Give the colours of a figure a range; a figure without colours gets it on its y axes.
+
+    Args:
+        figure: what is changed.
+        coloured: its artists with colours.
+        bars: its colour bars, which are drawn again.
+        low: lowest value.
+        high: highest value.
+
+    Raises:
+        VitseeError: the range reaches 0 where the scale is logarithmic.
+    """
     from matplotlib.colors import LogNorm
 
     if not coloured:
-        for axes in _curves(figure):
+        for axes in _panels_with_curves(figure):
             if axes.get_yscale() == "log" and low <= 0:
                 raise VitseeError(
                     f"the y axis is logarithmic: a range from {low:g} is impossible"
@@ -143,23 +163,30 @@ def _limit(
             axes.set_ylim(low, high)
         return
     values = np.concatenate(
-        [np.asarray(one.get_array(), float).ravel() for one in coloured]
+        [np.asarray(artist.get_array(), float).ravel() for artist in coloured]
     )
-    for one in coloured:
-        if isinstance(one.norm, LogNorm) and low <= 0:
+    for artist in coloured:
+        if isinstance(artist.norm, LogNorm) and low <= 0:
             raise VitseeError(
                 f"the colours are logarithmic: a range from {low:g} is not possible"
             )
-        one.set_clim(low, high)
+        artist.set_clim(low, high)
     for bar in bars:
-        _renew(figure, bar, beyond(values, low, high))
+        _redraw_bar(figure, bar, beyond(values, low, high))
 
 
-def _renew(figure: Figure, bar: Colorbar, extend: str) -> None:
-    """The colour bar again, with ticks of its new range and an arrow where values lie outside."""
+def _redraw_bar(figure: Figure, bar: Colorbar, extend: str) -> None:
+    """Draw a colour bar again, with ticks of its new range.
+
+    Args:
+        figure: the figure.
+        bar: the old bar, whose axes are emptied and used again.
+        extend: the ends with an arrow, as `beyond` gives them.
+    """
     axes = bar.ax
     upright = bar.orientation == "vertical"
     label = axes.get_ylabel() if upright else axes.get_xlabel()
+    # The old bar would otherwise go on following its artist, and draw into the same axes.
     bar.mappable.callbacks.disconnect(cast(Any, bar.mappable).colorbar_cid)
     axes.clear()
     new = figure.colorbar(
@@ -172,43 +199,59 @@ def _renew(figure: Figure, bar: Colorbar, extend: str) -> None:
 
 
 def _make_linear(figure: Figure) -> None:
+    """Make both axes of panels with curves linear, with plain numbers, and say so in labels."""
     from matplotlib.ticker import EngFormatter
 
-    for axes in _curves(figure):
-        for which in AXES:
-            side = getattr(axes, f"{which}axis")
-            if side.get_scale() != "linear":
-                low, high = getattr(axes.dataLim, f"interval{which}")
-                limits = low - 0.05 * (high - low), high + 0.05 * (high - low)
-                axes.set(**{f"{which}scale": "linear", f"{which}lim": limits})
-                side.set_major_formatter(EngFormatter(sep=""))
-                side.set_label_text(side.get_label_text().removesuffix(" (logarithmic)"))
+    for axes in _panels_with_curves(figure):
+        for name in AXES:
+            axis = getattr(axes, f"{name}axis")
+            if axis.get_scale() != "linear":
+                low, high = getattr(axes.dataLim, f"interval{name}")
+                margin = 0.05 * (high - low)
+                limits = low - margin, high + margin
+                axes.set(**{f"{name}scale": "linear", f"{name}lim": limits})
+                axis.set_major_formatter(EngFormatter(sep=""))
+                axis.set_label_text(axis.get_label_text().removesuffix(" (logarithmic)"))
 
 
-def _make_logarithmic(figure: Figure, which: str) -> None:
+def _make_logarithmic(figure: Figure, name: str) -> None:
+    """Make an axis of all panels with curves logarithmic.
+
+    Args:
+        figure: the figure.
+        name: "x" or "y".
+
+    Raises:
+        VitseeError: no panel has curves, or none of a panel's values is positive.
+    """
     from matplotlib.ticker import ScalarFormatter
 
-    panels = _curves(figure)
+    panels = _panels_with_curves(figure)
     if not panels:
         raise VitseeError(
-            f"this figure has no {which} axis of numbers to make logarithmic"
+            f"this figure has no {name} axis of numbers to make logarithmic"
         )
     for axes in panels:
-        if getattr(axes, f"get_{which}scale")() == "symlog":  # which has a place for 0
+        scale = getattr(axes, f"get_{name}scale")()
+        if scale == "symlog":  # is logarithmic already, and has a place for 0
             continue
-        interval = getattr(axes.dataLim, f"interval{which}")
-        smallest = getattr(axes.dataLim, f"minpos{which}")
-        if not np.isfinite(interval).all():
+        low, high = getattr(axes.dataLim, f"interval{name}")
+        smallest_positive = getattr(axes.dataLim, f"minpos{name}")
+        if not np.isfinite([low, high]).all():
             continue
-        if interval[1] <= 0 or not np.isfinite(smallest):
+        if high <= 0 or not np.isfinite(smallest_positive):
             raise VitseeError(
-                f"no value is positive: the {which} axis cannot be logarithmic"
+                f"no value is positive: the {name} axis cannot be logarithmic"
             )
-        low = interval[0] if interval[0] > 0 else smallest
-        ratio = (interval[1] / low) ** 0.06 if interval[1] > low else 1.5
-        limits = low / ratio, interval[1] * ratio
-        axes.set(**{f"{which}scale": "log", f"{which}lim": limits})
-        if interval[1] < 30 * low:  # within little more than a decade 1.8e1 is no help
-            side = getattr(axes, f"{which}axis")
-            side.set_major_formatter(ScalarFormatter())
-            side.set_minor_formatter(ScalarFormatter())
+        if low <= 0:
+            low = smallest_positive
+        # A margin of 6 % of the axis at each end, as a factor.
+        ratio = (high / low) ** 0.06 if high > low else 1.5
+        limits = low / ratio, high * ratio
+        axes.set(**{f"{name}scale": "log", f"{name}lim": limits})
+        if (
+            high < 30 * low
+        ):  # plain numbers: within little more than a decade 1.8e1 is no help
+            axis = getattr(axes, f"{name}axis")
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(ScalarFormatter())

@@ -19,24 +19,33 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.image import AxesImage
 
-# Sublayer; token's name or (row, col), of clips (frame, row, col) -> value.
+# A sublayer, and the value of each of its tokens, by name or by (row, col); of clips by (frame,
+# row, col).
 Column = tuple[str, Mapping[Any, float]]
 
 NO_VALUE = "#C9C9C9"
 SEQUENTIAL = "viridis"
 DIVERGING = "RdBu_r"
-# Heights, the patches' being 1: of each prefix token, and of the line below them.
-PREFIX_SHARE = 0.08
-GAP = 0.012
-MOST_TICKS = 7
-MEANS = ("patches", "registers", "flat")  # are means over several tokens
+# Heights, in units of the height of all patches.
+PREFIX_HEIGHT = 0.08  # of each prefix token
+GAP = 0.012  # between the prefix tokens and the patches
+MAX_TICKS = 7
+MEANS = ("patches", "registers", "flat")  # names of means over several tokens
 
 
 @dataclass(frozen=True)
 class MapPanel:
-    """One store's map of one kind of sublayer. sites: the columns. prefix: names and (prefix
-    tokens, columns). bodies: each column's other tokens in order; cells: their (row, col), of
-    clips (frame, row, col), empty where the columns differ."""
+    """One store's map of one kind of sublayer: tokens downwards, sublayers to the right.
+
+    Attributes:
+        title: text above it.
+        store: the store's label.
+        sites: the sublayers, one per column.
+        prefix: names of the prefix tokens (class token, registers).
+        prefix_values: (prefix tokens, columns), NaN where a column lacks a token.
+        bodies: the values of each column's other tokens, (tokens,), in order.
+        cells: their (row, col), of clips (frame, row, col); empty where the columns' differ.
+    """
 
     title: str
     store: str
@@ -48,40 +57,55 @@ class MapPanel:
 
     @classmethod
     def of(cls, title: str, store: str, columns: Sequence[Column]) -> MapPanel:
-        """A panel made of the tokens of each column; means over several tokens are not part of a
-        map."""
-        names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
+        """Return a panel made of the tokens of each column.
+
+        Means over several tokens are left out, as they have no place in a map.
+
+        Args:
+            title: text above it.
+            store: the store's label.
+            columns: each sublayer with the values of its tokens.
+        """
+        names: dict[str, None] = {}
+        for _, values in columns:
+            names |= dict.fromkeys(token for token in values if isinstance(token, str))
         prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
-        values = np.array(
-            [[of.get(name, np.nan) for _, of in columns] for name in prefix]
+        prefix_values = np.array(
+            [[values.get(name, np.nan) for _, values in columns] for name in prefix]
         )
-        cells = [sorted(t for t in of if isinstance(t, tuple)) for _, of in columns]
-        bodies = tuple(
-            np.array([of[t] for t in own])
-            for (_, of), own in zip(columns, cells, strict=True)
-        )
-        alike = all(own == cells[0] for own in cells)
+        cells = []
+        bodies = []
+        for _, values in columns:
+            column_cells = sorted(token for token in values if isinstance(token, tuple))
+            cells.append(column_cells)
+            bodies.append(np.array([values[cell] for cell in column_cells]))
+        same_cells = all(column_cells == cells[0] for column_cells in cells)
         return cls(
-            title,
-            store,
-            tuple(site for site, _ in columns),
-            prefix,
-            values.reshape(len(prefix), len(columns)),
-            bodies,
-            tuple(cells[0]) if alike else (),
+            title=title,
+            store=store,
+            sites=tuple(site for site, _ in columns),
+            prefix=prefix,
+            prefix_values=prefix_values.reshape(len(prefix), len(columns)),
+            bodies=tuple(bodies),
+            cells=tuple(cells[0]) if same_cells else (),
         )
 
     def all_values(self) -> Float:
+        """Return the values of all tokens in all columns, flat."""
         return np.concatenate([self.prefix_values.ravel(), *self.bodies])
 
     def ticks(self) -> Ticks:
+        """Return the labels of the sublayers."""
         axis = SiteAxis.of([(self.store, site) for site in self.sites], {})
-        return axis.ticks(MOST_TICKS)
+        return axis.ticks(MAX_TICKS)
 
 
 def colour_scale(metric: str, values: Float) -> Normalize:
-    """A colour scale from the smallest to the largest value; logarithmic for ratios and norms that
-    span more than a factor of 10, symmetric about 0 for `cos_branch`, up to 1 for `cos_out`."""
+    """Return a colour scale from the smallest to the largest value.
+
+    It is logarithmic for ratios and norms that span more than a factor of 10, symmetric about 0 for
+    `cos_branch`, and ends at 1 for `cos_out`. NaN is ignored.
+    """
     from matplotlib.colors import LogNorm, Normalize
 
     finite = values[np.isfinite(values)]
@@ -96,12 +120,14 @@ def colour_scale(metric: str, values: Float) -> Normalize:
         return LogNorm(low, high)
     if metric == "cos_out":
         return Normalize(min(low, 0.9), 1)
-    return Normalize(low, high if high > low else 1.1 * low + 0.1)
+    if high <= low:  # one value: a scale needs two ends
+        high = 1.1 * low + 0.1
+    return Normalize(low, high)
 
 
 def value_ticks(axis: Axis, scale: Normalize) -> None:
-    """Plain numbers (0.5, 2, 10; powers of 10 beyond) on an axis with a logarithmic scale; others
-    stay as they are."""
+    """Label an axis with plain numbers (0.5, 2, 10; powers of 10 beyond) if its scale is
+    logarithmic."""
     from matplotlib.colors import LogNorm
 
     if not isinstance(scale, LogNorm):
@@ -111,24 +137,37 @@ def value_ticks(axis: Axis, scale: Normalize) -> None:
 
 
 def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
-    """Draw the panel, below `styled`; its image, for a colour bar.
+    """Draw a map of tokens, and return one of its images, for a colour bar.
+
+    Call it inside a function decorated with `styled`.
 
     Args:
         axes: an empty panel.
         panel: what to draw.
-        scale: from `colour_scale`.
+        scale: its colours, from `colour_scale`.
     """
     n = len(panel.sites)
-    tops = [
-        -GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))
-    ]
+    n_prefix = len(panel.prefix)
+    # y runs downwards: the patches fill 0 to 1, prefix tokens stand above them, below 0.
+    tops = [-GAP - PREFIX_HEIGHT * (n_prefix - i) for i in range(n_prefix)]
     for top, values in zip(tops, panel.prefix_values, strict=True):
-        image = _image(
-            axes, values[np.newaxis], scale, (-0.5, n - 0.5), (top, top + PREFIX_SHARE)
+        image = _draw_cells(
+            axes,
+            values[np.newaxis],  # (1, columns)
+            scale,
+            x=(-0.5, n - 0.5),
+            y=(top, top + PREFIX_HEIGHT),
         )
+    # Columns may have different numbers of tokens: each is an image of its own.
     for k, values in enumerate(panel.bodies):
         if len(values):
-            image = _image(axes, values[:, np.newaxis], scale, (k - 0.5, k + 0.5), (0, 1))
+            image = _draw_cells(
+                axes,
+                values[:, np.newaxis],  # (tokens, 1)
+                scale,
+                x=(k - 0.5, k + 0.5),
+                y=(0, 1),
+            )
     axes.set_xlim(-0.5, n - 0.5)
     axes.set_ylim(1, min([0.0, *tops]))
     axes.set_title(panel.title)
@@ -141,14 +180,23 @@ def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
     return image
 
 
-def _image(
+def _draw_cells(
     axes: Axes,
     values: Float,
     scale: Normalize,
+    *,
     x: tuple[float, float],
     y: tuple[float, float],
 ) -> AxesImage:
-    """Cells that fill the box x, y; the first row on top."""
+    """Draw values (rows, cols) as cells that fill a box, the first row on top.
+
+    Args:
+        axes: the panel.
+        values: the cells.
+        scale: their colours; one that is symmetric about 0 has a diverging colour map.
+        x: left and right edge of the box.
+        y: upper and lower edge of the box.
+    """
     import matplotlib
 
     diverging = scale.vmin is not None and scale.vmin == -(scale.vmax or 0)
@@ -164,21 +212,31 @@ def _image(
 
 
 def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float]) -> None:
-    """Prefix tokens by name; rows of the grid where all columns have one, else its ends."""
-    places = [top + PREFIX_SHARE / 2 for top in tops]
+    """Label the y axis: prefix tokens by name, patches by their row or frame.
+
+    Where the columns have different grids only the first and the last patch are labelled.
+
+    Args:
+        axes: the panel.
+        panel: what it shows.
+        tops: y of the upper edge of each prefix token.
+    """
+    ticks = [top + PREFIX_HEIGHT / 2 for top in tops]
     texts = ["CLS" if name == "cls" else token_words(name) for name in panel.prefix]
     if panel.cells:
-        starts = [
-            k for k, place in enumerate(panel.cells) if place[1:] == panel.cells[0][1:]
-        ]
-        shown = starts[:: -(-len(starts) // 6)]
-        places += [(k + 0.5) / len(panel.cells) for k in shown]
-        texts += [str(panel.cells[k][0]) for k in shown]
-        word = f"patches, by {'row of the grid' if len(panel.cells[0]) == 2 else 'frame'}"
+        # Cells in the first column of the grid begin a row; of clips the first of each frame.
+        first = panel.cells[0]
+        starts = [k for k, cell in enumerate(panel.cells) if cell[1:] == first[1:]]
+        step = -(-len(starts) // 6)  # six labels at most
+        labelled = starts[::step]
+        ticks += [(k + 0.5) / len(panel.cells) for k in labelled]
+        texts += [str(panel.cells[k][0]) for k in labelled]
+        unit = "row of the grid" if len(first) == 2 else "frame"
+        ylabel = f"patches, by {unit}"
     else:
-        places += [0, 1]
+        ticks += [0, 1]
         texts += ["first", "last"]
-        word = "location, row by row"
-    axes.set_yticks(places, texts)
+        ylabel = "location, row by row"
+    axes.set_yticks(ticks, texts)
     axes.tick_params(length=2, width=0.5)
-    axes.set_ylabel(word)
+    axes.set_ylabel(ylabel)
