@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal, having, unique
 from vitsee_cli.main import main
-from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
+from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, run
+from vitsee_core.analyses.knn.voting import ranks
 from vitsee_core.kernels.neighbours import PAD, Neighbours
 from vitsee_core.truth.labels.neighbours import in_tiles, nearest
 from vitsee_stores import Store

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core.analyses.lens import METRICS, _scores, plot, run
+from vitsee_core.analyses.lens import METRICS, plot, run
+from vitsee_core.analyses.lens.store_lens import token_scores
 from vitsee_core.models import provenance
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of
@@ -114,7 +115,7 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
 
 def test_scores_by_hand() -> None:
     logits = np.array([[[1.0, 3.0, 3.0]], [[2.0, 0.0, 1.0]], [[5.0, 0.0, 0.0]]])
-    found = _scores(logits, np.array([2, 1, -1]), np.array([1, 2, 0]))
+    found = token_scores(logits, np.array([2, 1, -1]), np.array([1, 2, 0]))
     # of equal logits the first is the answer, and the best rank counts
     assert found["lens_top1"][:2, 0].tolist() == [0, 0]
     assert found["lens_rank"][:2, 0].tolist() == [1, 3]

@@ -72,7 +72,9 @@ def test_the_last_is_checked_before_the_first_is_read(
     run, options = RUNS[name]
     other = made(tmp_path / "other.zarr", 9, 9, model="another")
     where = (
-        "analyses.knn.nearest" if name == "knn" else "analyses.probe.score.Prober.each"
+        "analyses.knn.voting.nearest"
+        if name == "knn"
+        else "analyses.probe.score.Prober.each"
     )
     monkeypatch.setattr(f"vitsee_core.{where}", lambda *_: pytest.fail("work began"))
     with pytest.raises(
