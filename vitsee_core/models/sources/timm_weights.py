@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from vitsee_core.models.weights.checkpoint_files import read_file
 from vitsee_core.models.weights.checkpoints import preferred_state
-from vitsee_core.models.weights.fitting import Convert, Fit, fit
+from vitsee_core.models.weights.copies import Convert
+from vitsee_core.models.weights.fitting import Fit, fit
 from vitsee_core.models.weights.positions import Resampling
 
 
@@ -56,7 +57,7 @@ def by_the_rule(
                 who,
                 convert=convert,
                 resampling=said,
-                whole=False,
+                refuse_incomplete=False,
             )
             fits.append(result)
             return result.tensors

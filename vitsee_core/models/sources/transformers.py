@@ -610,7 +610,7 @@ class TransformersSource(Source):
             return by_attention(loaded)
 
         try:
-            module, missing, left_over, copies = load_whole(
+            weights = load_whole(
                 load,
                 self._file,
                 self.name,
@@ -620,14 +620,14 @@ class TransformersSource(Source):
         except Exception as error:
             raise self._explained(error) from error
         record = {
-            "missing": missing,
-            "unexpected": left_over if part != PART else [],
-            "other_keys": copies,
+            "missing": weights.missing,
+            "unexpected": weights.left_over if part != PART else [],
+            "other_keys": weights.copies,
         }
         self.loaded = {key: names for key, names in record.items() if names}
         if part == PART:
-            return with_features(module)
-        return self._part(module)
+            return with_features(weights.module)
+        return self._part(weights.module)
 
     def _names_of_saved_class(self) -> set[str]:
         """The names of the tensors of the class that the checkpoint was saved from, which lie

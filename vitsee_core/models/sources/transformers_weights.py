@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,14 @@ from vitsee_core.models.weights.left_over import (
 from vitsee_core.models.weights.names import (
     COPY_SHARE,
     Group,
-    copy_rank,
     groups_of,
+    preferred_copy,
     unchunked,
     without_wrappers,
 )
 
 FileOf = Callable[[str], str | None]
-WHOLE = ("model.safetensors", "pytorch_model.bin")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 EXPECTED = (
     "expected a folder or repository whose config.json and weights belong together, all but the "
     "classifier (random weights are --random-init SEED)"
@@ -47,54 +47,31 @@ EXPECTED = (
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of safetensors
 
 
-def weight_files(file_of: FileOf) -> list[str]:
-    """Local paths of a checkpoint's files of weights, those that transformers reads."""
-    for name in WHOLE:
-        if (index := file_of(f"{name}.index.json")) is not None:
-            try:
-                shards = json.loads(Path(index).read_text("utf-8"))["weight_map"].values()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(
-                    f"{index} is not an index of shards: {error!r}"
-                ) from error
-            return [
-                path
-                for shard in sorted({*shards})
-                if (path := file_of(shard)) is not None
-            ]
-        if (path := file_of(name)) is not None:
-            return [path]
-    return []
+class LoadedWeights(NamedTuple):
+    """A module with its checkpoint's weights, and how far they are the module's.
+
+    Attributes:
+        module: the module.
+        missing: the classifier's tensors that keep their random values.
+        left_over: the checkpoint's tensors without use.
+        copies: other copies of the model in the checkpoint.
+    """
+
+    module: nn.Module
+    missing: list[str]
+    left_over: list[str]
+    copies: list[str]
 
 
-def stored_types(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> the type in which a checkpoint's tensors are stored, as safetensors call it, of those
-    that hold no floats; files that cannot be read are left to their loading."""
-    from safetensors import safe_open
+class _LoadReport(NamedTuple):
+    """The names that `from_pretrained` reports.
 
-    types: dict[str, str] = {}
-    for path in paths:
-        if path.endswith(".safetensors"):
-            with safe_open(path, "pt") as tensors:
-                names = list(tensors.keys())
-                types |= {
-                    name: str(tensors.get_slice(name).get_dtype()) for name in names
-                }
-            continue
-        try:
-            content = torch.load(
-                path, map_location="meta", weights_only=True
-            )  # no values read
-        except Exception:
-            continue
-        if isinstance(content, Mapping):
-            tensors_of_file = {n: x for n, x in content.items() if isinstance(x, Tensor)}
-            types |= {
-                str(name): str(x.dtype).removeprefix("torch.")
-                for name, x in tensors_of_file.items()
-                if x.is_quantized or not x.is_floating_point()
-            }
-    return {name: kind for name, kind in types.items() if not kind.startswith(_FLOATS)}
+    mismatched: name -> "NAME (shape) for (shape)".
+    """
+
+    missing: list[str]
+    mismatched: dict[str, str]
+    left_over: list[str]
 
 
 def load_whole(
@@ -104,17 +81,17 @@ def load_whole(
     *,
     part: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
-) -> tuple[nn.Module, list[str], list[str], list[str]]:
-    """The module that `load` gives with its weights, the classifier's tensors that are random, the
-    checkpoint's tensors without use, and other copies of the model in it.
+) -> LoadedWeights:
+    """Load a checkpoint with `from_pretrained`, and refuse it where it is not the model's.
 
     Args:
-        load: calls `from_pretrained`, with a state dict in place of the checkpoint's, or without.
-        file_of: the local path of a file of the checkpoint, None if there is none.
-        who: the model, in messages.
+        load: calls `from_pretrained`, with a state dict in place of the checkpoint's, or with None;
+            returns the module and the library's report.
+        file_of: returns the local path of a file of the checkpoint, None if there is none.
+        who: the model, as error messages call it.
         part: path of the only part that is used, "" for all of it.
-        base_names: the tensor names of the class that the checkpoint was saved from, whose task's
-            own layers may be left over.
+        base_names: returns the tensor names of the class that the checkpoint was saved from, whose
+            task's layers may be left over.
 
     Raises:
         ModelError: the weights are not the model's.
@@ -124,28 +101,86 @@ def load_whole(
     with quiet():
         module, info = load(None)
     copies: list[str] = []
-    if _lacks(module, info, part):
-        state, copies = _cut(module, paths, who, base_names)
+    if _may_need_cutting(module, info, part):
+        state, copies = _cut_state(module, paths, who, base_names)
         if state is not None:
             with quiet():
                 module, info = load(state)
-    missing, left_over = judge(module, info, who, part=part, base_names=base_names)
-    return module, missing, left_over, copies
+    missing, left_over = require_loaded(
+        module, info, who, part=part, base_names=base_names
+    )
+    return LoadedWeights(module, missing, left_over, copies)
+
+
+def weight_files(file_of: FileOf) -> list[str]:
+    """Return the local paths of a checkpoint's files of weights, in the order in which transformers
+    looks for them: the first format that there is.
+
+    Raises:
+        ModelError: the index of a checkpoint in several files is damaged.
+    """
+    for name in SINGLE_FILES:
+        index = file_of(f"{name}.index.json")
+        if index is not None:
+            try:
+                shards = json.loads(Path(index).read_text("utf-8"))["weight_map"].values()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index} is not an index of shards: {error!r}"
+                ) from error
+            shard_paths = [file_of(shard) for shard in sorted({*shards})]
+            return [path for path in shard_paths if path is not None]
+        path = file_of(name)
+        if path is not None:
+            return [path]
+    return []
+
+
+def stored_types(paths: Sequence[str]) -> dict[str, str]:
+    """Return name -> stored type, as safetensors calls it, of the tensors that do not hold floats.
+
+    Files that cannot be read are passed over: loading them gives the better error.
+    """
+    from safetensors import safe_open
+
+    types: dict[str, str] = {}
+    for path in paths:
+        if path.endswith(".safetensors"):
+            with safe_open(path, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - a safe_open is not iterable
+                    types[name] = str(tensors.get_slice(name).get_dtype())
+            continue
+        try:
+            # On the meta device no values are read.
+            content = torch.load(path, map_location="meta", weights_only=True)
+        except Exception:
+            continue
+        if isinstance(content, Mapping):
+            for name, x in content.items():
+                if isinstance(x, Tensor) and (
+                    x.is_quantized or not x.is_floating_point()
+                ):
+                    types[str(name)] = str(x.dtype).removeprefix("torch.")
+    return {name: kind for name, kind in types.items() if not kind.startswith(_FLOATS)}
 
 
 def require_floats(types: Mapping[str, str], who: str) -> None:
-    """Refuse integers and complex numbers in place of float weights. types: of `stored_types`.
+    """Refuse integers and complex numbers in place of float weights.
+
+    Args:
+        types: name -> stored type, from `stored_types`.
+        who: the model, as the message calls it.
 
     Raises:
         ModelError: names the first.
     """
     for name, kind in types.items():
-        fixed = name.split(".")[-1] in FIXED_TABLES or is_known(name)
-        if not fixed:
+        may_be_integer = name.split(".")[-1] in FIXED_TABLES or is_known(name)
+        if not may_be_integer:
             raise ModelError(stored_type_problem(who, name, kind))
 
 
-def judge(
+def require_loaded(
     module: nn.Module,
     info: Mapping[str, Any],
     who: str,
@@ -153,80 +188,98 @@ def judge(
     part: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """The classifier's tensors that are random, and the checkpoint's without use, by what
-    `from_pretrained` reports.
+    """Return the classifier's tensors that are random, and the checkpoint's tensors without use.
+
+    Args:
+        module: the module after `from_pretrained`.
+        info: what `from_pretrained` reported.
+        who: the model, as error messages call it.
+        part: path of the only part that is used, "" for all of it.
+        base_names: returns the tensor names of the class that the checkpoint was saved from.
 
     Raises:
         ModelError: other tensors are random, of another size, or without use.
     """
-    missing, mismatched, left_over = _reported(module, info, part)
+    report = _load_report(info, part)
     heads = classifier_names(module)
-    strange = [name for name in left_over if not _may_be_left(name, module, heads)]
+    strange = [
+        name for name in report.left_over if not _may_be_left_over(name, module, heads)
+    ]
     if strange and base_names is not None:
         # Layers of the class that was saved, beside the model that is used of it.
-        others = base_names()
-        strange = [name for name in strange if name not in others]
+        names_of_saved_class = base_names()
+        strange = [name for name in strange if name not in names_of_saved_class]
     require_fit(
         who,
-        missing=[name for name in missing if not name.startswith(heads)],
-        sizes=[text for name, text in mismatched.items() if not name.startswith(heads)],
+        missing=[name for name in report.missing if not name.startswith(heads)],
+        sizes=[
+            text for name, text in report.mismatched.items() if not name.startswith(heads)
+        ],
         left_over=strange,
         expected=EXPECTED,
     )
-    return sorted({*missing, *mismatched}), left_over
+    return sorted({*report.missing, *report.mismatched}), report.left_over
 
 
-def _reported(
-    module: nn.Module, info: Mapping[str, Any], part: str
-) -> tuple[list[str], dict[str, str], list[str]]:
+def _load_report(info: Mapping[str, Any], part: str) -> _LoadReport:
+    """Return the names that `from_pretrained` reports, for a part of a model those of the part."""
     missing = sorted(map(str, info.get("missing_keys", ())))
     left_over = sorted(map(str, info.get("unexpected_keys", ())))
     mismatched = {
-        str(name): f"{name} {tuple(stored)} for {tuple(own)}"
-        for name, stored, own in info.get("mismatched_keys", ())
+        str(name): f"{name} {tuple(stored)} for {tuple(expected)}"
+        for name, stored, expected in info.get("mismatched_keys", ())
     }
     if part:
-        ends = (f"{part}.", f"{part.removeprefix('model.')}.")
-        inside = [name for name in {*missing, *mismatched} if name.startswith(ends)]
-        missing = [name for name in missing if name in inside]
-        mismatched = {name: text for name, text in mismatched.items() if name in inside}
+        # The library reports names with and without the base model's prefix.
+        prefixes = (f"{part}.", f"{part.removeprefix('model.')}.")
+        missing = [name for name in missing if name.startswith(prefixes)]
+        mismatched = {
+            name: text for name, text in mismatched.items() if name.startswith(prefixes)
+        }
         left_over = [
-            name for name in left_over if any(f".{end}" in f".{name}" for end in ends)
+            name
+            for name in left_over
+            if any(f".{prefix}" in f".{name}" for prefix in prefixes)
         ]
     # Counters compute nothing; tables follow from the configuration.
     missing = [name for name in missing if name.split(".")[-1] not in FIXED_TABLES]
-    return missing, mismatched, left_over
+    return _LoadReport(missing, mismatched, left_over)
 
 
-def _may_be_left(name: str, module: nn.Module, heads: tuple[str, ...]) -> bool:
+def _may_be_left_over(name: str, module: nn.Module, heads: tuple[str, ...]) -> bool:
+    """Return whether a tensor of the checkpoint may be without use: it is the classifier's, or
+    known to stand beside a model or in another task's model."""
     if name.startswith(heads) or is_known(name):
         return True
-    base = getattr(module, "base_model_prefix", "")
-    prefixes = [base] if base and not hasattr(module, base) else []
+    base_prefix = getattr(module, "base_model_prefix", "")
+    is_base_model = base_prefix != "" and not hasattr(module, base_prefix)
     # Inside the model's own prefix a name is judged by what stands behind it.
-    if prefixes and name.startswith(f"{base}."):
-        return is_known(name.removeprefix(f"{base}."))
+    if is_base_model and name.startswith(f"{base_prefix}."):
+        return is_known(name.removeprefix(f"{base_prefix}."))
     if any(name.startswith(f"{child}.") for child, _ in module.named_children()):
         return False
-    return is_known_beside(name, prefixes)
+    return is_known_beside(name, [base_prefix] if is_base_model else [])
 
 
-def _lacks(module: nn.Module, info: Mapping[str, Any], part: str) -> bool:
-    """Whether names of the checkpoint may have to be cut: something is missing or strange."""
-    missing, _, left_over = _reported(module, info, part)
+def _may_need_cutting(module: nn.Module, info: Mapping[str, Any], part: str) -> bool:
+    """Return whether names of the checkpoint may have a prefix that hides them from the library:
+    something is missing or strange."""
+    report = _load_report(info, part)
     heads = classifier_names(module)
-    strange = any(not _may_be_left(name, module, heads) for name in left_over)
-    return strange or any(not name.startswith(heads) for name in missing)
+    has_strange = any(
+        not _may_be_left_over(name, module, heads) for name in report.left_over
+    )
+    return has_strange or any(not name.startswith(heads) for name in report.missing)
 
 
-def _cut(
+def _cut_state(
     module: nn.Module,
     paths: Sequence[str],
     who: str,
     base_names: Callable[[], Collection[str]] | None,
 ) -> tuple[dict[str, Tensor] | None, list[str]]:
-    """The checkpoint's tensors without wrappers' words and without what stands before the model's
-    names, and other copies of the model in it; None where nothing can be cut.
+    """Return the checkpoint's tensors without wrappers' words and without what stands before the
+    model's names (None where nothing can be cut), and the labels of other copies of the model.
 
     Raises:
         ModelError: beside the model there are tensors that may not be left over.
@@ -235,56 +288,62 @@ def _cut(
     for path in paths:
         content = read_file(Path(path))
         if isinstance(content, Mapping):
-            state |= {
-                str(name): x for name, x in content.items() if isinstance(x, Tensor)
-            }
-    groups = _groups(module, state)
+            for name, x in content.items():
+                if isinstance(x, Tensor):
+                    state[str(name)] = x
+    groups = _library_groups(module, state)
     if not groups:
         return None, []
-    most = len(groups[0].names)
-    copies = [group for group in groups if len(group.names) >= COPY_SHARE * most]
-    chosen = min(copies, key=lambda group: (copy_rank(group.prefix), len(group.prefix)))
-    others = [group for group in copies if group is not chosen]
-    names = chosen.names
+    chosen, others = preferred_copy(groups)
     labels = [other.label or "(no prefix)" for other in others]
-    if all(cut == name for cut, name in names.items()) and len(names) == len(state):
+    is_uncut = all(cut == name for cut, name in chosen.names.items())
+    if is_uncut and len(chosen.names) == len(state):
         return None, labels
-    beside = state.keys() - set(names.values())
-    strange = unknown(sorted(beside), [chosen.label, *(other.label for other in others)])
+    names_beside = sorted(state.keys() - set(chosen.names.values()))
+    strange = unknown(names_beside, [chosen.label, *(other.label for other in others)])
     if strange and base_names is not None:
-        of_task = base_names()
-        cut_names = {
-            name: ".".join(without_wrappers(name.split("."))) for name in strange
-        }
-        strange = [name for name in strange if cut_names[name] not in of_task]
+        names_of_saved_class = base_names()
+        strange = [
+            name
+            for name in strange
+            if ".".join(without_wrappers(name.split("."))) not in names_of_saved_class
+        ]
     require_fit(who, left_over=strange, expected=EXPECTED)
-    return {cut: state[name] for cut, name in names.items()}, labels
+    return {cut: state[name] for cut, name in chosen.names.items()}, labels
 
 
-def _groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Group]:
-    """The file's tensors by the prefix before names that the model, or its library's older
-    versions, may have: those that share their endings with the model's."""
-    own = set(module.state_dict())
-    base = getattr(module, "base_model_prefix", "")
-    own |= {name.removeprefix(f"{base}.") for name in own if base}
-    renamed = unchunked(list(state), own)
-    back = {new: old for old, new in renamed.items()}
-    found = groups_of(list(back), own)
-    likely = [
-        group for group in found if len(group.names) >= COPY_SHARE * len(found[0].names)
-    ]
-    labels = {group.label: group.prefix for group in likely}
+def _library_groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Group]:
+    """Return the file's names by the prefix before names that the library may know, the fullest
+    group first.
+
+    The library also knows names of its older versions, which are not the model's. So each prefix
+    that hides most of the model's names brings all names below it.
+    """
+    model_names = set(module.state_dict())
+    base_prefix = getattr(module, "base_model_prefix", "")
+    if base_prefix:
+        model_names |= {name.removeprefix(f"{base_prefix}.") for name in model_names}
+    renamed = unchunked(list(state), model_names)
+    original_names = {new: old for old, new in renamed.items()}
+    groups = groups_of(list(original_names), model_names)
+    raw_prefixes = {
+        group.label: group.prefix
+        for group in groups
+        if len(group.names) >= COPY_SHARE * len(groups[0].names)
+    }
     complete: list[Group] = []
-    for label, raw in labels.items():
-        words = label.split(".") if label else []
+    for label, raw_prefix in raw_prefixes.items():
+        prefix = label.split(".") if label else []
+        # `ema.x` is below no prefix, too, but belongs to another copy.
+        longer_prefixes = [
+            other.split(".") for other in raw_prefixes if len(other) > len(label)
+        ]
         names: dict[str, str] = {}
-        for name in back:
-            cut = without_wrappers(name.split("."))
-            # `ema.x` is below no prefix, too, but another copy's.
-            longer = (other.split(".") for other in labels if len(other) > len(label))
-            if any(cut[: len(other)] == other for other in longer):
+        for name, original in original_names.items():
+            words = without_wrappers(name.split("."))
+            if any(words[: len(longer)] == longer for longer in longer_prefixes):
                 continue
-            if cut[: len(words)] == words and len(cut) > len(words):
-                names[".".join(cut[len(words) :])] = back[name]
-        complete.append(Group(raw, names))
+            if words[: len(prefix)] == prefix and len(words) > len(prefix):
+                names[".".join(words[len(prefix) :])] = original
+        complete.append(Group(raw_prefix, names))
     return sorted(complete, key=lambda group: -len(group.names))

@@ -14,16 +14,17 @@ assumed, which is said and recorded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.weights.checkpoint_files import read_file
-from vitsee_core.models.weights.fitting import State, fit
+from vitsee_core.models.weights.copies import Convert, State
+from vitsee_core.models.weights.fitting import fit
 from vitsee_core.models.weights.names import WRAPPER_WORDS, is_averaged, without_wrappers
 from vitsee_core.models.weights.positions import Resampling
 
@@ -36,10 +37,9 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_IMAGES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 WRAPPERS = WRAPPER_WORDS | {"model", "backbone"}
-CROPPED = (
-    224 / 256
-)  # resize to 256, centre crop of 224: what most publications evaluate with
-MOCO_SMALL = 384
+# Resize to 256, centre crop of 224: what most publications evaluate with.
+CROPPED = 224 / 256
+MOCO_SMALL_WIDTH = 384
 MOCO_HEADS = 12
 
 
@@ -47,9 +47,14 @@ MOCO_HEADS = 12
 class Checkpoint:
     """The weights of a file, before they are a model's.
 
-    key: of the file's state dict, "" if the file is that itself. others: keys of the others.
-    layout: of a known publication, which says how its images are prepared; None for other files.
-    is_part: the key is a prefix of names within a state dict; cut: that prefix, as in the file.
+    Attributes:
+        path: the file.
+        key: entry of the file that holds the state dict; "" if the file itself is the state dict.
+        state: the state dict.
+        others: keys of the other state dicts in the file.
+        layout: the published layout, which says how images are prepared; None if it is not known.
+        is_part: whether the key is a prefix of names within a state dict.
+        cut: that prefix, as in the file.
     """
 
     path: Path
@@ -62,26 +67,31 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path, key: str | None = None) -> Checkpoint:
-        """`key`, or `FILE#KEY`, names which of a file's state dicts to take.
+        """Return the weights of a file. `key`, or `FILE#KEY`, chooses one of its state dicts.
 
         Raises:
-            ModelError: an unreadable file, or none of these weights in it.
+            ModelError: an unreadable file, or no such state dict in it.
         """
         path = Path(path)
-        in_name = None
+        key_in_name = None
         if "#" in path.name and not path.exists():
-            file, _, in_name = path.name.rpartition("#")
-            path = path.with_name(file)
+            file_name, _, key_in_name = path.name.rpartition("#")
+            path = path.with_name(file_name)
         content = read_file(path)
-        chosen = _state_dict(content, key if key is not None else in_name, path)
-        whole = {str(name): x for name, x in content.items()}
-        layout = recognise(whole, chosen.key, chosen.uncut or chosen.state)
+        chosen = _choose_state(
+            content, key=key if key is not None else key_in_name, path=path
+        )
+        layout = recognise_layout(
+            content={str(name): x for name, x in content.items()},
+            key=chosen.key,
+            state=chosen.uncut or chosen.state,
+        )
         return cls(
-            path,
-            chosen.key,
-            chosen.state,
-            chosen.others,
-            layout,
+            path=path,
+            key=chosen.key,
+            state=chosen.state,
+            others=chosen.others,
+            layout=layout,
             is_part=chosen.is_part,
             cut=chosen.cut,
         )
@@ -89,48 +99,58 @@ class Checkpoint:
     def put_into(
         self,
         model: nn.Module,
-        convert: Callable[..., Any] | None = None,
+        convert: Convert | None = None,
         resampling: Resampling | None = None,
     ) -> dict[str, Any]:
-        """Load the weights, by the rule of `fitting`. convert: see `Source.converter`.
+        """Load the weights into a model, by the rule of `fitting`, and return their record.
 
-        Comes back: file, key, other_keys (of state dicts and copies that were not taken), prefix
+        The record has file, key, other_keys (of state dicts and copies that were not taken), prefix
         (cut from the names), missing (the model's tensors that keep their random values),
         unexpected (the file's tensors that the model has no use for, those under another prefix
         summed up as "prefix.* (n)") and, where there are any, resampled (tensors of another size
         in the file, position tables above all) and notes (what was assumed).
 
+        Args:
+            model: the model, changed in place.
+            convert: the library's function from a file's layout to the model's.
+            resampling: which tensors may be resampled; by default position tables alone.
+
         Raises:
             ModelError: the weights do not fit; names what is missing or left over.
         """
-        taken = fit(
+        weights = fit(
             model,
             self.state,
             str(self.path),
             convert=convert,
-            alone=self.is_part,
+            ignore_beside=self.is_part,
             resampling=resampling,
         )
-        model.load_state_dict(taken.tensors, strict=False)
-        label = ".".join(without_wrappers(taken.prefix.split(".")))
+        model.load_state_dict(weights.tensors, strict=False)
+        key = self.key
+        if not key and weights.copies:
+            # Several copies in one state dict: the prefix says which of them this is.
+            key = ".".join(without_wrappers(weights.prefix.split(".")))
         record: dict[str, Any] = {
             "file": self.path.name,
-            "key": self.key or (label if taken.copies else ""),
-            "other_keys": [*self.others, *taken.copies],
-            "prefix": self.cut + taken.prefix,
-            "missing": taken.missing,
-            "unexpected": taken.left_over,
+            "key": key,
+            "other_keys": [*self.others, *weights.copies],
+            "prefix": self.cut + weights.prefix,
+            "missing": weights.missing,
+            "unexpected": weights.left_over,
         }
-        if taken.resampled:
-            record["resampled"] = taken.resampled
-        if taken.notes:
-            record["notes"] = taken.notes
+        if weights.resampled:
+            record["resampled"] = weights.resampled
+        if weights.notes:
+            record["notes"] = weights.notes
         return record
 
 
-@dataclass
-class _Chosen:
-    """A state dict of a file, as in `Checkpoint`. uncut: the one that a part is of."""
+class _ChosenState(NamedTuple):
+    """A state dict of a file, with the fields of `Checkpoint`.
+
+    uncut: the whole state dict, where `state` holds the names below a prefix alone.
+    """
 
     key: str
     state: State
@@ -140,7 +160,8 @@ class _Chosen:
     uncut: State | None = None
 
 
-def _is_state(value: Any) -> bool:
+def _is_state_dict(value: Any) -> bool:
+    """Return whether a value is a mapping with names as keys, most of whose values are tensors."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -149,118 +170,145 @@ def _is_state(value: Any) -> bool:
     )
 
 
-def _state_dict(content: Any, wanted: str | None, path: Path) -> _Chosen:
-    """The state dict that `wanted` names, or else the preferred one."""
+def _choose_state(content: Any, *, key: str | None, path: Path) -> _ChosenState:
+    """Return the state dict that `key` names, or the preferred one where it is None.
+
+    Raises:
+        ModelError: there is none; the message lists the keys that there are.
+    """
     if not isinstance(content, Mapping):
         raise ModelError(
             f"{path} holds a {type(content).__name__}; expected a dict of tensors"
         )
     states = _state_dicts(content)
-    if _is_state(content):
-        states[""] = _tensors(content)
-    most = max(map(len, states.values()), default=0)
-    # Averaged weights only where there is nothing else, and a head's own state dict never first.
-    ranked = sorted(
-        states,
-        key=lambda key: (len(states[key]) < most / 2, is_averaged(key), _place(key)),
-    )
-    if wanted is None:
-        if not ranked:
-            held = ", ".join(map(str, list(content)[:8])) or "nothing"
-            raise ModelError(f"{path} holds no state dict; its keys are: {held}")
-        key = ranked[0]
-        others = [name for name in states if name and name != ranked[0]]
-        return _Chosen(key, states[key], others)
-    if wanted in states:
-        return _Chosen(
-            wanted, states[wanted], [name for name in states if name not in ("", wanted)]
-        )
-    for key in ranked:
-        part = _below_prefix(states[key], key, wanted)
-        if part is not None:
-            return part
-    held = ", ".join(name for name in states if name) or "none"
+    if _is_state_dict(content):
+        states[""] = _tensors_by_name(content)
+    max_tensors = max(map(len, states.values()), default=0)
+
+    def rank(state_key: str) -> tuple[bool, bool, int]:
+        # Averaged weights only where there is nothing else, and a head's state dict never first.
+        is_small = len(states[state_key]) < max_tensors / 2
+        return is_small, is_averaged(state_key), _key_rank(state_key)
+
+    ranked_keys = sorted(states, key=rank)
+    if key is None:
+        if not ranked_keys:
+            key_list = ", ".join(map(str, list(content)[:8])) or "nothing"
+            raise ModelError(f"{path} holds no state dict; its keys are: {key_list}")
+        key = ranked_keys[0]
+    if key in states:
+        others = [name for name in states if name not in ("", key)]
+        return _ChosenState(key, states[key], others)
+    for state_key in ranked_keys:
+        chosen = _below_prefix(states[state_key], state_key=state_key, key=key)
+        if chosen is not None:
+            return chosen
     if [*states] == [""]:
-        tops = {name.split(".")[0]: None for name in states[""]}
+        first_words = list(dict.fromkeys(name.split(".")[0] for name in states[""]))
         raise ModelError(
-            f"{path} is itself one state dict without names below {wanted!r}: leave out "
-            f"--checkpoint-key, or name a prefix of it; its names begin with: {some([*tops])}"
+            f"{path} is itself one state dict without names below {key!r}: leave out "
+            f"--checkpoint-key, or name a prefix of it; its names begin with: {some(first_words)}"
         )
+    key_list = ", ".join(name for name in states if name) or "none"
     raise ModelError(
-        f"{path} has no state dict under {wanted!r} (--checkpoint-key); it has: {held}"
+        f"{path} has no state dict under {key!r} (--checkpoint-key); it has: {key_list}"
     )
 
 
 def preferred_state(content: Any, who: str) -> State:
-    """The tensors of the state dict that is taken of a file's content.
+    """Return the state dict that is taken where a file holds several.
 
     Raises:
-        ModelError: about `who`: there is none.
+        ModelError: there is none; the message begins with `who`.
     """
-    return _state_dict(content, None, Path(who)).state
+    return _choose_state(content, key=None, path=Path(who)).state
 
 
 def _state_dicts(
-    content: Mapping[Any, Any], above: str = "", depth: int = 2
+    content: Mapping[Any, Any], prefix: str = "", depth: int = 2
 ) -> dict[str, State]:
-    """Key -> tensors of each state dict in a file; "a.b" of one within another dict."""
+    """Return key -> state dict for those in a file's content; "a.b" for one in another dict."""
     states: dict[str, State] = {}
     for name, value in content.items():
-        key = f"{above}{name}"
-        if _is_state(value):
-            states[key] = _tensors(value)
+        key = f"{prefix}{name}"
+        if _is_state_dict(value):
+            states[key] = _tensors_by_name(value)
         elif isinstance(value, Mapping) and depth > 1:
             states |= _state_dicts(value, f"{key}.", depth - 1)
     return states
 
 
-def _tensors(content: Mapping[Any, Any]) -> State:
+def _tensors_by_name(content: Mapping[Any, Any]) -> State:
     return {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
 
 
-def _below_prefix(state: State, key: str, wanted: str) -> _Chosen | None:
-    """The tensors of a state dict below the prefix `wanted`, which may begin with the state dict's
-    own key; None without any."""
-    prefix = wanted.removeprefix(f"{key}.") if key else wanted
-    words = without_wrappers(prefix.split(".")) or [prefix]
-    part: State = {}
-    taken: set[str] = set()
+def _below_prefix(state: State, *, state_key: str, key: str) -> _ChosenState | None:
+    """Return the tensors of a state dict below a prefix; None without any.
+
+    Args:
+        state: the state dict.
+        state_key: its key in the file.
+        key: the prefix, as the user gives it; it may begin with `state_key`.
+    """
+    prefix = key.removeprefix(f"{state_key}.") if state_key else key
+    prefix_words = without_wrappers(prefix.split(".")) or [prefix]
+    state_below: State = {}
+    names_below: set[str] = set()
     cut = ""
     for name, x in state.items():
-        own = name.split(".")
-        n = 0
-        for word in words:
-            while n < len(own) and own[n] != word and own[n] in WRAPPER_WORDS:
-                n += 1
-            n = n + 1 if n < len(own) and own[n] == word else len(own) + 1
-        if n < len(own):
-            part[".".join(own[n:])] = x
-            taken.add(name)
-            cut = ".".join(own[:n]) + "."
-    if not part:
+        words = name.split(".")
+        n_cut = _n_prefix_words(words, prefix_words)
+        if n_cut is not None:
+            state_below[".".join(words[n_cut:])] = x
+            names_below.add(name)
+            cut = ".".join(words[:n_cut]) + "."
+    if not state_below:
         return None
-    beside = [name for name in state if name not in taken]
-    tops = Counter((without_wrappers(name.split(".")) or [name])[0] for name in beside)
-    others = [top for top, n in tops.items() if n >= len(part) / 2]
-    return _Chosen(wanted, part, others, is_part=True, cut=cut, uncut=state)
+    # What stands beside, with as many tensors, may be another copy of the model.
+    n_beside = Counter(
+        (without_wrappers(name.split(".")) or [name])[0]
+        for name in state
+        if name not in names_below
+    )
+    others = [word for word, n in n_beside.items() if n >= len(state_below) / 2]
+    return _ChosenState(key, state_below, others, is_part=True, cut=cut, uncut=state)
 
 
-def _place(name: str) -> int:
-    """The place of a key in `KEY_ORDER`: the key itself before one that only has its words."""
-    if name in KEY_ORDER:
-        return KEY_ORDER.index(name)
-    has = (i for i, word in enumerate(KEY_ORDER) if word in name)
-    return len(KEY_ORDER) + next(has, len(KEY_ORDER))
+def _n_prefix_words(words: Sequence[str], prefix_words: Sequence[str]) -> int | None:
+    """Return how many of a name's words a prefix takes, wrappers' words between them included;
+    None if the name is not below the prefix."""
+    n = 0
+    for prefix_word in prefix_words:
+        while n < len(words) and words[n] != prefix_word and words[n] in WRAPPER_WORDS:
+            n += 1
+        if n == len(words) or words[n] != prefix_word:
+            return None
+        n += 1
+    # The name must go on below the prefix.
+    return n if n < len(words) else None
+
+
+def _key_rank(key: str) -> int:
+    """Return the rank of a key by `KEY_ORDER`: the word itself before keys that only contain it."""
+    if key in KEY_ORDER:
+        return KEY_ORDER.index(key)
+    ranks = (rank for rank, word in enumerate(KEY_ORDER) if word in key)
+    return len(KEY_ORDER) + next(ranks, len(KEY_ORDER))
 
 
 @dataclass(frozen=True)
 class Layout:
     """A published layout and the preprocessing that its authors evaluate with.
 
-    normalisation: mean and standard deviation of the channels. whole_above: inputs with more rows
-    than this are whole images (crop_pct 1), smaller ones are cropped by `CROPPED`. crop_mode: None
-    for the architecture's own. args: of timm's create_model. sure: whether no other file has this
-    layout.
+    Attributes:
+        name: the publication.
+        normalisation: mean and standard deviation of the channels, for values from 0 to 1.
+        interpolation: of the resized image.
+        whole_above: inputs with more rows than this are whole images (crop_pct 1), smaller ones
+            are cropped by `CROPPED`.
+        crop_mode: None for the architecture's default.
+        args: arguments of timm's create_model that shapes of tensors do not show.
+        sure: whether no other file has this layout.
     """
 
     name: str
@@ -272,19 +320,18 @@ class Layout:
     sure: bool = True
 
     def preprocessing(self, rows: int) -> dict[str, Any]:
-        """mean, std, interpolation, crop_pct and where it is known crop_mode of inputs of so many
-        rows."""
+        """Return mean, std, interpolation, crop_pct and, where it is known, crop_mode for inputs
+        with this many rows of pixels."""
         mean, std = self.normalisation
-        crop = 1.0 if rows > self.whole_above else CROPPED
-        own = {
+        settings: dict[str, Any] = {
             "mean": mean,
             "std": std,
             "interpolation": self.interpolation,
-            "crop_pct": crop,
+            "crop_pct": 1.0 if rows > self.whole_above else CROPPED,
         }
-        if self.crop_mode is None:
-            return own
-        return {**own, "crop_mode": self.crop_mode}
+        if self.crop_mode is not None:
+            settings["crop_mode"] = self.crop_mode
+        return settings
 
 
 # Sources: the evaluation transforms of the authors' repositories.
@@ -314,60 +361,67 @@ SIGLIP = Layout("SigLIP", HALF, whole_above=0, crop_mode="squash", sure=False)
 QUICK_GELU = {"act_layer": "quick_gelu"}
 
 
-def recognise(
-    content: Mapping[str, Any], key: str, state: Mapping[str, Any]
+def recognise_layout(
+    *, content: Mapping[str, Any], key: str, state: Mapping[str, Any]
 ) -> Layout | None:
-    """The layout of a file, None for one that is not known; key: of the state dict that is taken,
-    "" for the file itself."""
+    """Return the published layout of a file; None for one that is not known.
+
+    Args:
+        content: the whole file.
+        key: entry of the file that holds the state dict, "" for the file itself.
+        state: the state dict.
+    """
+    has_predictor = any("predictor." in name for name in state)
     for name in state:
-        if ".base_encoder." in f".{name}" and any("predictor." in x for x in state):
-            return _moco(state)
+        if ".base_encoder." in f".{name}" and has_predictor:
+            return _moco_layout(state)
         if ".visual." in f".{name}":
-            return _clip(state)
-    names = {_bare(name): x for name, x in state.items()}
+            return _clip_layout(state)
+    names = {_without_wrapper_prefix(name) for name in state}
     if {
         "storage_tokens",
         "rope_embed.periods",
         "blocks.0.attn.qkv.weight",
-    } <= names.keys():
+    } <= names:
         if "blocks.0.attn.qkv.bias" in names:
             return DINOV3
         return replace(DINOV3, args={})
     if "mask_token" in names:
-        return _masked(names)
+        return _masked_image_layout(names)
     if {"student", "teacher"} <= content.keys():
         if any(x.startswith(("head.mlp.", "head.last_layer.")) for x in names):
             return DINO
         return None
-    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= names.keys():
+    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= names:
         return None
-    if {"dist_token", "head_dist.weight"} <= names.keys():
+    if {"dist_token", "head_dist.weight"} <= names:
         return DEIT
-    if not any(name.startswith(("head.", "fc_norm.")) for name in names):
-        return ENCODER if not _scaled(names) else None
+    has_head = any(name.startswith(("head.", "fc_norm.")) for name in names)
+    if not has_head:
+        return None if _has_layer_scale(names) else ENCODER
     if key == "model" and len(content) == 1:
-        return DEIT3 if _scaled(names) else replace(DEIT, sure=False)
+        return DEIT3 if _has_layer_scale(names) else replace(DEIT, sure=False)
     return None
 
 
-def _bare(name: str) -> str:
-    """A tensor's name without wrappers around the model."""
+def _without_wrapper_prefix(name: str) -> str:
+    """Return a tensor's name without the words of wrappers around the model."""
     words = name.split(".")
     while len(words) > 1 and words[0] in WRAPPERS:
         words = words[1:]
     return ".".join(words)
 
 
-def _scaled(names: Mapping[str, Any]) -> bool:
+def _has_layer_scale(names: Collection[str]) -> bool:
     return "blocks.0.gamma_1" in names or "blocks.0.ls1.gamma" in names
 
 
-def _masked(names: Mapping[str, Any]) -> Layout | None:
-    """The layout of models that were trained on masked images."""
-    if {"decoder_embed.weight", "decoder_pos_embed"} <= names.keys():
+def _masked_image_layout(names: Collection[str]) -> Layout | None:
+    """Return the layout of a model that was trained on masked images, by its tensors' names."""
+    if {"decoder_embed.weight", "decoder_pos_embed"} <= set(names):
         return MAE
     if "rel_pos_bias.relative_position_bias_table" in names:
-        if any(x.startswith("cls_pt_layers.") for x in names):
+        if any(name.startswith("cls_pt_layers.") for name in names):
             return BEIT2
         return BEIT
     rotary = any(name.startswith("rope_embed.") for name in names)
@@ -376,21 +430,24 @@ def _masked(names: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def _moco(state: Mapping[str, Any]) -> Layout:
-    """The layout of MoCo v3, whose ViT-S has 12 heads of 32 channels (Chen et al. 2021, Table 1),
-    timm's has 6 of 64."""
-    widths = set(_sizes(state, "base_encoder.patch_embed.proj.weight"))
-    small = widths == {MOCO_SMALL}
-    if small:
+def _moco_layout(state: Mapping[str, Any]) -> Layout:
+    """Return the layout of MoCo v3. Its ViT-S has 12 heads of 32 channels (Chen et al. 2021,
+    Table 1), where timm's has 6 of 64."""
+    ending = "base_encoder.patch_embed.proj.weight"
+    widths = {int(x.shape[0]) for name, x in state.items() if name.endswith(ending)}
+    if widths == {MOCO_SMALL_WIDTH}:
         return replace(MOCO, args={"num_heads": MOCO_HEADS})
     return MOCO
 
 
-def _clip(state: Mapping[str, Any]) -> Layout | None:
-    """OpenAI's own files hold three sizes beside the weights, and their transformers compute
-    QuickGELU; others of this layout compute it or GELU. SigLIP's as open_clip keeps them have the
-    bias of the sigmoid loss, and a timm model as the image's tower."""
-    names = {_bare(name) for name in state}
+def _clip_layout(state: Mapping[str, Any]) -> Layout | None:
+    """Return the layout of a file with a CLIP model, or None for another model with an image tower.
+
+    OpenAI's own files hold three sizes beside the weights, and their transformers compute
+    QuickGELU; other files of this layout compute it or GELU. SigLIP's files as open_clip keeps
+    them have the bias of the sigmoid loss, and a timm model as the image tower.
+    """
+    names = {_without_wrapper_prefix(name) for name in state}
     if "logit_bias" in names and any(name.startswith("visual.trunk.") for name in names):
         return SIGLIP
     if "token_embedding.weight" not in names or "logit_bias" in names:
@@ -399,7 +456,3 @@ def _clip(state: Mapping[str, Any]) -> Layout | None:
         return CLIP
     args = QUICK_GELU if "visual.class_embedding" in names else {}
     return replace(CLIP, name="OpenAI's CLIP", args=args, sure=True)
-
-
-def _sizes(state: Mapping[str, Any], ending: str) -> Iterator[int]:
-    return (int(x.shape[0]) for name, x in state.items() if name.endswith(ending))

@@ -54,10 +54,11 @@ _CHUNKED = re.compile(r"(^|\.)blocks\.(\d+)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors whose names share a prefix.
+    """Tensors of a file whose names share a prefix.
 
-    prefix: as in the file, with wrappers' words, "" or with a dot at its end. names: name without
-    prefix and wrappers' words -> name in the file.
+    Attributes:
+        prefix: the prefix as in the file, with wrappers' words; "" or with a dot at its end.
+        names: name without prefix and wrappers' words -> name in the file.
     """
 
     prefix: str
@@ -65,71 +66,96 @@ class Group:
 
     @property
     def label(self) -> str:
-        """The prefix without wrappers' words and without the dot at its end, as --checkpoint-key
-        takes it."""
+        """The prefix as --checkpoint-key takes it, without wrappers' words and the last dot."""
         return ".".join(without_wrappers(self.prefix.split(".")))
 
 
-def without_wrappers(words: Iterable[str], own_words: Collection[str] = ()) -> list[str]:
-    """The words of a name that no wrapper put there. own_words: kept, because the model has them
-    in its names."""
+def without_wrappers(
+    words: Iterable[str], model_words: Collection[str] = ()
+) -> list[str]:
+    """Return the words of a name that no wrapper put there.
+
+    Args:
+        words: the name, split at its dots.
+        model_words: words that are kept, because the model has them in its names.
+    """
     return [
         word
         for word in words
-        if word and (word not in WRAPPER_WORDS or word in own_words)
+        if word and (word not in WRAPPER_WORDS or word in model_words)
     ]
 
 
 def is_averaged(name: str) -> bool:
-    """Whether a key or prefix is that of averaged weights."""
+    """Return whether a key or prefix is that of averaged weights."""
     words = re.split(r"[._\d]+", name.lower())
     return any(word in AVERAGED or word in ("modelema", "emamodel") for word in words)
 
 
-def copy_rank(prefix: str) -> tuple[bool, int]:
-    """The place of a copy in the order of preference, the smallest first."""
-    order = (i for i, word in enumerate(COPY_ORDER) if word in prefix)
-    place = next(order, len(COPY_ORDER))
-    return is_averaged(prefix) and place == len(COPY_ORDER), place
+def preferred_copy(groups: Sequence[Group]) -> tuple[Group, list[Group]]:
+    """Return the copy of the model that its authors evaluate, and the other copies.
+
+    Args:
+        groups: groups of names, the fullest first; those with far fewer names are not copies.
+    """
+    copies = [
+        group for group in groups if len(group.names) >= COPY_SHARE * len(groups[0].names)
+    ]
+    chosen = min(copies, key=lambda group: (_copy_rank(group.prefix), len(group.prefix)))
+    return chosen, [group for group in copies if group is not chosen]
 
 
-def unchunked(names: Sequence[str], own_names: Collection[str]) -> dict[str, str]:
-    """The names -> names with `blocks.BLOCK.` in place of DINOv2's `blocks.CHUNK.BLOCK.`, where the
-    model has no such names and no two tensors get the same name."""
+def _copy_rank(prefix: str) -> tuple[bool, int]:
+    """Return the sort key of a copy: preferred copies first, averaged weights last."""
+    ranks = (rank for rank, word in enumerate(COPY_ORDER) if word in prefix)
+    rank = next(ranks, len(COPY_ORDER))
+    # A teacher is an average of its student, and yet what its authors evaluate.
+    return is_averaged(prefix) and rank == len(COPY_ORDER), rank
+
+
+def unchunked(names: Sequence[str], model_names: Collection[str]) -> dict[str, str]:
+    """Return name -> name with `blocks.BLOCK.` in place of DINOv2's `blocks.CHUNK.BLOCK.`.
+
+    Names stay as they are where the model itself has such names, or where two tensors would get
+    the same name.
+    """
     renamed = {name: _CHUNKED.sub(r"\1blocks.\3.", name) for name in names}
-    own = any(_CHUNKED.search(name) for name in own_names)
-    if own or len(set(renamed.values())) < len(renamed):
+    model_is_chunked = any(_CHUNKED.search(name) for name in model_names)
+    if model_is_chunked or len(set(renamed.values())) < len(renamed):
         return {name: name for name in names}
     return renamed
 
 
-def groups_of(names: Sequence[str], own_names: Collection[str]) -> list[Group]:
-    """The groups of names below whose prefix names of the model are found, with how many of these,
-    the fullest first. Names in no group have no such ending. Of two tensors whose names differ by
-    wrappers' words alone one is in a group of its own.
+def groups_of(names: Sequence[str], model_names: Collection[str]) -> list[Group]:
+    """Return the file's names that end in a name of the model, grouped by what stands before it,
+    the fullest group first.
+
+    Names without such an ending are in no group. Where the names of two tensors differ by
+    wrappers' words alone, one of them is in a group of its own.
     """
-    own_words = {word for name in own_names for word in name.split(".")}
-    hits: dict[str, dict[str, str]] = defaultdict(dict)
+    model_words = {word for name in model_names for word in name.split(".")}
+    names_by_prefix: dict[str, dict[str, str]] = defaultdict(dict)
     raw_prefixes: dict[str, Counter[str]] = defaultdict(Counter)
     for name in names:
         words = name.split(".")
+        # From the longest ending on: the first that is a name of the model counts.
         for n in range(len(words)):
-            rest = ".".join(without_wrappers(words[n:], own_words))
-            if rest not in own_names:
+            ending = ".".join(without_wrappers(words[n:], model_words))
+            if ending not in model_names:
                 continue
-            while words[n] in WRAPPER_WORDS and words[n] not in own_words:
+            # Wrappers' words in front of the ending belong to the prefix.
+            while words[n] in WRAPPER_WORDS and words[n] not in model_words:
                 n += 1
-            raw = ".".join(words[:n]) + "." * bool(n)
-            prefix = ".".join(without_wrappers(words[:n], own_words))
-            if (
-                rest in hits[prefix]
-            ):  # `module.x` beside `x`: copies that wrappers alone tell apart
-                prefix = raw
-            hits[prefix][rest] = name
-            raw_prefixes[prefix][raw] += 1
+            raw_prefix = "".join(f"{word}." for word in words[:n])
+            prefix = ".".join(without_wrappers(words[:n], model_words))
+            if ending in names_by_prefix[prefix]:
+                # `module.x` beside `x`: copies that wrappers alone tell apart.
+                prefix = raw_prefix
+            names_by_prefix[prefix][ending] = name
+            raw_prefixes[prefix][raw_prefix] += 1
             break
-    found = [
-        Group(raw_prefixes[prefix].most_common(1)[0][0], inside)
-        for prefix, inside in hits.items()
-    ]
-    return sorted(found, key=lambda group: -len(group.names))
+    groups = []
+    for prefix, names_below in names_by_prefix.items():
+        [(raw_prefix, _)] = raw_prefixes[prefix].most_common(1)
+        groups.append(Group(raw_prefix, names_below))
+    return sorted(groups, key=lambda group: -len(group.names))
