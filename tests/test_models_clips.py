@@ -712,4 +712,4 @@ def test_sites_without_values_are_those_of_the_trial() -> None:
         ]
         assert found.attention == proven.attention
         with pytest.raises(ModelError, match="for values to show"):
-            sketch(empty, model.input_size, doubtful=False)
+            sketch(empty, model.input_size, allow_ambiguous_axes=False)

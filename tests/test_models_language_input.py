@@ -180,12 +180,12 @@ def test_a_class_that_joins_tiles_gives_those_of_each(tmp_path: Path) -> None:
 def test_a_bright_patch_lights_its_own_cell(tmp_path: Path) -> None:
     """InternVL's pixel shuffle: where attention is each token's own, a patch of row 2, column 5
     shows in the cell of row 1, column 2 alone."""
-    from vitsee_core.models.tokens.packed_order import OwnToken
+    from vitsee_core.models.tokens.packed_order import SelfOnlyAttention
 
     model = load_model(f"transformers:{saved('internvl', tmp_path)}#language-in")
     x = torch.zeros(2, *model.input_size)
     x[1, :, 16:24, 40:48] = 3.0
-    with OwnToken(), torch.inference_mode():
+    with SelfOnlyAttention(), torch.inference_mode():
         dark, bright = model.module(x).reshape(2, 4, 4, -1)
     change = (bright - dark).abs().amax(-1)
     assert float(change[1, 2]) > 1e-3

@@ -23,7 +23,7 @@ from tests.extractions import array_bytes, extract, extracted, plant_images
 from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.analyses import attn_map
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
-from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.hook_points import ModelError, ModuleSide
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
@@ -461,7 +461,7 @@ class _Mixing(nn.Module):
 
 
 def test_a_convolution_over_the_grid_keeps_the_order() -> None:
-    order = output_order(_Mixing(), 1, (3, 4, 6))[("", False)]
+    order = output_order(_Mixing(), 1, (3, 4, 6))[ModuleSide("", is_input=False)]
     assert order.grid == (4, 6) and order.plain
 
 

@@ -1,4 +1,9 @@
-"""Hooks that pass chosen activations to an observer while the model runs, and change nothing."""
+"""Hooks that pass chosen activations to an observer while the model runs, and change nothing.
+
+table = site_table(model)
+with Capture(model, table, sites=[table["blocks.3.out"]]) as capture:
+logits = capture.run(images, observer)   # observer.site(...) was called
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from vitsee_core.models.attention_watch import (
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
+    ModuleSide,
     input_tensor,
     output_tensor,
     refuse_compiled,
@@ -26,7 +32,7 @@ from vitsee_core.models.hook_points import (
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.tokens.clip_order import ClipCalls
-from vitsee_core.models.tokens.packed_order import JoinedCalls, Place
+from vitsee_core.models.tokens.packed_order import JoinedCalls
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
@@ -36,58 +42,77 @@ Consumer = Callable[[Tensor], None]
 
 
 class Observer(Protocol):
-    """Gets live tensors: whatever it wants to keep, it copies before it returns. What a subclass
-    does not define passes by."""
+    """Receives the chosen tensors while the model runs.
+
+    Tensors are the model's own: an observer copies what it keeps before it returns. Methods that a
+    subclass does not define do nothing.
+    """
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """tokens: prefix (images, prefix, dim) or None and body (images, rows, cols, dim), in image
-        geometry; rows: body (images, rows, dim); vector: (images, dim); raw: as it is."""
+        """Receive one site of a batch, split by its kind.
+
+        Args:
+            site: the site.
+            prefix: (images, prefix tokens, dim) of a site of tokens; None without prefix tokens
+                and for other kinds.
+            body: (images, rows, cols, dim) in image geometry for tokens, (images, rows, dim) for
+                rows, (images, dim) for a vector, and for "raw" the tensor as it is.
+        """
         return
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Skip input and branch output of one residual sublayer: (images, tokens, dim)."""
+        """Receive the two terms of a residual sum, each (images, tokens, dim).
+
+        Args:
+            sublayer: the residual sublayer.
+            z: what the skip connection carries.
+            f: the branch's output.
+        """
         return
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """One block's attention."""
+        """Receive the attention of one block; scores are computed from `call` on demand."""
         return
 
 
 class Hooks:
-    """Consumers of hook points, by module: registered once, calls counted in every pass."""
+    """The hooks on a model's modules, one for each module side, and who gets their tensors.
+
+    Calls are counted in every pass: a hook point is one call of a module that may have several.
+    """
 
     def __init__(self, module: nn.Module, table: SiteTable) -> None:
         self.module = module
         self.turned = table.turned
         self.orders = table.orders
         self.n_images = 0
-        self.consumers: dict[Place, list[tuple[int, Consumer]]] = defaultdict(list)
-        self.expected: dict[Place, tuple[int, str]] = {}
-        self.counts: Counter[Place] = Counter()
+        self.consumers: dict[ModuleSide, list[tuple[int, Consumer]]] = defaultdict(list)
+        # Side -> how often its module is called in a pass, and who expects that, for errors.
+        self.expected: dict[ModuleSide, tuple[int, str]] = {}
+        self.counts: Counter[ModuleSide] = Counter()
         self.handles: list[RemovableHandle] = []
 
-    def on(self, hook_point: HookPoint, consumer: Consumer, what: str) -> None:
-        """Give the hook point's tensor to `consumer` in every pass; `what` names it in errors."""
-        place = hook_point.module, hook_point.when == "in"
-        self.consumers[place].append((hook_point.call, consumer))
-        self.expected.setdefault(place, (hook_point.calls, what))
+    def on(self, hook_point: HookPoint, consumer: Consumer, name: str) -> None:
+        """Give the hook point's tensor to a consumer in every pass.
+
+        Args:
+            hook_point: where the tensor is.
+            consumer: is called with the tensor.
+            name: the site or sublayer, in errors.
+        """
+        self.consumers[hook_point.side].append((hook_point.call, consumer))
+        self.expected.setdefault(hook_point.side, (hook_point.calls, name))
 
     def install(self) -> None:
-        """Register one hook for each module and direction."""
-        for place in self.consumers:
-            child = self.module.get_submodule(place[0])
-            see = partial(self._see, place)
-            if place[1]:
+        """Register one hook for each module side."""
+        for side in self.consumers:
+            child = self.module.get_submodule(side.module)
+            if side.is_input:
                 handle = child.register_forward_pre_hook(
-                    lambda _m, args, kwargs, see=see: see(input_tensor(args, kwargs)),
-                    with_kwargs=True,
+                    partial(self._deliver_input, side), with_kwargs=True
                 )
             else:
-                handle = child.register_forward_hook(
-                    lambda m, _, output, see=see: see(
-                        output_tensor(m, output, self.n_images)
-                    )
-                )
+                handle = child.register_forward_hook(partial(self._deliver_output, side))
             self.handles.append(handle)
 
     def remove(self) -> None:
@@ -97,41 +122,68 @@ class Hooks:
         self.handles.clear()
 
     def check(self) -> None:
-        """Raises:
-        CaptureError: a module was called another number of times than its hook points expect.
+        """Check the number of calls after a pass.
+
+        Raises:
+            CaptureError: a module was called another number of times than its hook points expect.
         """
-        for place, (calls, what) in self.expected.items():
-            if self.counts[place] != calls:
+        for side, (n_expected, name) in self.expected.items():
+            n_calls = self.counts[side]
+            if n_calls != n_expected:
                 raise CaptureError(
-                    f"{what}: module {place[0] or 'root'} was called {self.counts[place]} times in "
-                    f"one forward pass, expected {calls}"
+                    f"{name}: module {side.module or 'root'} was called {n_calls} times in "
+                    f"one forward pass, expected {n_expected}"
                 )
 
-    def to_grid_order(self, place: Place, x: Tensor) -> Tensor:
-        """The tensor of a place with images in front, and its tokens in the image's order."""
-        x = x.transpose(0, 1) if place in self.turned else x
-        if place in self.orders:
-            return self.orders[place].to_grid_order(x)
+    def to_grid_order(self, side: ModuleSide, x: Tensor) -> Tensor:
+        """Return the tensor at a module side with images in front, and its tokens in the image's
+        order."""
+        if side in self.turned:
+            x = x.transpose(0, 1)
+        if side in self.orders:
+            x = self.orders[side].to_grid_order(x)
         return x
 
-    def _see(self, place: Place, x: Tensor | None) -> None:
-        call = self.counts[place]
-        self.counts[place] += 1
-        x = None if x is None else self.to_grid_order(place, x)
-        # What an observer computes is no attention of the model, and the watch would cost each of
+    def _deliver_input(
+        self, side: ModuleSide, _module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        self._deliver(side, input_tensor(args, kwargs))
+
+    def _deliver_output(
+        self, side: ModuleSide, module: nn.Module, _args: Any, output: Any
+    ) -> None:
+        self._deliver(side, output_tensor(module, output, self.n_images))
+
+    def _deliver(self, side: ModuleSide, x: Tensor | None) -> None:
+        """Count a call, and pass its tensor to the consumers of this call."""
+        call = self.counts[side]
+        self.counts[side] += 1
+        if x is not None:
+            x = self.to_grid_order(side, x)
+        # What an observer computes is not the model's attention, and the watch would cost each of
         # its thousands of calls some microseconds.
         with torch._C.DisableTorchFunction():
-            for wanted, consume in self.consumers[place]:
-                if wanted == call:
+            for consumed_call, consume in self.consumers[side]:
+                if consumed_call == call:
                     if x is None:
-                        raise CaptureError(f"module {place[0]} gave no single tensor")
+                        raise CaptureError(f"module {side.module} gave no single tensor")
                     consume(x)
 
 
 class Capture:
-    """Context manager around a loaded model: hooks are installed on entry, removed on exit.
+    """A context manager around a loaded model: hooks are installed on entry, removed on exit.
 
     Sites that are aliases are never delivered; their tensor comes under the stored name.
+
+    Args:
+        model: the model.
+        table: its sites.
+        sites: the sites whose tensors the observer gets.
+        sublayers: the residual sublayers whose terms it gets.
+        attention: the blocks whose attention it gets.
+
+    Raises:
+        ModelError: parts of the model are compiled, where hooks see nothing.
     """
 
     def __init__(
@@ -146,14 +198,15 @@ class Capture:
         refuse_compiled(model.module)
         self.model = model
         self.table = table
-        self.watch = AttentionWatch(self._attended)
+        self.watch = AttentionWatch(self._on_attention)
         self.watch.active = False
         self.hooks = Hooks(model.module, table)
         self._observer: Observer | None = None
+        # Parts of a site or sublayer that came, by name, until all are there.
         self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
-        self._current: AttentionBlock | None = None
-        self._seen: Counter[str] = Counter()
+        self._current: AttentionBlock | None = None  # the block whose module is running
+        self._n_attention_calls: Counter[str] = Counter()
         self._joining: dict[str, JoinedCalls | ClipCalls] = {}
         for site in sites:
             if site.alias_of is None:
@@ -162,9 +215,11 @@ class Capture:
             self._add_sublayer(sublayer)
 
     def on_site(self, name: str, consumer: Consumer) -> None:
-        """Give a site's tensor, as the model has it, to `consumer`; aliases are sites here. A site
-        made of several tensors (the mean of two heads' inputs, the difference of two sums) comes
-        once all are there."""
+        """Give a site's tensor, as the model has it, to a consumer in every pass.
+
+        A site made of several tensors (the mean of two heads' inputs, the difference of two sums)
+        comes once all are there. Aliases are sites here.
+        """
         point = self.table.points[name]
         if len(point.hook_points) == 1:
             self.hooks.on(point.hook_points[0], consumer, name)
@@ -172,6 +227,7 @@ class Capture:
         for i, hook_point in enumerate(point.hook_points):
 
             def gather(x: Tensor, i: int = i) -> None:
+                """Keep one tensor; with the last one call the consumer."""
                 parts = self._waiting[f"{name} for {id(consumer)}"]
                 # What a difference is taken from may be added to in place before the other comes.
                 parts[i] = x.clone() if point.difference else x
@@ -185,7 +241,11 @@ class Capture:
             self.hooks.on(hook_point, gather, name)
 
     def run(self, x: Tensor, observer: Observer) -> Any:
-        """The model's own output for a batch, bit for bit; `observer` gets all that was chosen.
+        """Run the model on a batch, and return its output bit for bit as without hooks.
+
+        Args:
+            x: (images, channels, rows, cols), normalised.
+            observer: gets all that was chosen, in the order of the forward pass.
 
         Raises:
             CaptureError: a site was not captured as often as expected, or its first dimension
@@ -195,35 +255,34 @@ class Capture:
             raise CaptureError(
                 "hooks are not installed; expected: with Capture(...) as capture"
             )
-        self._observer, self.hooks.n_images = observer, len(x)
+        self._observer = observer
+        self.hooks.n_images = len(x)
         self.hooks.counts.clear()
-        self._seen.clear()
+        self._n_attention_calls.clear()
         self._joining.clear()
         try:
             with self.watch if self._blocks else nullcontext():
                 output = self.model.module(x)
         finally:
-            self._observer = self._current = None
+            self._observer = None
+            self._current = None
             self.watch.active = False
             self._waiting.clear()
         self.hooks.check()
         for block in self._blocks.values():
-            if self._seen[block.name] != 1:
+            n_calls = self._n_attention_calls[block.name]
+            if n_calls != 1:
                 raise CaptureError(
-                    f"{block.name}: {self._seen[block.name]} attention calls in one forward pass, "
-                    "expected 1"
+                    f"{block.name}: {n_calls} attention calls in one forward pass, expected 1"
                 )
         return output
 
     def __enter__(self) -> Self:
         for path, block in self._blocks.items():
             child = self.model.module.get_submodule(path)
-            self.hooks.handles += [
-                child.register_forward_pre_hook(
-                    lambda _m, _a, block=block: self._open(block)
-                ),
-                child.register_forward_hook(lambda _m, _a, _o: self._close()),
-            ]
+            begin = child.register_forward_pre_hook(partial(self._begin_attention, block))
+            end = child.register_forward_hook(self._end_attention)
+            self.hooks.handles += [begin, end]
         self.hooks.install()
         if not self.hooks.handles:
             # Nothing chosen: run() is then the plain forward pass.
@@ -236,7 +295,7 @@ class Capture:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context without hooks, e.g. for a forward pass that another capture watches."""
+        """Return a context without hooks, for a forward pass that another capture watches."""
         self.__exit__()
         try:
             yield
@@ -244,16 +303,20 @@ class Capture:
             self.__enter__()
 
     def _add_site(self, site: SiteSpec) -> None:
+        """Ask the hooks for a site that the observer gets."""
         view = self.table.points[site.name].view
 
         def deliver(x: Tensor) -> None:
-            self._whole(site.name, x)
+            """Pass the site's tensor to the observer, split into prefix tokens and body."""
+            self._require_batch(site.name, x)
             assert self._observer is not None
-            self._observer.site(site, *view.split(x))
+            prefix, body = view.split(x)
+            self._observer.site(site, prefix, body)
 
         self.on_site(site.name, deliver)
 
     def _add_sublayer(self, sublayer: Sublayer) -> None:
+        """Ask the hooks for both terms of a residual sum."""
         residual = self.table.residuals[sublayer.name]
         for i, name in enumerate((residual.skip, residual.branch)):
             view = self.table.points[name].view
@@ -261,7 +324,8 @@ class Capture:
             def gather(
                 x: Tensor, i: int = i, flat: Callable[[Tensor], Tensor] = view.flat
             ) -> None:
-                self._whole(sublayer.name, x)
+                """Keep one term; with the second one pass both to the observer."""
+                self._require_batch(sublayer.name, x)
                 parts = self._waiting[sublayer.name]
                 parts[i] = flat(x)
                 if len(parts) == 2:
@@ -271,24 +335,34 @@ class Capture:
 
             self.on_site(name, gather)
 
-    def _whole(self, name: str, x: Tensor) -> None:
+    def _require_batch(self, name: str, x: Tensor) -> None:
+        """Raise CaptureError unless the first dimension of a site's tensor is the batch."""
         if len(x) != self.hooks.n_images:
             raise CaptureError(
                 f"{name}: first dimension {len(x)} for a batch of {self.hooks.n_images} images"
             )
 
-    def _open(self, block: AttentionBlock) -> None:
-        self._current, self.watch.active = block, True
+    def _begin_attention(self, block: AttentionBlock, *_hook_args: Any) -> None:
+        self._current = block
+        self.watch.active = True
 
-    def _close(self) -> None:
+    def _end_attention(self, *_hook_args: Any) -> None:
+        # Before the block is left: a softmax whose product has not come is reported now.
         self.watch.flush()
-        self._current, self.watch.active = None, False
+        self._current = None
+        self.watch.active = False
 
-    def _attended(self, event: AttentionEvent) -> None:
+    def _on_attention(self, event: AttentionEvent) -> None:
+        """Check an attention of the current block against the table, and pass it to the observer.
+
+        Raises:
+            CaptureError: other sizes or windows than the table says.
+        """
         block = self._current
         if block is None or self._observer is None:
             return
-        order = self.table.orders.get((self.table.attention_modules[block.name], True))
+        path = self.table.attention_modules[block.name]
+        order = self.table.orders.get(ModuleSide(path, is_input=True))
         if order is not None:
             calls = order.calls(self.hooks.n_images)
             joined = self._joining.setdefault(block.name, calls).add(event)
@@ -306,5 +380,5 @@ class Capture:
                 f"{block.name}: attention within windows of {event.window} cells, expected "
                 f"{block.window}"
             )
-        self._seen[block.name] += 1
+        self._n_attention_calls[block.name] += 1
         self._observer.attention(block, event.call)

@@ -100,11 +100,10 @@ class ScaledBranches(TorchFunctionMode):
         products = self.products.pop(name, [])
         if shape is None:
             return []
-        hook_point = self.hook_points[name]
-        place = hook_point.module, hook_point.when == "in"
+        side = self.hook_points[name].side
 
         def laid(x: Tensor) -> Tensor:
-            return self.hooks.to_grid_order(place, x.reshape(shape))
+            return self.hooks.to_grid_order(side, x.reshape(shape))
 
         return [
             ScaledBranch(laid(scaled.product), tuple(map(laid, scaled.factors)))

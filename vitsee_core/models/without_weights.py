@@ -75,7 +75,9 @@ def from_shapes(name: str, options: Mapping[str, Any]) -> Listing | None:
     """
     module, size = sketched_module(name, options)
     try:
-        return Listing(sketch(module, size, doubtful=False), size, proven=False)
+        return Listing(
+            sketch(module, size, allow_ambiguous_axes=False), size, proven=False
+        )
     except (ModelError, NotImplementedError, RuntimeError):
         return None  # whatever is wrong shows again, in one line, once there are values
 

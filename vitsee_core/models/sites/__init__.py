@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vitsee_core.models.hook_points import HookPoint, View
+from vitsee_core.models.hook_points import HookPoint, ModuleSide, View
 from vitsee_core.models.sites.families import Residual
 from vitsee_core.models.survey.patches import Patches
 from vitsee_core.models.tokens.clip_order import ClipOrder
-from vitsee_core.models.tokens.packed_order import Order, Place
+from vitsee_core.models.tokens.packed_order import Order
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 
@@ -24,7 +24,11 @@ from vitsee_stores.layout import SiteSpec, TokenLayout
 class Sublayer:
     """A residual sublayer, named by its branch site ("blocks.3.attn", "layer1.0").
 
-    index: among all sublayers of the model. kind: "attn", "mlp", "token", "channel" or "block".
+    Attributes:
+        name: the branch site without its last word.
+        index: its number among all sublayers of the model.
+        kind: "attn", "mlp", "token", "channel" or "block".
+        layout: prefix tokens and grid of its tokens.
     """
 
     name: str
@@ -35,9 +39,16 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """A token-to-token attention of a block, named by it, or by it and `time` or `space` where it
-    has two; index: among the model's blocks; window: rows and columns of cells, of clips times
-    before these, of the windows that its queries see, None where they see all tokens."""
+    """A token-to-token attention of a block.
+
+    Attributes:
+        name: the block's path; with `time` or `space` behind it where the block has two.
+        index: the block's number among the model's blocks.
+        n_heads: attention heads.
+        layout: prefix tokens and grid of its tokens.
+        window: size of the windows that its queries see, (rows, cols) in cells of the grid, for
+            clips (times, rows, cols); None where they see all tokens.
+    """
 
     name: str
     index: int
@@ -48,8 +59,13 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class Point:
-    """The places that a site's tensor comes from (its mean, if there are several, or the first less
-    the second) and how it is read."""
+    """The hook points that a site's tensor comes from, and how it is read.
+
+    Attributes:
+        hook_points: one, or several whose mean is the site's tensor.
+        view: how the tensor is read as tokens.
+        difference: whether the site is the first hook point's tensor less the second's.
+    """
 
     hook_points: tuple[HookPoint, ...]
     view: View
@@ -60,12 +76,21 @@ class Point:
 class SiteTable:
     """The sites of a model in the model's order, aliases included, and what it does not support.
 
-    *_refusal: why nothing of that kind can be captured, None if something can.
-    left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
-    remarks: on the table as a whole, for the user (blocks that are no chain).
-    patches: the grids whose patches were measured, in the order of the forward pass.
-    points, residuals, attention_modules, heads, turned, orders: for `Capture` and the self-check;
-        turned: as `Trace.turned`; orders: of the tokens of packed images and of clips.
+    Attributes:
+        sites: the sites.
+        sublayers: the residual sublayers.
+        attention: the attention that can be captured.
+        attention_refusal, residual_refusal, rollout_refusal: why nothing of that kind can be
+            captured; None if something can.
+        left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
+        remarks: sentences on the table as a whole, for the user (blocks that do not form a chain).
+        patches: the grids whose patches were measured, in the order of the forward pass.
+        points: site -> where its tensor comes from.
+        residuals: sublayer -> the sites of its skip, branch and sum.
+        attention_modules: attention block -> path of its module.
+        heads: attention block -> where the heads' outputs go next.
+        turned: module sides whose tensors have tokens before images (`Trace.turned`).
+        orders: module side -> the order of the tokens of packed images and of clips there.
     """
 
     sites: tuple[SiteSpec, ...]
@@ -81,11 +106,13 @@ class SiteTable:
     residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
     heads: Mapping[str, HookPoint] = field(repr=False, default_factory=dict)
-    turned: frozenset[tuple[str, bool]] = field(repr=False, default=frozenset())
-    orders: Mapping[Place, Order | ClipOrder] = field(repr=False, default_factory=dict)
+    turned: frozenset[ModuleSide] = field(repr=False, default=frozenset())
+    orders: Mapping[ModuleSide, Order | ClipOrder] = field(
+        repr=False, default_factory=dict
+    )
 
     def __getitem__(self, name: str) -> SiteSpec:
-        """The site of this name."""
+        """Return the site of this name. Raises KeyError: there is none."""
         for site in self.sites:
             if site.name == name:
                 return site

@@ -188,7 +188,7 @@ def packed_patches(
     window = (0, packing.patch), (0, packing.patch)
     covered = (0, size[1]), (0, size[2])
     view = View("tokens", TokenLayout((), grid))
-    order = trace.orders[(hook_point.module, False)]
+    order = trace.orders[hook_point.side]
     assert isinstance(order, Order), "packed images"
     return Patches(hook_point, view, (step, step), (0.0, 0.0), window, covered, order)
 

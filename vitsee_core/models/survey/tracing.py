@@ -17,6 +17,7 @@ from vitsee_core.models.hook_points import (
     SCALED_SUMS,
     SUMS,
     ModelError,
+    ModuleSide,
     hooked,
     input_tensor,
     output_tensor,
@@ -25,15 +26,11 @@ from vitsee_core.models.hook_points import (
 )
 from vitsee_core.models.tokens.clip_order import ClipCalls, ClipOrder
 from vitsee_core.models.tokens.clips import frames_of
-from vitsee_core.models.tokens.packed_order import JoinedCalls, Order, Place
+from vitsee_core.models.tokens.packed_order import JoinedCalls, Order
 
 N_CORNERS = 4
-_OF_CODE = (
-    AttributeError,
-    KeyError,
-    NameError,
-    TypeError,
-)  # whatever the size of the images
+# Errors of a model's code, which another size of the images would not mend.
+_CODE_ERRORS = (AttributeError, KeyError, NameError, TypeError)
 Key = tuple[int, int]
 
 
@@ -41,12 +38,15 @@ Key = tuple[int, int]
 class Seen:
     """The input or output of a call: its identity, its shape, and its response to local changes.
 
-    key: equal for two exactly if they are the same tensor, unchanged in between.
-    shape: the batch first. turned: whether the tensor itself has it second, behind its tokens.
-    response: for each dimension after the first, (corners, length): how strongly each index
-    responds when one corner of the image changes.
-    grid: of a tensor whose order of tokens was found (packed images, clips): rows and columns of
-    its cells, of clips times before these. n_prefix: its prefix tokens.
+    Attributes:
+        key: equal for two exactly if they are the same tensor, unchanged in between.
+        shape: the shape with the batch first.
+        response: for each dimension after the first, (corners, length): how strongly each index
+            responds when one corner of the image changes.
+        turned: whether the tensor itself has the batch second, behind its tokens.
+        grid: (rows, cols) or for clips (times, rows, cols) of the cells of a tensor whose order of
+            tokens was found (packed images, clips); None for others.
+        n_prefix: prefix tokens of such a tensor.
     """
 
     key: Key
@@ -59,10 +59,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module; None where input or output is no single tensor.
+    """One call of a module.
 
-    began, ended: how many modules had been entered or left before. inputs, outputs: the keys of all
-    tensors among its arguments and results.
+    Attributes:
+        entered: its input; None where that is not a single tensor.
+        left: its output; None where that is not a single tensor.
+        left_type: the Python type of the output.
+        began: how many modules had been entered or left before the call.
+        ended: how many had been when it was over.
+        inputs: the keys of all tensors among its arguments.
+        outputs: the keys of all tensors among its results.
     """
 
     entered: Seen | None
@@ -76,19 +82,27 @@ class Call:
 
 @dataclass
 class AttentionSeen(AttentionEvent):
-    """An attention event without its tensors; value: (images, keys, heads x head dim), None where
-    the attention has not the four dimensions of plain attention."""
+    """An attention event without its tensors.
+
+    value: the values, (images, keys, heads x head dim); None where the attention does not have the
+    four dimensions of plain attention.
+    """
 
     value: Seen | None = None
 
 
 @dataclass
 class Trace:
-    """All calls by module name, the attention events by module name, and the images used.
+    """The record of one forward pass.
 
-    sums: tensor -> the two tensors of its own shape that were added for it. made_of: tensor -> the
-    tensors that the functions that gave or changed it were called with. orders: of the tokens of
-    packed images and of clips, by place.
+    Attributes:
+        n_images: images, or clips, of the batch.
+        image: rows and columns of an image in pixels.
+        calls: module -> its calls.
+        events: module -> its attention.
+        sums: tensor -> the two tensors of its shape whose sum it is.
+        made_of: tensor -> the arguments of the functions that returned or changed it.
+        orders: module side -> the order of the tokens of packed images and of clips there.
     """
 
     n_images: int
@@ -99,36 +113,36 @@ class Trace:
     )
     sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
     made_of: dict[Key, set[Key]] = field(default_factory=lambda: defaultdict(set))
-    orders: Mapping[Place, Order | ClipOrder] = field(default_factory=dict)
+    orders: Mapping[ModuleSide, Order | ClipOrder] = field(default_factory=dict)
 
     def once(self, name: str) -> Call | None:
-        """The call of a module that is called exactly once."""
+        """Return the call of a module that is called exactly once, None for other modules."""
         calls = self.calls.get(name, ())
         return calls[0] if len(calls) == 1 else None
 
     def entered(self, name: str) -> Seen | None:
-        """The input of a module that is called exactly once."""
+        """Return the input of a module that is called exactly once, None for other modules."""
         call = self.once(name)
         return call.entered if call else None
 
     def left(self, name: str) -> Seen | None:
-        """The output of a module that is called exactly once."""
+        """Return the output of a module that is called exactly once, None for other modules."""
         call = self.once(name)
         return call.left if call else None
 
-    def turned(self) -> frozenset[tuple[str, bool]]:
-        """Modules, and whether their input (or their output), whose tensors have tokens before
-        images."""
-        return frozenset(
-            (name, entering)
-            for name, calls in self.calls.items()
-            for call in calls
-            for entering, seen in ((True, call.entered), (False, call.left))
-            if seen and seen.turned
-        )
+    def turned(self) -> frozenset[ModuleSide]:
+        """Return the module sides whose tensors have tokens before images."""
+        sides = set()
+        for name, calls in self.calls.items():
+            for call in calls:
+                if call.entered and call.entered.turned:
+                    sides.add(ModuleSide(name, is_input=True))
+                if call.left and call.left.turned:
+                    sides.add(ModuleSide(name, is_input=False))
+        return frozenset(sides)
 
     def by_image(self, seen: Seen | None) -> Seen | None:
-        """The tensor itself if its first dimension is the batch."""
+        """Return the tensor if its first dimension is the batch, else None."""
         if seen and seen.shape and seen.shape[0] == self.n_images:
             return seen
         return None
@@ -137,23 +151,29 @@ class Trace:
 def probe_images(
     size: tuple[int, int, int], corners: bool, frames: int | None = None
 ) -> Tensor:
-    """Two random images (2, channels, rows, cols), or clips of so many frames (2, frames, ...);
-    with `corners` also a copy of the first image for each corner, with that quadrant drawn anew:
-    (6, ...)."""
+    """Return two random images, (2, channels, rows, cols), or clips, (2, frames, ...).
+
+    Args:
+        size: (channels, rows, cols).
+        corners: whether four more images follow, (6, ...): copies of the first, each with another
+            quadrant drawn anew.
+        frames: frames of a clip; None for images.
+    """
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(
-        (2, *(() if frames is None else (frames,)), *size), generator=generator
-    )
+    shape = (2, *size) if frames is None else (2, frames, *size)
+    images = torch.randn(shape, generator=generator)
     if not corners:
         return images
-    rows = size[1] // 2
-    cols = size[2] // 2
+    middle_row = size[1] // 2
+    middle_col = size[2] // 2
+    halves_of_rows = (slice(0, middle_row), slice(middle_row, None))
+    halves_of_cols = (slice(0, middle_col), slice(middle_col, None))
     changed = images[:1].repeat(N_CORNERS, 1, 1, 1)
-    for k in range(N_CORNERS):
-        top = slice(0, rows) if k < 2 else slice(rows, None)
-        left = slice(0, cols) if k % 2 == 0 else slice(cols, None)
-        fresh = torch.randn(changed[k, :, top, left].shape, generator=generator)
-        changed[k, :, top, left] = fresh
+    for corner in range(N_CORNERS):
+        rows = halves_of_rows[corner // 2]
+        cols = halves_of_cols[corner % 2]
+        quadrant = changed[corner, :, rows, cols]
+        quadrant[:] = torch.randn(quadrant.shape, generator=generator)
     return torch.cat([images, changed])
 
 
@@ -167,6 +187,8 @@ class _Entrance(NamedTuple):
 
 
 class _Recorder:
+    """Writes a trace while the model runs: hooks and modes call its methods."""
+
     def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
         self.trace = trace
         self.responses = responses
@@ -174,7 +196,9 @@ class _Recorder:
         self.sequences = any(
             isinstance(m, nn.MultiheadAttention) for m in module.modules()
         )
-        self.of_clips = any(isinstance(one, ClipOrder) for one in trace.orders.values())
+        self.is_of_clips = any(
+            isinstance(order, ClipOrder) for order in trace.orders.values()
+        )
         self.mark = object()
         self.serial = 0
         self.n_passages = 0
@@ -183,7 +207,7 @@ class _Recorder:
         self.joining: dict[str, JoinedCalls | ClipCalls] = {}
 
     def key(self, x: Tensor) -> Key:
-        """The tensor's identity in its present state."""
+        """Return the tensor's identity in its present state: a number, and its version."""
         # An attribute, not id(): ids are reused once a tensor is freed. Parameters keep theirs from
         # one trace to the next, and so the attribute says which trace gave it.
         trace_mark, number = getattr(x, "_vitsee_serial", (None, 0))
@@ -194,48 +218,61 @@ class _Recorder:
         return number, 0 if x.is_inference() else x._version
 
     def keys(self, value: Any) -> tuple[Key, ...]:
-        """The identities of all tensors in a value."""
+        """Return the identities of all tensors in a value."""
         return tuple(self.key(x) for x in tensors_in(value))
 
-    def see(self, x: Tensor | None, place: Place | None = None) -> Seen | None:
+    def see(self, x: Tensor | None, side: ModuleSide | None = None) -> Seen | None:
+        """Return what is kept of a tensor, in grid order where the order at the side is known."""
         if x is None:
             return None
         key = self.key(x)
-        order = None if place is None else self.trace.orders.get(place)
-        x = order.to_grid_order(x) if isinstance(order, Order) else x
+        order = None if side is None else self.trace.orders.get(side)
+        # Packed tokens get their batch axis before, clips have theirs in front after turning.
+        if isinstance(order, Order):
+            x = order.to_grid_order(x)
         turned = (
             self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
         )
-        x = x.transpose(0, 1) if turned else x
-        x = order.to_grid_order(x) if isinstance(order, ClipOrder) else x
+        if turned:
+            x = x.transpose(0, 1)
+        if isinstance(order, ClipOrder):
+            x = order.to_grid_order(x)
         response: tuple[Tensor, ...] = ()
-        wanted = self.responses and x.ndim in (3, 4) and x.is_floating_point()
-        if wanted and len(x) == self.trace.n_images:
-            change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
-            axes = range(1, change.ndim)
-            response = tuple(
-                change.sum(tuple(a for a in axes if a != axis)) for axis in axes
-            )
-        own = () if order is None else (order.grid, order.n_prefix)
-        return Seen(key, tuple(x.shape), response, turned, *own)
+        may_respond = self.responses and x.ndim in (3, 4) and x.is_floating_point()
+        if may_respond and len(x) == self.trace.n_images:
+            response = _response_by_axis(x)
+        return Seen(
+            key,
+            shape=tuple(x.shape),
+            response=response,
+            turned=turned,
+            grid=None if order is None else order.grid,
+            n_prefix=0 if order is None else order.n_prefix,
+        )
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the input of a module that is called."""
         self.stack.append(name)
-        entered = self.see(input_tensor(args, kwargs), (name, True))
+        entered = self.see(input_tensor(args, kwargs), ModuleSide(name, is_input=True))
         keys = self.keys([args, kwargs])
         self.inputs.append(_Entrance(entered, began=self.n_passages, keys=keys))
         self.n_passages += 1
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        """Note a module's output, and with it the call."""
         self.stack.pop()
-        for event in self.joining.pop(name).events if name in self.joining else ():
-            self.note(name, event)
-        left = self.see(output_tensor(module, output, self.trace.n_images), (name, False))
+        if name in self.joining:  # parts of an attention that were never complete
+            for event in self.joining.pop(name).events:
+                self.note(name, event)
+        output_seen = self.see(
+            output_tensor(module, output, self.trace.n_images),
+            ModuleSide(name, is_input=False),
+        )
         entrance = self.inputs.pop()
         call = Call(
-            entrance.seen,
-            left,
-            type(output).__name__,
+            entered=entrance.seen,
+            left=output_seen,
+            left_type=type(output).__name__,
             began=entrance.began,
             ended=self.n_passages,
             inputs=entrance.keys,
@@ -245,25 +282,41 @@ class _Recorder:
         self.trace.calls[name].append(call)
 
     def computed(self, terms: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        """The result of a function of these tensors; noted is what it is made of, and what it
-        changed in place."""
+        """Return the result of a function call, and note what it and the arguments that it changed
+        in place are made of.
+
+        Args:
+            terms: the tensors among the function's arguments.
+            call: runs the function.
+        """
         before = [self.key(x) for x in terms]
         result = call()
         after = [self.key(x) for x in terms]
         changed = [new for old, new in zip(before, after, strict=True) if old != new]
         for key in (*changed, *self.keys(result)):
-            self.trace.made_of[key].update(known for known in before if known != key)
+            self.trace.made_of[key].update(term for term in before if term != key)
         return result
 
     def added(self, terms: list[Tensor], add: Callable[[], Tensor]) -> Tensor:
-        """The sum of two tensors of one shape, noted; of one and a product that is no tensor, with
-        an identity in its place that no other has."""
-        seen = [self.see(plain(x)) for x in terms]
+        """Return a sum, and note it if its terms have its shape.
+
+        Args:
+            terms: the two tensors, or one where the other is a product of which there is no tensor
+                (addcmul); that gets an identity that no tensor has.
+            add: computes the sum.
+        """
+        # Before the sum: it may change a term in place.
+        terms_seen = [self.see(plain(x)) for x in terms]
         result = add()
         total = self.see(plain(result))
-        if total is None or any(x is None or _bare(x) != _bare(total) for x in seen):
+        if total is None:
             return result
-        keys = [x.key for x in seen if x is not None]
+        shape = _shape_without_leading_ones(total)
+        keys = []
+        for term in terms_seen:
+            if term is None or _shape_without_leading_ones(term) != shape:
+                return result
+            keys.append(term.key)
         if len(keys) == 1:
             self.serial += 1
             keys.append((self.serial, 0))
@@ -271,15 +324,16 @@ class _Recorder:
         return result
 
     def event(self, event: AttentionEvent) -> None:
+        """Note an attention of the module that is running, joined where it comes in parts."""
+        orders = self.trace.orders
         name = self.stack[-1] if self.stack else ""
-        order = self.trace.orders.get((name, True))
-        if self.of_clips and order is None:
+        if self.is_of_clips and ModuleSide(name, is_input=True) not in orders:
             # Softmax as a module of its own: the attention is that of the module around it.
-            around = [
-                one for one in reversed(self.stack) if (one, True) in self.trace.orders
-            ]
-            name = around[0] if around else name
-            order = self.trace.orders.get((name, True))
+            for outer_name in reversed(self.stack):
+                if ModuleSide(outer_name, is_input=True) in orders:
+                    name = outer_name
+                    break
+        order = orders.get(ModuleSide(name, is_input=True))
         joined: AttentionEvent | None = event
         if order is not None:
             calls = self.joining.setdefault(name, order.calls(self.trace.n_images))
@@ -288,21 +342,34 @@ class _Recorder:
             self.note(name, joined)
 
     def note(self, name: str, event: AttentionEvent) -> None:
-        value = (
-            self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
-        )
-        met = AttentionSeen(**{**vars(event), "call": None}, value=value)
-        self.trace.events[name].append(met)
+        """Record an attention of a module, without its tensors."""
+        value = None
+        if event.call:
+            # (images, heads, keys, head dim) -> (images, keys, heads x head dim)
+            value = self.see(event.call.value.transpose(1, 2).flatten(2))
+        without_tensors = {**vars(event), "call": None}
+        self.trace.events[name].append(AttentionSeen(**without_tensors, value=value))
 
 
-def _bare(seen: Seen) -> tuple[int, ...]:
-    """A tensor's shape without axes of length 1 in front, which packed tokens get and lose."""
+def _response_by_axis(x: Tensor) -> tuple[Tensor, ...]:
+    """Return how strongly each index along each axis after the first responds to a change of each
+    corner, (corners, length) an axis. x: a tensor of the pass on `probe_images` with corners."""
+    change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
+    axes = range(1, change.ndim)
+    return tuple(
+        change.sum(tuple(other for other in axes if other != axis)) for axis in axes
+    )
+
+
+def _shape_without_leading_ones(seen: Seen) -> tuple[int, ...]:
+    """Return a tensor's shape without axes of length 1 in front, which packed tokens get and
+    lose."""
     first = next((i for i, n in enumerate(seen.shape) if n > 1), 0)
     return seen.shape[first:]
 
 
 class _FunctionWatch(TorchFunctionMode):
-    """Tells a recorder which tensors are made of which, and which are added."""
+    """A mode that tells a recorder which tensors are made of which, and which are added."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -329,13 +396,18 @@ def trace(
     module: nn.Module,
     size: tuple[int, int, int],
     corners: bool,
-    orders: Mapping[Place, Order | ClipOrder] | None = None,
+    orders: Mapping[ModuleSide, Order | ClipOrder] | None = None,
 ) -> Trace:
-    """Run the model once on random images of this size, or clips of them, and record every call;
-    tensors with an order as their `orders` lay them.
+    """Run the model once on random images, or clips, and return the record of every call.
 
     Only shapes and identities of activations are kept, so memory is that of the plain forward
     pass.
+
+    Args:
+        module: the model.
+        size: (channels, rows, cols) of an image or frame.
+        corners: whether images with changed corners are among them (`probe_images`).
+        orders: module side -> the order in which the tokens there are recorded.
 
     Raises:
         ModelError: the model does not take images of this size.
@@ -363,7 +435,7 @@ def trace(
     with torch.inference_mode(False), torch.no_grad(), hooks, sums, watch:
         try:
             module(images.to(device))
-        except _OF_CODE as error:
+        except _CODE_ERRORS as error:
             text = " ".join(str(error).split()).rstrip(".")
             raise ModelError(
                 f"the model's forward pass raises {type(error).__name__}: {text}; "

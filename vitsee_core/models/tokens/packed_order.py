@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,28 @@ from vitsee_core.models.attention_watch import (
     KernelCall,
     repeated,
 )
-from vitsee_core.models.hook_points import ModelError, hooked, input_tensor, output_tensor
+from vitsee_core.models.hook_points import (
+    ModelError,
+    ModuleSide,
+    hooked,
+    input_tensor,
+    output_tensor,
+)
 from vitsee_core.models.tokens.towers import Grid, Packing
 
-Found = TypeVar("Found")
-Place = tuple[str, bool]  # a module, and whether its input is meant
-# A token answers if it changes by more than this share of its change with the whole image.
-_ANSWERS = 1e-2
+AnyOrder = TypeVar("AnyOrder")
+# A token has changed if its change is more than this fraction of that with the whole image.
+_MIN_CHANGE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """How a tensor without a batch axis becomes (images, cells, dim), row by row.
 
-    grid: rows and cols of cells. index: (cells,) the token of each cell within its image. axis:
-    the one along which the tokens of all images lie.
+    Attributes:
+        grid: rows and columns of cells.
+        index: (cells,) the token of each cell within its image.
+        axis: the axis along which the tokens of all images lie.
     """
 
     grid: Grid
@@ -55,7 +62,7 @@ class Order:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens lie row by row already."""
+        """Whether tokens lie row by row already, so that nothing has to be moved."""
         return bool((self.index == torch.arange(len(self.index))).all())
 
     def calls(self, n_images: int) -> JoinedCalls:
@@ -63,50 +70,62 @@ class Order:
         return JoinedCalls(self, n_images)
 
     def to_grid_order(self, x: Tensor) -> Tensor:
-        """The tokens in the order of the grid, (images, cells, dim)."""
-        n = len(self.index)
-        images = x.shape[self.axis] // n
-        x = x.reshape(images, n, -1)
+        """Return the tokens in the order of the grid, (images, cells, dim)."""
+        n_cells = len(self.index)
+        n_images = x.shape[self.axis] // n_cells
+        x = x.reshape(n_images, n_cells, -1)
         if self.plain:
             return x
         return x.index_select(1, self.index.to(x.device))
 
 
-def same_order(one: object, other: object) -> bool:
-    """Whether two places, each with an order of packed tokens, of a clip's, or None, have their
-    tokens in one order."""
-    if one is None or other is None or type(one) is not type(other):
-        return one is other
-    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+def same_order(first: object, second: object) -> bool:
+    """Return whether two orders, of packed tokens or of clips, are equal field by field; None, for
+    no order, equals None alone."""
+    if first is None or second is None or type(first) is not type(second):
+        return first is second
+    # Dataclasses with tensors have no == of their own: it would be an array.
+    for name, value in vars(first).items():
+        other_value = getattr(second, name)
+        if isinstance(value, Tensor):
+            if not torch.equal(value, other_value):
+                return False
+        elif value != other_value:
+            return False
+    return True
 
 
-class OwnToken(TorchFunctionMode):
-    """Each query attends to its own token alone; to none where keys are other tokens."""
+class SelfOnlyAttention(TorchFunctionMode):
+    """A mode in which each query attends to its own token alone; to none where keys are other
+    tokens. Convolutions that keep the grid see their middle cell alone."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is KERNEL:
-            given = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
-            query = given["query"]
-            value = given["value"]
+            arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
+            query = arguments["query"]
+            value = arguments["value"]
             if query.shape[-2] != value.shape[-2]:
                 return value.new_zeros(*query.shape[:-1], value.shape[-1])
             if query.ndim == 4:
                 return repeated(value, query.shape[1])
             return value
         if func is torch.conv2d and len(args) > 1 and _keeps_size(*args, **kwargs):
-            rows, cols = (n // 2 for n in args[1].shape[2:])
-            kernel = torch.zeros_like(args[1])
-            kernel[:, :, rows, cols] = args[1][:, :, rows, cols]
-            args = args[0], kernel, *args[2:]
+            weight = args[1]
+            row = weight.shape[2] // 2
+            col = weight.shape[3] // 2
+            middle_only = torch.zeros_like(weight)
+            middle_only[:, :, row, col] = weight[:, :, row, col]
+            args = args[0], middle_only, *args[2:]
         result = func(*args, **kwargs)
         if func not in SOFTMAX:
             return result
-        own = torch.eye(*result.shape[-2:], dtype=result.dtype, device=result.device)
-        return own.expand_as(result) * (result.shape[-1] == result.shape[-2])
+        n_queries, n_keys = result.shape[-2:]
+        identity = torch.eye(n_queries, n_keys, dtype=result.dtype, device=result.device)
+        # Where keys are other tokens (cross-attention) nothing passes.
+        return identity.expand_as(result) * (n_queries == n_keys)
 
 
 def _keeps_size(
@@ -118,14 +137,23 @@ def _keeps_size(
     dilation: Any = 1,
     groups: int = 1,
 ) -> bool:
-    """Whether a convolution's cells stay where they are: stride 1, as much padding as it needs."""
+    """Return whether a convolution's cells stay where they are: an odd kernel, stride 1, and as
+    much padding as it needs. The parameters are those of torch.conv2d."""
     if isinstance(padding, str):
         return padding == "same"
-    found = zip(weight.shape[2:], *map(_pair, (stride, padding, dilation)), strict=True)
-    return all(n % 2 == 1 and s == 1 and p == d * (n // 2) for n, s, p, d in found)
+    strides = _rows_and_cols(stride)
+    paddings = _rows_and_cols(padding)
+    dilations = _rows_and_cols(dilation)
+    for axis, side in enumerate(weight.shape[2:]):
+        if side % 2 == 0 or strides[axis] != 1:
+            return False
+        if paddings[axis] != dilations[axis] * (side // 2):
+            return False
+    return True
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _rows_and_cols(value: Any) -> tuple[int, int]:
+    """Return a convolution's setting for rows and for columns, where it may be one number."""
     if isinstance(value, int):
         return (value, value)
     return (value[0], value[-1])
@@ -133,14 +161,18 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def find_orders(
     module: nn.Module, packing: Packing, size: tuple[int, int, int]
-) -> dict[Place, Order]:
-    """The order at every place whose tokens stand for cells of the grid of images of this size
-    (channels, rows, cols).
+) -> dict[ModuleSide, Order]:
+    """Return the order at every module side whose tokens stand for cells of the grid of patches.
 
-    One forward pass of 2 + 4 log2(rows of patches) images or so.
+    It costs one forward pass of 2 + 4 log2(rows of patches) images or so.
+
+    Args:
+        module: the tower.
+        packing: how the tower takes its images.
+        size: (channels, rows, cols) of an image.
 
     Raises:
-        ModelError: the size is none that the tower takes, or it has no values (meta device).
+        ModelError: the tower does not take this size, or it has no values (meta device).
     """
     try:
         grid = packing.grid((size[1], size[2]))
@@ -150,34 +182,44 @@ def find_orders(
             "a size that it takes: try another --img-size"
         ) from error
     codes = Codes(grid)
-    return _orders(module, codes, codes.images(packing))
+    return _orders_of_codes(module, codes, codes.images(packing))
 
 
 def output_order(
     module: nn.Module, patch: int, size: tuple[int, int, int]
-) -> dict[Place, Order]:
-    """The order of what the module itself gives for images of this size (channels, rows, cols),
-    tokens of all of them one after another, found as `find_orders` finds it; it takes the images as
-    a batch.
+) -> dict[ModuleSide, Order]:
+    """Return the order of the model's own output, the tokens of all images one after another, for
+    a model that takes its images as a batch. It is found as `find_orders` finds it.
+
+    Args:
+        module: the model.
+        patch: the side of a patch in pixels.
+        size: (channels, rows, cols) of an image.
 
     Raises:
-        ModelError: its tokens are no cells of a grid, or it has no values (meta device).
+        ModelError: its tokens are not cells of a grid, or it has no values (meta device).
     """
     channels, rows, cols = size
     codes = Codes((rows // patch, cols // patch))
     images = codes.images(Packing(patch, channels=channels))
-    rest = cols - images.shape[3], rows - images.shape[2]
-    images = nn.functional.pad(images, (0, rest[0], 0, rest[1]))
-    found = _orders(module, codes, images).get(("", False))
-    if found is None:
+    # Pixels beyond the last whole patch.
+    right = cols - images.shape[3]
+    bottom = rows - images.shape[2]
+    images = nn.functional.pad(images, (0, right, 0, bottom))
+    output_side = ModuleSide("", is_input=False)
+    order = _orders_of_codes(module, codes, images).get(output_side)
+    if order is None:
         raise ModelError(
             f"what the language model receives of {type(module).__name__} are no cells of the "
             "image's grid (a resampler's, or weights that are all 0); expected one of its towers"
         )
-    return {("", False): found}
+    return {output_side: order}
 
 
-def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Order]:
+def _orders_of_codes(
+    module: nn.Module, codes: Codes, images: Tensor
+) -> dict[ModuleSide, Order]:
+    """Return the order at every module side whose tokens stand for cells of the codes' grid."""
     parameter = next(module.parameters())
     if parameter.is_meta:
         raise ModelError("the order of tokens is for values to show")
@@ -187,39 +229,48 @@ def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Orde
 
 def orders_of_places(
     module: nn.Module,
-    given: Tensor,
-    read: Callable[[Place, Tensor], Found | None],
-) -> dict[Place, Found]:
-    """The order of tokens at every place of a forward pass of `given` in which each query attends
-    to itself alone; without the places that have none, or another one at a second call. read: the
-    order of a tensor at a place, None where it holds no cells.
-    """
-    answers: dict[Place, list[Found | None]] = {}
+    inputs: Tensor,
+    read_order: Callable[[ModuleSide, Tensor], AnyOrder | None],
+) -> dict[ModuleSide, AnyOrder]:
+    """Return the order of tokens at every module's input and output in a forward pass in which each
+    query attends to itself alone. Sides without an order, or with another order at a second call,
+    are left out.
 
-    def note(place: Place, x: Tensor | None) -> None:
-        answers.setdefault(place, []).append(None if x is None else read(place, x))
+    Args:
+        module: the model.
+        inputs: what it is run on.
+        read_order: returns the order of a tensor at a side, None where it does not hold cells.
+    """
+    orders_by_side: dict[ModuleSide, list[AnyOrder | None]] = {}
+
+    def note(side: ModuleSide, x: Tensor | None) -> None:
+        order = None if x is None else read_order(side, x)
+        orders_by_side.setdefault(side, []).append(order)
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        note((name, True), input_tensor(args, kwargs))
+        note(ModuleSide(name, is_input=True), input_tensor(args, kwargs))
 
     def leave(name: str, child: nn.Module, output: Any) -> None:
-        note((name, False), output_tensor(child, output, len(given)))
+        output = output_tensor(child, output, len(inputs))
+        note(ModuleSide(name, is_input=False), output)
 
-    with hooked(module, enter, leave), torch.no_grad(), OwnToken():
-        module(given)
+    with hooked(module, enter, leave), torch.no_grad(), SelfOnlyAttention():
+        module(inputs)
     return {
-        place: found[0]
-        for place, found in answers.items()
-        if found[0] is not None and all(same_order(found[0], one) for one in found)
+        side: orders[0]
+        for side, orders in orders_by_side.items()
+        if orders[0] is not None and all(same_order(orders[0], order) for order in orders)
     }
 
 
 class Codes:
     """Images that tell the cells of a grid of patches apart.
 
-    cells: which cells change in each image, (images, rows, cols): none in the first, all in the
-    second, then for each bit of the row's number those where it is set and those where not, then
-    of the column's.
+    Attributes:
+        grid: rows and columns of cells.
+        cells: (images, rows, cols), which cells change in each image: none in the first, all in
+            the second, then for each bit of the row's number the cells where it is set and those
+            where it is not, then the same for the column's number.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -236,67 +287,93 @@ class Codes:
         self.cells = torch.stack(changes)
 
     def images(self, packing: Packing) -> Tensor:
-        """(images, channels, rows, cols) of pixels."""
-        p = packing.patch
-        pixels = self.cells.repeat_interleave(p, 1).repeat_interleave(p, 2).unsqueeze(1)
-        shape = 2, packing.channels, *pixels.shape[2:]
-        plain, other = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-        return torch.where(pixels, other, plain)
+        """Return the pixels, (images, channels, rows, cols): one random image, with another in its
+        place in the cells that change."""
+        side = packing.patch
+        # (images, 1, rows, cols) in pixels
+        is_changed = self.cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
+        is_changed = is_changed.unsqueeze(1)
+        shape = (2, packing.channels, *is_changed.shape[2:])
+        generator = torch.Generator().manual_seed(4)
+        before, after = torch.randn(shape, generator=generator)
+        return torch.where(is_changed, after, before)
 
 
 def order_of(x: Tensor, codes: Codes) -> Order | None:
-    """The order of a tensor's tokens in a pass of `codes`' images, None where they are no cells."""
-    n = len(codes.cells)
+    """Return the order of a tensor's tokens in a pass of the images of `codes`; None where the
+    tokens are not cells. Tokens are looked for along the first axis, then along the second."""
+    n_images = len(codes.cells)
     n_cells = math.prod(codes.grid)
     for axis in (0, 1):
         if x.ndim < axis + 2 or (axis and x.shape[0] != 1) or not x.is_floating_point():
             continue
-        tokens, left = divmod(x.shape[axis], n)
-        if left or tokens < 1 or n_cells % tokens or (tokens == 1 and n_cells > 1):
+        n_tokens, remainder = divmod(x.shape[axis], n_images)
+        if remainder or n_tokens < 1 or n_cells % n_tokens:
             continue
-        changed = x.reshape(n, tokens, -1).float()
-        change = torch.linalg.vector_norm(changed - changed[:1], dim=2)
-        whole = change[1]
-        if bool((whole > 0).all()):
-            found = _read((change > _ANSWERS * whole).cpu(), codes.grid)
-            if found is not None:
-                return Order(found[0], found[1], axis)
+        if n_tokens == 1 and n_cells > 1:
+            continue  # a pooled vector
+        tokens = x.reshape(n_images, n_tokens, -1).float()
+        change = torch.linalg.vector_norm(tokens - tokens[:1], dim=2)  # (images, tokens)
+        change_of_all = change[1]  # where every cell changes
+        if bool((change_of_all > 0).all()):
+            has_changed = change > _MIN_CHANGE * change_of_all
+            blocks = _decode(has_changed.cpu(), codes.grid)
+            if blocks is not None:
+                return Order(blocks.grid, blocks.token_index, axis)
     return None
 
 
-def _read(answers: Tensor, grid: Grid) -> tuple[Grid, Tensor] | None:
-    """Grid, and the token of each of its cells, from which images each token answers to (images,
-    tokens): every token must stand for one block of cells, all of one size, and all together for
-    the grid."""
-    at = 2
-    starts = []
-    blocks = []
+class _TokenBlocks(NamedTuple):
+    """A grid of blocks of cells, a token each; token_index: (blocks,) the token of each block."""
+
+    grid: Grid
+    token_index: Tensor
+
+
+def _decode(has_changed: Tensor, grid: Grid) -> _TokenBlocks | None:
+    """Return which token stands for which block of cells.
+
+    Every token must stand for one block, all blocks must have one size, and together they must be
+    the grid; else None.
+
+    Args:
+        has_changed: (images of `Codes`, tokens), whether a token changes with an image.
+        grid: rows and columns of cells.
+    """
+    image = 2  # after the images in which no cell and every cell changes
+    block_numbers = []  # of rows and of columns: (tokens,) the number of each token's block
+    n_blocks = []
     for n in grid:
-        number = torch.arange(n)
-        may = torch.ones(answers.shape[1], n, dtype=torch.bool)
+        numbers = torch.arange(n)
+        # (tokens, n): the rows, or columns, that a token may depend on. It answers to an image
+        # where one of its cells changes, so both answers to a bit leave both halves.
+        may_depend = torch.ones(has_changed.shape[1], n, dtype=torch.bool)
         for bit in range((n - 1).bit_length()):
-            is_set = (number >> bit & 1).bool()
-            may &= torch.where(
-                is_set, answers[at].unsqueeze(1), answers[at + 1].unsqueeze(1)
+            is_set = (numbers >> bit & 1).bool()
+            may_depend &= torch.where(
+                is_set,
+                has_changed[image].unsqueeze(1),
+                has_changed[image + 1].unsqueeze(1),
             )
-            at += 2
-        length = may.sum(1)
-        first = may.float().argmax(1)
-        last = n - 1 - may.flip(1).float().argmax(1)
+            image += 2
+        length = may_depend.sum(1)
+        first = may_depend.float().argmax(1)
+        last = n - 1 - may_depend.flip(1).float().argmax(1)
         size = int(length[0])
-        even = size > 0 and n % size == 0 and bool((length == size).all())
-        if (
-            not even
-            or bool((last - first + 1 != size).any())
-            or bool((first % size).any())
-        ):
+        is_even = size > 0 and n % size == 0 and bool((length == size).all())
+        if not is_even:
             return None
-        starts.append(first // size)
-        blocks.append(n // size)
-    cell = starts[0] * blocks[1] + starts[1]
-    if len(cell) != blocks[0] * blocks[1] or len(cell.unique()) != len(cell):
+        has_gaps = bool((last - first + 1 != size).any())
+        straddles_blocks = bool((first % size).any())
+        if has_gaps or straddles_blocks:
+            return None
+        block_numbers.append(first // size)
+        n_blocks.append(n // size)
+    rows, cols = n_blocks
+    block = block_numbers[0] * cols + block_numbers[1]
+    if len(block) != rows * cols or len(block.unique()) != len(block):
         return None
-    return (blocks[0], blocks[1]), cell.argsort()
+    return _TokenBlocks((rows, cols), block.argsort())
 
 
 class JoinedCalls:
@@ -315,81 +392,108 @@ class JoinedCalls:
         self.events: list[AttentionEvent] = []  # that are not complete
 
     def add(self, event: AttentionEvent) -> AttentionEvent | None:
-        """The joined event, once it is complete; the event itself where it is no part of one."""
+        """Return the joined event once it is complete, None before; an event that is not a part of
+        one comes back as it is."""
         call = event.call
-        parts = isinstance(call, KernelCall) and call.mask is None and not call.causal
-        if not parts or event.query[0] != 1 or event.query[2] != event.n_keys:
+        may_be_part = (
+            isinstance(call, KernelCall) and call.mask is None and not call.causal
+        )
+        if not may_be_part:
+            return event
+        n_batch, n_heads, n_queries = event.query
+        if n_batch != 1 or n_queries != event.n_keys:
             return event
         self.events.append(event)
         n_tokens = len(self.order.index)
-        if sum(one.n_keys for one in self.events) < self.n_images * n_tokens:
+        if sum(part.n_keys for part in self.events) < self.n_images * n_tokens:
             return None
         events = self.events
         self.events = []
-        whole = self.n_images, event.query[1], n_tokens
-        if all(one.n_keys == n_tokens for one in events):
-            return AttentionEvent(whole, n_tokens, call=self._joined(events, None))
-        labels = self._labels([one.n_keys for one in events])
+        query = (self.n_images, n_heads, n_tokens)
+        if all(part.n_keys == n_tokens for part in events):  # a call for each image
+            return AttentionEvent(query, n_tokens, call=self._joined(events, None))
+        labels = self._call_labels([part.n_keys for part in events])
         if labels is None:
             return events[0]
         window = window_of(labels.reshape(self.order.grid))
         if window is None:
-            return AttentionEvent(whole, n_tokens, within="groups of tokens")
-        seen = labels.unsqueeze(0) == labels.unsqueeze(1)
+            return AttentionEvent(query, n_tokens, within="groups of tokens")
+        is_visible = labels.unsqueeze(0) == labels.unsqueeze(1)  # (queries, keys)
         return AttentionEvent(
-            whole, n_tokens, call=self._joined(events, seen), window=window
+            query, n_tokens, call=self._joined(events, is_visible), window=window
         )
 
-    def _labels(self, lengths: list[int]) -> Tensor | None:
-        """Which call each cell of an image is in, (cells,) from 0; None where the images differ."""
+    def _call_labels(self, lengths: list[int]) -> Tensor | None:
+        """Return the number of the call that each cell of an image is in, (cells,) from 0; None
+        where the images differ.
+
+        lengths: tokens of each call, in the order of the calls.
+        """
         n_tokens = len(self.order.index)
-        found = []
+        starts = []  # of each token: where its call begins
         start = 0
         for length in lengths:
-            if start // n_tokens != (start + length - 1) // n_tokens:
+            crosses_images = start // n_tokens != (start + length - 1) // n_tokens
+            if crosses_images:
                 return None
-            found += [start] * length
+            starts += [start] * length
             start += length
         if start != self.n_images * n_tokens:
             return None
-        by_image = torch.tensor(found).reshape(self.n_images, n_tokens)
+        by_image = torch.tensor(starts).reshape(self.n_images, n_tokens)
         by_image = by_image - torch.arange(self.n_images).unsqueeze(1) * n_tokens
         if bool((by_image != by_image[:1]).any()):
             return None
-        return by_image[0].unique(return_inverse=True)[1][self.order.index]
+        _, labels = by_image[0].unique(return_inverse=True)
+        return labels[self.order.index]
 
-    def _joined(self, events: list[AttentionEvent], seen: Tensor | None) -> KernelCall:
-        """seen: (queries, keys), which cells each cell sees; None where it sees all."""
+    def _joined(
+        self, events: list[AttentionEvent], is_visible: Tensor | None
+    ) -> KernelCall:
+        """Return one attention over (images, heads, cells) in place of several calls.
+
+        is_visible: (queries, keys), which cells each cell sees; None where it sees all.
+        """
         calls = [event.call for event in events if isinstance(event.call, KernelCall)]
-        query, key, value, output = (
-            self._laid(torch.cat([getattr(call, name) for call in calls], 2))
-            for name in ("query", "key", "value", "output")
+        query = self._to_image_grids([call.query for call in calls])
+        arguments: dict[str, Any] = {
+            "query": query,
+            "key": self._to_image_grids([call.key for call in calls]),
+            "value": self._to_image_grids([call.value for call in calls]),
+            "scale": calls[0].scale,
+        }
+        if is_visible is not None:
+            arguments["attn_mask"] = is_visible.to(query.device)
+        return KernelCall(
+            arguments, output=self._to_image_grids([call.output for call in calls])
         )
-        arguments = {"query": query, "key": key, "value": value, "scale": calls[0].scale}
-        if seen is not None:
-            arguments["attn_mask"] = seen.to(query.device)
-        return KernelCall(arguments, output)
 
-    def _laid(self, x: Tensor) -> Tensor:
-        """(1, heads, tokens of all images, dim) as (images, heads, cells, dim)."""
-        x = x[0].unflatten(1, (self.n_images, -1)).transpose(0, 1)
+    def _to_image_grids(self, parts: list[Tensor]) -> Tensor:
+        """Return the calls' (1, heads, tokens, dim) tensors as one (images, heads, cells, dim)."""
+        x = torch.cat(parts, 2)[0].unflatten(1, (self.n_images, -1)).transpose(0, 1)
         if self.order.plain:
             return x
         return x.index_select(2, self.order.index.to(x.device))
 
 
-def window_of(parts: Tensor) -> tuple[int, ...] | None:
-    """Sides of the windows that tile a grid of numbers of parts, (rows, cols) or (times, rows,
-    cols), from its first cell, the last ones cut; None where there is one window, or where the
-    parts are no windows."""
+def window_of(labels: Tensor) -> tuple[int, ...] | None:
+    """Return the size of the windows that tile a grid from its first cell, the last ones cut; None
+    where there is only one window, or where the labels are not windows.
+
+    labels: (rows, cols) or (times, rows, cols), which part each cell of the grid is in.
+    """
     sides = []
-    number = torch.zeros_like(parts)
-    for axis, n in enumerate(parts.shape):
-        line = parts.movedim(axis, 0).flatten(1)[:, 0]
-        sides.append(next((i for i in range(1, n) if line[i] != line[0]), n))
-        along = [1] * parts.ndim
-        along[axis] = n
-        number = number * n + (torch.arange(n) // sides[-1]).reshape(along)
-    pairs = torch.stack([number.flatten(), parts.flatten()]).unique(dim=1).shape[1]
-    alike = pairs == len(number.unique()) == len(parts.unique())
-    return tuple(sides) if alike and pairs > 1 else None
+    window_numbers = torch.zeros_like(labels)
+    for axis, n in enumerate(labels.shape):
+        # A window ends where the label changes first, along the axis from the first cell.
+        line = labels.movedim(axis, 0).flatten(1)[:, 0]
+        side = next((i for i in range(1, n) if line[i] != line[0]), n)
+        sides.append(side)
+        shape = [1] * labels.ndim
+        shape[axis] = n
+        window_numbers = window_numbers * n + (torch.arange(n) // side).reshape(shape)
+    # Labels and windows are the same partition if as many pairs of both occur as there are of each.
+    pairs = torch.stack([window_numbers.flatten(), labels.flatten()]).unique(dim=1)
+    n_windows = pairs.shape[1]
+    is_same = n_windows == len(window_numbers.unique()) == len(labels.unique())
+    return tuple(sides) if is_same and n_windows > 1 else None
