@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
-from vitsee_core.features.matrix import FeatureBlock, _consecutive
-from vitsee_core.features.reader import AT_ONCE, widened
+from vitsee_core.features.matrix import FeatureBlock, _contiguous_columns
+from vitsee_core.features.reader import BLOCK_VALUES, widened
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
@@ -125,7 +125,7 @@ def test_columns_that_follow_each_other_by_hand() -> None:
     """Of axes of 2, 3 and 4, side by side: column 12 i + 4 j + k."""
 
     def places(*target: tuple[int, int]) -> slice | None:
-        return _consecutive(tuple(slice(*part) for part in target), (2, 3, 4))
+        return _contiguous_columns(tuple(slice(*part) for part in target), (2, 3, 4))
 
     assert places((0, 2), (0, 3), (0, 4)) == slice(0, 24)
     assert places((1, 2), (1, 3), (0, 4)) == slice(16, 24)
@@ -235,7 +235,7 @@ def test_a_site_without_tokens_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_float16_is_widened_bit_by_bit() -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    finite = np.resize(every[np.isfinite(every)], (2 * AT_ONCE // 512 + 1, 512))
+    finite = np.resize(every[np.isfinite(every)], (2 * BLOCK_VALUES // 512 + 1, 512))
     found, all_finite = widened(finite)
     assert all_finite and found.shape == finite.shape
     np.testing.assert_array_equal(

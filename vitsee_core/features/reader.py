@@ -1,10 +1,10 @@
-"""The single reader of features: which tokens of a site, from which arrays, in which form.
+"""The only reader of features: it knows the arrays of a store in which a site's tokens are.
 
     features = choose_features(store, site, "cls")
     features.vectors(mask)              (images, dim) float32, slab by slab
-    features.blocks(mask, part)         (images, tokens, dim) float32, slab by slab
-    features.load(rows, part)           the same of consecutive rows, in the stored type
-    features.matrix()                   one matrix, images by all its features, read in strips
+    features.blocks(mask, tokens)       (images, tokens, dim) float32, slab by slab
+    features.load(rows, tokens)         (rows, tokens, dim) of consecutive rows, in the stored type
+    features.matrix()                   a matrix, images by all features of each, read in strips
 
 Pooled tokens (`cls`, `mean`) are read from `pooled/` in float32, and so from stores that have
 nothing else; other tokens from `acts/`, in their stored type.
@@ -44,29 +44,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matching:
-    """Conversion of a grid to the last stage's: patches of `patch` cells, then `grid` cells."""
+    """The conversion of a CNN stage's grid to that of the last stage (Raghu et al. 2021).
+
+    Attributes:
+        patch: patches of patch x patch cells are flattened into one cell.
+        grid: these cells are then averaged to so many rows and columns.
+    """
 
     patch: int
     grid: tuple[int, int]
 
     def apply(self, maps: Float32) -> Float32:
-        """(images, cells, channels) of maps (images, rows, cols, channels); of clips (clips, times,
-        rows, cols, channels) each time by itself."""
-        each = maps.reshape(-1, *maps.shape[-3:])
-        cells = adaptive_average(flatten_patches(each, self.patch), self.grid)
+        """Return (images, cells, channels) of maps (images, rows, cols, channels).
+
+        Clips (clips, times, rows, cols, channels) are converted frame by frame; their cells are
+        those of all times.
+        """
+        frames = maps.reshape(-1, *maps.shape[-3:])
+        cells = adaptive_average(flatten_patches(frames, self.patch), self.grid)
         return cells.reshape(len(maps), -1, cells.shape[-1])
 
 
 def last_stage_matching(store: Store, site: SiteSpec) -> Matching | None:
-    """A site's conversion to the last stage's grid; None if it needs none. Raises MissingInput: the
-    store lacks the output of the last block."""
+    """Return a site's conversion to the last stage's grid, or None if it needs none.
+
+    Raises:
+        MissingInput: the store lacks the output of the last block.
+    """
     layout = site.layout
     if layout is None or layout.grid is None or layout.n_prefix:
         return None
-    outs = [
-        s for s in store.sites.values() if "blocks" in s.groups and s.layout is not None
+    block_outputs = [
+        spec
+        for spec in store.sites.values()
+        if "blocks" in spec.groups and spec.layout is not None
     ]
-    last = outs[-1] if outs else None
+    last = block_outputs[-1] if block_outputs else None
     if last is None or last.rel_depth != 1 or last.layout is None:
         raise MissingInput(
             f"{store.label} lacks the output of the last block, whose grid and channels "
@@ -83,55 +96,69 @@ def last_stage_matching(store: Store, site: SiteSpec) -> Matching | None:
 
 
 def largest_patch(
-    dim: int, grid: tuple[int, int], last_dim: int, last: tuple[int, int]
+    dim: int, grid: tuple[int, int], last_dim: int, last_grid: tuple[int, int]
 ) -> int:
-    """The largest p with dim x p^2 <= last_dim that divides the grid and leaves at least as many
-    cells each way as the last stage has; 1 if there is none."""
-    (rows, cols), (last_rows, last_cols) = grid, last
-    return max(
-        (
-            p
-            for p in range(2, math.isqrt(max(last_dim // dim, 1)) + 1)
-            if rows % p == cols % p == 0
-            and rows // p >= last_rows
-            and cols // p >= last_cols
-        ),
-        default=1,
-    )
+    """Return the side p, in cells, of the patches into which a grid is cut.
+
+    It is the largest p with dim x p^2 <= last_dim that divides the grid and leaves at least as many
+    rows and columns as the last stage has; 1 if no larger one does.
+    """
+    rows, cols = grid
+    last_rows, last_cols = last_grid
+    max_patch = math.isqrt(max(last_dim // dim, 1))
+    for patch in range(max_patch, 1, -1):
+        divides = rows % patch == 0 and cols % patch == 0
+        if divides and rows // patch >= last_rows and cols // patch >= last_cols:
+            return patch
+    return 1
 
 
 def flatten_patches(maps: Float32, patch: int) -> Float32:
-    """(images, rows / p, cols / p, p * p * channels) of maps (images, rows, cols, channels)."""
+    """Return (images, rows / p, cols / p, p * p * channels) of (images, rows, cols, channels)."""
     n, rows, cols, dim = maps.shape
-    cut = maps.reshape(n, rows // patch, patch, cols // patch, patch, dim)
-    return cut.transpose(0, 1, 3, 2, 4, 5).reshape(n, rows // patch, cols // patch, -1)
+    # (images, patch rows, p, patch cols, p, channels)
+    patches = maps.reshape(n, rows // patch, patch, cols // patch, patch, dim)
+    # (images, patch rows, patch cols, p, p, channels)
+    patches = patches.transpose(0, 1, 3, 2, 4, 5)
+    return patches.reshape(n, rows // patch, cols // patch, -1)
 
 
 def adaptive_average(maps: Float32, grid: tuple[int, int]) -> Float32:
-    """Maps (images, rows, cols, channels) averaged to `grid` cells: cell i of k is the mean of the
-    rows from floor(i n / k) to ceil((i + 1) n / k), like torch's adaptive average pooling."""
-    out = maps
-    for axis, k in zip((1, 2), grid, strict=True):
-        n = out.shape[axis]
-        if n == k:
-            continue
-        bins = [slice(i * n // k, -(-(i + 1) * n // k)) for i in range(k)]
-        means = [
-            out[(slice(None),) * axis + (b,)].mean(axis=axis, keepdims=True) for b in bins
-        ]
-        out = np.concatenate(means, axis=axis)
-    return out
+    """Return maps (images, rows, cols, channels) averaged to (images, *grid, channels).
+
+    Cell i of k is the mean of the rows from floor(i n / k) to ceil((i + 1) n / k), as in
+    torch.nn.AdaptiveAvgPool2d. NumPy computes it, since this module does not import torch.
+    """
+    n_rows, n_cols = grid
+    return _average_axis(_average_axis(maps, 1, n_rows), 2, n_cols)
+
+
+def _average_axis(maps: Float32, axis: int, n_cells: int) -> Float32:
+    """Return maps with an axis averaged to `n_cells` bins, which may overlap by an entry."""
+    n = maps.shape[axis]
+    if n == n_cells:
+        return maps
+    means = []
+    selection = [slice(None)] * maps.ndim
+    for i in range(n_cells):
+        stop = -(-(i + 1) * n // n_cells)  # rounded up
+        selection[axis] = slice(i * n // n_cells, stop)
+        means.append(maps[tuple(selection)].mean(axis=axis, keepdims=True))
+    return np.concatenate(means, axis=axis)
 
 
 @dataclass(frozen=True)
 class SiteFeatures:
-    """Some tokens of one site of a store. A site without tokens is read as it is, flattened: one
-    vector per image.
+    """The features that an analysis reads of a site: the chosen tokens of each image.
+
+    A site without tokens is read as it is, flattened to a vector for each image.
 
     Attributes:
+        store: the store.
         site: a stored site, not an alias.
-        matching: for CNNs, see above.
-        partial: see `Store.acts`.
+        selection: the chosen tokens.
+        matching: for CNNs, the conversion to the last stage's grid, if it was asked for.
+        partial: whether images may be smaller than their canvas, see `Store.acts`.
     """
 
     store: Store
@@ -142,8 +169,12 @@ class SiteFeatures:
 
     @cached_property
     def arrays(self) -> list[LazyArray]:
-        """The stored arrays with the tokens, in the tokens' order. Raises SiteError: the site has
-        no such tokens; MissingInput: the site is stored pooled only."""
+        """The stored arrays with the tokens, in the tokens' order.
+
+        Raises:
+            SiteError: the site has no such tokens.
+            MissingInput: only means of the site's tokens are stored.
+        """
         store = self.store
         name = self.site.name
         layout = self.site.layout
@@ -159,21 +190,24 @@ class SiteFeatures:
             return [store.pooled(name, self.selection)]
         if self.selection not in ("all", "each"):
             return [store.acts(name, self.selection, partial=self.partial)]
-        store.acts(name, "all", partial=self.partial)  # raises if it is pooled only
+        store.acts(name, "all", partial=self.partial)  # raises if only means are stored
+        arrays: list[LazyArray] = []
+        if layout.prefix:
+            arrays.append(store.array(f"acts/{name}/prefix"))
         body = "rows" if layout.grid is None else "grid"
-        parts = ("prefix", body) if layout.prefix else (body,)
-        return [store.array(f"acts/{name}/{part}") for part in parts]
+        arrays.append(store.array(f"acts/{name}/{body}"))
+        return arrays
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Layout of the tokens as read: the site's, or after conversion."""
+        """The layout of the tokens as they are read, so after a conversion."""
         if self.matching is None or self.site.layout is None:
             return self.site.layout
         return dataclasses.replace(self.site.layout, grid=self.matching.grid)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether an image has, or may have, several vectors: one per token."""
+        """Whether an image has, or may have, several vectors: one for each token."""
         return self.site.layout is not None and not self.selection.is_vector
 
     @cached_property
@@ -190,6 +224,7 @@ class SiteFeatures:
 
     @property
     def n_prefix(self) -> int:
+        """The number of prefix tokens (class, registers) among the chosen tokens."""
         layout = self.layout
         if layout is None or not self.has_tokens:
             return 0
@@ -198,71 +233,84 @@ class SiteFeatures:
 
     @property
     def dim(self) -> int:
+        """The number of features of a token, or of an image if the site has no tokens."""
         if self.site.layout is None:
             return math.prod(self.site.shape)
-        return self.site.dim * (self.matching.patch**2 if self.matching else 1)
+        if self.matching is None:
+            return self.site.dim
+        return self.site.dim * self.matching.patch**2
 
     @property
     def slab_bytes(self) -> int:
-        """Memory of a slab while it is read: as stored, and in float32."""
-        whole = (
+        """Bytes of memory of a slab while it is read: at most as stored and in float32."""
+        reads_all_tokens = (
             self.has_tokens
             or self.selection in ("mean-all", "rest")
             or self.matching is not None
         )
-        of_image = math.prod(self.site.shape) if whole else self.site.dim
-        return 2 * 4 * of_image * self.store.plan.slab
+        n_values = math.prod(self.site.shape) if reads_all_tokens else self.site.dim
+        # Two copies of 4 bytes.
+        return 2 * 4 * n_values * self.store.plan.slab
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """`tokens` in groups of about `n_tokens`, cut at chunk boundaries as far as possible, so
-        that each byte is read once."""
+        """Return ranges of `tokens` of about `n_tokens` each.
+
+        They are cut at chunk boundaries as far as possible, so that each byte is read once.
+        """
         n = len(self.tokens)
         n_prefix = self.n_prefix
         if n <= n_tokens:
             return [slice(0, n)]
-        unit = self._chunk_tokens()
-        step = max(1, n_tokens) if n_tokens < unit else n_tokens // unit * unit
+        chunk_tokens = self._chunk_tokens()
+        if n_tokens < chunk_tokens:
+            step = max(1, n_tokens)
+        else:
+            step = n_tokens // chunk_tokens * chunk_tokens
         if step >= n:
             return [slice(0, n)]
         starts = [*range(n_prefix, n, step)]
-        if n_prefix:  # together with the first grid tokens, or alone
-            starts = [0, *(starts[1:] if n_prefix <= step else starts)]
+        if n_prefix:
+            if n_prefix <= step:  # few prefix tokens go with the first tokens of the grid
+                starts[0] = 0
+            else:
+                starts.insert(0, 0)
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
 
     def _chunk_tokens(self) -> int:
-        """Number of grid tokens that are read together."""
+        """Return the number of grid tokens in a chunk, which are read together."""
         layout = self.site.layout
         if layout is None or layout.grid is None or self.matching is not None:
             return 1
         rows = self.store.array(f"acts/{self.site.name}/grid").spec.chunks[1]
         return rows * math.prod(layout.body[1:])
 
-    def load(self, rows: slice, part: slice) -> NDArray[np.floating]:
-        """(rows, tokens, dim) of consecutive rows of the store, in the stored type.
+    def load(self, rows: slice, tokens: slice) -> NDArray[np.floating]:
+        """Return (rows, tokens, dim) of consecutive rows of the store, in the stored type.
 
         Args:
-            rows: of the store.
-            part: of `tokens`, with both ends.
+            rows: a range of the store's rows.
+            tokens: a range of `tokens`, with both ends.
         """
         if self.matching is not None:
-            return self._matched(rows)[:, part]
+            return self._load_matched(rows)[:, tokens]
         if not self.has_tokens:
             values = self.arrays[0][rows]
             return values.reshape(len(values), 1, -1)
         pieces = []
-        at = 0
+        first_token = 0  # of the array, among all chosen tokens
         for array in self.arrays:
             n = math.prod(array.shape[1:-1])
-            start = max(part.start - at, 0)
-            stop = min(part.stop - at, n)
+            start = max(tokens.start - first_token, 0)
+            stop = min(tokens.stop - first_token, n)
             if start < stop:
-                pieces.append(_consecutive(array, rows, start, stop))
-            at += n
+                pieces.append(_load_tokens(array, rows, start, stop))
+            first_token += n
         if len(pieces) == 1:
-            return pieces[0]
+            return pieces[0]  # without a copy
         return np.concatenate(pieces, axis=1)
 
-    def _matched(self, rows: slice) -> Float32:
+    def _load_matched(self, rows: slice) -> Float32:
+        """Return (rows, tokens, dim) after the conversion to the last stage's grid."""
         assert self.matching is not None and self.layout is not None
         cells = self.matching.apply(self.arrays[0][rows].astype(np.float32))
         members = self.selection.members(self.layout)
@@ -271,84 +319,93 @@ class SiteFeatures:
             return chosen.mean(axis=1, keepdims=True)
         return chosen
 
-    def of_slab(self, slab: Slab, part: slice) -> Float32:
-        """(images, tokens, dim) of a slab's images that count. Raises VitseeError: a number is not
-        finite."""
-        values = self.load(slab.rows, part)
-        wide, finite = widened(values if slab.valid.all() else values[slab.valid])
-        if not finite:
-            raise not_finite(slab.store, self.site.name, slab.rows)
-        return wide
-
-    def blocks(
-        self,
-        mask: Mask,
-        part: slice | None = None,
-        *,
-        jobs: int = 1,
-        memory: int | None = None,
-    ) -> Iterator[Float32]:
-        """(images of a slab, tokens, dim) of the images in `mask`, in the store's order.
-
-        Args:
-            mask: (images,) over all rows of the store.
-            part: of `tokens`, by default all.
-            jobs: slabs read at a time.
-            memory: bytes to stay within: fewer slabs are read at a time.
+    def of_slab(self, slab: Slab, tokens: slice) -> Float32:
+        """Return (images, tokens, dim) of a slab's valid images in float32.
 
         Raises:
             VitseeError: a number is not finite.
         """
-        part = slice(0, len(self.tokens)) if part is None else part
+        values = self.load(slab.rows, tokens)
+        if not slab.valid.all():
+            values = values[slab.valid]
+        float32_values, all_finite = widened(values)
+        if not all_finite:
+            raise not_finite(slab.store, self.site.name, slab.rows)
+        return float32_values
+
+    def blocks(
+        self,
+        mask: Mask,
+        tokens: slice | None = None,
+        *,
+        jobs: int = 1,
+        memory: int | None = None,
+    ) -> Iterator[Float32]:
+        """Yield (images of a slab, tokens, dim) of the images in `mask`, in the store's order.
+
+        Args:
+            mask: (images,) which rows of the store are read.
+            tokens: a range of `tokens`, by default all.
+            jobs: the number of slabs that are read at a time.
+            memory: bytes to stay within, for which fewer slabs are read at a time.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        if tokens is None:
+            tokens = slice(0, len(self.tokens))
         if memory is not None:
             jobs = max(1, min(jobs, memory // self.slab_bytes))
-        work = partial(self.of_slab, part=part)
+        work = partial(self.of_slab, tokens=tokens)
         yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
 
     def vectors(
         self, mask: Mask, *, jobs: int = 1, memory: int | None = None
     ) -> Iterator[Float32]:
-        """(images of a slab, dim): `blocks` of features with one vector per image."""
+        """Yield (images of a slab, dim) of features with a single vector for each image."""
         for block in self.blocks(mask, slice(0, 1), jobs=jobs, memory=memory):
             yield block[:, 0]
 
     def matrix(self, channels: slice | None = None) -> FeatureMatrix:
-        """All features of an image side by side, as one matrix that is read in strips.
+        """Return the matrix of images by all features of each image, which is read in strips.
 
         Args:
-            channels: only these channels of every token.
+            channels: only these channels of each token, by default all.
 
         Raises:
             SiteError: the site has no such tokens.
-            MissingInput: the site is stored pooled only.
+            MissingInput: only means of the site's tokens are stored.
         """
-        key = [
-            self.site.name,
-            "all" if self.site.kind == "vector" else str(self.selection),
-        ]
-        last: tuple[slice, ...] = ()
+        key = [self.site.name]
+        key.append("all" if self.site.kind == "vector" else str(self.selection))
         if channels is not None:
             low, high, _ = channels.indices(self.arrays[0].shape[-1])
-            last = (slice(low, high),)
             key.append(f"channels {low}-{high}")
-        parts = []
+        blocks = []
         for array in self.arrays:
-            whole = tuple(slice(0, n) for n in array.shape[1:])
-            parts.append((array, (*whole[: len(whole) - len(last)], *last)))
-        return FeatureMatrix(self.store, key, parts)
+            box = [slice(0, n) for n in array.shape[1:]]
+            if channels is not None:
+                box[-1] = slice(low, high)
+            blocks.append((array, tuple(box)))
+        return FeatureMatrix(self.store, key, blocks)
 
 
-def _consecutive(array: LazyArray, rows: slice, start: int, stop: int) -> NDArray[Any]:
-    """(rows, tokens, dim): tokens from `start` to `stop` of an array of tokens, or of a grid, whose
-    cells are counted row by row, of clips frame by frame."""
+def _load_tokens(array: LazyArray, rows: slice, start: int, stop: int) -> NDArray[Any]:
+    """Return (rows, tokens, dim) of the tokens from `start` to `stop` of an array.
+
+    The tokens of a grid (rows, grid rows, grid cols, dim) are counted row by row, those of clips
+    (rows, times, grid rows, grid cols, dim) frame by frame.
+    """
     if array.ndim == 3:
         return array[rows, start:stop]
-    n_cells = math.prod(array.shape[2:-1])  # of one place along the first axis
-    first = start // n_cells
-    last = -(-stop // n_cells)
+    # Tokens behind each index of the first axis: a row of the grid, or a frame. Only the indices
+    # that the range touches are read.
+    n_behind = math.prod(array.shape[2:-1])
+    first = start // n_behind
+    last = -(-stop // n_behind)  # rounded up
     cells = array[rows, first:last]
     cells = cells.reshape(len(cells), -1, cells.shape[-1])
-    return cells[:, start - first * n_cells : stop - first * n_cells]
+    return cells[:, start - first * n_behind : stop - first * n_behind]
 
 
 def choose_features(
@@ -361,23 +418,24 @@ def choose_features(
     match_last_stage: bool = False,
     partial: bool = False,
 ) -> SiteFeatures:
-    """The features that an analysis reads of a site; errors are raised here rather than during the
-    work.
+    """Return the features that an analysis reads of a site.
+
+    Errors are raised here rather than during the work.
 
     Args:
         store: an open store.
-        site: one of its sites, or an alias.
+        site: a site of the store, or an alias.
         tokens: by default `cls` if the site has a class token, else `mean` (over patches); a site
             without tokens is read as it is.
         among: stores that it is compared with; the default is then the same in all of them.
-        one_vector: refuse tokens that give several vectors per image.
-        match_last_stage: convert a CNN's grids and channels to the last stage's; see `Matching`.
-        partial: whether images may be smaller than their canvas; see `Store.acts`.
+        one_vector: refuse tokens that give several vectors for an image.
+        match_last_stage: convert a CNN's grids and channels to the last stage's, see `Matching`.
+        partial: whether images may be smaller than their canvas, see `Store.acts`.
 
     Raises:
         SiteError: the site has no such tokens, or several where one vector is needed; or images do
             not fill their canvas.
-        MissingInput: the site is stored pooled only, or the last stage is not stored.
+        MissingInput: only means of the site's tokens are stored, or the last stage is not stored.
     """
     site = store.site(site.name)
     layout = site.layout
@@ -385,60 +443,76 @@ def choose_features(
         features = SiteFeatures(store, site, TokenSelection.parse("all"))
     else:
         default = default_token((store, *among), site.name)
+        matching = last_stage_matching(store, site) if match_last_stage else None
         features = SiteFeatures(
-            store,
-            site,
-            TokenSelection.parse(tokens or default),
-            last_stage_matching(store, site) if match_last_stage else None,
-            partial,
+            store=store,
+            site=site,
+            selection=TokenSelection.parse(tokens or default),
+            matching=matching,
+            partial=partial,
         )
     if one_vector and features.has_tokens:
         raise SiteError(
             f"--tokens {features.selection} is several tokens of {site.name}; expected one vector"
         )
-    _ = features.arrays
+    _ = features.arrays  # raises if they are not stored
     return features
 
 
-def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
-    """Refuse a site with other tokens or channels in the test store. Raises StoreMismatch: names
-    both."""
-    a = ours.store.label
-    b = theirs.store.label
-    names = [[token.name for token in features.tokens] for features in (ours, theirs)]
-    if ours.dim != theirs.dim or names[0] != names[1]:
-        shapes = f"{len(names[0])} x {ours.dim} against {len(names[1])} x {theirs.dim}"
+def check_alike(train: SiteFeatures, test: SiteFeatures) -> None:
+    """Raise StoreMismatch if a site has other tokens or channels in the test store."""
+    train_tokens = [token.name for token in train.tokens]
+    test_tokens = [token.name for token in test.tokens]
+    if train.dim != test.dim or train_tokens != test_tokens:
+        shapes = (
+            f"{len(train_tokens)} x {train.dim} against {len(test_tokens)} x {test.dim}"
+        )
         raise StoreMismatch(
-            f"{ours.site.name} differs between {a} and {b}: tokens x channels are {shapes} "
-            "(extract both with the same --img-size)"
+            f"{train.site.name} differs between {train.store.label} and {test.store.label}: tokens "
+            f"x channels are {shapes} (extract both with the same --img-size)"
         )
 
 
-AT_ONCE = 1 << 15  # numbers that stay in the cache during the steps of `widened`
-KEPT = np.int32(
-    -0x70000001
-)  # all bits but those of the exponent that the sign was spread over
-TO_FLOAT32 = np.float32(2.0**112)  # between the exponents of both types
-INFINITE = np.float32(2.0**16)  # what the least float16 that is no number becomes
+# ---------------- float16 to float32
+#
+# A float16 has a sign, 5 bits of exponent (bias 15) and 10 bits of mantissa; a float32 a sign, 8
+# bits of exponent (bias 127) and 23 bits of mantissa. Sign-extended to 32 bits and shifted left by
+# 13, the bits of a float16 are those of a float32 that is too small by 2^(127 - 15) = 2^112, once
+# the copies of the sign are cleared from the upper three bits of the exponent.
+
+BLOCK_VALUES = 1 << 15  # numbers that stay in the processor's cache during the steps
+CLEAR_SIGN_COPIES = np.int32(-0x70000001)  # 0x8fffffff: all bits but these three
+EXPONENT_CORRECTION = np.float32(2.0**112)
+# Exponent 31 of a float16 marks infinity and NaN; it becomes the value 2^16 or more.
+FIRST_NOT_FINITE = np.float32(2.0**16)
 
 
 def widened(values: NDArray[Any]) -> tuple[Float32, bool]:
-    """The values in float32 (unchanged if they are), and whether all are finite."""
+    """Return the values in float32, and whether all are finite.
+
+    Values that are float32 already are returned without a copy.
+    """
     if values.dtype == np.float16 and values.flags.c_contiguous:
-        # numpy converts each number by itself, in four times the time of these steps on its bits.
+        # NumPy converts number by number and takes four times as long as these steps on the bits.
         out = np.empty(values.shape, np.float32)
         halves = values.reshape(-1).view(np.int16)
-        bits = out.reshape(-1).view(np.int32)
-        finite = True
-        for start in range(0, values.size, AT_ONCE):
-            some = bits[start : start + AT_ONCE]
-            some[:] = halves[start : start + AT_ONCE]
-            some <<= 13
-            some &= KEPT
-            numbers = some.view(np.float32)
-            numbers *= TO_FLOAT32  # also correct for subnormal numbers
-            finite &= bool(numbers.max() < INFINITE and numbers.min() > -INFINITE)
-        if finite:
+        out_bits = out.reshape(-1).view(np.int32)
+        all_finite = True
+        for start in range(0, values.size, BLOCK_VALUES):
+            bits = out_bits[start : start + BLOCK_VALUES]
+            bits[:] = halves[start : start + BLOCK_VALUES]  # sign-extended
+            bits <<= 13
+            bits &= CLEAR_SIGN_COPIES
+            numbers = bits.view(np.float32)
+            # A multiplication and not an addition to the exponent: right for subnormals too.
+            numbers *= EXPONENT_CORRECTION
+            largest = numbers.max()
+            smallest = numbers.min()
+            all_finite &= bool(
+                largest < FIRST_NOT_FINITE and smallest > -FIRST_NOT_FINITE
+            )
+        if all_finite:
             return out, True
-    wide: Float32 = values.astype(np.float32, copy=False)
-    return wide, bool(np.isfinite(wide).all())
+        # Infinity and NaN are not right after these steps, so NumPy converts them below.
+    converted: Float32 = values.astype(np.float32, copy=False)
+    return converted, bool(np.isfinite(converted).all())
