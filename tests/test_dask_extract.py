@@ -193,7 +193,7 @@ def test_options_mean_the_same_elsewhere(
         RunOptions(Path("s.zarr"), force=True),
     )
     work = by_absolute_paths(Request(model, data, KEEP, run))
-    asked, placed = work.asked, work.asked.model
+    asked, placed = work.request, work.request.model
     assert (
         isinstance(placed, ModelOptions) and placed.checkpoint == photos.parent / "c.pth"
     )
@@ -203,7 +203,7 @@ def test_options_mean_the_same_elsewhere(
     demo = by_absolute_paths(
         Request(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run)
     )
-    assert (demo.asked.model.name, demo.asked.data.data) == ("demo:vit", "demo:test")
+    assert (demo.request.model.name, demo.request.data.data) == ("demo:vit", "demo:test")
 
 
 @pytest.mark.parametrize("more", [["--shard", "0/2"], ["--dry-run"], ["--plan", "slurm"]])

@@ -19,8 +19,8 @@ from vitsee_core.extraction.options import (
     Request,
     RunOptions,
 )
-from vitsee_core.extraction.prepare import small_weights
 from vitsee_core.extraction.run import prepare
+from vitsee_core.extraction.small_weights import small_weights
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.without_weights import stand_in

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import VIT, captured, images, small
-from vitsee_core.extraction import prepare as keeping
+from vitsee_core.extraction import small_weights as keeping
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.weights import HeadWeights, stored_classifier
@@ -320,7 +320,7 @@ def test_a_store_keeps_it(folder: Path, tmp_path: Path) -> None:
 def test_a_large_one_is_kept_on_request(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "HEAD_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr(keeping, "MAX_HEAD_BYTES", 5 * 64 * 4)
     base = [*OWN, *CLASSES, "--data", folder, "--tokens", "pooled"]
     said = extracted(*base, "-o", tmp_path / "a.zarr").stderr
     assert "the classifier's weights are not kept: it takes" in said

@@ -1,13 +1,17 @@
-"""Arrays that are read when sliced, and the part of an array that an index takes."""
+"""Arrays that are read when sliced.
+
+`cut_out` resolves an index as numpy would; `LazyArray` reads the box that the index needs and
+cuts it in memory. The other classes are the kinds of arrays that a store returns.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -16,89 +20,130 @@ from vitsee_stores.chunks import Box
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.sealed import ChunkPart, VerifiedChunks, chunk_parts
 
-# ---------------- the part of an array that an index takes
+# ---------------- indices
 
-Part = int | slice | EllipsisType | Sequence[int] | Sequence[bool] | NDArray[Any]
-Index = Part | tuple[Part, ...]
+AxisIndex = int | slice | EllipsisType | Sequence[int] | Sequence[bool] | NDArray[Any]
+Index = AxisIndex | tuple[AxisIndex, ...]
+
+
+class ListedAxis(NamedTuple):
+    """The axis that an index takes by a list or mask."""
+
+    axis: int
+    indices: NDArray[np.int64]  # not negative, in the requested order
 
 
 @dataclass(frozen=True)
 class Cut:
-    """An index that is resolved against an array's shape."""
+    """An index that is resolved against an array's shape.
 
-    box: Box  # the smallest box with everything requested, (start, stop) on every axis
-    # index into that box or, with listed places, into the box with these in their stead
+    Attributes:
+        box: the smallest box that contains everything requested, (start, stop) on every axis.
+        within: index into that box; where an axis is listed, into the box whose entries along
+            that axis were already replaced by the listed ones.
+        listed: the axis that is indexed by a list, if there is one.
+        to_front: whether numpy moves that axis to the front of the result, as it does if a
+            slice stands between the list and an integer.
+    """
+
+    box: Box
     within: tuple[slice | int, ...]
-    # (axis, places) of the axis that is indexed by a list, in the requested order
-    listed: tuple[int, NDArray[np.int64]] | None = None
-    # numpy moves that axis to the front, as a slice separates it from an integer
+    listed: ListedAxis | None = None
     to_front: bool = False
 
     @property
     def result_axis(self) -> int:
-        """The listed axis among the axes of the result."""
+        """The listed axis among the axes of the result, before it is moved to the front."""
         assert self.listed is not None
-        return sum(isinstance(part, slice) for part in self.within[: self.listed[0]])
+        # Integers drop their axes.
+        before = self.within[: self.listed.axis]
+        return sum(isinstance(axis_index, slice) for axis_index in before)
 
 
 def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
-    """Resolve an index into an array of this shape. Raises IndexError: a place beyond its axis, a
-    mask of the wrong length, or too many indices; TypeError: not integers, slices, and at most one
-    list of places or mask."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    ellipses = [i for i, part in enumerate(parts) if part is Ellipsis]
-    if len(ellipses) > 1:
-        raise IndexError("an index with two ellipses")
-    if ellipses:
-        rest = [slice(None)] * (len(shape) - len(parts) + 1)
-        parts[ellipses[0] : ellipses[0] + 1] = rest
-    parts += [slice(None)] * (len(shape) - len(parts))
-    if len(parts) != len(shape):
-        raise IndexError(f"{len(parts)} indices for an array with {len(shape)} axes")
+    """Resolve an index into an array of this shape.
+
+    Raises:
+        IndexError: an index beyond its axis, a mask of the wrong length, or too many indices.
+        TypeError: something else than integers, slices, and at most one list or mask.
+    """
+    axis_indices = _one_index_per_axis(index, len(shape))
     box: list[slice] = []
     within: list[slice | int] = []
-    listed: tuple[int, NDArray[np.int64]] | None = None
-    for axis, (part, n) in enumerate(zip(parts, shape, strict=True)):
-        if isinstance(part, slice):
-            chosen = range(*part.indices(n))
-            first, last = sorted((chosen[0], chosen[-1])) if chosen else (0, -1)
-            box.append(slice(first, last + 1))
-            within.append(slice(None, None, chosen.step))
-        elif isinstance(part, (list, np.ndarray)) and np.ndim(part) > 0:
+    listed: ListedAxis | None = None
+    for axis, (axis_index, n) in enumerate(zip(axis_indices, shape, strict=True)):
+        if isinstance(axis_index, slice):
+            selected = range(*axis_index.indices(n))
+            if selected:
+                low = min(selected[0], selected[-1])
+                high = max(selected[0], selected[-1]) + 1
+            else:
+                low = high = 0
+            box.append(slice(low, high))
+            # The box holds the first and the last selected entry, so the step alone is left;
+            # a negative one begins at the box's end.
+            within.append(slice(None, None, selected.step))
+        elif isinstance(axis_index, (list, np.ndarray)) and np.ndim(axis_index) > 0:
             if listed is not None:
                 raise TypeError(
                     "a lazy array takes one list of places or mask; index the result"
                 )
-            places = _places(part, n)
-            listed = (axis, places)
-            low, high = (
-                (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
-            )
-            box.append(slice(low, high))
+            indices = _list_indices(axis_index, n)
+            listed = ListedAxis(axis, indices)
+            if len(indices):
+                box.append(slice(int(indices.min()), int(indices.max()) + 1))
+            else:
+                box.append(slice(0, 0))
             within.append(slice(None))
         else:
-            at = _integer(part)
-            if not -n <= at < n:
-                raise IndexError(f"index {at} of an axis with {n} entries")
-            box.append(slice(at % n, at % n + 1))
+            entry = _integer(axis_index)
+            if not -n <= entry < n:
+                raise IndexError(f"index {entry} of an axis with {n} entries")
+            box.append(slice(entry % n, entry % n + 1))
             within.append(0)
-    advanced = [i for i, part in enumerate(parts) if not isinstance(part, slice)]
-    apart = listed is not None and advanced[-1] - advanced[0] + 1 != len(advanced)
-    return Cut(tuple(box), tuple(within), listed, apart)
+    # numpy's rule: the list's axis stays in place only if integers and list are neighbours.
+    advanced = [i for i, part in enumerate(axis_indices) if not isinstance(part, slice)]
+    to_front = False
+    if listed is not None:
+        are_neighbours = advanced[-1] - advanced[0] + 1 == len(advanced)
+        to_front = not are_neighbours
+    return Cut(tuple(box), tuple(within), listed, to_front)
 
 
-def _integer(part: Any) -> int:
-    if not isinstance(part, (bool, np.bool_)):
+def _one_index_per_axis(index: Any, ndim: int) -> list[Any]:
+    """Expand an ellipsis and axes that an index leaves out to full slices."""
+    axis_indices = list(index) if isinstance(index, tuple) else [index]
+    # by identity: `==` with an array would compare its values
+    ellipses = [i for i, part in enumerate(axis_indices) if part is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError("an index with two ellipses")
+    if ellipses:
+        full_slices = [slice(None)] * (ndim - len(axis_indices) + 1)
+        axis_indices[ellipses[0] : ellipses[0] + 1] = full_slices
+    axis_indices += [slice(None)] * (ndim - len(axis_indices))
+    if len(axis_indices) != ndim:
+        raise IndexError(f"{len(axis_indices)} indices for an array with {ndim} axes")
+    return axis_indices
+
+
+def _integer(axis_index: Any) -> int:
+    """Return an integer index as an int. Raises TypeError: anything else, booleans too."""
+    if not isinstance(axis_index, (bool, np.bool_)):
         try:
-            return operator.index(part)
+            return operator.index(axis_index)
         except TypeError:
             pass
     raise TypeError("a lazy array takes integers, slices, and one list of places or mask")
 
 
-def _places(part: Any, n: int) -> NDArray[np.int64]:
-    """The places that a list or mask selects on an axis of `n` entries, in its order."""
-    values = np.asarray(part)
+def _list_indices(axis_index: Any, n: int) -> NDArray[np.int64]:
+    """Return the entries that a list or mask selects on an axis of `n`, none negative.
+
+    Raises:
+        IndexError: an index beyond the axis, or a mask of another length.
+        TypeError: more than one axis, or neither whole numbers nor booleans.
+    """
+    values = np.asarray(axis_index)
     if values.ndim != 1:
         raise TypeError("a lazy array takes lists of places and masks of one axis only")
     if values.dtype == np.bool_:
@@ -119,24 +164,38 @@ def _places(part: Any, n: int) -> NDArray[np.int64]:
 
 
 class LazyArray:
-    """An array of a store. Indexing reads from disk; nothing is cached.
+    """An array of a store, which is read when it is indexed; nothing is cached.
 
-    Accepts integers, slices and at most one list of places or mask, with numpy's results. The first
-    axis is cheap to cut at multiples of the slab, the others at chunk boundaries: read a slab and
-    index that, or give all rows at once (in any order: each slab is read once), rather than one
-    image at a time. `numpy.asarray` reads all of it.
+    An index may have integers, slices and at most one list of integers or mask; the result is
+    numpy's. `numpy.asarray` reads all of the array.
+
+    Cutting is cheap at multiples of the slab along the first axis, and at chunk boundaries
+    along the others. Read a slab and index that, or give all rows at once, in any order: each
+    slab is then read once. One image at a time reads its slab again for each image.
+
+    Attributes:
+        shape: lengths of the axes.
+        dtype: numpy type of the values.
+        rows_per_chunk: number of rows along the first axis that are read together.
+
+    Example:
+        >>> acts = store.acts("blocks.3.out", tokens="patches")
+        >>> acts[[7, 2], 0, 0].shape        # the first patch of two images
+        (2, 768)
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    rows_per_chunk: int  # along the first axis, that are read together
+    rows_per_chunk: int
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size_bytes(self) -> int:
+        """Size of the whole array in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -149,46 +208,68 @@ class LazyArray:
     __iter__ = None
 
     def __getitem__(self, index: Index) -> NDArray[Any]:
+        """Read the values at an index."""
         cut = cut_out(index, self.shape)
         if cut.listed is None:
             return self.load(cut.box)[cut.within]
         return self._load_listed(cut)
 
     def _load_listed(self, cut: Cut) -> NDArray[Any]:
-        """Index with a list of places, slab by slab. Memory: the result and one slab."""
+        """Read the values at an index with a list, slab by slab.
+
+        Memory: the result and one slab.
+        """
         assert cut.listed is not None
-        (axis, places), box, step = cut.listed, list(cut.box), self.rows_per_chunk
-        shape = [part.stop - part.start for part in box]
-        shape[axis] = len(places)
+        axis = cut.listed.axis
+        shape = [axis_range.stop - axis_range.start for axis_range in cut.box]
+        shape[axis] = len(cut.listed.indices)
+        # the box, with the listed entries in place of its entries along their axis
         out = np.empty(shape, self.dtype)
-        if not out.size:
-            box[0] = slice(0, 0)
-        start = box[0].start
-        stop = box[0].stop
-        for low in range(start - start % step, stop, step):
-            rows = slice(max(low, start), min(low + step, stop))
-            here = np.arange(len(places))
+        if out.size:
             if axis == 0:
-                here = np.flatnonzero((places >= rows.start) & (places < rows.stop))
-                if not len(here):
-                    continue
-                rows = slice(int(places[here].min()), int(places[here].max()) + 1)
-            slab = self.load((rows, *box[1:]))
-            taken = slab.take(
-                places[here] - (rows if axis == 0 else box[axis]).start, axis
-            )
-            if axis == 0:
-                out[here] = taken
+                self._fill_listed_rows(out, cut.box, cut.listed.indices)
             else:
-                out[rows.start - start : rows.stop - start] = taken
+                self._fill_listed_entries(out, cut.box, cut.listed)
         values: NDArray[Any] = out[cut.within]
         if cut.to_front:
             return np.moveaxis(values, cut.result_axis, 0)
         return values
 
+    def _row_blocks(self, rows: slice) -> Iterator[slice]:
+        """Yield the parts of a range of rows that lie in one slab each."""
+        step = self.rows_per_chunk
+        for low in range(rows.start - rows.start % step, rows.stop, step):
+            yield slice(max(low, rows.start), min(low + step, rows.stop))
+
+    def _fill_listed_rows(
+        self, out: NDArray[Any], box: Box, indices: NDArray[np.int64]
+    ) -> None:
+        """Read listed rows of the array into `out`; each slab is read at most once."""
+        for block in self._row_blocks(box[0]):
+            in_block = (indices >= block.start) & (indices < block.stop)
+            positions = np.flatnonzero(in_block)  # in `out`
+            if not len(positions):
+                continue
+            block_indices = indices[positions]
+            rows = slice(int(block_indices.min()), int(block_indices.max()) + 1)
+            values = self.load((rows, *box[1:]))
+            out[positions] = values.take(block_indices - rows.start, axis=0)
+
+    def _fill_listed_entries(
+        self, out: NDArray[Any], box: Box, listed: ListedAxis
+    ) -> None:
+        """Read listed entries along another axis than the first into `out`."""
+        first_row = box[0].start
+        entries = listed.indices - box[listed.axis].start
+        for rows in self._row_blocks(box[0]):
+            values = self.load((rows, *box[1:]))
+            out_rows = slice(rows.start - first_row, rows.stop - first_row)
+            out[out_rows] = values.take(entries, axis=listed.axis)
+
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> NDArray[Any]:
+        """Read all of the array, for `numpy.asarray`."""
         if copy is False:
             raise ValueError("a lazy array cannot become an array without being read")
         values = self[...]
@@ -197,15 +278,18 @@ class LazyArray:
         return values.astype(dtype, copy=False)
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part of the array inside `box`, (start, stop) on every axis."""
+        """Read the part of the array inside `box`, (start, stop) on every axis."""
         raise TypeError(f"{type(self).__name__} has no way to be read")
 
 
 class StoredArray(LazyArray):
-    """One array on disk; axes in `fixed` (axis -> place) are dropped.
+    """One array on disk, some axes of which may be fixed at an index and dropped.
 
     Attributes:
+        source: the chunks that it is read from.
+        spec: the array on disk.
         committed: (slabs,) which slabs may be read; the others read as fill values.
+        fixed: axis on disk -> index at which it is fixed.
     """
 
     def __init__(
@@ -223,42 +307,54 @@ class StoredArray(LazyArray):
             n for axis, n in enumerate(spec.shape) if axis not in self.fixed
         )
         self.dtype = np.dtype(spec.dtype)
-        free = (n for axis, n in enumerate(spec.chunks) if axis not in self.fixed)
-        self.rows_per_chunk = next(free)
+        free_axes = [axis for axis in range(len(spec.chunks)) if axis not in self.fixed]
+        self.rows_per_chunk = spec.chunks[free_axes[0]]
 
     def load(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The part inside `box`; into `out` if given (no fixed axes then)."""
-        free = iter(box)
-        full = tuple(
-            slice(self.fixed[axis], self.fixed[axis] + 1)
-            if axis in self.fixed
-            else next(free)
-            for axis in range(len(self.spec.shape))
-        )
+        """Read the part of the array inside `box`.
+
+        Args:
+            box: (start, stop) on every axis that is not fixed.
+            out: array of the box's shape to read into, for an array without fixed axes.
+        """
+        free_ranges = iter(box)
+        disk_box = []
+        for axis in range(len(self.spec.shape)):
+            if axis in self.fixed:
+                disk_box.append(slice(self.fixed[axis], self.fixed[axis] + 1))
+            else:
+                disk_box.append(next(free_ranges))
         values = self.source.read_box(
-            self.spec, full, out, skip=lambda slab: not self.committed[slab]
+            self.spec, tuple(disk_box), out, skip=lambda slab: not self.committed[slab]
         )
         if out is not None:
             return values
-        return values.reshape([p.stop - p.start for p in box])
+        return values.reshape([axis_range.stop - axis_range.start for axis_range in box])
 
     def parts(self, box: Box) -> list[ChunkPart]:
-        """The intersections of `box` with chunks, for `read_part`."""
+        """Return the intersections of `box` with chunks, for `read_part`."""
         return chunk_parts(self.spec, box)
 
     def read_part(self, part: ChunkPart) -> NDArray[Any]:
-        """The values of one part, of an array without fixed axes. A view if the chunk is
-        uncompressed, valid until this thread's next read."""
+        """Return the values of one intersection, for an array without fixed axes.
+
+        They are a view of the chunk if it is not compressed, valid until this thread reads
+        again.
+        """
         if self.spec.per == "once" or self.committed[part.chunk[0]]:
             return self.source.read(self.spec, part.chunk)[part.inside]
-        shape = [axis.stop - axis.start for axis in part.target]
+        shape = [axis_range.stop - axis_range.start for axis_range in part.target]
         return np.full(shape, self.spec.fill, self.dtype)
 
 
 class TokenArray(LazyArray):
-    """(images, tokens, dim): prefix tokens, then grid cells row by row, or plain rows."""
+    """All tokens of a site, (images, tokens, dim): prefix tokens, then the body.
+
+    The body is the grid, cell by cell in C order, or plain rows.
+    """
 
     def __init__(self, prefix: StoredArray | None, body: StoredArray):
+        """Join the prefix, (images, prefix tokens, dim), and the body, (images, ..., dim)."""
         self.prefix = prefix
         self.body = body
         self.n_prefix = 0 if prefix is None else prefix.shape[1]
@@ -268,23 +364,25 @@ class TokenArray(LazyArray):
         self.rows_per_chunk = body.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
-        """Reads all tokens of the images in `box`."""
+        """Read all tokens of the images in `box`, and cut them."""
         rows, tokens, channels = box
-        n = rows.stop - rows.start
-        out = np.empty((n, *self.shape[1:]), self.dtype)
+        n_rows = rows.stop - rows.start
+        out = np.empty((n_rows, *self.shape[1:]), self.dtype)
         if self.prefix is not None:
-            whole = (rows, *(slice(0, k) for k in self.prefix.shape[1:]))
-            self.prefix.load(whole, out[:, : self.n_prefix])
+            prefix_box = (rows, *(slice(0, n) for n in self.prefix.shape[1:]))
+            self.prefix.load(prefix_box, out[:, : self.n_prefix])
         # Cutting one axis into several is always a view, so the chunks are read into `out`.
-        body = out[:, self.n_prefix :].reshape(n, *self.body.shape[1:])
-        self.body.load((rows, *(slice(0, k) for k in self.body.shape[1:])), body)
+        body = out[:, self.n_prefix :].reshape(n_rows, *self.body.shape[1:])
+        body_box = (rows, *(slice(0, n) for n in self.body.shape[1:]))
+        self.body.load(body_box, body)
         return out[:, tokens, channels]
 
 
 class LazyTokenMean(LazyArray):
-    """(images, dim) float32: the mean over tokens from `first` on, summed in float64."""
+    """The mean over the tokens from `first` on, (images, dim) float32."""
 
     def __init__(self, tokens: TokenArray, first: int):
+        """Average `tokens`, (images, tokens, dim), over those from index `first` on."""
         self.tokens = tokens
         self.first = first
         self.shape = (tokens.shape[0], tokens.shape[2])
@@ -292,18 +390,20 @@ class LazyTokenMean(LazyArray):
         self.rows_per_chunk = tokens.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
+        """Read the tokens of the images in `box`, and average them."""
         rows, channels = box
         values = self.tokens.load(
             (rows, slice(self.first, self.tokens.shape[1]), channels)
         )
-        return values.mean(1, dtype=np.float64).astype(np.float32)
+        # Summed in float64: stored activations are float16, and tokens are many.
+        return values.mean(axis=1, dtype=np.float64).astype(np.float32)
 
 
 class NormalisedInputs(LazyArray):
-    """(images, 3, H, W), of clips (clips, frames, 3, H, W), float32: pixels as the model saw them;
-    NaN for unreadable images.
+    """The pixels as the model saw them, (images, 3, H, W) float32; NaN for unreadable images.
 
-    Same float32 operations in the same order as timm's transform, hence bitwise equal.
+    Clips have (clips, frames, 3, H, W). The values equal those of timm's transform to the bit:
+    the float32 operations and their order are the same.
     """
 
     def __init__(
@@ -313,6 +413,11 @@ class NormalisedInputs(LazyArray):
         mean: list[float],
         std: list[float],
     ):
+        """Normalise uint8 `pixels` by `mean` and `std` of the RGB channels on [0, 1].
+
+        Args:
+            valid: (images,) which images could be read.
+        """
         self.pixels = pixels
         self.valid = valid
         self.shape = pixels.shape
@@ -322,9 +427,14 @@ class NormalisedInputs(LazyArray):
         self.rows_per_chunk = pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
+        """Read pixels, and normalise them."""
+        rows = box[0]
+        rgb = box[-3]
         values = self.pixels.load(box).astype(np.float32)
+        # torchvision's ToTensor divides by 255 before Normalize: one factor would round
+        # otherwise.
         values /= np.float32(255)
-        values -= self.mean[box[-3], None, None]
-        values /= self.std[box[-3], None, None]
-        values[~self.valid[box[0]]] = np.nan
+        values -= self.mean[rgb, None, None]
+        values /= self.std[rgb, None, None]
+        values[~self.valid[rows]] = np.nan
         return values

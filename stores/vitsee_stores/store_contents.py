@@ -26,14 +26,22 @@ from vitsee_stores.url import folder_of
 
 
 class StoreContents:
-    """A store without its arrays: which images and sites it has.
+    """What a store contains: its images, sites and arrays.
+
+    `Store` adds the methods that return arrays by their meaning.
 
     Attributes:
-        place: its folder or URL.
+        place: folder or URL of the store.
+        label: name of the store in tables and figures.
+        generations: the store as it was made, and what was added to it since.
+        manifest: manifest of the store made of all generations.
+        plan: the planned contents in that manifest.
         committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not
             valid, and `slabs()` skips them.
-        generations: the store as it was made, and what was added to it since; `manifest` is that of
-            all of them.
+        complete: whether every slab is committed and every generation published.
+        sites: name -> site, aliases included.
+        chunks: the verified chunks that arrays are read from.
+        arrays: path -> spec of every array.
     """
 
     def __init__(
@@ -46,17 +54,19 @@ class StoreContents:
         self.generations = tuple(generations)
         self.files: Files = generations[0].files
         self.place = self.files.place
-        self.label = label if label is not None else self.place.absolute().stem
+        if label is None:
+            label = self.place.absolute().stem
+        self.label = label
         self.manifest: Manifest = generations[-1].combined
         self.plan = self.manifest.plan
         self.committed = committed
         self.complete = complete
         self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
-        self.chunks = (
-            VerifiedChunks(self.files, self.manifest)
-            if len(generations) == 1
-            else GrownChunks(generations)
-        )
+        self.chunks: VerifiedChunks
+        if len(generations) == 1:
+            self.chunks = VerifiedChunks(self.files, self.manifest)
+        else:
+            self.chunks = GrownChunks(generations)
         self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
     @property
@@ -82,8 +92,12 @@ class StoreContents:
 
     @property
     def zarr(self) -> Any:
-        """Read-only zarr-python group of the store as it was made, which ignores commits and their
-        checksums; what was added since is in groups of its own (`generations/2`)."""
+        """Read-only zarr-python group of the store as it was made.
+
+        It ignores commits and their checksums. What was added to the store since is in groups
+        of its own (`generations/2`).
+        """
+        # Here, as reading a store without zarr must not pay for its import.
         import zarr
 
         return zarr.open_group(self.files.zarr_store(), mode="r")
@@ -121,44 +135,55 @@ class StoreContents:
     @cached_property
     def revision(self) -> str:
         """Digest of all commit markers; changes when a slab is rewritten or added."""
-        every = {one.number: list(one.markers) for one in self.generations}
-        return revision(self.generations, every)
+        used = {
+            generation.number: list(generation.markers) for generation in self.generations
+        }
+        return revision(self.generations, used)
 
     def revision_of(self, site: str) -> str:
-        """Digest of the commit markers of a site's slabs; changes when one is rewritten or added,
-        and not when other sites are."""
+        """Return a digest of the commit markers of the slabs that a site is read from.
+
+        It changes when one of them is rewritten or added, and not when other sites are added.
+        """
         name = self.site(site).name
         used = {1: list(range(self.n_slabs))}
         if isinstance(self.chunks, GrownChunks):
-            folders = tuple(
-                f"{folder}/{name}" for folder in ("acts", "vectors", "pooled")
-            )
-            path = next(path for path in self.arrays if path.startswith(folders))
+            # All arrays of a site are in the same generations: one stands for the site.
+            prefixes = (f"acts/{name}", f"vectors/{name}", f"pooled/{name}")
+            path = next(path for path in self.arrays if path.startswith(prefixes))
             used = self.chunks.used(path)
         return revision(self.generations, used)
 
     @cached_property
     def samples(self) -> StoreSamples:
-        """The images in the store's order."""
-        made = self.chunks.samples()
-        names = np.array(self.manifest.splits, np.str_)
+        """Ids, labels, splits, hashes and sizes of the images in the store's order."""
+        arrays = self.chunks.samples()
+        split_names = np.array(self.manifest.splits, np.str_)
+        pixel_hash = None
+        if self.plan.pixel_hashes:
+            pixel_hash = self.array("pixel_hash")[:]
         return StoreSamples(
-            index=made["samples/index"],
-            label=made["samples/label"],
-            split=names[made["samples/split"]],
+            index=arrays["samples/index"],
+            label=arrays["samples/label"],
+            split=split_names[arrays["samples/split"]],
             hash=self.array("hash")[:],
             valid=self.valid,
             size=self.array("size")[:],
-            box=made.get("samples/box"),
-            encoded_id=made["samples/id"],
-            pixel_hash=self.array("pixel_hash")[:] if self.plan.pixel_hashes else None,
+            box=arrays.get("samples/box"),
+            encoded_id=arrays["samples/id"],
+            pixel_hash=pixel_hash,
         )
 
     @cached_property
     def sizes(self) -> NDArray[np.int32]:
-        """(images, 2) height and width of each original image as decoded (FORMAT.md says when EXIF
-        orientation is applied); 0 if it could not be read or its slab is not committed. Raises
-        MissingInput: the store does not record sizes."""
+        """(images, 2) height and width of each original image as decoded.
+
+        They are 0 if the image could not be read or its slab is not committed. FORMAT.md says
+        when EXIF orientation is applied.
+
+        Raises:
+            MissingInput: the store does not record sizes.
+        """
         sizes: NDArray[np.int32] = self.array("size")[:]
         if (sizes[self.valid] < 1).any():
             raise MissingInput(
@@ -168,8 +193,10 @@ class StoreContents:
 
     @cached_property
     def seconds(self) -> NDArray[np.float32]:
-        """(clips,) median time between neighbouring sampled frames; NaN where a clip does not say,
-        and of images."""
+        """(clips,) median time in seconds between neighbouring sampled frames.
+
+        It is NaN where a clip does not record it, and for images.
+        """
         if self.plan.clip is None:
             return np.full(self.n_images, np.nan, np.float32)
         seconds: NDArray[np.float32] = self.array("seconds")[:]
@@ -177,9 +204,13 @@ class StoreContents:
 
     @cached_property
     def fills(self) -> NDArray[np.bool_]:
-        """(images,) which images fill the model's input or the canvas: all except those smaller
-        than their canvas. Unreadable images count as filling it. Raises MissingInput: the store
-        uses a canvas and does not record image sizes."""
+        """(images,) which images fill the model's input: all but those smaller than their canvas.
+
+        Unreadable images count as filling it.
+
+        Raises:
+            MissingInput: the store has a canvas and does not record image sizes.
+        """
         canvas = self.plan.canvas
         if canvas is None:
             return np.ones(self.n_images, np.bool_)
@@ -188,17 +219,32 @@ class StoreContents:
     # sites and arrays -------------------------------------------------------------------------
 
     def select(self, patterns: str | Sequence[str]) -> list[SiteSpec]:
-        """The sites selected by names, globs, groups or `blocks.-1.out`, in the model's order.
-        Raises SiteError: a pattern without a match."""
-        patterns = [patterns] if isinstance(patterns, str) else patterns
+        """Return the sites that patterns select, in the model's order.
+
+        Args:
+            patterns: names, globs, groups (`blocks`), or numbers from the end
+                (`blocks.-1.out`); the grammar is that of vitsee_stores/selectors.py.
+
+        Raises:
+            SiteError: a pattern without a match.
+        """
+        if isinstance(patterns, str):
+            patterns = [patterns]
         hint = f"vitsee info {shlex.quote(str(self.place))}"
         return select_names(
             patterns, self.plan.sites, what=f"store, {self.label}", hint=hint
         )
 
     def site(self, name: str) -> SiteSpec:
-        """The stored site for one name, an alias or `blocks.-1.out`. Raises MissingInput: the store
-        does not hold it."""
+        """Return the stored site with one name.
+
+        Args:
+            name: a name, or `blocks.-1.out`; for an alias the site that it equals is returned.
+
+        Raises:
+            MissingInput: the store does not hold the site.
+            SiteError: the name selects several sites.
+        """
         site = self.sites.get(name)
         if site is None:
             try:
@@ -209,21 +255,31 @@ class StoreContents:
                 ) from None
             except ValueError:
                 raise SiteError(f"{name!r} names several sites; expected one") from None
-        return self.sites[site.alias_of] if site.alias_of else site
+        if site.alias_of:
+            return self.sites[site.alias_of]
+        return site
 
     def layout(self, site: str) -> TokenLayout | None:
-        """The token layout of a site; None for a vector or a raw output."""
+        """Return the token layout of a site; None for a vector or a raw output."""
         return self.site(site).layout
 
     def has(self, path: str) -> bool:
-        """Whether the store has the array at this path (`attention/rollout`)."""
+        """Return whether the store has the array at this path (`attention/rollout`)."""
         return path in self.arrays
 
     def array(
         self, path: str, fixed: Mapping[int, int] | None = None, *, missing: str = ""
     ) -> StoredArray:
-        """An array by its path, at fixed places along some axes (axis -> place). Raises
-        MissingInput: the store has no such array; says `missing` if given."""
+        """Return an array by its path.
+
+        Args:
+            path: path below the store's root (`attention/rollout`).
+            fixed: axis -> index at which the array is cut; these axes are dropped.
+            missing: message of the error if the store has no such array.
+
+        Raises:
+            MissingInput: the store has no such array.
+        """
         if path not in self.arrays:
             raise MissingInput(missing or f"{self.label} has no array {path}")
         return StoredArray(self.chunks, self.arrays[path], self.committed, fixed)
@@ -237,31 +293,48 @@ Tokens = str | tuple[int, ...]
 def token_array(
     store: StoreContents, spec: SiteSpec, layout: TokenLayout, tokens: Tokens
 ) -> LazyArray:
-    """The array that `Store.acts` describes, for a site whose tokens are all stored. Raises
-    SiteError: the site has no such tokens."""
+    """Return the activations of selected tokens, for a site whose tokens are all stored.
+
+    Args:
+        store: the store.
+        spec: the site.
+        layout: token layout of the site.
+        tokens: selection of tokens; the shapes are those of `Store.acts`.
+
+    Raises:
+        SiteError: the site has no such tokens.
+    """
     owner = f"{store.label}: {spec.name}"
-    folder = f"acts/{spec.name}"
-    body = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
-    chosen = TokenSelection.parse(tokens)
-    members = chosen.require(layout, owner)
-    if chosen == "patches" and layout.grid is None:
+    prefix_path = f"acts/{spec.name}/prefix"
+    body_path = f"acts/{spec.name}/grid"
+    if layout.grid is None:
+        body_path = f"acts/{spec.name}/rows"
+    selection = TokenSelection.parse(tokens)
+    token_indices = selection.require(layout, owner)
+    if selection == "patches" and layout.grid is None:
         raise SiteError(
             f"{owner} has no tokens 'patches': it has {describe_layout(layout)}"
         )
-    prefix = store.array(f"{folder}/prefix") if layout.prefix else None
-    if chosen in ("all", "each", "mean-all", "rest"):
-        everything = TokenArray(prefix, store.array(body))
-        if chosen.is_mean:
-            return LazyTokenMean(everything, members.start)
-        return everything
-    if chosen == "patches":
-        return store.array(body)
-    if chosen == "prefix" and prefix is not None:
+    prefix = None
+    if layout.prefix:
+        prefix = store.array(prefix_path)
+    if selection in ("all", "each", "mean-all", "rest"):
+        all_tokens = TokenArray(prefix, store.array(body_path))
+        if selection.is_mean:
+            return LazyTokenMean(all_tokens, first=token_indices.start)
+        return all_tokens
+    if selection == "patches":
+        return store.array(body_path)
+    if selection == "prefix" and prefix is not None:
         return prefix
-    if chosen == "cls" and len(members) > 1:
+    if selection == "cls" and len(token_indices) > 1:
+        # Each frame has a class token: the store has their mean.
         return store.array(f"pooled/{spec.name}/cls")
-    at = members.start - layout.n_prefix
-    if at < 0:
-        return store.array(f"{folder}/prefix", {1: members.start})
-    place = np.unravel_index(at, layout.body)
-    return store.array(body, {axis: int(i) for axis, i in enumerate(place, 1)})
+    # One token is left: an array cut at its index, without the axes of tokens.
+    body_index = token_indices.start - layout.n_prefix
+    if body_index < 0:
+        return store.array(prefix_path, fixed={1: token_indices.start})
+    cell = np.unravel_index(body_index, layout.body)
+    return store.array(
+        body_path, fixed={axis: int(i) for axis, i in enumerate(cell, start=1)}
+    )

@@ -346,7 +346,7 @@ class SlabLoop:
                 return
             sums = {**buffers.sums, **grams.on_host(buffers, n)}
             slab = to_store(buffers, sums, n, plan) | fields
-            if (known := self.prepared.known) is not None:
+            if (known := self.prepared.recorded) is not None:
                 known.check(rows.start, slab["hash"], self.prepared.selection.samples.ids)
             with locked(self.writer.place, [k], wait=True):
                 size = self.writer.write_slab(k, slab, self.provenance)

@@ -1,19 +1,23 @@
-"""Everything between the command line and the first slab: model, images, checks, manifest; for a
-new store or one that is unfinished."""
+"""Preparation of an extraction: everything between the command line and the first slab.
+
+It loads the model, chooses the images, runs the self-check and decides the manifest, for a new
+store or one that is unfinished. Nothing is written.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
+from vitsee_core.extraction.first_check import run_self_check
 from vitsee_core.extraction.identity import (
     changed_identity,
     check_choices,
@@ -23,33 +27,25 @@ from vitsee_core.extraction.identity import (
     given_identity,
 )
 from vitsee_core.extraction.image_layout import ImageLayout, lay_out
-from vitsee_core.extraction.not_finite import FiniteWatch
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
-from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
+from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.slab_grams import gram_notes
+from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import (
     DataError,
     ImageSource,
     Selection,
-    normalise,
     open_source,
     select,
 )
 from vitsee_core.images.clips import has_clips
-from vitsee_core.models.capture import Capture
-from vitsee_core.models.hook_points import first_tensor
 from vitsee_core.models.intervention_spec import ZERO
-from vitsee_core.models.interventions.changes import Changes, prove
+from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_origin import FirstImages, check_same_images, first_images
-from vitsee_core.models.selfcheck import NotFinite, SelfCheck, self_check
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.tokens.clips import frames_of
-from vitsee_core.models.weights import FILTERS, POSITIONS, input_weights_of
-from vitsee_core.models.weights.classifier import find_classifier
-from vitsee_core.runtime.device import precision_context, resolve_device
-from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.runtime.device import resolve_device
 from vitsee_core.runtime.progress import SILENT, Progress, soon_said
 from vitsee_core.runtime.versions import store_versions
 from vitsee_core.tables.files import check_place
@@ -63,23 +59,35 @@ from vitsee_stores.url import Place
 
 @dataclass(frozen=True)
 class RecordedImages:
-    """The first images of an extraction, as a store has them.
+    """The images that an existing store records, which must be read again unchanged.
 
-    hashes: (rows,) of their encoded bytes, 0 of unreadable ones.
+    Attributes:
+        hashes: (rows,) hashes of their encoded bytes, 0 for unreadable ones.
+        place: folder or URL of the store.
     """
 
     hashes: NDArray[np.uint64]
     place: Place
 
-    def check(self, first: int, found: NDArray[np.uint64], ids: Sequence[str]) -> None:
-        """Compare the hashes of the images from row `first` on. Raises IdentityMismatch: names
-        those that differ."""
-        expected = self.hashes[first : first + len(found)]
-        other = (np.flatnonzero(expected != found[: len(expected)]) + first).tolist()
-        if other:
-            named = abbreviate([ids[row] for row in other])
+    def check(
+        self, first_row: int, hashes: NDArray[np.uint64], ids: Sequence[str]
+    ) -> None:
+        """Compare hashes of images with the recorded ones.
+
+        Args:
+            first_row: row of the first of these images.
+            hashes: hashes of consecutive images; those beyond the recorded ones are new.
+            ids: id of each row.
+
+        Raises:
+            IdentityMismatch: names the images that differ.
+        """
+        expected = self.hashes[first_row : first_row + len(hashes)]
+        differing = np.flatnonzero(expected != hashes[: len(expected)]) + first_row
+        if len(differing):
+            names = abbreviate([ids[row] for row in differing.tolist()])
             raise IdentityMismatch(
-                f"{named}: not the images that {self.place} was made from, or readable in one of "
+                f"{names}: not the images that {self.place} was made from, or readable in one of "
                 "both only; nothing of these is added (give the images that it was made from)"
             )
 
@@ -89,12 +97,21 @@ class Prepared:
     """A checked extraction.
 
     Attributes:
-        writer: None until the store exists.
-        weights: None if the store already has all of its files.
+        model: the model, on `device`.
+        table: its sites.
+        selection: the images.
+        device: where the model runs.
+        precision: precision of its forward passes.
+        manifest: manifest of the store, or of the generation that is added to it.
+        writer: writer of an existing store; None until a new one is created.
+        first: the first images, by which joining processes know the images again.
+        notes: remarks for the user.
         erf: passes and cost of receptive fields, if requested.
-        changes: the interventions, which are in effect in its `applied()` alone.
-        files: those of the generation that is added to a complete store; None: of the store itself.
-        known: images that must be the same as in the generations before.
+        weights: small weights to store; None if the store already has all of its files.
+        changes: the interventions, which are in effect only within their `applied()`.
+        files: files of the generation that is added to a complete store; None for the store
+            itself.
+        recorded: images that must be the same as in the generations before.
         adds: what the generation adds, in words.
     """
 
@@ -111,137 +128,173 @@ class Prepared:
     weights: SmallWeights | None = None
     changes: Changes | None = None
     files: Files | None = None
-    known: RecordedImages | None = None
+    recorded: RecordedImages | None = None
     adds: str = ""
 
     @property
     def plan(self) -> StorePlan:
+        """Contents of the store, or of the generation that is added."""
         return self.manifest.plan
 
 
-def check_output(asked: Request) -> None:
-    """Refuse a new store inside another store, or inside the folder of its images. Raises
-    VitseeError: names the folder."""
-    if isinstance(asked.run.output, Path):
-        check_place(asked.run.output, images=asked.data.data)
+def check_output(request: Request) -> None:
+    """Refuse a new store inside another store, or inside the folder of its images.
+
+    Raises:
+        VitseeError: names the folder.
+    """
+    if isinstance(request.run.output, Path):
+        check_place(request.run.output, images=request.data.data)
+
+
+class SameModel(NamedTuple):
+    """What an existing store is continued with."""
+
+    device: torch.device
+    selection: Selection
+    layout: ImageLayout
 
 
 def of_same_model(
-    writer: StoreWriter, stored: Mapping[str, Any], asked: Request, progress: Progress
-) -> tuple[torch.device, Selection, ImageLayout]:
-    """The device to compute on, the images, and the model laid out on an existing store's canvas.
-    stored: the store's identity, with which choices that are not made now agree. Raises
-    IdentityMismatch: the store is of another architecture; VitseeError: no such device, images or
-    model."""
-    device = resolve_device(asked.run.device)
-    selection = chosen_images(asked.data, stored, progress)
+    writer: StoreWriter, stored: Mapping[str, Any], request: Request, progress: Progress
+) -> SameModel:
+    """Load the model and the images with which an existing store is continued.
+
+    Args:
+        writer: writer of the store, whose canvas and clips the model is laid out on.
+        stored: identity of the store, which supplies choices that the request leaves open.
+
+    Raises:
+        IdentityMismatch: the store is of another architecture.
+        VitseeError: no such device, images or model.
+    """
+    device = resolve_device(request.run.device)
+    selection = chosen_images(request.data, stored, progress)
     with soon_said("loading the model"):
-        layout = lay_out(asked, selection, writer.manifest.plan)
-        layout = with_orientation(layout, asked.data, stored)
+        layout = lay_out(request, selection, writer.manifest.plan)
+        layout = with_orientation(layout, request.data, stored)
     check_same_model(writer, layout.model)
-    return device, as_model_takes(selection, layout, asked.data, stored), layout
+    selection = as_model_takes(selection, layout, request.data, stored)
+    return SameModel(device, selection, layout)
 
 
 def join_store(
-    writer: StoreWriter, asked: Request, progress: Progress = SILENT
+    writer: StoreWriter, request: Request, progress: Progress = SILENT
 ) -> Prepared:
-    """An extraction that continues an existing store, by that store's plan. Raises VitseeError: as
-    `prepare`; IdentityMismatch: the store was made from another model, other images or other
-    choices."""
+    """Prepare an extraction that continues an unfinished store, by that store's plan.
+
+    Raises:
+        IdentityMismatch: the store was made from another model, other images or other
+            choices.
+        VitseeError: anything else that the user can fix.
+    """
     stored = writer.manifest.identity
     plan = writer.manifest.plan
-    keep = asked.keep
-    device, selection, layout = of_same_model(writer, stored, asked, progress)
+    keep = request.keep
+    device, selection, layout = of_same_model(writer, stored, request, progress)
     model = layout.model
     table = layout.table
     choices = choose_of(layout, keep, stored)
-    given = given_identity(keep, asked.data, choices, plan)
     changes = changes_of(layout, keep, selection, stored.get("seed", 0))
-    absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
-    fixed = {
-        **fixed_identity(model, selection, layout.canvas),
-        **changed_identity(changes),
-    }
-    check_choices(writer.manifest, model, {**absent, **fixed, **given})
+    identity: dict[str, Any] = {}
+    if stored.get("interventions"):
+        # Without interventions the identity lacks the field, which would not be compared.
+        identity["interventions"] = []
+    identity |= fixed_identity(model, selection, layout.canvas)
+    identity |= changed_identity(changes)
+    identity |= given_identity(keep, request.data, choices, plan)
+    check_choices(writer.manifest, model, identity)
     weights = None
     if not writer.is_made:
+        # Another process was killed while it created the store: this one finishes that. The
+        # weights are collected before the model leaves the CPU.
         weights = small_weights(model, table, stored.get("head_weights"))
     model.module.to(device)
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
     check = run_self_check(
-        model, table, plan, first.pixels, device, choices.precision, changes, fixed=True
+        model=model,
+        table=table,
+        plan=plan,
+        pixels=first.pixels,
+        device=device,
+        precision=choices.precision,
+        changes=changes,
+        plan_is_stored=True,
     )
     erf = None
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
-    notes = (*model.notes(), *table_notes(model, table), *selection.notes, *check.notes)
     return Prepared(
-        *(
-            model,
-            table,
-            selection,
-            device,
-            choices.precision,
-            writer.manifest,
-            writer,
-            first,
+        model=model,
+        table=table,
+        selection=selection,
+        device=device,
+        precision=choices.precision,
+        manifest=writer.manifest,
+        writer=writer,
+        first=first,
+        notes=(
+            *model.notes(),
+            *table_notes(model, table),
+            *selection.notes,
+            *check.notes,
+            *change_notes(model, changes),
         ),
-        notes=(*notes, *change_notes(model, changes)),
         erf=erf,
         weights=weights,
         changes=changes if changes.lines else None,
     )
 
 
-def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
-    """An extraction into a new store, planned but not yet created. Raises VitseeError: as
-    `prepare`."""
-    data = asked.data
-    keep = asked.keep
-    run = asked.run
-    device = resolve_device(run.device)
+def plan_store(request: Request, progress: Progress = SILENT) -> Prepared:
+    """Prepare an extraction into a new store, which is not created yet.
+
+    Raises:
+        VitseeError: anything the user can fix, in one line.
+    """
+    data = request.data
+    keep = request.keep
+    device = resolve_device(request.run.device)
     selection = chosen_images(data, {}, progress)
     with soon_said("loading the model"):
-        layout = with_orientation(lay_out(asked, selection), data, {})
+        layout = with_orientation(lay_out(request, selection), data, {})
     selection = as_model_takes(selection, layout, data, {})
     model = layout.model
     table = layout.table
-    choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
-    notes += [*model.notes(), *cut_sides(asked.model, model), *table_notes(model, table)]
+    # Weights are collected here, before the model leaves the CPU.
+    contents = plan_contents(layout, keep, len(selection.samples))
+    plan = contents.plan
+    choices = contents.choices
     changes = changes_of(layout, keep, selection, data.seed or 0)
     model.module.to(device)
     first = first_images(selection, model.transform, {})
     check = run_self_check(
-        model, table, plan, first.pixels, device, choices.precision, changes
+        model=model,
+        table=table,
+        plan=plan,
+        pixels=first.pixels,
+        device=device,
+        precision=choices.precision,
+        changes=changes,
     )
     plan = without_sublayers(plan, check.left_out)
     erf = None
-    without_erf = dict[str, str]()
+    without_erf: dict[str, str] = {}
     if plan.erf is not None:
         plan, erf, without_erf = prepare_erf(
             model, table, plan, plan.erf, first.pixels, device
         )
     plan = with_dtypes(plan, check.dtypes)
     manifest = new_manifest(
-        {
+        identity={
             **fixed_identity(model, selection, layout.canvas),
             **changed_identity(changes),
             **chosen_identity(keep, data, choices, plan),
         },
-        plan,
-        selection.samples,
-        model={
-            "name": model.name,
-            "architecture": model.architecture,
-            "args": model.model_args,
-            "input_size": list(model.input_size),
-            "n_params": sum(p.numel() for p in model.module.parameters()),
-            "weights": model.weights,
-            **({"origin": model.origin} if model.origin else {}),
-            **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
-            **changes.record(),
-        },
+        plan=plan,
+        samples=selection.samples,
+        model=_model_record(model, changes),
         transform=model.transform,
         class_names=selection.class_names,
         selfcheck=check.figures,
@@ -255,48 +308,102 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
         info={
             "data": data.record(),
             "data_folder": os.getcwd(),
-            "checkpoint": getattr(asked.model, "checkpoint", None),
+            "checkpoint": getattr(request.model, "checkpoint", None),
             "selection": selection.identity,
             **first.record(),
-            "command": run.command,
+            "command": request.run.command,
             "versions": store_versions(),
-            **weights.record,
+            **contents.weights.record,
         },
     )
     return Prepared(
-        *(model, table, selection, device, choices.precision, manifest, None, first),
-        notes=(*notes, *selection.notes, *check.notes, *change_notes(model, changes)),
+        model=model,
+        table=table,
+        selection=selection,
+        device=device,
+        precision=choices.precision,
+        manifest=manifest,
+        writer=None,
+        first=first,
+        notes=(
+            *contents.notes,
+            *model.notes(),
+            *cut_sides(request.model, model),
+            *table_notes(model, table),
+            *selection.notes,
+            *check.notes,
+            *change_notes(model, changes),
+        ),
         erf=erf,
-        weights=weights,
+        weights=contents.weights,
         changes=changes if changes.lines else None,
     )
 
 
+def _model_record(model: LoadedModel, changes: Changes) -> dict[str, Any]:
+    """Return the description of a model for the manifest."""
+    record = {
+        "name": model.name,
+        "architecture": model.architecture,
+        "args": model.model_args,
+        "input_size": list(model.input_size),
+        "n_params": sum(p.numel() for p in model.module.parameters()),
+        "weights": model.weights,
+    }
+    if model.origin:
+        record["origin"] = model.origin
+    if model.ablate_skip:
+        record["ablate_skip"] = list(model.ablate_skip)
+    return {**record, **changes.record()}
+
+
+class PlannedContents(NamedTuple):
+    """What a new store will contain."""
+
+    choices: Choices
+    plan: StorePlan
+    weights: SmallWeights
+    notes: list[str]  # remarks for the user
+
+
 def plan_contents(
     layout: ImageLayout, keep: KeepOptions, n_images: int
-) -> tuple[Choices, StorePlan, SmallWeights, list[str]]:
-    """The planned contents of a new store of `n_images` images, and remarks. Raises VitseeError: as
-    `choose`, `fit_slab` and `small_weights`."""
+) -> PlannedContents:
+    """Plan the contents of a new store of `n_images` images.
+
+    Raises:
+        VitseeError: an explicit choice that the model does not support, a selector without a
+            match, or slabs that do not fit the memory.
+    """
     choices = choose_of(layout, keep, {})
     slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images, layout.clip)
     weights = small_weights(layout.model, layout.table, keep.head_weights)
     plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas, layout.clip)
     plan = replace(plan, weights=weights.shapes)
-    notes = [
-        *layout.notes,
-        *([slab_note] if slab_note else []),
-        *gram_notes(plan),
-        *weights.notes,
-    ]
+    notes = list(layout.notes)
+    if slab_note:
+        notes.append(slab_note)
+    notes += gram_notes(plan)
+    notes += weights.notes
     if keep.erf is not None and keep.erf > n_images:
         notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
-    return choices, plan, weights, notes
+    return PlannedContents(choices, plan, weights, notes)
 
 
 def choose_of(
     layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]
 ) -> Choices:
-    """The choices among the sites that the store can keep. Raises VitseeError: as `choose`."""
+    """Resolve the choices among the sites that the store can keep.
+
+    Args:
+        layout: how images reach the model.
+        keep: what was chosen.
+        stored: identity of an existing store, {} for a new one.
+
+    Raises:
+        VitseeError: an explicit choice that the model does not support, or a selector without
+            a match; names the option of the canvas if that excludes it.
+    """
     try:
         return choose(keep, stored, layout.kept, layout.input_size)
     except SiteError as error:
@@ -306,35 +413,57 @@ def choose_of(
         raise VitseeError(f"{error} ({option} keeps sites with a grid only)") from None
 
 
+# ---------------- the images
+
+
 def as_model_takes(
     selection: Selection,
     layout: ImageLayout,
     data: DataOptions,
     stored: Mapping[str, Any],
 ) -> Selection:
-    """The same data as clips, for a model of clips. Raises VitseeError: clips for a model of images
-    without a number of frames."""
-    if layout.clip is None and has_clips(selection.source):
-        raise VitseeError(
-            f"{data.data} has videos, and {layout.model.name} takes images: give --frames N, and "
-            "it sees N frames of each, one by one"
-        )
-    if layout.clip is None or has_clips(selection.source):
+    """Return the selection, or the same data as clips for a model of clips.
+
+    Args:
+        selection: images or clips.
+        layout: how they reach the model.
+        data: options that choose them.
+        stored: identity of an existing store, {} for a new one.
+
+    Raises:
+        VitseeError: clips for a model of images, without a number of frames.
+    """
+    are_clips = has_clips(selection.source)
+    if layout.clip is None:
+        if are_clips:
+            raise VitseeError(
+                f"{data.data} has videos, and {layout.model.name} takes images: give --frames N, "
+                "and it sees N frames of each, one by one"
+            )
+        return selection
+    if are_clips:
         return selection
     return chosen_images(data, stored, clips=True)
 
 
 def turns_upright(data: DataOptions, stored: Mapping[str, Any]) -> bool:
-    """Whether images are turned upright by their EXIF orientation: as asked, else as in an existing
-    store (`stored`: its identity)."""
+    """Return whether images are turned upright by their EXIF orientation.
+
+    Args:
+        data: options, which may request it.
+        stored: identity of an existing store, which decides otherwise; {} for a new one.
+    """
     return bool(data.exif or stored.get("transform", {}).get("exif"))
 
 
 def with_orientation(
     layout: ImageLayout, data: DataOptions, stored: Mapping[str, Any]
 ) -> ImageLayout:
-    """The layout whose transform says that images are turned upright, if they are: it is part of
-    the store's identity, and whoever reads the images again turns them, too."""
+    """Return the layout with `exif` in its transform, if images are turned upright.
+
+    The transform is part of the store's identity, and whoever reads the images again turns
+    them, too.
+    """
     if not turns_upright(data, stored):
         return layout
     model = replace(layout.model, transform={**layout.model.transform, "exif": True})
@@ -347,10 +476,35 @@ def chosen_images(
     progress: Progress = SILENT,
     clips: bool = False,
 ) -> Selection:
-    """The images, with an existing store's (`stored`: its identity) seed and order by default;
-    clips where they are asked for, or where there are no images."""
+    """Open the data and select the images.
 
-    def opened(as_clips: bool) -> ImageSource:
+    Args:
+        data: options that choose them.
+        stored: identity of an existing store, whose seed and order are the defaults; {} for
+            a new one.
+        clips: whether the model takes clips. Clips are opened too if an option requests
+            them, or where the data have no images.
+
+    Raises:
+        DataError: no such data.
+    """
+    with soon_said(f"listing the images of {data.data}"):
+        return select(
+            _open_data(data, stored, progress, clips),
+            images=data.images,
+            per_class=data.per_class,
+            seed=data.seed if data.seed is not None else stored.get("seed", 0),
+            order=data.order or stored.get("order", "shuffled"),
+            only=data.only,
+        )
+
+
+def _open_data(
+    data: DataOptions, stored: Mapping[str, Any], progress: Progress, clips: bool
+) -> ImageSource:
+    """Open the data as images or as clips; arguments as for `chosen_images`."""
+
+    def open_as(as_clips: bool) -> ImageSource:
         return open_source(
             data.data,
             split=data.split,
@@ -362,124 +516,61 @@ def chosen_images(
             progress=progress,
         )
 
-    def found() -> ImageSource:
-        if clips or data.of_clips or "clip" in stored.get("transform", {}):
-            return opened(True)
+    if clips or data.of_clips or "clip" in stored.get("transform", {}):
+        return open_as(as_clips=True)
+    try:
+        return open_as(as_clips=False)
+    except DataError as error:
         try:
-            return opened(False)
-        except DataError as error:
-            try:
-                return opened(True)
-            except DataError:
-                raise error from None
-
-    with soon_said(f"listing the images of {data.data}"):
-        return select(
-            found(),
-            images=data.images,
-            per_class=data.per_class,
-            seed=data.seed if data.seed is not None else stored.get("seed", 0),
-            order=data.order or stored.get("order", "shuffled"),
-            only=data.only,
-        )
+            return open_as(as_clips=True)
+        except DataError:
+            # The first error says what is wrong with the images, which were meant.
+            raise error from None
 
 
-def run_self_check(
-    model: LoadedModel,
-    table: SiteTable,
-    plan: StorePlan,
-    pixels: torch.Tensor,
-    device: torch.device,
-    precision: str,
-    changes: Changes | None = None,
-    *,
-    fixed: bool = False,
-) -> SelfCheck:
-    """The self-check on these images, which fixes the stored types for every process, and the proof
-    that interventions have their effect and no other. fixed: the plan is an existing store's, from
-    which nothing can be left out any more. Raises NotFinite: activations are NaN or inf;
-    VitseeError: the check or the proof failed otherwise."""
-    _, height, width = model.input_size  # of the first tile, where there are several
-    pixels = pixels[..., :height, :width]
-    if plan.clip is not None and plan.clip.by_frame:
-        pixels = pixels[:, plan.clip.frames // 2]
-    with (
-        soon_said(f"checking {model.name} on the first images"),
-        torch.inference_mode(),
-        precision_context(device, precision),
-    ):
-        images = normalise(pixels, model.transform, device)
-        dtypes = {site.name: site.dtype for site in plan.sites}
-        check = self_check(
-            model, table, images, dtypes=dtypes, **hook_points(table, plan)
-        )
-        if not check.finite:
-            # The loop names the images that break a sound model.
-            sound = finite_images(model, table, plan, images)
-            if 0 < len(sound) < len(images):
-                pixels = pixels[sound]
-                images = images[sound]
-                check = self_check(
-                    model, table, images, dtypes=dtypes, **hook_points(table, plan)
-                )
-    lacking = sorted(check.left_out.keys() & {name for name, _ in plan.sublayers})
-    if lacking and fixed:
-        name = lacking[0]
-        check.failures.append(
-            f"{name}: {check.left_out[name]}, as it was when the store was made"
-        )
-    check.notes += [
-        f"no residual products of {name}: {check.left_out[name]}" for name in lacking
-    ]
-    if not check.ok:
-        kind = VitseeError if check.finite else NotFinite
-        raise kind(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
-    if changes is not None and changes.lines:
-        with precision_context(device, precision):
-            prove(model, table, changes, normalise(pixels, model.transform, device))
-    return check
-
-
-def finite_images(
-    model: LoadedModel, table: SiteTable, plan: StorePlan, images: torch.Tensor
-) -> list[int]:
-    """Those of the images whose activations and output are finite."""
-    watch = FiniteWatch()
-    with Capture(model, table, **hook_points(table, plan)) as capture:
-        watch.note("the output", first_tensor(capture.run(images, watch)))
-    return [row for row in range(len(images)) if row not in watch.first_sites]
+# ---------------- interventions and remarks
 
 
 def changes_of(
     layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int
 ) -> Changes:
-    """The model's interventions for a store of these images. Raises VitseeError: they exclude
-    --erf, --tiles and images with grids of their own."""
+    """Return the model's interventions for a store of these images.
+
+    Raises:
+        VitseeError: they exclude --erf, --tiles and images with grids of their own.
+    """
     model = layout.model
     canvas = layout.canvas
-    tiles = canvas is not None and canvas.tiles
-    grids = canvas is not None and canvas.own_grids
-    for option, asked in (("erf", keep.erf), ("tiles", tiles), ("native", grids)):
-        if asked and model.interventions:
-            raise VitseeError(
-                f"--{option} is not supported with {model.interventions[0].text}"
-            )
-    identity = fixed_identity(model, selection, canvas)
+    excluded = []
+    if keep.erf:
+        excluded.append("erf")
+    if canvas is not None and canvas.tiles:
+        excluded.append("tiles")
+    if canvas is not None and canvas.own_grids:
+        excluded.append("native")
+    if excluded and model.interventions:
+        raise VitseeError(
+            f"--{excluded[0]} is not supported with {model.interventions[0].text}"
+        )
     switch = Switch(
         model.name,
         layout.table,
         model.interventions,
-        identity,
-        seed,
-        selection.samples.index,
+        identity=fixed_identity(model, selection, canvas),
+        seed=seed,
+        index=selection.samples.index,
     )
     return switch.changes(model.module)
 
 
 def change_notes(model: LoadedModel, changes: Changes) -> list[str]:
-    """Remarks on a model's interventions."""
+    """Return remarks on a model's interventions."""
     notes = [f"the model runs with {line}" for line in changes.lines]
-    if any(getattr(one, "values", None) == ZERO for one in model.interventions):
+    uses_zero = any(
+        getattr(intervention, "values", None) == ZERO
+        for intervention in model.interventions
+    )
+    if uses_zero:
         notes.append(
             "zero alone overstates what the replaced activations carry: compare with mean:STORE, "
             "noise:STORE and shuffle:STORE (docs/guide/interventions.md)"
@@ -488,117 +579,60 @@ def change_notes(model: LoadedModel, changes: Changes) -> list[str]:
 
 
 def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:
-    """A remark if a crop mode for whole images still crops them by the model's own share."""
-    share = model.transform.get("crop_pct", 1)
-    if (
-        not isinstance(options, ModelOptions)
-        or options.crop_pct is not None
-        or share >= 1
-    ):
+    """Return a remark if a crop mode for whole images still crops them.
+
+    The model's own crop share applies to it, too, unless --crop-pct is given.
+    """
+    crop_pct = model.transform.get("crop_pct", 1)
+    if not isinstance(options, ModelOptions) or options.crop_pct is not None:
         return []
-    if options.crop_mode not in ("squash", "border"):
+    if crop_pct >= 1 or options.crop_mode not in ("squash", "border"):
         return []
     return [
-        f"--crop-mode {options.crop_mode} with the model's own crop keeps {share:g} of the sides: "
-        "give --crop-pct 1 for whole images"
+        f"--crop-mode {options.crop_mode} with the model's own crop keeps {crop_pct:g} of the "
+        "sides: give --crop-pct 1 for whole images"
     ]
 
 
 def table_notes(model: LoadedModel, table: SiteTable) -> list[str]:
-    """Remarks that follow from what was found of a model's tokens and blocks."""
+    """Return remarks that follow from a model's tokens and blocks."""
     return [*unseen_pixels(model, table), *table.remarks]
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
-    """A remark if whole patches do not cover the input."""
+    """Return a remark if the model's patches do not cover the input."""
     if not table.patches:
         return []
-    # With several embeddings of one image (CrossViT) some see each pixel.
-    ends = [[patches.covered[axis] for patches in table.patches] for axis in (0, 1)]
-    (top, bottom), (left, right) = (
-        (min(a for a, _ in e), max(b for _, b in e)) for e in ends
-    )
+    # With several embeddings of one image (CrossViT) some see each pixel: the union counts.
+    row_ranges = [patches.covered[0] for patches in table.patches]
+    col_ranges = [patches.covered[1] for patches in table.patches]
+    top = min(start for start, _ in row_ranges)
+    bottom = max(stop for _, stop in row_ranges)
+    left = min(start for start, _ in col_ranges)
+    right = max(stop for _, stop in col_ranges)
     height, width = model.input_size[1:]
     if (top, left, bottom, right) == (0, 0, height, width):
         return []
-    covered = bottom - top, right - left
     return [
-        f"patches cover {covered[0]}x{covered[1]} of {height}x{width} input pixels: the rest is "
-        "never seen (choose an --img-size that the patch size divides)"
+        f"patches cover {bottom - top}x{right - left} of {height}x{width} input pixels: the rest "
+        "is never seen (choose an --img-size that the patch size divides)"
     ]
 
 
+# ---------------- plans after the self-check
+
+
 def without_sublayers(plan: StorePlan, left_out: Collection[str]) -> StorePlan:
-    """The plan without the residual products of these sublayers."""
-    kept = tuple(
+    """Return the plan without the residual products of these sublayers."""
+    sublayers = tuple(
         (name, layout) for name, layout in plan.sublayers if name not in left_out
     )
-    return replace(plan, sublayers=kept)
+    return replace(plan, sublayers=sublayers)
 
 
 def with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
+    """Return the plan with other types of these sites (name -> dtype)."""
     sites = tuple(
         replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites
     )
     return replace(plan, sites=sites)
-
-
-# ---------------- weights that a store keeps
-
-OF_CLIPS = (
-    "the model takes clips, and its filters, positions and classifier reach over time"
-)
-HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked for
-
-
-@dataclass(frozen=True)
-class SmallWeights:
-    """Weights for a store."""
-
-    arrays: dict[str, NDArray[np.float32]]  # float32 by name, for `weights/`
-    record: dict[str, Any]  # for the manifest's `info`
-    notes: list[str] = field(default_factory=list)  # for the user
-
-    @property
-    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(name, shape) of each array, for a store's plan."""
-        return tuple((name, values.shape) for name, values in self.arrays.items())
-
-
-def small_weights(
-    model: LoadedModel, table: SiteTable, head: bool | None
-) -> SmallWeights:
-    """The small weights of a model on the CPU. head: whether to keep the classifier; None: if it
-    takes at most `HEAD_BYTES`. Raises VitseeError: `head` is requested and the model's is not a
-    formula over tokens."""
-    if frames_of(model.module) is not None:
-        if head:
-            raise VitseeError(f"--head-weights is not supported: {OF_CLIPS}")
-        names = (FILTERS, POSITIONS)
-        record: dict[str, Any] = {
-            "sites": {},
-            "kind": "",
-            "absent": dict.fromkeys(names, OF_CLIPS),
-        }
-        return SmallWeights(
-            {}, {"input_weights": record, "head_weights": {"absent": OF_CLIPS}}
-        )
-    own = input_weights_of(model)
-    classifier = find_classifier(model, table) if head is not False else "not asked for"
-    notes: list[str] = []
-    if isinstance(classifier, str):
-        if head:
-            raise VitseeError(f"--head-weights is not supported: {classifier}")
-        absent = classifier
-    elif head is None and classifier.n_bytes > HEAD_BYTES:
-        size = human_bytes(classifier.n_bytes)
-        most = human_bytes(HEAD_BYTES)
-        absent = f"it takes {size}, above {most} (extract --head-weights keeps it)"
-        notes.append(f"the classifier's weights are not kept: {absent}")
-    else:
-        return SmallWeights(
-            {**own.arrays, **classifier.arrays},
-            {"input_weights": own.record(), "head_weights": classifier.record()},
-        )
-    record = {"input_weights": own.record(), "head_weights": {"absent": absent}}
-    return SmallWeights(own.arrays, record, notes)

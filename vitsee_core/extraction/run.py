@@ -1,7 +1,9 @@
 """One call of `vitsee extract`: prepare, create or join the store, fill what this process owns.
 
-Batches never cross a slab, so a slab does not depend on which process makes it: bitwise on a CPU,
-up to last digits on a GPU, whose libraries may select other kernels."""
+Batches never cross a slab, so that a slab does not depend on the process that makes it: its
+bytes are equal on a CPU, and its values up to the last digits on a GPU, whose libraries may
+select other kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Generator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,87 +45,110 @@ from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.creation import max_disk_bytes
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
-from vitsee_stores.layout import n_bytes
+from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.writer import tidy
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 32
+MAX_WORKERS = 32
 
 
-def extract(asked: Request, shard: Shard, progress: Progress = SILENT) -> Outcome:
-    """Fill (this shard's part of) a store; repeat the call to resume it.
+def extract(request: Request, shard: Shard, progress: Progress = SILENT) -> Outcome:
+    """Fill a store, or this shard's slabs of it. A repeated call resumes it.
+
+    Args:
+        request: all options.
+        shard: which slabs this process makes.
+        progress: advanced by images and bytes.
 
     Raises:
         VitseeError: one line for the user; the store keeps every slab committed so far.
         Interrupted: a signal; exit code 75.
     """
-    if asked.run.force and (shard.claims or shard.count > 1):
+    if request.run.force and (shard.claims or shard.count > 1):
         raise VitseeError(
             "--force with --shard would delete other shards' work: delete it first"
         )
-    prepared = prepare(asked, progress)
-    run = asked.run
+    prepared = prepare(request, progress)
+    run = request.run
     with StopRequest() as stop:
-        prepared, writer = made_or_joined(prepared, asked)
+        prepared, writer = made_or_joined(prepared, request)
         if announce(prepared, writer, run):
             return Outcome(complete=True)
         if shard.claims:
             outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
         else:
-            mine = shard.slabs(writer.n_slabs)
-            outcome = fill(prepared, writer, run, shard, mine, progress, stop)
+            outcome = fill(
+                prepared=prepared,
+                writer=writer,
+                run=run,
+                shard=shard,
+                slabs=shard.slabs(writer.n_slabs),
+                progress=progress,
+                stop=stop,
+            )
         outcome.complete = writer.finish()
         if shard.claims and stop and not outcome.complete:
             raise stopped(stop, writer, shard.others)
         return outcome
 
 
-def prepare(asked: Request, progress: Progress = SILENT) -> Prepared:
-    """Load the model (if needed), choose the images, run the self-check, and decide the contents of
-    the store.
+def prepare(request: Request, progress: Progress = SILENT) -> Prepared:
+    """Load the model, choose the images, run the self-check, and plan the store's contents.
 
-    Nothing is written. An existing store is joined: it supplies every choice that was not given,
-    and is compared with those that were. To a complete one is added what it lacks. Raises
-    VitseeError: anything the user can fix, in one line; IdentityMismatch: the existing store was
-    made from something else.
+    Nothing is written. An existing store is joined: it supplies every choice that was not
+    given, and is compared with those that were. A complete store grows by the sites or images
+    that it lacks.
+
+    Raises:
+        VitseeError: anything the user can fix, in one line.
+        IdentityMismatch: the existing store was made from something else.
     """
-    writer = None if asked.run.force else StoreWriter.join(asked.run.output)
+    writer = None if request.run.force else StoreWriter.join(request.run.output)
     if writer is None:
-        check_output(asked)
-        return plan_store(asked, progress)
+        check_output(request)
+        return plan_store(request, progress)
     if writer.manifest.growth is not None:
         raise StoreError(
             f"{writer.place} is a generation of the store above it: give that one"
         )
-    if writer.complete and not _changed(writer, asked):
-        return grow_store(writer, asked, progress)
-    return join_store(writer, asked, progress)
+    if writer.complete and not _has_interventions(writer, request):
+        return grow_store(writer, request, progress)
+    return join_store(writer, request, progress)
 
 
-def _changed(writer: StoreWriter, asked: Request) -> bool:
-    """Whether the model runs with interventions, or ran with some: such stores do not grow, as what
-    replaces a value may depend on the rows."""
-    interventions = asked.model.interventions
-    given = interventions.values() if isinstance(interventions, dict) else interventions
-    return any(given) or bool(writer.manifest.identity.get("interventions"))
+def _has_interventions(writer: StoreWriter, request: Request) -> bool:
+    """Return whether the model runs with interventions, or ran with some for the store.
+
+    Such stores do not grow: the value that replaces another may depend on the rows.
+    """
+    interventions = request.model.interventions
+    if isinstance(interventions, dict):  # texts by option, of a model that is not loaded
+        is_changed = any(interventions.values())
+    else:
+        is_changed = any(interventions)
+    return is_changed or bool(writer.manifest.identity.get("interventions"))
 
 
-def made_or_joined(prepared: Prepared, asked: Request) -> tuple[Prepared, StoreWriter]:
-    """The store's writer, with the preparation that belongs to it. Raises VitseeError: as
-    `open_writer`."""
+def made_or_joined(prepared: Prepared, request: Request) -> tuple[Prepared, StoreWriter]:
+    """Return the preparation of a store and its writer; the store is created if necessary.
+
+    Raises:
+        VitseeError: as `open_writer`.
+    """
     try:
-        return prepared, open_writer(prepared, asked.run)
+        return prepared, open_writer(prepared, request.run)
     except IdentityMismatch:
-        # Another process made the store meanwhile: take its defaults, compare explicit choices.
-        run = dataclasses.replace(asked.run, force=False)
-        prepared = prepare(dataclasses.replace(asked, run=run))
-        return prepared, open_writer(prepared, asked.run)
+        # Another process made the store since `prepare`: that store supplies the defaults
+        # now, and explicit choices are compared with it.
+        run = dataclasses.replace(request.run, force=False)
+        prepared = prepare(dataclasses.replace(request, run=run))
+        return prepared, open_writer(prepared, request.run)
 
 
 def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
-    """Log what is known before any work; returns whether the store is already complete."""
+    """Log remarks and what is left out; return whether the store is already complete."""
     for note in prepared.notes:
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
@@ -148,61 +173,85 @@ def fill_claimed(
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Make missing slabs as they can be claimed, until none is missing or a signal came. Raises
-    Interrupted: a signal within a slab."""
+    """Make missing slabs as they can be claimed, until none is missing or a signal came.
+
+    Raises:
+        Interrupted: a signal came within a slab.
+    """
     plan = prepared.plan
-    outcome = Outcome(False, examples=prepared.plan.examples)
-    rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
-    done = sum(part.stop - part.start for part in rows)
+    outcome = Outcome(False, examples=plan.examples)
+    n_done = committed_images(writer)
     with (
-        counting(progress, plan.n_images, plan.examples, done=done),
+        counting(progress, plan.n_images, plan.examples, done=n_done),
         closing(claimed_rounds(writer, stop)) as rounds,
     ):
-        for number, mine in enumerate(rounds):
-            outcome.add(
-                fill(prepared, writer, run, shard, mine, progress, stop, number == 0)
+        for number, slabs in enumerate(rounds):
+            outcome_of_round = fill(
+                prepared=prepared,
+                writer=writer,
+                run=run,
+                shard=shard,
+                slabs=slabs,
+                progress=progress,
+                stop=stop,
+                remarks=number == 0,
             )
+            outcome.add(outcome_of_round)
     return outcome
 
 
+def committed_images(writer: StoreWriter) -> int:
+    """Return the number of images in committed slabs."""
+    spans = [writer.plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
+    return sum(span.stop - span.start for span in spans)
+
+
 def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
-    """The existing store's writer, or that of a store created now. Raises VitseeError: the store
-    would not fit the free disk (nothing is made then); IdentityMismatch: another process made a
-    store there with other choices or images."""
-    weights = {} if prepared.weights is None else prepared.weights.arrays
-    once = {f"weights/{name}": values for name, values in weights.items()}
+    """Return the writer of the existing store, or of a store that is created now.
+
+    Raises:
+        VitseeError: the store would not fit the free disk; nothing is made then.
+        IdentityMismatch: another process made a store there with other choices or images.
+    """
+    once = {}
+    if prepared.weights is not None:
+        for name, values in prepared.weights.arrays.items():
+            once[f"weights/{name}"] = values
     if prepared.writer is not None:
         prepared.writer.finish_creation(prepared.selection.samples, once)
         return prepared.writer
     if run.force:
         remove_store(run.output)
-    sizes = n_bytes(prepared.plan)
-    need = sum(sizes.values())
+    target = run.output if prepared.files is None else prepared.files
+    _log_sizes(prepared.plan, target)
     free = free_disk_bytes(scratch_folder(run.output))
-    taken = 0
-    if isinstance(run.output, Path):  # of this machine's disk
-        taken = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
-    strategy = strategy_of(prepared, run)
-    place = run.output if prepared.files is None else prepared.files
-    folders = folder_sizes(prepared.plan)
-    by_folder = (
-        f"{one.name.rstrip('/')} {human_bytes(one.size_bytes)}" for one in folders
-    )
-    log.info("%s takes %s: %s", place, human_bytes(need), ", ".join(by_folder))
-    for path, size in sizes.items():
-        log.debug("%s: %s", path, human_bytes(size))
-    if taken > free:
+    needed = 0
+    if isinstance(run.output, Path):  # a URL takes nothing of this machine's disk
+        needed = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
+    if needed > free:
         raise VitseeError(
-            f"{place} would take up to {human_bytes(taken)}, the disk has {human_bytes(free)} "
+            f"{target} would take up to {human_bytes(needed)}, the disk has {human_bytes(free)} "
             "free; choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
-    strategy.check_room(free - taken, prepared.plan.slab)
+    strategy_of(prepared, run).check_room(free - needed, prepared.plan.slab)
     samples = prepared.selection.samples
-    writer = StoreWriter.create_or_join(place, prepared.manifest, samples, once)
-    is_theirs = writer.manifest.store_id != prepared.manifest.store_id  # they were first
-    if is_theirs and prepared.files is None:
+    writer = StoreWriter.create_or_join(target, prepared.manifest, samples, once)
+    another_was_first = writer.manifest.store_id != prepared.manifest.store_id
+    if another_was_first and prepared.files is None:
         check_same_images(writer, prepared.selection, prepared.first)
     return writer
+
+
+def _log_sizes(plan: StorePlan, target: object) -> None:
+    """Log the size of a new store, by folder, and of its arrays at debug level."""
+    sizes = n_bytes(plan)
+    by_folder = ", ".join(
+        f"{folder.name.rstrip('/')} {human_bytes(folder.size_bytes)}"
+        for folder in folder_sizes(plan)
+    )
+    log.info("%s takes %s: %s", target, human_bytes(sum(sizes.values())), by_folder)
+    for path, size in sizes.items():
+        log.debug("%s: %s", path, human_bytes(size))
 
 
 def fill(
@@ -210,46 +259,67 @@ def fill(
     writer: StoreWriter,
     run: RunOptions,
     shard: Shard,
-    mine: Sequence[int],
+    slabs: Sequence[int],
     progress: Progress,
     stop: StopRequest,
     remarks: bool = True,
 ) -> Outcome:
-    """Make and commit every missing slab of `mine`, which the shard owns or has claimed. Without
-    `remarks`, what earlier rounds logged is logged at debug level. Raises Interrupted: a signal
-    came before they were all made."""
+    """Make and commit every missing one of these slabs.
+
+    Args:
+        prepared: the checked extraction.
+        writer: writer of its store.
+        run: how this process works.
+        shard: this process among others.
+        slabs: indices of slabs that the shard owns or has claimed.
+        progress: advanced by images and bytes.
+        stop: ends the work between two batches once a signal came.
+        remarks: whether to log at info level; False in further rounds, which would log the
+            same lines again.
+
+    Raises:
+        Interrupted: a signal came before all slabs were made.
+    """
     plan = prepared.plan
     device = prepared.device
-    level = logging.INFO if remarks else logging.DEBUG
+    log_level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()
-    todo = [k for k in mine if not committed[k]]
-    with locked(writer.place, todo, wait=False) as free:
+    missing = [k for k in slabs if not committed[k]]
+    with locked(writer.place, missing, wait=False) as free:
         writer.sweep(free)
-    spans = [plan.rows(k) for k in todo]
-    total = sum(span.stop - span.start for span in spans)
-    if not todo:
+    if not missing:
         return Outcome(complete=False)
-    if len(todo) < len(mine):
-        there = len(mine) - len(todo)
-        log.log(level, "resuming: %d of %s are there", there, plural(len(mine), "slabs"))
+    spans = [plan.rows(k) for k in missing]
+    n_images = sum(span.stop - span.start for span in spans)
+    if len(missing) < len(slabs):
+        n_done = len(slabs) - len(missing)
+        log.log(
+            log_level,
+            "resuming: %d of %s are there",
+            n_done,
+            plural(len(slabs), "slabs"),
+        )
     strategy = strategy_of(prepared, run)
     batch_size = strategy.batch_size
-    workers = run.workers if run.workers is not None else default_workers(device)
+    workers = default_workers(device) if run.workers is None else run.workers
     log.log(
-        level,
+        log_level,
         "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
-        *(plural(total, plan.examples), plural(len(todo), "slabs")),
-        *(plan.slab, device_name(device), batch_size),
-        human_bytes(2 * slab_bytes(plan)),
+        plural(n_images, plan.examples),
+        plural(len(missing), "slabs"),
+        plan.slab,
+        device_name(device),
+        batch_size,
+        human_bytes(2 * slab_bytes(plan)),  # one is written while the other is filled
     )
-    if grams := strategy.describe(plan):
-        log.log(level, "%s", grams)
+    if grams_line := strategy.describe(plan):
+        log.log(log_level, "%s", grams_line)
     erf = None
     if prepared.erf is not None and plan.erf is not None:
         passes, cost = prepared.erf
         erf = ErfSums(passes, plan.erf.size, cost.batch_size(device, batch_size))
-        if line := erf_cost(prepared, batch_size, spans):
-            log.log(level, "%s", line)
+        if erf_line := erf_cost(prepared, batch_size, spans):
+            log.log(log_level, "%s", erf_line)
     provenance = {
         "command": run.command,
         "shard": str(shard),
@@ -261,69 +331,81 @@ def fill(
         "versions": store_versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    at_once = batch_size  # with tiles, about as many images as give a batch of tiles
-    if plan.canvas is not None and plan.canvas.tiles is not None:
-        at_once = max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
 
-    def load(slabs: Sequence[slice]) -> Generator[Batch]:
-        ranges = [
-            slice(first, min(first + at_once, span.stop))
-            for span in slabs
-            for first in range(span.start, span.stop, at_once)
-        ]
-        transform = prepared.model.transform
+    def load(slab_spans: Sequence[slice]) -> Generator[Batch]:
+        """Load the images of these rows, in batches that do not cross a slab."""
         return batches(
-            prepared.selection, transform, ranges, workers=workers, on_error=run.on_error
+            prepared.selection,
+            prepared.model.transform,
+            batch_ranges(plan, slab_spans, batch_size),
+            workers=workers,
+            on_error=run.on_error,
         )
 
-    def reload(k: int) -> Generator[Batch]:
-        return load([plan.rows(k)])
-
-    job = SlabLoop(
+    loop = SlabLoop(
         prepared,
         writer,
         provenance,
         strategy,
         erf=erf,
-        reload=reload,
+        reload=lambda k: load([plan.rows(k)]),
         on_error=run.on_error,
     )
     loading = load(spans)
     started = time.perf_counter()
+    phase: AbstractContextManager[object] = nullcontext()
     # Claims and workers make several rounds of one phase, which their caller counts.
-    phase = (
-        nullcontext()
-        if shard.claims or shard.dask
-        else counting(progress, total, plan.examples)
-    )
-    with phase, job.clock(REST), closing(loading):
-        job.run(todo, loading, stop, progress)
+    if not shard.claims and not shard.dask:
+        phase = counting(progress, n_images, plan.examples)
+    with phase, loop.clock(REST), closing(loading):
+        loop.run(missing, loading, stop, progress)
     seconds = time.perf_counter() - started
-    log.log(level, "the run was limited by %s", job.clock.limit())
-    committed = writer.committed()
-    if stop and not committed[todo].all():
+    log.log(log_level, "the run was limited by %s", loop.clock.limit())
+    if stop and not writer.committed()[missing].all():
         raise stopped(stop, writer, shard.others)
-    if job.overtaken:
+    if loop.overtaken:
         log.info(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
-            *(plural(len(job.overtaken), "slabs"), len(todo)),
+            plural(len(loop.overtaken), "slabs"),
+            len(missing),
         )
     return Outcome(
         complete=False,
-        n_images=total,
-        size_bytes=job.written,
+        n_images=n_images,
+        size_bytes=loop.written,
         seconds=seconds,
-        clock=job.clock.seconds,
-        beside=job.clock.beside,
-        unreadable=job.unreadable,
+        clock=loop.clock.seconds,
+        beside=loop.clock.beside,
+        unreadable=loop.unreadable,
         examples=plan.examples,
-        remarks=job.remarks,
-        not_finite=job.not_finite,
+        remarks=loop.remarks,
+        not_finite=loop.not_finite,
     )
 
 
+def batch_ranges(
+    plan: StorePlan, slab_spans: Sequence[slice], batch_size: int
+) -> list[slice]:
+    """Return the rows of each batch, none of which crosses a slab.
+
+    On a tiled canvas a batch has about as many images as give `batch_size` tiles.
+    """
+    n_at_once = batch_size
+    if plan.canvas is not None and plan.canvas.tiles is not None:
+        n_at_once = max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
+    return [
+        slice(first, min(first + n_at_once, span.stop))
+        for span in slab_spans
+        for first in range(span.start, span.stop, n_at_once)
+    ]
+
+
 def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interrupted:
-    """The message after a signal. others: who may commit more, "" for nobody."""
+    """Return the error after a signal.
+
+    Args:
+        others: processes that may commit more slabs, in words; "" if there are none.
+    """
     until_now = f" until now ({others})" if others else ""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of "
@@ -333,37 +415,45 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
 
 
 def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str:
-    """The cost of the receptive fields of these rows, in words; "" without any."""
+    """Describe the cost of the receptive fields of these rows; "" if there are none."""
     plan = prepared.plan
     if prepared.erf is None or plan.erf is None:
         return ""
     passes, cost = prepared.erf
-    size = cost.batch_size(prepared.device, batch_size)
-    loaded = [
-        min(batch_size, stop - first)
-        for start, stop in (
-            (span.start, min(span.stop, plan.erf.n_images)) for span in spans
-        )
-        for first in range(start, stop, batch_size)
-    ]
-    pieces = [min(size, n - first) for n in loaded for first in range(0, n, size)]
-    return cost.describe(pieces, len(passes.names)) if pieces else ""
+    max_backward = cost.batch_size(prepared.device, batch_size)
+    backward_sizes: list[int] = []
+    for span in spans:
+        stop = min(span.stop, plan.erf.n_images)
+        for first in range(span.start, stop, batch_size):
+            n_loaded = min(batch_size, stop - first)
+            # A loaded batch is split if its backward pass would not fit the memory.
+            for begin in range(0, n_loaded, max_backward):
+                backward_sizes.append(min(max_backward, n_loaded - begin))
+    if not backward_sizes:
+        return ""
+    return cost.describe(backward_sizes, len(passes.names))
 
 
 def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
-    """How this process computes Gram matrices, and its batch size."""
+    """Choose how this process computes Gram matrices, and its batch size."""
     device = prepared.device
     default = max(1, default_batch(device) // times_of(prepared.plan))
     return choose_strategy(prepared.plan, prepared.table, device, run.batch_size, default)
 
 
 def default_batch(device: torch.device) -> int:
-    return 128 if device.type == "cuda" else 32
+    """Return the default number of images in a forward pass."""
+    if device.type == "cuda":
+        return 128
+    return 32
 
 
 def default_workers(device: torch.device) -> int:
-    """0 (one loading thread) beside a CPU model, which needs the cores; else one process per core
-    except two, which feed the device and write."""
+    """Return the default number of processes that load images.
+
+    It is 0, one loading thread, beside a model on the CPU, which needs the cores. Else all
+    cores load but two, which feed the device and write.
+    """
     if device.type == "cpu":
         return 0
-    return min(MOST_WORKERS, max(1, n_cores() - 2))
+    return min(MAX_WORKERS, max(1, n_cores() - 2))

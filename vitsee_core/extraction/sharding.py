@@ -38,7 +38,7 @@ from vitsee_stores.writer import tidy
 
 log = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 16
+MAX_AT_ONCE = 16
 # of waiting for others: at first, and at most
 FIRST_SECONDS = 0.2
 POLL_SECONDS = 5.0
@@ -154,7 +154,7 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
     with claims.beating():
         while not stop and len(missing := np.flatnonzero(~writer.committed())):
             # Few, so that all processes end at about the same time; each round loads anew.
-            at_once = max(1, min(MOST_AT_ONCE, len(missing) // 32))
+            at_once = max(1, min(MAX_AT_ONCE, len(missing) // 32))
             mine = claims.take(missing.tolist(), at_once)
             if mine:
                 pause = None
