@@ -24,7 +24,7 @@ from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import Request, RunOptions
 from vitsee_core.extraction.outcome import REST, Interrupted, Outcome, StopRequest
-from vitsee_core.extraction.plan import folder_sizes, slab_bytes, times_of
+from vitsee_core.extraction.plan import folder_sizes, images_per_example, slab_bytes
 from vitsee_core.extraction.prepare import Prepared, check_output, join_store, plan_store
 from vitsee_core.extraction.sharding import Shard, claimed_rounds, locked
 from vitsee_core.extraction.slab_grams import GramStrategy, choose_strategy
@@ -437,7 +437,7 @@ def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str
 def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
     """Choose how this process computes Gram matrices, and its batch size."""
     device = prepared.device
-    default = max(1, default_batch(device) // times_of(prepared.plan))
+    default = max(1, default_batch(device) // images_per_example(prepared.plan))
     return choose_strategy(prepared.plan, prepared.table, device, run.batch_size, default)
 
 

@@ -1,12 +1,14 @@
-"""Which process makes which slab: `--shard i/n`, the numbers of a SLURM job's tasks, or claims;
-locks against two processes writing one; and whether a repeated command has nothing to do, which is
-seen without model, images and torch.
+"""Division of a store's slabs among processes, and locks against two that write one slab.
 
-Without --shard, or with a requeued job beside its dying predecessor, two processes may want one
-slab. Its chunks must all come from one, since another batch size or device rounds otherwise, and
-the commit marker seals them together. So a slab is written under a lock that the system releases
-with its process; the second process finds it committed and continues. File systems without locks,
-and object stores, are used without.
+The slabs of a process follow from `--shard i/n`, from the numbers of a SLURM job's tasks, or
+from claims. The last part finds out whether a repeated command has nothing to do, without the
+model, the images and torch.
+
+Without --shard, or with a requeued job beside its dying predecessor, two processes may want
+one slab. Its chunks must all come from one of them: another batch size or device rounds
+otherwise, and the commit marker seals the chunks together. So a slab is written under a lock
+that the system releases when its process ends; the second process then sees that the slab is
+committed, and continues. File systems without locks, and object stores, are used without.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from vitsee_stores.writer import tidy
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16
-# of waiting for others: at first, and at most
+# Pauses while other processes work: the first one, and the longest.
 FIRST_SECONDS = 0.2
 POLL_SECONDS = 5.0
 
@@ -52,9 +54,14 @@ except ImportError:  # no POSIX
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` processes that fill a store together; `index` counts from 0. With `claims` it
-    is one of any number, which claim missing slabs; with `dask` a worker, which is given its
-    slabs."""
+    """One of several processes that fill a store together.
+
+    Attributes:
+        index: number of this process among `count`, from 0.
+        count: number of processes.
+        claims: whether it is one of any number of processes, which claim missing slabs.
+        dask: whether it is a worker, which is given its slabs.
+    """
 
     index: int = 0
     count: int = 1
@@ -62,28 +69,34 @@ class Shard:
     dask: bool = False
 
     def slabs(self, n_slabs: int) -> range:
-        """Every count-th slab from `index` on, so that shards end at about the same time."""
+        """Return every count-th slab from `index` on: shards end at about the same time."""
         return range(self.index, n_slabs, self.count)
 
     @property
     def others(self) -> str:
         """The words for the processes that go on when this one is stopped; "" if it is alone."""
-        alone = self.count == 1 and not self.claims
-        return "" if alone else "other processes with --shard go on"
+        if self.count == 1 and not self.claims:
+            return ""
+        return "other processes with --shard go on"
 
     def __str__(self) -> str:
-        if self.claims or self.dask:
-            return "claims" if self.claims else "dask"
+        if self.claims:
+            return "claims"
+        if self.dask:
+            return "dask"
         return f"{self.index}/{self.count}"
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
-    """The shard named by `text`: None (all slabs), 'i/n', 'slurm' or 'claims'.
+    """Return the shard that a value of --shard names.
 
-    'slurm' multiplies the array task by the rank in its step: element a of an array of A tasks with
-    R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'. Raises
-    OptionError: text of another form, an index out of range; VitseeError: SLURM variables are
-    missing, or do not number the shards consecutively.
+    Args:
+        text: None for all slabs, "i/n", "slurm" or "claims".
+        environ: environment variables, which are read only for "slurm".
+
+    Raises:
+        OptionError: text of another form, or an index out of range.
+        VitseeError: SLURM variables are missing, or do not number the shards consecutively.
     """
     if text is None:
         return Shard()
@@ -108,7 +121,13 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Shard:
+    """Return the shard of a SLURM task.
+
+    Element a of an array of A tasks with R ranks each is shard a R + rank of A R.
+    """
+
     def number(name: str, default: int | None = None) -> int:
+        """Read a variable. Raises VitseeError: it is missing without default, or no number."""
         value = environ.get(name)
         if value is None and default is not None:
             return default
@@ -119,7 +138,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Shard:
             )
         return int(value)
 
-    ranks = number("SLURM_NTASKS", 1) if "SLURM_PROCID" in environ else 1
+    n_ranks = 1
+    if "SLURM_PROCID" in environ:
+        n_ranks = number("SLURM_NTASKS", 1)
     rank = number("SLURM_PROCID", 0)
     if "SLURM_ARRAY_TASK_ID" not in environ and "SLURM_PROCID" not in environ:
         raise VitseeError(
@@ -127,69 +148,83 @@ def _from_slurm(environ: Mapping[str, str]) -> Shard:
             "(run under sbatch --array or srun, or give --shard i/n)"
         )
     task = 0
-    tasks = 1
+    n_tasks = 1
     if "SLURM_ARRAY_TASK_ID" in environ:
-        tasks = number("SLURM_ARRAY_TASK_COUNT")
+        n_tasks = number("SLURM_ARRAY_TASK_COUNT")
+        # Array elements may be numbered from another start, in steps: --array=10-30:10.
         offset = number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", 0)
-        task, rest = divmod(offset, number("SLURM_ARRAY_TASK_STEP", 1))
-        if rest or not 0 <= task < tasks:
+        task, remainder = divmod(offset, number("SLURM_ARRAY_TASK_STEP", 1))
+        if remainder or not 0 <= task < n_tasks:
             raise VitseeError(
-                f"--shard slurm: task {environ['SLURM_ARRAY_TASK_ID']} is none of {tasks} evenly "
-                "numbered array tasks (a resubmitted part of an array: give --shard i/n)"
+                f"--shard slurm: task {environ['SLURM_ARRAY_TASK_ID']} is none of {n_tasks} "
+                "evenly numbered array tasks (a resubmitted part of an array: give --shard i/n)"
             )
-    if rank >= ranks:
+    if rank >= n_ranks:
         raise VitseeError(
-            f"--shard slurm: SLURM_PROCID {rank} is not below SLURM_NTASKS {ranks}"
+            f"--shard slurm: SLURM_PROCID {rank} is not below SLURM_NTASKS {n_ranks}"
         )
-    return Shard(task * ranks + rank, tasks * ranks)
+    return Shard(task * n_ranks + rank, n_tasks * n_ranks)
 
 
 def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
-    """Slabs to make now, round by round, until the store is complete or a signal came: slabs
-    claimed by others are waited for, and taken over if their claims are lost. Close the generator
-    if it is not exhausted, to release the claims. Raises StoreError: claims cannot be written to
-    the store."""
+    """Yield claimed slabs to make, round by round, until the store is complete.
+
+    A round without free slabs waits for the slabs that others have claimed, and takes them
+    over once their claims are lost. A signal ends the rounds. Close the generator if it is
+    not exhausted, to release the claims.
+
+    Raises:
+        StoreError: claims cannot be written to the store.
+    """
     claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
-    pause: Iterator[float] | None = None
+    waits: Iterator[float] | None = None
     with claims.beating():
         while not stop and len(missing := np.flatnonzero(~writer.committed())):
-            # Few, so that all processes end at about the same time; each round loads anew.
-            at_once = max(1, min(MAX_AT_ONCE, len(missing) // 32))
-            mine = claims.take(missing.tolist(), at_once)
-            if mine:
-                pause = None
-                yield mine
+            # Few slabs at once, so that all processes end at about the same time; not one, as
+            # each round starts the loading of images anew.
+            n_at_once = max(1, min(MAX_AT_ONCE, len(missing) // 32))
+            claimed = claims.take(missing.tolist(), n_at_once)
+            if claimed:
+                waits = None
+                yield claimed
                 claims.release()
                 continue
-            if pause is None:
+            if waits is None:
                 log.info(
                     "waiting for %s that others have claimed",
                     plural(len(missing), "slabs"),
                 )
-                pause = pauses()
-            _sleep(next(pause), stop)
+                waits = pauses()
+            # In short steps, so that a signal is answered at once.
+            until = time.monotonic() + next(waits)
+            while not stop and time.monotonic() < until:
+                time.sleep(0.1)
 
 
 def pauses() -> Iterator[float]:
-    """Seconds between checks of others' work: short at first, as their slab may be nearly done."""
+    """Yield the seconds between checks of others' work.
+
+    They are short at first, as the slab of another process may be nearly done, then double.
+    """
     seconds = FIRST_SECONDS
     while True:
         yield min(seconds, POLL_SECONDS)
         seconds = min(2 * seconds, POLL_SECONDS)
 
 
-def _sleep(seconds: float, stop: StopRequest) -> None:
-    until = time.monotonic() + seconds
-    while not stop and time.monotonic() < until:
-        time.sleep(0.1)
-
-
 @contextmanager
 def locked(store: Place, slabs: Sequence[int], *, wait: bool) -> Iterator[list[int]]:
-    """Context with those of the slabs that no other process writes, which none begins to write
-    during it: partial files of theirs are from processes that ended. wait: for those that are being
-    written. The locks are on one byte per slab of an existing file; threads of one process do not
-    exclude each other, and object stores have no locks."""
+    """Lock slabs against other processes, and yield those that were free.
+
+    No other process begins to write a yielded slab within the context, so its partial files
+    are those of processes that ended. Threads of one process do not exclude each other, and
+    object stores have no locks.
+
+    Args:
+        store: folder or URL of the store.
+        slabs: indices of the slabs.
+        wait: whether to wait for slabs that are being written, and not leave them out.
+    """
     if isinstance(store, Url):
         yield list(slabs)
         return
@@ -199,13 +234,14 @@ def locked(store: Place, slabs: Sequence[int], *, wait: bool) -> Iterator[list[i
         yield list(slabs)
         return
     try:
-        yield [slab for slab in slabs if _lock(descriptor, slab, wait)]
+        # One byte of an existing file stands for each slab, whatever the file's length.
+        yield [slab for slab in slabs if _lock_byte(descriptor, slab, wait)]
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, byte: int, wait: bool) -> bool:
-    """False if another process has locked it."""
+def _lock_byte(descriptor: int, byte: int, wait: bool) -> bool:
+    """Lock a byte of a file; return False if another process has locked it."""
     if fcntl is None:
         return True
     try:
@@ -222,35 +258,48 @@ _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 
 def complete_plan(command: str, output: Place) -> StorePlan | None:
-    """The plan of the store at `output` where this command has nothing left to do: the store is
-    complete, this command in this folder made it or one of its generations, and no file that the
-    command names (a list, a checkpoint) is newer. Else None. Raises StoreError: not a store, or
-    damaged."""
+    """Return the plan of the store at `output` if a command has nothing left to do, else None.
+
+    That is so if the store is complete, this command in this folder made it or one of its
+    generations, and no file that the command names (a list, a checkpoint) is newer.
+
+    Raises:
+        StoreError: `output` is not a store, or a damaged one.
+    """
     writer = StoreWriter.join(output)
     if writer is None or not writer.complete:
         return None
-    generations = [one for one in read_generations(writer.files) if one.published]
-    if not all(one.complete for one in generations):
+    generations = [
+        generation
+        for generation in read_generations(writer.files)
+        if generation.published
+    ]
+    if not all(generation.complete for generation in generations):
         return None
-    if not any(_was_made_by(command, one) for one in generations):
+    if not any(_was_made_by(command, generation) for generation in generations):
         return None
     tidy(writer.files)
     return generations[-1].combined.plan
 
 
 def _was_made_by(command: str, generation: Generation) -> bool:
+    """Return whether this command in this folder made a generation, from the same files."""
     info = generation.manifest.info
-    place = generation.files.place
+    folder = generation.files.place
     try:
-        made = shlex.split(str(info.get("command", "")))
-    except ValueError:
+        recorded_words = shlex.split(str(info.get("command", "")))
+    except ValueError:  # a foreign record: not a command line
         return False
-    same = without_options(made, _HOW) == without_options(shlex.split(command), _HOW)
-    if not same or info.get("data_folder") != os.getcwd():
+    words = shlex.split(command)
+    if without_options(recorded_words, _HOW) != without_options(words, _HOW):
         return False
-    if not isinstance(place, Path):
+    if info.get("data_folder") != os.getcwd():
+        return False
+    if not isinstance(folder, Path):
         return True
-    finished = (place / ZARR_JSON).stat().st_mtime
+    # The root's zarr.json is written last.
+    finished = (folder / ZARR_JSON).stat().st_mtime
     return not any(
-        os.path.isfile(word) and os.path.getmtime(word) > finished for word in made
+        os.path.isfile(word) and os.path.getmtime(word) > finished
+        for word in recorded_words
     )
