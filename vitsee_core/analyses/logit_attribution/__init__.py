@@ -7,27 +7,28 @@ for transformer circuits"; of CLIP's image encoder Gandelsman et al. 2024)
 
     logit_c = sum over terms b of  W_c . (g * pool(b - mean(b)) / s)  +  (W_c . beta + bias_c)
 
-with W and bias of the classifier, g and beta of the final norm, s the standard deviation that the
-norm divides the image's stream by (of every token where it precedes the pooling; no centring in an
-RMS norm, neither in a batch norm, whose s is its own). The last bracket is a part of its own,
-`bias`.
+with W and bias of the classifier, g and beta of the final norm, and s the standard deviation that
+the norm divides the image's stream by. If the norm precedes the pooling, every token has its own s.
+An RMS norm and a batch norm do not centre, and a batch norm's s is its running one. The last
+bracket is a part of its own, `bias`.
 
-Parts add up to the logits that the store has. What is missing, as activations are rounded, is the
-part `residue`, and the largest of all images and classes, over the image's largest logit less the
-classifier's bias, stands in the sidecar: below 1e-5 where the classifier reads the class token or
-the mean over patches, which stores keep in float32, or where they were made with --dtype float32.
+The parts add up to the logits that the store has, but for the rounding of stored activations. The
+difference is the part `residue`. Its largest value over images and classes, divided by the image's
+largest logit less the classifier's bias, stands in the sidecar. It is below 1e-5 if the classifier
+reads the class token or the mean over patches, which stores keep in float32, and for stores made
+with --dtype float32.
 
-Logits are only defined up to a constant per image, which softmax does not see: every part is less
-its mean over classes, unless `raw`. A direct part is no effect: what a sublayer writes also changes
-what later ones do, and an ablation changes these, too.
+Softmax does not see a constant that is added to all logits of an image. So the mean over classes is
+subtracted from every part, unless `raw`. A direct part is not the effect of a sublayer: what it
+writes also changes what later sublayers do, and an ablation changes these, too.
 
-With `heads`, the attention's part is divided once more: what each head gave, through its columns of
-the output projection, and the projection's bias.
+With `heads`, the part of attention is divided further: into what each head gave, through its
+columns of the output projection, and the projection's bias.
 
-With `patches`, single images are mapped: where the classifier reads the mean over tokens, the part
-of each patch's own token, of every term; where it reads the class token, what each block's
-attention moves there from each patch (weight times value, through the projection), as Gandelsman et
-al. do. What the map has not (other tokens, MLPs, biases) is the part `rest`.
+With `patches`, single images are mapped. If the classifier reads the mean over tokens, a patch has
+the part of its own token, for every term. If it reads the class token, a patch has what each
+block's attention moves from it to the class token (weight times value, through the projection), as
+in Gandelsman et al. All that the map leaves out (other tokens, MLPs, biases) is the part `rest`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
+    ResidualStream,
     residual_stream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
@@ -128,25 +130,37 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, term of the stream (with `heads` also per head), and class asked for.
+    """Return a table of what each term of the stream adds to the logits, one row per store, term
+    and class (with `heads` also per head).
 
-    Columns: `COLUMNS`; `value` in units of logits, mean over images. `part`: what the row is about:
-    `input` (where the stream begins), the kind of sublayer, `head`, `projection_bias`, `bias`
-    (of norm and classifier), `residue` (the logit less all parts but heads) and `logit`, as stored.
-    An image without a label is left out where its label's logit is asked for. With `patches` the
-    columns are `patches.COLUMNS`, a row per image, class, term and patch.
+    The columns are `COLUMNS`. `value` is in units of logits, mean over images. `part` says what the
+    row is about: `input` (where the stream begins), the kind of sublayer, `head`,
+    `projection_bias`, `bias` (of norm and classifier), `residue` (the logit less all parts but
+    heads), and `logit` as stored. Images without a label are left out if the logit of their label
+    is explained. With `patches` the columns are `patches.COLUMNS`, with a row per image, class,
+    term and patch.
 
-    Memory: one site of a slab at a time; with `patches` one image's, and one block's attention.
+    Memory: one site of a slab at a time; with `patches` that of one image, and one block's
+    attention.
 
     Args:
-        stores: with all branches of the blocks that the classifier reads, and the classifier.
-        origin: where the weights are now, of stores that keep no classifier, for `heads` and for
-            `patches` of a class token; and the images, for the latter and for photographs.
+        stores: stores with a classifier and all branches of the blocks that it reads.
+        heads: also explain each attention head; the store needs the heads' outputs.
+        target: "label" or "predicted", the class of each image; by default the label.
+        by_class: means over the images of each class in place of all.
+        classes: names or numbers of classes that are explained for every image.
+        raw: logits as they are, not less their mean over classes.
+        patches: maps of single images in place of means.
+        image: the images that are mapped; by default the first four.
+        origin: where weights and images are now. Weights are read for stores without a classifier,
+            for `heads`, and for `patches` of a class token; images for the latter and for
+            photographs.
+        execution: images, seed and parallel work.
 
     Raises:
-        MissingInput: no store has the branches or a classifier, or its logits are no such sum.
-        SiteError: no such class.
-        VitseeError: options that do not go together, or labels that are not the model's classes.
+        MissingInput: no store has the branches and a classifier, or its logits are not such a sum.
+        SiteError: the classifier does not have a class that was named.
+        VitseeError: options that exclude each other, or labels that are not the model's classes.
     """
     if classes and (by_class or target):
         raise VitseeError(
@@ -161,28 +175,34 @@ def run(
         raise VitseeError("--image names images to map: give --patches, too")
     origin = origin or Provenance()
     classifiers = Classifiers(origin)
-    selected = select_each(
-        stores,
-        ["blocks"],
-        lambda store, _: [
-            residual_stream(store, classifiers(store), execution.rows(store))
-        ],
-    )
+
+    def find_stream(store: Store, _: Sequence[str]) -> list[ResidualStream]:
+        """Return the store's stream, as the only member: `select_each` wants a list per store."""
+        return [residual_stream(store, classifiers(store), execution.rows(store))]
+
+    selected = select_each(stores, ["blocks"], find_stream)
     works = [
-        ExplainedStore.of(
-            store, stream, execution.rows(store), heads, target, by_class, classes, origin
+        ExplainedStore.from_options(
+            store,
+            stream,
+            execution.rows(store),
+            heads=heads,
+            target=target,
+            by_class=by_class,
+            classes=classes,
+            origin=origin,
         )
         for store, (stream,) in selected.members
     ]
     if patches:
-        found = patch_table(works, image, raw, origin, execution)
-        return replace(found, notes={**found.notes, **selected.notes()})
+        table = patch_table(works, image, raw, origin, execution)
+        return replace(table, notes={**table.notes, **selected.notes()})
     rows: list[dict[str, Any]] = []
     residue = {}
     with counting(execution.progress, sum(work.rows.n for work in works)):
         for work in works:
-            own, residue[work.store.label] = work.table(raw, execution)
-            rows += own
+            store_rows, residue[work.store.label] = work.table(raw, execution)
+            rows += store_rows
     notes = {
         "interval": INTERVAL_METHOD,
         "target": {work.store.label: work.target for work in works},
@@ -210,27 +230,26 @@ def plot(
         ),
     ] = SCALES[0],
 ) -> Figure:
-    """The figure, from the table alone: `figures.draw_attributions`, and for `--patches`
-    `figures.draw_patch_parts`."""
+    """Draw the table: bars per sublayer, or for a table of `patches` maps beside photographs."""
     if "image" in table.frame.columns:
         return draw_patch_parts(table, scale)
     return draw_attributions(table)
 
 
 def headline(table: Table) -> list[Answer]:
-    """The sublayer that writes most, and how much of the logit the last third of them."""
+    """Return per store the sublayer that writes most, and what the last third of them writes."""
     answers = []
     for store, rows in by_store(table, metric=METRIC, head=None, **{"class": None}):
-        outer = ["input", HEAD, PROJECTION_BIAS, BIAS, RESIDUE, LOGIT]
-        whole = rows.filter(part=LOGIT)["value"]
-        own = rows.filter(~pl.col("part").is_in(outer))
-        if not len(own) or not len(whole):
+        not_sublayers = ["input", HEAD, PROJECTION_BIAS, BIAS, RESIDUE, LOGIT]
+        logit = rows.filter(part=LOGIT)["value"]
+        sublayers = rows.filter(~pl.col("part").is_in(not_sublayers))
+        if len(sublayers) == 0 or len(logit) == 0:
             continue
-        i = extremes(own)[1]
-        late = own.filter(pl.col("rel_depth") >= 2 / 3)["value"].sum()
+        most = extremes(sublayers)[1]
+        late = sublayers.filter(pl.col("rel_depth") >= 2 / 3)["value"].sum()
         text = (
-            f"of a logit of {whole[0]:.3g}, {own['site'][i]} writes most: {measured(own, i)}; the "
-            f"last third of the sublayers {late:.3g}"
+            f"of a logit of {logit[0]:.3g}, {sublayers['site'][most]} writes most: "
+            f"{measured(sublayers, most)}; the last third of the sublayers {late:.3g}"
         )
         answers.append((store, text))
     return answers

@@ -1,6 +1,5 @@
-"""The residual stream that a store's classifier reads, as the sum of where it begins and of all
-branches that are added to it; and what each of these terms adds to the logits of some classes,
-slab by slab.
+"""The residual stream that a store's classifier reads, as a sum of its beginning and all branches
+that are added to it; and what each of these terms adds to the logits of some classes, slab by slab.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,22 +27,26 @@ if TYPE_CHECKING:
 
 
 EXTRACT = "extract with --sites blocks --sites head --sites residual"
-# Of the terms of a sum, how far it may be from the stored one to be recognised as it; sums that do
-# not hold (an activation or a norm follows) are off by some ten percent. Of activations in float16,
-# and of forward passes in these precisions.
+# How far a sum of branches may be from the stored output to be recognised as it, relative to its
+# terms: exactly computed, and with rounded activations or forward passes. A sum that does not hold
+# (an activation or a norm follows) is off by some ten percent.
 EXACT = 1e-4
 ROUNDED = {"float16": 0.01, "fp16": 0.02, "bf16": 0.05}
+# So many images prove the sums.
 PROVEN_IMAGES = 8
-IMAGES_AT_ONCE = 8  # whose tokens are in float64 at a time
+# The tokens of so many images are in float64 at a time: a slab of them would double in size.
+IMAGES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The stream whose end, the tokens of `head.site`, the classifier reads: base + the sum of all
-    branches.
+    """The residual stream: base + the sum of all branches = the tokens that the classifier reads.
 
-    base: the embedding, or where the stage begins that the classifier reads (the tokens after a
-    downsampling). branches: what each sublayer adds, layer scale included, in the model's order.
+    Attributes:
+        head: the classifier; `head.site` is the end of the stream.
+        base: the embedding, or the beginning of the stage that the classifier reads (the tokens
+            after a downsampling).
+        branches: what each sublayer adds, layer scale included, in the model's order.
     """
 
     head: HeadWeights
@@ -52,31 +55,33 @@ class ResidualStream:
 
     @property
     def terms(self) -> tuple[SiteSpec, ...]:
-        """All that is added up."""
+        """All that is added up: the base, then the branches."""
         return (self.base, *self.branches)
 
     def frozen(self, slab: Slab) -> FrozenNorm:
-        """The classifier's norm with its scale as it is for the slab's images that count."""
+        """Return pooling and norm as they are for the slab's valid images, now a linear map."""
         head = self.head
         layout = slab.store.site(head.site).layout
         assert layout is not None
-        if head.pooled_kind is None:
-            first = 0 if head.pool == "mean-all" else layout.n_prefix
-            weights = np.zeros((int(slab.valid.sum()), layout.n_tokens))
-            weights[:, first:] = 1 / (layout.n_tokens - first)
-            if head.norm_first:
-                tokens = slab.acts(head.site)[slab.valid]
-                for at in _pieces(len(tokens)):
-                    weights[at] *= self._scale(tokens[at])
-                return FrozenNorm(weights, None)
-            frozen = FrozenNorm(weights, None)
-            scale = self._scale(frozen.pooled(slab, head.site))
-            return FrozenNorm(weights * scale[:, np.newaxis], None)
-        scale = self._scale(slab.pooled(head.site, head.pooled_kind)[slab.valid])
-        return FrozenNorm(scale[:, np.newaxis], head.pooled_kind)
+        if head.pooled_kind is not None:
+            # The store has the class token or the mean as vectors: pooling is already done.
+            scale = self._scale(slab.pooled(head.site, head.pooled_kind)[slab.valid])
+            return FrozenNorm(scale[:, np.newaxis], head.pooled_kind)
+        first = 0 if head.pool == "mean-all" else layout.n_prefix
+        # (images, tokens)
+        mean_weights = np.zeros((int(slab.valid.sum()), layout.n_tokens))
+        mean_weights[:, first:] = 1 / (layout.n_tokens - first)
+        if head.norm_first:
+            tokens = slab.acts(head.site)[slab.valid]
+            for images in _image_groups(len(tokens)):
+                mean_weights[images] *= self._scale(tokens[images])
+            return FrozenNorm(mean_weights, None)
+        pooled = FrozenNorm(mean_weights, None).pooled(slab, head.site)
+        scale = self._scale(pooled)
+        return FrozenNorm(mean_weights * scale[:, np.newaxis], None)
 
     def _scale(self, x: Float) -> Float:
-        """(...) what the norm multiplies vectors (..., dim) by."""
+        """Return 1 / s for vectors (..., dim): (...), what the norm multiplies each of them by."""
         if self.head.norm not in ("layer", "rms"):
             return np.ones(x.shape[:-1])
         x = np.asarray(x, np.float64)
@@ -87,50 +92,59 @@ class ResidualStream:
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """weights: (images, tokens) of each token in what the classifier reads, the scale of the norm
-    included; of `pooled` vectors ("cls", "mean"), (images, 1)."""
+    """Pooling and norm of some images with the norm's scale held fixed.
+
+    Attributes:
+        weights: (images, tokens) the weight of each token in what the classifier reads, the norm's
+            scale included; (images, 1) if the store's pooled vectors are read.
+        kind: "cls" or "mean" if pooled vectors are read, None if tokens are.
+    """
 
     weights: Float
     kind: str | None
 
     @property
     def total(self) -> Float:
-        """(images,) the weight of what every token has, such as a bias."""
+        """The weight of what all tokens share, such as a bias: (images,)."""
         return self.weights.sum(1)
 
     def pooled(self, slab: Slab, site: str) -> Float:
-        """(images, dim) a site's tokens, weighted and added up."""
+        """Return a site's tokens, weighted and added up: (images, dim)."""
         if self.kind is not None:
-            return self.weights * slab.pooled(site, self.kind)[slab.valid].astype(
-                np.float64
-            )
+            vectors = slab.pooled(site, self.kind)[slab.valid]
+            return self.weights * vectors.astype(np.float64)
         tokens = slab.acts(site)[slab.valid]
-        found = np.empty((len(tokens), tokens.shape[-1]))
-        for at in _pieces(len(tokens)):
-            found[at] = np.einsum(
-                "nt,ntd->nd", self.weights[at], tokens[at].astype(np.float64)
+        pooled = np.empty((len(tokens), tokens.shape[-1]))
+        for images in _image_groups(len(tokens)):
+            pooled[images] = np.einsum(
+                "nt,ntd->nd", self.weights[images], tokens[images].astype(np.float64)
             )
-        return found
+        return pooled
 
 
-def _pieces(n: int) -> Iterator[slice]:
-    return (slice(i, i + IMAGES_AT_ONCE) for i in range(0, n, IMAGES_AT_ONCE))
+def _image_groups(n: int) -> Iterator[slice]:
+    """Yield slices of `IMAGES_AT_ONCE` of n images."""
+    for start in range(0, n, IMAGES_AT_ONCE):
+        yield slice(start, start + IMAGES_AT_ONCE)
 
 
 def tolerance_of(store: Store, stream: ResidualStream) -> float:
-    """The distance that sums may have from what the store has, relative to their terms."""
-    own = [
-        ROUNDED[p] for p in (store.manifest.identity.get("precision"),) if p in ROUNDED
-    ]
-    if stream.head.pooled_kind is None:  # else vectors, which are in float32
-        kinds = {store.site(site.name).dtype for site in stream.terms}
-        own += [ROUNDED[kind] for kind in kinds if kind in ROUNDED]
-    return max([EXACT, *own])
+    """Return how far sums may be from what the store has, relative to their terms."""
+    tolerances = [EXACT]
+    precision = store.manifest.identity.get("precision")
+    if precision in ROUNDED:
+        tolerances.append(ROUNDED[precision])
+    # Pooled vectors are stored in float32, whatever the dtype of tokens is.
+    if stream.head.pooled_kind is None:
+        dtypes = {store.site(site.name).dtype for site in stream.terms}
+        tolerances += [ROUNDED[dtype] for dtype in dtypes if dtype in ROUNDED]
+    return max(tolerances)
 
 
 def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStream:
-    """The stream, from the last block back to where it begins; that each sum holds is tried on the
-    first images.
+    """Return the stream, followed from the last block back to where it begins.
+
+    Each sum of branches is proven on the first of the rows' images.
 
     Raises:
         NotOffered: the classifier is not linear over one block's tokens, or a block's output is not
@@ -150,88 +164,108 @@ def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStrea
             "the layers after the last block do is no branch"
         )
     blocks = [
-        list(own)
-        for block, own in groupby(store.sites.values(), lambda site: site.block)
+        list(sites)
+        for block, sites in groupby(store.sites.values(), lambda site: site.block)
         if block is not None
     ]
-    at = next(i for i, own in enumerate(blocks) if own[0].block == end.block)
+    last = next(i for i, sites in enumerate(blocks) if sites[0].block == end.block)
     branches: list[SiteSpec] = []
-    sums: list[tuple[list[SiteSpec], SiteSpec]] = []
+    sums: list[BlockSum] = []
     base = end
-    total = end
-    for i in range(at, -1, -1):
-        parts = {site.part: site for site in blocks[i]}
-        own = [
-            site for part, site in parts.items() if part.rpartition(".")[2] == "branch"
+    output = end
+    # From the last block back: the input of each block is the output of the one before, until it
+    # is a site of no block (the embedding) or of no other site (a downsampling).
+    for sites in reversed(blocks[: last + 1]):
+        by_part = {site.part: site for site in sites}
+        block_branches = [
+            site for part, site in by_part.items() if part.rpartition(".")[2] == "branch"
         ]
-        start = parts.get("shortcut") or parts.get("in")
-        if not own or start is None:
-            raise _missing(store, str(total.block))
-        sums.append(([start, *own], total))
-        branches[:0] = own
-        base = start
-        before = None if start.alias_of is None else store.sites[start.alias_of]
-        if before is None:
+        block_input = by_part.get("shortcut") or by_part.get("in")
+        if not block_branches or block_input is None:
+            raise _missing_branches(store, str(output.block))
+        sums.append(BlockSum([block_input, *block_branches], output))
+        branches = [*block_branches, *branches]
+        base = block_input
+        if block_input.alias_of is None:
             break
-        base = total = before
-        if before.block is None:
+        base = store.sites[block_input.alias_of]
+        output = base
+        if base.block is None:
             break
     stream = ResidualStream(head, base, tuple(branches))
-    for site in stream.terms:
-        if head.pooled_kind is None:
+    if head.pooled_kind is None:
+        for site in stream.terms:
+            # Raises MissingInput for a site that is stored pooled only.
             store.acts(site.name)
-    _prove(store, stream, sums, rows)
+    _prove_sums(store, stream, sums, rows)
     return stream
 
 
-def _missing(store: Store, block: str) -> VitseeError:
-    """The error that the branches of this block are not in the store."""
-    known = any(f"{name}.".startswith(f"{block}.") for name, _ in store.plan.sublayers)
-    left = store.manifest.left_out
-    reasons = (why for what, why in left.items() if what.startswith(block))
-    reason = None if known else next(reasons, None) or left.get("residual")
+class BlockSum(NamedTuple):
+    """A block's input and branches, whose sum should be its output."""
+
+    terms: list[SiteSpec]
+    output: SiteSpec
+
+
+def _missing_branches(store: Store, block: str) -> VitseeError:
+    """Return the error that the branches of this block are not in the store."""
+    has_sublayers = any(
+        f"{name}.".startswith(f"{block}.") for name, _ in store.plan.sublayers
+    )
+    reason = None
+    if not has_sublayers:
+        # Extraction says why it left the branches of a block, or all branches, out.
+        left_out = store.manifest.left_out
+        block_reasons = (why for what, why in left_out.items() if what.startswith(block))
+        reason = next(block_reasons, None) or left_out.get("residual")
     if reason:
         return NotOffered(f"{store.label}: {block} has no known branch: {reason}")
     return MissingInput(f"{store.label} lacks the branches of {block}: {EXTRACT}")
 
 
-def _errors(
-    stream: ResidualStream, sums: Sequence[tuple[list[SiteSpec], SiteSpec]], slab: Slab
+def _sum_errors(
+    stream: ResidualStream, sums: Sequence[BlockSum], slab: Slab
 ) -> list[float]:
-    """The distance of each sum from its total on some images, relative to its terms."""
+    """Return how far each sum is from its output on the slab's images, relative to its terms."""
     frozen = stream.frozen(slab)
     errors = []
-    for terms, total in sums:
-        found = [frozen.pooled(slab, site.name) for site in terms]
-        size = sum(np.abs(term).max() for term in found) or 1.0
-        gap = np.abs(np.sum(found, axis=0) - frozen.pooled(slab, total.name)).max()
-        errors.append(float(gap / size))
+    for terms, output in sums:
+        pooled_terms = [frozen.pooled(slab, site.name) for site in terms]
+        scale = sum(np.abs(term).max() for term in pooled_terms) or 1.0
+        difference = np.sum(pooled_terms, axis=0) - frozen.pooled(slab, output.name)
+        errors.append(float(np.abs(difference).max() / scale))
     return errors
 
 
-def _prove(
-    store: Store,
-    stream: ResidualStream,
-    sums: list[tuple[list[SiteSpec], SiteSpec]],
-    rows: Rows,
+def _prove_sums(
+    store: Store, stream: ResidualStream, sums: list[BlockSum], rows: Rows
 ) -> None:
-    """Raises NotOffered: a block's output is not the sum of its branches and what came in."""
+    """Compare each sum with its output on the first images.
+
+    Raises:
+        NotOffered: a block's output is not the sum of its input and its branches.
+    """
     usable = np.flatnonzero(rows.mask & store.valid)[:PROVEN_IMAGES]
     mask = np.zeros_like(rows.mask)
     mask[usable] = True
-    found = each_slab(
-        store, partial(_errors, stream, sums), rows=Rows(mask, 0, "the first")
+    slab_errors = each_slab(
+        store, partial(_sum_errors, stream, sums), rows=Rows(mask, 0, "the first")
     )
-    errors = np.max(list(found), axis=0)
-    most = tolerance_of(store, stream)
-    for (terms, total), error in zip(sums, errors, strict=True):
-        if not error <= most:
-            why = "an activation (as in ResNet v1) or a norm follows the sum"
-            if skips := store.manifest.model.get("ablate_skip", ()):
-                why = f"it was extracted without the skip connections {abbreviate(list(skips))}"
+    errors = np.max(list(slab_errors), axis=0)
+    tolerance = tolerance_of(store, stream)
+    for (terms, output), error in zip(sums, errors, strict=True):
+        # Not `error > tolerance`: an error that is NaN has to be refused, too.
+        if not error <= tolerance:
+            reason = "an activation (as in ResNet v1) or a norm follows the sum"
+            skips = store.manifest.model.get("ablate_skip", ())
+            if skips:
+                names = abbreviate(list(skips))
+                reason = f"it was extracted without the skip connections {names}"
             raise NotOffered(
-                f"{store.label}: {total.name} is not the sum of "
-                f"{abbreviate([site.name for site in terms])} (off by {error:.2g} of them): {why}"
+                f"{store.label}: {output.name} is not the sum of "
+                f"{abbreviate([site.name for site in terms])} (off by {error:.2g} of them): "
+                f"{reason}"
             )
 
 
@@ -243,14 +277,18 @@ RESIDUE = "residue"
 LOGIT = "logit"
 HEAD = "head"
 PROJECTION_BIAS = "projection_bias"
-WHOLE = ""  # the site of what belongs to the whole model
-Key = tuple[str, str]  # site and part
+# The site of what belongs to the whole model.
+WHOLE = ""
+# Site and part.
+Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """branch = weight @ heads + bias, layer scale included. weight: (dim, heads x head dim); bias:
-    (dim,)."""
+    """The map from the heads' outputs to the branch: branch = weight @ heads + bias.
+
+    weight: (dim, heads x head dim), bias: (dim,), both with the layer scale multiplied in.
+    """
 
     weight: Float
     bias: Float
@@ -259,9 +297,13 @@ class Projection:
 
 @dataclass(frozen=True)
 class Readout:
-    """The classifier behind its frozen norm: logits = vectors @ (weighted tokens) + offset, with
-    the norm's weight and its centring in vectors (classes, dim), what the biases of norm and
-    classifier give in offset (classes,), and the classifier's own bias, kernel_bias."""
+    """The classifier behind its frozen norm: logits = vectors @ (weighted tokens) + offset.
+
+    Attributes:
+        vectors: (classes, dim) the classifier's kernel with the norm's weight and its centring.
+        offset: (classes,) what the biases of norm and classifier give together.
+        kernel_bias: (classes,) the classifier's own bias.
+    """
 
     vectors: Float
     offset: Float
@@ -269,17 +311,19 @@ class Readout:
 
     @classmethod
     def of(cls, head: HeadWeights) -> Readout:
-        own = {name: values.astype(np.float64) for name, values in head.arrays.items()}
-        kernel = own["head_kernel"]
-        vectors = kernel * own.get("head_norm_scale", 1.0)
-        if head.norm == "layer":  # the centring is symmetric: it may act on either side
+        """Return the readout of a classifier and its norm, in float64."""
+        arrays = {name: values.astype(np.float64) for name, values in head.arrays.items()}
+        kernel = arrays["head_kernel"]
+        vectors = kernel * arrays.get("head_norm_scale", 1.0)
+        if head.norm == "layer":
+            # w . (b - mean(b)) = (w - mean(w)) . b: centring may act on either side.
             vectors = vectors - vectors.mean(1, keepdims=True)
-        bias = own.get("head_bias", np.zeros(len(kernel)))
-        offset = bias + kernel @ own.get("head_norm_bias", np.zeros(kernel.shape[1]))
-        return cls(vectors, offset, bias)
+        bias = arrays.get("head_bias", np.zeros(len(kernel)))
+        norm_bias = arrays.get("head_norm_bias", np.zeros(kernel.shape[1]))
+        return cls(vectors, offset=bias + kernel @ norm_bias, kernel_bias=bias)
 
     def centred(self) -> Readout:
-        """The readout less its mean over classes, which softmax does not see."""
+        """Return the readout less its mean over classes, which softmax does not see."""
         return Readout(
             self.vectors - self.vectors.mean(0),
             self.offset - self.offset.mean(),
@@ -289,129 +333,176 @@ class Readout:
 
 @dataclass(frozen=True)
 class TargetClasses:
-    """The classes whose logits are explained: `classes`, for every image; or each image's own, its
-    label or what the model predicts, if `by_class` in a column per class."""
+    """The classes whose logits are explained.
+
+    Attributes:
+        classes: numbers of classes that are explained for every image; empty if each image's own
+            class is explained.
+        predicted: an image's own class is the one that the model predicts, not its label.
+        by_class: values are counted in a column per class.
+    """
 
     classes: tuple[int, ...] = ()
     predicted: bool = False
     by_class: bool = False
 
-    def own(self, slab: Slab, logits: Float) -> Integers:
-        """(images,) each image's class; -1 without a label."""
+    def image_classes(self, slab: Slab, logits: Float) -> Integers:
+        """Return each image's own class, (images,); -1 for an image without a label."""
         if self.predicted:
             return logits.argmax(1)
         labels = slab.store.samples.label[slab.rows][slab.valid].astype(np.int64)
         return np.where(labels < logits.shape[1], labels, -1)
 
-    def spread(self, values: Float, own: Integers, n_classes: int) -> Float:
-        """Values (images, ...) of each image's own class as they are counted: NaN without a class;
-        by class (images, classes, ...), NaN but for the own."""
+    def spread(self, values: Float, image_classes: Integers, n_classes: int) -> Float:
+        """Return values of images' own classes as they are counted, with NaN for no value.
+
+        Args:
+            values: (images, ...).
+            image_classes: (images,) each image's own class, -1 for none.
+            n_classes: the number of classes.
+
+        Returns:
+            (images, ...), NaN for images without a class; if `by_class` (images, classes, ...),
+            NaN but in each image's own class.
+        """
         values = values.astype(np.float64)
-        values[own < 0] = np.nan
+        values[image_classes < 0] = np.nan
         if not self.by_class:
             return values
-        found = np.full((len(values), n_classes, *values.shape[1:]), np.nan)
-        at = np.flatnonzero(own >= 0)
-        found[at, own[at]] = values[at]
-        return found
+        columns = np.full((len(values), n_classes, *values.shape[1:]), np.nan)
+        has_class = np.flatnonzero(image_classes >= 0)
+        columns[has_class, image_classes[has_class]] = values[has_class]
+        return columns
 
 
 @dataclass(frozen=True)
 class ReadContributions:
-    """The work on one slab: values (images[, classes][, heads]) by key, and the largest relative
-    difference between the sum of all parts and the logits."""
+    """The work on one slab: fills `Contributions` with values (images[, classes][, heads]).
+
+    Attributes:
+        stream: the stream that is split.
+        readout: the classifier.
+        targets: the classes whose logits are explained.
+        projections: block -> projection of its heads, for the blocks whose heads are explained.
+        raw: logits as they are, not less their mean over classes.
+    """
 
     stream: ResidualStream
     readout: Readout
-    asked: TargetClasses
+    targets: TargetClasses
     projections: Mapping[str, Projection]
     raw: bool
 
     def __call__(self, slab: Slab, into: Contributions) -> None:
-        """Reads one site at a time."""
+        """Add the contributions of a slab's images, reading one site at a time."""
         stream = self.stream
         frozen = stream.frozen(slab)
         logits = self.logits(slab)
-        own = self.asked.own(slab, logits)
-        shown = self.readout if self.raw else self.readout.centred()
-        measure = _Measure(shown, self.asked, own)
-        total = np.zeros((len(own), self.readout.vectors.shape[1]))
+        image_classes = self.targets.image_classes(slab, logits)
+        readout = self.readout if self.raw else self.readout.centred()
+        target = TargetLogits(readout, self.targets, image_classes)
+        total = np.zeros((len(image_classes), self.readout.vectors.shape[1]))
         for site in stream.terms:
             vector = frozen.pooled(slab, site.name)
             total += vector
-            into.add((site.name, ""), measure.vectors(vector))
+            into.add((site.name, ""), target.from_vectors(vector))
             projection = self.projections.get(str(site.block))
             if projection is not None and site.part == "attn.branch":
                 heads = frozen.pooled(slab, f"{site.block}.attn.heads")
-                into.add((site.name, HEAD), measure.heads(heads, projection))
+                into.add((site.name, HEAD), target.from_heads(heads, projection))
                 bias = np.outer(frozen.total, projection.bias)
-                into.add((site.name, PROJECTION_BIAS), measure.vectors(bias))
-        found = total @ self.readout.vectors.T + self.readout.offset
-        into.add(
-            (WHOLE, BIAS), measure.logits(np.broadcast_to(shown.offset, logits.shape))
-        )
-        for part, values in ((RESIDUE, logits - found), (LOGIT, logits)):
-            level = 0.0 if self.raw else values.mean(1, keepdims=True)
-            into.add((WHOLE, part), measure.logits(values - level))
+                into.add((site.name, PROJECTION_BIAS), target.from_vectors(bias))
+        # The uncentred readout: the logits of the store are not centred.
+        summed_logits = total @ self.readout.vectors.T + self.readout.offset
+        residue = logits - summed_logits
+        offsets = np.broadcast_to(readout.offset, logits.shape)
+        into.add((WHOLE, BIAS), target.from_logits(offsets))
+        into.add((WHOLE, RESIDUE), target.from_logits(self._less_mean(residue)))
+        into.add((WHOLE, LOGIT), target.from_logits(self._less_mean(logits)))
         size = np.abs(logits - self.readout.kernel_bias).max(1)
-        gap = np.abs(logits - found).max(1) / np.where(size > 0, size, 1)
+        gap = np.abs(residue).max(1) / np.where(size > 0, size, 1)
         into.gap = max(into.gap, float(gap.max(initial=0)))
 
+    def _less_mean(self, logits: Float) -> Float:
+        """Return the logits less their mean over classes, or as they are if `raw`."""
+        if self.raw:
+            return logits - 0.0
+        return logits - logits.mean(1, keepdims=True)
+
     def logits(self, slab: Slab) -> Float:
-        """(images, classes) as the store has them, else those of its classifier on the stream.
+        """Return the store's logits, (images, classes); without them the classifier is applied.
 
         Raises:
-            VitseeError: they are not finite, or those of another number of classes.
+            VitseeError: a logit is not finite.
         """
         if "logits" in slab.store.sites:
-            found = slab.vectors("logits")[slab.valid].astype(np.float64)
+            logits = slab.vectors("logits")[slab.valid].astype(np.float64)
         else:
             frozen = self.stream.frozen(slab)
             pooled = frozen.pooled(slab, self.stream.head.site)
-            found = pooled @ self.readout.vectors.T + self.readout.offset
-        if not np.isfinite(found).all():
+            logits = pooled @ self.readout.vectors.T + self.readout.offset
+        if not np.isfinite(logits).all():
             raise VitseeError(
                 f"{slab.store.label} has logits that are not finite (see vitsee validate)"
             )
-        return found
+        return logits
 
 
 @dataclass(frozen=True)
-class _Measure:
-    """The parts that vectors have in the logits asked for. own: (images,) each one's class."""
+class TargetLogits:
+    """The logits of the target classes for some images.
+
+    Its functions return (images, classes[, heads]) if classes are given for all images, else
+    (images[, heads]) as `TargetClasses.spread` lays it out.
+
+    Attributes:
+        readout: the classifier.
+        targets: the classes whose logits are explained.
+        image_classes: (images,) each image's own class, -1 for none.
+    """
 
     readout: Readout
-    asked: TargetClasses
-    own: Integers
+    targets: TargetClasses
+    image_classes: Integers
 
-    def vectors(self, x: Float) -> Float:
-        """Contributions of vectors (images, dim)."""
-        if self.asked.classes:
-            return x @ self.readout.vectors[list(self.asked.classes)].T
-        return self._spread(np.einsum("nd,nd->n", x, self.readout.vectors[self.own]))
+    def from_vectors(self, x: Float) -> Float:
+        """Return what vectors (images, dim) add to the logits."""
+        if self.targets.classes:
+            return x @ self.readout.vectors[list(self.targets.classes)].T
+        class_vectors = self.readout.vectors[self.image_classes]
+        return self._spread(np.einsum("nd,nd->n", x, class_vectors))
 
-    def heads(self, x: Float, projection: Projection) -> Float:
-        """Contributions of head outputs (images, heads x head dim), each through its part of the
-        projection."""
-        back = self.readout.vectors @ projection.weight  # (classes, heads x head dim)
-        shape = (-1, projection.n_heads, projection.weight.shape[1] // projection.n_heads)
-        if self.asked.classes:
-            some = back[list(self.asked.classes)]
-            return np.einsum("nhd,khd->nkh", x.reshape(shape), some.reshape(shape))
-        return self._spread((x * back[self.own]).reshape(len(x), *shape[1:]).sum(-1))
+    def from_heads(self, x: Float, projection: Projection) -> Float:
+        """Return what each head adds, from outputs (images, heads x head dim) side by side."""
+        # (classes, heads x head dim): the classes read back through the projection
+        back = self.readout.vectors @ projection.weight
+        head_dim = projection.weight.shape[1] // projection.n_heads
+        by_head = (-1, projection.n_heads, head_dim)
+        if self.targets.classes:
+            class_back = back[list(self.targets.classes)]
+            return np.einsum(
+                "nhd,khd->nkh", x.reshape(by_head), class_back.reshape(by_head)
+            )
+        products = x * back[self.image_classes]
+        return self._spread(products.reshape(len(x), *by_head[1:]).sum(-1))
 
-    def logits(self, x: Float) -> Float:
-        """The logits asked for, of those of every class (images, classes)."""
-        if self.asked.classes:
-            return x[:, list(self.asked.classes)]
-        return self._spread(x[np.arange(len(x)), self.own])
+    def from_logits(self, x: Float) -> Float:
+        """Return the target classes' logits out of those of every class, (images, classes)."""
+        if self.targets.classes:
+            return x[:, list(self.targets.classes)]
+        return self._spread(x[np.arange(len(x)), self.image_classes])
 
     def _spread(self, values: Float) -> Float:
-        return self.asked.spread(values, self.own, len(self.readout.vectors))
+        """Return values of images' own classes as they are counted."""
+        n_classes = len(self.readout.vectors)
+        return self.targets.spread(values, self.image_classes, n_classes)
 
 
 class Contributions:
-    """Means over images, to be filled by `streaming.fold`."""
+    """Means over images of what each term adds, filled by `streaming.fold`.
+
+    `gap` is the largest relative difference between the sum of all parts and the logits.
+    """
 
     def __init__(self, read: ReadContributions) -> None:
         self._read = read
@@ -419,7 +510,7 @@ class Contributions:
         self._moments: dict[Key, Moments] = {}
 
     def add(self, key: Key, values: Float) -> None:
-        """Count values (images, ...)."""
+        """Add the values of some images, (images, ...), to a key's moments."""
         self._moments.setdefault(key, Moments()).add(values)
 
     def update(self, slab: Slab) -> None:
@@ -431,5 +522,7 @@ class Contributions:
         self.gap = max(self.gap, other.gap)
 
     def result(self) -> tuple[dict[Key, Summary], float]:
-        """Key -> summary of entries ([classes][, heads]), and the largest relative residue."""
-        return {key: m.summary() for key, m in self._moments.items()}, self.gap
+        """Return key -> summary of entries ([classes][, heads]), and the largest residue."""
+        return {
+            key: moments.summary() for key, moments in self._moments.items()
+        }, self.gap

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Part -> its words and colour; of a block that is one sublayer, the branch.
+# Part -> its words and colour; `block` is the branch of a block that is a single sublayer.
 KINDS = {
     "input": ("where the stream begins", GREY),
     "attn": (PARTS["attn"], COLOURS[0]),
@@ -48,66 +49,92 @@ KINDS = {
     "bias": ("bias of norm and classifier", "#BDBDBD"),
 }
 LOGIT = "logit"
-MOST = 12  # panels: further classes are in the table alone
-MOST_TICKS = 16
+# Further classes are in the table alone.
+MAX_PANELS = 12
+MAX_TICKS = 16
 
 
 @styled
 def draw_attributions(table: Table) -> Figure:
-    """A panel per store (and class, the first twelve): a bar per sublayer in the model's order with
-    its 95 % interval, their running sum as a line, and dashed the logit where it ends; below, where
-    the table has heads, what each adds by block, on one scale of colours."""
-    wholes = []
-    heads = []
+    """Draw what each sublayer adds to the logit, and below it what each head adds.
+
+    Each store (and class, the first twelve) has a panel with a bar per sublayer in the model's
+    order, its 95 % interval, the running sum of the bars as a line, and the logit dashed, where the
+    line ends. If the table has heads, each has a panel of heads by blocks, all on one scale of
+    colours.
+    """
+    sublayer_rows = []
+    head_rows = []
     for rows in table.frame.partition_by("store", "class", maintain_order=True):
         store = rows["store"][0]
-        name = rows["class"][0]
-        title = f"{shorten(store, 24)}: {name}" if name else shorten(store, 28)
-        of_head = pl.col("head").is_not_null()
-        wholes.append((title, rows.filter(~of_head)))
+        class_name = rows["class"][0]
+        title = shorten(store, 28)
+        if class_name:
+            title = f"{shorten(store, 24)}: {class_name}"
+        is_about_head = pl.col("head").is_not_null()
+        sublayer_rows.append((title, rows.filter(~is_about_head)))
         if rows["head"].count():
-            heads.append((title, rows.filter(of_head)))
-    wholes = wholes[:MOST]
-    heads = heads[:MOST]
-    bars = PanelGrid(len(wholes), width=24, widest=46, height=16, most=2)
-    tiles = PanelGrid(len(heads), width=17, widest=23, height=15)
-    figure, parts = stack(bars, *([tiles] if heads else []))
-    every = bars.axes(parts[0])
-    for axes, (title, rows) in zip(every, wholes, strict=True):
-        _draw_bars(axes, rows, title, _of_which(table, rows))
-    if heads:
-        values = [_head_values(rows) for _, rows in heads]
-        top = max(float(np.nanmax(np.abs(grid))) for grid, _ in values) or 1.0
-        panels = tiles.axes(parts[1])
-        for axes, (title, _), (grid, blocks) in zip(panels, heads, values, strict=True):
-            image = _draw_heads(axes, title, grid, blocks, top)
-        bars_at_ends(tiles, panels, image, "logit, by head")
-    legend_below(figure, handles_of(every))
+            head_rows.append((title, rows.filter(is_about_head)))
+    sublayer_rows = sublayer_rows[:MAX_PANELS]
+    head_rows = head_rows[:MAX_PANELS]
+    bar_grid = PanelGrid(len(sublayer_rows), width=24, widest=46, height=16, most=2)
+    head_grid = PanelGrid(len(head_rows), width=17, widest=23, height=15)
+    grids = [bar_grid, head_grid] if head_rows else [bar_grid]
+    figure, boxes = stack(*grids)
+    bar_axes = bar_grid.axes(boxes[0])
+    for axes, (title, rows) in zip(bar_axes, sublayer_rows, strict=True):
+        _draw_bars(axes, rows, title=title, target_words=_target_words(table, rows))
+    if head_rows:
+        matrices = [_head_matrix(rows) for _, rows in head_rows]
+        # White is 0, and all panels share the scale.
+        limit = max(float(np.nanmax(np.abs(values))) for values, _ in matrices) or 1.0
+        head_axes = head_grid.axes(boxes[1])
+        for axes, (title, _), (values, blocks) in zip(
+            head_axes, head_rows, matrices, strict=True
+        ):
+            image = _draw_head_matrix(axes, title, values, blocks, limit)
+        bars_at_ends(head_grid, head_axes, image, "logit, by head")
+    legend_below(figure, handles_of(bar_axes))
     return figure
 
 
-def _of_which(table: Table, rows: pl.DataFrame) -> str:
-    """The words for the class whose logit a panel shows, for its y axis."""
-    if name := rows["class"][0]:
-        return shorten(name, 24)
+def _target_words(table: Table, rows: pl.DataFrame) -> str:
+    """Return the words for the class whose logit a panel shows, for its y axis."""
+    class_name = rows["class"][0]
+    if class_name:
+        return shorten(class_name, 24)
     target = table.notes.get("target", {}).get(rows["store"][0])
-    return {"label": "the label", "predicted": "the predicted class"}.get(
-        target, "the class"
-    )
+    words = {"label": "the label", "predicted": "the predicted class"}
+    return words.get(target, "the class")
 
 
-def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> None:
-    shown = rows.filter(pl.col("part").is_in(KINDS)).with_row_index("x")
+def _draw_bars(axes: Axes, rows: pl.DataFrame, *, title: str, target_words: str) -> None:
+    """Draw a bar per sublayer, the running sum, and the model's logit."""
+    bars = rows.filter(pl.col("part").is_in(KINDS)).with_row_index("x")
     for kind, (words, colour) in KINDS.items():
-        own = shown.filter(part=kind)
-        if len(own):
-            axes.bar(own["x"], own["value"], 0.8, color=colour, label=words, linewidth=0)
-    x, low, high = (shown[name].to_numpy() for name in ("x", "low", "high"))
-    if shown["low"].count():
-        axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="95 % interval")
+        of_kind = bars.filter(part=kind)
+        if len(of_kind):
+            axes.bar(
+                of_kind["x"],
+                of_kind["value"],
+                width=0.8,
+                color=colour,
+                label=words,
+                linewidth=0,
+            )
+    x = bars["x"].to_numpy()
+    if bars["low"].count():
+        axes.vlines(
+            x,
+            bars["low"].to_numpy(),
+            bars["high"].to_numpy(),
+            color=ink(),
+            linewidth=0.7,
+            label="95 % interval",
+        )
     axes.plot(
         x,
-        shown["value"].cum_sum(),
+        bars["value"].cum_sum(),
         color=ink(),
         linewidth=1.1,
         drawstyle="steps-mid",
@@ -116,51 +143,63 @@ def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> Non
         label="running sum",
     )
     axes.axhline(0, color=GREY, linewidth=0.6)
-    for whole in rows.filter(part=LOGIT)["value"]:
-        reference_line(axes, whole, "the model's logit")
-    places, texts = _ticks(shown)
-    axes.set_xticks(places, texts, rotation=90 if max(map(len, texts)) > 4 else 0)
+    for logit in rows.filter(part=LOGIT)["value"]:
+        reference_line(axes, logit, "the model's logit")
+    positions, texts = _block_ticks(bars)
+    axes.set_xticks(positions, texts, rotation=_label_rotation(texts))
     axes.grid(False, axis="x")
     axes.set_xlabel("from input to output, by block")
-    axes.set_ylabel(f"part of the logit of {of_which}")
+    axes.set_ylabel(f"part of the logit of {target_words}")
     axes.set_title(title)
     note_count(axes, rows)
 
 
-def _ticks(shown: pl.DataFrame) -> tuple[list[float], list[str]]:
-    """The first sublayer of each block, by number, as many as can be read; where the stream begins
-    and the bias in words."""
-    blocks = shown["block"].fill_null("").to_list()
-    kinds = shown["part"].to_list()
-    after = range(1, len(blocks))
-    starts = [i for i in after if blocks[i] and (i == 1 or blocks[i] != blocks[i - 1])]
-    step = -(-len(starts) // MOST_TICKS) or 1
-    found: dict[int, str] = {0: "input"}
-    for i in starts[::step]:
-        found[i] = block_words(blocks[i]).removeprefix("block ")
-    found |= {i: "bias" for i, kind in enumerate(kinds) if kind == "bias"}
-    return [float(i) for i in found], [*found.values()]
-
-
-def _head_values(rows: pl.DataFrame) -> tuple[Float, list[str]]:
-    """(heads, blocks) and the blocks' words."""
-    by_block = rows.pivot("block", index="head", values="value").sort("head").drop("head")
-    return by_block.to_numpy(), [
-        block_words(b).removeprefix("block ") for b in by_block.columns
+def _block_ticks(bars: pl.DataFrame) -> tuple[list[float], list[str]]:
+    """Return positions and texts of the ticks: the first sublayer of each block by its number, as
+    many as can be read, and in words the beginning of the stream and the bias."""
+    blocks = bars["block"].fill_null("").to_list()
+    texts: dict[int, str] = {0: "input"}
+    # Bar 0 is the beginning of the stream, which may name the first block, too.
+    starts = [
+        i
+        for i in range(1, len(blocks))
+        if blocks[i] and (i == 1 or blocks[i] != blocks[i - 1])
     ]
+    step = math.ceil(len(starts) / MAX_TICKS) or 1
+    for i in starts[::step]:
+        texts[i] = block_words(blocks[i]).removeprefix("block ")
+    for i, part in enumerate(bars["part"].to_list()):
+        if part == "bias":
+            texts[i] = "bias"
+    return [float(i) for i in texts], [*texts.values()]
 
 
-def _draw_heads(axes: Axes, title: str, grid: Any, blocks: list[str], top: float) -> Any:
+def _label_rotation(texts: list[str]) -> int:
+    """Return the angle of tick labels: upright if one of them is too long to lie beside others."""
+    return 90 if max(len(text) for text in texts) > 4 else 0
+
+
+def _head_matrix(rows: pl.DataFrame) -> tuple[Float, list[str]]:
+    """Return what each head adds, (heads, blocks), and the words for the blocks."""
+    by_block = rows.pivot("block", index="head", values="value").sort("head").drop("head")
+    blocks = [block_words(name).removeprefix("block ") for name in by_block.columns]
+    return by_block.to_numpy(), blocks
+
+
+def _draw_head_matrix(
+    axes: Axes, title: str, values: Float, blocks: list[str], limit: float
+) -> Any:
+    """Draw (heads, blocks) as colours from -limit to limit; return matplotlib's image."""
     image = axes.imshow(
-        grid, cmap=DIVERGING, vmin=-top, vmax=top, aspect="auto", origin="upper"
+        values, cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", origin="upper"
     )
-    step = -(-len(blocks) // MOST_TICKS)
-    texts = blocks[::step]
+    column_step = math.ceil(len(blocks) / MAX_TICKS)
+    texts = blocks[::column_step]
     axes.set_xticks(
-        range(0, len(blocks), step), texts, rotation=90 if max(map(len, texts)) > 4 else 0
+        range(0, len(blocks), column_step), texts, rotation=_label_rotation(texts)
     )
-    rows = -(-len(grid) // MOST_TICKS)
-    axes.set_yticks(range(0, len(grid), rows))
+    row_step = math.ceil(len(values) / MAX_TICKS)
+    axes.set_yticks(range(0, len(values), row_step))
     axes.grid(False)
     axes.set(xlabel="block", ylabel="head", title=title)
     return image
@@ -175,47 +214,61 @@ SCALES = ("shared", "map")
 
 @styled
 def draw_patch_parts(table: Table, scale: str) -> Figure:
-    """A line per image (and class): the photograph, what each patch adds to the logit in all, and
-    in evenly spaced layers, models below one another; white is 0. scale: "shared", one scale of
-    colours, or "map", each map over its own."""
+    """Draw what each patch adds to the logit, beside the photographs.
+
+    Each image (and class) has a line: the photograph, the sum of all terms, and evenly spaced
+    terms, models below one another. White is 0.
+
+    Args:
+        table: a table of `patches.patch_table`.
+        scale: "shared" for one scale of colours, or "map" for each map over its own range.
+    """
     cells = table.frame.filter(pl.col("row").is_not_null())
     sheet = table.notes.get("sheet", {})
-    order = {own["store"][0]: _shown(own) for own in cells.partition_by("store")}
+    sites = {
+        store_rows["store"][0]: _drawn_sites(store_rows)
+        for store_rows in cells.partition_by("store")
+    }
     lines = []
-    for own in cells.partition_by("image", "class", maintain_order=True):
-        image = own["image"][0]
-        name = own["class"][0]
+    # The largest value of each map, for the shared scale.
+    peaks = []
+    for line_rows in cells.partition_by("image", "class", maintain_order=True):
+        image = line_rows["image"][0]
         maps = []
-        for rows in own.partition_by("store", maintain_order=True):
+        for store_rows in line_rows.partition_by("store", maintain_order=True):
+            store = store_rows["store"][0]
+            total_site = sites[store][0]
+            # All maps of a store lie on the grid of the one site that the classifier reads.
+            grid_site = next(iter(sheet.get("grids", {}).get(store, {"": None})))
             tiles = []
-            store = rows["store"][0]
-            key = next(iter(sheet.get("grids", {}).get(store, {"": None})))
-            for site in order[store]:
-                of_site = rows.filter(site=site)
-                shape, edges = grid_of(of_site, sheet, key, image)
-                title = site_words(site).replace(", ", "\n")
-                title = "all" if site == order[store][0] else title
-                values = place_values(of_site, shape)
+            for site in sites[store]:
+                site_rows = store_rows.filter(site=site)
+                shape, edges = grid_of(site_rows, sheet, grid_site, image)
+                values = place_values(site_rows, shape)
                 if scale == "map":
                     values = values / (float(np.nanmax(np.abs(values))) or 1.0)
+                title = site_words(site).replace(", ", "\n")
+                if site == total_site:
+                    title = "all"
                 tiles.append(Map(title, values, edges))
+                peaks.append(float(np.nanmax(np.abs(values))))
             maps.append((store, tiles))
-        lines.append(SheetLine(image, name or "", maps))
-    every = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]
-    top = max((float(np.nanmax(np.abs(one))) for one in every), default=1.0) or 1.0
-    caption = ["what each patch adds to the logit, directly (red: for the class)"]
-    caption.append(f"images: {', '.join(cells['image'].unique(maintain_order=True))}")
-    caption += thinned(cells, order)
-    look = {"vmin": -top, "vmax": top, "cmap": DIVERGING}
+        lines.append(SheetLine(image, line_rows["class"][0] or "", maps))
+    limit = max(peaks, default=1.0) or 1.0
+    images = ", ".join(cells["image"].unique(maintain_order=True))
+    caption = [
+        "what each patch adds to the logit, directly (red: for the class)",
+        f"images: {images}",
+        *thinned(cells, sites),
+    ]
+    look = {"vmin": -limit, "vmax": limit, "cmap": DIVERGING}
     bar = "part of logit" if scale == "shared" else "each map over its own range"
     return Sheet(lines, sheet.get("images", {}), caption, look, bar).draw()
 
 
-def _shown(rows: pl.DataFrame) -> list[str]:
-    """The sum of all terms, which stands last in the table, then evenly spaced ones."""
-    *every, total = rows["site"].unique(maintain_order=True)
-    n = min(len(every), len(shown_sites(rows)) - 1)
-    return [
-        total,
-        *(every[k] for k in np.linspace(0, len(every) - 1, n).round().astype(int)),
-    ]
+def _drawn_sites(rows: pl.DataFrame) -> list[str]:
+    """Return the sum of all terms, which stands last in the table, then evenly spaced terms."""
+    *terms, total = rows["site"].unique(maintain_order=True)
+    n = min(len(terms), len(shown_sites(rows)) - 1)
+    indices = np.linspace(0, len(terms) - 1, n).round().astype(int)
+    return [total, *(terms[i] for i in indices)]

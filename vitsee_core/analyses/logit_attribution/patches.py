@@ -1,15 +1,14 @@
 """The direct contributions of single patches to the logits of single images.
 
-Where the classifier reads the mean over tokens, a patch has the part of its own token: of every
-term of the stream. Where it reads the class token, a patch has what attention moves from it there,
-the weight times its value through the output projection, of every head of a block; values are
-computed with the model again.
+If the classifier reads the mean over tokens, a patch has the part of its own token, for every term
+of the stream. If it reads the class token, a patch has what attention moves from it to the class
+token: weight times value through the output projection, summed over the heads of a block. The
+values are computed with the model again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +50,9 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 
-# Of a block's attention: values computed again, on another device perhaps, against stored branches.
-AGAIN = 1e-3
+# How far values that are computed again, perhaps on another device, may be from the stored branch,
+# relative to the parts of all tokens.
+RECOMPUTE_TOLERANCE = 1e-3
 
 
 # An image's row, and its maps: branch or base site -> (classes, cells of the grid).
@@ -60,7 +60,7 @@ PatchParts = tuple[int, dict[str, Float]]
 
 
 def one_image(store: Store, row: int) -> Piece:
-    """The slab of one valid image."""
+    """Return the piece of a slab that holds one valid image."""
     return Piece(store, row // store.plan.slab, slice(row, row + 1), np.ones(1, bool))
 
 
@@ -70,8 +70,13 @@ def of_own_tokens(
     readout: Readout,
     classes: Mapping[int, Sequence[int]],
 ) -> Iterator[PatchParts]:
-    """The parts of each image's own tokens, where the classifier reads their mean. classes: of each
-    row.
+    """Yield each image's maps of what its patches' own tokens add, if their mean is read.
+
+    Args:
+        store: the store, with all tokens of every term.
+        stream: the stream that is split.
+        readout: the classifier.
+        classes: row of an image -> the classes whose logits are mapped.
 
     Raises:
         MissingInput: a term is stored pooled only.
@@ -79,17 +84,21 @@ def of_own_tokens(
     layout = store.site(stream.head.site).layout
     assert layout is not None
     body = slice(layout.n_prefix, None)
-    for row, own in classes.items():
+    for row, image_classes in classes.items():
         piece = one_image(store, row)
         frozen = stream.frozen(piece)
-        weights = frozen.weights[0] if frozen.kind is None else None
+        if frozen.kind is None:
+            # (patches,)
+            weights = frozen.weights[0, body]
+        else:
+            # The norm follows the mean: all patches have the same weight.
+            weights = frozen.weights[0] / layout.n_body
+        vectors = readout.vectors[list(image_classes)]
         maps = {}
         for site in stream.terms:
             tokens = piece.acts(site.name)[0, body].astype(np.float64)
-            share = (
-                frozen.weights[0] / layout.n_body if weights is None else weights[body]
-            )
-            maps[site.name] = (readout.vectors[list(own)] @ tokens.T) * share
+            # (classes, patches)
+            maps[site.name] = (vectors @ tokens.T) * weights
         yield row, maps
 
 
@@ -101,9 +110,15 @@ def through_attention(
     classes: Mapping[int, Sequence[int]],
     origin: Provenance,
 ) -> Iterator[PatchParts]:
-    """The parts that attention moves from each patch to the class token, in every block with
-    attention. projections: of its heads; classes: of each row; origin: where images and weights are
-    now.
+    """Yield each image's maps of what attention moves from each patch to the class token.
+
+    Args:
+        store: the store.
+        stream: the stream that is split.
+        readout: the classifier.
+        projections: block -> the projection of its heads, for every block with attention.
+        classes: row of an image -> the classes whose logits are mapped.
+        origin: where images and weights are now.
 
     Raises:
         MissingInput: the store has no attention summaries.
@@ -111,58 +126,74 @@ def through_attention(
         VitseeError: images or weights are gone, or give another attention than the store's.
     """
     blocks = [block for block in attention_blocks(store) if block.site in projections]
-    if len(blocks) < len(projections):
-        left = next(
-            block for block in projections if block not in {b.site for b in blocks}
-        )
-        raise NotOffered(f"{store.label} has no attention of {left}: no --patches")
-    every = sorted({c for own in classes.values() for c in own})
-    vectors = readout.vectors[every]
+    block_names = {block.site for block in blocks}
+    for name in projections:
+        if name not in block_names:
+            raise NotOffered(f"{store.label} has no attention of {name}: no --patches")
+    # Of all images together, so that one pass of the model is enough.
+    all_classes = sorted({c for row_classes in classes.values() for c in row_classes})
+    vectors = readout.vectors[all_classes]
     back = {block.site: vectors @ projections[block.site].weight for block in blocks}
     rows = np.array([*classes], np.int64)
-    for some in recomputed_calls(store, rows, partial(_moved, back), blocks, origin):
-        for i, row in enumerate(some.rows.tolist()):
+    take = partial(_moved_to_class_token, back)
+    for batch in recomputed_calls(store, rows, take, blocks, origin):
+        for i, row in enumerate(batch.rows.tolist()):
             piece = one_image(store, row)
             frozen = stream.frozen(piece)
             scale = frozen.weights[0, 0]
-            own = [every.index(c) for c in classes[row]]
+            class_indices = [all_classes.index(c) for c in classes[row]]
+            image_vectors = vectors[class_indices]
             maps = {}
             for block in blocks:
-                parts = scale * some.values[block.site]["moved"][i][own].astype(
-                    np.float64
-                )
-                name = f"{block.site}.attn.branch"
-                stored = vectors[own] @ frozen.pooled(piece, name)[0]
-                again = parts.sum(1) + scale * (
-                    vectors[own] @ projections[block.site].bias
-                )
-                if not np.abs(again - stored).max() <= AGAIN * np.abs(parts).sum(1).max():
+                moved = batch.values[block.site]["moved"][i][class_indices]
+                # (classes, tokens)
+                parts = scale * moved.astype(np.float64)
+                branch = f"{block.site}.attn.branch"
+                # The parts and the bias have to add up to what the stored branch gives.
+                stored = image_vectors @ frozen.pooled(piece, branch)[0]
+                bias = scale * (image_vectors @ projections[block.site].bias)
+                recomputed = parts.sum(1) + bias
+                tolerance = RECOMPUTE_TOLERANCE * np.abs(parts).sum(1).max()
+                if not np.abs(recomputed - stored).max() <= tolerance:
                     raise VitseeError(
                         f"{store.label}: attention computed again moves another part to the class "
-                        f"token in {block.site} ({again[0]:.4g}) than was stored ({stored[0]:.4g})"
+                        f"token in {block.site} ({recomputed[0]:.4g}) than was stored "
+                        f"({stored[0]:.4g})"
                     )
-                maps[name] = parts[:, block.layout.n_prefix :]
+                maps[branch] = parts[:, block.layout.n_prefix :]
             yield row, maps
 
 
-def _moved(
+def _moved_to_class_token(
     back: Mapping[str, Float], block: StoredAttention, call: AttentionCall
 ) -> dict[str, Tensor]:
-    """(images, classes, tokens) parts moved from each token to the class token, before the norm.
-    back: block -> (classes, heads x head dim), classes read back through the projection."""
+    """Return what moves from each token to the class token, (images, classes, tokens).
+
+    It is before the final norm: weight times value, through the projection, along each class.
+
+    Args:
+        back: block -> (classes, heads x head dim), the classes read back through the projection.
+        block: the block whose attention was called.
+        call: its scores and values.
+    """
     import torch
 
+    # (images, heads, tokens): the class token's query alone
     weights = torch.softmax(call.scores(slice(None)), -1)[:, :, block.layout.cls]
-    read = torch.from_numpy(back[block.site]).to(weights)
-    read = read.reshape(len(read), call.n_heads, -1)
-    return {"moved": torch.einsum("nht,nhte,che->nct", weights, call.value.float(), read)}
+    directions = torch.from_numpy(back[block.site]).to(weights)
+    # (classes, heads, head dim)
+    directions = directions.reshape(len(directions), call.n_heads, -1)
+    values = call.value.float()
+    moved = torch.einsum("nht,nhte,che->nct", weights, values, directions)
+    return {"moved": moved}
 
 
 # ---------------------------------------------------------------- the table
 
 
 COLUMNS = (*SITE, "row", "col", "class", "image", "part", "metric", "value")
-REST = "rest"  # of the logit: what the map has not
+# The part of a logit that its map leaves out.
+REST = "rest"
 
 
 def patch_table(
@@ -172,102 +203,133 @@ def patch_table(
     origin: Provenance,
     execution: Execution,
 ) -> Table:
-    """A row per image, class, term and patch; then what they all give (`patches`), the rest of the
-    logit, and the logit. The notes hold the photographs. names: of the images, by default the first
-    four.
+    """Return a table of what each patch adds to the logits of single images.
+
+    It has a row per image, class, term and patch; then rows of the sum over terms (`patches`), of
+    the rest of the logit, and of the logit. The notes hold the photographs.
+
+    Args:
+        works: the stores.
+        names: names of the images; by default the first four.
+        raw: logits as they are, not less their mean over classes.
+        origin: where images and weights are now.
+        execution: images and progress.
 
     Raises:
         MissingInput: tokens, or attention, are not stored.
-        VitseeError: no such image, one without a label, images or weights that are gone.
+        VitseeError: a store does not have an image, an image has no label, or images or weights
+            are gone.
     """
     rows: list[dict[str, Any]] = []
-    shown: list[SheetImages] = []
+    sheets: list[SheetImages] = []
     for work in works:
         store = work.store
         sites = grid_sites(store, [work.stream.head.site])
-        picked = shown_rows(store, names, shown[0] if shown else None, execution)
-        shown.append(SheetImages(store, View.of(store, sites), picked, sites))
-        images = _Images(work, raw, picked)
-        with counting(execution.progress, len(picked)):
+        # All stores show the images of the first one.
+        first_sheet = sheets[0] if sheets else None
+        image_rows = shown_rows(store, names, first_sheet, execution)
+        sheets.append(SheetImages(store, View.of(store, sites), image_rows, sites))
+        images = MappedImages(work, raw, image_rows)
+        with counting(execution.progress, len(image_rows)):
             for row, maps in images.parts(origin):
-                rows += images.rows_of(row, maps)
+                rows += images.table_rows(row, maps)
                 execution.progress.advance(1)
-    by_attention = {work.store.label: work.stream.head.pool == "cls" for work in works}
+    part_words = {}
+    for work in works:
+        words = "of the patch's own token"
+        if work.stream.head.pool == "cls":
+            words = "moved by attention to the class token"
+        part_words[work.store.label] = words
     notes = {
         "target": {work.store.label: work.target for work in works},
         "logits": "as they are" if raw else "less the mean over classes",
-        "parts": {
-            label: "moved by attention to the class token"
-            if cls
-            else "of the patch's own token"
-            for label, cls in by_attention.items()
-        },
-        "sheet": describe_sheet(shown, origin.data),
+        "parts": part_words,
+        "sheet": describe_sheet(sheets, origin.data),
     }
     return Table.concat(rows, COLUMNS, notes)
 
 
-@dataclass
-class _Images:
-    """The images shown of one store."""
+class MappedImages:
+    """The images of one store that are mapped.
 
-    work: ExplainedStore
-    raw: bool
-    picked: Sequence[int]
+    Their logits are read and their classes are found at once, before any long work.
 
-    def __post_init__(self) -> None:
-        """Reads their logits, and finds the classes asked for, before any work."""
-        work = self.work
-        store = self.work.store
+    Attributes:
+        logits: row -> (classes,) the image's logits.
+        classes: row -> the classes whose logits are mapped.
+    """
+
+    def __init__(
+        self, work: ExplainedStore, raw: bool, image_rows: Sequence[int]
+    ) -> None:
+        self.work = work
+        self.raw = raw
+        store = work.store
         self.readout = Readout.of(work.stream.head)
-        read = ReadContributions(work.stream, self.readout, work.asked, {}, self.raw)
+        read = ReadContributions(work.stream, self.readout, work.targets, {}, raw)
         self.logits: dict[int, Float] = {}
         self.classes: dict[int, list[int]] = {}
-        for row in self.picked:
+        for row in image_rows:
             piece = one_image(store, row)
             logits = read.logits(piece)
-            own = work.asked.own(piece, logits).tolist()
-            self.classes[row] = list(work.asked.classes or own)
+            image_class = work.targets.image_classes(piece, logits).tolist()
+            self.classes[row] = list(work.targets.classes or image_class)
             if -1 in self.classes[row]:
                 raise VitseeError(
                     f"{str(store.samples.id[row])!r} of {store.label} has no label; give --target "
                     f"{PREDICTED} or --class"
                 )
-            self.logits[row] = logits[0] - (0.0 if self.raw else logits.mean())
+            self.logits[row] = logits[0] - (0.0 if raw else logits.mean())
 
     def parts(self, origin: Provenance) -> Iterator[PatchParts]:
-        """Each image's maps, by what the classifier reads."""
+        """Return an iterator over the images' maps, by own tokens or through attention."""
         store = self.work.store
         stream = self.work.stream
         readout = self.readout if self.raw else self.readout.centred()
         if stream.head.pool != "cls":
             return of_own_tokens(store, stream, readout, self.classes)
-        found = projections_of(store, stream, origin, stored=False)
-        return through_attention(store, stream, readout, found, self.classes, origin)
+        projections = projections_of(store, stream, origin, stored=False)
+        return through_attention(
+            store, stream, readout, projections, self.classes, origin
+        )
 
-    def rows_of(self, row: int, maps: Mapping[str, Float]) -> Iterator[dict[str, Any]]:
-        """Blocks of the table's rows about one image; see `PatchParts`."""
-        work = self.work
+    def table_rows(self, row: int, maps: Mapping[str, Float]) -> Iterator[dict[str, Any]]:
+        """Yield blocks of the table's rows about one image: column -> values of all patches.
+
+        Args:
+            row: the image's row in the store.
+            maps: branch or base site -> (classes, patches).
+        """
         store = self.work.store
-        head = work.stream.head
+        head = self.work.stream.head
         layout = store.site(head.site).layout
         assert layout is not None
-        *inner, (_, _, whole) = work.entries()
-        places = {site: (part, place) for (site, kind), part, place in inner if not kind}
-        places[WHOLE] = (TOTAL, whole)
-        total = np.sum(list(maps.values()), axis=0)  # (classes, cells)
+        *term_entries, logit_entry = self.work.entries()
+        # Site -> part and place; heads and biases have no map.
+        places = {}
+        for (site, kind), part, place in term_entries:
+            if not kind:
+                places[site] = (part, place)
+        places[WHOLE] = (TOTAL, logit_entry.place)
+        # (classes, patches)
+        total = np.sum(list(maps.values()), axis=0)
         for c, number in enumerate(self.classes[row]):
-            about = {
+            about_image = {
                 "class": class_name(store, head.n_classes, number),
                 "image": str(store.samples.id[row]),
                 "metric": METRIC,
             }
             for site, values in [*maps.items(), (WHOLE, total)]:
                 part, place = places[site]
-                own = site_columns(store, place) | about | {"part": part}
-                cells = cell_columns(layout, np.arange(values.shape[1]))
-                yield own | cells | {"value": values[c]}
-            own = site_columns(store, whole) | about
+                yield {
+                    **site_columns(store, place),
+                    **about_image,
+                    "part": part,
+                    **cell_columns(layout, np.arange(values.shape[1])),
+                    "value": values[c],
+                }
+            about_model = {**site_columns(store, logit_entry.place), **about_image}
             logit = float(self.logits[row][number])
-            yield own | {"part": REST, "value": logit - float(total[c].sum())}
-            yield own | {"part": LOGIT, "value": logit}
+            rest = logit - float(total[c].sum())
+            yield {**about_model, "part": REST, "value": rest}
+            yield {**about_model, "part": LOGIT, "value": logit}
