@@ -49,7 +49,7 @@ def all_tokens(store: Store, site: str = SITE) -> Array:
 def test_codes_of_every_token_are_stored(
     store: Store, tmp_path: Path, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "CODES_BYTES", most)
+    monkeypatch.setattr(encoding, "MAX_CODES_BYTES", most)
     d = made(kind, k=3)
     codes, table = encode_store(store, {SITE: d}, tmp_path / "codes.zarr")
     assert codes.plan.slab == {1 << 30: 8, 4 * 7 * K * 3: 2, 1: 1}[most]

@@ -1,5 +1,7 @@
-"""A dictionary: directions in a site's channels, how a token becomes a code over them, and the
-files of trainers that hold one.
+"""Dictionaries of sparse autoencoders and the like, and the files in which trainers save them.
+
+A dictionary is a set of K directions in a site's D channels, with a rule that encodes a token x as
+a code z over them:
 
 h = (x - b_dec) W_enc + b_enc    x alone where `centre` is off
 z = code of h, by kind           (tokens, K)
@@ -70,25 +72,31 @@ SAVED = ("kind", "k", "centre", "positive", "clamp", "site")  # fields in the me
 _SAEV_KINDS = {"Relu": "relu", "TopK": "topk", "BatchTopK": "batchtopk"}
 _SAELENS_KINDS = {"standard": "relu", "topk": "topk", "jumprelu": "jumprelu"}
 Tensors = dict[str, Float32]
-Told = dict[str, Any]  # fields of `Dictionary` that a file tells
+# What a file says: its header by its trainer's name ("saev", "cfg", "vitsee"), or fields of
+# `Dictionary` by their names.
+FileFields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Directions and their encoder, float32.
+    """Directions and their encoder, in float32.
 
     Attributes:
-        kind: one of `KINDS`.
-        w_dec: (K, D).
-        b_dec: (D,).
-        w_enc: (D, K), for the kinds that have an encoder.
-        b_enc: (K,).
-        threshold: (K,), of batchtopk and jumprelu.
-        k: of topk.
+        kind: how a token is encoded, one of `KINDS`.
+        w_dec: (K, D) the directions.
+        b_dec: (D,) added to reconstructions.
+        w_enc: (D, K) encoder weights, for the kinds that have an encoder.
+        b_enc: (K,) encoder biases, for the same kinds.
+        threshold: (K,) thresholds, for batchtopk and jumprelu.
+        k: the number of directions that topk keeps.
         centre: whether b_dec is subtracted before encoding.
         positive: whether topk sets negative numbers among the k largest to 0.
         clamp: whether negative numbers of x are set to 0 first; x' is then compared with that.
         site: the site it was fitted on, "" if unknown.
+
+    Raises:
+        VitseeError: an unknown kind, missing arrays, other shapes, numbers that are not finite, or
+            a k outside of 1 to K.
     """
 
     kind: str
@@ -142,51 +150,60 @@ class Dictionary:
 
     @property
     def dim(self) -> int:
+        """The number of channels."""
         return self.w_dec.shape[1]
 
     def target(self, x: Float32) -> Float32:
-        """The rows that codes reconstruct, of the shape of x: x, or its non-negative part."""
-        return np.maximum(x, 0) if self.clamp else x
+        """Return what codes of x reconstruct: x, or its non-negative part if `clamp` is set."""
+        if not self.clamp:
+            return x
+        return np.maximum(x, 0)
 
     def encode(self, x: Float32, device: str = "cpu") -> Float32:
-        """(tokens, K) codes of tokens (tokens, D)."""
+        """Return the (tokens, K) codes of tokens (tokens, D)."""
         x = self.target(x)
         if self.kind == "nnls":
-            return self._nnls(x)
+            return self._solve_nnls(x)
         import torch
 
-        names = ("w_dec", "b_dec", "w_enc", "b_enc", "threshold")
-        parts = {
-            name: torch.from_numpy(np.ascontiguousarray(values)).to(device)
-            for name in names
-            if (values := getattr(self, name)) is not None
-        }
+        arrays: dict[str, torch.Tensor] = {}
+        for name in ("w_dec", "b_dec", "w_enc", "b_enc", "threshold"):
+            values = getattr(self, name)
+            if values is not None:
+                arrays[name] = torch.from_numpy(np.ascontiguousarray(values)).to(device)
         with torch.inference_mode():
             tokens = torch.from_numpy(np.ascontiguousarray(x)).to(device)
-            return self._codes(tokens, parts).cpu().numpy()
+            return self._encode_on_device(tokens, arrays).cpu().numpy()
 
     def decode(self, codes: Float32) -> Float32:
-        """The reconstructions (tokens, D) of codes."""
+        """Return the (tokens, D) reconstructions of codes (tokens, K)."""
         return codes @ self.w_dec + self.b_dec
 
     def activation(self, x: Float32, codes: Float32) -> Float32:
-        """(tokens, K) how strongly tokens show each direction: their codes; of `nearest` minus the
-        squared distance."""
+        """Return (tokens, K) how strongly tokens show each direction.
+
+        These are the codes; for `nearest`, whose codes are 0 and 1, minus the squared distances.
+        """
         if self.kind != "nearest":
             return codes
+        # -|x - w|^2 = 2 (x w - |w|^2 / 2) - |x|^2
         h = x @ self.w_dec.T - (self.w_dec**2).sum(1) / 2
         return 2 * h - (x**2).sum(1, keepdims=True)
 
-    def _codes(self, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _encode_on_device(
+        self, x: torch.Tensor, arrays: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the (tokens, K) codes of tokens; `arrays` has the dictionary's arrays by name."""
         import torch
 
         if self.kind == "nearest":
-            rows = parts["w_dec"]
-            h = x @ rows.T - (rows**2).sum(1) / 2
+            directions = arrays["w_dec"]
+            # The nearest direction has the largest x w - |w|^2 / 2, as |x|^2 is the same for all.
+            h = x @ directions.T - (directions**2).sum(1) / 2
             return torch.zeros_like(h).scatter_(-1, h.argmax(-1, keepdim=True), 1.0)
         if self.centre:
-            x = x - parts["b_dec"]
-        h = torch.addmm(parts["b_enc"], x, parts["w_enc"])
+            x = x - arrays["b_dec"]
+        h = torch.addmm(arrays["b_enc"], x, arrays["w_enc"])
         if self.kind == "linear":
             return h
         if self.kind == "relu":
@@ -196,10 +213,15 @@ class Dictionary:
             top = torch.topk(h, self.k, dim=-1, sorted=False)
             values = top.values.relu() if self.positive else top.values
             return torch.zeros_like(h).scatter_(-1, top.indices, values)
-        return torch.where(h > parts["threshold"].clamp(min=0), h, 0.0)
+        # batchtopk and jumprelu: h itself above the threshold, not h minus the threshold.
+        return torch.where(h > arrays["threshold"].clamp(min=0), h, 0.0)
 
-    def _nnls(self, x: Float32) -> Float32:
-        """scikit-learn's coordinate descent with fixed directions."""
+    def _solve_nnls(self, x: Float32) -> Float32:
+        """Return codes z >= 0 with the least |x - z W_dec|.
+
+        scikit-learn's coordinate descent for non-negative factorisation is run with fixed
+        directions, as it solves all tokens together.
+        """
         from sklearn.decomposition import non_negative_factorization
         from sklearn.exceptions import ConvergenceWarning
 
@@ -221,20 +243,28 @@ class Dictionary:
 
 
 def explained(n: int, error: float, squares: float, total: Float) -> float:
-    """1 - |x - x'|^2 / |x - mean|^2, both summed over n tokens and their channels: 1 minus the
-    fraction of variance unexplained; NaN where tokens do not vary. From the sums of |x - x'|^2,
-    |x|^2 and x (D,)."""
+    """Return r2 = 1 - |x - x'|^2 / |x - mean|^2, summed over tokens and channels.
+
+    It is 1 minus the fraction of variance unexplained; NaN if the tokens do not vary.
+
+    Args:
+        n: the number of tokens.
+        error: the sum of |x - x'|^2.
+        squares: the sum of |x|^2.
+        total: (D,) the sum of x.
+    """
     if not n:
         return np.nan
-    spread = squares - float((total**2).sum()) / n
-    if spread > 1e-12 * squares:
-        return float(1 - error / spread)
+    variation = squares - float((total**2).sum()) / n
+    # Below this the difference is rounding error.
+    if variation > 1e-12 * squares:
+        return float(1 - error / variation)
     return np.nan
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """The user's own statements about a file, which stand in place of what it says itself."""
+    """Fields of a dictionary that the user states; they replace what the file says itself."""
 
     kind: str | None = None
     k: int | None = None
@@ -244,38 +274,41 @@ class Overrides:
 
 
 def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionary:
-    """The dictionary of a .safetensors file, or of a file of torch.save or saev.
+    """Return the dictionary in a .safetensors file, or in a file of torch.save or saev.
+
+    Args:
+        path: the file.
+        overrides: fields that replace what the file says.
 
     Raises:
-        VitseeError: no such file, tensors that are not recognised, missing or of other shapes, a
-            trainer's option that is not supported, or something that neither file nor user says.
+        VitseeError: no such file; tensors that are not recognised, are missing or have other
+            shapes; a trainer's option that is not supported; or something that neither the file
+            nor the user says.
     """
-    tensors, told = _read(path)
+    tensors, header = _read_tensors(path)
     try:
-        found = _recognised(path, tensors, told)
-        given = {
+        fields = _fields_from_tensors(path, tensors, header)
+        stated = {
             name: value
             for name, value in asdict(overrides or Overrides()).items()
             if value is not None
         }
-        if "threshold" in given:
-            given["threshold"] = np.full(
-                len(found["w_dec"]), given["threshold"], np.float32
-            )
-        found |= given
-        if "kind" not in found:
+        if "threshold" in stated:
+            n_directions = len(fields["w_dec"])
+            stated["threshold"] = np.full(n_directions, stated["threshold"], np.float32)
+        fields |= stated
+        if "kind" not in fields:
             raise VitseeError(
                 f"the file does not say its kind; give --kind {'|'.join(ENCODED)}"
             )
-        if found["kind"] == "topk" and found.get("k") is None:
+        kind = fields["kind"]
+        if kind == "topk" and fields.get("k") is None:
             raise VitseeError(
                 "the file does not say how many directions topk keeps; give --k"
             )
-        if found["kind"] in ("batchtopk", "jumprelu") and found.get("threshold") is None:
-            raise VitseeError(
-                f"the file has no threshold for {found['kind']}; give --threshold"
-            )
-        return Dictionary(**found)
+        if kind in ("batchtopk", "jumprelu") and fields.get("threshold") is None:
+            raise VitseeError(f"the file has no threshold for {kind}; give --threshold")
+        return Dictionary(**fields)
     except VitseeError as error:
         raise VitseeError(f"{path}: {error}") from None
 
@@ -283,28 +316,36 @@ def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionar
 def for_sites(
     store: Store, paths: Sequence[Path], sites: Sequence[str], overrides: Overrides
 ) -> dict[str, tuple[Dictionary, Path]]:
-    """The dictionary of each site, and its file: one for all, or one each in order. sites:
-    selectors; without any, the sites that the dictionaries were fitted on.
+    """Return site -> its dictionary and the dictionary's file.
+
+    Args:
+        store: the store of the sites.
+        paths: a dictionary for all sites, or one for each in order.
+        sites: selectors; without any, the sites that the dictionaries were fitted on.
+        overrides: fields that replace what the files say.
 
     Raises:
         SiteError: no such site, or a dictionary that does not say its site.
-        VitseeError: other numbers of both, or a file that cannot be used.
+        VitseeError: different numbers of dictionaries and sites, or a file that cannot be used.
     """
-    found = [(read_dictionary(path, overrides), path) for path in paths]
-    if not sites:
-        if unknown := [path for one, path in found if not one.site]:
-            raise SiteError(
-                f"{unknown[0]} does not say which site it was fitted on; give --sites"
-            )
-        chosen = [store.site(one.site) for one, _ in found]
-    else:
+    dictionaries = [(read_dictionary(path, overrides), path) for path in paths]
+    if sites:
         chosen = store.select(list(sites))
-    if len(found) not in (1, len(chosen)):
+    else:
+        without_site = [path for dictionary, path in dictionaries if not dictionary.site]
+        if without_site:
+            raise SiteError(
+                f"{without_site[0]} does not say which site it was fitted on; give --sites"
+            )
+        chosen = [store.site(dictionary.site) for dictionary, _ in dictionaries]
+    if len(dictionaries) not in (1, len(chosen)):
         raise VitseeError(
-            f"{len(found)} dictionaries for {len(chosen)} sites; expected one, or one for each"
+            f"{len(dictionaries)} dictionaries for {len(chosen)} sites; expected one, or one for "
+            "each"
         )
-    every = found * len(chosen) if len(found) == 1 else found
-    return {site.name: one for site, one in zip(chosen, every, strict=True)}
+    if len(dictionaries) == 1:
+        dictionaries = dictionaries * len(chosen)
+    return {site.name: entry for site, entry in zip(chosen, dictionaries, strict=True)}
 
 
 def save_dictionary(dictionary: Dictionary, path: Path, *, force: bool = False) -> None:
@@ -315,77 +356,98 @@ def save_dictionary(dictionary: Dictionary, path: Path, *, force: bool = False) 
     """
     from safetensors.numpy import save_file
 
-    names = {
+    arrays = {
         "W_dec": dictionary.w_dec,
         "b_dec": dictionary.b_dec,
         "W_enc": dictionary.w_enc,
+        "b_enc": dictionary.b_enc,
+        "threshold": dictionary.threshold,
     }
-    names |= {"b_enc": dictionary.b_enc, "threshold": dictionary.threshold}
     tensors = {
-        name: np.ascontiguousarray(v) for name, v in names.items() if v is not None
+        name: np.ascontiguousarray(values)
+        for name, values in arrays.items()
+        if values is not None
     }
-    told = {name: getattr(dictionary, name) for name in SAVED}
+    fields = {name: getattr(dictionary, name) for name in SAVED}
     with new_files([path], force=force) as (partial,):
-        save_file(tensors, partial, {"format": FORMAT, FORMAT: json.dumps(told)})
+        save_file(tensors, partial, {"format": FORMAT, FORMAT: json.dumps(fields)})
 
 
-def _read(path: Path) -> tuple[Tensors, Told]:
-    """The tensors of a file in float32, and what its header or the file beside it tells."""
+def _read_tensors(path: Path) -> tuple[Tensors, FileFields]:
+    """Return a file's tensors in float32, and what its header or the file beside it says."""
     try:
         with open(path, "rb") as file:
-            start = file.read(1)
+            first_byte = file.read(1)
         if path.suffix == ".safetensors":
-            return _safetensors(path)
-        return _torch(path, headed=start == b"{")
+            return _read_safetensors(path)
+        # saev writes a line of JSON before what torch.save writes.
+        return _read_torch_file(path, has_header=first_byte == b"{")
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
 
 
-def _safetensors(path: Path) -> tuple[Tensors, Told]:
+def _read_safetensors(path: Path) -> tuple[Tensors, FileFields]:
+    """Return the tensors of a .safetensors file, and our metadata or SAELens' cfg.json beside it.
+
+    It is opened for torch, since NumPy has no bfloat16.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            told: Told = dict(file.metadata() or {})
+            header: FileFields = dict(file.metadata() or {})
             names: list[str] = list(file.keys())
             tensors = {name: file.get_tensor(name).float().numpy() for name in names}
-        if FORMAT in told:
-            told = {"vitsee": json.loads(told[FORMAT])}
+        if FORMAT in header:
+            header = {"vitsee": json.loads(header[FORMAT])}
     except (SafetensorError, json.JSONDecodeError) as error:
         raise VitseeError(f"{path} is no .safetensors file: {error}") from None
-    beside = path.with_name(CONFIG)
-    if "vitsee" not in told and beside.is_file():
+    config_path = path.with_name(CONFIG)
+    if "vitsee" not in header and config_path.is_file():
         try:
-            told = {"cfg": json.loads(beside.read_text(encoding="utf-8"))}
+            header = {"cfg": json.loads(config_path.read_text(encoding="utf-8"))}
         except (ValueError, OSError) as error:
-            raise VitseeError(f"{beside} is no JSON: {error}") from None
-        if not isinstance(told["cfg"], dict):
-            raise VitseeError(f"{beside} is no configuration; expected a JSON object")
-    return tensors, told
+            raise VitseeError(f"{config_path} is no JSON: {error}") from None
+        if not isinstance(header["cfg"], dict):
+            raise VitseeError(
+                f"{config_path} is no configuration; expected a JSON object"
+            )
+    return tensors, header
 
 
-def _torch(path: Path, *, headed: bool) -> tuple[Tensors, Told]:
+def _read_torch_file(path: Path, *, has_header: bool) -> tuple[Tensors, FileFields]:
+    """Return the state dict of a file of torch.save, and saev's header if there is one.
+
+    Only tensors are unpickled: no code of the file is run.
+    """
     import torch
 
+    header: FileFields = {}
     with open(path, "rb") as file:
         try:
-            told = {"saev": json.loads(file.readline())} if headed else {}
-            found = torch.load(
+            if has_header:
+                header["saev"] = json.loads(file.readline())
+            state_dict = torch.load(
                 io.BytesIO(file.read()), map_location="cpu", weights_only=True
             )
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             text = " ".join(str(error).split())[:100]
             raise VitseeError(f"{path} is no file of tensors: {text}") from None
-    if not isinstance(found, dict) or not all(torch.is_tensor(v) for v in found.values()):
+    is_state_dict = isinstance(state_dict, dict) and all(
+        torch.is_tensor(value) for value in state_dict.values()
+    )
+    if not is_state_dict:
         raise VitseeError(f"{path} holds no state dict; expected names and tensors")
-    return {name: v.float().numpy() for name, v in found.items()}, told
+    tensors = {name: value.float().numpy() for name, value in state_dict.items()}
+    return tensors, header
 
 
-def _recognised(path: Path, tensors: Tensors, told: Told) -> Told:
+def _fields_from_tensors(path: Path, tensors: Tensors, header: FileFields) -> FileFields:
+    """Return the fields of `Dictionary` in a file, recognised by its tensors' names."""
     if "dictionary._weights" in tensors:
-        return _overcomplete(path, tensors)
+        return _overcomplete_fields(path, tensors)
     if "W_dec" in tensors:
-        return _named(path, tensors, told)
+        return _autoencoder_fields(path, tensors, header)
     names = ", ".join([*tensors][:5]) or "nothing"
     raise VitseeError(
         f"no dictionary is recognised in its tensors ({names}); expected W_dec with W_enc, b_enc, "
@@ -393,21 +455,23 @@ def _recognised(path: Path, tensors: Tensors, told: Told) -> Told:
     )
 
 
-def _named(path: Path, tensors: Tensors, told: Told) -> Told:
-    """Names as saev, SAELens and vitsee write them."""
-    rename = {"W_dec": "w_dec", "b_dec": "b_dec", "W_enc": "w_enc", "b_enc": "b_enc"}
-    found: Told = {
-        ours: tensors[name] for name, ours in rename.items() if name in tensors
+def _autoencoder_fields(path: Path, tensors: Tensors, header: FileFields) -> FileFields:
+    """Return the fields in a file with the tensor names of saev, SAELens and vitsee."""
+    names = {"W_dec": "w_dec", "b_dec": "b_dec", "W_enc": "w_enc", "b_enc": "b_enc"}
+    fields: FileFields = {
+        field: tensors[name] for name, field in names.items() if name in tensors
     }
-    n, dim = (*found["w_dec"].shape, 0)[:2]
-    if "vitsee" in told:
-        if not isinstance(told["vitsee"], dict):
+    # `Dictionary` refuses directions of another number of axes than two.
+    n, dim = (*fields["w_dec"].shape, 0)[:2]
+    if "vitsee" in header:
+        if not isinstance(header["vitsee"], dict):
             raise VitseeError("its metadata is damaged; expected a JSON object")
-        found |= {name: value for name, value in told["vitsee"].items() if name in SAVED}
-    elif "saev" in told:
-        found |= _of_saev(told["saev"])
-    elif "cfg" in told:
-        found |= _of_saelens(told["cfg"], found)
+        saved = header["vitsee"]
+        fields |= {name: value for name, value in saved.items() if name in SAVED}
+    elif "saev" in header:
+        fields |= _saev_fields(header["saev"])
+    elif "cfg" in header:
+        fields |= _saelens_fields(header["cfg"], fields)
     else:
         # saev's state dict without its line of configuration; x is not centred there.
         log.warning(
@@ -417,36 +481,44 @@ def _named(path: Path, tensors: Tensors, told: Told) -> Told:
         )
     for name in ("threshold", "activation.threshold", "topk_threshold"):
         if name in tensors:
-            own = tensors[name]
-            found["threshold"] = np.full(n, own, np.float32) if own.size == 1 else own
-            found.setdefault("kind", "jumprelu" if name == "threshold" else "batchtopk")
-    if "b_dec" not in found:
+            threshold = tensors[name]
+            if threshold.size == 1:  # the same for all directions
+                threshold = np.full(n, threshold, np.float32)
+            fields["threshold"] = threshold
+            fields.setdefault("kind", "jumprelu" if name == "threshold" else "batchtopk")
+    if "b_dec" not in fields:
         log.info("%s: no b_dec: 0 is assumed", path)
-        found["b_dec"] = np.zeros(dim, np.float32)
-    if "w_enc" in found and "b_enc" not in found:
+        fields["b_dec"] = np.zeros(dim, np.float32)
+    if "w_enc" in fields and "b_enc" not in fields:
         log.info("%s: no b_enc: 0 is assumed", path)
-        found["b_enc"] = np.zeros(n, np.float32)
-    return found
+        fields["b_enc"] = np.zeros(n, np.float32)
+    return fields
 
 
-def _of_saev(header: Told) -> Told:
+def _saev_fields(header: FileFields) -> FileFields:
+    """Return the fields that saev's configuration states; raise VitseeError if unsupported."""
     activation = header.get("cfg", {}).get("activation", {})
     kind = activation.get("cls")
-    given = activation.get("params", {})
+    parameters = activation.get("params", {})
     if kind not in _SAEV_KINDS:
         raise VitseeError(
             f"saev's activation {kind!r} is not supported; expected "
             f"{', '.join(_SAEV_KINDS)}"
         )
-    return {"kind": _SAEV_KINDS[kind], "k": given.get("top_k"), "positive": False}
+    return {"kind": _SAEV_KINDS[kind], "k": parameters.get("top_k"), "positive": False}
 
 
-def _of_saelens(cfg: Told, found: Told) -> Told:
+def _saelens_fields(cfg: FileFields, fields: FileFields) -> FileFields:
+    """Return the fields that SAELens' configuration states; raise VitseeError if unsupported.
+
+    Args:
+        cfg: the contents of cfg.json.
+        fields: the arrays of the file, which are rescaled if the configuration says so.
+    """
     kind = cfg.get("architecture", "standard")
     k = cfg.get("k")
-    if (
-        cfg.get("activation_fn_str", cfg.get("activation_fn")) == "topk"
-    ):  # before version 6
+    # SAELens before version 6 stated topk as an activation function.
+    if cfg.get("activation_fn_str", cfg.get("activation_fn")) == "topk":
         kind = "topk"
         k = (cfg.get("activation_fn_kwargs") or {}).get("k")
     if kind not in _SAELENS_KINDS:
@@ -454,38 +526,42 @@ def _of_saelens(cfg: Told, found: Told) -> Told:
             f"SAELens' architecture {kind!r} is not supported; expected "
             f"{', '.join(_SAELENS_KINDS)}"
         )
-    for name, plain in (
-        ("normalize_activations", "none"),
-        ("reshape_activations", "none"),
-    ):
-        if (value := cfg.get(name) or plain) != plain:
+    for name in ("normalize_activations", "reshape_activations"):
+        value = cfg.get(name) or "none"
+        if value != "none":
             raise VitseeError(
                 f"{name} is {value!r}, which is not supported; fold it into the "
                 "weights first"
             )
-    told: Told = {"kind": _SAELENS_KINDS[kind], "k": k}
-    told["centre"] = bool(cfg.get("apply_b_dec_to_input", True))
-    if cfg.get("rescale_acts_by_decoder_norm") and "w_enc" in found and "b_enc" in found:
-        norms = np.linalg.norm(found["w_dec"], axis=1)  # as SAELens folds them
-        told |= {
-            "w_enc": found["w_enc"] * norms,
-            "b_enc": found["b_enc"] * norms,
-            "w_dec": found["w_dec"] / np.maximum(norms, 1e-8)[:, None],
-        }
-    return told
+    stated: FileFields = {"kind": _SAELENS_KINDS[kind], "k": k}
+    stated["centre"] = bool(cfg.get("apply_b_dec_to_input", True))
+    has_encoder = "w_enc" in fields and "b_enc" in fields
+    if cfg.get("rescale_acts_by_decoder_norm") and has_encoder:
+        # The norms of the directions, (K,), are folded into the encoder, as SAELens does itself.
+        norms = np.linalg.norm(fields["w_dec"], axis=1)
+        stated["w_enc"] = fields["w_enc"] * norms
+        stated["b_enc"] = fields["b_enc"] * norms
+        stated["w_dec"] = fields["w_dec"] / np.maximum(norms, 1e-8)[:, None]
+    return stated
 
 
-def _overcomplete(path: Path, tensors: Tensors) -> Told:
+def _overcomplete_fields(path: Path, tensors: Tensors) -> FileFields:
+    """Return the fields in a file of overcomplete; raise VitseeError if it is not supported."""
     weights = tensors["dictionary._weights"]
     if weights.ndim != 2:
         raise VitseeError(
             f"dictionary._weights is {weights.shape}; expected (K, channels)"
         )
     n, dim = weights.shape
-    layer = ("encoder.final_block.0.", "encoder.weight", "encoder.bias")
-    if other := [
-        x for x in tensors if not x.startswith((*layer, "dictionary.", "thresholds"))
-    ]:
+    supported = (
+        "encoder.final_block.0.",
+        "encoder.weight",
+        "encoder.bias",
+        "dictionary.",
+        "thresholds",
+    )
+    other = [name for name in tensors if not name.startswith(supported)]
+    if other:
         raise VitseeError(
             f"an encoder with {other[0]} is not supported; expected one linear layer"
         )
@@ -493,25 +569,25 @@ def _overcomplete(path: Path, tensors: Tensors) -> Told:
         "%s: rows of the dictionary are normalised to length 1, overcomplete's default",
         path,
     )
-    rows = weights / (np.linalg.norm(weights, axis=1, keepdims=True) + 1e-8)
-    rows = rows * np.exp(tensors.get("dictionary.multiplier", np.zeros((), np.float32)))
-    linear = {
-        kind: tensors.get(f"encoder.final_block.0.{kind}", tensors.get(f"encoder.{kind}"))
-        for kind in ("weight", "bias")
-    }
-    encoder = linear["weight"]
-    bias = linear["bias"]
+    directions = weights / (np.linalg.norm(weights, axis=1, keepdims=True) + 1e-8)
+    # The multiplier and the thresholds are stored as logarithms.
+    log_multiplier = tensors.get("dictionary.multiplier", np.zeros((), np.float32))
+    directions = directions * np.exp(log_multiplier)
+    # An MLP encoder without hidden layers has its linear layer in a final block.
+    encoder = tensors.get("encoder.final_block.0.weight", tensors.get("encoder.weight"))
+    bias = tensors.get("encoder.final_block.0.bias", tensors.get("encoder.bias"))
     if encoder is None:
         log.info(
             "%s: no encoder: the dictionary's own rows are taken (tied weights)", path
         )
-        encoder = rows
-    found: Told = {
-        "w_dec": rows.astype(np.float32),
+        encoder = directions
+    fields: FileFields = {
+        "w_dec": directions.astype(np.float32),
         "b_dec": np.zeros(dim, np.float32),
         "w_enc": encoder.T,
         "b_enc": np.zeros(n, np.float32) if bias is None else bias,
     }
     if "thresholds" in tensors:
-        found |= {"kind": "jumprelu", "threshold": np.exp(tensors["thresholds"])}
-    return found
+        fields["kind"] = "jumprelu"
+        fields["threshold"] = np.exp(tensors["thresholds"])
+    return fields

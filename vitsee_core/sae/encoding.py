@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,17 @@ from vitsee_core.types import Float32
 from vitsee_stores import Slab, Store, StoreWriter, open_store, remove_store
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores.manifest import Manifest, new_manifest
 from vitsee_stores.samples import Samples
 from vitsee_stores.url import Place
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-CODES_BYTES = 256 << 20  # of a slab's codes in float32
-AT_ONCE = 4096  # tokens
+MAX_CODES_BYTES = 256 << 20  # of a slab's codes in float32
+TOKENS_PER_BATCH = 4096
 COLUMNS = (*SITE, "metric", "value", "n_images")
-# What the store of codes has of the other's: about images, so that pictures are found again.
+# Entries of the manifest that are copied: those about images, so that pictures are found again.
 KEPT_INFO = (
     "data",
     "data_folder",
@@ -48,33 +48,47 @@ KEPT_INFO = (
     "first_images_sha256",
     "columns",
 )
-DROPPED = ("attention", "residual", "inputs", "grams", "erf", "head_weights")  # not in it
+# Entries of the identity that are not copied: a store of codes has no such arrays.
+DROPPED = ("attention", "residual", "inputs", "grams", "erf", "head_weights")
 
 
 @dataclass
 class CodeSums:
-    """Sums over tokens and their reconstructions, which slabs add to."""
+    """Sums over tokens and their reconstructions, which slabs add to.
+
+    Attributes:
+        n: the number of tokens.
+        nonzero: the number of codes that are not 0.
+        error: the sum of |x - x'|^2.
+        squares: the sum of |x|^2.
+        total: (D,) the sum of x.
+        active: (K,) whether any token has the direction.
+    """
 
     n: int = 0
     nonzero: int = 0
-    error: float = 0.0  # sum of |x - x'|^2
-    squares: float = 0.0  # sum of |x|^2
-    total: NDArray[Any] = field(default_factory=lambda: np.zeros(()))  # sum of x, (D,)
-    active: NDArray[Any] = field(default_factory=lambda: np.zeros((), bool))  # (K,)
+    error: float = 0.0
+    squares: float = 0.0
+    # Without axes until the first tokens are added, whose width they take.
+    total: NDArray[Any] = field(default_factory=lambda: np.zeros(()))
+    active: NDArray[Any] = field(default_factory=lambda: np.zeros((), bool))
 
     def add(self, x: Float32, codes: Float32, decoded: Float32) -> None:
-        """Tokens (n, D) that codes reconstruct, (n, K) and (n, D)."""
-        wide = x.astype(np.float64)
+        """Add tokens (n, D), their codes (n, K) and the reconstructions (n, D)."""
+        x64 = x.astype(np.float64)  # r2 is a difference of these sums
         self.n += len(x)
         self.nonzero += int(np.count_nonzero(codes))
-        self.error += float(((wide - decoded) ** 2).sum())
-        self.squares += float((wide**2).sum())
-        self.total = self.total + wide.sum(0)
+        self.error += float(((x64 - decoded) ** 2).sum())
+        self.squares += float((x64**2).sum())
+        self.total = self.total + x64.sum(0)
         self.active = self.active | (codes != 0).any(0)
 
     def metrics(self) -> dict[str, float]:
-        """r2; l0, the mean number of codes of a token that are not 0; never_active, the share of
-        directions without one."""
+        """Return r2, l0 and never_active.
+
+        l0 is the mean number of codes of a token that are not 0; never_active is the fraction of
+        directions that no token has.
+        """
         l0 = self.nonzero / self.n if self.n else math.nan
         r2 = explained(self.n, self.error, self.squares, self.total)
         return {"r2": r2, "l0": l0, "never_active": float(1 - self.active.mean())}
@@ -93,20 +107,22 @@ def encode_store(
 ) -> tuple[Store, Table]:
     """Write the codes of sites as a store, and measure what is lost.
 
-    Memory: a slab of a site, and its codes, at most `CODES_BYTES` twice (or those of one image).
+    Memory holds a slab of each site and its codes twice, at most `MAX_CODES_BYTES` each time (or
+    the codes of a single image).
 
     Args:
-        store: with all tokens of these sites.
-        dictionaries: by the name of the site.
+        store: a store with all tokens of these sites.
+        dictionaries: site -> dictionary.
         output: the store to fill; an interrupted one is completed.
-        names: what each dictionary is called in the column `weights`, by site.
-        dtype: of the codes of tokens, "float32" or "float16".
-        force: start anew.
-        command: for the store's provenance.
+        names: site -> the dictionary's name in the column `weights`.
+        dtype: the type of the stored codes of tokens, "float32" or "float16".
+        force: whether an existing store is removed first.
+        command: the command, for the store's provenance.
         execution: device and memory.
 
     Returns:
-        the store, and one row per site and metric: `r2`, `l0` and `never_active`.
+        The store of codes, and a table with a row for each site and metric: `r2`, `l0` and
+        `never_active`.
 
     Raises:
         SiteError: no such site.
@@ -116,7 +132,7 @@ def encode_store(
     """
     from vitsee_core.runtime.device import resolve_device
 
-    chosen = {}
+    encodings: dict[str, _Encoding] = {}
     for name, dictionary in dictionaries.items():
         (site,) = store.select([name])
         features = choose_features(store, site, "all")
@@ -125,71 +141,90 @@ def encode_store(
                 f"the dictionary has {dictionary.dim} channels and {name} of {store.label} "
                 f"{features.dim}; expected one that was fitted on this site"
             )
-        chosen[site.name] = (replace(site, alias_of=None), features, dictionary)
-    sites = tuple(_site(*one, dtype) for one in chosen.values())
-    plan = _plan(store, sites)
-    _check_memory(
-        store, plan, [features for _, features, _ in chosen.values()], execution
-    )
+        encodings[site.name] = _Encoding(
+            site=replace(site, alias_of=None), features=features, dictionary=dictionary
+        )
+    code_sites = tuple(encoding.code_site(dtype) for encoding in encodings.values())
+    plan = _plan_of_codes(store, code_sites)
+    all_features = [encoding.features for encoding in encodings.values()]
+    _check_memory(store, plan, all_features, execution)
     device = str(resolve_device(execution.device))
     if force:
         remove_store(output)
-    writer = _writer(store, plan, dictionaries, names or {}, dtype, output, command)
-    sums = {name: CodeSums() for name in chosen}
+    manifest, samples = _manifest_of_codes(
+        store, plan, dictionaries, names=names or {}, dtype=dtype, command=command
+    )
+    writer = StoreWriter.create_or_join(output, manifest, samples)
+    sums = {name: CodeSums() for name in encodings}
     missing = ~writer.committed()
     with counting(execution.progress, store.n_images, "images"):
         for slab in store.slabs():
             tokens = {
-                name: of.of_slab(slab, slice(0, len(of.tokens)))
-                for name, (_, of, _) in chosen.items()
+                name: encoding.features.of_slab(
+                    slab, slice(0, len(encoding.features.tokens))
+                )
+                for name, encoding in encodings.items()
             }
-            for k, rows, part in _parts(slab, writer.plan):
-                arrays = _of_images(store, rows)
-                for site in sites:
-                    dictionary = dictionaries[site.name]
-                    codes = _encode(
-                        dictionary, tokens[site.name][part], sums[site.name], device
+            for k, rows, among_valid in _code_slabs(slab, writer.plan):
+                arrays = _image_arrays(store, rows)
+                for site in code_sites:
+                    # Committed slabs are encoded too, since the metrics are over all images.
+                    codes = _encode_and_add(
+                        dictionaries[site.name],
+                        tokens[site.name][among_valid],
+                        sums[site.name],
+                        device,
                     )
                     if missing[k]:
-                        arrays |= _arrays(site, codes, store.valid[rows])
+                        arrays |= _code_arrays(site, codes, store.valid[rows])
                 if missing[k]:
                     writer.write_slab(k, arrays, {"command": command})
                 execution.progress.advance(rows.stop - rows.start)
     writer.finish()
-    n = int(store.valid.sum())
-    lines = [
-        site_columns(store, spec) | {"metric": metric, "value": value, "n_images": n}
-        for name, (spec, _, _) in chosen.items()
-        for metric, value in sums[name].metrics().items()
-    ]
-    made = open_store(output)
+    n_images = int(store.valid.sum())
+    rows_of_table = []
+    for name, encoding in encodings.items():
+        for metric, value in sums[name].metrics().items():
+            row = site_columns(store, encoding.site)
+            row |= {"metric": metric, "value": value, "n_images": n_images}
+            rows_of_table.append(row)
     notes = {
         "codes": str(output),
         "store": store.label,
         "dictionaries": dict(names or {}),
     }
-    return made, Table.from_rows(lines, COLUMNS, notes)
+    return open_store(output), Table.from_rows(rows_of_table, COLUMNS, notes)
 
 
-def _site(
-    spec: SiteSpec, features: SiteFeatures, dictionary: Dictionary, dtype: str
-) -> SiteSpec:
-    """A site of codes in the place of the site."""
-    layout = features.layout
-    plain = replace(spec, dim=dictionary.n, tokens="all", site_path=None, layout=layout)
-    if layout is None:
-        return replace(plain, kind="vector", shape=(dictionary.n,), dtype="float32")
-    return replace(plain, shape=(layout.n_tokens, dictionary.n), dtype=dtype)
+class _Encoding(NamedTuple):
+    """A site, its features, and the dictionary that encodes them."""
+
+    site: SiteSpec
+    features: SiteFeatures
+    dictionary: Dictionary
+
+    def code_site(self, dtype: str) -> SiteSpec:
+        """Return the site of the codes: that of the tokens, with directions as channels."""
+        layout = self.features.layout
+        n_directions = self.dictionary.n
+        site = replace(
+            self.site, dim=n_directions, tokens="all", site_path=None, layout=layout
+        )
+        if layout is None:
+            return replace(site, kind="vector", shape=(n_directions,), dtype="float32")
+        return replace(site, shape=(layout.n_tokens, n_directions), dtype=dtype)
 
 
-def _plan(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
-    """Slabs that divide the store's, with at most `CODES_BYTES` of codes where they are larger than
-    an image."""
-    of_image = 4 * sum(math.prod(site.shape) for site in sites)
-    most = max(1, CODES_BYTES // of_image)
-    whole = store.plan.slab
-    slab = max(n for n in range(1, min(most, whole) + 1) if whole % n == 0)
+def _plan_of_codes(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
+    """Return the plan of a store of codes.
+
+    Its slabs divide those of the store, so that each of these is read once, and have at most
+    `MAX_CODES_BYTES` of codes, or a single image.
+    """
+    image_bytes = 4 * sum(math.prod(site.shape) for site in sites)
+    max_images = max(1, MAX_CODES_BYTES // image_bytes)
     plan = store.plan
+    slab = max(n for n in range(1, min(max_images, plan.slab) + 1) if plan.slab % n == 0)
     return StorePlan(
         store.n_images,
         slab,
@@ -204,119 +239,145 @@ def _plan(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
 def _check_memory(
     store: Store, plan: StorePlan, features: Sequence[SiteFeatures], execution: Execution
 ) -> None:
-    codes = 4 * sum(math.prod(site.shape) for site in plan.sites) * plan.slab
-    need = 2 * codes + sum(of.slab_bytes for of in features)
-    if need > execution.budget:
+    """Raise VitseeError if a slab of tokens and its codes exceed the memory."""
+    code_bytes = 4 * sum(math.prod(site.shape) for site in plan.sites) * plan.slab
+    # Codes in float32, and as they are stored.
+    needed = 2 * code_bytes + sum(tokens.slab_bytes for tokens in features)
+    if needed > execution.budget:
         raise VitseeError(
-            f"encoding {store.label} takes {human_bytes(need)} of memory; --memory is "
+            f"encoding {store.label} takes {human_bytes(needed)} of memory; --memory is "
             f"{human_bytes(execution.budget)}"
         )
 
 
-def _writer(
+def _manifest_of_codes(
     store: Store,
     plan: StorePlan,
     dictionaries: Mapping[str, Dictionary],
+    *,
     names: Mapping[str, str],
     dtype: str,
-    output: Place,
     command: str,
-) -> StoreWriter:
-    old = store.manifest
-    theirs = store.samples
+) -> tuple[Manifest, Samples]:
+    """Return the manifest and the samples of a store of codes.
+
+    The identity has digests of the dictionaries, so that an interrupted store is not completed with
+    others.
+    """
+    manifest = store.manifest
     identity = {
-        name: value for name, value in old.identity.items() if name not in DROPPED
-    } | {
+        name: value for name, value in manifest.identity.items() if name not in DROPPED
+    }
+    identity |= {
         "command": "encode",
-        "of": old.store_id,
-        # so that extract adds nothing
-        "weights": f"codes of {old.identity.get('weights', '')}",
+        "of": manifest.store_id,
+        # Other weights than the model's, so that `vitsee extract` does not add its sites here.
+        "weights": f"codes of {manifest.identity.get('weights', '')}",
         "sites": [site.name for site in plan.sites],
         "tokens": {"default": "all"},
-        "dictionaries": {name: _digest(one) for name, one in dictionaries.items()},
+        "dictionaries": {
+            name: _digest(dictionary) for name, dictionary in dictionaries.items()
+        },
         "dtype": {"default": dtype},
         "slab": plan.slab,
         "codec": plan.codec,
     }
     codes = ", ".join(dict.fromkeys(names.values())) or "a dictionary"
-    kept = {name: old.info[name] for name in KEPT_INFO if name in old.info}
+    info = {name: manifest.info[name] for name in KEPT_INFO if name in manifest.info}
     samples = Samples(
-        theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(), theirs.box
+        index=store.samples.index,
+        ids=store.samples.id.tolist(),
+        labels=store.samples.label,
+        splits=store.samples.split.tolist(),
+        boxes=store.samples.box,
     )
-    manifest = new_manifest(
+    code_manifest = new_manifest(
         identity,
         plan,
         samples,
-        model={**old.model, "codes": codes},
-        transform=old.transform,
-        class_names=old.class_names,
-        info={**kept, "command": command, "versions": result_versions()},
+        model={**manifest.model, "codes": codes},
+        transform=manifest.transform,
+        class_names=manifest.class_names,
+        info={**info, "command": command, "versions": result_versions()},
     )
-    return StoreWriter.create_or_join(output, manifest, samples)
+    return code_manifest, samples
 
 
 def _digest(dictionary: Dictionary) -> str:
+    """Return the SHA-256 of a dictionary's fields."""
     fields = vars(dictionary)
     digest = hashlib.sha256()
     for name in sorted(fields):
         value = fields[name]
         digest.update(f"{name} ".encode())
-        digest.update(
-            value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-        )
+        if isinstance(value, np.ndarray):
+            digest.update(value.tobytes())
+        else:
+            digest.update(repr(value).encode())
     return digest.hexdigest()
 
 
-def _parts(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice]]:
-    """The slabs of codes in a slab: number, rows of the store, places among its valid images."""
-    before = np.concatenate([[0], np.cumsum(slab.valid)])
-    for start in range(slab.rows.start, slab.rows.stop, plan.slab):
+def _code_slabs(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice]]:
+    """Yield the slabs of codes that lie in a slab of tokens.
+
+    Each is given by its number, its rows in the store, and the range of its images among the valid
+    images of the slab of tokens.
+    """
+    n_valid_before = np.concatenate([[0], np.cumsum(slab.valid)])
+    first_row = slab.rows.start
+    for start in range(first_row, slab.rows.stop, plan.slab):
         stop = min(start + plan.slab, slab.rows.stop)
-        first, last = (int(before[row - slab.rows.start]) for row in (start, stop))
+        first = int(n_valid_before[start - first_row])
+        last = int(n_valid_before[stop - first_row])
         yield start // plan.slab, slice(start, stop), slice(first, last)
 
 
-def _of_images(store: Store, rows: slice) -> dict[str, NDArray[Any]]:
-    valid = store.valid[rows]
-    seconds = (
-        {"seconds": store.array("seconds")[rows]} if store.plan.clip is not None else {}
-    )
+def _image_arrays(store: Store, rows: slice) -> dict[str, NDArray[Any]]:
+    """Return the arrays about images, array name -> values, which are the same as in the store."""
+    arrays: dict[str, NDArray[Any]] = {}
+    if store.plan.clip is not None:
+        arrays["seconds"] = store.array("seconds")[rows]
     pixel_hash = store.samples.pixel_hash
-    pixels = (
-        {} if pixel_hash is None else {"pixel_hash": pixel_hash[rows].astype(np.uint64)}
-    )
-    return {
-        **seconds,
-        **pixels,
-        "valid": valid.astype(np.uint8),
-        "n_valid": np.array(valid.sum(), np.int64),
-        "hash": store.samples.hash[rows].astype(np.uint64),
-        "size": store.samples.size[rows].astype(np.int32),
-    }
+    if pixel_hash is not None:
+        arrays["pixel_hash"] = pixel_hash[rows].astype(np.uint64)
+    valid = store.valid[rows]
+    arrays["valid"] = valid.astype(np.uint8)
+    arrays["n_valid"] = np.array(valid.sum(), np.int64)
+    arrays["hash"] = store.samples.hash[rows].astype(np.uint64)
+    arrays["size"] = store.samples.size[rows].astype(np.int32)
+    return arrays
 
 
-def _encode(
+def _encode_and_add(
     dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str
 ) -> Float32:
-    """(images, tokens, K) codes of (images, tokens, D)."""
+    """Return the codes (images, tokens, K) of (images, tokens, D), and add them to `sums`."""
     flat = tokens.reshape(-1, tokens.shape[-1])
     codes = np.empty((len(flat), dictionary.n), np.float32)
-    for start in range(0, len(flat), AT_ONCE):
-        x = flat[start : start + AT_ONCE]
-        own = codes[start : start + AT_ONCE]
-        own[...] = dictionary.encode(x, device)
-        sums.add(dictionary.target(x), own, dictionary.decode(own))
+    for start in range(0, len(flat), TOKENS_PER_BATCH):
+        x = flat[start : start + TOKENS_PER_BATCH]
+        batch_codes = codes[start : start + TOKENS_PER_BATCH]
+        batch_codes[...] = dictionary.encode(x, device)
+        sums.add(dictionary.target(x), batch_codes, dictionary.decode(batch_codes))
     return codes.reshape(*tokens.shape[:2], dictionary.n)
 
 
-def _arrays(
+def _code_arrays(
     site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of one site in a slab, by their names in the store; NaN for images that could not
-    be read."""
+    """Return the arrays of a site in a slab, array name -> values.
+
+    Args:
+        site: the site of codes.
+        codes: (valid images, tokens, K).
+        valid: (images,) which images could be read; the others have NaN.
+
+    Raises:
+        VitseeError: a code is beyond the stored type.
+    """
     layout = site.layout
     if layout is None:
-        return {f"vectors/{site.name}": _rows(codes[:, 0], valid, "float32")}
+        return {f"vectors/{site.name}": _with_invalid(codes[:, 0], valid, "float32")}
     with np.errstate(over="ignore"):
         stored = codes.astype(site.dtype)
     if not np.isfinite(stored).all():
@@ -326,26 +387,27 @@ def _arrays(
         )
     body = stored[:, layout.n_prefix :]
     mean = codes[:, layout.n_prefix :].mean(1, dtype=np.float64)
-    found = {f"pooled/{site.name}/mean": _rows(mean, valid, "float32")}
+    arrays = {f"pooled/{site.name}/mean": _with_invalid(mean, valid, "float32")}
     if layout.grid is None:
-        found[f"acts/{site.name}/rows"] = _rows(body, valid, site.dtype)
+        arrays[f"acts/{site.name}/rows"] = _with_invalid(body, valid, site.dtype)
     else:
         body = body.reshape(len(body), *layout.body, site.dim)
-        found[f"acts/{site.name}/grid"] = _rows(body, valid, site.dtype)
+        arrays[f"acts/{site.name}/grid"] = _with_invalid(body, valid, site.dtype)
     if layout.prefix:
-        found[f"acts/{site.name}/prefix"] = _rows(
-            stored[:, : layout.n_prefix], valid, site.dtype
-        )
-    if cls := list(layout.cls_tokens):
-        whole = codes[:, cls].mean(1, dtype=np.float64)
-        found[f"pooled/{site.name}/cls"] = _rows(whole, valid, "float32")
-    return found
+        prefix = stored[:, : layout.n_prefix]
+        arrays[f"acts/{site.name}/prefix"] = _with_invalid(prefix, valid, site.dtype)
+    cls_tokens = list(layout.cls_tokens)
+    if cls_tokens:
+        # Models with a class and a distillation token have the mean of both.
+        cls_mean = codes[:, cls_tokens].mean(1, dtype=np.float64)
+        arrays[f"pooled/{site.name}/cls"] = _with_invalid(cls_mean, valid, "float32")
+    return arrays
 
 
-def _rows(
+def _with_invalid(
     values: NDArray[Any], valid: NDArray[np.bool_], dtype: DTypeLike
 ) -> NDArray[Any]:
-    """(images of the slab, ...) from those of its valid images."""
-    whole = np.full((len(valid), *values.shape[1:]), np.nan, dtype)
-    whole[valid] = values
-    return whole
+    """Return (images, ...) from the values of the valid images, with NaN for the others."""
+    all_values = np.full((len(valid), *values.shape[1:]), np.nan, dtype)
+    all_values[valid] = values
+    return all_values
