@@ -1,5 +1,6 @@
-"""Labelled images: which rows of a store have a label, whether two stores fit together, and the
-baselines and intervals of scores against labels.
+"""Labelled images: which rows of a store have a label, and whether two stores fit together.
+
+Also the baselines and intervals of scores against labels.
 
 Labels are class numbers, -1 for none. The space of classes is that of the data set (the store's
 class names), not the classes that occur among the rows used. If one store trains and another tests,
@@ -33,8 +34,8 @@ INTERVAL_METHOD = (
     "features and seeds held fixed); std is the standard deviation of right (1) and wrong (0) over "
     "test images"
 )
-SHOWN = 4
-DRAWN_AT_ONCE = 1024
+MAX_IDS_NAMED = 4  # in a message
+DRAWN_ROWS = 1024  # of random features at a time
 TESTS = Option("", default="none")
 RANDOM_BASELINE = Option(
     "Add the rows of Gaussian features of the same shape.",
@@ -57,14 +58,17 @@ class LabelledRows:
     """The selected, readable, labelled rows of a store, in its order.
 
     Attributes:
-        mask: (images,) over all rows of the store.
-        rows: (n,) their numbers.
-        labels: (n,) classes.
+        store: the store.
+        mask: (images,) which rows of the store these are.
+        rows: (n,) their row numbers.
+        labels: (n,) class numbers.
         classes: names of all classes of the data set ("0", "1", ... if it has no names).
         index: (n,) positions in the data set's own order.
-        hashes: (n,) of the images' encoded bytes.
-        n_invalid, n_unlabelled: selected rows that are left out.
-        how: in words.
+        hashes: (n,) hashes of the images' encoded bytes.
+        n_invalid: the number of selected rows without a readable image, which are left out.
+        n_unlabelled: the number of selected, readable rows without a label.
+        how: how the rows were chosen, in words.
+        remarks: for the user, about the choice.
     """
 
     store: Store
@@ -88,34 +92,41 @@ class LabelledRows:
 
     @property
     def n_classes(self) -> int:
+        """The number of classes of the data set."""
         return len(self.classes)
 
     def describe(self) -> dict[str, Any]:
+        """Return what a result's sidecar says of the rows."""
         counts = {"invalid": self.n_invalid, "unlabelled": self.n_unlabelled}
-        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
-        return {"rows": len(self), "left_out": counts, "chosen": self.how, **remarks}
+        description = {"rows": len(self), "left_out": counts, "chosen": self.how}
+        if self.remarks:
+            description["remarks"] = list(self.remarks)
+        return description
 
     @property
     def n_images(self) -> int:
-        """Number of images; if examples are not images, see `segments`, of images with one."""
+        """The number of images that have an example (a subclass has segments as examples)."""
         return len(self)
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
-        """The count columns of a table, for all or for some (n,)."""
-        return {"n_images": len(self) if among is None else int(among.sum())}
+        """Return the count columns of a table, for all examples or those in a mask (n,)."""
+        if among is None:
+            return {"n_images": len(self)}
+        return {"n_images": int(among.sum())}
 
     def jackknife(self, seed: int) -> Blocks:
+        """Return blocks of images, each of which is left out once for a standard error."""
         return Blocks.of(self.store, self.mask, seed)
 
     def ends(
         self, value: float, n: int, right: int | None, replicates: Float | None
     ) -> tuple[float, float]:
-        """Low and high of the 95 % interval of an accuracy; see `INTERVAL`.
+        """Return the low and high end of the 95 % interval of an accuracy, as `INTERVAL` says.
 
         Args:
             value: the accuracy.
-            n: number of examples.
-            right: how many of them are right; None if that is not an integer.
+            n: the number of examples.
+            right: the number of examples that are right; None if that is not an integer.
             replicates: (blocks,) the accuracy without each block.
         """
         del value, replicates
@@ -126,38 +137,39 @@ class LabelledRows:
     def read(
         self,
         features: SiteFeatures,
-        places: Integers,
-        part: slice,
+        examples: Integers,
+        tokens: slice,
         *,
         jobs: int,
         memory: int,
     ) -> Iterator[tuple[Integers, Float32]]:
-        """(places, features (m, tokens of the part, dim)) of these, slab by slab.
+        """Yield the features of examples, slab by slab: (m,) examples, (m, tokens, dim) features.
 
         Args:
-            features: of a site of the store.
-            places: which of the n, ascending.
-            part: of the features' tokens.
-            jobs: slabs read at a time.
+            features: the features of a site of the store.
+            examples: positions among the n examples, ascending.
+            tokens: a range of the features' tokens.
+            jobs: the number of slabs that are read at a time.
             memory: bytes to stay within.
         """
         mask = np.zeros(self.store.n_images, bool)
-        mask[self.rows[places]] = True
-        done = 0
-        for x in features.blocks(mask, part, jobs=jobs, memory=memory):
-            yield places[done : done + len(x)], x
-            done += len(x)
+        mask[self.rows[examples]] = True
+        n_read = 0
+        for x in features.blocks(mask, tokens, jobs=jobs, memory=memory):
+            yield examples[n_read : n_read + len(x)], x
+            n_read += len(x)
 
     def vectors(
         self, features: SiteFeatures, *, jobs: int, memory: int
     ) -> Iterator[Float32]:
-        """(m, dim): `read` of features with one vector per example, for all examples."""
-        every = np.arange(len(self))
-        for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
+        """Yield (m, dim) of all examples, for features with a single vector for each of them."""
+        examples = np.arange(len(self))
+        first_token = slice(0, 1)
+        for _, x in self.read(features, examples, first_token, jobs=jobs, memory=memory):
             yield x[:, 0]
 
     def subset(self, keep: Mask, how: str) -> Self:
-        """The rows in `keep` (n,); how: in words."""
+        """Return the examples in a mask (n,); `how` says in words how they were chosen."""
         mask = np.zeros_like(self.mask)
         mask[self.rows[keep]] = True
         return replace(
@@ -170,22 +182,25 @@ class LabelledRows:
             how=how,
         )
 
-    def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
-        """(n,) the examples to hold out if images have several, keeping images whole; None if each
-        example is an image, of which this share of each class is held out."""
-        del share, rng
+    def held_out(self, fraction: float, rng: np.random.Generator) -> Mask | None:
+        """Return (n,) the examples to hold out, or None if the caller may draw them itself.
+
+        None is returned if each example is an image, of which the caller holds out this fraction
+        of each class. A subclass whose images have several examples keeps these together.
+        """
+        del fraction, rng
         return None
 
 
 def labelled_rows(
     store: Store, images: int | None = None, seed: int = 0, split: str | None = None
 ) -> LabelledRows:
-    """The rows of a store that have a label.
+    """Return the rows of a store that have a label.
 
     Args:
         store: the store.
         images: start from this many rows, see `choose_rows`, before others are left out.
-        seed: of a sample, if one is drawn.
+        seed: the seed of the sample, if a sample is drawn.
         split: only rows of this split of the data.
 
     Raises:
@@ -193,12 +208,12 @@ def labelled_rows(
     """
     chosen = choose_rows(store, images, seed)
     samples = store.samples
-    wanted = chosen.mask
+    selected = chosen.mask
     how = chosen.how
     if split is not None:
-        wanted = wanted & in_split(store, split)
+        selected = selected & in_split(store, split)
         how = f"{how}, of split {split}"
-    readable = wanted & samples.valid
+    readable = selected & samples.valid
     mask = readable & (samples.label >= 0)
     if not mask.any():
         raise MissingInput(
@@ -207,6 +222,7 @@ def labelled_rows(
             "folder per class, or a list with labels)"
         )
     rows = np.flatnonzero(mask)
+    # Classes that have a number but no name are called by it.
     names = list(store.class_names or ())
     names += [str(i) for i in range(len(names), int(samples.label.max()) + 1)]
     return LabelledRows(
@@ -217,7 +233,7 @@ def labelled_rows(
         classes=names,
         index=samples.index[rows].astype(np.int64),
         hashes=samples.hash[rows],
-        n_invalid=int((wanted & ~samples.valid).sum()),
+        n_invalid=int((selected & ~samples.valid).sum()),
         n_unlabelled=int((readable & ~mask).sum()),
         how=how,
         remarks=chosen.remarks,
@@ -227,8 +243,10 @@ def labelled_rows(
 def training_execution(
     execution: Execution, tests: Sequence[Store], train_images: int | None
 ) -> Execution:
-    """How TRAIN is read: `train_images` of its images, or all. Without TEST stores, whose images
-    `execution.images` counts, the one store trains and tests, and has as many.
+    """Return the execution with the number of images of TRAIN.
+
+    `--images` counts the images of the TEST stores, so TRAIN has `train_images`, or all. Without
+    TEST stores a single store trains and tests, and `--images` counts its images.
 
     Raises:
         VitseeError: `train_images` without TEST.
@@ -243,57 +261,68 @@ def training_execution(
 
 
 def in_split(store: Store, split: str) -> Mask:
-    """(images,) which rows are in a split of the data. Raises MissingInput: the data has no such
-    split."""
-    of_row = store.samples.split
-    names = [name for name in dict.fromkeys(of_row.tolist()) if name]
+    """Return (images,) which rows are in a split of the data.
+
+    Raises:
+        MissingInput: the data has no such split.
+    """
+    split_of_row = store.samples.split
+    names = [name for name in dict.fromkeys(split_of_row.tolist()) if name]
     if split not in names:
         has = f"splits {', '.join(names)}" if names else "no splits"
         raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
-    return of_row == split
+    return split_of_row == split
 
 
 def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
-    """Refuse rows whose class numbers do not mean the same classes.
+    """Refuse rows whose class numbers do not mean the same classes; return remarks.
 
-    If a store has no class names, its labels only have to stay within the other's: they are then
-    matched by number, which the returned remarks say. Raises StoreMismatch: names what differs.
+    If a store has no class names, its labels only have to stay within the other's. They are then
+    matched by number, which a remark says.
+
+    Raises:
+        StoreMismatch: the classes differ; the message says how.
     """
+    difference = _label_difference(train, test)
     a = train.store
     b = test.store
-    named = a.class_names is not None and b.class_names is not None
-    first = next(
-        (
-            f"class {i} is {x!r} against {y!r}"
-            for i, (x, y) in enumerate(zip(train.classes, test.classes, strict=False))
-            if x != y
-        ),
-        "",
-    )
-    if named and train.classes != test.classes:
-        counts = f"{train.n_classes} classes against {test.n_classes}"
-        what = counts if train.n_classes != test.n_classes else ""
-        what = "; ".join(part for part in (what, first) if part)
-    elif not named and test.labels.max() >= train.n_classes:
-        what = f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
-    elif (a.class_names is None) != (b.class_names is None):
-        bare, other = (a, b) if a.class_names is None else (b, a)
-        return [
-            f"{bare.label} names no classes: its labels are matched with those of {other.label} by "
-            "number"
-        ]
-    else:
+    if difference:
+        raise StoreMismatch(
+            f"{a.label} and {b.label} have different labels: {difference} (extract both from data "
+            "with the same classes)"
+        )
+    if (a.class_names is None) == (b.class_names is None):
         return []
-    raise StoreMismatch(
-        f"{a.label} and {b.label} have different labels: {what} (extract both from data with the "
-        "same classes)"
-    )
+    unnamed, named = (a, b) if a.class_names is None else (b, a)
+    return [
+        f"{unnamed.label} names no classes: its labels are matched with those of {named.label} by "
+        "number"
+    ]
+
+
+def _label_difference(train: LabelledRows, test: LabelledRows) -> str:
+    """Return in words how the classes of two stores differ, "" if they fit together."""
+    a = train.store
+    b = test.store
+    if a.class_names is None or b.class_names is None:
+        if test.labels.max() >= train.n_classes:
+            return f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
+        return ""
+    differences = []
+    if train.n_classes != test.n_classes:
+        differences.append(f"{train.n_classes} classes against {test.n_classes}")
+    pairs = zip(train.classes, test.classes, strict=False)
+    for i, (train_name, test_name) in enumerate(pairs):
+        if train_name != test_name:
+            differences.append(f"class {i} is {train_name!r} against {test_name!r}")
+            break  # the first is enough: all behind it are often shifted
+    return "; ".join(differences)
 
 
 def check_disjoint(
     train: LabelledRows, test: LabelledRows, allow_shared: bool = False
 ) -> int:
-    """The number of test rows that hold an image that is in train too; see `shared_images`."""
+    """Return the number of test images that are training images too, see `shared_images`."""
     return shared_images(train.store, train.rows, test.store, test.rows, allow_shared)
 
 
@@ -304,20 +333,32 @@ def shared_images(
     test_rows: Integers,
     allow_shared: bool = False,
 ) -> int:
-    """The number of images of the test rows that are among the training rows: equal encoded bytes,
-    or equal pixels as the model saw them, where both stores keep hashes of these. Raises
-    StoreMismatch: there are any, and `allow_shared` is not set."""
+    """Return the number of images of the test rows that are among the training rows.
+
+    Images are the same if their encoded bytes are equal, or their pixels as the model saw them, if
+    both stores have hashes of these.
+
+    Args:
+        train: the store of the training images.
+        train_rows: its rows, of which some may occur several times.
+        test: the store of the test images.
+        test_rows: its rows.
+        allow_shared: whether shared images are counted rather than refused.
+
+    Raises:
+        StoreMismatch: there are shared images, and `allow_shared` is not set.
+    """
     rows = np.unique(test_rows)
     same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
     shared = rows[same_bytes | same_pixels]
     n_shared = len(shared)
     if n_shared and not allow_shared:
-        names = test.samples.id[shared[:SHOWN]].tolist()
+        names = test.samples.id[shared[:MAX_IDS_NAMED]].tolist()
         more = ", ..." if n_shared > len(names) else ""
         n_saved_anew = int((same_pixels & ~same_bytes).sum())
-        anew = (
-            f"; {n_saved_anew} in other files with equal pixels" if n_saved_anew else ""
-        )
+        anew = ""
+        if n_saved_anew:
+            anew = f"; {n_saved_anew} in other files with equal pixels"
         raise StoreMismatch(
             f"{n_shared} of the {len(rows)} test images of {test.label} are in "
             f"{train.label} too ({', '.join(names)}{more}{anew}); give other data, or count them "
@@ -329,53 +370,61 @@ def shared_images(
 def _in_train(
     train: Store, train_rows: Integers, test: Store, rows: Integers
 ) -> tuple[Mask, Mask]:
-    """(rows,) which test images have the bytes, and which the pixels, of a training image."""
+    """Return (rows,) which test images have the bytes, and which the pixels, of a training image.
+
+    Stores that were made before pixels were hashed have no equal pixels.
+    """
     same_bytes = np.isin(test.samples.hash[rows], train.samples.hash[train_rows])
-    ours = train.samples.pixel_hash
-    theirs = test.samples.pixel_hash
-    if ours is None or theirs is None:
+    train_hashes = train.samples.pixel_hash
+    test_hashes = test.samples.pixel_hash
+    if train_hashes is None or test_hashes is None:
         return same_bytes, np.zeros(len(rows), np.bool_)
-    return same_bytes, np.isin(theirs[rows], ours[train_rows])
+    return same_bytes, np.isin(test_hashes[rows], train_hashes[train_rows])
 
 
 def shared_ids(
     train: Store, train_rows: Integers, test: Store, test_rows: Integers
 ) -> list[str]:
-    """A remark on test images that have the id of a training image, and neither its bytes nor its
-    pixels: another picture of the same name, or one picture saved anew with loss."""
+    """Return a remark on test images with the id of a training image but other bytes and pixels.
+
+    They are other pictures of the same name, or the same picture saved anew with loss. The list is
+    empty if there are none, or if both stores are the same.
+    """
     if train.manifest.store_id == test.manifest.store_id:
         return []
     rows = np.unique(test_rows)
     same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
-    known = _id_bytes(train)[np.unique(train_rows)]
-    alike = np.isin(_id_bytes(test)[rows], known) & ~same_bytes & ~same_pixels
-    if not alike.any():
+    train_ids = _id_bytes(train)[np.unique(train_rows)]
+    same_id_only = np.isin(_id_bytes(test)[rows], train_ids) & ~same_bytes & ~same_pixels
+    n_same = int(same_id_only.sum())
+    if not n_same:
         return []
-    names = test.samples.id[rows[alike][:SHOWN]].tolist()
-    more = ", ..." if alike.sum() > len(names) else ""
+    names = test.samples.id[rows[same_id_only][:MAX_IDS_NAMED]].tolist()
+    more = ", ..." if n_same > len(names) else ""
     return [
-        f"{int(alike.sum())} of the {len(rows)} test images of {test.label} have ids of images of "
+        f"{n_same} of the {len(rows)} test images of {test.label} have ids of images of "
         f"{train.label} ({', '.join(names)}{more}) but other bytes and pixels: other pictures of "
         "the same names, or the same ones saved anew with loss"
     ]
 
 
 def _id_bytes(store: Store) -> NDArray[np.bytes_]:
-    """(images,) the ids as bytes, which take a quarter of their memory as text."""
+    """Return (images,) the ids as bytes, which take a quarter of the memory of NumPy's text."""
     encoded = np.ascontiguousarray(store.samples.encoded_id)
     return encoded.view(f"S{encoded.shape[1]}")[:, 0]
 
 
 def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:
-    """(n, dim) independent standard normal numbers: uninformative features."""
+    """Return (n, dim) independent standard normal numbers: uninformative features."""
     return np.random.default_rng(seed).standard_normal((n, dim), np.float32)
 
 
 def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
-    """Value, std, low and high of an accuracy; see `INTERVAL_METHOD` (Wilson 1927).
+    """Return an accuracy, its std, and the low and high end of its 95 % Wilson score interval.
 
-    Unlike mean -+ t std / sqrt(n) it stays within 0 and 1, and keeps a width if all test images are
-    right. NaN without a test image; std NaN with one.
+    Unlike mean -+ t std / sqrt(n), this interval (Wilson 1927) stays within 0 and 1, and keeps a
+    width if all test images are right. All are NaN without a test image; std is NaN with a single
+    test image.
 
     Args:
         correct: (n,) whether each test image is right.
@@ -390,19 +439,23 @@ def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
 
 
 def random_pieces(n: int, dim: int, seed: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-    """`random_features` in pieces, each drawn separately: memory does not grow with n."""
-    for i, start in enumerate(range(0, n, DRAWN_AT_ONCE)):
-        yield random_features(min(DRAWN_AT_ONCE, n - start), dim, (*seed, i))
+    """Yield `random_features` in pieces of rows, so that memory does not grow with n.
+
+    Each piece has a seed of its own, as pieces may be drawn in several processes.
+    """
+    for i, start in enumerate(range(0, n, DRAWN_ROWS)):
+        yield random_features(min(DRAWN_ROWS, n - start), dim, (*seed, i))
 
 
 def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
-    """Why the labels of these images say nothing about the head's classes, "" if they do. Only the
-    number of classes can be compared: their order is taken to be the same.
+    """Return why the labels of images are not of the classes of a model's head, "" if they are.
+
+    Only the number of classes can be compared; their order is assumed to be the same.
 
     Args:
-        store: of the images.
-        mask: (images,) over all its rows.
-        n_classes: of the head.
+        store: the store of the images.
+        mask: (images,) which rows count.
+        n_classes: the number of classes of the head.
     """
     labels = store.samples.label[mask]
     n = len(store.class_names or ()) or int(labels.max(initial=-1)) + 1
@@ -417,7 +470,11 @@ def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
 
 
 def word_or_number(text: str, words: Sequence[str], expected: str) -> str | float:
-    """One of the words, or a finite number above 0. Raises VitseeError: neither."""
+    """Return `text` if it is among the words, or else as a finite number above 0.
+
+    Raises:
+        VitseeError: it is neither.
+    """
     if text in words:
         return text
     try:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +50,18 @@ WEIGHTS = ("area", "any", "vit_analysis")
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments of images in place of the images.
+    """The choice of segments of images, which are then examples in place of the images.
 
-    masks, panoptic, background, void: see `masks.open_masks`. weights: of tokens, see
-    `segments.weights`; `area` by default. crowd: whether groups of objects that nobody told apart
-    are segments; by default they are not. segments: so many at most, of images drawn with the seed.
-    first: only of the first so many images of the masks (of COCO files by their ids).
+    Attributes:
+        masks: files or folders of masks, see `open_masks`.
+        panoptic: the folder of panoptic PNGs, see `open_masks`.
+        background: category numbers that are not segments.
+        void: the value of pixels without a category.
+        weights: how much each token counts for a segment, one of `WEIGHTS`; `area` by default.
+        crowd: whether groups of objects that nobody told apart are segments; by default they are
+            not.
+        segments: the largest number of segments, those of images drawn with the seed.
+        first: only segments of so many first images of the masks (of COCO files by their ids).
     """
 
     masks: Annotated[Path | str | Sequence[Path | str], SEGMENTS]
@@ -95,21 +101,26 @@ class Segmentation:
     ] = None
 
     def filled(self, **values: Any) -> Segmentation:
-        """The same with these values where none was chosen."""
-        return replace(
-            self, **{name: v for name, v in values.items() if getattr(self, name) is None}
-        )
+        """Return a copy with these values in fields that are None."""
+        unset = {
+            name: value for name, value in values.items() if getattr(self, name) is None
+        }
+        return replace(self, **unset)
 
     def open(self) -> MaskSource:
-        """The masks. Raises VitseeError: see `open_masks`; or an unknown choice."""
+        """Return the masks.
+
+        Raises:
+            VitseeError: an unknown choice, or masks that `open_masks` refuses.
+        """
         if self.weights not in (None, *WEIGHTS):
             raise VitseeError(
                 f"no weights {self.weights!r}; expected {', '.join(WEIGHTS)}"
             )
-        for what, n in (("segments", self.segments), ("images", self.first)):
+        for noun, n in (("segments", self.segments), ("images", self.first)):
             if n is not None and n < 1:
                 raise VitseeError(
-                    f"{n} {what} were asked for; expected a positive number"
+                    f"{n} {noun} were asked for; expected a positive number"
                 )
         masks = self.masks
         paths = [masks] if isinstance(masks, (str, os.PathLike)) else list(masks)
@@ -122,7 +133,7 @@ class Segmentation:
 def as_segmentation(
     masks: Segmentation | Path | str | Sequence[Path | str] | None,
 ) -> Segmentation | None:
-    """The choices that go with masks given as such, or as paths alone."""
+    """Return masks that may be given as paths alone as a `Segmentation`."""
     if masks is None or isinstance(masks, Segmentation):
         return masks
     return Segmentation(masks)
@@ -130,7 +141,7 @@ def as_segmentation(
 
 log = logging.getLogger(__name__)
 
-# Of the counts of `find_segments`, in their order: what is left out, and why.
+# The noun and the reason of each count of `find_segments`, in the order of the counts.
 _LEFT_OUT = (
     ("images", "without a mask"),
     ("segments", "crowds"),
@@ -147,12 +158,16 @@ INTERVAL = (
 
 @dataclass(frozen=True)
 class LabelledSegments(LabelledRows):
-    """Segments in place of images: `rows`, `labels`, `index`, `hashes` have an entry per segment,
-    in the order of the store's rows and then of the masks.
+    """Segments as examples in place of images.
 
-    numbers: (n,) their places in `weights`, ascending. weights: layout -> of all segments that were
-    found. counts: what became of images and segments; source: the masks, and how they were taken;
-    both for a sidecar.
+    `rows`, `labels`, `index` and `hashes` have an entry for each segment, in the order of the
+    store's rows and then of the masks.
+
+    Attributes:
+        numbers: (n,) the segments' positions in `weights`, ascending.
+        weights: layout of tokens -> weights of the tokens for all segments that were found.
+        counts: numbers of images and segments that were left out, for a result's sidecar.
+        source: the masks and how they were used, for the sidecar.
     """
 
     numbers: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -166,53 +181,70 @@ class LabelledSegments(LabelledRows):
 
     @property
     def n_images(self) -> int:
+        """The number of images that have a segment."""
         return len(np.unique(self.rows))
 
     def describe(self) -> dict[str, Any]:
-        about = {"images": self.n_images, "segments": len(self), "chosen": self.how}
-        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
-        return {**about, **self.counts, **self.source, **remarks}
+        """Return what a result's sidecar says of the segments."""
+        description: dict[str, Any] = {
+            "images": self.n_images,
+            "segments": len(self),
+            "chosen": self.how,
+            **self.counts,
+            **self.source,
+        }
+        if self.remarks:
+            description["remarks"] = list(self.remarks)
+        return description
 
     def jackknife(self, seed: int) -> Blocks:
-        """Blocks of images: the segments of an image are in one block."""
+        """Return blocks of images; all segments of an image are in the same block."""
         images = Blocks.of(self.store, self.mask, seed)
         return Blocks(images.of_rows[self.rows], images.of_rows, images.digest)
 
     def read(
-        self, features: Any, places: Integers, part: slice, *, jobs: int, memory: int
+        self, features: Any, examples: Integers, tokens: slice, *, jobs: int, memory: int
     ) -> Iterator[tuple[Integers, Float32]]:
-        """(places, vectors (segments, 1, dim)) of these segments, slab by slab."""
+        """Yield (m,) segments and their (m, 1, dim) weighted means of tokens, slab by slab."""
         assert isinstance(features, SegmentFeatures)
-        del part
-        rows = self.rows[places]
-        numbers = self.numbers[places]
-        done = 0
+        del tokens  # a segment has a single vector
+        rows = self.rows[examples]
+        numbers = self.numbers[examples]
+        n_read = 0
         for x in features.of_segments(rows, numbers, jobs=jobs, memory=memory):
-            yield places[done : done + len(x)], x[:, np.newaxis]
-            done += len(x)
+            yield examples[n_read : n_read + len(x)], x[:, np.newaxis]
+            n_read += len(x)
 
     def ends(
         self, value: float, n: int, right: int | None, replicates: Float | None
     ) -> tuple[float, float]:
+        """Return the ends of the 95 % interval over images, NaN without replicates."""
         del n, right
         if replicates is None:
             return np.nan, np.nan
         return jackknife_share(value, replicates, self.n_images)
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
+        """Return the count columns of a table, for all segments or those in a mask (n,)."""
         rows = self.rows if among is None else self.rows[among]
         return {"n_images": len(np.unique(rows)), "n_segments": len(rows)}
 
     def subset(self, keep: Mask, how: str) -> Self:
+        """Return the segments in a mask (n,); `how` says in words how they were chosen."""
         return replace(super().subset(keep, how), numbers=self.numbers[keep])
 
-    def held_out(self, share: float, rng: np.random.Generator) -> Mask:
-        """(n,) the segments of this share of the images: those of one image stay together."""
-        _, first, image = np.unique(self.index, return_index=True, return_inverse=True)
-        n = len(first)
-        some = rng.permutation(n)[: min(max(1, round(share * n)), n - 1)]
-        found: Mask = np.isin(image, some)
-        return found
+    def held_out(self, fraction: float, rng: np.random.Generator) -> Mask:
+        """Return (n,) the segments of a fraction of the images, drawn at random.
+
+        The segments of an image stay together, since they are not independent.
+        """
+        images, image_of_segment = np.unique(self.index, return_inverse=True)
+        n = len(images)
+        # At least one image is held out, and at least one is not.
+        n_held_out = min(max(1, round(fraction * n)), n - 1)
+        held_out_images = rng.permutation(n)[:n_held_out]
+        mask: Mask = np.isin(image_of_segment, held_out_images)
+        return mask
 
 
 def find_segments(
@@ -223,14 +255,14 @@ def find_segments(
     execution: Execution,
     split: str | None = None,
 ) -> LabelledSegments:
-    """The segments of a store's images; the classes are the categories that occur.
+    """Return the segments of a store's images; the classes are the categories that occur.
 
     Args:
-        store: its transform is the masks' too.
-        source: of the masks; see `match_names` for which image each belongs to.
-        choice: which segments, and their weights.
-        layouts: of the sites that are read, without prefix tokens.
-        execution: which images.
+        store: the store; its transform is applied to the masks too.
+        source: the masks; `match_names` says which image each belongs to.
+        choice: which segments, and how tokens are weighted.
+        layouts: the layouts of the sites that are read, without prefix tokens.
+        execution: which images, and the seed.
         split: only images of this split of the data.
 
     Raises:
@@ -247,94 +279,110 @@ def find_segments(
     if split is not None:
         mask &= in_split(store, split)
     source = oriented_as(store.manifest.transform, source)
+    # matched: rows with a mask; numbers: the number of each one's image in the mask source.
     matched, numbers = match_rows(store, source, Rows(mask, chosen.n_invalid, chosen.how))
-    without = int(mask.sum()) - len(matched)
+    n_without_mask = int(mask.sum()) - len(matched)
     how = chosen.how if split is None else f"{chosen.how}, of split {split}"
     if choice.first is not None:
-        kept = numbers < choice.first
-        if not kept.any():
+        is_first = numbers < choice.first
+        if not is_first.any():
             raise VitseeError(
                 f"none of the first {choice.first} images of {source.name} is in {store.label}"
             )
-        matched = matched[kept]
-        numbers = numbers[kept]
+        matched = matched[is_first]
+        numbers = numbers[is_first]
         how = f"{how}, of the first {choice.first} images of the masks"
-    found = _SegmentFinder(
-        store,
-        source,
-        choice,
-        list(dict.fromkeys(layouts)),
-        store.sizes,
-        store.samples.box,
+    finder = _SegmentFinder(
+        store=store,
+        source=source,
+        choice=choice,
+        layouts=list(dict.fromkeys(layouts)),
+        sizes=store.sizes,
+        boxes=store.samples.box,
     )
     # An order that does not depend on the store's: stores of one data set draw the same images.
     order = np.argsort(store.samples.index[matched], kind="stable")
     if choice.segments is not None:
         order = np.random.default_rng((execution.seed, 3)).permutation(order)
     limit = choice.segments
-    of_image: dict[int, list[tuple[str, list[Sparse]]]] = {}
-    tally: Counter[str] = Counter()
+    segments_of_row: dict[int, list[FoundSegment]] = {}
+    n_left_out: Counter[str] = Counter()
     n = 0
     pairs = [(int(matched[k]), int(numbers[k])) for k in order]
     with counting(execution.progress, len(pairs), "masks") as progress:
-        for (row, _), (some, left) in zip(
-            pairs, execution.each(found, pairs), strict=False
-        ):
-            of_image[row] = some if limit is None else some[: limit - n]
-            n += len(of_image[row])
-            tally += left
+        # Not strict: the loop ends early once there are enough segments.
+        results = zip(pairs, execution.each(finder, pairs), strict=False)
+        for (row, _), (segments, image_left_out) in results:
+            if limit is not None:
+                segments = segments[: limit - n]
+            segments_of_row[row] = segments
+            n += len(segments)
+            n_left_out += image_left_out
             progress.advance(1)
             if limit is not None and n >= limit:
                 how = f"{how}, {n} segments of images drawn with seed {execution.seed}"
                 break
     if not n:
-        crowds = " but crowds (--crowd takes them)" if tally["crowds"] else ""
+        crowds = " but crowds (--crowd takes them)" if n_left_out["crowds"] else ""
         raise VitseeError(
             f"no segment{crowds} can be seen in any of the {len(matched)} images of {store.label} "
             f"that have a mask in {source.name}"
         )
     counts = {
-        "left_out_images_without_mask": without,
-        **{
-            f"left_out_{what}": tally[what] for what in ("crowds", "empty", "not_visible")
-        },
+        "left_out_images_without_mask": n_without_mask,
+        "left_out_crowds": n_left_out["crowds"],
+        "left_out_empty": n_left_out["empty"],
+        "left_out_not_visible": n_left_out["not_visible"],
     }
-    about = {"masks": source.name, "weights": choice.weights, "crowd": choice.crowd}
-    for (what, why), n_left in zip(_LEFT_OUT, counts.values(), strict=True):
-        if n_left:
-            log.info("%s: %s are left out: %s", store.label, plural(n_left, what), why)
-    rows = np.repeat(sorted(of_image), [len(of_image[row]) for row in sorted(of_image)])
-    flat = [one for row in sorted(of_image) for one in of_image[row]]
-    names = [name for name, _ in flat]
-    classes = list(dict.fromkeys(names))
-    where = {name: number for number, name in enumerate(classes)}
-    used = np.zeros(store.n_images, bool)
-    used[rows] = True
+    for (noun, reason), count in zip(_LEFT_OUT, counts.values(), strict=True):
+        if count:
+            log.info("%s: %s are left out: %s", store.label, plural(count, noun), reason)
+    # From the order in which images were drawn back to the store's.
+    ordered_rows = sorted(segments_of_row)
+    n_segments = [len(segments_of_row[row]) for row in ordered_rows]
+    rows = np.repeat(ordered_rows, n_segments)
+    segments = [segment for row in ordered_rows for segment in segments_of_row[row]]
+    classes = list(dict.fromkeys(segment.category for segment in segments))
+    class_number = {name: number for number, name in enumerate(classes)}
+    mask = np.zeros(store.n_images, bool)
+    mask[rows] = True
+    weights = {}
+    for k, layout in enumerate(finder.layouts):
+        weights[layout] = Weights.of([segment.weights[k] for segment in segments])
     return LabelledSegments(
         store=store,
-        mask=used,
+        mask=mask,
         rows=rows,
-        labels=np.array([where[name] for name in names], np.int64),
+        labels=np.array(
+            [class_number[segment.category] for segment in segments], np.int64
+        ),
         classes=classes,
         index=store.samples.index[rows].astype(np.int64),
         hashes=store.samples.hash[rows],
         n_invalid=chosen.n_invalid,
-        n_unlabelled=without,
+        n_unlabelled=n_without_mask,
         how=how,
         remarks=chosen.remarks,
         numbers=np.arange(len(rows)),
         counts=counts,
-        source=about,
-        weights={
-            layout: Weights.of([sparse[at] for _, sparse in flat])
-            for at, layout in enumerate(found.layouts)
-        },
+        source={"masks": source.name, "weights": choice.weights, "crowd": choice.crowd},
+        weights=weights,
     )
+
+
+class FoundSegment(NamedTuple):
+    """A segment's category, and the weights of tokens for it in each layout."""
+
+    category: str
+    weights: list[Sparse]
 
 
 @dataclass(frozen=True)
 class _SegmentFinder:
-    """The segments of one image, with their weights in each layout."""
+    """Finds the segments of an image, and the weights of tokens for them in each layout.
+
+    A callable object rather than a closure, so that it can be sent to worker processes.
+    """
 
     store: Store
     source: MaskSource
@@ -343,35 +391,40 @@ class _SegmentFinder:
     sizes: NDArray[np.int32]
     boxes: NDArray[np.float32] | None
 
-    def __call__(
-        self, pair: tuple[int, int]
-    ) -> tuple[list[tuple[str, list[Sparse]]], Counter[str]]:
+    def __call__(self, pair: tuple[int, int]) -> tuple[list[FoundSegment], Counter[str]]:
+        """Return an image's segments, and the numbers of those that are left out, by reason.
+
+        Args:
+            pair: the image's row in the store, and its number in the mask source.
+        """
         row, number = pair
         size = (int(self.sizes[row, 0]), int(self.sizes[row, 1]))
         where = self.source.where(number)
         transform = self.store.manifest.transform
         name = self.store.samples.id[row]
         box = None if self.boxes is None else self.boxes[row]
-        found = []
-        left = Counter[str]()
+        segments = []
+        left_out = Counter[str]()
         weighers: list[SegmentWeights] = []
-        for one in self.source.segments(number):
-            pixels = cut_to_image(where, one.mask, name, size, box)
-            if one.crowd and not self.choice.crowd:
-                left["crowds"] += 1
+        for segment in self.source.segments(number):
+            pixels = cut_to_image(where, segment.mask, name, size, box)
+            if segment.crowd and not self.choice.crowd:
+                left_out["crowds"] += 1
                 continue
-            if not weighers:
-                seen = tuple(transform["input_size"][1:])
-                placed = place(transform, size)
+            if not weighers:  # made once, and only for images with a segment
+                input_size = tuple(transform["input_size"][1:])
+                placement = place(transform, size)
                 weighers = [
-                    SegmentWeights(size, placed, layout, seen) for layout in self.layouts
+                    SegmentWeights(size, placement, layout, input_size)
+                    for layout in self.layouts
                 ]
-            sparse = [
-                weigher.of(pixels, self.choice.weights or "area") for weigher in weighers
-            ]
-            known = [some for some in sparse if some is not None]
-            if len(known) == len(sparse):
-                found.append((one.category, known))
+            weights = []
+            for weigher in weighers:
+                sparse = weigher.of(pixels, self.choice.weights or "area")
+                if sparse is not None:
+                    weights.append(sparse)
+            if len(weights) == len(weighers):
+                segments.append(FoundSegment(segment.category, weights))
             else:
-                left["not_visible" if pixels.any() else "empty"] += 1
-        return found, left
+                left_out["not_visible" if pixels.any() else "empty"] += 1
+        return segments, left_out
