@@ -14,9 +14,9 @@ from tests.stores import write_sites
 from tests.tables import having
 from tests.test_dense_probe import Array, command, layout, made, transform, upsampled
 from vitsee_core.analyses.dense_probe import COLUMNS, run
-from vitsee_core.analyses.dense_probe.bank import mean_depths
 from vitsee_core.analyses.dense_probe.metrics import errors
-from vitsee_core.analyses.dense_probe.work import eigen_crop
+from vitsee_core.analyses.dense_probe.neighbours import mean_depths
+from vitsee_core.analyses.dense_probe.truth import eigen_crop
 from vitsee_core.demo.depths import miniatures, write_depths
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.sources import open_source

@@ -25,14 +25,13 @@ from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.bank import (
     RARE,
     Bank,
-    Search,
     choose_neighbours,
     chosen_cells,
-    most_votes,
 )
 from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, cross_entropy, fit
-from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
+from vitsee_core.analyses.dense_probe.neighbours import Search, most_votes
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
+from vitsee_core.analyses.dense_probe.solvers import TEMPERATURE, choose_solver
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_stores import Store

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe import options
 from vitsee_core.analyses.dense_probe.metrics import (
     METHOD,
     METRICS,
@@ -43,13 +42,20 @@ from vitsee_core.analyses.dense_probe.metrics import (
     Segmentation,
     Task,
 )
-from vitsee_core.analyses.dense_probe.options import CHOOSE, choose_solver, differences
+from vitsee_core.analyses.dense_probe.options import (
+    CHOOSE,
+    SHOW,
+    SiteOptions,
+    SolverOptions,
+    TruthOptions,
+)
 from vitsee_core.analyses.dense_probe.results import (
     PairOfStores,
     Settings,
-    pairs,
-    pairs_of_untrained,
+    image_pairs,
+    open_untrained,
 )
+from vitsee_core.analyses.dense_probe.solvers import choose_solver, differences
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.features.compared import other_precision
@@ -71,7 +77,7 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import (
     KNOWLEDGE,
-    SITES,
+    Fields,
     Gather,
     Offers,
     Option,
@@ -117,53 +123,34 @@ headline = partial(
 )
 
 COLUMNS = (
-    *(
-        *SITE,
-        "class",
-        "l2_relative",
-        "k",
-        "metric",
-        "value",
-        "low",
-        "high",
-        "n_images",
-        "baseline",
-    ),
+    *SITE,
+    "class",
+    "l2_relative",
+    "k",
+    "metric",
+    "value",
+    "low",
+    "high",
+    "n_images",
+    "baseline",
 )
 PICTURES = ("photo", "label", "prediction", "error")
-TILE = 9.0  # ems
-LETTER = 0.56  # ems that a letter of the caption takes
+PICTURE_WIDTH = 9.0  # ems
+LETTER_WIDTH = 0.56  # ems that a letter of the caption takes
 
 
 @analysis
 def run(
     train: Store,
     *tests: Annotated[Store, TESTS],
-    masks: Annotated[Path | Sequence[Path] | None, options.MASKS] = None,
-    depth: Annotated[Path | None, options.DEPTH] = None,
-    depth_scale: Annotated[float | None, options.DEPTH_SCALE] = None,
-    max_depth: Annotated[float | None, options.MAX_DEPTH] = None,
-    eigen_crop: Annotated[bool, options.EIGEN_CROP] = False,
-    split: Annotated[str | None, options.SPLIT] = None,
-    holdout: Annotated[float | None, options.HOLDOUT] = None,
-    ignore: Annotated[Sequence[str], options.IGNORE] = (),
-    solver: Annotated[str | None, options.SOLVER] = None,
-    preset: Annotated[str | None, options.PRESET] = None,
-    resolution: Annotated[str | None, options.RESOLUTION] = None,
-    l2_relative: Annotated[Sequence[float | str], options.L2_RELATIVE] = (),
-    balanced: Annotated[bool, options.BALANCED] = False,
-    ks: Annotated[Sequence[int], options.K] = (),
-    distance: Annotated[str | None, options.DISTANCE] = None,
-    bank: Annotated[int | None, options.BANK] = None,
-    steps: Annotated[int | None, options.STEPS] = None,
+    truth: Annotated[TruthOptions, Fields()],
+    fitting: Annotated[SolverOptions, Fields()],
     metrics: Annotated[
         Sequence[str], metrics_option(METRICS, "all of them", "What is measured.")
     ] = (),
-    sites: Annotated[Sequence[str], SITES] = ("blocks",),
-    concat: Annotated[int | None, options.CONCAT] = None,
-    untrained: Annotated[Sequence[Path], options.UNTRAINED] = (),
+    features: Annotated[SiteOptions, Fields()],
     per_class: Annotated[bool, Option("Add iou_class of each class.")] = False,
-    show: Annotated[int, options.SHOW] = 0,
+    show: Annotated[int, SHOW] = 0,
     train_images: Annotated[int | None, TRAIN_IMAGES] = None,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
@@ -171,20 +158,28 @@ def run(
         Execution, Offers("images seed device jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per site, l2_relative or k, and metric, then those of the baselines.
+    """Return one row per site, l2_relative or k, and metric, then those of the baselines.
 
-    Columns: `COLUMNS`, `class` only with `per_class`. NaN: no class occurs, or an interval of a
-    class that is missing without one of the blocks.
+    The columns are `COLUMNS`, `class` only with `per_class`. A value is NaN if no class occurs, an
+    interval for a class that is missing without one of the jackknife's blocks.
 
-    Memory: a slab of one site's tokens in each thread, and of every site two matrices of channels
-    by channels in float64 (ridge), or a bank of patches that fits into half of what is allowed; it
-    does not grow with the images.
+    Memory does not grow with the images. It holds a slab of one site's tokens in each thread, and
+    of every site two matrices of channels by channels in float64 (ridge), or a bank of patches that
+    fits into half of what is allowed.
 
     Args:
-        train: its images with a class map train.
-        tests: theirs test, store by store; of the same model.
-        untrained: their sites have the names of those probed.
+        train: store whose images with a class map or depth map train.
+        tests: stores whose images test, store by store; all are of the same model.
+        truth: the class maps or depth maps, and which part of `train` tests without `tests`.
+        fitting: how the probes are fitted.
+        metrics: some of `METRICS`; () for all of the task.
+        features: which sites are probed, and the stores of an untrained model.
+        per_class: add rows of each class.
+        show: number of test images whose pictures go into the notes.
+        train_images: use only this many of the training images.
+        allow_shared: let images both train and test.
         origin: where the data is now, for the pictures of `show`.
+        execution: images, seed, device, threads and memory.
 
     Raises:
         MissingInput: a site is stored pooled only, no such split, or sizes are not known.
@@ -193,183 +188,230 @@ def run(
         VitseeError: no class maps, one that is damaged, of another size or with other values, or
             choices that exclude each other.
     """
-    if sum(way is not None for way in (tests or None, split, holdout)) != 1:
+    n_ways = (len(tests) > 0) + (truth.split is not None) + (truth.holdout is not None)
+    if n_ways != 1:
         raise VitseeError(
             "give exactly one of TEST, --split NAME|FILE and --holdout SHARE"
         )
-    task = _task(masks, ignore, depth, depth_scale, max_depth, eigen_crop, per_class)
-    wanted = asked_for(
+    task = _task(truth, per_class)
+    selected_metrics = asked_for(
         metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}"
     )
-    how = choose_solver(
-        solver,
-        preset,
+    solver = choose_solver(
+        fitting.solver,
+        fitting.preset,
         task.label,
-        l2s=_given_l2(l2_relative),
-        ks=ks,
-        distance=distance,
-        bank=bank,
-        resolution=resolution,
-        balanced=balanced,
-        steps=steps,
+        l2s=_validate_l2s(fitting.l2_relative),
+        ks=fitting.ks,
+        distance=fitting.distance,
+        bank=fitting.bank,
+        resolution=fitting.resolution,
+        balanced=fitting.balanced,
+        steps=fitting.steps,
     )
-    training = training_execution(execution, tests, train_images)
-    trained_and_tested = pairs(train, tests, split, holdout, execution, training)
-    plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution, training)
     settings = Settings(
-        tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop
+        sites=tuple(features.sites),
+        concat=features.concat,
+        task=task,
+        solver=solver,
+        metrics=tuple(selected_metrics),
+        per_class=per_class,
+        eigen_crop=truth.eigen_crop,
     )
-    shared = []
+    # --images limits the test images; the training store has a limit of its own.
+    train_execution = training_execution(execution, tests, train_images)
+    find_pairs = partial(
+        image_pairs,
+        split=truth.split,
+        holdout=truth.holdout,
+        execution=execution,
+        train_execution=train_execution,
+    )
+    pairs = find_pairs(train, tests)
+    untrained_pairs = []
+    if features.untrained:
+        untrained_train, *untrained_tests = open_untrained(features.untrained, len(tests))
+        untrained_pairs = find_pairs(untrained_train, untrained_tests)
+    n_shared = []
     remarks = []
-    for pair in trained_and_tested:
-        ours, theirs = (np.flatnonzero(rows.mask & store.valid) for store, rows in pair)
-        shared.append(shared_images(pair[0][0], ours, pair[1][0], theirs, allow_shared))
-        remarks += shared_ids(pair[0][0], ours, pair[1][0], theirs)
-    works = [PairOfStores(*pair, settings) for pair in trained_and_tested]
-    controls = [PairOfStores(*pair, settings) for pair in plain]
-    with counting(execution.progress, sum(work.n_images for work in (*works, *controls))):
-        found = [work.probe(execution) for work in works]
-        control = [work.probe(execution) for work in controls]
-    rows = [row for one in found for row in one.rows()]
-    for one, other in zip(found, control, strict=False):
-        rows += other.rows_for(one)
-    remarks += [remark for probed in found for remark in probed.remarks()]
+    for pair in pairs:
+        train_rows = np.flatnonzero(pair.train_rows.mask & pair.train.valid)
+        test_rows = np.flatnonzero(pair.test_rows.mask & pair.test.valid)
+        n_shared.append(
+            shared_images(pair.train, train_rows, pair.test, test_rows, allow_shared)
+        )
+        remarks += shared_ids(pair.train, train_rows, pair.test, test_rows)
+
+    # All labels are found before the first probe is fitted: what is missing is an error at once.
+    works = [PairOfStores(pair, settings) for pair in pairs]
+    untrained_works = [PairOfStores(pair, settings) for pair in untrained_pairs]
+    n_images = sum(work.n_images for work in works + untrained_works)
+    with counting(execution.progress, n_images):
+        probes = [work.probe(execution) for work in works]
+        untrained_probes = [work.probe(execution) for work in untrained_works]
+
+    rows: list[dict[str, Any]] = []
+    for trained in probes:
+        rows += trained.rows()
+    if untrained_probes:
+        for trained, untrained in zip(probes, untrained_probes, strict=True):
+            rows += untrained.rows_for(trained)
+    for trained in probes:
+        remarks += trained.remarks()
     for remark in remarks:
         log.info("%s", remark)
     remarks += other_precision((train, *tests))
+    first_notes = probes[0].trained.notes
     notes: dict[str, Any] = {
-        "solver": how.describe(),
+        "solver": solver.describe(),
         "interval": METHOD,
         "truth": {"source": task.maps.name, **task.maps.rules},
         "seed": execution.seed,
-        "train": {
-            "store": train.label,
-            **works[0].train.counts,
-            **found[0].trained.notes,
-        },
+        "train": {"store": train.label, **works[0].train.counts, **first_notes},
         "tests": [
             {"store": work.test.store.label, **work.test.counts, "also_in_train": n}
-            for work, n in zip(works, shared, strict=True)
+            for work, n in zip(works, n_shared, strict=True)
         ],
         "compared": compared((train, *tests), "patches"),
-        WORD: {one.work.test.store.label: one.blocks.describe() for one in found},
+        WORD: {
+            trained.work.test.store.label: trained.blocks.describe() for trained in probes
+        },
         "remarks": remarks,
     }
-    if eigen_crop:
+    if truth.eigen_crop:
         notes["truth"]["tested"] = "on the crop of Eigen et al. 2014"
-    if preset is not None:
-        unlike = differences(how, train, "left_out" in found[0].trained.notes)
-        notes["protocol"] = {"preset": preset, "differences": unlike}
+    if fitting.preset is not None:
+        unlike = differences(solver, train, "left_out" in first_notes)
+        notes["protocol"] = {"preset": fitting.preset, "differences": unlike}
     if show:
         data = None if origin is None else origin.data
-        notes["shown"] = [shown for one in found for shown in one.shown(show, data)]
+        notes["shown"] = []
+        for trained in probes:
+            notes["shown"] += trained.example_pictures(show, data)
     names = [name for name in COLUMNS if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """A panel per metric against relative depth, with the 95 % interval as a band and baselines
-    dashed; below, if they were asked for, images beside label, prediction and error."""
-    among = table.frame.filter(pl.col("metric").is_in(METRICS))
-    metrics = [metric for metric in METRICS if metric in among["metric"]]
-    shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
-    curves = CurveGrid.of(len(metrics), among)
-    grids = [PanelGrid(len(PICTURES), TILE, TILE + 2.2, TILE) for _ in shown]
-    figure, parts = stack(curves, *grids)
-    panels = curves.panels(parts[0], of_metrics(among, metrics))
-    for axes, _, rows in panels:
-        draw_depth_curves(axes, rows, by=_settings(among), among=among)
+    """Draw a panel per metric against relative depth.
+
+    The 95 % interval is a band, baselines are dashed. Below, if they were asked for, are test
+    images beside label, prediction and error.
+    """
+    rows = table.frame.filter(pl.col("metric").is_in(METRICS))
+    metrics = [metric for metric in METRICS if metric in rows["metric"]]
+    examples: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
+    curve_grid = CurveGrid.of(len(metrics), rows)
+    picture_grids = [
+        PanelGrid(len(PICTURES), PICTURE_WIDTH, PICTURE_WIDTH + 2.2, PICTURE_WIDTH)
+        for _ in examples
+    ]
+    figure, subfigures = stack(curve_grid, *picture_grids)
+    panels = curve_grid.panels(subfigures[0], of_metrics(rows, metrics))
+    for axes, _, panel_rows in panels:
+        draw_depth_curves(axes, panel_rows, by=_varied_settings(rows), among=rows)
         axes.set_ylim(bottom=0)
-    curves.finish(panels)
+    curve_grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
-    for part, grid, one in zip(parts[1:], grids, shown, strict=True):
-        _draw_shown(part, grid, one)
-    if text := _caption(table.notes, float(figure.get_figwidth()) / em()):
-        note_below(figure, text)
-        grow(figure, em(1.3 * text.count("\n")))
+    for subfigure, grid, example in zip(
+        subfigures[1:], picture_grids, examples, strict=True
+    ):
+        _draw_example(subfigure, grid, example)
+    caption = _caption(table.notes, float(figure.get_figwidth()) / em())
+    if caption:
+        note_below(figure, caption)
+        grow(figure, em(1.3 * caption.count("\n")))
     return figure
 
 
-def _task(
-    masks: Path | Sequence[Path] | None,
-    ignore: Sequence[str],
-    depth: Path | None,
-    scale: float | None,
-    max_depth: float | None,
-    eigen_crop: bool,
-    per_class: bool,
-) -> Task:
-    """The task, of classes or of depths, with its maps. Raises VitseeError: both, neither, or an
-    option of the other."""
-    if bool(masks) == (depth is not None):
+def _task(truth: TruthOptions, per_class: bool) -> Task:
+    """Return the task, of classes or of depths, with its maps.
+
+    Raises:
+        VitseeError: both, neither, or an option of the other.
+    """
+    if bool(truth.masks) == (truth.depth is not None):
         raise VitseeError("give exactly one of --masks and --depth")
-    if depth is not None:
-        for option, given in (("--ignore", ignore), ("--per-class", per_class)):
-            if given:
+    if truth.depth is not None:
+        mask_options = {"--ignore": truth.ignore, "--per-class": per_class}
+        for flag, value in mask_options.items():
+            if value:
                 raise VitseeError(
-                    f"{option} belongs to --masks, not to --depth; leave it out"
+                    f"{flag} belongs to --masks, not to --depth; leave it out"
                 )
-        return Depth(open_depth_maps(Path(depth), scale, max_depth))
-    for option, other in (
-        ("--depth-scale", scale),
-        ("--max-depth", max_depth),
-        ("--eigen-crop", eigen_crop),
-    ):
-        if other:
-            raise VitseeError(
-                f"{option} belongs to --depth, not to --masks; leave it out"
-            )
-    assert masks
-    ignored = [word for item in ignore for word in str(item).split(",") if word]
-    return Segmentation(open_class_maps(masks, ignored))
+        maps = open_depth_maps(Path(truth.depth), truth.depth_scale, truth.max_depth)
+        return Depth(maps)
+    depth_options = {
+        "--depth-scale": truth.depth_scale,
+        "--max-depth": truth.max_depth,
+        "--eigen-crop": truth.eigen_crop,
+    }
+    for flag, value in depth_options.items():
+        if value:
+            raise VitseeError(f"{flag} belongs to --depth, not to --masks; leave it out")
+    assert truth.masks
+    ignored = []
+    for item in truth.ignore:
+        ignored += [word for word in str(item).split(",") if word]
+    return Segmentation(open_class_maps(truth.masks, ignored))
 
 
-def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
-    """The l2 values to report; empty if one is to be chosen."""
-    words = [value for value in l2 if isinstance(value, str)]
-    if words not in ([], [CHOOSE]) or (words and len(l2) > 1):
+def _validate_l2s(values: Sequence[float | str]) -> tuple[float, ...]:
+    """Return the l2 values to report, ascending; () if one is to be chosen.
+
+    Raises:
+        VitseeError: a word beside other values, or numbers that are not above 0.
+    """
+    words = [value for value in values if isinstance(value, str)]
+    if words not in ([], [CHOOSE]) or (words and len(values) > 1):
         raise VitseeError(
             f"--l2-relative {words[0]} chooses the value; give numbers or {CHOOSE} alone"
         )
-    numbers = sorted({float(value) for value in l2 if not isinstance(value, str)})
+    numbers = sorted({float(value) for value in values if not isinstance(value, str)})
     if numbers and not 0 < numbers[0] <= numbers[-1] < float("inf"):
         raise VitseeError("--l2-relative: expected finite numbers above 0")
     return tuple(numbers)
 
 
-def _draw_shown(part: Any, grid: PanelGrid, one: Mapping[str, Any]) -> None:
-    right = one.get("right")
+def _draw_example(subfigure: Any, grid: PanelGrid, example: Mapping[str, Any]) -> None:
+    """Draw the pictures of one test image side by side."""
+    right = example.get("right")
     titles = {
-        "photo": str(one["image"]),
+        "photo": str(example["image"]),
         "label": "label",
-        "prediction": site_words(str(one["site"])),
+        "prediction": site_words(str(example["site"])),
         "error": "no pixel counts" if right is None else f"{right:.0%} right",
     }
-    for axes, kind in zip(grid.axes(part), PICTURES, strict=True):
-        if kind in one:
-            axes.imshow(decode(one[kind]), interpolation="nearest", origin="upper")
+    for axes, kind in zip(grid.axes(subfigure), PICTURES, strict=True):
+        if kind in example:
+            picture = decode(example[kind])
+            axes.imshow(picture, interpolation="nearest", origin="upper")
         map_axes(axes)
         map_title(axes, grid, titles[kind])
 
 
-def _settings(rows: pl.DataFrame) -> list[str]:
-    """The columns, among l2_relative and k, in which several rows of one probe differ."""
+def _varied_settings(rows: pl.DataFrame) -> list[str]:
+    """Return the columns, among l2_relative and k, in which several rows of one probe differ."""
     probe = [
         name for name in ("store", "site", "metric", "baseline") if name in rows.columns
     ]
-    there = [name for name in ("l2_relative", "k") if name in rows.columns]
-    values = rows.group_by(probe).agg(pl.col(there).drop_nulls().n_unique())
-    return [name for name in there if (values[name] > 1).any()]
+    settings = [name for name in ("l2_relative", "k") if name in rows.columns]
+    n_values = rows.group_by(probe).agg(pl.col(settings).drop_nulls().n_unique())
+    return [name for name in settings if (n_values[name] > 1).any()]
 
 
 def _caption(notes: Mapping[str, Any], width: float) -> str:
-    """The text below the figure, for a width in ems: the protocol, and the points in which the run
-    differs from it."""
+    """Return the text below the figure; "" for none.
+
+    It names the protocol and the points in which the run differs from it. width: in ems.
+    """
     lines = []
-    if protocol := notes.get("protocol"):
+    protocol = notes.get("protocol")
+    if protocol:
         unlike = "; ".join(protocol["differences"])
-        lines += wrap(f"after {protocol['preset']}, but: {unlike}", int(width / LETTER))
+        n_letters = int(width / LETTER_WIDTH)
+        lines += wrap(f"after {protocol['preset']}, but: {unlike}", n_letters)
     if notes.get("shown"):
         lines.append(
             "colours: depth, lighter is farther; red: off by the depth itself; white: no depth"

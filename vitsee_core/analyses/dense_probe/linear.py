@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.options import RIDGE_GRID, Solver
 from vitsee_core.analyses.dense_probe.pixels import (
     CellSums,
     Head,
@@ -46,6 +45,7 @@ from vitsee_core.analyses.dense_probe.pixels import (
     Places,
     count_places,
 )
+from vitsee_core.analyses.dense_probe.solvers import RIDGE_GRID, Solver
 from vitsee_core.analyses.dense_probe.work import (
     CHOOSING,
     HeadKey,
@@ -54,7 +54,7 @@ from vitsee_core.analyses.dense_probe.work import (
     Trained,
     blind_heads,
     counted_rows,
-    drawn,
+    draw_images,
 )
 from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers, Mask
@@ -244,7 +244,7 @@ def train_ridge(part: SplitImages, solver: Solver, execution: Execution) -> Trai
     """
     held_out = np.zeros(part.store.n_images, bool)
     if not solver.l2s:
-        held_out = drawn(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
+        held_out = draw_images(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
     weights = None
     if solver.balanced:
         weights = balanced_weights(count_truth(part, execution))

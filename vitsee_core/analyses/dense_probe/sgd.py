@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from vitsee_core.analyses.dense_probe.linear import count_truth
 from vitsee_core.analyses.dense_probe.metrics import Depth
-from vitsee_core.analyses.dense_probe.options import BATCH, Solver
 from vitsee_core.analyses.dense_probe.pixels import Head, LinearScores, Pixels, Scores
+from vitsee_core.analyses.dense_probe.solvers import BATCH, Solver
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
     Patches,

@@ -6,7 +6,6 @@ Labels come from class maps or depth maps, placed as the transform of the store 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,213 +16,84 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.dense_probe import pixels
 from vitsee_core.analyses.dense_probe.metrics import Segmentation, Task
 from vitsee_core.analyses.dense_probe.pixels import (
     Head,
-    Labels,
-    Pixels,
     PlaceSums,
-    nothing,
+)
+from vitsee_core.analyses.dense_probe.truth import (
+    Truth,
 )
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
-from vitsee_core.images.errors import DataError
-from vitsee_core.images.placement import place
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMaps
-from vitsee_core.truth.masks.depth_maps import DepthMaps
-from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.truth.masks.orientation import oriented_as
+from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
-from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import SiteSpec, Slab
     from vitsee_stores.layout import TokenLayout
 
-CHOOSING = 0.1  # of the training images
-EIGEN_SIZE = 480, 640
-EIGEN_PART = np.s_[45:471, 41:601]
+CHOOSING = 0.1  # share of the training images that chooses l2 or k
 
-Images = tuple[Store, Rows]
-
-log = logging.getLogger(__name__)
-_LAST = re.compile(r"last([1-9]\d*)")
+_LAST_N = re.compile(r"last([1-9]\d*)")
 W = TypeVar("W")
 
 
-def drawn(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
-    """A mask (images,) of this share of some images, one at least and not all, drawn over the data
-    set's own order, so that a shuffled store gives the same ones."""
-    places = np.flatnonzero(among & store.valid)
-    found = np.zeros(len(among), bool)
-    if len(places) < 2:
-        return found
-    places = places[np.argsort(store.samples.index[places], kind="stable")]
-    n = min(max(1, round(share * len(places))), len(places) - 1)
-    found[np.random.default_rng(seed).permutation(places)[:n]] = True
-    return found
+def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
+    """Draw a share of some images, at least one and not all; return their mask (images,).
 
+    They are drawn over the data set's own order, so that a shuffled store gives the same ones.
 
-@dataclass(frozen=True)
-class Truth:
-    """The labels of a store's images.
-
-    Attributes:
-        maps: the class maps or depth maps.
-        mask: (images,) which rows of the store have a map.
-        numbers: row -> the number of its map.
-        layouts: the grids of tokens, by a key that sites share.
-        resolution: one of `pixels.RESOLUTIONS`.
-        eigen: only pixels in the crop of Eigen et al. 2014 count.
+    Args:
+        store: the store.
+        among: (images,) which may be drawn.
+        share: between 0 and 1.
+        seed: seed of the draw.
     """
-
-    store: Store
-    maps: ClassMaps | DepthMaps
-    mask: Mask
-    numbers: Mapping[int, int]
-    layouts: Mapping[str, TokenLayout]
-    resolution: str
-    eigen: bool = False
-
-    @classmethod
-    def find(
-        cls,
-        store: Store,
-        maps: ClassMaps | DepthMaps,
-        rows: Rows,
-        layouts: Mapping[str, TokenLayout],
-        resolution: str,
-        eigen: bool = False,
-    ) -> tuple[Truth, dict[str, int]]:
-        """Find the maps of these images; images without one are left out, counted and logged.
-
-        Raises:
-            MissingInput: the store does not say how its images were resized, or their sizes.
-            VitseeError: no image has a map, or the transform does more than resize and crop.
-        """
-        transform = store.manifest.transform
-        if not transform:
-            raise MissingInput(
-                f"{store.label} does not say how its images were resized; extract anew"
-            )
-        wanted = int((rows.mask & store.valid).sum())
-        maps = oriented_as(transform, maps)
-        matched, numbers = match_rows(store, maps, rows)
-        try:
-            place(transform, store.sizes[matched[0]].tolist())
-        except DataError as error:
-            raise VitseeError(f"{store.label}: {error}") from None
-        mask = np.zeros(store.n_images, bool)
-        mask[matched] = True
-        if left := wanted - len(matched):
-            log.info(
-                "%s: %d of %d images are left out: without a map",
-                store.label,
-                left,
-                wanted,
-            )
-        of_row = dict(zip(matched.tolist(), numbers.tolist(), strict=True))
-        counts = {"with_mask": len(matched), "left_out_without_mask": left}
-        return cls(store, maps, mask, of_row, layouts, resolution, eigen), counts
-
-    @property
-    def rows(self) -> Rows:
-        """The images that have a map."""
-        return Rows(self.mask, 0, "with a map")
-
-    def labels(self, row: int) -> Labels:
-        """The labels of an original image, (height, width).
-
-        Raises:
-            VitseeError: it cannot be read, or is not of its image's size.
-        """
-        number = self.numbers[row]
-        where = self.maps.where(number)
-        found: Labels = self.maps.read(number)
-        if self.eigen:
-            found = eigen_crop(where, found)
-        box = self.store.samples.box
-        name, (height, width) = (
-            str(self.store.samples.file[row]),
-            self.store.sizes[row].tolist(),
-        )
-        part = None if box is None else box[row]
-        return cut_to_image(where, found, name, (height, width), part)
-
-    def pixels(self, row: int) -> dict[str, Pixels]:
-        """The labelled pixels of an image for each grid; raises as `labels`."""
-        truth = self.labels(row)
-        transform = self.store.manifest.transform
-        placement = place(transform, truth.shape)
-        size = tuple(transform["input_size"][1:])
-        return {
-            key: pixels.labelled_pixels(truth, placement, layout, size, self.resolution)
-            for key, layout in self.layouts.items()
-        }
-
-    def cells(self, row: int) -> dict[str, Labels]:
-        """The labels (cells, pixels) of each cell's pixels of the model's input, for each grid;
-        none of cells whose middle is beside the image.
-
-        Raises:
-            VitseeError: cells are not whole pixels; see `labels`.
-        """
-        truth = self.labels(row)
-        transform = self.store.manifest.transform
-        height, width = transform["input_size"][1:]
-        placement = place(transform, truth.shape)
-        seen = pixels.on_input(truth, placement, (height, width))
-        found = {}
-        for key, layout in self.layouts.items():
-            cells = pixels.cell_pixels(seen, layout)
-            if cells is None:
-                raise VitseeError(
-                    f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
-                    "of the input; expected such for this --solver (ridge takes any grid)"
-                )
-            inside = placement.on_image(layout).reshape(-1, 1)
-            found[key] = np.where(inside, cells, cells.dtype.type(nothing(cells)))
-        return found
-
-
-def eigen_crop(where: str, depths: Labels) -> Labels:
-    """Keep the depths of a map (480, 640) in rows 45 to 470 and columns 41 to 600 alone.
-
-    Raises:
-        VitseeError: a map of another size.
-    """
-    if depths.shape != EIGEN_SIZE:
-        raise VitseeError(
-            f"{where} is {depths.shape[1]} x {depths.shape[0]} pixels; --eigen-crop expects NYU's "
-            f"{EIGEN_SIZE[1]} x {EIGEN_SIZE[0]}"
-        )
-    found = np.full_like(depths, nothing(depths))
-    found[EIGEN_PART] = depths[EIGEN_PART]
-    return found
+    mask = np.zeros(len(among), bool)
+    rows = np.flatnonzero(among & store.valid)
+    if len(rows) < 2:
+        return mask
+    rows = rows[np.argsort(store.samples.index[rows], kind="stable")]
+    n_drawn = min(max(1, round(share * len(rows))), len(rows) - 1)
+    mask[np.random.default_rng(seed).permutation(rows)[:n_drawn]] = True
+    return mask
 
 
 def parse_concat(text: str) -> int:
-    """The number of last sites: 4 of `last4`. Raises VitseeError: another word."""
-    if (found := _LAST.fullmatch(text)) is None:
+    """Return the number of last sites, e.g. 4 for `last4`.
+
+    Raises:
+        VitseeError: another word.
+    """
+    match = _LAST_N.fullmatch(text)
+    if match is None:
         raise VitseeError(f"{text!r}; expected lastN, like last4")
-    return int(found[1])
+    return int(match[1])
 
 
 @dataclass(frozen=True)
 class Patches:
-    """The patch tokens that one probe reads: of a site, or of several with their channels side by
-    side. The place in the model is that of the last one, see `tables.columns.Measured`."""
+    """The patch tokens that one probe reads.
+
+    They are those of a site, or of several sites with their channels side by side. Block and depth
+    are those of the last site.
+
+    Attributes:
+        sites: the sites.
+        parts: the features of each site.
+    """
 
     sites: tuple[SiteSpec, ...]
     parts: tuple[SiteFeatures, ...]
 
     @classmethod
     def of(cls, store: Store, sites: Sequence[SiteSpec]) -> Patches:
-        """The patch tokens of the sites with these names in a store.
+        """Return the patch tokens of the sites with these names in a store.
 
         Raises:
             SiteError: no such site.
@@ -234,22 +104,27 @@ class Patches:
 
     @property
     def name(self) -> str:
+        """The names of the sites, joined by +."""
         return "+".join(site.name for site in self.sites)
 
     @property
     def block(self) -> str | None:
+        """The block of the last site."""
         return self.sites[-1].block
 
     @property
     def depth(self) -> int:
+        """The depth of the last site."""
         return self.sites[-1].depth
 
     @property
     def rel_depth(self) -> float:
+        """The relative depth of the last site, 0 to 1."""
         return self.sites[-1].rel_depth
 
     @property
     def layout(self) -> TokenLayout:
+        """The layout of the tokens, which all sites share."""
         layout = self.parts[-1].layout
         assert layout is not None
         return layout
@@ -262,6 +137,7 @@ class Patches:
 
     @cached_property
     def dim(self) -> int:
+        """Channels of all sites together."""
         return sum(part.dim for part in self.parts)
 
     @property
@@ -270,30 +146,36 @@ class Patches:
         return sum(part.slab_bytes for part in self.parts)
 
     def of_slab(self, slab: Slab) -> Float32:
-        """The tokens (images, cells, dim) of a slab's images that count.
+        """Return the tokens (images, cells, dim) of a slab's images that count.
 
         Raises:
             VitseeError: a number is not finite.
         """
-        found = [part.of_slab(slab, slice(0, len(part.tokens))) for part in self.parts]
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found, axis=-1)
+        tokens = [part.of_slab(slab, slice(0, len(part.tokens))) for part in self.parts]
+        if len(tokens) == 1:
+            return tokens[0]  # without a copy
+        return np.concatenate(tokens, axis=-1)
 
     def load(self, row: int) -> NDArray[Any]:
-        """Read the (cells, dim) tokens of a row of the store, in the stored type."""
+        """Return the tokens (cells, dim) of a row of the store, in the stored type."""
         rows = slice(row, row + 1)
-        found = [part.load(rows, slice(0, len(part.tokens)))[0] for part in self.parts]
-        return np.concatenate(found, axis=-1)
+        tokens = [part.load(rows, slice(0, len(part.tokens)))[0] for part in self.parts]
+        return np.concatenate(tokens, axis=-1)
 
-    def check_alike(self, others: Patches) -> None:
-        """Refuse other tokens or channels in the test store: raises StoreMismatch."""
-        for ours, theirs in zip(self.parts, others.parts, strict=True):
-            check_alike(ours, theirs)
+    def check_alike(self, test_patches: Patches) -> None:
+        """Refuse other tokens or channels in the test store.
+
+        Raises:
+            StoreMismatch: they differ.
+        """
+        for train_part, test_part in zip(self.parts, test_patches.parts, strict=True):
+            check_alike(train_part, test_part)
 
 
-def probed(store: Store, sites: Sequence[SiteSpec], concat: int | None) -> list[Patches]:
-    """The patches of each site alone, or of the last `concat` together.
+def probed_patches(
+    store: Store, sites: Sequence[SiteSpec], concat: int | None
+) -> list[Patches]:
+    """Return the patches that each probe reads: of a site alone, or of the last `concat` together.
 
     Raises:
         SiteError: there are fewer, or their grids differ.
@@ -307,17 +189,19 @@ def probed(store: Store, sites: Sequence[SiteSpec], concat: int | None) -> list[
             "grid; expected as many at least (see --sites)"
         )
     last = sites[-concat:]
+    last_grid = _grid_in_words(last[-1].layout)
     for site in last:
-        if _place(site.layout) != _place(last[-1].layout):
+        grid = _grid_in_words(site.layout)
+        if grid != last_grid:
             raise SiteError(
                 f"--concat last{concat}: the grids of {site.name} and {last[-1].name} differ "
-                f"({_place(site.layout)} and {_place(last[-1].layout)}); expected one grid, "
-                "choose with --sites"
+                f"({grid} and {last_grid}); expected one grid, choose with --sites"
             )
     return [Patches.of(store, last)]
 
 
-def _place(layout: TokenLayout | None) -> str:
+def _grid_in_words(layout: TokenLayout | None) -> str:
+    """Return the size and the stride of a grid."""
     assert layout is not None
     return f"{layout.grid} every {layout.stride_px} px"
 
@@ -327,10 +211,12 @@ class SplitImages:
     """The images of one store that train, or that test.
 
     Attributes:
+        store: the store.
+        task: what is predicted.
         features: name of what is probed -> its patches.
         grids: the same name -> key of its grid in `truth.layouts`.
         truth: the labels.
-        counts: how many images have a map, for a sidecar.
+        counts: how many images have a map, for a table's notes.
     """
 
     store: Store
@@ -345,24 +231,38 @@ class SplitImages:
         cls,
         store: Store,
         rows: Rows,
-        chosen: Sequence[Patches],
+        patches: Sequence[Patches],
+        *,
         task: Task,
         resolution: str,
-        eigen: bool = False,
+        eigen_crop: bool = False,
     ) -> SplitImages:
-        """Find the labels of some images of a store.
+        """Return some images of a store with their labels.
+
+        Args:
+            store: the store.
+            rows: which of its images.
+            patches: what each probe reads.
+            task: what is predicted.
+            resolution: where pixels are counted, one of `pixels.RESOLUTIONS`.
+            eigen_crop: count only pixels in the crop of Eigen et al. 2014.
 
         Raises:
             VitseeError: no image has a map.
         """
-        # Equal for grids that lie alike on the input.
-        grids = {
-            one.name: f"{one.layout.grid} every {one.layout.stride_px} from {one.layout.offset_px}"
-            for one in chosen
-        }
-        layouts = {grids[one.name]: one.layout for one in chosen}
-        truth, counts = Truth.find(store, task.maps, rows, layouts, resolution, eigen)
-        return cls(store, task, {one.name: one for one in chosen}, grids, truth, counts)
+        grids = {}
+        layouts = {}
+        for each in patches:
+            layout = each.layout
+            # Equal for grids that lie alike on the input, which share their labels.
+            key = f"{layout.grid} every {layout.stride_px} from {layout.offset_px}"
+            grids[each.name] = key
+            layouts[key] = layout
+        truth, counts = Truth.find(
+            store, task.maps, rows, layouts, resolution, eigen_crop
+        )
+        features = {each.name: each for each in patches}
+        return cls(store, task, features, grids, truth, counts)
 
     @property
     def n_images(self) -> int:
@@ -372,31 +272,46 @@ class SplitImages:
     @property
     def slab_bytes(self) -> int:
         """The bytes that one slab takes while it is worked on."""
-        return max((own.slab_bytes for own in self.features.values()), default=1)
+        return max((patches.slab_bytes for patches in self.features.values()), default=1)
 
     def fold(
         self, make: Callable[[], A], execution: Execution, size: int | None = None
     ) -> A:
-        """Fold the part's images on threads of one BLAS thread each; size: bytes of one's work."""
-        size = self.slab_bytes if size is None else size
+        """Fold the images slab by slab, on threads of one BLAS thread each.
+
+        Args:
+            make: returns an empty accumulator.
+            execution: threads and memory.
+            size: bytes that one slab's work takes; None for the tokens alone.
+        """
+        if size is None:
+            size = self.slab_bytes
         with lanes(size, execution) as wider:
             return wider.fold(self.store, make, self.truth.rows, slab_bytes=size).result()
 
     def no_pixel(self, use: str) -> VitseeError:
-        """The error that there is nothing to train or to test with."""
+        """Return the error that no pixel has a label. use: "training" or "test"."""
         return VitseeError(
             f"no pixel of the {self.n_images} {use} images of {self.store.label} has a "
             f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were cropped)"
         )
 
     def require_classes(self, classes: Integers, use: str) -> None:
-        """Check that there is something to tell apart. classes: those that occur. Raises
-        VitseeError: fewer than two."""
+        """Require at least two classes, so that there is something to tell apart.
+
+        Args:
+            classes: numbers of the classes that occur.
+            use: "training" or "test", for the error.
+
+        Raises:
+            VitseeError: there are fewer.
+        """
         if len(classes) > 1:
             return
-        names = self.task.maps.classes if isinstance(self.task, Segmentation) else ()
         number = int(classes[0])
-        name = names[number] if number < len(names) else str(number)
+        name = str(number)
+        if isinstance(self.task, Segmentation) and number < len(self.task.maps.classes):
+            name = self.task.maps.classes[number]
         raise VitseeError(
             f"all pixels of the {self.n_images} {use} images of {self.store.label} that have a "
             f"class in {self.truth.maps.name} are of the class {name}; expected two classes at "
@@ -405,14 +320,16 @@ class SplitImages:
 
 
 def counted_rows(slab: Slab) -> list[int]:
-    """The store's rows of a slab's images that count."""
+    """Return the store's rows of a slab's images that count."""
     return np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
 
 
 @contextmanager
 def lanes(size: int, execution: Execution) -> Iterator[Execution]:
-    """An execution with as many threads as cores and memory allow, each with one BLAS thread; size:
-    bytes of one's work."""
+    """Yield an execution with as many threads as cores and memory allow, of one BLAS thread each.
+
+    size: bytes that one thread's work takes.
+    """
     if execution.map is None:
         width = n_lanes(execution.budget // (2 * size))
         execution = replace(execution, jobs=max(execution.jobs, width))
@@ -422,30 +339,44 @@ def lanes(size: int, execution: Execution) -> Iterator[Execution]:
 
 @dataclass
 class Sums(Generic[W]):
-    """An accumulator, see `streaming.Accumulator`: its fields but `work`, which says what is done,
-    are dicts of what adds up. Another process returns these alone."""
+    """An accumulator of sums over slabs (a `streaming.Accumulator`).
+
+    `work` says what is done. The other fields are dicts: key -> what adds up.
+    """
 
     work: W | None
 
     def __getstate__(self) -> dict[str, Any]:
-        filled = any(found for name, found in vars(self).items() if name != "work")
-        return self.__dict__ | ({"work": None} if filled else {})
+        """Return the fields to pickle: with `work` on the way to another process, and without it on
+        the way back, as it may be large (a bank of patches)."""
+        state = dict(self.__dict__)
+        if any(sums for name, sums in state.items() if name != "work"):
+            state["work"] = None
+        return state
 
     def merge(self, other: Self) -> None:
         """Add the sums of later slabs."""
-        for name, own in vars(self).items():
-            if name != "work":
-                for key, value in getattr(other, name).items():
-                    own[key] = own[key] + value if key in own else value
+        for name, sums in vars(self).items():
+            if name == "work":
+                continue
+            for key, value in getattr(other, name).items():
+                sums[key] = sums[key] + value if key in sums else value
 
     def result(self) -> Self:
-        """The sums themselves."""
+        """Return the sums themselves."""
         return self
 
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Identifies a head: that of a site at an l2 or with k neighbours, or a baseline on a grid."""
+    """Identifies a head.
+
+    Attributes:
+        of: name of the probed site or sites; for a baseline the key of the grid.
+        l2: l2 of the fit; None if the solver has none, and for a baseline.
+        k: number of neighbours; None if the solver has none.
+        baseline: name of the baseline; "" for a probe.
+    """
 
     of: str
     l2: float | None = None
@@ -455,17 +386,20 @@ class HeadKey:
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained probes of a pair of stores, and notes on the training for a sidecar."""
+    """The trained probes of a pair of stores, and notes on the training for a table."""
 
     heads: dict[HeadKey, Head]
     notes: dict[str, object]
 
 
 def blind_heads(task: Task, places: Mapping[str, PlaceSums]) -> dict[HeadKey, Head]:
-    """The head of each baseline of every grid."""
-    found = {}
-    for grid, own in places.items():
-        classes, *both = own.scores()
-        for name, scores in zip(task.baselines, both, strict=True):
-            found[HeadKey(grid, baseline=name)] = task.head(classes, scores)
-    return found
+    """Return the head of each baseline of every grid; baselines see no tokens.
+
+    places: key of a grid -> sums of labels at each cell.
+    """
+    heads = {}
+    for grid, place_sums in places.items():
+        classes, *scores_of_baselines = place_sums.scores()
+        for name, scores in zip(task.baselines, scores_of_baselines, strict=True):
+            heads[HeadKey(grid, baseline=name)] = task.head(classes, scores)
+    return heads

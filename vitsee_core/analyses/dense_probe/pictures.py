@@ -1,0 +1,145 @@
+"""Small pictures of test images beside their label, prediction and error, for a table's notes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitsee_core.analyses.dense_probe.metrics import CLOSE
+from vitsee_core.analyses.dense_probe.pixels import (
+    Head,
+    Labels,
+    Pixels,
+    has_label,
+    labelled_pixels,
+)
+from vitsee_core.analyses.dense_probe.work import HeadKey, SplitImages
+from vitsee_core.images.embedded_pictures import encode
+from vitsee_core.images.placement import place
+from vitsee_core.models.provenance import Pictures
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
+from vitsee_stores.errors import VitseeError
+
+log = logging.getLogger(__name__)
+
+MAX_PIXELS = 320  # along a picture's longer side
+# RGB of a pixel whose prediction is wrong or right, and of one that does not count.
+WRONG = (204, 51, 17)
+RIGHT = (221, 221, 221)
+NO_LABEL = (255, 255, 255)
+
+
+def picture_examples(
+    images: SplitImages, key: HeadKey, head: Head, n: int, data: str | None
+) -> list[dict[str, Any]]:
+    """Return pictures of the first n test images, as the model saw them.
+
+    Args:
+        images: the test images.
+        key: which head predicts.
+        head: the head.
+        n: number of images.
+        data: where the data is now; None for where it was.
+
+    Returns:
+        For each image its store, name and site, the pictures `photo` (where it can be had),
+        `label`, `prediction` and `error`, and in `right` the share of pixels that are right.
+    """
+    rows = np.flatnonzero(images.truth.mask)[:n]
+    try:
+        photos: list[Any] = list(Pictures(images.store, data)(rows))
+    except VitseeError as error:
+        log.warning("the figure will lack the pictures: %s", error)
+        photos = [None] * len(rows)
+    patches = images.features[key.of]
+    transform = images.store.manifest.transform
+    size = tuple(transform["input_size"][1:])
+    examples = []
+    for row, photo in zip(rows.tolist(), photos, strict=True):
+        labels = images.truth.labels(row)
+        placement = place(transform, labels.shape)
+        pixels = labelled_pixels(labels, placement, patches.layout, size, "input")
+        tokens = patches.load(row).astype(np.float64).reshape(*patches.grid, -1)
+        prediction = head.predict(tokens, pixels)
+        example: dict[str, Any] = {
+            "store": images.store.label,
+            "image": str(images.store.samples.id[row]),
+            "site": key.of,
+            **_compare(prediction, pixels),
+        }
+        if photo is not None:
+            # (channels, height, width) of 1 or 3 channels
+            rgb = photo.transpose(1, 2, 0).repeat(3 // len(photo), axis=2)
+            example["photo"] = _encode_small(rgb, Image.Resampling.BICUBIC)
+        examples.append(example)
+    return examples
+
+
+def _compare(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
+    """Return pictures of label, prediction and error, and the share of pixels that are right.
+
+    A pixel is right if its class is, or if its depth is within a quarter.
+    """
+    labels = pixels.labels
+    counts = has_label(labels)
+    if pixels.of_depth:
+        with np.errstate(invalid="ignore"):
+            # Relative error, 1 and more the same red.
+            error = np.clip(np.abs(prediction - labels) / labels, 0, 1)
+            is_right = np.maximum(prediction / labels, labels / prediction) < CLOSE
+        top = float(np.nanmax(labels)) if counts.any() else 1.0
+        label_rgb = depth_colours(labels, top)
+        prediction_rgb = depth_colours(prediction, top)
+    else:
+        is_right = prediction == labels
+        error = np.where(is_right, 0.0, 1.0)
+        label_rgb = class_colours(labels)
+        prediction_rgb = class_colours(prediction)
+    error = np.where(counts, error, 0.0)[..., None]
+    error_rgb = (1 - error) * np.array(RIGHT) + error * np.array(WRONG)
+    error_rgb = np.where(counts[..., None], error_rgb, NO_LABEL).astype(np.uint8)
+    nearest = Image.Resampling.NEAREST  # keeps the colours of classes
+    return {
+        "right": float(is_right[counts].mean()) if counts.any() else None,
+        "label": _encode_small(label_rgb, nearest),
+        "prediction": _encode_small(prediction_rgb, nearest),
+        "error": _encode_small(error_rgb, nearest),
+    }
+
+
+def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
+    """Return the colours (height, width, 3) of depths, from near (dark) to `top` metres (light)."""
+    from matplotlib import colormaps
+
+    is_known = np.isfinite(depths)
+    relative = np.where(is_known, depths, 0) / top
+    rgba = colormaps["viridis"](relative, bytes=True)
+    rgb: NDArray[np.uint8] = rgba[..., :3].copy()
+    rgb[~is_known] = NO_LABEL
+    return rgb
+
+
+def class_colours(labels: ClassMap) -> NDArray[np.uint8]:
+    """Return the colours (height, width, 3) of classes in the palette of Pascal VOC.
+
+    They follow from the bits of a class: bits 0, 3, 6, ... are the highest bits of red, bits 1, 4,
+    7, ... those of green, bits 2, 5, 8, ... those of blue. Pixels without a class are white.
+    """
+    numbers = np.arange(IGNORED + 1)[:, None, None]
+    bits = np.arange(8)
+    channels = np.arange(3)[:, None]
+    set_bits = numbers >> (3 * bits + channels) & 1  # (classes, channels, bits)
+    palette = (set_bits << (7 - bits)).sum(-1).astype(np.uint8)
+    palette[IGNORED] = NO_LABEL
+    return palette[labels]
+
+
+def _encode_small(pixels: NDArray[np.uint8], resampling: Image.Resampling) -> str:
+    """Return a picture as text, with at most `MAX_PIXELS` along its longer side."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((MAX_PIXELS, MAX_PIXELS), resampling)
+    return encode(np.asarray(image))
