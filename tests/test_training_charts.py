@@ -19,14 +19,8 @@ from vitsee_cli.main import main
 from vitsee_core.figures.fitting import all_axes
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
-from vitsee_core.figures.training_charts import (
-    INTERVAL,
-    MOST_PANELS,
-    RUNS,
-    draw_over_training,
-    is_log,
-    layers_over_steps,
-)
+from vitsee_core.figures.training_charts import MOST_PANELS, draw_over_training, is_log
+from vitsee_core.figures.training_values import INTERVAL, RUNS, layers_over_steps
 from vitsee_core.pages.report.redrawing import redraw
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name, with_steps

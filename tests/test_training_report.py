@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_training_charts import STEPS, compared, growing, row, table
 from vitsee_cli.sections import commands_by_question
-from vitsee_core.figures.training_charts import answers_over_training, layers_over_steps
+from vitsee_core.figures.training_values import answers_over_training, layers_over_steps
 from vitsee_core.pages.report.cards import OVER_TRAINING
 from vitsee_core.pages.report.charts import charts_of
 from vitsee_core.pages.report.page import write_report

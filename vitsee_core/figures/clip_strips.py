@@ -1,5 +1,7 @@
-"""Strips of clips: a line of maps over time for each layer, below the frames of the clip. Drawn
-from the column `frame` of tables of clips and from their notes."""
+"""Strips of clips: a line of maps over time for each layer, below the frames of the clip.
+
+They are drawn from tables of clips, which have a column `frame`, and from their notes.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-# ems of a tile's width
-SMALLEST = 3.9
+# Lengths in ems.
+SMALLEST = 3.9  # width of a tile
 LARGEST = 6.5
-# ems
-GAP = 0.35
-LINE_GAP = 1.2
-NAMES = 6.2  # ems of the names of layers, at the left
-STORE = 1.5  # ems of the name of a store, where there are several
+GAP = 0.35  # between tiles
+LINE_GAP = 1.2  # between clips
+NAMES = 6.2  # width of the names of layers, at the left
+STORE = 1.5  # width of a store's name, where there are several
+LETTER = 0.56  # width of a letter
 TIMES = {
     "shuffled": "frames in random order, as the model saw them",
     "still": "one frame repeated, as the model saw it",
@@ -45,17 +47,23 @@ TIMES = {
 
 @dataclass(frozen=True)
 class Moment:
-    """A column: one of the places in time of the coarsest grid, of so many."""
+    """A column of a strip: a span of the clip's time.
+
+    Attributes:
+        cell: its index in time in the coarsest of the grids.
+        of: number of such spans in the clip.
+    """
 
     cell: int
     of: int
 
     def at(self, n: int) -> int:
-        """The place that contains its middle, of n."""
+        """Return which of n equal spans contains the middle of this one."""
+        # The middle is (cell + 1/2) / of of the time: times n, rounded down, in whole numbers.
         return (2 * self.cell + 1) * n // (2 * self.of)
 
     def frames(self, n: int) -> str:
-        """Those of n sampled frames that lie in it, as `0` or `2–3`."""
+        """Return which of n sampled frames lie in it, as `0` or `2–3`."""
         first = self.cell * n // self.of
         last = max((self.cell + 1) * n // self.of - 1, 0)
         return str(first) if last <= first else f"{first}–{last}"
@@ -63,8 +71,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class ClipStrip:
-    """The maps of one layer: (frames, rows, cols) or (frames, rows, cols, 4). edges: top, left,
-    bottom, right of the grid on the frames. cell: (frame, row, col) to frame in red."""
+    """The maps of one layer over time.
+
+    Attributes:
+        store: the store's label.
+        title: name of the layer, at the left.
+        values: (frames, rows, cols), or colours (frames, rows, cols, 4).
+        edges: top, left, bottom and right of the grid, as shares of a frame.
+        cell: (frame, row, col) of a cell to frame in red, None for none.
+    """
 
     store: str
     title: str
@@ -75,7 +90,14 @@ class ClipStrip:
 
 @dataclass(frozen=True)
 class ClipLine:
-    """One clip and what is mapped of it. mark: a place on its frames, (share of the time, y, x)."""
+    """One clip and its maps.
+
+    Attributes:
+        image: the clip's name in the notes, "" for a mean over clips.
+        title: text above it, "" for none.
+        strips: its maps, a strip per layer.
+        mark: a point on its frames, (time, y, x), as shares of the clip and a frame.
+    """
 
     image: str
     title: str
@@ -85,9 +107,16 @@ class ClipLine:
 
 @dataclass
 class ClipSheet:
-    """Clips below one another, laid out in ems from the upper left corner. notes: what
-    `describe_clips` says, or of `clip` alone. look: colours of the maps; bar: what the colour bar
-    says; photos: whether frames stand above the maps."""
+    """A figure of clips below one another, each a line of frames above lines of maps.
+
+    Attributes:
+        lines: the clips.
+        notes: what `describe_clips` returns; its `clip` is enough where no frames are drawn.
+        caption: texts at the foot.
+        look: keywords of matplotlib's `imshow`, for the maps' colours.
+        bar: label of the colour bar; None for no bar.
+        photos: whether frames stand above the maps.
+    """
 
     lines: Sequence[ClipLine]
     notes: Mapping[str, Any]
@@ -97,63 +126,83 @@ class ClipSheet:
     photos: bool = True
 
     def draw(self) -> Figure:
-        """The figure; call it inside a function decorated with `styled`."""
-        several = len({strip.store for line in self.lines for strip in line.strips}) > 1
-        start = MARGIN + NAMES + STORE * several
-        fixed = start + MARGIN + (BAR if self.bar else 0.0)
-        columns = self._columns(int((room() - fixed + GAP) / (SMALLEST + GAP)))
-        self._side = min((room() - fixed + GAP) / len(columns) - GAP, LARGEST)
+        """Return the figure. Call it inside a function decorated with `styled`."""
+        stores = {strip.store for line in self.lines for strip in line.strips}
+        name_stores = len(stores) > 1
+        start = MARGIN + NAMES  # ems from the left edge to the first tile
+        if name_stores:
+            start += STORE
+        fixed_width = start + MARGIN + (BAR if self.bar else 0.0)
+        tiles_width = room() - fixed_width
+        columns = self._columns(int((tiles_width + GAP) / (SMALLEST + GAP)))
+        self._side = min((tiles_width + GAP) / len(columns) - GAP, LARGEST)
         width = start + len(columns) * (self._side + GAP) - GAP + MARGIN
         heights = [self._height(line) for line in self.lines]
 
         def draw_line(box: Box, k: int, top: float) -> AxesImage | None:
-            return self._draw_line(box, self.lines[k], columns, top, start, several)
+            """Draw the k-th clip from `top` ems on; return its last map."""
+            return self._draw_line(box, self.lines[k], columns, top, start, name_stores)
 
-        bar = (
-            Bar(self.bar, self._head(self.lines[0]), 26.0, LINE_GAP) if self.bar else None
-        )
-        texts = [*self.caption, *self._said(columns)]
+        bar = None
+        if self.bar:
+            head = self._head(self.lines[0])
+            bar = Bar(self.bar, head, longest=26.0, gap=LINE_GAP)
+        texts = [*self.caption, *self._time_sentences(columns)]
         return draw_sheet(width, heights, texts, draw_line, bar)
 
-    def _columns(self, most: int) -> list[Moment]:
-        """The times that are drawn: those of the notes, or as many evenly spaced ones as fit, with
-        those that are marked."""
-        sizes = [len(strip.values) for line in self.lines for strip in line.strips]
-        said = self.notes.get("clip", {})
-        of = said.get("of", min(sizes))
-        there = said.get("shown", range(of))
-        marked = {int(line.mark[0] * of) for line in self.lines if line.mark is not None}
-        return [Moment(cell, of) for cell in evenly_with(there, max(most, 1), marked)]
+    def _columns(self, limit: int) -> list[Moment]:
+        """Return the times that are drawn.
 
-    def _said(self, columns: Sequence[Moment]) -> list[str]:
-        """The caption's sentences on the times."""
-        said = []
-        if time := TIMES.get(self.notes.get("clip", {}).get("time", "")):
-            said.append(time)
+        Those of the notes, or evenly spaced ones; those that a clip marks are among them.
+
+        Args:
+            limit: largest number of columns.
+        """
+        n_times = [len(strip.values) for line in self.lines for strip in line.strips]
+        clip_notes = self.notes.get("clip", {})
+        n_spans = clip_notes.get("of", min(n_times))
+        cells = clip_notes.get("shown", range(n_spans))
+        marked = {
+            int(line.mark[0] * n_spans) for line in self.lines if line.mark is not None
+        }
+        return [Moment(k, n_spans) for k in evenly_with(cells, max(limit, 1), marked)]
+
+    def _time_sentences(self, columns: Sequence[Moment]) -> list[str]:
+        """Return the caption's sentences on the times."""
+        sentences = []
+        order = self.notes.get("clip", {}).get("time", "")
+        if order in TIMES:
+            sentences.append(TIMES[order])
         if len(columns) < columns[0].of:
-            said.append("evenly spaced times; the table has all")
-        return said
+            sentences.append("evenly spaced times; the table has all")
+        return sentences
 
-    def _n_frames(self, columns: Sequence[Moment]) -> int:
-        return int(self.notes.get("clip", {}).get("frames", columns[0].of))
-
-    def _about(self, image: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = (
-            self.notes.get("images", {}).get(image, {}) if image else {}
-        )
-        return found
+    def _image_notes(self, image: str) -> Mapping[str, Any]:
+        """Return the notes on a clip, empty for a mean over clips."""
+        if not image:
+            return {}
+        notes: Mapping[str, Any] = self.notes.get("images", {}).get(image, {})
+        return notes
 
     def _tile(self, image: str) -> tuple[float, float]:
-        aspect = float(self._about(image).get("aspect", 1.0))
+        """Return width and height of a clip's tiles in ems."""
+        aspect = float(self._image_notes(image).get("aspect", 1.0))
         return within(self._side, self._side * TALLEST, aspect)
 
     def _head(self, line: ClipLine) -> float:
-        """Ems of the clip's name and of the times above its columns."""
-        return TITLE * (1 + bool(line.title) + ("seconds" in self._about(line.image)))
+        """Return the ems of the clip's name, its frames' numbers and seconds above the tiles."""
+        n_lines = 1
+        if line.title:
+            n_lines += 1
+        if "seconds" in self._image_notes(line.image):
+            n_lines += 1
+        return TITLE * n_lines
 
     def _height(self, line: ClipLine) -> float:
-        each = self._tile(line.image)[1] + GAP
-        return self._head(line) + (len(line.strips) + self.photos) * each - GAP + LINE_GAP
+        """Return the ems of a clip with its text and the room below."""
+        _, tall = self._tile(line.image)
+        n_rows = len(line.strips) + self.photos
+        return self._head(line) + n_rows * (tall + GAP) - GAP + LINE_GAP
 
     def _draw_line(
         self,
@@ -162,71 +211,93 @@ class ClipSheet:
         columns: Sequence[Moment],
         top: float,
         start: float,
-        several: bool,
+        name_stores: bool,
     ) -> AxesImage | None:
-        about, (wide, tall) = self._about(line.image), self._tile(line.image)
-        seen = about.get("frame", WHOLE)
+        """Draw a clip: its name, the times, its frames, and its strips below one another.
+
+        Args:
+            box: the figure.
+            line: the clip.
+            columns: the times that are drawn.
+            top: ems from the figure's upper edge to the clip.
+            start: ems from its left edge to the first tile.
+            name_stores: whether the stores' names stand at the left of their strips.
+
+        Returns:
+            The last map, for the colour bar.
+        """
+        notes = self._image_notes(line.image)
+        wide, tall = self._tile(line.image)
+        seen = notes.get("frame", WHOLE)
+        step = self._side + GAP
+        n_frames = int(self.notes.get("clip", {}).get("frames", columns[0].of))
+        # Texts are centred on their height, tiles begin at it.
         at = top + TITLE / 2
-        last = None
         if line.title:
-            letters = int((len(columns) * (self._side + GAP) + NAMES) / 0.56)
+            letters = int((len(columns) * step + NAMES) / LETTER)
             box.text(MARGIN, at, shorten(line.title, letters), fontsize=medium().font)
             at += TITLE
-        n = self._n_frames(columns)
-        step = about.get("seconds")
-        for name in ("frame", "seconds") if step else ("frame",):
-            box.text(start - 0.6, at, name, ha="right", color=GREY)
+        box.text(start - 0.6, at, "frame", ha="right", color=GREY)
+        for k, moment in enumerate(columns):
+            middle = start + k * step + self._side / 2
+            box.text(middle, at, moment.frames(n_frames), ha="center")
+        at += TITLE
+        seconds = notes.get("seconds")  # between sampled frames
+        if seconds:
+            box.text(start - 0.6, at, "seconds", ha="right", color=GREY)
             for k, moment in enumerate(columns):
-                said = moment.frames(n)
-                if name == "seconds" and step:
-                    said = f"{moment.cell * n / moment.of * float(step):.2f}"
-                box.text(
-                    start + k * (self._side + GAP) + self._side / 2, at, said, ha="center"
-                )
+                middle = start + k * step + self._side / 2
+                time = moment.cell * n_frames / moment.of * float(seconds)
+                box.text(middle, at, f"{time:.2f}", ha="center")
             at += TITLE
         at = at - TITLE / 2
-        lefts = self._lefts(columns, start, wide)
+        lefts = [start + k * step + (self._side - wide) / 2 for k in range(len(columns))]
         if self.photos:
             for left, moment in zip(lefts, columns, strict=True):
-                place = box.place(left, at, wide, tall, seen)
-                picture = about.get("pictures", {}).get(str(moment.at(n)))
-                place.picture(picture, about.get("edges", WHOLE), "no\npicture")
-                if (
-                    line.mark
-                    and Moment(int(line.mark[0] * moment.of), moment.of) == moment
-                ):
-                    place.cross(*line.mark[1:])
+                frame = box.frame(left, at, wide, tall, seen)
+                picture = notes.get("pictures", {}).get(str(moment.at(n_frames)))
+                frame.picture(picture, notes.get("edges", WHOLE), "no\npicture")
+                if line.mark:
+                    time, y, x = line.mark
+                    if int(time * moment.of) == moment.cell:
+                        frame.cross(y, x)
             at += tall + GAP
-        before = None
+        last_map = None
+        store_before = None
         for strip in line.strips:
-            most = int(NAMES / 0.56)
-            parts = [  # `block 3, time` is too long for a line
-                part
-                for line in strip.title.split("\n")
-                for part in (line.split(", ") if len(line) > most else [line])
-            ]
-            name = "\n".join(shorten(part, most) for part in parts)
+            name = _name_in_lines(strip.title, int(NAMES / LETTER))
             box.text(start - 0.6, at + tall / 2, name, ha="right")
-            if several and strip.store != before:
-                below = sum(other.store == strip.store for other in line.strips)
-                middle = at + (below * (tall + GAP) - GAP) / 2
-                owner = shorten(strip.store, max(6, int(below * tall * 1.6)))
-                box.text(MARGIN + 0.4, middle, owner, ha="center", rotation=90)
-            before = strip.store
+            if (
+                name_stores and strip.store != store_before
+            ):  # once, beside all of its strips
+                n_strips = sum(other.store == strip.store for other in line.strips)
+                middle = at + (n_strips * (tall + GAP) - GAP) / 2
+                store_name = shorten(strip.store, max(6, int(n_strips * tall * 1.6)))
+                box.text(MARGIN + 0.4, middle, store_name, ha="center", rotation=90)
+            store_before = strip.store
             for left, moment in zip(lefts, columns, strict=True):
+                # Layers may have more places in time than columns: the one in the middle.
                 k = moment.at(len(strip.values))
-                cell = strip.cell
-                own = (cell[1], cell[2]) if cell is not None and cell[0] == k else None
-                tile = Map("", strip.values[k], strip.edges, own)
-                last = box.place(left, at, wide, tall, seen).map(tile, self.look)
+                cell = None
+                if strip.cell is not None and strip.cell[0] == k:
+                    cell = (strip.cell[1], strip.cell[2])
+                tile = Map("", strip.values[k], strip.edges, cell)
+                last_map = box.frame(left, at, wide, tall, seen).map(tile, self.look)
             at += tall + GAP
-        return last
+        return last_map
 
-    def _lefts(self, columns: Sequence[Moment], start: float, wide: float) -> list[float]:
-        each = self._side + GAP
-        return [start + k * each + (self._side - wide) / 2 for k in range(len(columns))]
+
+def _name_in_lines(title: str, letters: int) -> str:
+    """Return a layer's name in lines of so many letters, broken at commas: `block 3, time`."""
+    lines: list[str] = []
+    for line in title.split("\n"):
+        if len(line) > letters:
+            lines += line.split(", ")
+        else:
+            lines.append(line)
+    return "\n".join(shorten(line, letters) for line in lines)
 
 
 def of_clips(rows: pl.DataFrame) -> bool:
-    """Whether the cells of a table are those of clips."""
+    """Return whether the cells of a table are those of clips."""
     return "frame" in rows.columns and rows["frame"].null_count() < len(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitsee_core.declaration import Analysis
-from vitsee_core.figures.training_charts import answers_over_training
+from vitsee_core.figures.training_values import answers_over_training
 from vitsee_core.runtime.registry import builtin_names, load
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table

@@ -14,11 +14,8 @@ from typing import Any
 
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
-from vitsee_core.figures.training_charts import (
-    MOST_PANELS,
-    layer_words,
-    layers_over_steps,
-)
+from vitsee_core.figures.training_charts import MOST_PANELS
+from vitsee_core.figures.training_values import layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
