@@ -1,4 +1,4 @@
-"""Tidy tables, and results read back from their files, with the sidecar where there is one.
+"""Tidy tables, and results read back from their files, with their sidecars.
 
 Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`; `outputs` writes both.
 """
@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
+from vitsee_core.tables.columns import REPLICATES, column_of, typed
 from vitsee_core.tables.files import (
     TABLE_ENDINGS,
     is_stream,
@@ -28,6 +27,7 @@ from vitsee_core.tables.files import (
     write_files,
 )
 from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
+from vitsee_core.tables.row_blocks import frame_of, require_columns, single_row_columns
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
 from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
@@ -52,7 +52,8 @@ class Table:
         notes: facts about the numbers that no row can state (the interval's method, how many images
             were left out, seeds); JSON, written into the sidecar.
         made_by: the analysis and its arguments, if an analysis returned the table.
-        analysis: the one whose figure `plot` draws, of a part of a table or one that was read.
+        analysis: the analysis whose figure `plot` draws, if the table is a part of another one or
+            was read from a file.
     """
 
     frame: pl.DataFrame
@@ -73,7 +74,7 @@ class Table:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frame", typed(_frame_of(self.frame)))
+        object.__setattr__(self, "frame", typed(frame_of(self.frame)))
 
     @classmethod
     def from_rows(
@@ -82,10 +83,10 @@ class Table:
         columns: Sequence[str] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Table:
-        """A table of a handful of rows; a value that is None or missing is an empty cell.
+        """Return a table of a handful of rows; a value that is None or missing is an empty cell.
 
         Args:
-            rows: name -> value, one mapping per row; `replicates`: (blocks,) or None.
+            rows: one mapping of column -> value per row; `replicates`: (blocks,) or None.
             columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
 
@@ -98,7 +99,7 @@ class Table:
             names = [name for name in in_rows if name != REPLICATES]
         else:
             names = list(columns)
-            _require_columns(rows, names)
+            require_columns(rows, names)
         if (
             any(row.get(REPLICATES) is not None for row in rows)
             and REPLICATES not in names
@@ -115,7 +116,7 @@ class Table:
         columns: Sequence[str] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Table:
-        """The rows of several parts in a row; a column that a part lacks is empty there.
+        """Return the rows of several parts after one another; a column that a part lacks is empty.
 
         Args:
             parts: tables, frames, or blocks of rows: column -> array, or a scalar for all rows.
@@ -125,32 +126,42 @@ class Table:
         if not parts:
             return cls.from_rows((), columns or (), notes)
         frames: list[pl.DataFrame] = []
-        for names, some in groupby(parts, _row_names):
-            if names is None:
-                frames += [
-                    typed(p) if isinstance(p, pl.DataFrame) else _frame_of(p)
-                    for p in some
-                ]
-            else:  # a frame of many rows takes hardly longer than one of a single row
-                rows: list[Any] = list(some)
+        # Consecutive single rows with the same columns become one frame: it takes hardly longer to
+        # make than a frame of a single row, of which there may be thousands.
+        for names, group in groupby(parts, single_row_columns):
+            if names is not None:
+                rows: list[Any] = list(group)
+                cells = {name: [row[name] for row in rows] for name in names}
                 frames.append(
-                    pl.DataFrame([column_of(n, [r[n] for r in rows]) for n in names])
+                    pl.DataFrame([column_of(name, cells[name]) for name in names])
                 )
+                continue
+            for part in group:
+                if isinstance(part, Table):
+                    frames.append(part.frame)
+                elif isinstance(part, pl.DataFrame):
+                    frames.append(typed(part))
+                else:
+                    frames.append(frame_of(part))
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
-            own = [
-                n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES
-            ]
-            lacking = [n for n in own if n not in frame.columns]
-            frame = frame.with_columns(pl.lit(None).alias(n) for n in lacking).select(own)
+            order = list(columns)
+            if REPLICATES in frame.columns and REPLICATES not in order:
+                order.append(REPLICATES)
+            lacking = [name for name in order if name not in frame.columns]
+            frame = frame.with_columns(pl.lit(None).alias(name) for name in lacking)
+            frame = frame.select(order)
         return cls(frame, dict(notes or {}))
 
     def __len__(self) -> int:
         return len(self.frame)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """A column as numpy: floats (NaN where empty), integers (objects with None where some are
-        empty), or text as objects ("" where empty)."""
+        """Return a column as a numpy array (rows,).
+
+        Floats are NaN where a cell is empty; integers with empty cells are objects with None; text
+        is objects with "".
+        """
         column = self.frame[name]
         if column.dtype.is_float() or (
             column.dtype.is_integer() and not column.null_count()
@@ -162,27 +173,28 @@ class Table:
 
     @property
     def replicates(self) -> Float | None:
-        """(rows, blocks) each row's value without one block of the images, NaN if it has none; None
-        if no row has any."""
+        """Each row's value without one block of the images, (rows, blocks).
+
+        NaN if a row has none; None if no row has any.
+        """
         return replicates.array_of(self.frame)
 
     def filter(self, *predicates: Any, **constraints: Any) -> Table:
-        """The rows that `polars.DataFrame.filter` keeps: expressions, or `column=value`."""
+        """Return the rows that `polars.DataFrame.filter` keeps: expressions, or `column=value`."""
         return self.with_frame(self.frame.filter(*predicates, **constraints))
 
     def with_frame(self, frame: pl.DataFrame) -> Table:
-        """Other rows or columns of the same analysis, with the notes."""
+        """Return a table of other rows or columns of the same analysis, with the same notes."""
         return Table(frame, self.notes, analysis=self.analysis_name)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Table:
-        """Read a table that a command or `write` wrote, with the notes of its sidecar.
+        """Return the table in a file that a command or `write` wrote, with its sidecar's notes.
 
         Raises:
-            VitseeError: no such table; see `read_result`.
+            VitseeError: the file is not a table.
             OSError: it cannot be opened.
         """
-
         result = read_result(Path(path))
         return replace(result.table, analysis=result.command.replace("-", "_"))
 
@@ -202,15 +214,27 @@ class Table:
             file.write(table_bytes(self.written, ".csv").decode())
 
     def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or .parquet; and
-        beside it `r.csv.json`, with the notes and, if an analysis returned the table, how it was
-        made, which `vitsee plot` and `vitsee report` read. Raises VitseeError: another ending, or a
-        file exists and `force` is off."""
-        place = Path(path)
-        data = table_bytes(self.written, ending_of(place, TABLE_ENDINGS, "the table"))
-        given = describe_call(*self.made_by) if self.made_by is not None else {}
-        sidecar = sidecar_bytes(self.written, self.notes, given, data)
-        files = {place.with_name(f"{place.name}.json"): sidecar, place: data}
+        """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or .parquet.
+
+        Beside it goes its sidecar, `r.csv.json`: the notes and, if an analysis returned the table,
+        how it was made, which `vitsee plot` and `vitsee report` read.
+
+        Args:
+            path: where the table goes.
+            force: replace existing files.
+
+        Raises:
+            VitseeError: another ending, or a file exists and `force` is off.
+        """
+        path = Path(path)
+        data = table_bytes(self.written, ending_of(path, TABLE_ENDINGS, "the table"))
+        run_record: dict[str, Any] = {}
+        if self.made_by is not None:
+            analysis, arguments = self.made_by
+            run_record = describe_call(analysis, arguments)
+        sidecar = sidecar_bytes(self.written, self.notes, run_record, data)
+        # The sidecar first: a table that is there has its sidecar.
+        files = {path.with_name(f"{path.name}.json"): sidecar, path: data}
         write_files(files, force=force)
 
     @property
@@ -225,31 +249,36 @@ class Table:
 
     @property
     def step_unit(self) -> str:
-        """The unit of the steps in a table over a training, "step" or "epoch", which is also their
-        column's name; "" for another table, or one of a single step."""
+        """The unit of the steps in a table over a training: "step" or "epoch".
+
+        It is also the name of the steps' column. "" for another table, or one of a single step.
+        """
         unit = self.notes.get("unit")
         names = {*self.frame.columns}
         if not isinstance(unit, str) or not {unit, "metric", "value"} <= names:
             return ""
-        placed = "site" in names or {"site_a", "site_b"} <= names
-        return unit if placed and self.frame[unit].n_unique() > 1 else ""
+        has_sites = "site" in names or {"site_a", "site_b"} <= names
+        if has_sites and self.frame[unit].n_unique() > 1:
+            return unit
+        return ""
 
     def plot(self, **options: Any) -> Figure:
-        """The figure that the command of this table draws; of a table over a training the chart
-        along its steps. In a notebook it is shown.
+        """Return the figure that the table's command draws; a notebook shows it.
+
+        A table over a training is drawn as a chart along its steps.
 
         Args:
-            options: those of the analysis' `plot`, or of `draw_over_training`.
+            options: options of the analysis' `plot`, or of `draw_over_training`.
 
         Raises:
             VitseeError: no analysis made this table, or it draws no figure.
         """
         name = self.analysis_name
         if name not in registry.names():
-            of = f" ({name} is no analysis that is installed)" if name else ""
+            reason = f" ({name} is no analysis that is installed)" if name else ""
             raise VitseeError(
-                f"this table has no figure of its own{of}; expected what an analysis returned, or "
-                "Table.read of what a command wrote with -o"
+                f"this table has no figure of its own{reason}; expected what an analysis returned, "
+                "or Table.read of what a command wrote with -o"
             )
         analysis = registry.load(name)
         with registry.blamed(analysis.module):
@@ -257,91 +286,50 @@ class Table:
         return figure
 
     def map_text(self, change: Callable[[str], str]) -> Table:
-        """The table with `change` applied to every text in it and in its notes."""
-        of_text = pl.col(pl.String, pl.Categorical)
-        found = self.frame.select(of_text.unique().drop_nulls().cast(pl.String).implode())
-        changed = []
-        for column in found.get_columns():
-            new = {text: change(text) for text in column[0]}
-            if any(old != text for old, text in new.items()):
-                own = pl.nth(self.frame.get_column_index(column.name))
-                kind = self.frame.schema[column.name]
-                changed.append(own.cast(pl.String).replace(new).cast(kind))
-        return Table(self.frame.with_columns(changed), _mapped_notes(self.notes, change))
+        """Return the table with `change` applied to every text in it and in its notes."""
+        text_columns = pl.col(pl.String, pl.Categorical)
+        # Each distinct text once: a row per column, of the list of its texts.
+        distinct = self.frame.select(
+            text_columns.unique().drop_nulls().cast(pl.String).implode()
+        )
+        changed_columns = []
+        for texts in distinct.get_columns():
+            replacements = {text: change(text) for text in texts[0]}
+            if any(old != new for old, new in replacements.items()):
+                # By its index: to `pl.col` a name such as `^a$` is a pattern.
+                column = pl.nth(self.frame.get_column_index(texts.name))
+                dtype = self.frame.schema[texts.name]
+                changed = column.cast(pl.String).replace(replacements).cast(dtype)
+                changed_columns.append(changed)
+        frame = self.frame.with_columns(changed_columns)
+        return Table(frame, _mapped_notes(self.notes, change))
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame, the notes in its `attrs`. Raises VitseeError: pandas is
-        not installed."""
+        """Return the table as a pandas DataFrame, with the notes in its `attrs`.
+
+        Raises:
+            VitseeError: pandas is not installed.
+        """
         return to_frame({name: self[name] for name in self.written.columns}, self.notes)
 
     def __repr__(self) -> str:
         return f"<Table {len(self)} rows: {', '.join(self.written.columns)}>"
 
     def _repr_html_(self) -> str:
-        """Notebook display: the first and the last rows."""
+        """Return the HTML that notebooks show: the first and the last rows."""
         n = len(self)
         frame = self.written
         half = SHOWN_ROWS // 2
-        shown = (
-            frame if n <= SHOWN_ROWS else pl.concat([frame.head(half), frame.tail(half)])
-        )
-        lines = [[shown_cell(cell) for cell in row] for row in shown.rows()]
-        if n > SHOWN_ROWS:
+        is_cut = n > SHOWN_ROWS
+        rows = pl.concat([frame.head(half), frame.tail(half)]) if is_cut else frame
+        lines = [[shown_cell(cell) for cell in row] for row in rows.rows()]
+        if is_cut:
             lines.insert(half, ["…"] * frame.width)
         return html_table(f"{n} rows", frame.columns, lines)
 
 
-def _require_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Refuse rows that would lose a value. Raises DeclarationError: names the first."""
-    columns = {*names, REPLICATES}
-    for row in rows:
-        for name, value in row.items():
-            if name not in columns and is_given(value):
-                raise DeclarationError(
-                    f"rows have {name!r}, which is not among the columns; expected some of "
-                    f"{', '.join(names)}"
-                )
-
-
-def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
-    """A frame of a table, a frame, or columns: arrays and sequences of one length, and scalars that
-    hold for every row. Raises ValueError: columns of several lengths."""
-    if isinstance(part, (Table, pl.DataFrame)):
-        return part if isinstance(part, pl.DataFrame) else part.frame
-    if _row_names(part) and isinstance(part.get(REPLICATES), np.ndarray):
-        part = {**part, REPLICATES: [part[REPLICATES]]}
-    long = {n: column_of(n, v) for n, v in part.items() if _is_long(v)}
-    lengths = {name: len(column) for name, column in long.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of one length were expected, not {lengths}")
-    n = next(iter(lengths.values()), 1 if part else 0)
-    return pl.DataFrame(
-        [
-            long[k] if k in long else column_of(k, [v]).new_from_index(0, n)
-            for k, v in part.items()
-        ]
-    )
-
-
-def _row_names(part: Table | pl.DataFrame | Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The columns of a block that is a single row, whose replicates are (blocks,); None: another
-    part."""
-    if not isinstance(part, Mapping) or not part:
-        return None
-    one_row = all(
-        np.ndim(value) <= 1 if name == REPLICATES else not _is_long(value)
-        for name, value in part.items()
-    )
-    return tuple(part) if one_row else None
-
-
-def _is_long(value: Any) -> bool:
-    return not isinstance(value, str) and (
-        hasattr(value, "__len__") and np.ndim(value) != 0
-    )
-
-
 def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
+    """Return notes with `change` applied to every text and key in them."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -361,11 +349,13 @@ class ResultFile:
     """A table that a command wrote.
 
     Attributes:
+        path: the table's file.
+        table: its content.
         command: the command's name; "" without a sidecar.
         sidecar: the content of `r.csv.json`; empty without that file.
-        changed: the table is not the one that the sidecar describes, or the sidecar was edited
-            (False if it does not say).
-        digest: of the table's bytes and the sidecar.
+        changed: whether the table is not the one that the sidecar describes, or the sidecar was
+            edited; False if the sidecar does not say.
+        digest: hash of the table's bytes, and of the sidecar.
     """
 
     path: Path
@@ -381,24 +371,24 @@ class ResultFile:
         return "digest" in self.sidecar and not self.changed
 
     def has(self, columns: Sequence[str]) -> bool:
+        """Return whether the table has all of these columns."""
         return all(name in self.table.frame.columns for name in columns)
 
     def describe_columns(self) -> str:
-        """The first of its columns, for a message."""
+        """Return the names of the first columns, for a message."""
         names = self.table.frame.columns
-        more = (
-            f" and {len(names) - SHOWN_COLUMNS} more"
-            if len(names) > SHOWN_COLUMNS
-            else ""
-        )
-        return ", ".join(names[:SHOWN_COLUMNS]) + more
+        text = ", ".join(names[:SHOWN_COLUMNS])
+        n_more = len(names) - SHOWN_COLUMNS
+        if n_more > 0:
+            text += f" and {n_more} more"
+        return text
 
 
 def read_result(path: str | Path) -> ResultFile:
-    """Read a table's file in the format of its ending, with its sidecar.
+    """Return the table in a file, read in the format of its ending, with its sidecar.
 
-    The sidecar says what each column holds; without one it is inferred, see `formats.read_table`.
-    What comes from a stream (`-`) is CSV without a sidecar.
+    The sidecar says what each column holds; without a sidecar the types are inferred from the
+    cells. Data from a stream (`-`) is CSV without a sidecar.
 
     Raises:
         VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
@@ -412,24 +402,33 @@ def read_result(path: str | Path) -> ResultFile:
         sidecar: dict[str, Any] = {}
         data = read_stream(path)
     else:
-        sidecar = _sidecar(path)
+        sidecar = _read_sidecar(path)
         data = read_file(path)
     sha256 = hashlib.sha256(data).hexdigest()
     as_written = sidecar.get("sha256") == sha256
     frame = read_table(path, data, sidecar.get("columns", {}), as_written=as_written)
-    typed = map(str, sidecar.get("command", ())[1:])
-    command = next(
-        (word for word in typed if not word.startswith("-")), ""
-    )  # vitsee -q knn ...
-    now = {"sha256": sha256, "digest": digest_of(sidecar)}
-    changed = any(sidecar.get(name, now[name]) != now[name] for name in now)
-    table = Table(frame, sidecar.get("notes", {}))
-    return ResultFile(path, table, command, sidecar, changed, " ".join(now.values()))
+    # The first word that is not an option: `knn` of `vitsee -q knn a.zarr`.
+    words = [str(word) for word in sidecar.get("command", ())[1:]]
+    command = next((word for word in words if not word.startswith("-")), "")
+    digest = digest_of(sidecar)
+    table_changed = sidecar.get("sha256", sha256) != sha256
+    sidecar_changed = sidecar.get("digest", digest) != digest
+    return ResultFile(
+        path=path,
+        table=Table(frame, sidecar.get("notes", {})),
+        command=command,
+        sidecar=sidecar,
+        changed=table_changed or sidecar_changed,
+        digest=f"{sha256} {digest}",
+    )
 
 
 def read_replicates(file: ResultFile) -> Table:
-    """The table of a result with its replicates, from the file beside it. Raises VitseeError: there
-    is none, or it belongs to another table."""
+    """Return the table of a result with its replicates, from the file beside it.
+
+    Raises:
+        VitseeError: there is no such file, or it belongs to another table.
+    """
     path = replicates.beside(file.path)
     if not path.exists():
         raise VitseeError(
@@ -439,10 +438,11 @@ def read_replicates(file: ResultFile) -> Table:
     other = read_table(path, read_file(path), file.sidecar.get("columns", {}))
     names = [name for name in other.columns if name.startswith(replicates.PREFIX)]
     frame = file.table.frame
-    same = [n for n in frame.columns if n in other.columns and n not in names]
-    if not names or len(other) != len(frame) or "value" not in same:
+    shared = [n for n in frame.columns if n in other.columns and n not in names]
+    if not names or len(other) != len(frame) or "value" not in shared:
         raise VitseeError(f"{path} holds no replicates of the rows of {file.path}")
-    for name in same:
+    # Rows have no key: the files belong together if all of their common columns agree.
+    for name in shared:
         differ = frame[name].cast(other[name].dtype).ne_missing(other[name])
         if differ.any():
             row = int(differ.arg_max() or 0)
@@ -451,32 +451,40 @@ def read_replicates(file: ResultFile) -> Table:
                 f"{other[name][row]} in place of {frame[name][row]}; run the command again with "
                 "--replicates --force"
             )
-    each = other.select(pl.concat_list(pl.col(names).cast(pl.Float64)).alias(REPLICATES))
-    return file.table.with_frame(pl.concat([frame, each], how="horizontal"))
+    values = pl.concat_list(pl.col(names).cast(pl.Float64))
+    lists = other.select(values.alias(REPLICATES))
+    return file.table.with_frame(pl.concat([frame, lists], how="horizontal"))
 
 
-# Keys of a sidecar that are read back.
-_SHAPES: dict[str, type] = {
-    **{
-        "command": list,
-        "stores": list,
-        "results": list,
-        "parameters": dict,
-        "columns": dict,
-    },
-    **{"notes": dict, "figure": dict, "sha256": str, "digest": str, "created": str},
+# Types of the sidecar's keys that are read back.
+_SIDECAR_TYPES: dict[str, type] = {
+    "command": list,
+    "stores": list,
+    "results": list,
+    "parameters": dict,
+    "columns": dict,
+    "notes": dict,
+    "figure": dict,
+    "sha256": str,
+    "digest": str,
+    "created": str,
     "package": dict,
 }
 
 
-def _sidecar(path: Path) -> dict[str, Any]:
-    """The content of `r.csv.json`, without keys whose values are of an unexpected type; empty if it
-    is missing or not ours."""
+def _read_sidecar(path: Path) -> dict[str, Any]:
+    """Return the content of a table's `r.csv.json`; empty if it is missing or not a sidecar.
+
+    Keys whose values are of an unexpected type are left out.
+    """
     try:
         document = parse(read_file(path.with_name(path.name + ".json")))
     except (OSError, ValueError, VitseeError):
         return {}
-    document = document if isinstance(document, dict) else {}
+    if not isinstance(document, dict):
+        return {}
     return {
-        key: v for key, v in document.items() if isinstance(v, _SHAPES.get(key, object))
+        key: value
+        for key, value in document.items()
+        if isinstance(value, _SIDECAR_TYPES.get(key, object))
     }
