@@ -145,8 +145,8 @@ class Table:
                     frames.append(frame_of(part))
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
-            order = list(columns)
-            if REPLICATES in frame.columns and REPLICATES not in order:
+            order = [name for name in columns if name != REPLICATES]
+            if REPLICATES in frame.columns:
                 order.append(REPLICATES)
             lacking = [name for name in order if name not in frame.columns]
             frame = frame.with_columns(pl.lit(None).alias(name) for name in lacking)
