@@ -800,7 +800,7 @@ def test_a_fine_grid_is_thinned_evenly(
     these tokens and all patches, and all tokens at a step of 1."""
     store, acts, pixels = fine(tmp_path)
     whole = run(store, sites=["b.0.out"], tokens=["each"])
-    monkeypatch.setattr(localisation, "MOST_PAIRS", n_tokens * 132)
+    monkeypatch.setattr(localisation, "MAX_PAIRS", n_tokens * 132)
     found = run(store, sites=["b.0.out"])
     assert unique(found, "token") == [f"{row},{col}" for row in rows for col in cols]
     patches = cell_pixels(pixels, (12, 11), 1)
@@ -880,6 +880,13 @@ def test_pictures_from_the_csv(tmp_path: Path, store: Store) -> None:
 
 
 @pytest.mark.slow
+def test_a_figure_of_minibatches_names_their_size(store: Store) -> None:
+    table = run(store, estimator="minibatch", batch=10, repeats=2)
+    assert table.notes["batch"] == 10
+    labels = [text.get_text() for text in plot(table).findobj(Text)]
+    assert any("batches of 10" in label for label in labels)
+
+
 def test_a_mosaic_draws_every_token_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -895,6 +902,6 @@ def test_a_mosaic_draws_every_token_it_can(
     one = table.filter(site="blocks.2.out", token="1,0")
     assert shown[3:, :2] == pytest.approx(one["value"].reshape(2, 2))
     assert len(axes.collections[0].get_paths()) == 4
-    monkeypatch.setattr(location_maps, "MOST_MOSAICS", 2)
+    monkeypatch.setattr(location_maps, "MAX_MOSAICS", 2)
     texts: list[Any] = plot(table).findobj(match=Text)
     assert any("2 of 4 sites" in flat(text.get_text()) for text in texts)

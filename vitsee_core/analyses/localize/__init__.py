@@ -6,18 +6,17 @@ For a token t of a site and a patch p of the input, over images,
     L_p = Y_p Y_p^T, Y_p: images by the patch's pixels
     cka = HSIC(K_t, L_p) / sqrt(HSIC(K_t, K_t) HSIC(L_p, L_p))
 
-with the unbiased HSIC_1 (see `similarity.hsic`) over all images, or over minibatches: one map of
-patches for each token (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). A CNN's token is all channels
-at one location.
+with the unbiased HSIC_1 over all images, or over minibatches: one map of patches for each token
+(Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). A CNN's token is all channels at one location.
 
 - The pixels are those that the model saw, normalised: CKA is invariant to one scale of all
   channels, but not to one for each. The patches are the cells of the site's own grid (7 x 7
-  locations of a ResNet: patches of 32 pixels); see `PatchPixels` for their edges.
+  locations of a ResNet: patches of 32 pixels).
 - Tokens at the border resemble other patches at the border too (Raghu et al., Fig. 9): they share
   the images' background.
 - NaN: a patch (or token) that is the same in all images, or in all but one: CKA is 0 / 0 there.
 
-Of a grid token the own patch is the one in its place. Summaries compare it with the others:
+The own patch of a grid token is the one at its position. Summaries compare it with the others:
 
 - `own_cka`: their CKA. `own_margin`: that minus the CKA of the most similar other patch.
 - `own_rank`: 1 where no other patch is more similar. `own_rank_relative`: from 0 (first) to 1
@@ -45,10 +44,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.analyses.localize.localisation import (
     SITE_METRICS,
@@ -104,7 +102,9 @@ log = logging.getLogger(__name__)
 
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
-SAID = 0.01  # share of intervals from -1 to 1 that is remarked
+MIN_UNINFORMATIVE = (
+    0.01  # share of intervals from -1 to 1 from which on there is a remark
+)
 SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 
 
@@ -148,30 +148,30 @@ def run(
         Execution, Offers("images seed device memory", dask="sites")
     ] = DEFAULT,
 ) -> Table:
-    """One row per token and patch; with `summary` one row per metric and token, or per metric and
-    site.
+    """Return the CKA of each token with each input patch, or summaries of it by token or by site.
 
-    Columns: see `COLUMNS`, `SITE_COLUMNS`; `metric` is `cka` except in summaries; `token` is
-    "ROW,COL" or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread`
-    names what `std` is, as for `cka`: "jackknife", the standard error over images, with the 95 %
-    interval `low` to `high`; "repeats", the minibatch estimator's own noise. It is NaN where a
-    self-HSIC is not positive. Rows with a `baseline` give the values of chance. The stores may have
-    different images.
+    Maps have one row per token and patch, summaries one per metric and token, or per metric and
+    site. The columns are `COLUMNS` or, of summaries by site, `SITE_COLUMNS`. `metric` is `cka` in
+    maps; `token` is "ROW,COL" or "cls"; `row` and `col` are the patch (in a summary by token its
+    own patch). `spread` says what `std` is: "jackknife", the standard error over images, with the
+    95 % interval `low` to `high`; "repeats", the minibatch estimator's own noise. Values are NaN
+    where a self-HSIC is not positive. Rows with a `baseline` have the values of chance. The stores
+    may have different images.
 
     Args:
-        tokens: "each" (all of the grid), "cls", or cells of the grid; by default each, of finer
-            grids than 38 x 38 (`MOST_PAIRS` pairs of a token and a patch), or where the
-            maps do not fit the memory, those of every s-th row and column, s the least that fits
-            (see `localisation.every_nth`): the notes name them, and `n_tokens` counts them. Each is
-            compared with all patches.
-        stores: with their pixels, or whose data can be loaded again.
+        stores: stores that keep their pixels, or whose data can be loaded again.
+        tokens: "each" (all of the grid), "cls", or cells of the grid, by default each. Each token
+            is compared with all patches. If a grid by default has more than `MAX_PAIRS` pairs of a
+            token and a patch (38 x 38 cells), or its maps do not fit the memory, only the tokens of
+            every s-th row and column are compared, with the smallest s that fits: the notes name
+            them, and `n_tokens` counts them.
 
     Raises:
         MissingInput: no pixels, or a site that is not stored with all its tokens.
         SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images or too little memory. A site
-            whose maps alone are too large for the memory is left out, which is logged, where
-            another is not.
+            whose maps alone are too large for the memory is left out, which is logged, unless all
+            are too large.
     """
     if summary not in (None, *SUMMARIES):
         raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
@@ -181,12 +181,14 @@ def run(
         )
     if summary is None and metrics:
         raise VitseeError("metrics are of summaries: maps have cka alone")
-    known = TOKEN_METRICS if summary == "token" else SITE_METRICS
-    wanted = asked_for(metrics or known, known, f"localize --summary {summary}")
-    how = choose_estimator(
+    summary_metrics = TOKEN_METRICS if summary == "token" else SITE_METRICS
+    requested = asked_for(
+        metrics or summary_metrics, summary_metrics, f"localize --summary {summary}"
+    )
+    chosen_estimator = choose_estimator(
         stores,
-        preset,
-        estimator,
+        preset=preset,
+        kind=estimator,
         batch=batch,
         examples=examples,
         repeats=repeats,
@@ -196,10 +198,11 @@ def run(
     selected = select_each(stores, sites or ("blocks",), sites_of)
     chosen = selected.chosen
     if not sites and summary is None:
-        chosen = [of_store[-1:] for of_store in chosen]
-    works = [
-        SiteMaps(store, of_store, tokens, summary)
-        for store, of_store in zip(selected.stores, chosen, strict=True)
+        chosen = [store_sites[-1:] for store_sites in chosen]
+    # Of all stores first, so that errors come before any work.
+    site_maps = [
+        SiteMaps(store, store_sites, tokens, summary)
+        for store, store_sites in zip(selected.stores, chosen, strict=True)
     ]
     notes: dict[str, Any] = {"seed": execution.seed, "stores": {}}
     notes["compared"] = compared(stores, ", ".join(tokens or ("each",)))
@@ -208,67 +211,64 @@ def run(
     tables: list[Table] = []
     remarks: list[str] = []
     left_out = dict(selected.left_out)
-    for work in works:
-        images, about = _rows(work.store, execution, how)
-        if thinned := work.thin(how, execution.budget):
-            about["tokens"] = thinned
-        for site, reason in work.leave_out_large(how, execution.budget).items():
-            left_out[f"{work.store.label} {site}"] = reason
-        of_store = how
-        if how.kind == "minibatch":  # logged once, not for each grid
-            of_store = Estimator("minibatch", *batch_sizes(how, len(images)))
-        work.say_cost(len(images))
-        compare = _SiteBlocks(work, images, of_store, execution.seed, data, summary)
-        together = work.together(of_store, execution.budget)
-        if (
-            execution.map is not None
-        ):  # what is read once for several sites is read by each
-            together = [[k] for group in together for k in group]
-        made = [
-            one
-            for some in execution.spread(compare, together, unit="sites")
-            for one in some
-        ]
-        order = [k for group in together for k in group]
-        blocks: list[dict[str, Any]] = []
-        for _, (columns, site, maps_notes, patch_px) in sorted(
-            zip(order, made, strict=True), key=lambda one: one[0]
-        ):
-            blocks.append(columns)
-            notes |= {"estimator": maps_notes["estimator"]}
-            about |= maps_notes
-            about.setdefault("patch_px", {})[site] = list(patch_px)
-        about["pixels"] = "as the model saw them, normalised" + (
-            "" if work.store.has("input") else "; loaded again from the store's data"
+    columns = SITE_COLUMNS if summary == "site" else COLUMNS
+    for maps_of_store in site_maps:
+        store = maps_of_store.store
+        images, store_notes = _chosen_images(store, execution, chosen_estimator)
+        thinned = maps_of_store.thin(chosen_estimator, execution.budget)
+        if thinned:
+            store_notes["tokens"] = thinned
+        too_large = maps_of_store.leave_out_large(chosen_estimator, execution.budget)
+        for site, reason in too_large.items():
+            left_out[f"{store.label} {site}"] = reason
+        maps_of_store.say_cost(len(images))
+        site_tables = _tables_of_sites(
+            maps_of_store, images, chosen_estimator, data, summary, execution
         )
-        notes["stores"][work.store.label] = about
-        tables.append(
-            Table.concat(blocks, SITE_COLUMNS if summary == "site" else COLUMNS)
-        )
-        remarks += _too_few(work.store.label, tables[-1].frame)
+        for site_table in site_tables:
+            for name in ("estimator", "batch"):  # what the figure says about its values
+                if name in site_table["notes"]:
+                    notes[name] = site_table["notes"][name]
+            store_notes.update(site_table["notes"])
+            patch_px = store_notes.setdefault("patch_px", {})
+            patch_px[site_table["site"]] = list(site_table["patch_px"])
+        store_notes["pixels"] = "as the model saw them, normalised"
+        if not store.has("input"):
+            store_notes["pixels"] += "; loaded again from the store's data"
+        notes["stores"][store.label] = store_notes
+        blocks = [site_table["columns"] for site_table in site_tables]
+        tables.append(Table.concat(blocks, columns))
+        remarks += _remarks_on_few_images(store.label, tables[-1].frame)
     for remark in remarks:
         log.warning("%s", remark)
     notes["remarks"] = remarks
     if left_out:
         notes["left_out"] = left_out
-    whole = Table.concat(tables, notes=notes)
+    table = Table.concat(tables, notes=notes)
     if metrics:
-        return whole.filter(pl.col("metric").is_in(wanted))
-    return whole
+        return table.filter(pl.col("metric").is_in(requested))
+    return table
 
 
-def _rows(
-    store: Store, execution: Execution, how: Estimator
+def _chosen_images(
+    store: Store, execution: Execution, estimator: Estimator
 ) -> tuple[Integers, dict[str, Any]]:
-    """The images that are used, and remarks about them. Minibatches of all images cost as much here
-    as the exact value, so if that takes long a sample of images is used instead of minibatches.
-    Raises VitseeError: fewer than 4."""
+    """Return the rows of the images that are compared, ascending, and notes about the choice.
+
+    Minibatches of all images cost as much here as the exact value, so if that takes long the exact
+    value of a sample of images is used, rather than minibatches.
+
+    Raises:
+        VitseeError: fewer than 4 images.
+    """
     images = execution.images
-    if images is None and how.kind == "auto" and store.valid.sum() > MOST_EXACT:
+    if images is None and estimator.kind == "auto" and store.valid.sum() > MOST_EXACT:
         images = MOST_EXACT
         log.warning(
             "%s: %d of its %d images, as a sample; --images N takes more or fewer",
-            *(store.label, images, int(store.valid.sum())),
+            store.label,
+            images,
+            int(store.valid.sum()),
         )
     chosen = replace(execution, images=images).rows(store)
     rows = np.flatnonzero(chosen.mask & store.valid)
@@ -279,109 +279,189 @@ def _rows(
     return rows, {"chosen": chosen.describe()}
 
 
-def _too_few(label: str, rows: pl.DataFrame) -> list[str]:
-    """A remark on a store if some of its CKAs may be anything from -1 to 1."""
+def _remarks_on_few_images(label: str, rows: pl.DataFrame) -> list[str]:
+    """Return a remark on a store if some of its CKAs may be anything from -1 to 1, else none."""
     rows = rows.filter(
         pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite()
     )
-    whole = ((rows["low"] <= -1) & (rows["high"] >= 1)).to_numpy()
-    if not len(rows) or whole.mean() < SAID:
+    if not len(rows):
+        return []
+    is_uninformative = (rows["low"] <= -1) & (rows["high"] >= 1)
+    share = is_uninformative.to_numpy().mean()
+    if share < MIN_UNINFORMATIVE:
         return []
     n: Any = rows["n_images"].max()
     return [
         f"{label}: {plural(n, 'images')} are too few: the interval is all of -1 to 1 for "
-        f"{100 * whole.mean():.0f} % of the similarities (--images N takes more)"
+        f"{100 * share:.0f} % of the similarities (--images N takes more)"
     ]
 
 
-@dataclass
-class _SiteBlocks:
-    """The columns of sites that are compared together, their names, notes and patches; arrays, so
-    that a killed run keeps them. pixels: read by the first call, in every process."""
+class SiteTable(TypedDict):
+    """The result for one site: plain values and arrays, so that a killed run can keep it."""
 
-    work: SiteMaps
+    columns: dict[str, Any]  # column of the table -> array, or a scalar for all rows
+    site: str
+    notes: dict[str, Any]  # of the estimate
+    patch_px: tuple[int, ...]  # (channels, rows, cols) of a patch
+
+
+def _tables_of_sites(
+    site_maps: SiteMaps,
+    images: Integers,
+    estimator: Estimator,
+    data: str | None,
+    summary: str | None,
+    execution: Execution,
+) -> list[SiteTable]:
+    """Return the result for each site of a store, in their order.
+
+    Args:
+        site_maps: the sites.
+        images: rows of the images that are compared.
+        estimator: of HSIC.
+        data: where the images are, if the store does not keep their pixels.
+        summary: "token", "site" or None.
+        execution: resources.
+    """
+    if estimator.kind == "minibatch":
+        # Decided here, so that sizes which the data cap are logged once, not for each grid.
+        estimator = Estimator("minibatch", *batch_sizes(estimator, len(images)))
+    compare = _CompareSites(
+        site_maps=site_maps,
+        images=images,
+        estimator=estimator,
+        seed=execution.seed,
+        data=data,
+        summary=summary,
+    )
+    groups = site_maps.groups_in_memory(estimator, execution.budget)
+    if execution.map is not None:
+        # More processes are worth more than reading the pixels once for several sites.
+        groups = [[k] for group in groups for k in group]
+    by_site: dict[int, SiteTable] = {}
+    results = execution.spread(compare, groups, unit="sites")
+    for group, site_tables in zip(groups, results, strict=True):
+        by_site.update(zip(group, site_tables, strict=True))
+    return [by_site[k] for k in sorted(by_site)]
+
+
+@dataclass
+class _CompareSites:
+    """The work on a group of sites: their maps, as columns of the table."""
+
+    site_maps: SiteMaps
     images: Integers
-    how: Estimator
+    estimator: Estimator
     seed: int
     data: str | None
     summary: str | None
-    pixels: Any = None
+    pixels: Any = None  # read by the first call, in every process
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the pixels, which are too large to send to a process."""
         return {**self.__dict__, "pixels": None}
 
-    def __call__(
-        self, execution: Execution, together: Sequence[int]
-    ) -> list[tuple[dict[str, Any], str, dict[str, Any], tuple[int, ...]]]:
-        store = self.work.store
+    def __call__(self, execution: Execution, group: Sequence[int]) -> list[SiteTable]:
+        """Return the results for the sites with these indices, which share their patches."""
+        store = self.site_maps.store
         if self.pixels is None:
             self.pixels = input_pixels(store, self.images, self.data, execution.progress)
-        all_maps = self.work.maps(
-            together, self.pixels, self.images, self.how, self.seed, execution
+        all_maps = self.site_maps.maps(
+            group,
+            pixels=self.pixels,
+            images=self.images,
+            estimator=self.estimator,
+            seed=self.seed,
+            execution=execution,
         )
         return [
-            (
-                _columns(maps, store, self.summary),
-                maps.site.name,
-                maps.h.notes,
-                maps.patch_px,
+            SiteTable(
+                columns=_table_columns(maps, store, self.summary),
+                site=maps.site.name,
+                notes=maps.h.notes,
+                patch_px=maps.patch_px,
             )
             for maps in all_maps
         ]
 
 
-def _columns(maps: Maps, store: Store, summary: str | None) -> dict[str, Any]:
-    h = maps.h
-    alike = site_columns(store, maps.site) | {"spread": h.spread, "n_images": h.n_images}
-    n_tokens, n_patches = h.cross.shape
-    rows_, cols_ = np.divmod(np.arange(n_patches), maps.n_cols)
+def _table_columns(maps: Maps, store: Store, summary: str | None) -> dict[str, Any]:
+    """Return the table's columns for one site's maps: name -> array, or a scalar for all rows."""
     if summary is None:
-        of = maps.similarity
-        columns: dict[str, NDArray[Any]] = {
-            "token": np.repeat(maps.tokens, n_patches),
-            "row": np.tile(rows_, n_tokens),
-            "col": np.tile(cols_, n_tokens),
-            "metric": np.full(n_tokens * n_patches, "cka"),
-            "value": of.cka.ravel(),
-            **{name: getattr(of, name).ravel() for name in ("std", "low", "high")},
-        }
+        columns = _map_columns(maps)
     elif summary == "token":
-        numbers = token_summary(maps)
-        columns = {
-            "token": np.repeat(maps.tokens, len(TOKEN_METRICS)),
-            "row": np.repeat(rows_[maps.cells], len(TOKEN_METRICS)),
-            "col": np.repeat(cols_[maps.cells], len(TOKEN_METRICS)),
-            "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
-            **{name: values.ravel() for name, values in numbers.items()},
-        }
+        columns = _token_columns(maps)
     else:
-        n_tokens, numbers = site_summary(maps)
-        nothing = np.array([np.nan])
-        columns = {
-            "metric": np.array([*SITE_METRICS, "own_top1"]),
-            "value": np.append(numbers["value"], chance(maps)),
-            **{
-                name: np.append(numbers[name], nothing) for name in ("std", "low", "high")
-            },
-            "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
-            "baseline": np.array(["" for _ in SITE_METRICS] + ["chance"]),
-        }
-    length = len(next(iter(columns.values())))
-    columns |= alike
-    own = replicates_of(maps, summary)
-    if own is not None and len(own) < length:  # what chance gives has none
-        own = np.pad(own, ((0, length - len(own)), (0, 0)), constant_values=np.nan)
-    if own is not None:
-        columns["replicates"] = own
+        columns = _site_columns(maps)
+    n_rows = len(columns["metric"])
+    columns.update(site_columns(store, maps.site))
+    columns["spread"] = maps.h.spread
+    columns["n_images"] = maps.h.n_images
+    replicates = replicates_of(maps, summary)
+    if replicates is not None:
+        # The last row of a site's summary, the value of chance, has none.
+        missing = n_rows - len(replicates)
+        columns["replicates"] = np.pad(
+            replicates, ((0, missing), (0, 0)), constant_values=np.nan
+        )
     return columns
+
+
+def _map_columns(maps: Maps) -> dict[str, Any]:
+    """Return one row per token and patch, tokens first."""
+    n_tokens, n_patches = maps.h.cross.shape
+    rows, cols = np.divmod(np.arange(n_patches), maps.n_cols)
+    similarity = maps.similarity
+    return {
+        "token": np.repeat(maps.tokens, n_patches),
+        "row": np.tile(rows, n_tokens),
+        "col": np.tile(cols, n_tokens),
+        "metric": np.full(n_tokens * n_patches, "cka"),
+        "value": similarity.cka.ravel(),
+        "std": similarity.std.ravel(),
+        "low": similarity.low.ravel(),
+        "high": similarity.high.ravel(),
+    }
+
+
+def _token_columns(maps: Maps) -> dict[str, Any]:
+    """Return one row per token and metric; `row` and `col` are the token's own patch."""
+    rows, cols = np.divmod(np.arange(maps.h.cross.shape[1]), maps.n_cols)
+    columns: dict[str, Any] = {
+        "token": np.repeat(maps.tokens, len(TOKEN_METRICS)),
+        "row": np.repeat(rows[maps.cells], len(TOKEN_METRICS)),
+        "col": np.repeat(cols[maps.cells], len(TOKEN_METRICS)),
+        "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
+    }
+    for name, values in token_summary(maps).items():  # (tokens, metrics)
+        columns[name] = values.ravel()
+    return columns
+
+
+def _site_columns(maps: Maps) -> dict[str, Any]:
+    """Return one row per metric, and one with the value of `own_top1` by chance."""
+    n_tokens, numbers = site_summary(maps)
+    return {
+        "metric": np.array([*SITE_METRICS, "own_top1"]),
+        "value": np.append(numbers["value"], chance(maps)),
+        "std": np.append(numbers["std"], np.nan),
+        "low": np.append(numbers["low"], np.nan),
+        "high": np.append(numbers["high"], np.nan),
+        "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
+        "baseline": np.array([""] * len(SITE_METRICS) + ["chance"]),
+    }
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """Maps: one for each token, its own place marked, on one colour scale from 0, a line of them
-    for each store and site (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3); where the tokens are many,
-    a mosaic of maps, each in its token's place, and curves over depth where there are several
-    sites. Summaries by site: curves over relative depth. By token: maps of the metrics."""
+    """Draw maps, or summaries by token or by site.
+
+    Each token has a map with its own patch marked, on one colour scale from 0, and each store and
+    site has a line of maps (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). Many tokens become a
+    mosaic with each map at its token's position, and curves over depth if there are several sites.
+    Summaries by site are curves over relative depth, summaries by token maps of the metrics.
+    """
     if "cka" in table["metric"]:
         return draw_maps(table)
     if "token" in table.frame.columns:
@@ -390,8 +470,8 @@ def plot(table: Table) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """How many tokens of the last site are most like their own patch, beside chance, and by how
-    much."""
+    """Return how many tokens of each store's last site are most like their own patch, what chance
+    gives, and by how much they are."""
     answers = []
     for store, rows in by_store(table, metric="own_top1", token=None, baseline=None):
         site = str(rows["site"][-1])
@@ -403,9 +483,9 @@ def headline(table: Table) -> list[Answer]:
         )
         if len(chance):
             text += f" (chance {number(float(chance['value'][0]))})"
-        own = picked(table, store=store, metric="own_margin", site=site, token=None)
-        if len(own):
-            text += f"; CKA with it less that with the next: {measured(own)}"
+        margin = picked(table, store=store, metric="own_margin", site=site, token=None)
+        if len(margin):
+            text += f"; CKA with it less that with the next: {measured(margin)}"
         answers.append((store, text))
     return answers
 

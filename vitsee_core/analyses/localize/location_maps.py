@@ -1,12 +1,12 @@
-"""Figures of localisation, from a table's columns alone: curves over depth, maps of patches, and
-mosaics of them."""
+"""The figures of localisation, from a table's columns alone: curves over depth, maps of patches,
+and mosaics of maps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,22 @@ if TYPE_CHECKING:
 
 
 CURVES = ("own_top1", "own_margin", "peak_distance_px")
+MAX_SINGLE = 8  # maps in a line; more become a mosaic
+MAX_MOSAICS = 12
+TOKEN_PANELS = (
+    "own_cka",
+    "own_rank",
+    "own_margin",
+)  # metrics drawn of a summary by token
+MAX_CELLS = 240  # along a side of a mosaic
+OWN_COLOUR = "#00E5FF"  # of the frame of the own patch; not a colour of the map
+
+
+class GridLines(NamedTuple):
+    """The rows and the columns of a grid that tokens are in, ascending."""
+
+    rows: list[int]
+    cols: list[int]
 
 
 @dataclass(frozen=True)
@@ -62,83 +78,98 @@ class TokenMaps:
 
     @property
     def title(self) -> str:
+        """Store and site, in words."""
         return f"{shorten(self.store, 22)}, {site_words(self.site)}"
 
     @property
-    def complete(self) -> bool:
-        """Whether every cell of the grid is among the tokens, or those of every s-th row and
-        column (see `every_nth`)."""
-        return self.apart > 0
+    def is_complete(self) -> bool:
+        """Whether the tokens are every cell of the grid, or every s-th row and column of it."""
+        return self.spacing > 0
 
     @property
-    def apart(self) -> int:
-        """The step in cells from one token to the next: 1 for every cell of the grid, 0 for tokens
-        as chosen."""
-        rows, cols = (np.array(of) for of in self.lattice())
-        if len(self.placed()) < len(rows) * len(cols):
+    def spacing(self) -> int:
+        """The cells from one token to the next: 1 if every cell of the grid is a token, 0 if the
+        tokens are not evenly spaced."""
+        rows, cols = self.grid_lines()
+        if len(self.cells()) < len(rows) * len(cols):
             return 0
-        step = int(np.diff(rows)[0]) if len(rows) > 1 else 1
-        grid = zip((rows, cols), self.maps.shape[1:], strict=True)
-        if all(np.array_equal(of, every_nth(n, step)) for of, n in grid):
-            return step
-        return 0
+        step = rows[1] - rows[0] if len(rows) > 1 else 1
+        n_rows, n_cols = self.maps.shape[1:]
+        if not np.array_equal(rows, every_nth(n_rows, step)):
+            return 0
+        if not np.array_equal(cols, every_nth(n_cols, step)):
+            return 0
+        return step
 
-    def placed(self) -> dict[int, tuple[int, int]]:
-        """The indices and places of the tokens on the grid."""
+    def cells(self) -> dict[int, tuple[int, int]]:
+        """Return token index -> its (row, col), for the tokens on the grid."""
         cells = enumerate(map(parse_cell, self.tokens))
         return {k: cell for k, cell in cells if cell is not None}
 
-    def lattice(self) -> tuple[list[int], list[int]]:
-        """The rows and the columns that its tokens are in: all, unless they are every s-th."""
-        places = [*self.placed().values()]
-        rows, cols = (sorted({place[axis] for place in places}) for axis in (0, 1))
-        if len(rows) * len(cols) == len(places) > 0:
-            return rows, cols
+    def grid_lines(self) -> GridLines:
+        """Return the rows and columns that the tokens are in if they fill these, else all rows and
+        columns of the grid."""
+        cells = self.cells().values()
+        rows = sorted({row for row, _ in cells})
+        cols = sorted({col for _, col in cells})
+        if len(rows) * len(cols) == len(cells) > 0:
+            return GridLines(rows, cols)
         n_rows, n_cols = self.maps.shape[1:]
-        return list(range(n_rows)), list(range(n_cols))
+        return GridLines(list(range(n_rows)), list(range(n_cols)))
 
 
 def derived_curves(panels: Sequence[TokenMaps]) -> pl.DataFrame | None:
-    """The summaries computed from maps of all tokens, or of evenly spaced ones; None unless a store
-    has several sites."""
-    complete = [panel for panel in panels if panel.complete]
+    """Return the summaries by site that follow from maps of all tokens, or of evenly spaced ones;
+    None unless a store has several such sites."""
+    complete = [panel for panel in panels if panel.is_complete]
     stores = [panel.store for panel in complete]
     if len(set(stores)) == len(stores):
         return None
     rows = []
     for panel in complete:
-        places = panel.placed()
-        maps = panel.maps[list(places)].reshape(len(places), -1)
-        own = [row * panel.maps.shape[2] + col for row, col in places.values()]
-        metrics = own_patch(maps, own)
-        known = metrics[:, ~np.isnan(metrics[0])]
-        if not known.size:
+        cells = panel.cells()
+        maps = panel.maps[list(cells)].reshape(len(cells), -1)  # (tokens, patches)
+        n_cols = panel.maps.shape[2]
+        own_patches = [row * n_cols + col for row, col in cells.values()]
+        metrics = own_patch(maps, own_patches)
+        with_value = metrics[:, ~np.isnan(metrics[0])]
+        if not with_value.size:
             continue
         n_patches = int((~np.isnan(maps)).any(0).sum())
-        rank, margin = (
-            known[OWN_METRICS.index(name)] for name in ("own_rank", "own_margin")
-        )
-        where = {"store": panel.store, "site": panel.site, "rel_depth": panel.rel_depth}
-        for metric, value, baseline in (
+        rank = with_value[OWN_METRICS.index("own_rank")]
+        margin = with_value[OWN_METRICS.index("own_margin")]
+        values = [
             ("own_top1", (rank == 1).mean(), ""),
             ("own_top1", 1 / n_patches, "chance"),
             ("own_margin", margin.mean(), ""),
-        ):
+        ]
+        for metric, value, baseline in values:
             rows.append(
-                where | {"metric": metric, "value": float(value), "baseline": baseline}
+                {
+                    "store": panel.store,
+                    "site": panel.site,
+                    "rel_depth": panel.rel_depth,
+                    "metric": metric,
+                    "value": float(value),
+                    "baseline": baseline,
+                }
             )
     return Table.from_rows(rows).frame if rows else None
 
 
 def draw_curves(table: Table) -> Figure:
-    """One panel per metric: its mean over tokens against relative depth, one curve per store. Call
-    it inside a function decorated with `styled`."""
+    """Draw one panel per metric: its mean over tokens against relative depth, a curve per store.
+
+    Call it inside a function decorated with `styled`.
+    """
     rows = table.frame
-    there = [metric for metric in SITE_METRICS if metric in rows["metric"]]
-    return draw_depth_panels(rows, [m for m in there if m in CURVES] or there, _draw_zero)
+    metrics = [metric for metric in SITE_METRICS if metric in rows["metric"]]
+    preferred = [metric for metric in metrics if metric in CURVES]
+    return draw_depth_panels(rows, preferred or metrics, _draw_zero)
 
 
 def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:
+    """Draw a thin line at 0."""
     axes.axhline(0, color=GREY, linewidth=0.6)
 
 
@@ -147,161 +178,181 @@ def draw_curve_panels(box: Any, rows: pl.DataFrame, metrics: Sequence[str]) -> l
     panels."""
     grid = CurveGrid.of(len(metrics), rows)
     panels = grid.panels(box, of_metrics(rows, metrics))
-    for axes, metric, own in panels:
-        draw_depth_curves(axes, own, among=rows)
-        _draw_zero(axes, own, metric)
+    for axes, metric, metric_rows in panels:
+        draw_depth_curves(axes, metric_rows, among=rows)
+        _draw_zero(axes, metric_rows, metric)
     grid.finish(panels)
     return [axes for axes, *_ in panels]
 
 
-MOST_SINGLE = 8  # maps in a line; more become a mosaic
-MOST_MOSAICS = 12
-SUMMARY = ("own_cka", "own_rank", "own_margin")
-MOST_CELLS = 240  # along a side of a mosaic
-OWN = "#00E5FF"  # not a colour of the map
-
-
-def _panels(table: Table) -> list[TokenMaps]:
+def _maps_of_table(table: Table) -> list[TokenMaps]:
+    """Return the maps of each store and site of a table, in its order."""
     panels = []
     for rows in table.frame.partition_by("store", "site", maintain_order=True):
         store, site, depth = rows.select("store", "site", "rel_depth").row(0)
         tokens = rows["token"].unique(maintain_order=True).to_list()
-        number = {token: k for k, token in enumerate(tokens)}
-        index, row, col = (
-            rows["token"]
-            .cast(pl.String)
-            .replace_strict(number, return_dtype=pl.Int64)
-            .to_numpy(),
-            *(rows[name].to_numpy() for name in ("row", "col")),
-        )
+        index_of_token = {token: k for k, token in enumerate(tokens)}
+        names = rows["token"].cast(pl.String)
+        token_indices = names.replace_strict(index_of_token, return_dtype=pl.Int64)
+        row = rows["row"].to_numpy()
+        col = rows["col"].to_numpy()
         maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
-        maps[index, row, col] = rows["value"]
+        maps[token_indices.to_numpy(), row, col] = rows["value"]
         panels.append(TokenMaps(store, site, depth, tokens, maps))
     return panels
 
 
 def draw_maps(table: Table) -> Figure:
-    """A line of maps for each site, or mosaics and curves. Call it inside a function decorated with
-    `styled`."""
-    panels = _panels(table)
-    if max(len(panel.tokens) for panel in panels) <= MOST_SINGLE:
-        return _draw_lines(panels, table)
+    """Draw a line of maps for each site, or, of many tokens, mosaics and curves.
+
+    Call it inside a function decorated with `styled`.
+    """
+    panels = _maps_of_table(table)
+    if max(len(panel.tokens) for panel in panels) <= MAX_SINGLE:
+        return _draw_single_maps(panels, table)
     return _draw_mosaics(panels, table)
 
 
-def _draw_lines(panels: Sequence[TokenMaps], table: Table) -> Figure:
+def _draw_single_maps(panels: Sequence[TokenMaps], table: Table) -> Figure:
+    """Draw a line of maps for each store and site, a map for each token."""
     grids = [small_maps(len(panel.tokens), 3) for panel in panels]
-    figure, parts = stack(*grids)
-    top = _top([panel.maps for panel in panels])
-    every = []
-    for panel, grid, part in zip(panels, grids, parts, strict=True):
-        places = panel.placed()
-        line = grid.axes(part)
+    figure, boxes = stack(*grids)
+    top = _colour_limit([panel.maps for panel in panels])
+    lines = []
+    for panel, grid, box in zip(panels, grids, boxes, strict=True):
+        cells = panel.cells()
+        line = grid.axes(box)
         for k, axes in enumerate(line):
-            image = _show(axes, panel.maps[k], top)
-            _mark(axes, [places[k]] if k in places else [], 1.4)
+            image = _draw_map(axes, panel.maps[k], top)
+            own_cells = [cells[k]] if k in cells else []
+            _frame_cells(axes, own_cells, 1.4)
             axes.set(xticks=[], yticks=[])
             map_title(axes, grid, token_words(panel.tokens[k]))
-        _name(part, panel)
-        every.append((grid, line))
-    _finish(figure, image, every, panels, table)
+        name_part(box, f"{shorten(panel.store, 28)}, {site_words(panel.site)}")
+        lines.append((grid, line))
+    _add_colour_bars_and_legend(figure, image, lines, panels, table)
     return figure
-
-
-def _name(part: Any, panel: TokenMaps) -> None:
-    text = f"{shorten(panel.store, 28)}, {site_words(panel.site)}"
-    name_part(part, text)
 
 
 def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
-    """One mosaic per site, of evenly chosen sites where a store has many; the curves show all
+    """Draw one mosaic per site, of evenly chosen sites if a store has many, and curves over all
     sites."""
     curves = derived_curves(panels)
     stores = dict.fromkeys(panel.store for panel in panels)
-    shown = []
+    drawn: list[TokenMaps] = []
     for store in stores:
-        own = [panel for panel in panels if panel.store == store]
-        n = min(len(own), max(1, MOST_MOSAICS // len(stores)))
-        # Counted from the last one, which is always shown.
-        back = np.linspace(0, len(own) - 1, n).round().astype(int)
-        shown += [own[-1 - k] for k in back[::-1]]
-    maps = PanelGrid(len(shown), width=17, widest=22, height=18)
-    grids: list[PanelGrid | CurveGrid] = [maps]
+        store_panels = [panel for panel in panels if panel.store == store]
+        n = min(len(store_panels), max(1, MAX_MOSAICS // len(stores)))
+        # Counted from the last one, which is always drawn.
+        from_last = np.linspace(0, len(store_panels) - 1, n).round().astype(int)
+        drawn += [store_panels[-1 - k] for k in from_last[::-1]]
+    mosaic_grid = PanelGrid(len(drawn), width=17, widest=22, height=18)
+    grids: list[PanelGrid | CurveGrid] = [mosaic_grid]
     if curves is not None:
         grids.append(CurveGrid.of(2, curves))
-    figure, parts = stack(*grids)
-    top = _top([panel.maps for panel in shown])
-    every = maps.axes(parts[0])
-    side = maps.size[0] / maps.across - em(3)
-    for axes, panel in zip(every, shown, strict=True):
+    figure, boxes = stack(*grids)
+    top = _colour_limit([panel.maps for panel in drawn])
+    mosaics = mosaic_grid.axes(boxes[0])
+    side = mosaic_grid.size[0] / mosaic_grid.across - em(3)
+    for axes, panel in zip(mosaics, drawn, strict=True):
         image = _draw_mosaic(axes, panel, top, side)
     text = "each map: similarity with all patches, in its token's place"
-    if len(shown) < len(panels):
-        text = f"{len(shown)} of {len(panels)} sites; {text}"
-    below = [] if curves is None else draw_curve_panels(parts[1], curves, CURVES[:2])
-    _finish(figure, image, [(maps, every)], shown, table, text, below)
+    if len(drawn) < len(panels):
+        text = f"{len(drawn)} of {len(panels)} sites; {text}"
+    curve_panels: list[Axes] = []
+    if curves is not None:
+        curve_panels = draw_curve_panels(boxes[1], curves, CURVES[:2])
+    _add_colour_bars_and_legend(
+        figure,
+        image,
+        [(mosaic_grid, mosaics)],
+        drawn,
+        table,
+        text=text,
+        curves=curve_panels,
+    )
     return figure
 
 
-def _step(panel: TokenMaps) -> int:
-    """Draw one of this many tokens along a side, so that the maps are legible."""
-    longest = int(max(panel.maps.shape[1:]))
-    most = max(map(len, panel.lattice()))
-    return math.ceil(most * (longest + 1) / MOST_CELLS)
-
-
 def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesImage:
-    """The maps of the tokens, each in its token's place, with gaps; the class token's in a line of
-    its own above. side: inches."""
-    step, (rows, cols) = _step(panel), panel.maps.shape[1:]
-    places = panel.placed()
-    order = [{place: k for k, place in enumerate(of)} for of in panel.lattice()]
-    n_lines, n_across = map(len, order)
-    others = [k for k in range(len(panel.tokens)) if k not in places]
-    lines = -(-n_lines // step) + bool(others)
-    across = max(-(-n_across // step), len(others))
-    shape = (lines * (rows + 1) - 1, across * (cols + 1) - 1)
-    whole = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
-    marks = []
-    for i, k in enumerate(others):
-        whole[:rows, i * (cols + 1) : i * (cols + 1) + cols] = panel.maps[k]
-        x = (i + 1) * (cols + 1) - 0.5
+    """Draw the maps of a site's tokens, each at its token's position, with gaps between them.
+
+    Tokens that are not on the grid (the class token) have a line of their own above. Of many tokens
+    only every so many are drawn, so that maps are legible.
+
+    Args:
+        axes: where to draw.
+        panel: the maps.
+        top: the end of the colour scale.
+        side: of the mosaic, in inches.
+    """
+    n_rows, n_cols = panel.maps.shape[1:]
+    cells = panel.cells()
+    lines = panel.grid_lines()
+    longest_side = max(len(lines.rows), len(lines.cols)) * (max(n_rows, n_cols) + 1)
+    step = math.ceil(longest_side / MAX_CELLS)
+    off_grid = [k for k in range(len(panel.tokens)) if k not in cells]
+    n_lines_above = 1 if off_grid else 0
+    n_down = -(-len(lines.rows) // step) + n_lines_above
+    n_across = max(-(-len(lines.cols) // step), len(off_grid))
+    # A map and a gap of one cell each, without the last gap; what no map covers is masked.
+    shape = (n_down * (n_rows + 1) - 1, n_across * (n_cols + 1) - 1)
+    mosaic = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
+    for i, k in enumerate(off_grid):
+        x = i * (n_cols + 1)
+        mosaic[:n_rows, x : x + n_cols] = panel.maps[k]
         axes.text(
-            x, (rows - 1) / 2, token_words(panel.tokens[k]), va="center", fontsize=small()
+            x + n_cols + 0.5,
+            (n_rows - 1) / 2,
+            token_words(panel.tokens[k]),
+            va="center",
+            fontsize=small(),
         )
-    for k, (row, col) in places.items():
-        i = order[0][row]
-        j = order[1][col]
+    index_of_row = {row: i for i, row in enumerate(lines.rows)}
+    index_of_col = {col: j for j, col in enumerate(lines.cols)}
+    own_cells = []
+    for k, (row, col) in cells.items():
+        i = index_of_row[row]
+        j = index_of_col[col]
         if i % step == 0 and j % step == 0:
-            y = (i // step + bool(others)) * (rows + 1)
-            x = j // step * (cols + 1)
-            whole[y : y + rows, x : x + cols] = panel.maps[k]
-            marks.append((y + row, x + col))
-    image = _show(axes, whole, top)
-    _mark(axes, marks, min(1.4, 25 * side / max(whole.shape)))
+            y = (i // step + n_lines_above) * (n_rows + 1)
+            x = j // step * (n_cols + 1)
+            mosaic[y : y + n_rows, x : x + n_cols] = panel.maps[k]
+            own_cells.append((y + row, x + col))
+    image = _draw_map(axes, mosaic, top)
+    _frame_cells(axes, own_cells, min(1.4, 25 * side / max(mosaic.shape)))
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)
-    step *= max(1, panel.apart)
-    ordinal = {2: "2nd", 3: "3rd"}.get(step, f"{step}th")
-    skipped = f", every {ordinal} token" if step > 1 else ""
-    axes.set_title(f"{panel.title}{skipped}")
+    # Tokens may have been thinned before, by the analysis.
+    step *= max(1, panel.spacing)
+    title = panel.title
+    if step > 1:
+        ordinal = {2: "2nd", 3: "3rd"}.get(step, f"{step}th")
+        title += f", every {ordinal} token"
+    axes.set_title(title)
     return image
 
 
-def _top(maps: Sequence[Float]) -> float:
-    """The end of the colour scale, which starts at 0: the largest value."""
+def _colour_limit(maps: Sequence[Float]) -> float:
+    """Return the end of the colour scale, which starts at 0: the largest value."""
     values = np.concatenate([m[~np.isnan(m)] for m in maps])
     if len(values) and values.max() > 0:
         return float(values.max())
     return 1.0
 
 
-def _show(
+def _draw_map(
     axes: Axes, values: Any, scale: float | Normalize, colours: str = COLOUR_MAP
 ) -> AxesImage:
-    """A map, first row at the top as in the image; NaN in the colour for no value, masked cells
-    white. scale: of the colours, or the end of a scale that starts at 0."""
+    """Draw a map, its first row at the top as in the image.
+
+    Args:
+        axes: where to draw.
+        values: (rows, cols); NaN gets the colour for no value, masked cells are white.
+        scale: of the colours, or the end of a scale that starts at 0.
+        colours: name of a colour map.
+    """
     import matplotlib
     from matplotlib.colors import Normalize
 
@@ -312,6 +363,7 @@ def _show(
     if missing.any():
         from matplotlib.colors import ListedColormap
 
+        # A second image on top: a colour map has a single colour for what is bad.
         mask = np.ma.masked_equal(missing.astype(float), 0)
         axes.imshow(mask, cmap=ListedColormap([NO_VALUE]), origin="upper")
     axes.grid(False)
@@ -320,97 +372,139 @@ def _show(
     return image
 
 
-def _mark(axes: Axes, places: Sequence[tuple[int, int]], width: float) -> None:
-    """A frame around these cells."""
+def _frame_cells(axes: Axes, cells: Sequence[tuple[int, int]], width: float) -> None:
+    """Draw a frame around each of these cells (row, col), its lines `width` points wide."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    frames = [Rectangle((col - 0.5, row - 0.5), 1, 1) for row, col in places]
+    frames = [Rectangle((col - 0.5, row - 0.5), 1, 1) for row, col in cells]
     axes.add_collection(
         PatchCollection(
-            frames, facecolor="none", edgecolor=OWN, linewidth=width, clip_on=False
+            frames, facecolor="none", edgecolor=OWN_COLOUR, linewidth=width, clip_on=False
         )
     )
 
 
-def _finish(
+def _add_colour_bars_and_legend(
     figure: Figure,
     image: AxesImage,
     grids: Sequence[tuple[PanelGrid, Sequence[Axes]]],
     panels: Sequence[TokenMaps],
     table: Table,
+    *,
     text: str = "",
     curves: Sequence[Axes] = (),
 ) -> None:
-    """The colour bars, and a legend of frames, grey cells and curves."""
+    """Add colour bars, and a legend of frames, grey cells and curves.
+
+    Args:
+        figure: of the maps.
+        image: one of the maps; all have its colours.
+        grids: each grid of maps and its panels.
+        panels: the maps.
+        table: of the values, which says what they are.
+        text: a remark below.
+        curves: panels of curves.
+    """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     values = np.concatenate([panel.maps.ravel() for panel in panels])
     extend = "min" if (values < -1e-9).any() else "neither"
-    for grid, every in grids:
-        bars_at_ends(grid, every, image, describe_scale(table), extend=extend)
+    for grid, maps in grids:
+        bars_at_ends(grid, maps, image, describe_scale(table), extend=extend)
     handles: dict[str, Any] = handles_of(curves)
-    if any(panel.placed() for panel in panels):
-        handles["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
+    if any(panel.cells() for panel in panels):
+        handles["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN_COLOUR)
     if np.isnan(values).any():
         handles["no value: constant"] = Patch(facecolor=NO_VALUE)
-    words = "; ".join(
-        part for part in (text, f"n\u00a0=\u00a0{count(table.frame)}") if part
-    )
-    legend_below(figure, handles | {words: Line2D([], [], linestyle="none")})
+    remark = f"n\u00a0=\u00a0{count(table.frame)}"
+    if text:
+        remark = f"{text}; {remark}"
+    handles[remark] = Line2D([], [], linestyle="none")
+    legend_below(figure, handles)
 
 
 def draw_token_summary(table: Table) -> Figure:
-    """Maps of the metrics, each token in its place: a line and a scale for each store and metric, a
-    map for each site. Call it inside a function decorated with `styled`."""
-    from matplotlib.colors import LogNorm, Normalize
+    """Draw maps of the metrics, each token's value at its position.
+
+    There is a line of maps and a colour scale for each store and metric, and a map for each site.
+    Call it inside a function decorated with `styled`.
+    """
+    from matplotlib.colors import LogNorm
     from matplotlib.patches import Patch
 
-    drawn = [metric for metric in SUMMARY if metric in table["metric"]]
-    frame = table.frame.filter(pl.col("metric").is_in(drawn)) if drawn else table.frame
+    frame = table.frame
+    metrics = [metric for metric in TOKEN_PANELS if metric in table["metric"]]
+    if metrics:
+        frame = frame.filter(pl.col("metric").is_in(metrics))
     lines = frame.partition_by("store", "metric", maintain_order=True)
     grids = [small_maps(rows["site"].n_unique(), 2) for rows in lines]
-    figure, parts = stack(*grids)
-    for grid, part, rows in zip(grids, parts, lines, strict=True):
+    figure, boxes = stack(*grids)
+    for grid, box, rows in zip(grids, boxes, lines, strict=True):
         store = rows["store"][0]
         metric = rows["metric"][0]
-        alike = frame.filter(metric=metric)
-        reach: Any = alike["value"].abs().max() or 1.0
-        most_tokens: Any = alike.group_by("store", "site").len()["len"].max()
-        scale = {
-            "own_cka": Normalize(0, reach),
-            # From first to last of a token's patches, so that ranks are comparable between figures.
-            "own_rank": LogNorm(1, max(2, most_tokens, reach)),
-            "own_rank_relative": Normalize(0, 1),
-            "own_margin": Normalize(-reach, reach),
-            "peak_distance_px": Normalize(0, reach),
-        }[metric]
-        colours = {"own_margin": "RdBu_r"}.get(metric, COLOUR_MAP)
-        colours += "_r" if metric.startswith("own_rank") else ""
-        every = grid.axes(part)
+        scale = _metric_scale(frame.filter(metric=metric), metric)
+        colours = _metric_colours(metric)
+        maps = grid.axes(box)
         sites = rows.partition_by("site", maintain_order=True)
-        for axes, own in zip(every, sites, strict=True):
-            row, col = (own[name].to_numpy() for name in ("row", "col"))
-            lattice = [np.unique(of) for of in (row, col)]
-            if math.prod(map(len, lattice)) == len(
-                own
-            ):  # all tokens, or of every s-th row, column
-                row, col = (
-                    np.searchsorted(*of) for of in zip(lattice, (row, col), strict=True)
-                )
-            cells = np.full((row.max() + 1, col.max() + 1), np.nan)
-            cells[row, col] = own["value"]
-            image = _show(axes, cells, scale, colours)
+        for axes, site_rows in zip(maps, sites, strict=True):
+            image = _draw_map(axes, _token_grid(site_rows), scale, colours)
             axes.set(xticks=[], yticks=[])
-            map_title(axes, grid, site_words(own["site"][0]))
-        name_part(part, f"{shorten(store, 20)}: {METRICS[metric]} (n = {count(rows)})")
-        bars_at_ends(grid, every, image, "")
+            map_title(axes, grid, site_words(site_rows["site"][0]))
+        name_part(box, f"{shorten(store, 20)}: {METRICS[metric]} (n = {count(rows)})")
+        bars_at_ends(grid, maps, image, "")
         if isinstance(scale, LogNorm):
-            for axes in every:
+            for axes in maps:
                 for bar in axes.child_axes:
                     value_ticks(bar.yaxis, scale)
     if frame["value"].has_nulls():
         patch = Patch(facecolor=NO_VALUE)
         legend_below(figure, {"no value: constant, or a single patch": patch})
     return figure
+
+
+def _metric_scale(rows: pl.DataFrame, metric: str) -> Normalize:
+    """Return the colour scale of a metric, one for all stores and sites.
+
+    Args:
+        rows: of the metric, of all stores and sites.
+        metric: its name.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    largest: Any = rows["value"].abs().max() or 1.0
+    if metric == "own_rank":
+        # From first to last of a token's patches, so that ranks are comparable between figures.
+        most_tokens: Any = rows.group_by("store", "site").len()["len"].max()
+        return LogNorm(1, max(2, most_tokens, largest))
+    if metric == "own_rank_relative":
+        return Normalize(0, 1)
+    if metric == "own_margin":
+        return Normalize(-largest, largest)
+    return Normalize(0, largest)
+
+
+def _metric_colours(metric: str) -> str:
+    """Return the colour map of a metric: diverging for margins, reversed for ranks, whose best is
+    the lowest."""
+    if metric == "own_margin":
+        return "RdBu_r"
+    if metric.startswith("own_rank"):
+        return f"{COLOUR_MAP}_r"
+    return COLOUR_MAP
+
+
+def _token_grid(rows: pl.DataFrame) -> Float:
+    """Return the values of one site's tokens at their positions, (rows, cols); NaN elsewhere."""
+    row = rows["row"].to_numpy()
+    col = rows["col"].to_numpy()
+    distinct_rows = np.unique(row)
+    distinct_cols = np.unique(col)
+    if len(distinct_rows) * len(distinct_cols) == len(rows):
+        # All tokens, or those of every s-th row and column: without gaps.
+        row = np.searchsorted(distinct_rows, row)
+        col = np.searchsorted(distinct_cols, col)
+    grid = np.full((row.max() + 1, col.max() + 1), np.nan)
+    grid[row, col] = rows["value"]
+    return grid
