@@ -884,7 +884,7 @@ def test_a_figure_of_minibatches_names_their_size(store: Store) -> None:
     table = run(store, estimator="minibatch", batch=10, repeats=2)
     assert table.notes["batch"] == 10
     labels = [text.get_text() for text in plot(table).findobj(Text)]
-    assert any("batches of 10" in label for label in labels)
+    assert any("batches of 10" in " ".join(label.split()) for label in labels)
 
 
 def test_a_mosaic_draws_every_token_it_can(

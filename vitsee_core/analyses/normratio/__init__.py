@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +93,10 @@ COLUMNS = (
     *(*SITE, "token", "row", "col", "metric"),
     *("value", "std", "low", "high", "n_images"),
 )
-# A token of an image: three quantities, and what a statistic takes beside them.
-BYTES_A_TOKEN = 8 * 12
-PIECE_BYTES = (
-    16 << 20
-)  # statistics are computed of so many tokens at a time, to stay in cache
+# Bytes for a token of an image: three quantities, and what a statistic takes beside them.
+BYTES_PER_TOKEN = 8 * 12
+# Statistics are computed of as many tokens at a time as these bytes hold, to stay in the cache.
+CACHED_BYTES = 16 << 20
 
 
 @analysis
@@ -127,18 +126,19 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, metric, sublayer and token, or kind of token.
+    """Return each metric of each store, sublayer and token, or kind of token, one row each.
 
-    Columns: see `COLUMNS`; only the norms have a unit, that of activations; `token` as in a
-    `TokenPlace`, with `row` and `col` for a cell; `low`, `high` the 95 % interval and `std`
-    as in `image_statistics.METHODS`; `n_images` the images with a value. NaN: no image has a value
-    (`value`), or fewer than two (the others). The stores may have different images.
+    The columns are `COLUMNS`. Only the norms have a unit, that of the activations. `token` names a
+    prefix token or a kind of token; a cell of the grid has `row` and `col` instead. `low` and
+    `high` are the 95 % interval; the notes say how it and `std` are computed. `n_images` is the
+    number of images with a value. Numbers are NaN if no image has a value (`value`), or fewer than
+    two (the others). The stores may have different images.
 
     Memory: all images of as many tokens of one sublayer as fit; a sublayer that does not fit is
     read several times.
 
     Args:
-        stores: with residual dot products; those without are left out where others have them.
+        stores: stores with residual dot products; those without are left out if others have them.
 
     Raises:
         MissingInput: no store has dot products.
@@ -146,254 +146,355 @@ def run(
             without any.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    wanted = asked_for(metrics, METRICS, "normratio")
+    requested = asked_for(metrics, METRICS, "normratio")
     selected = choose_sublayers(stores, sites)
     stores = tuple(selected.stores)
-    plans = selected.chosen
-    _check_tokens(stores, plans, tokens)
-    chosen = [execution.rows(store) for store in stores]
-    blocks: list[dict[str, Any]] = []
-    zero: dict[str, dict[str, str]] = {}
-    total = sum(r.n * len(plan) for r, plan in zip(chosen, plans, strict=True))
+    sublayers_by_store = selected.chosen
+    _require_tokens(stores, sublayers_by_store, tokens)
+    images_by_store = [execution.rows(store) for store in stores]
+    blocks: list[dict[str, Any]] = []  # of the table, as columns
+    zero_branches: dict[str, dict[str, str]] = {}
+    total = sum(
+        images.n * len(sublayers)
+        for images, sublayers in zip(images_by_store, sublayers_by_store, strict=True)
+    )
     with counting(execution.progress, total, SITE_IMAGES) as progress:
-        for store, plan, picked in zip(stores, plans, chosen, strict=True):
-            measure = _Measure(store, picked, execution)
-            counts: dict[str, tuple[int, int]] = {}
-            for sublayer in plan:
+        for store, sublayers, images in zip(
+            stores, sublayers_by_store, images_by_store, strict=True
+        ):
+            estimator = SublayerEstimator(store, images, execution)
+            zero_counts: dict[str, ZeroCount] = {}
+            for sublayer in sublayers:
                 places = places_of(sublayer.layout, tokens)
                 if places:
-                    statistics, counts[sublayer.site] = measure(sublayer, places, wanted)
-                    at = place_columns(places)
-                    blocks += [
-                        {
-                            **site_columns(store, sublayer),
-                            **at,
-                            "metric": metric,
-                            **columns_of(of),
-                        }
-                        for metric, of in statistics.items()
-                    ]
-                progress.advance(picked.n)
-            zero[store.label] = _report_zeros(store.label, counts)
-    notes = {
-        "interval": {metric: METHODS[INTERVALS[METRICS[metric][1]]] for metric in wanted},
-        "std": METHODS["std"],
-        "tokens": "rows about several tokens: the mean over them of each one's statistic",
-        "zero_branch": {label: sites for label, sites in zero.items() if sites},
-        "seed": execution.seed,
-        "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
-        **selected.notes(),
+                    estimates = estimator.estimate(sublayer, places, requested)
+                    zero_counts[sublayer.site] = estimates.zeros
+                    cells = site_columns(store, sublayer)
+                    cells.update(place_columns(places))
+                    for metric, values in estimates.by_metric.items():
+                        blocks.append({**cells, "metric": metric, **columns_of(values)})
+                progress.advance(images.n)
+            zero_branches[store.label] = _report_zeros(store.label, zero_counts)
+    notes: dict[str, Any] = {}
+    notes["interval"] = {
+        metric: METHODS[INTERVALS[METRICS[metric][1]]] for metric in requested
     }
-    columns = in_time(COLUMNS, [sublayer.layout for plan in plans for sublayer in plan])
-    return Table.concat(blocks, columns, notes)
+    notes["std"] = METHODS["std"]
+    notes["tokens"] = (
+        "rows about several tokens: the mean over them of each one's statistic"
+    )
+    notes["zero_branch"] = {
+        label: sites for label, sites in zero_branches.items() if sites
+    }
+    notes["seed"] = execution.seed
+    notes["images"] = {
+        store.label: images.describe()
+        for store, images in zip(stores, images_by_store, strict=True)
+    }
+    notes.update(selected.notes())
+    layouts = [
+        sublayer.layout for sublayers in sublayers_by_store for sublayer in sublayers
+    ]
+    return Table.concat(blocks, in_time(COLUMNS, layouts), notes)
 
 
-def _check_tokens(
+def _require_tokens(
     stores: Sequence[Store],
-    plans: Sequence[Sequence[StoredSublayer]],
+    sublayers_by_store: Sequence[Sequence[StoredSublayer]],
     words: Sequence[str],
 ) -> None:
-    """Log which tokens are missing where; refuse those that are missing everywhere. Raises
-    SiteError: see `run`."""
+    """Refuse tokens that no store has, and log which tokens a store lacks.
+
+    Args:
+        stores: with residual dot products.
+        sublayers_by_store: the chosen sublayers of each.
+        words: the tokens, as `--tokens` names them.
+
+    Raises:
+        SiteError: tokens that no store has, or a store without any of the tokens.
+    """
     for word in words:
-        served = [any(places_of(s.layout, [word]) for s in plan) for plan in plans]
-        for store, plan in zip(stores, plans, strict=True):
-            said = missing_tokens(store.label, plan, word)
-            if said is not None and not any(served):
-                raise SiteError(said)
-            if said is not None:
-                log.info("%s: no row for these", said)
-    for store, plan in zip(stores, plans, strict=True):
-        if not any(places_of(s.layout, words) for s in plan):
+        is_available = any(
+            places_of(sublayer.layout, [word])
+            for sublayers in sublayers_by_store
+            for sublayer in sublayers
+        )
+        for store, sublayers in zip(stores, sublayers_by_store, strict=True):
+            reason = missing_tokens(store.label, sublayers, word)
+            if reason is None:
+                continue
+            if not is_available:
+                raise SiteError(reason)
+            log.info("%s: no row for these", reason)
+    for store, sublayers in zip(stores, sublayers_by_store, strict=True):
+        if not any(places_of(sublayer.layout, words) for sublayer in sublayers):
+            reason = missing_tokens(store.label, sublayers, words[0])
             raise SiteError(
-                missing_tokens(store.label, plan, words[0])
-                or f"no tokens of {store.label} were asked for; give --tokens"
+                reason or f"no tokens of {store.label} were asked for; give --tokens"
             )
 
 
-class _Measure:
+class ZeroCount(NamedTuple):
+    """How many of the tokens of all images have f(z) = 0."""
+
+    n_zero: int
+    n_tokens: int
+
+
+class SublayerEstimates(NamedTuple):
+    """The estimates of one sublayer."""
+
+    by_metric: dict[str, Estimates]  # one entry per place
+    zeros: ZeroCount
+
+
+class SublayerEstimator:
+    """Estimates the metrics of the sublayers of a store, over its chosen images.
+
+    Args:
+        store: with residual dot products.
+        rows: the chosen images.
+        execution: resources, and the seed of the jackknife's blocks.
+    """
+
     def __init__(self, store: Store, rows: Rows, execution: Execution) -> None:
         self.store = store
         self.rows = rows
         self.execution = execution
-        self.n = int((rows.mask & store.valid).sum())
-        shuffled = store.shuffled
-        self.labels = block_labels(self.n, None if shuffled else execution.seed)
-        self.tokens_at_once = max(1, execution.budget // (BYTES_A_TOKEN * self.n))
+        self.n_images = int((rows.mask & store.valid).sum())
+        seed = None if store.shuffled else execution.seed
+        self.labels = block_labels(self.n_images, seed)
+        self.tokens_at_once = self._n_tokens_in(execution.budget)
 
-    def __call__(
+    def _n_tokens_in(self, n_bytes: int) -> int:
+        """Return of how many tokens these bytes hold all images; at least one."""
+        return max(1, n_bytes // (BYTES_PER_TOKEN * self.n_images))
+
+    def estimate(
         self,
         sublayer: StoredSublayer,
         places: Sequence[TokenPlace],
         metrics: Sequence[str],
-    ) -> tuple[dict[str, Estimates], tuple[int, int]]:
-        """metric -> one entry per place; and how many tokens of images have f(z) = 0, of how
-        many."""
-        tokens = np.array(sorted({token for place in places for token in place.members}))
-        places_of = {
-            metric: Places([place.members for place in places]) for metric in metrics
-        }
-        names = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))
-        n_zero = 0
-        for some in _pieces(tokens, self.tokens_at_once):
-            values, zeros = self._read(
-                ReadQuantities(sublayer.site, tuple(some.tolist()), names)
-            )
-            n_zero += zeros
-            few_tokens = max(1, PIECE_BYTES // (BYTES_A_TOKEN * self.n))
-            for at in _pieces(np.arange(len(some)), few_tokens):
-                for metric, places_of_metric in places_of.items():
-                    quantity, estimator = METRICS[metric]
-                    of = statistic(values[quantity][at], estimator, self.labels)
-                    places_of_metric.add(of, some[at])
-        estimates = {metric: of.estimates() for metric, of in places_of.items()}
-        return estimates, (n_zero, len(tokens) * self.n)
+    ) -> SublayerEstimates:
+        """Return the estimates of each metric at each place.
 
-    def _read(self, work: ReadQuantities) -> tuple[dict[str, Float], int]:
-        """Quantity -> (tokens, images) of all slabs; and how many f(z) are 0."""
-        values = {name: np.empty((len(work.tokens), self.n)) for name in work.names}
-        done = n_zero = 0
-        jobs = self.execution.jobs
-        map = self.execution.map
-        for of_names, zeros in each_slab(
-            self.store, work, rows=self.rows, jobs=jobs, map=map
-        ):
-            n_zero += zeros
-            for name, of_slab in of_names.items():
-                values[name][:, done : done + of_slab.shape[1]] = of_slab
-            done += of_slab.shape[1]
+        Args:
+            sublayer: of the store.
+            places: tokens, or kinds of tokens, whose statistics are averaged.
+            metrics: names of `METRICS`.
+        """
+        tokens = np.array(sorted({token for place in places for token in place.members}))
+        members = [place.members for place in places]
+        accumulators = {metric: PlaceEstimates(members) for metric in metrics}
+        quantities = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))
+        cached_tokens = self._n_tokens_in(CACHED_BYTES)
+        n_zero = 0
+        # As many tokens as fit the memory are read at once, of which statistics are computed in
+        # pieces that fit the cache.
+        for read_tokens in _pieces(tokens, self.tokens_at_once):
+            quantity_of_tokens = ReadQuantities(
+                sublayer.site, tuple(read_tokens.tolist()), quantities
+            )
+            values, n_zero_read = self._read_all_slabs(quantity_of_tokens)
+            n_zero += n_zero_read
+            for piece in _pieces(np.arange(len(read_tokens)), cached_tokens):
+                for metric, accumulator in accumulators.items():
+                    quantity, over_images = METRICS[metric]
+                    token_statistics = statistic(
+                        values[quantity][piece], over_images, self.labels
+                    )
+                    accumulator.add(token_statistics, read_tokens[piece])
+        return SublayerEstimates(
+            by_metric={
+                metric: accumulator.estimates()
+                for metric, accumulator in accumulators.items()
+            },
+            zeros=ZeroCount(n_zero, len(tokens) * self.n_images),
+        )
+
+    def _read_all_slabs(self, work: ReadQuantities) -> tuple[dict[str, Float], int]:
+        """Return quantity -> (tokens, images) over all slabs, and how many f(z) are 0."""
+        values = {
+            name: np.empty((len(work.tokens), self.n_images)) for name in work.names
+        }
+        first_image = 0
+        n_zero = 0
+        slabs = each_slab(
+            self.store,
+            work,
+            rows=self.rows,
+            jobs=self.execution.jobs,
+            map=self.execution.map,
+        )
+        for slab_values, n_zero_slab in slabs:
+            n_zero += n_zero_slab
+            n_slab_images = 0
+            for name, quantity in slab_values.items():  # (tokens, images of the slab)
+                n_slab_images = quantity.shape[1]
+                values[name][:, first_image : first_image + n_slab_images] = quantity
+            first_image += n_slab_images
         return values, n_zero
 
 
 def _pieces(items: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Yield runs of up to `size` items."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
 
 
-def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Name the sublayers with f(z) = 0 on stderr; site -> where, for the sidecar."""
-    whole = [site for site, (zero, of) in counts.items() if zero == of]
-    part = {site: (zero, of) for site, (zero, of) in counts.items() if 0 < zero < of}
-    if whole:
+def _report_zeros(label: str, zero_counts: dict[str, ZeroCount]) -> dict[str, str]:
+    """Log the sublayers where f(z) = 0, and return them for the notes.
+
+    Args:
+        label: of the store.
+        zero_counts: site -> tokens of images where f(z) = 0.
+
+    Returns:
+        Site -> in how many tokens, for the sites with any.
+    """
+    always_zero: list[str] = []
+    partly_zero: list[str] = []
+    notes: dict[str, str] = {}
+    for site, count in zero_counts.items():
+        if count.n_zero:
+            notes[site] = (
+                f"f(z) = 0 in {count.n_zero} of {count.n_tokens} tokens of images"
+            )
+        if count.n_zero == count.n_tokens:
+            always_zero.append(site)
+        elif count.n_zero:
+            partly_zero.append(
+                f"{site} ({count.n_zero} of {count.n_tokens} tokens of images)"
+            )
+    if always_zero:
         log.warning(
             "%s: the branch is 0 in every image and token of %s: no norm ratio, no cos_branch",
             label,
-            ", ".join(whole),
+            ", ".join(always_zero),
         )
-    if part:
-        shown = [
-            f"{site} ({zero} of {of} tokens of images)"
-            for site, (zero, of) in part.items()
-        ]
-        log.warning("%s: the branch is 0, and left out, in %s", label, abbreviate(shown))
-    return {
-        site: f"f(z) = 0 in {zero} of {of} tokens of images"
-        for site, (zero, of) in counts.items()
-        if zero
-    }
+    if partly_zero:
+        log.warning(
+            "%s: the branch is 0, and left out, in %s", label, abbreviate(partly_zero)
+        )
+    return notes
 
 
 def headline(table: Table) -> list[Answer]:
-    """Answers that name the sublayers where the skip dominates most and least, by kind of token."""
+    """Return where the skip dominates least and most, for each store and kind of token."""
     answers = []
     for store, rows in by_store(table, metric="norm_ratio", row=None):
-        for (token,), own in rows.group_by("token", maintain_order=True):
-            low, high = (f"{measured(own, i)} at {own['site'][i]}" for i in extremes(own))
-            who = f"{store}, {token}" if token else store
-            answers.append((who, f"skip over branch: from {low} to {high}"))
+        for (token,), token_rows in rows.group_by("token", maintain_order=True):
+            lowest, highest = extremes(token_rows)
+            low = f"{measured(token_rows, lowest)} at {token_rows['site'][lowest]}"
+            high = f"{measured(token_rows, highest)} at {token_rows['site'][highest]}"
+            name = f"{store}, {token}" if token else store
+            answers.append((name, f"skip over branch: from {low} to {high}"))
     return answers
 
 
 class TokenMean:
-    """The mean over tokens of their statistics; tokens without a value are left out."""
+    """Accumulates the mean over tokens of their statistics; tokens without a value are left out."""
 
     def __init__(self) -> None:
-        self._parts = 0
+        self._n_tokens = 0
         self._sum = 0.0
+        # Arrays over the columns of `Statistic.trace` and `present`, made by the first token.
         self._trace: Float | None = None
-        self._traced: Integers | None = None
+        self._n_traced: Integers | None = None
         self._present: Mask | None = None
         self._jackknife = False
         self._labels: Integers | None = None
 
-    def add(self, of: Statistic, rows: Integers) -> None:
-        rows = rows[~np.isnan(of.value[rows])]
+    def add(self, statistics: Statistic, rows: Integers) -> None:
+        """Count the tokens in these rows of the statistics."""
+        rows = rows[~np.isnan(statistics.value[rows])]
         if not len(rows):
             return
-        if self._trace is None or self._traced is None or self._present is None:
-            self._trace = np.zeros(of.trace.shape[1])
-            self._traced = np.zeros(of.trace.shape[1], np.int64)
-            self._present = np.zeros(of.present.shape[1], bool)
-            self._jackknife = of.jackknife
-            self._labels = of.labels
-        trace = of.trace[rows]
-        there = ~np.isnan(trace)
-        self._parts += len(rows)
+        if self._trace is None or self._n_traced is None or self._present is None:
+            self._trace = np.zeros(statistics.trace.shape[1])
+            self._n_traced = np.zeros(statistics.trace.shape[1], np.int64)
+            self._present = np.zeros(statistics.present.shape[1], bool)
+            self._jackknife = statistics.jackknife
+            self._labels = statistics.labels
+        trace = statistics.trace[rows]
+        has_trace = ~np.isnan(trace)
+        self._n_tokens += len(rows)
         # One token after the other from the sum so far, so that pieces of any size give its bits.
-        self._sum = float(np.cumsum([self._sum, *of.value[rows]])[-1])
-        self._trace = np.concatenate(
-            [self._trace[np.newaxis], np.where(there, trace, 0)]
-        ).sum(0)
-        self._traced += there.sum(0)
-        self._present |= of.present[rows].any(0)
+        self._sum = float(np.cumsum([self._sum, *statistics.value[rows]])[-1])
+        new_traces = np.where(has_trace, trace, 0)
+        self._trace = np.concatenate([self._trace[np.newaxis], new_traces]).sum(0)
+        self._n_traced += has_trace.sum(0)
+        self._present |= statistics.present[rows].any(0)
 
     def estimates(self) -> Estimates:
-        if self._trace is None or self._traced is None or self._labels is None:
-            nothing = np.full(1, np.nan)
-            return Estimates(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
-        with np.errstate(invalid="ignore"):
-            trace = self._trace / self._traced
-        value = np.array([self._sum / self._parts])
+        """Return the estimates of the mean, one entry; NaN if no token has a value."""
+        if self._trace is None or self._n_traced is None or self._labels is None:
+            missing = np.full(1, np.nan)
+            return Estimates(missing, missing, missing, missing, np.zeros(1, np.int64))
         assert self._present is not None
-        present = self._present[np.newaxis]
+        with np.errstate(invalid="ignore"):
+            trace = self._trace / self._n_traced
         return estimates_of(
-            value, trace[np.newaxis], present, self._jackknife, self._labels
+            np.array([self._sum / self._n_tokens]),
+            trace[np.newaxis],
+            self._present[np.newaxis],
+            self._jackknife,
+            self._labels,
         )
 
 
-class Places:
-    """Estimates of places: one token each, or the mean over several tokens. Tokens come in pieces,
-    in their order."""
+class PlaceEstimates:
+    """Accumulates the estimates of places: one token each, or the mean over several tokens.
+
+    Args:
+        members: the tokens of each place. They come in pieces, in their order.
+    """
 
     def __init__(self, members: Sequence[Sequence[int]]) -> None:
-        self._single: dict[int, list[int]] = {}
-        for i, of in enumerate(members):
-            if len(of) == 1:
-                self._single.setdefault(of[0], []).append(i)
-        self._several = {
-            i: (np.array(of), TokenMean()) for i, of in enumerate(members) if len(of) != 1
-        }
-        nothing = np.full(len(members), np.nan)
-        self._found = Estimates(
-            nothing,
-            nothing.copy(),
-            nothing.copy(),
-            nothing.copy(),
-            np.zeros(len(members), int),
+        self._single: dict[int, list[int]] = {}  # token -> the places that are this token
+        self._several: dict[int, tuple[Integers, TokenMean]] = {}  # place -> its tokens
+        for place, tokens in enumerate(members):
+            if len(tokens) == 1:
+                self._single.setdefault(tokens[0], []).append(place)
+            else:
+                self._several[place] = (np.array(tokens), TokenMean())
+        n_places = len(members)
+        self._estimates = Estimates(
+            value=np.full(n_places, np.nan),
+            std=np.full(n_places, np.nan),
+            low=np.full(n_places, np.nan),
+            high=np.full(n_places, np.nan),
+            n=np.zeros(n_places, int),
         )
-        self._without: list[Float | None] = [None] * len(members)
+        self._without: list[Float | None] = [None] * n_places
 
-    def add(self, of: Statistic, tokens: Integers) -> None:
-        """Count the statistic of these tokens, one per row."""
-        pairs = [
-            (k, i) for k, t in enumerate(tokens.tolist()) for i in self._single.get(t, ())
-        ]
-        self._put(of.estimates(), [k for k, _ in pairs], [i for _, i in pairs])
+    def add(self, statistics: Statistic, tokens: Integers) -> None:
+        """Count the statistics of these tokens, one per row."""
+        rows: list[int] = []
+        places: list[int] = []
+        for row, token in enumerate(tokens.tolist()):
+            for place in self._single.get(token, ()):
+                rows.append(row)
+                places.append(place)
+        self._put(statistics.estimates(), rows, places)
         for members, mean in self._several.values():
-            mean.add(of, np.flatnonzero(np.isin(tokens, members)))
+            mean.add(statistics, np.flatnonzero(np.isin(tokens, members)))
 
     def estimates(self) -> Estimates:
-        for i, (_, mean) in self._several.items():
-            self._put(mean.estimates(), [0], [i])
-        return replace(self._found, without=stacked(self._without))
+        """Return the estimates, one entry per place, once all tokens are counted."""
+        for place, (_, mean) in self._several.items():
+            self._put(mean.estimates(), [0], [place])
+        return replace(self._estimates, without=stacked(self._without))
 
     def _put(self, estimates: Estimates, rows: list[int], places: list[int]) -> None:
+        """Set the entries of these places from rows of the estimates."""
         for name in ("value", "std", "low", "high", "n"):
-            getattr(self._found, name)[places] = getattr(estimates, name)[rows]
+            getattr(self._estimates, name)[places] = getattr(estimates, name)[rows]
         for row, place in zip(rows, places, strict=True):
-            self._without[place] = (
-                None if estimates.without is None else estimates.without[row]
-            )
+            if estimates.without is None:
+                self._without[place] = None
+            else:
+                self._without[place] = estimates.without[row]
 
 
 ANALYSIS = Analysis(
