@@ -86,7 +86,7 @@ from vitsee_core.tables.headlines import (
     picked,
 )
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float, pl
+from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
@@ -134,27 +134,28 @@ def run(
     origin: Provenance | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row per cell of a head's map, or one per head; without `kind` those of single images.
+    """Return maps of heads, a row per cell, or numbers of heads, a row per head.
 
-    Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `sinks.COLUMNS` for `sink`, which
-    has several metrics; `image_maps.COLUMNS` for single images. `row`, `col`: the key's cell, for
-    `aligned` the signed offset; of clips `frame` before them, the key's place in time; `metric`:
-    the kind, with `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts
-    from. NaN: no image is left.
+    Without a `kind` the maps are those of single images. The columns are `MAP_COLUMNS`,
+    `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `sinks.COLUMNS` for `sink`, which has several metrics;
+    `image_maps.COLUMNS` for single images. `row` and `col` are the key's cell, for `aligned` its
+    signed offset from the query; clips have the key's time in `frame`. `metric` is the kind, with
+    `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts from. Values are
+    NaN if no image is left.
 
     Args:
-        stores: with attention summaries; those without are left out where others have them.
+        stores: stores with attention summaries; those without are left out if others have them.
         kind: one of `KINDS`.
         sites: blocks by path or glob; by default all, for single images the last one.
-        heads: which of each block; by default all.
-        coverage: of `aligned`.
-        residual: of `rollout`; without it the full attention of every image is read (extract
-            --attention full) or recomputed.
-        image: ids or row numbers of single images, in place of a kind.
-        query: cells of the grid whose maps of the single images are wanted, (row, col), of clips
-            (frame, row, col).
+        heads: numbers of the heads of each block; by default all.
+        coverage: correct `aligned` for the number of queries that have a key at each offset.
+        residual: have the residual term in a `rollout`; without it the full attention of every
+            image is read (extract --attention full) or recomputed.
+        image: ids or row numbers of single images, instead of a kind.
+        query: cells of the grid whose maps single images get, too: (row, col), of clips (frame,
+            row, col).
         origin: where data and weights are now, for recomputing.
-        execution: which images, and what the work may use; see `Execution`.
+        execution: which images, and what the work may use.
 
     Raises:
         MissingInput: no store has such summaries, or a class token.
@@ -165,11 +166,11 @@ def run(
         raise VitseeError("expected a kind of map or single images, and not both")
     if kind not in (*KINDS, None):
         raise VitseeError(f"no kind {kind!r}; kinds of attn-map: {', '.join(KINDS)}")
-    what = kind or "single images"
+    maps = kind or "single images"
     if coverage and kind != "aligned":
-        raise VitseeError(f"coverage corrects aligned maps only, not {what}")
+        raise VitseeError(f"coverage corrects aligned maps only, not {maps}")
     if not residual and kind != "rollout":
-        raise VitseeError(f"only the kind rollout goes without residual term, not {what}")
+        raise VitseeError(f"only the kind rollout goes without residual term, not {maps}")
     if query and not image:
         raise VitseeError(
             "the maps of a query are those of single images: name an --image"
@@ -184,109 +185,151 @@ def run(
     selected = blocks_of_each(stores, sites or ("blocks",))
     tables = {}
     for store, blocks in selected.members:
-        own = blocks if sites or kind is not None else blocks[-1:]
         if kind is None:
             tables[store.label] = map_images(
-                store, image, own, heads, query, origin, execution
+                store,
+                names=image,
+                shown=blocks if sites else blocks[-1:],
+                heads=heads,
+                query=query,
+                origin=origin,
+                execution=execution,
             )
         else:
-            tables[store.label] = _of_store(
-                store, own, kind, heads, coverage, residual, origin, execution
+            tables[store.label] = _store_table(
+                store,
+                blocks,
+                kind,
+                heads=heads,
+                coverage=coverage,
+                residual=residual,
+                origin=origin,
+                execution=execution,
             )
-    return with_windows(_together(tables, selected.notes()), selected.members)
+    return with_windows(_concat_stores(tables, selected.notes()), selected.members)
 
 
-def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
-    """The stores' tables as one; notes that differ between them go under `stores`."""
-    every = [table.notes for table in tables.values()]
-    same = {
-        k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)
+def _concat_stores(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
+    """Return the stores' tables as one; notes that differ between stores go under `stores`."""
+    notes_by_store = [table.notes for table in tables.values()]
+    common = {
+        name: note
+        for name, note in notes_by_store[0].items()
+        if all(other.get(name) == note for other in notes_by_store)
     }
     differing = {
-        label: {k: v for k, v in table.notes.items() if k not in same}
+        label: {name: note for name, note in table.notes.items() if name not in common}
         for label, table in tables.items()
     }
     if any(differing.values()):
         notes = notes | {"stores": differing}
-    return Table.concat(list(tables.values()), notes=same | notes)
+    return Table.concat(list(tables.values()), notes=common | notes)
 
 
-def _of_store(
+def _store_table(
     store: Store,
     blocks: list[StoredAttention],
     kind: str,
+    *,
     heads: Sequence[int],
     coverage: bool,
     residual: bool,
     origin: Provenance | None,
     execution: Execution,
 ) -> Table:
-    chosen = execution.rows(store, whole_slabs=kind in SUMS)
-    notes: dict[str, Any] = {
-        "kind": kind,
-        "seed": execution.seed,
-        "images": chosen.describe(),
-    }
-    if seen := frames_seen(store):
-        notes["clip"] = seen
+    """Return the table of one store and kind of map or number; arguments as those of `run`."""
+    images = execution.rows(store, whole_slabs=kind in SUMS)
+    notes: dict[str, Any] = {"kind": kind, "seed": execution.seed}
+    notes["images"] = images.describe()
+    frames = frames_seen(store)
+    if frames:
+        notes["clip"] = frames
     if kind == "rollout":
-        summary, block = _rollout(store, chosen, residual, origin, execution)
-        metric = "rollout" if residual else "rollout_no_residual"
         notes["interval"] = INTERVAL_METHOD
-        rows = _rollout_columns(store, block, summary, metric)
-        return Table.concat([rows], in_time(ROLLOUT_COLUMNS, [block.layout]), notes)
-    picked = check_heads(store, blocks, heads)
+        summary, block = _summarise_rollout(store, images, residual, origin, execution)
+        metric = "rollout" if residual else "rollout_no_residual"
+        columns = _rollout_columns(store, block, summary, metric)
+        return Table.concat([columns], in_time(ROLLOUT_COLUMNS, [block.layout]), notes)
+    heads_by_block = check_heads(store, blocks, heads)
     if kind == "sink":
-        notes |= {"interval": INTERVAL_METHOD, "sink_share_interval": SHARES}
+        notes["interval"] = INTERVAL_METHOD
+        notes["sink_share_interval"] = SHARES
         notes["threshold"] = sinks.THRESHOLD
-        found = sinks.sink_rows(store, blocks, picked, chosen, execution)
-        return Table.from_rows(found, sinks.COLUMNS, notes)
+        rows = sinks.sink_rows(store, blocks, heads_by_block, images, execution)
+        return Table.from_rows(rows, sinks.COLUMNS, notes)
     if kind in NUMBERS:
         notes["interval"] = INTERVAL_METHOD
-        return _numbers(store, blocks, picked, NUMBERS[kind], chosen, execution, notes)
+        rows = _number_rows(
+            store, blocks, heads_by_block, NUMBERS[kind], images, execution
+        )
+        return Table.from_rows(rows, NUMBER_COLUMNS, notes)
     if kind == "mean-cls":
-        without = [block for block in blocks if not block.layout.cls_tokens]
-        check_class_token(store, without, "take --kind mean-spatial")
-    maps = _means(store, blocks, picked, kind, coverage, chosen, execution)
-    metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
-    blocks_of_rows = [map_columns(store, *entry, metric) for entry in maps]
+        without_cls = [block for block in blocks if not block.layout.cls_tokens]
+        check_class_token(store, without_cls, "take --kind mean-spatial")
+    columns_of_blocks = _mean_map_columns(
+        store,
+        blocks,
+        heads_by_block,
+        kind,
+        coverage=coverage,
+        rows=images,
+        execution=execution,
+    )
+    # Offsets in time are not places of a token, so that aligned maps have no column `frame`.
     layouts = [] if kind == "aligned" else [block.layout for block in blocks]
-    return Table.concat(blocks_of_rows, in_time(MAP_COLUMNS, layouts), notes)
+    return Table.concat(columns_of_blocks, in_time(MAP_COLUMNS, layouts), notes)
 
 
-def _means(
+def _mean_map_columns(
     store: Store,
     blocks: Sequence[StoredAttention],
-    picked: Sequence[NDArray[np.int64]],
+    heads_by_block: Sequence[NDArray[np.int64]],
     kind: str,
-    corrected: bool,
+    *,
+    coverage: bool,
     rows: Rows,
     execution: Execution,
-) -> list[tuple[StoredAttention, NDArray[np.int64], Float, NDArray[np.int64]]]:
+) -> list[dict[str, Any]]:
+    """Return the columns of each block's maps, means over the chosen images.
+
+    Args:
+        store: with attention summaries.
+        blocks: of the store.
+        heads_by_block: the chosen heads of each block.
+        kind: one of `SUMS`.
+        coverage: correct the maps for the number of queries at each offset.
+        rows: the chosen images, whole slabs.
+        execution: resources.
+    """
+    metric = kind.replace("-", "_")
+    if coverage:
+        metric += "_coverage"
     keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
     with counting(execution.progress, rows.n):
         total = sum_slabs(store, keys, rows, execution)
-    found = []
-    for block, heads in zip(blocks, picked, strict=True):
+    columns = []
+    for block, heads in zip(blocks, heads_by_block, strict=True):
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
-        maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
-        found.append(
-            (block, heads, per_query(maps, block.window) if corrected else maps, n)
-        )
-    return found
+        maps, counts = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
+        if coverage:
+            maps = per_query(maps, block.window)
+        columns.append(map_columns(store, block, heads, maps, counts, metric))
+    return columns
 
 
-def _rollout(
+def _summarise_rollout(
     store: Store,
     rows: Rows,
     residual: bool,
     origin: Provenance | None,
     execution: Execution,
 ) -> tuple[Summary, StoredAttention]:
-    """Moments over images of each token, and the block where the rollout starts."""
-    store.attention(
-        "rollout"
-    )  # refused with its reason where blocks cannot be multiplied
+    """Return the moments over images of the rollout to each token, and the block where it starts.
+
+    Raises:
+        MissingInput: the attention of the blocks cannot be multiplied; says why.
+    """
+    store.attention("rollout")  # raises if there is none
     blocks = attention_blocks(store)
     if residual:
         key = ("rollout", "")
@@ -301,57 +344,73 @@ def _rollout(
 def _rollout_columns(
     store: Store, block: StoredAttention, summary: Summary, metric: str
 ) -> dict[str, Any]:
-    assert block.layout.grid is not None
+    """Return the columns of a rollout, one row per cell of the grid and no head."""
     layout = block.layout
-    maps = {
-        name: spatial(getattr(summary, name), layout)[None]
-        for name in ("mean", *SPREAD[1:4])
-    }
-    counts = spatial(summary.n.astype(np.float64), layout).ravel().astype(np.int64)
-    one = np.zeros(1, np.int64)
-    columns = map_columns(store, block, one, maps["mean"], one, metric)
-    columns |= {name: maps[name].ravel() for name in SPREAD[1:4]}
-    return columns | {"head": None, "n_images": counts}
+    assert layout.grid is not None
+    # `map_columns` is about heads: it gets the rollout as a single one, whose number is replaced.
+    head = np.zeros(1, np.int64)
+    means = spatial(summary.mean, layout)[None]  # (1, rows, cols)
+    columns = map_columns(store, block, head, means, head, metric)
+    columns["std"] = spatial(summary.std, layout).ravel()
+    columns["low"] = spatial(summary.low, layout).ravel()
+    columns["high"] = spatial(summary.high, layout).ravel()
+    columns["head"] = None
+    counts = spatial(summary.n.astype(np.float64), layout)
+    columns["n_images"] = counts.ravel().astype(np.int64)
+    return columns
 
 
-def _numbers(
+def _number_rows(
     store: Store,
     blocks: Sequence[StoredAttention],
-    picked: Sequence[NDArray[np.int64]],
+    heads_by_block: Sequence[NDArray[np.int64]],
     metric: str,
     rows: Rows,
     execution: Execution,
-    notes: dict[str, Any],
-) -> Table:
+) -> list[dict[str, Any]]:
+    """Return a number of each chosen head, its mean over images with the interval.
+
+    Args:
+        store: with attention summaries.
+        blocks: of the store.
+        heads_by_block: the chosen heads of each block.
+        metric: one of `NUMBERS`, as stores name it.
+        rows: the chosen images.
+        execution: resources.
+    """
     keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
     make = partial(SlabMoments, partial(read_heads, keys))
     with counting(execution.progress, rows.n):
         summaries = execution.fold(store, make, rows).result()
-    found = []
-    for block, heads in zip(blocks, picked, strict=True):
+    table_rows = []
+    for block, heads in zip(blocks, heads_by_block, strict=True):
         summary = summaries[metric, block.group]
-        place = site_columns(store, block) | {"metric": metric}
         for head in heads.tolist():
-            found.append(place | {"head": head} | summary.cells((block.row, head)))
-    return Table.from_rows(found, NUMBER_COLUMNS, notes)
+            row = site_columns(store, block)
+            row["metric"] = metric
+            row["head"] = head
+            row.update(summary.cells((block.row, head)))
+            table_rows.append(row)
+    return table_rows
 
 
 def at_a_glance(table: Table) -> Table:
-    """The table with four heads of three blocks of one store, of clips with one head of each; whole
-    where its rows are no maps."""
+    """Return the maps of four heads of three blocks of one store (of clips one head of each); a
+    table without maps as it is."""
     if "row" not in table.frame.columns:
         return table
-    return some_of(
-        table, store=1, image=1, site=3, head=1 if of_clips(table.frame) else 4
-    )
+    n_heads = 1 if of_clips(table.frame) else 4
+    return some_of(table, store=1, image=1, site=3, head=n_heads)
 
 
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
-    """A grid of maps, layers in rows and heads in columns, each token grid of a model separately,
-    several models side by side; for single images their pictures, maps and rollouts; for one number
-    per head, or sinks, the heads against depth. Of clips a strip over time per head, see
-    `figures`. From the table alone (a single image's picture is in its notes).
+    """Draw the maps or numbers of a table, from the table alone.
+
+    Maps are a grid with layers in rows and heads in columns, each token grid of a model separately,
+    and several models side by side. Single images have their pictures (from the table's notes),
+    maps and rollouts. Numbers of heads, and sinks, are drawn against depth. Clips have a strip over
+    time for each head.
 
     Args:
         table: from `run`.
@@ -361,11 +420,11 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
     columns = table.frame.columns
-    several = table.frame["store"].n_unique() > 1
+    is_comparison = table.frame["store"].n_unique() > 1
     if of_clips(table.frame):
         return draw_clips(table, scale, TITLES)
     if "image" in columns:
-        if several:
+        if is_comparison:
             return draw_models_of_images(table, scale)
         return draw_images(table, scale)
     if "token" in columns:
@@ -379,35 +438,37 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         convert = per_query
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
     midlines = metric.startswith("aligned")
-    draw = draw_models if several else draw_grid
+    draw = draw_models if is_comparison else draw_grid
     return draw(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)
 
 
 def headline(table: Table) -> list[Answer]:
-    """The answers of each store: its strongest sink; or how much attention the middle of the image
-    or the prefix tokens get, or how spread it is."""
-    found: list[Answer] = []
+    """Return each store's strongest sink, or how much attention the middle of the image or the
+    prefix tokens get, or how spread attention is."""
+    answers: list[Answer] = []
     for store, rows in by_store(table, metric="sink_max"):
-        i = extremes(rows)[1]
+        _, i = extremes(rows)
         head = f"head {rows['head'][i]} of {rows['site'][i]}"
         text = f"the strongest key draws {measured(rows, i)} times an even share ({head})"
-        found.append((store, text))
+        answers.append((store, text))
     for metric in ("mean_cls", "mean_spatial"):
         for store, rows in by_store(table, metric=metric, image=None):
-            found.append((store, _middle(rows)))
+            answers.append((store, _share_of_middle(rows)))
     of_heads = {"prefix_mass": "of attention goes to prefix tokens", "entropy": "nats"}
     for metric, unit in of_heads.items():
         for store, rows in by_store(table, metric=metric, image=None, query=None):
-            ends = dict.fromkeys((str(rows["site"][0]), str(rows["site"][-1])))
-            means = [picked(rows, site=site)["value"].to_numpy().mean() for site in ends]
-            said = [f"{number(m)} at {site}" for m, site in zip(means, ends, strict=True)]
-            found.append((store, f"{', '.join(said)} {unit}, mean over heads"))
-    return found
+            outer_sites = dict.fromkeys((str(rows["site"][0]), str(rows["site"][-1])))
+            means = []
+            for site in outer_sites:
+                mean = picked(rows, site=site)["value"].to_numpy().mean()
+                means.append(f"{number(mean)} at {site}")
+            answers.append((store, f"{', '.join(means)} {unit}, mean over heads"))
+    return answers
 
 
-def _middle(rows: pl.DataFrame) -> str:
-    """A sentence on the share of attention to patches that the middle half of rows and columns gets
-    in the last block, mean over heads."""
+def _share_of_middle(rows: pl.DataFrame) -> str:
+    """Return a sentence on the share of attention to patches that the middle half of rows and
+    columns gets in the last block, mean over heads."""
     rows = picked(rows, site=str(rows["site"][-1]))
     inside = np.ones(len(rows), bool)
     for name in ("row", "col"):

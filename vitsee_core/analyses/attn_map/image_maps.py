@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
-COLUMNS = (*(*SITE, "token", "row", "col", "head", "image"), *("metric", "value"))
-ROLLOUTS = {"rollout": True, "rollout_no_residual": False}
-HEAD_MEAN = "head mean"
+COLUMNS = (*SITE, "token", "row", "col", "head", "image", "metric", "value")
+ROLLOUTS = {"rollout": True, "rollout_no_residual": False}  # metric -> with residual term
+HEAD_MEAN = "head mean"  # beside the names of tokens
 
 
 def map_images(
@@ -52,20 +52,20 @@ def map_images(
     origin: Provenance | None,
     execution: Execution,
 ) -> Table:
-    """One row per cell of each map of each image.
+    """Return the maps of single images, one row per cell of each map of each image.
 
-    Columns: `COLUMNS`. `metric` is `attention` (of a head; `token` names the query: `cls`, without
-    a class token `mean`, the mean over spatial queries, or ROW,COL), `rollout` or
-    `rollout_no_residual` (of the whole model; `token` `cls` or `mean`). Values are not
+    The columns are `COLUMNS`. `metric` is `attention` for a head's map, whose `token` is the query:
+    `cls`, without a class token `mean` (the mean over spatial queries), or ROW,COL. It is `rollout`
+    or `rollout_no_residual` for the model's, whose `token` is `cls` or `mean`. Values are not
     renormalised; prefix keys are left out. The notes hold the pictures, as PNG in base64, under
-    `pictures`. Of clips there is a column `frame`, a query is FRAME,ROW,COL, and the notes hold
-    what `describe_clips` says under `sheet`.
+    `pictures`. Clips have a column `frame`, their queries are FRAME,ROW,COL, and the notes hold
+    what `describe_clips` returns under `sheet`.
 
     Args:
         store: with attention summaries.
         names: images by id or row.
-        shown: the blocks whose heads are shown.
-        heads: of each block; by default all.
+        shown: the blocks whose heads have maps; a rollout goes through all blocks.
+        heads: numbers of the heads of each block; by default all.
         query: cells (row, col) of the grid, of clips (frame, row, col).
         origin: where data and weights are now, to compute what the store lacks.
         execution: on which device, and the progress.
@@ -73,60 +73,83 @@ def map_images(
     Raises:
         VitseeError: no such image, block, head or cell; images or weights are gone.
     """
-    every = attention_blocks(store)
-    picked = dict(
-        zip([b.site for b in shown], check_heads(store, shown, heads), strict=True)
-    )
+    all_blocks = attention_blocks(store)
+    heads_by_block = check_heads(store, shown, heads)
+    heads_by_site = {
+        block.site: block_heads
+        for block, block_heads in zip(shown, heads_by_block, strict=True)
+    }
     for block, cell in itertools.product(shown, query):
         TokenSelection.parse(cell).require(block.layout, block.site)
     rows = find_rows(store, list(dict.fromkeys(names)))
-    rolled = store.plan.rollout
-    if not rolled:
+    has_rollout = store.plan.rollout
+    if not has_rollout:
         reason = store.manifest.left_out.get("rollout", "the store has none")
         log.info("%s: no rollout: %s", store.label, reason)
     if any(not block.layout.cls_tokens for block in shown):
         log.info("%s has no class token: mean over spatial queries instead", store.label)
-    wanted = {block.site for block in shown}
 
-    def take(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
-        found = dict(_tokens(block, a, query)) if block.site in wanted else {}
-        return found | ({HEAD_MEAN: a.mean(1)} if rolled else {})
+    def reduce_attention(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of a block's attention (images, heads, queries, keys): rows of it by
+        token, and its mean over heads for the rollout."""
+        reduced: dict[str, Tensor] = {}
+        if block.site in heads_by_site:
+            reduced.update(_query_rows(block, a, query))
+        if has_rollout:
+            reduced[HEAD_MEAN] = a.mean(1)
+        return reduced
 
     origin = origin or Provenance()
-    blocks = every if rolled else shown
-    found = attention_of_images(
+    blocks = all_blocks if has_rollout else shown
+    batches = attention_of_images(
         store,
         rows,
-        take,
+        reduce_attention,
         blocks=blocks,
         origin=origin,
         device=execution.device,
         progress=execution.progress,
     )
-    by_row: dict[int, list[dict[str, Any]]] = {}
-    for some in found:
-        for i, row in enumerate(some.rows.tolist()):
+    columns_by_row: dict[int, list[dict[str, Any]]] = {}
+    for batch in batches:
+        for i, row in enumerate(batch.rows.tolist()):
             name = str(store.samples.id[row])
-            own = [
-                _columns(store, name, block, token, picked[block.site], values[i])
-                for block in shown
-                for token, values in some.values[block.site].items()
-                if token != HEAD_MEAN
-            ]
-            if rolled:
-                means = [some.values[block.site][HEAD_MEAN][i : i + 1] for block in every]
-                last = every[-1]
+            columns = []
+            for block in shown:
+                for token, values in batch.values[block.site].items():
+                    if token != HEAD_MEAN:
+                        block_heads = heads_by_site[block.site]
+                        maps = spatial(values[i][block_heads], block.layout)
+                        columns.append(
+                            _map_columns_of_image(
+                                store,
+                                name,
+                                block,
+                                token,
+                                maps,
+                                heads=block_heads.tolist(),
+                            )
+                        )
+            if has_rollout:
+                head_means = [
+                    batch.values[block.site][HEAD_MEAN][i : i + 1] for block in all_blocks
+                ]
+                last = all_blocks[-1]
                 token = "cls" if last.layout.cls_tokens else "mean"
                 for metric, residual in ROLLOUTS.items():
-                    values = roll(means, last.layout, residual)
-                    own.append(_columns(store, name, last, token, None, values, metric))
-            by_row[row] = own
-    parts = [part for row in rows.tolist() for part in by_row[row]]
-    notes = {
-        "images": [str(store.samples.id[row]) for row in rows],
-        "attention": "stored (float16)" if has_full(store, blocks) else "recomputed",
-        **_pictures(store, rows.tolist(), blocks, query, origin.data),
-    }
+                    rollout = roll(head_means, last.layout, residual)
+                    maps = spatial(rollout, last.layout)
+                    columns.append(
+                        _map_columns_of_image(
+                            store, name, last, token, maps, heads=[None], metric=metric
+                        )
+                    )
+            columns_by_row[row] = columns
+    # In the order in which the images were named.
+    parts = [columns for row in rows.tolist() for columns in columns_by_row[row]]
+    notes: dict[str, Any] = {"images": [str(store.samples.id[row]) for row in rows]}
+    notes["attention"] = "stored (float16)" if has_full(store, blocks) else "recomputed"
+    notes.update(_pictures(store, rows.tolist(), blocks, query, origin.data))
     return Table.concat(parts, in_time(COLUMNS, [block.layout for block in shown]), notes)
 
 
@@ -137,18 +160,19 @@ def _pictures(
     query: Sequence[tuple[int, ...]],
     data: str | None,
 ) -> dict[str, Any]:
-    """The pictures of images, or what strips of clips need, for the notes."""
+    """Return the notes with the pictures of images, or with what strips of clips need."""
     if store.plan.clip is not None:
         layouts = [block.layout for block in blocks]
         n = layouts[0].frames or 1
-        times = [(cell[0] + 0.5) / n for cell in query]
+        times = [
+            (cell[0] + 0.5) / n for cell in query
+        ]  # the middle of each query's frame
         return {"sheet": describe_clips(store, rows, layouts, data, times)}
     inputs = model_inputs(store, rows, data)
-    return {
-        "pictures": {
-            str(store.samples.id[row]): encode(own) for row, own in inputs.items()
-        }
+    pictures = {
+        str(store.samples.id[row]): encode(picture) for row, picture in inputs.items()
     }
+    return {"pictures": pictures}
 
 
 def mean_rollout(
@@ -158,30 +182,36 @@ def mean_rollout(
     origin: Provenance | None,
     execution: Execution,
 ) -> Summary:
-    """Moments over these images of the rollout without residual term, (tokens,)."""
+    """Return the moments over these images of the rollout without residual term, (tokens,)."""
     moments = Moments()
 
-    def take(_: StoredAttention, a: Tensor) -> dict[str, Tensor]:
+    def mean_over_heads(_: StoredAttention, a: Tensor) -> dict[str, Tensor]:
+        """Return attention (images, heads, queries, keys) averaged over heads."""
         return {HEAD_MEAN: a.mean(1)}
 
-    found = attention_of_images(
+    batches = attention_of_images(
         store,
         rows,
-        take,
+        mean_over_heads,
         blocks=blocks,
         origin=origin,
         device=execution.device,
         progress=execution.progress,
     )
-    for some in found:
-        means = [some.values[block.site][HEAD_MEAN] for block in blocks]
+    for batch in batches:
+        means = [batch.values[block.site][HEAD_MEAN] for block in blocks]
         moments.add(roll(means, blocks[0].layout, residual=False))
     return moments.summary()
 
 
 def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Float:
-    """The rollout, (images, tokens) in float64, of each block's mean over heads, (images, tokens,
-    tokens); see `reductions.attention`."""
+    """Return the attention rollout (Abnar & Zuidema 2020), (images, tokens) in float64.
+
+    Args:
+        head_means: each block's attention averaged over heads, (images, tokens, tokens).
+        layout: of the tokens.
+        residual: whether each block's matrix is averaged with the identity, for its skip.
+    """
     import torch
 
     from vitsee_core.summaries import rollout
@@ -190,38 +220,61 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
     return rollout(tensors, layout, residual).numpy()
 
 
-def _tokens(
+def _query_rows(
     block: StoredAttention, a: Tensor, query: Sequence[tuple[int, ...]]
-) -> list[tuple[str, Tensor]]:
-    """The rows of attention of the class token (or the mean) and of each query: the token's name
-    with (images, heads, keys)."""
+) -> dict[str, Tensor]:
+    """Return the rows of attention of the class token and of each query.
+
+    Args:
+        block: whose attention it is.
+        a: (images, heads, queries, keys).
+        query: cells of the grid.
+
+    Returns:
+        The token's name -> (images, heads, keys). Without a class token the first is `mean`, over
+        spatial queries.
+    """
     layout = block.layout
-    tokens = layout.cls_tokens  # of clips frame by frame there is one a frame
-    name, queries = (
-        ("cls", tokens) if tokens else ("mean", range(layout.n_prefix, layout.n_tokens))
-    )
-    found = [(name, a[:, :, queries.start : queries.stop].mean(2))]
-    for cell in map(TokenSelection.parse, query):
-        (token,) = cell.members(layout)
-        found.append((str(cell), a[:, :, token]))
-    return found
+    if layout.cls_tokens:
+        name = "cls"
+        first = layout.cls_tokens  # of clips frame by frame there is one a frame
+    else:
+        name = "mean"
+        first = range(layout.n_prefix, layout.n_tokens)
+    rows = {name: a[:, :, first.start : first.stop].mean(2)}
+    for cell in query:
+        selection = TokenSelection.parse(cell)
+        (token,) = selection.members(layout)
+        rows[str(selection)] = a[:, :, token]
+    return rows
 
 
-def _columns(
+def _map_columns_of_image(
     store: Store,
     image: str,
     block: StoredAttention,
     token: str,
-    heads: NDArray[np.int64] | None,
-    values: Array,
+    maps: Array,
+    *,
+    heads: Sequence[int | None],
     metric: str = "attention",
 ) -> dict[str, Any]:
-    """The rows of one block's maps of one token; `values`: (heads, keys), or (1, keys) of no
-    head."""
-    maps = spatial(values if heads is None else values[heads], block.layout)
-    numbers = np.array([None] if heads is None else heads.tolist(), object)
-    uncounted = np.zeros(len(maps), np.int64)
+    """Return the table's columns for the maps of one image, block and token.
+
+    Args:
+        store: of the image.
+        image: its id.
+        block: whose maps they are.
+        token: the query.
+        maps: (heads, rows, cols).
+        heads: their numbers; None for a map of no head.
+        metric: what the values are.
+    """
+    uncounted = np.zeros(len(maps), np.int64)  # a single image has no number of images
+    numbers = np.array(heads, object)
     columns = map_columns(
         store, block, numbers, maps.astype(np.float64), uncounted, metric
     )
-    return columns | {"image": image, "token": token}
+    columns["image"] = image
+    columns["token"] = token
+    return columns
