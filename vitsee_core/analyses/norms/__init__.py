@@ -34,6 +34,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitsee_core.analyses.norms.norm_figures import draw_norms
 from vitsee_core.analyses.norms.stream_norms import (
@@ -112,8 +113,8 @@ COLUMNS = (
 THRESHOLD = 150.0
 MASSIVE = 100.0
 MASSIVE_RATIO = 1000.0
-# A token of an image: its norm, a copy for the median, and what is left of it without a block.
-BYTES_A_TOKEN = 8 * 5
+# Bytes for a token of an image: its norm, a copy for the median, and what is left without a block.
+BYTES_PER_TOKEN = 8 * 5
 PIECE_BYTES = 16 << 20  # of tokens whose means are computed at a time
 
 
@@ -138,25 +139,25 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, site, metric and token, or kind of token.
+    """Return the norms and outliers of tokens, one row per store, site, metric and token or kind.
 
-    Columns: see `COLUMNS`. `token`, `row`, `col` as in `skip_branch.TokenPlace`: rows about single
-    tokens have `norm` and, for patches, the shares of images in which it is an outlier; those about
-    `patches` have the rest of `OF_NORMS` and the histogram; those about activations have no token.
-    Norms in the units of the activations, shares from 0 to 1. NaN: no value (`value`), or fewer
-    than two images (the others). The stores may have different images.
+    The columns are `COLUMNS`. Rows about single tokens (`token`, or `row` and `col` of a patch)
+    have `norm` and, for patches, the shares of images in which the token is an outlier. Rows about
+    `patches` have the rest of `OF_NORMS` and the histogram; rows about activations have no token.
+    Norms are in the units of the activations, shares from 0 to 1. Numbers are NaN without a value
+    (`value`), or with fewer than two images (the others). The stores may have different images.
 
-    Memory: the norms of all tokens of one site, five times in float64; refused where that is more
-    than the memory.
+    Memory: the norms of all tokens of one site, five times in float64; more than the memory is
+    refused.
 
     Args:
-        stores: norms need a store's residual dot products or its activations, see `norm_source`;
-            the metrics `OF_ACTIVATIONS` its activations.
+        stores: norms need a store's residual dot products or its activations; the metrics
+            `OF_ACTIVATIONS` need its activations.
 
     Raises:
         MissingInput: no store keeps what the norms, or a metric that was asked for, need.
         SiteError: no such site, or none with tokens.
-        VitseeError: unknown metric, a threshold that is no positive number, more tokens than fit
+        VitseeError: unknown metric, a threshold that is not a positive number, more tokens than fit
             the memory, or numbers that are not finite.
     """
     asked_for(metrics, METRICS, "norms")
@@ -165,20 +166,32 @@ def run(
     tokens = tokens or ("all", "each")
     for word in tokens:
         TokenSelection.parse(word, TOKENS)
-    selected = select_each(stores, sites, partial(_sites, metrics=metrics))
-    chosen = [execution.rows(store) for store in selected.stores]
-    parts: list[Cells] = []
+    selected = select_each(stores, sites, partial(_sites_with_norms, metrics=metrics))
+    images_by_store = [execution.rows(store) for store in selected.stores]
+    blocks: list[Cells] = []
     sources: dict[str, dict[str, str]] = {}
-    total = sum(r.n * len(own) for r, own in zip(chosen, selected.chosen, strict=True))
+    total = sum(
+        images.n * len(store_sites)
+        for images, store_sites in zip(images_by_store, selected.chosen, strict=True)
+    )
     with counting(execution.progress, total, SITE_IMAGES):
-        for (store, own), picked in zip(selected.members, chosen, strict=True):
-            work = _Site(store, picked, execution, tokens, threshold, metrics)
-            for site in own:
-                parts += work(site)
+        for (store, store_sites), images in zip(
+            selected.members, images_by_store, strict=True
+        ):
+            measures = SiteNorms(
+                store,
+                images,
+                execution,
+                tokens=tokens,
+                threshold=threshold,
+                metrics=metrics,
+            )
+            for site in store_sites:
+                blocks += measures.measure(site)
             sources[store.label] = {
-                site.name: norm_source(store, site).describe() for site in own
+                site.name: norm_source(store, site).describe() for site in store_sites
             }
-    notes = {
+    notes: dict[str, Any] = {
         "interval": {
             "norm, massive_top1, massive_ratio, neighbour_cos": METHODS["mean"],
             "shares": SHARES,
@@ -192,22 +205,32 @@ def run(
         "norms_from": sources,
         "stream": "blocks: the residual stream before any final norm",
         "seed": execution.seed,
-        "images": {
-            s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)
-        },
-        **({"clip": seen} if (seen := frames_seen(selected.stores[0])) else {}),
-        **selected.notes(),
     }
+    notes["images"] = {
+        store.label: images.describe()
+        for store, images in zip(selected.stores, images_by_store, strict=True)
+    }
+    frames = frames_seen(selected.stores[0])
+    if frames:
+        notes["clip"] = frames
+    notes.update(selected.notes())
     layouts = [
-        store.site(site.name).layout for store, own in selected.members for site in own
+        store.site(site.name).layout
+        for store, store_sites in selected.members
+        for site in store_sites
     ]
-    return Table.concat(parts, in_time(COLUMNS, layouts), notes)
+    return Table.concat(blocks, in_time(COLUMNS, layouts), notes)
 
 
-def _sites(
+def _sites_with_norms(
     store: Store, patterns: Sequence[str], metrics: Sequence[str]
 ) -> list[SiteSpec]:
-    """The sites that have norms; those pooled away are named, including vectors.
+    """Return the selected sites that have norms; sites without tokens, or pooled, are logged.
+
+    Args:
+        store: of the sites.
+        patterns: selectors of sites.
+        metrics: as the user gave them; those of activations need all tokens.
 
     Raises:
         SiteError: none has tokens.
@@ -220,31 +243,45 @@ def _sites(
             f"{chosen[0].name} of {store.label} has no tokens; expected e.g. blocks"
         )
     measured: list[SiteSpec] = []
-    lacking: list[MissingInput] = []
+    errors: list[MissingInput] = []
     for site in with_tokens:
         try:
             norm_source(store, site)
             if set(metrics) & set(OF_ACTIVATIONS):
                 store.acts(site.name)
             measured.append(site)
-        except MissingInput as missing:
-            lacking.append(missing)
+        except MissingInput as error:
+            errors.append(error)
     if not measured:
-        raise lacking[0]
-    left = [site.name for site in chosen if site not in measured]
-    if left:
+        raise errors[0]
+    left_out = [site.name for site in chosen if site not in measured]
+    if left_out:
         log.info(
-            "%s: no norms of %s (vectors, or pooled only)", store.label, abbreviate(left)
+            "%s: no norms of %s (vectors, or pooled only)",
+            store.label,
+            abbreviate(left_out),
         )
     return measured
 
 
-class _Site:
+class SiteNorms:
+    """Measures the norms and activations of the sites of one store.
+
+    Args:
+        store: of the sites.
+        rows: the chosen images.
+        execution: resources, and the seed of the jackknife's blocks.
+        tokens: words of `TOKENS`.
+        threshold: norm above which a patch is an outlier.
+        metrics: names of `METRICS`; none: all.
+    """
+
     def __init__(
         self,
         store: Store,
         rows: Rows,
         execution: Execution,
+        *,
         tokens: Sequence[str],
         threshold: float,
         metrics: Sequence[str],
@@ -255,124 +292,165 @@ class _Site:
         self.tokens = tokens
         self.threshold = threshold
         self.metrics = metrics or METRICS
-        self.n = int((rows.mask & store.valid).sum())
-        self.labels = block_labels(self.n, None if store.shuffled else execution.seed)
+        self.n_images = int((rows.mask & store.valid).sum())
+        seed = None if store.shuffled else execution.seed
+        self.labels = block_labels(self.n_images, seed)
 
-    def __call__(self, site: SiteSpec) -> list[Cells]:
+    def measure(self, site: SiteSpec) -> list[Cells]:
+        """Return blocks of the table's rows about one site: column -> values.
+
+        Raises:
+            VitseeError: its norms do not fit the memory.
+        """
         spec = self.store.site(site.name)
         layout = spec.layout
         assert layout is not None
-        self._check_memory(site.name, layout)
+        self._require_memory(site.name, layout)
         source = norm_source(self.store, site)
-        with_acts = spec.tokens == "all" and bool({*self.metrics} & {*OF_ACTIVATIONS})
-        statistics = self._read(spec, layout, source, with_acts)
-        blocks = self._of_norms(statistics.norms, layout)
+        wants_activations = not set(self.metrics).isdisjoint(OF_ACTIVATIONS)
+        with_acts = spec.tokens == "all" and wants_activations
+        statistics = self._read_tokens(spec, layout, source, with_acts)
+        blocks = self._norm_blocks(statistics.norms, layout)
         if with_acts:
-            blocks += self._of_activations(statistics, layout)
-        place = site_columns(self.store, site)
-        return [
-            place | (as_share(block) if "share" in block["metric"] else block)
-            for block in blocks
-            if block["metric"] in self.metrics
-        ]
+            blocks += self._activation_blocks(statistics, layout)
+        site_cells = site_columns(self.store, site)
+        measured: list[Cells] = []
+        for block in blocks:
+            if block["metric"] in self.metrics:
+                if "share" in block["metric"]:
+                    block = as_share(block)
+                measured.append({**site_cells, **block})
+        return measured
 
-    def _check_memory(self, name: str, layout: TokenLayout) -> None:
-        need = BYTES_A_TOKEN * self.n * layout.n_tokens
+    def _require_memory(self, name: str, layout: TokenLayout) -> None:
+        """Raise VitseeError if the norms of all tokens of a site do not fit the memory."""
+        bytes_per_image = BYTES_PER_TOKEN * layout.n_tokens
+        needed = bytes_per_image * self.n_images
         budget = self.execution.budget
-        if need > budget:
-            fit = budget // (BYTES_A_TOKEN * layout.n_tokens)
+        if needed > budget:
             raise VitseeError(
-                f"the norms of {self.n} images at {name} of {self.store.label} take "
-                f"{human_bytes(need)} of memory; --memory is {human_bytes(budget)} (use fewer "
-                f"--images, {fit} fit, or give more --memory)"
+                f"the norms of {self.n_images} images at {name} of {self.store.label} take "
+                f"{human_bytes(needed)} of memory; --memory is {human_bytes(budget)} (use fewer "
+                f"--images, {budget // bytes_per_image} fit, or give more --memory)"
             )
 
-    def _read(
+    def _read_tokens(
         self, spec: SiteSpec, layout: TokenLayout, source: NormSource, with_acts: bool
     ) -> TokenStatistics:
+        """Return the norms of a site's tokens of all images, with numbers of its activations if
+        `with_acts`."""
         body = None if layout.grid is None else layout.body
-        work = ReadTokens(spec.name, source, with_acts, layout.n_prefix, body)
-        use = self.execution
-        options: dict[str, Any] = {
-            "jobs": use.jobs,
-            "map": use.map,
-            "progress": use.progress,
-        }
-        parts = each_slab(self.store, work, rows=self.rows, **options)
-        return TokenStatistics.joined(parts, self.n)
+        slabs = each_slab(
+            self.store,
+            ReadTokens(spec.name, source, with_acts, layout.n_prefix, body),
+            rows=self.rows,
+            jobs=self.execution.jobs,
+            map=self.execution.map,
+            progress=self.execution.progress,
+        )
+        return TokenStatistics.joined(slabs, self.n_images)
 
-    def _of_norms(self, norms: Float, layout: TokenLayout) -> list[Cells]:
+    def _norm_blocks(self, norms: Float, layout: TokenLayout) -> list[Cells]:
+        """Return the rows about norms (images, tokens): kinds of tokens, then single tokens."""
         kinds = places_of(layout, [word for word in self.tokens if word in KINDS])
         singles = places_of(layout, [word for word in self.tokens if word not in KINDS])
-        above = norms > self.threshold
-        body = norms[:, layout.n_prefix :]
-        above_mad = norms > mad_threshold(body)
+        is_above = norms > self.threshold
+        is_above_mad = norms > mad_threshold(norms[:, layout.n_prefix :])
         blocks: list[Cells] = []
         for place in kinds:
-            own = _columns(norms, place.members)
-            blocks.append(_about(place, "norm") | mean_cells(own.mean(1), self.labels))
+            kind_norms = _tokens_of(norms, place.members)
+            mean = mean_cells(kind_norms.mean(1), self.labels)
+            blocks.append({**_place_cells(place, "norm"), **mean})
             if "norm_median" in self.metrics:
-                blocks.append(_about(place, "norm_median") | self._median(own))
+                median = self._median_cells(kind_norms)
+                blocks.append({**_place_cells(place, "norm_median"), **median})
             if place.token == "patches":
-                blocks += self._of_patches(place, own, above[:, place.members])
+                blocks += self._patch_blocks(
+                    place, kind_norms, is_above[:, place.members]
+                )
+        # A kind of a single token, as the class token, has its row already.
         singles = [place for place in singles if place not in kinds]
-        blocks += _of_tokens(singles, "norm", norms, self.labels)
+        blocks += _single_token_blocks(singles, "norm", norms, self.labels)
         patches = [place for place in singles if min(place.members) >= layout.n_prefix]
-        blocks += _of_tokens(patches, "outlier_share", above, self.labels)
-        blocks += _of_tokens(patches, "outlier_share_mad", above_mad, self.labels)
+        blocks += _single_token_blocks(patches, "outlier_share", is_above, self.labels)
+        blocks += _single_token_blocks(
+            patches, "outlier_share_mad", is_above_mad, self.labels
+        )
         return blocks
 
-    def _median(self, norms: Float) -> Cells:
-        """Cells of the median of all norms (images, tokens)."""
+    def _median_cells(self, norms: Float) -> Cells:
+        """Return the cells of the median of all norms (images, tokens)."""
         present = np.ones((1, len(norms)), bool)
-        statistic = median_statistic(pooled_median(norms), present, self.labels)
-        return cells_of(statistic.estimates(), 0)
+        median = median_statistic(pooled_median(norms), present, self.labels)
+        return cells_of(median.estimates(), 0)
 
-    def _of_patches(self, place: TokenPlace, norms: Float, above: Any) -> list[Cells]:
-        blocks = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
-        for metric, measure in (
-            ("outlier_share_mad", share_above_mad),
-            ("bimodality", bimodality),
-        ):
+    def _patch_blocks(
+        self, place: TokenPlace, norms: Float, is_above: NDArray[np.bool_]
+    ) -> list[Cells]:
+        """Return the rows about all patches: shares of outliers, bimodality, the histogram.
+
+        Args:
+            place: the patches.
+            norms: (images, patches).
+            is_above: (images, patches), whether a norm is above the threshold.
+        """
+        outliers = mean_cells(is_above.mean(1), self.labels)
+        blocks = [{**_place_cells(place, "outlier_share"), **outliers}]
+        # Functions of the norms of all images together, so that each needs its own jackknife.
+        of_all_norms = {"outlier_share_mad": share_above_mad, "bimodality": bimodality}
+        for metric, measure in of_all_norms.items():
             if metric in self.metrics:
                 estimate = measure(norms, self.labels)
-                blocks.append(_about(place, metric) | jackknife_cells(*estimate, self.n))
-        if "norm_histogram" in self.metrics and (bins := histogram(norms)):
-            low, high, share = (np.array(of) for of in zip(*bins, strict=True))
-            edges = {
-                "norm_from": low,
-                "norm_to": high,
-                "value": share,
-                "n_images": self.n,
-            }
-            blocks.append(_about(place, "norm_histogram") | edges)
+                cells = jackknife_cells(*estimate, self.n_images)
+                blocks.append({**_place_cells(place, metric), **cells})
+        if "norm_histogram" in self.metrics:
+            bins = histogram(norms)
+            if bins:
+                block = _place_cells(place, "norm_histogram")
+                block["norm_from"] = np.array([low for low, _, _ in bins])
+                block["norm_to"] = np.array([high for _, high, _ in bins])
+                block["value"] = np.array([share for _, _, share in bins])
+                block["n_images"] = self.n_images
+                blocks.append(block)
         return blocks
 
-    def _of_activations(self, of: TokenStatistics, layout: TokenLayout) -> list[Cells]:
+    def _activation_blocks(
+        self, statistics: TokenStatistics, layout: TokenLayout
+    ) -> list[Cells]:
+        """Return the rows about activations, means over images (Sun et al. 2024)."""
+        largest = statistics.largest
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(of.median > 0, of.largest / of.median, np.nan)
-        massive = (of.largest > MASSIVE) & (of.largest > MASSIVE_RATIO * of.median)
-        channel = _commonest(of.channel)
-        token = _commonest(of.token)
-        named = layout_tokens(layout)[token]
-        where = {"channel": channel, "at": named.name}
+            ratio = np.where(statistics.median > 0, largest / statistics.median, np.nan)
+        # Their definition: above 100, and above 1000 times the median.
+        is_massive = (largest > MASSIVE) & (largest > MASSIVE_RATIO * statistics.median)
+        channel = _most_frequent(statistics.channel)
+        token = _most_frequent(statistics.token)
+        token_name = layout_tokens(layout)[token].name
+        at_largest = {"channel": channel, "at": token_name}
+        # metric -> (value of each image, where it lies)
         values: dict[str, tuple[Any, Cells]] = {
-            "massive_top1": (of.largest, where),
-            "massive_ratio": (ratio, where),
-            "massive_share": (massive, {}),
-            "massive_channel_share": (of.channel == channel, where | {"at": None}),
-            "massive_token_share": (of.token == token, where | {"channel": None}),
+            "massive_top1": (largest, at_largest),
+            "massive_ratio": (ratio, at_largest),
+            "massive_share": (is_massive, {}),
+            "massive_channel_share": (
+                statistics.channel == channel,
+                {"channel": channel, "at": None},
+            ),
+            "massive_token_share": (
+                statistics.token == token,
+                {"channel": None, "at": token_name},
+            ),
         }
         if layout.grid is not None:
-            values["neighbour_cos"] = (of.neighbour_cos, {})
+            values["neighbour_cos"] = (statistics.neighbour_cos, {})
         return [
-            {"metric": metric} | about | mean_cells(of_images, self.labels)
-            for metric, (of_images, about) in values.items()
+            {"metric": metric, **location, **mean_cells(image_values, self.labels)}
+            for metric, (image_values, location) in values.items()
         ]
 
 
-def _columns(norms: Float, members: Sequence[int]) -> Float:
-    """These tokens' norms; a view if they are contiguous."""
+def _tokens_of(norms: Float, members: Sequence[int]) -> Float:
+    """Return the norms of these tokens, (images, members); a view if they are contiguous."""
     first = members[0]
     last = members[-1]
     if tuple(members) == tuple(range(first, last + 1)):
@@ -380,29 +458,54 @@ def _columns(norms: Float, members: Sequence[int]) -> Float:
     return norms[:, members]
 
 
-def _about(place: TokenPlace, metric: str) -> Cells:
+def _place_cells(place: TokenPlace, metric: str) -> Cells:
+    """Return the cells that say what a row is about."""
     return {"token": place.token, "row": place.row, "col": place.col, "metric": metric}
 
 
-def _of_tokens(
-    places: Sequence[TokenPlace], metric: str, values: Any, labels: Integers
+def _single_token_blocks(
+    places: Sequence[TokenPlace], metric: str, values: NDArray[Any], labels: Integers
 ) -> list[Cells]:
-    """Means over images of single tokens; a few at a time, which need little memory."""
+    """Return the rows of the mean over images of single tokens.
+
+    Args:
+        places: one token each.
+        metric: what the values are.
+        values: (images, tokens of the site).
+        labels: (images,) the jackknife's blocks.
+    """
     blocks: list[Cells] = []
+    # A few at a time, which need little memory beside the norms.
     at_once = max(1, PIECE_BYTES // (8 * len(values)))
     for first in range(0, len(places), at_once):
-        some = places[first : first + at_once]
-        columns = [place.members[0] for place in some]
-        x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
+        piece = places[first : first + at_once]
+        tokens = [place.members[0] for place in piece]
+        x = np.ascontiguousarray(values[:, tokens].T, dtype=np.float64)
         estimates = statistic(x, "mean", labels).estimates()
-        blocks.append({**place_columns(some), "metric": metric, **columns_of(estimates)})
+        blocks.append({**place_columns(piece), "metric": metric, **columns_of(estimates)})
     return blocks
 
 
-def _commonest(of_images: Integers) -> int:
-    """The most frequent value, the lowest of ties."""
-    values, counts = np.unique(of_images, return_counts=True)
-    return int(values[counts.argmax()])
+def _most_frequent(values: Integers) -> int:
+    """Return the most frequent value, the lowest of ties."""
+    distinct, counts = np.unique(values, return_counts=True)
+    return int(distinct[counts.argmax()])
+
+
+def headline(table: Table) -> list[Answer]:
+    """Return the site with most outliers among patches, and the one with the largest activation."""
+    texts: dict[str, list[str]] = {}
+    for store, rows in by_store(
+        table, metric="outlier_share_mad", token="patches", row=None
+    ):
+        _, i = extremes(rows)
+        text = f"at most {measured(rows, i)} of patches are outliers at {rows['site'][i]}"
+        texts.setdefault(store, []).append(text)
+    for store, rows in by_store(table, metric="massive_ratio", token=None, row=None):
+        _, i = extremes(rows)
+        text = f"largest activation {measured(rows, i)} times the median at {rows['site'][i]}"
+        texts.setdefault(store, []).append(text)
+    return [(store, "; ".join(parts)) for store, parts in texts.items()]
 
 
 def headline(table: Table) -> list[Answer]:
