@@ -508,24 +508,6 @@ def headline(table: Table) -> list[Answer]:
     return [(store, "; ".join(parts)) for store, parts in texts.items()]
 
 
-def headline(table: Table) -> list[Answer]:
-    """The site with most outliers among patches, and the one with the largest activation."""
-    said: dict[str, list[str]] = {}
-    units = {
-        "outlier_share_mad": "of patches are outliers",
-        "massive_ratio": "times the median",
-    }
-    for metric, unit in units.items():
-        token = "patches" if metric == "outlier_share_mad" else None
-        for store, rows in by_store(table, metric=metric, token=token, row=None):
-            i = extremes(rows)[1]
-            text = f"{measured(rows, i)} {unit} at {rows['site'][i]}"
-            said.setdefault(store, []).append(
-                f"at most {text}" if token else f"largest activation {text}"
-            )
-    return [(store, "; ".join(parts)) for store, parts in said.items()]
-
-
 ANALYSIS = Analysis(
     module=__name__,
     question=FLOW,

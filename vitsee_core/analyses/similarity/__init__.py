@@ -326,8 +326,8 @@ def without_outliers(
 
 
 def _alignments(table: Table) -> list[str]:
-    """Return a line for each measure and pair of stores: the largest value over pairs of layers, and
-    which layers these are (the first of ties)."""
+    """Return a line for each measure and pair of stores: the largest value over pairs of layers,
+    and which layers these are (the first of ties)."""
     lines = []
     pairs = picked(table).group_by("metric", "store_a", "store_b", maintain_order=True)
     for (metric, a, b), rows in pairs:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,124 +114,158 @@ def run(
         Offers("images seed jobs memory", dask="slabs, and the masks of --masks,"),
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, site and metric; of `fourier_radial` one per frequency.
+    """Return each metric of each store and site, one row each; `fourier_radial` has one row per
+    frequency.
 
-    Columns: see `COLUMNS`; `frequency` in units of pi per cell, 0 to 1; `null` what independent
-    noise would give; `value` cosines and shares without unit, logarithms of amplitudes (natural);
-    `low`, `high` the 95 % interval over images. NaN: no image has a value (too small a grid for
-    `lds` and `cds`, no square one for `fourier_high`, no foreground for `srss`).
+    The columns are `COLUMNS`: `frequency` is in units of pi per cell, 0 to 1; `null` is what
+    independent noise would give; `value` is a cosine or a share without unit, or a natural
+    logarithm of amplitudes; `low` and `high` are the 95 % interval over images. Values are NaN if
+    no image has one (too small a grid for `lds` and `cds`, no square grid for `fourier_high`, no
+    foreground for `srss`).
 
     Memory: a slab of one site, and its T x D sums for each of 20 blocks of images.
 
     Args:
-        stores: with all tokens of sites with a grid.
+        stores: stores with all tokens of sites with a grid.
 
     Raises:
         MissingInput: a site is stored pooled only.
         SiteError: no such site, or none with a grid.
-        VitseeError: unknown metric, `srss` without masks, masks that cannot be used (see
-            `open_masks`, `ground_truth`), numbers that are not finite.
+        VitseeError: unknown metric, `srss` without masks, masks that cannot be used, numbers that
+            are not finite.
     """
-    wanted = asked_for(metrics or METRICS, METRICS, "spatial")
+    requested = asked_for(metrics or METRICS, METRICS, "spatial")
     if OF_MASKS in metrics and not masks:
         raise VitseeError("srss compares foreground with background: give --masks too")
-    selected = select_each(stores, sites, _sites)
-    of_images = [store for store in selected.stores if store.plan.clip is None]
-    if of_images and {*wanted} <= {*IN_TIME}:
+    selected = select_each(stores, sites, _sites_with_grid)
+    image_stores = [store for store in selected.stores if store.plan.clip is None]
+    if image_stores and set(requested) <= set(IN_TIME):
         raise MissingInput(
-            f"{of_images[0].label} holds images, which have no {', '.join(wanted)}; expected "
+            f"{image_stores[0].label} holds images, which have no {', '.join(requested)}; expected "
             "stores of clips"
         )
-    if masks and len(of_images) < len(selected.stores):
+    if masks and len(image_stores) < len(selected.stores):
         raise MissingInput(
             "srss compares masks with images, and there are stores of clips; expected the frames "
             "extracted as images"
         )
     for store, chosen in selected.members:
         for site in chosen:
-            store.acts(site.name, "patches")
-    source = open_masks(masks, background, void, panoptic) if masks else None
-    picked = [execution.rows(store) for store in selected.stores]
-    labels = [
-        _foreground(store, own, rows, source, execution)
-        for (store, own), rows in zip(selected.members, picked, strict=True)
+            store.acts(site.name, "patches")  # raises before any work if they are missing
+    mask_source = open_masks(masks, background, void, panoptic) if masks else None
+    images_by_store = [execution.rows(store) for store in selected.stores]
+    foregrounds = [
+        _foreground_by_layout(store, store_sites, images, mask_source, execution)
+        for (store, store_sites), images in zip(
+            selected.members, images_by_store, strict=True
+        )
     ]
     rows: list[dict[str, Any]] = []
-    zeros: dict[str, dict[str, int]] = {}
-    total = sum(r.n * len(own) for r, own in zip(picked, selected.chosen, strict=True))
+    zero_tokens: dict[str, dict[str, int]] = {}
+    total = sum(
+        images.n * len(store_sites)
+        for images, store_sites in zip(images_by_store, selected.chosen, strict=True)
+    )
     with counting(execution.progress, total, SITE_IMAGES):
-        for (store, own), chosen_rows, on in zip(
-            selected.members, picked, labels, strict=True
+        for (store, store_sites), images, foreground in zip(
+            selected.members, images_by_store, foregrounds, strict=True
         ):
-            work = _Store(store, chosen_rows, execution, wanted)
-            for site in own:
-                rows += work(site, on.get(store.site(site.name).layout))
-            zeros[store.label] = work.zeros
-    for label, of_sites in zeros.items():
-        if of_sites:
-            shown = abbreviate([f"{site} ({n})" for site, n in of_sites.items()])
-            log.info("%s: tokens of length 0, which have no cosine: %s", label, shown)
-    notes = {
+            measures = SpatialMeasures(store, images, execution, requested)
+            for site in store_sites:
+                layout = store.site(site.name).layout
+                rows += measures.measure(site, foreground.get(layout))
+            if measures.zero_tokens:
+                zero_tokens[store.label] = measures.zero_tokens
+    for label, counts in zero_tokens.items():
+        texts = abbreviate([f"{site} ({n})" for site, n in counts.items()])
+        log.info("%s: tokens of length 0, which have no cosine: %s", label, texts)
+    notes: dict[str, Any] = {
         "interval": {"shares": METHODS["jackknife"], "others": METHODS["mean"]},
         "std": METHODS["std"],
         "null": "share of independent noise: (N - 1) / (N T - 1), (T - 1) / (N T - 1), the rest",
-        "zero_tokens": {label: found for label, found in zeros.items() if found},
-        **(
-            {}
-            if source is None
-            else {"masks": {"source": source.name, "foreground": "any"}}
-        ),
-        "seed": execution.seed,
-        "images": {
-            s.label: r.describe() for s, r in zip(selected.stores, picked, strict=True)
-        },
-        **selected.notes(),
+        "zero_tokens": zero_tokens,
     }
+    if mask_source is not None:
+        notes["masks"] = {"source": mask_source.name, "foreground": "any"}
+    notes["seed"] = execution.seed
+    notes["images"] = {
+        store.label: images.describe()
+        for store, images in zip(selected.stores, images_by_store, strict=True)
+    }
+    notes.update(selected.notes())
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites with a grid. Raises SiteError: none has one."""
+def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """Return the selected sites with a grid; others are logged.
+
+    Raises:
+        SiteError: no site has one.
+    """
     chosen = sites_of(store, patterns)
-    gridded = [
+    with_grid = [
         site
         for site in chosen
         if site.layout is not None and site.layout.grid is not None
     ]
-    if not gridded:
+    if not with_grid:
         raise SiteError(
             f"{chosen[0].name} of {store.label} has no grid; expected e.g. blocks"
         )
-    if len(gridded) < len(chosen):
-        left = [site.name for site in chosen if site not in gridded]
-        log.info("%s: no grid in %s", store.label, abbreviate(left))
-    return gridded
+    if len(with_grid) < len(chosen):
+        left_out = [site.name for site in chosen if site not in with_grid]
+        log.info("%s: no grid in %s", store.label, abbreviate(left_out))
+    return with_grid
 
 
-def _foreground(
+def _foreground_by_layout(
     store: Store,
     sites: Sequence[SiteSpec],
     rows: Rows,
     source: MaskSource | None,
     execution: Execution,
 ) -> Mapping[TokenLayout | None, Labels]:
+    """Return, for each layout of the sites, which tokens of all images are foreground.
+
+    Args:
+        store: of the sites.
+        sites: with grids; many share a layout.
+        rows: the chosen images.
+        source: of masks; None: no foreground.
+        execution: resources.
+
+    Returns:
+        Layout -> (all images, tokens).
+    """
     if source is None:
         return {}
     layouts = dict.fromkeys(store.site(site.name).layout for site in sites)
-    named = {str(i): layout for i, layout in enumerate(layouts) if layout is not None}
+    layout_of_name = {
+        str(i): layout for i, layout in enumerate(layouts) if layout is not None
+    }
     truth = ground_truth(
         store,
         source,
         rows,
-        named,
+        layout_of_name,
         foreground="any",
         execution=execution,
     )
-    return {layout: truth.labels[name] for name, layout in named.items()}
+    return {layout: truth.labels[name] for name, layout in layout_of_name.items()}
 
 
-class _Store:
-    """The rows of one store's sites. zeros: site -> tokens of length 0."""
+class SpatialMeasures:
+    """Measures the spatial structure of the sites of one store.
+
+    Args:
+        store: of the sites.
+        rows: the chosen images.
+        execution: resources, and the seed of the jackknife's blocks.
+        metrics: names of `METRICS`.
+
+    Attributes:
+        zero_tokens: site -> how many of its tokens have length 0, for the measured sites.
+    """
 
     def __init__(
         self, store: Store, rows: Rows, execution: Execution, metrics: Sequence[str]
@@ -241,140 +275,192 @@ class _Store:
         self.execution = execution
         self.metrics = metrics
         self.blocks = Blocks.of(store, rows.mask & store.valid, execution.seed)
-        self.zeros: dict[str, int] = {}
+        self.zero_tokens: dict[str, int] = {}
 
-    def __call__(self, site: SiteSpec, labels: Labels | None) -> list[dict[str, Any]]:
+    def measure(self, site: SiteSpec, foreground: Labels | None) -> list[dict[str, Any]]:
+        """Return the table's rows about one site.
+
+        Args:
+            site: with a grid.
+            foreground: (all images, tokens), which tokens are foreground; None without masks.
+        """
         spec = self.store.site(site.name)
         assert spec.layout is not None and spec.layout.grid is not None
-        work = _ReadSpatial(spec.name, self.blocks.of_rows, labels)
-        use = self.execution
-        options: dict[str, Any] = {
-            "jobs": use.jobs,
-            "map": use.map,
-            "progress": use.progress,
-        }
-        parts: list[ImageStructure] = []
-        sums: dict[int, TokenSums] = {}
-        in_time: dict[int, ClipSums] = {}
-        slabs = each_slab(self.store, work, rows=self.rows, **options)
-        for structure, of_blocks, of_clips in slabs:
-            parts.append(structure)
-            for b, own in of_blocks.items():
-                sums[b] = sums[b].plus(own) if b in sums else own
-            for b, clips in of_clips.items():
-                in_time[b] = in_time[b].plus(clips) if b in in_time else clips
-        if n_zero := sum(part.n_zero for part in parts):
-            self.zeros[site.name] = n_zero
-        place = site_columns(self.store, site)
+        slabs = each_slab(
+            self.store,
+            _MeasureSlab(spec.name, self.blocks.of_rows, foreground),
+            rows=self.rows,
+            jobs=self.execution.jobs,
+            map=self.execution.map,
+            progress=self.execution.progress,
+        )
+        structures: list[ImageStructure] = []
+        token_sums: dict[int, TokenSums] = {}  # block of images -> its sums
+        clip_sums: dict[int, ClipSums] = {}
+        for slab in slabs:
+            structures.append(slab.structure)
+            for block, tokens in slab.token_sums.items():
+                if block in token_sums:
+                    tokens = token_sums[block].plus(tokens)
+                token_sums[block] = tokens
+            for block, clips in slab.clip_sums.items():
+                if block in clip_sums:
+                    clips = clip_sums[block].plus(clips)
+                clip_sums[block] = clips
+        n_zero = sum(structure.n_zero for structure in structures)
+        if n_zero:
+            self.zero_tokens[site.name] = n_zero
         with one_blas_thread():
-            rows = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
-            rows += self._of_clips(in_time)
-        return [place | row for row in rows if row["metric"] in self.metrics]
+            rows = self._image_rows(structures, spec.layout.grid)
+            rows += self._share_rows(token_sums)
+            rows += self._clip_rows(clip_sums)
+        site_cells = site_columns(self.store, site)
+        return [{**site_cells, **row} for row in rows if row["metric"] in self.metrics]
 
-    def _of_images(
-        self, parts: Sequence[ImageStructure], grid: tuple[int, int]
+    def _image_rows(
+        self, structures: Sequence[ImageStructure], grid: tuple[int, int]
     ) -> list[dict[str, Any]]:
+        """Return the rows of the metrics that each image has, means over images."""
         labels = self.blocks.labels
         rows: list[dict[str, Any]] = []
         for metric in METRICS:
-            if metric in parts[0].values:
-                values = np.concatenate([part.values[metric] for part in parts])
-                rows.append({"metric": metric} | mean_cells(values, labels))
-                if metric == NEXT:  # whose frames in random order would give that
-                    any_frame = np.concatenate(
-                        [part.values["any_frame_cos"] for part in parts]
-                    )
-                    rows[-1]["null"] = mean_cells(any_frame, labels)["value"]
-        profile = np.concatenate([part.profile for part in parts])
-        for frequency, values in zip(frequencies(grid).tolist(), profile.T, strict=True):
-            about = {"metric": "fourier_radial", "frequency": frequency}
-            rows.append(about | mean_cells(values, labels))
+            if metric not in structures[0].values:
+                continue
+            values = np.concatenate([slab.values[metric] for slab in structures])
+            row = {"metric": metric, **mean_cells(values, labels)}
+            if metric == NEXT:
+                # The null is the same with the frames in random order.
+                any_frame = np.concatenate(
+                    [slab.values["any_frame_cos"] for slab in structures]
+                )
+                row["null"] = mean_cells(any_frame, labels)["value"]
+            rows.append(row)
+        profiles = np.concatenate([slab.profile for slab in structures])
+        for frequency, values in zip(frequencies(grid).tolist(), profiles.T, strict=True):
+            cells = mean_cells(values, labels)
+            rows.append({"metric": PROFILES, "frequency": frequency, **cells})
         return rows
 
-    def _of_all(self, sums: Mapping[int, TokenSums]) -> list[dict[str, Any]]:
-        parts = [sums[b] for b in sorted(sums)]
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole.plus(part)
-        shares = whole.shares()
-        nulls = whole.nulls()
-        left = [whole.plus(part, -1).shares() for part in parts] if len(parts) > 1 else []
+    def _share_rows(self, sums: Mapping[int, TokenSums]) -> list[dict[str, Any]]:
+        """Return the rows of the shares of variance, which are over all images together.
+
+        Args:
+            sums: block of images -> its sums.
+        """
+        block_sums = [sums[block] for block in sorted(sums)]
+        total = block_sums[0]
+        for part in block_sums[1:]:
+            total = total.plus(part)
+        shares = total.shares()
+        nulls = total.nulls()
+        without_block: list[dict[str, float]] = []
+        if len(block_sums) > 1:
+            without_block = [total.plus(part, -1).shares() for part in block_sums]
         rows = []
         for metric in SHARES:
-            without = np.array([one[metric] for one in left])
-            cells = jackknife_cells(shares[metric], without, whole.n, SHARE)
-            rows.append({"metric": metric, "null": nulls[metric]} | cells)
+            replicates = np.array([values[metric] for values in without_block])
+            cells = jackknife_cells(shares[metric], replicates, total.n, SHARE)
+            rows.append({"metric": metric, "null": nulls[metric], **cells})
         return rows
 
-    def _of_clips(self, sums: Mapping[int, ClipSums]) -> list[dict[str, Any]]:
-        """The row over all clips; none of images."""
-        parts = [sums[b] for b in sorted(sums)]
-        if not parts:
+    def _clip_rows(self, sums: Mapping[int, ClipSums]) -> list[dict[str, Any]]:
+        """Return the row over all clips together; none for images.
+
+        Args:
+            sums: block of clips -> its sums.
+        """
+        block_sums = [sums[block] for block in sorted(sums)]
+        if not block_sums:
             return []
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole.plus(part)
-        left = [whole.plus(part, -1).cosine() for part in parts] if len(parts) > 1 else []
-        cells = jackknife_cells(whole.cosine(), np.array(left), whole.n, (-1.0, 1.0))
-        return [{"metric": OF_ALL} | cells]
+        total = block_sums[0]
+        for part in block_sums[1:]:
+            total = total.plus(part)
+        without_block: list[float] = []
+        if len(block_sums) > 1:
+            without_block = [total.plus(part, -1).cosine() for part in block_sums]
+        cells = jackknife_cells(
+            total.cosine(), np.array(without_block), total.n, (-1.0, 1.0)
+        )
+        return [{"metric": OF_ALL, **cells}]
+
+
+class SlabMeasures(NamedTuple):
+    """What one slab contributes."""
+
+    structure: ImageStructure  # of each image that counts
+    token_sums: dict[int, TokenSums]  # block of images -> its sums
+    clip_sums: dict[int, ClipSums]  # likewise in time; empty for images
 
 
 @dataclass(frozen=True)
-class _ReadSpatial:
-    """The work on one slab. labels: (all images,) blocks; foreground: (all images, tokens)."""
+class _MeasureSlab:
+    """The work on one slab."""
 
     site: str
-    labels: Integers
-    foreground: Labels | None
+    block_of_row: Integers  # (all images,) block of the jackknife
+    foreground: Labels | None  # (all images, tokens)
 
-    def __call__(
-        self, slab: Slab
-    ) -> tuple[ImageStructure, dict[int, TokenSums], dict[int, ClipSums]]:
-        """The structure of each image that counts, and the sums of each block of images, of clips
-        also those in time."""
+    def __call__(self, slab: Slab) -> SlabMeasures:
+        """Return the measures of the slab's images that count.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        # (images, rows, cols, dim), of clips (clips, times, rows, cols, dim)
         cells = slab.acts(self.site, "patches")[slab.valid]
         if not np.isfinite(cells).all():
             raise not_finite(slab.store, self.site, slab.rows)
         cells = cells.astype(np.float32, copy=False)
-        on = None if self.foreground is None else self.foreground[slab.rows][slab.valid]
-        of_rows = self.labels[slab.rows][slab.valid]
-        sums = {}
-        in_time = {}
-        for b in np.unique(of_rows).tolist():
-            own = cells[of_rows == b]
-            whole: Float = own.reshape(len(own), -1, own.shape[-1]).astype(np.float64)
-            sums[b] = TokenSums.of(whole)
+        foreground = None
+        if self.foreground is not None:
+            foreground = self.foreground[slab.rows][slab.valid]
+        block_of_image = self.block_of_row[slab.rows][slab.valid]
+        token_sums = {}
+        for block in np.unique(block_of_image).tolist():
+            images = cells[block_of_image == block]
+            tokens: Float = images.reshape(len(images), -1, images.shape[-1])
+            token_sums[block] = TokenSums.of(tokens.astype(np.float64))
         if cells.ndim < 5:
-            return image_structure(cells, on), sums, {}
+            return SlabMeasures(image_structure(cells, foreground), token_sums, {})
         units = np.stack([units_of(clip) for clip in cells])
-        for b in sums:
-            in_time[b] = ClipSums.of(units[of_rows == b])
-        return _clip_structure(cells, units), sums, in_time
+        clip_sums = {
+            block: ClipSums.of(units[block_of_image == block]) for block in token_sums
+        }
+        return SlabMeasures(_clip_structure(cells, units), token_sums, clip_sums)
 
 
 def _clip_structure(cells: NDArray[np.floating], units: Float) -> ImageStructure:
-    """The structure of clips (clips, times, rows, cols, dim): that of their frames, means over
-    those that have a value, and cosines in time. units: as of `units_of`."""
-    shape = cells.shape[:2]
+    """Return the structure of clips: means over their frames, and cosines in time.
+
+    Args:
+        cells: (clips, times, rows, cols, dim).
+        units: the clips as `units_of` returns each.
+    """
+    n_clips, n_times = cells.shape[:2]
     frames = image_structure(cells.reshape(-1, *cells.shape[2:]))
-    values = {name: _over_frames(of.reshape(shape)) for name, of in frames.values.items()}
+    values = {
+        name: _mean_over_frames(frame_values.reshape(n_clips, n_times))
+        for name, frame_values in frames.values.items()
+    }
     cosines = [clip_cosines(clip) for clip in units]
-    values |= {name: np.array([own[name] for own in cosines]) for name in PER_CLIP}
-    return ImageStructure(
-        values, frames.profile.reshape(*shape, -1).mean(1), frames.n_zero
-    )
+    for name in PER_CLIP:
+        values[name] = np.array([clip[name] for clip in cosines])
+    profiles = frames.profile.reshape(n_clips, n_times, -1)
+    return ImageStructure(values, profiles.mean(1), frames.n_zero)
 
 
-def _over_frames(values: Float) -> Float:
-    """(clips,) means over the frames with a value, NaN without any. values: (clips, frames)."""
-    there = np.isfinite(values)
-    total = np.where(there, values, 0).sum(1)
-    n = there.sum(1)
+def _mean_over_frames(values: Float) -> Float:
+    """Return the means (clips,) of values (clips, frames) over the frames with a value; NaN if
+    there is none."""
+    has_value = np.isfinite(values)
+    total = np.where(has_value, values, 0).sum(1)
+    n = has_value.sum(1)
     return np.divide(total, n, out=np.full(len(values), np.nan), where=n > 0)
 
 
 def headline(table: Table) -> list[Answer]:
-    """How much more alike near patches are than distant ones, and in the end all of them."""
+    """Return how much more alike near patches are than distant ones, and how alike all patches are
+    in the end; for clips how alike a place is to itself in the next frame."""
     last = dict(by_store(table, metric="mean_cos"))
     answers = []
     for store, rows in by_store(table, metric="lds"):
@@ -396,79 +482,99 @@ def headline(table: Table) -> list[Answer]:
 
 
 DRAWN = (
-    *(
-        "lds",
-        "lds_scaled",
-        "cds",
-        "cds_scaled",
-        "srss",
-        "rmsc",
-        "mean_cos",
-        "fourier_high",
-    ),
-    *("share_image", "share_position", "share_rest"),
+    "lds",
+    "lds_scaled",
+    "cds",
+    "cds_scaled",
+    "srss",
+    "rmsc",
+    "mean_cos",
+    "fourier_high",
+    "share_image",
+    "share_position",
+    "share_rest",
     *(name for name in IN_TIME if name != "any_frame_cos"),
 )
 PROFILES = "fourier_radial"
-MOST_STORES = 6  # with a panel of spectra each
+MAX_STORES = 6  # with a panel of spectra each
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """One panel per metric over depth, one curve per store with the 95 % interval as a band, the
-    shares of variance with what noise would give dotted, a place's cosine with itself in the next
-    frame with that in any other; below, for each store (up to
-    `MOST_STORES`), the log amplitude against the frequency, layers from dark to bright (Park et al.
-    2023)."""
+    """Draw the metrics over depth, and spectra.
+
+    Each metric has a panel with one curve per store and the 95 % interval as a band. Dotted lines
+    are what noise would give for shares of variance, and the cosine with any other frame for that
+    with the next. Below, each of up to `MAX_STORES` stores has a panel of the log amplitude against
+    the frequency, layers from dark to bright (Park et al. 2023).
+    """
     frame = table.frame
-    known = frame.filter(pl.col("value").is_finite())["metric"].unique()
-    there = [metric for metric in DRAWN if metric in known]
-    # Where the grid is 16 x 16 both are the same; else only those of the grid have a value.
-    metrics = [m for m in there if not (m.endswith("_scaled") and _same(frame, m))]
-    profiles = frame.filter(metric=PROFILES)
-    stores = (
-        profiles.partition_by("store", maintain_order=True) if PROFILES in known else []
-    )
-    stores = stores if len(stores) <= MOST_STORES or not metrics else []
-    curves = CurveGrid.of(max(1, len(metrics)), frame)
-    below = [PanelGrid(len(stores))] if stores else []
-    figure, parts = stack(curves, *below)
-    panels = curves.panels(parts[0], of_metrics(frame, metrics))
-    among = frame.filter(pl.col("metric").is_in(metrics))
+    with_values = frame.filter(pl.col("value").is_finite())["metric"].unique()
+    metrics = []
+    for metric in DRAWN:
+        # On a grid of 16 x 16 the scaled metric equals the published one and is not drawn again.
+        is_repeated = metric.endswith("_scaled") and _equals_published(frame, metric)
+        if metric in with_values and not is_repeated:
+            metrics.append(metric)
+    profiles: list[pl.DataFrame] = []  # of each store
+    if PROFILES in with_values:
+        profiles = frame.filter(metric=PROFILES).partition_by(
+            "store", maintain_order=True
+        )
+    if len(profiles) > MAX_STORES and metrics:
+        profiles = []
+    curve_grid = CurveGrid.of(max(1, len(metrics)), frame)
+    grids: list[CurveGrid | PanelGrid] = [curve_grid]
+    if profiles:
+        profile_grid = PanelGrid(len(profiles))
+        grids.append(profile_grid)
+    figure, boxes = stack(*grids)
+    panels = curve_grid.panels(boxes[0], of_metrics(frame, metrics))
+    drawn_rows = frame.filter(pl.col("metric").is_in(metrics))
     for axes, metric, rows in panels:
-        draw_depth_curves(axes, rows, among=among)
+        draw_depth_curves(axes, rows, among=drawn_rows)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position", NEXT):
             draw_marks(axes, rows, frame, "null", DOTTED, "by chance")
-    curves.finish(panels)
-    every = below[0].axes(parts[1]) if stores else []
-    for axes, store in zip(every, stores, strict=True):
-        _draw_profiles(axes, store)
-    add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
+    curve_grid.finish(panels)
+    all_axes = [axes for axes, *_ in panels]
+    if profiles:
+        profile_axes = profile_grid.axes(boxes[1])
+        for axes, rows in zip(profile_axes, profiles, strict=True):
+            _draw_profiles(axes, rows)
+        all_axes += profile_axes
+    add_curve_legend(figure, all_axes)
     return figure
 
 
-def _same(rows: pl.DataFrame, metric: str) -> bool:
-    """Whether a metric scaled to the grid equals the published one."""
+def _equals_published(rows: pl.DataFrame, metric: str) -> bool:
+    """Return whether a metric scaled to the grid has the values of the published one."""
     published = rows.filter(metric=metric.removesuffix("_scaled"))["value"].to_numpy()
-    own = rows.filter(metric=metric)["value"].to_numpy()
-    return len(own) == len(published) and np.allclose(own, published, equal_nan=True)
+    scaled = rows.filter(metric=metric)["value"].to_numpy()
+    if len(scaled) != len(published):
+        return False
+    return np.allclose(scaled, published, equal_nan=True)
 
 
 def _draw_profiles(axes: Axes, rows: pl.DataFrame) -> None:
+    """Draw one store's log amplitude against the frequency, a line for each layer.
+
+    Args:
+        axes: where to draw.
+        rows: of `fourier_radial`; sites of one kind are drawn, outputs of blocks if there are any.
+    """
     import matplotlib
 
     kinds = {site: site_kind(site) for site in rows["site"].unique(maintain_order=True)}
-    main = "out" if "out" in kinds.values() else next(iter(kinds.values()))
-    rows = rows.filter(
-        pl.col("site").is_in([s for s, kind in kinds.items() if kind == main])
-    )
+    main_kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
+    main_sites = [site for site, kind in kinds.items() if kind == main_kind]
+    rows = rows.filter(pl.col("site").is_in(main_sites))
     ends = {rows["rel_depth"].min(): "first layer", rows["rel_depth"].max(): "last layer"}
     colours = matplotlib.colormaps["viridis"]
-    for own in rows.partition_by("site", maintain_order=True):
-        depth = own["rel_depth"][0]
-        x = own["frequency"]
-        y = own["value"]
+    for layer in rows.partition_by("site", maintain_order=True):
+        depth = layer["rel_depth"][0]
+        x = layer["frequency"]
+        y = layer["value"]
         label = f"spectrum of the {ends[depth]}" if depth in ends else "_nolegend_"
         mark = "o" if len(x) < 3 else ""
         axes.plot([0, *x], [0, *y], color=colours(0.9 * depth), marker=mark, label=label)
