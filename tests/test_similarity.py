@@ -385,7 +385,7 @@ def test_minibatch_is_the_ratio_of_sums(
     store: Store, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "vitsee_core.similarity.estimators._prefer_whole", lambda *_: whole
+        "vitsee_core.similarity.estimators._prefers_full_grams", lambda *_: whole
     )
     h = hsic(representations(store), estimator=minibatch(), seed=4, options=options())
     wanted = loop_minibatch(5, 20, 3, seed=4)

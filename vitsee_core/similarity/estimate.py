@@ -1,5 +1,5 @@
-"""HSIC between representations: choice of images and estimator; and the estimator for sites with
-only a Gram matrix within each slab (extract --grams)."""
+"""HSIC between representations: the choice of images and of the estimator, and the estimator for
+sites that have only a Gram matrix within each slab (extract --grams)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,12 @@ from vitsee_core.similarity.estimators import (
     BATCH,
     EXAMPLES,
     REPEATS,
+    BatchGrams,
     InMemory,
-    OfBatch,
+    batch_grams,
     each_batch,
     minibatch,
     over_all_images,
-    own_grams,
 )
 from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.similarity.hsic_sums import (
@@ -56,9 +56,9 @@ from vitsee_stores.manifest import abbreviate
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-MOST_EXACT = 16384
-# |mean|^2 over the total variance: above, float16 lost digits; and what rounding to float32 leaves
-# of features that are the same for all images.
+MOST_EXACT = 16384  # images up to which "auto" is exact
+# |mean|^2 over the total variance of features: above the first float16 lost digits; above the
+# second the features are the same for all images, up to rounding to float32.
 ILL_CONDITIONED = 1e4
 CONSTANT = (8 * np.finfo(np.float32).eps) ** -2.0
 
@@ -77,20 +77,20 @@ def hsic(
     pair_by: str = "image",
     progress: Progress = SILENT,
 ) -> Hsic:
-    """HSIC of every representation in `rows` with every one in `cols`.
+    """Return the HSIC of every representation in `rows` with every one in `cols`.
 
-    Each representation's Gram matrix is computed once and cached, see `GramOptions`; all pairs, the
-    spread and all repeats follow from the matrices alone. Memory: `options.memory`, whatever the
+    Each representation's Gram matrix is computed once and cached; all pairs, the spread and all
+    repeats follow from the matrices alone. Memory stays within `options.memory`, whatever the
     number of images and of representations.
 
     Args:
         rows: R representations.
         cols: C representations; None: `rows` among themselves.
-        estimator: see `Estimator`.
-        images: see `streaming.choose_rows`.
+        estimator: how HSIC is estimated; by default exact for up to `MOST_EXACT` images.
+        images: how many images are sampled from the first store; None: all.
         seed: of samples, minibatches, and the jackknife's blocks in stores in the data's order.
-        options: see `GramOptions`.
-        pair_by: see `paired_rows`.
+        options: resources and the cache.
+        pair_by: "image" or "id", how rows of the stores are paired.
         progress: counts finished Gram matrices, and the bytes read for them.
 
     Raises:
@@ -113,7 +113,11 @@ def hsic(
             result = _estimate(comparison, estimator, by_slab)
         if comparison.among_themselves:
             result = symmetric(result)
-        result, offsets = (result, {}) if by_slab else _conditioned(comparison, result)
+        offsets: dict[str, float] = {}
+        if (
+            not by_slab
+        ):  # Gram matrices within slabs have no record of the features' offset
+            result, offsets = _without_constant_features(comparison, result)
     notes = {"spread": METHODS[result.spread], **result.notes, **comparison.notes}
     if offsets:
         notes["common_offset"] = offsets
@@ -131,31 +135,29 @@ def comparing(
     pair_by: str = "image",
     progress: Progress = SILENT,
 ) -> Iterator[Comparison]:
-    """Context with the comparison and its cache of Gram matrices; arguments and errors as for
+    """Yield the comparison, with its cache of Gram matrices open; arguments and errors are those of
     `hsic`."""
     options = options or GramOptions()
     representations = (*rows, *(cols or ()))
     by_slab = any(r.has_blocks_only for r in representations)
-    paired, pairing, own, shuffled, remarks = _images(
-        representations, images, seed, by_slab, pair_by
-    )
-    counted = next(iter(paired.values()))
-    notes: dict[str, Any] = {"images": len(counted), "seed": seed, **pairing}
+    chosen = _choose_images(representations, images, seed, by_slab, pair_by)
+    n_images = len(next(iter(chosen.paired.values())))
+    notes: dict[str, Any] = {"images": n_images, "seed": seed, **chosen.pairing_notes}
     words = dict.fromkeys(r.tokens for r in representations if r.site.kind != "vector")
-    of_stores = [r.store for r in representations]
-    notes["compared"] = compared(of_stores, ", ".join(words) or "vectors")
+    stores = [r.store for r in representations]
+    notes["compared"] = compared(stores, ", ".join(words) or "vectors")
     if options.precision != "fp32":
         notes["precision"] = options.precision
-    if remarks:
-        notes["remarks"] = remarks
+    if chosen.remarks:
+        notes["remarks"] = chosen.remarks
     with gram_cache(options.cache, options.use_cache, options.precision) as cache:
         comparison = Comparison(
             representations=representations,
             n_rows=len(rows),
             among_themselves=cols is None,
-            rows=paired,
-            own=own,
-            shuffled=shuffled,
+            rows=chosen.paired,
+            own=chosen.own,
+            shuffled=chosen.shuffled,
             seed=seed,
             device="cpu",
             memory=options.memory or memory_bytes() // 4,
@@ -164,20 +166,22 @@ def comparing(
             notes=notes,
             map=options.map,
         )
-        work = _work(comparison)
+        work = _n_multiplications(comparison)
         device = choose_device(options.device, work)
-        _require(options.precision, device, representations)
+        _require_precision(options.precision, device, representations)
         yield replace(comparison, device=device, fused=is_worth_compiling(work))
 
 
-def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
-    """Refuse an unknown precision, or one that this device lacks."""
+def _require_precision(
+    precision: str, device: str, representations: Sequence[Representation]
+) -> None:
+    """Raise VitseeError for an unknown precision, or one that the device or the store lacks."""
     if precision not in PRECISIONS:
         raise VitseeError(
             f"no precision {precision!r}; expected {' or '.join(PRECISIONS)}"
         )
     if precision == "bf16":
-        if any(r.has_blocks_only for r in of):
+        if any(r.has_blocks_only for r in representations):
             raise VitseeError(
                 "--precision bf16 is of Gram matrices that are made now; what extract --grams kept "
                 "is there already"
@@ -185,15 +189,38 @@ def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
         require_bfloat16(device)
 
 
-def _images(
+class ChosenImages(NamedTuple):
+    """The images that are compared; stores are named by their store_id."""
+
+    paired: dict[
+        str, Integers
+    ]  # store -> its rows with the images, in the first store's order
+    own: dict[str, Integers]  # store -> the rows that it would count by itself
+    shuffled: bool  # whether the first store has its images in random order
+    pairing_notes: dict[str, Any]
+    remarks: list[str]
+
+
+def _choose_images(
     representations: Sequence[Representation],
     images: int | None,
     seed: int,
     by_slab: bool,
     pair_by: str,
-) -> tuple[dict[str, Integers], dict[str, Any], dict[str, Integers], bool, list[str]]:
-    """Rows counted in all stores, by store_id, with notes on their pairing; those that each counts
-    by itself; whether they are in random order; remarks."""
+) -> ChosenImages:
+    """Return the images that all stores can compare.
+
+    Args:
+        representations: of any stores.
+        images: how many are sampled; None: all.
+        seed: of the sample.
+        by_slab: take whole slabs.
+        pair_by: "image" or "id".
+
+    Raises:
+        StoreMismatch: the stores hold other images.
+        VitseeError: fewer than 4 images.
+    """
     stores: dict[str, Store] = {
         r.store.manifest.store_id: r.store for r in representations
     }
@@ -207,151 +234,184 @@ def _images(
         raise VitseeError(
             f"{plural(n, 'images')} readable in all stores; expected at least 4"
         )
-    own = {i: np.flatnonzero(chosen.mask & first.valid) for i in stores}
-    for i, store in stores.items():
-        if pair_by == "image":
-            own[i] = np.flatnonzero(chosen.mask & store.valid)
+    # Gram matrices are made of the rows that a store counts by itself, whatever it is compared
+    # with, so that other comparisons can use them, too.
+    own: dict[str, Integers] = {}
+    for store_id, store in stores.items():
+        if pair_by == "image" or store is first:
+            own[store_id] = np.flatnonzero(chosen.mask & store.valid)
         elif (
-            store is not first
-        ):  # in another order: all its rows, or those with a partner
-            own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired[i])
-    shuffled = first.shuffled
-    return paired, pairing, own, shuffled, list(chosen.remarks)
+            images is None
+        ):  # in another order, where the first store's mask says nothing
+            own[store_id] = np.flatnonzero(store.valid)
+        else:
+            own[store_id] = np.sort(paired[store_id])
+    return ChosenImages(
+        paired=paired,
+        own=own,
+        shuffled=first.shuffled,
+        pairing_notes=pairing,
+        remarks=list(chosen.remarks),
+    )
 
 
 def _estimate(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
-    """Apply the chosen estimator; a damaged Gram matrix is computed again."""
+    """Return what the chosen estimator gives; a damaged Gram matrix is computed again."""
     for _ in range(len(comparison.representations)):
         try:
-            return _by_kind(comparison, estimator, by_slab)
+            return _estimate_once(comparison, estimator, by_slab)
         except DamagedGram as error:
             log.warning("%s; it is made again", error)
             error.path.unlink(missing_ok=True)
-    return _by_kind(comparison, estimator, by_slab)
+    return _estimate_once(comparison, estimator, by_slab)
 
 
-def _by_kind(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
+def _estimate_once(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
+    """Return what the chosen estimator gives.
+
+    Raises:
+        DamagedGram: a cached matrix is not what was written.
+    """
     if by_slab:
         return within_slabs(comparison, estimator)
     kind = estimator.kind
     if kind == "auto":
-        asked = (
+        has_batch_options = (
             estimator.batch
             or estimator.examples
             or estimator.repeats
             or estimator.rescale
         )
-        kind = "minibatch" if asked or comparison.n_images > MOST_EXACT else "exact"
-        if kind == "minibatch" and not asked:
-            n = comparison.n_images
+        n = comparison.n_images
+        if has_batch_options:
+            kind = "minibatch"
+        elif n <= MOST_EXACT:
+            kind = "exact"
+        else:
+            kind = "minibatch"
             log.warning(
                 "%d images: minibatch CKA (%d images in batches of %d, %d times) in place of exact "
                 "(--estimator exact, or --images N with N up to %d)",
-                *(n, min(n, EXAMPLES), min(n, BATCH), REPEATS, MOST_EXACT),
+                n,
+                min(n, EXAMPLES),
+                min(n, BATCH),
+                REPEATS,
+                MOST_EXACT,
             )
     if kind == "minibatch":
         return minibatch(comparison, estimator)
     return over_all_images(comparison, biased=kind == "biased")
 
 
-def _work(comparison: Comparison) -> float:
-    """Approximate number of multiplications: missing Gram matrices, and all pairs."""
-    n, (rows, cols) = comparison.n_images, comparison.split(comparison.representations)
+def _n_multiplications(comparison: Comparison) -> float:
+    """Return about how many multiplications are needed: missing Gram matrices, and all pairs."""
+    n = comparison.n_images
+    rows, cols = comparison.split(comparison.representations)
     missing = [
         r
         for r in comparison.representations
         if not r.has_blocks_only and comparison.find(r) is None
     ]
-    columns = sum(r.features.n_features for r in missing)
-    return n * n / 2 * (columns + len(rows) * len(cols or rows))
+    n_features = sum(r.features.n_features for r in missing)
+    n_pairs = len(rows) * len(cols or rows)
+    # Matrices are symmetric: half of the n^2 pairs of images.
+    return n * n / 2 * (n_features + n_pairs)
 
 
-def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:
-    """No value for features that are constant up to rounding; and |mean|^2 over the total variance
-    of those whose offset cost digits when they were stored. Both are logged."""
+def _without_constant_features(
+    comparison: Comparison, result: Hsic
+) -> tuple[Hsic, dict[str, float]]:
+    """Return the result with NaN for features that are constant up to rounding, and the offsets of
+    others that lost digits when they were stored. Both are logged.
+
+    Returns:
+        The result; and site -> |mean|^2 over the total variance, for the ill-conditioned ones.
+    """
     offsets: dict[str, float] = {}
-    constant: list[int] = []
-    names: dict[int, str] = {}
-    for place, r in enumerate(comparison.representations):
+    constant: list[int] = []  # indices of representations
+    names: list[str] = []
+    for index, r in enumerate(comparison.representations):
         file = comparison.find(r)
         offset = 0.0 if file is None else file.header.offset
-        names[place] = f"{r.store.label} {r.stored.name}"
+        names.append(f"{r.store.label} {r.stored.name}")
         if offset > CONSTANT:
-            constant.append(place)
+            constant.append(index)
         elif offset > ILL_CONDITIONED:
-            offsets[names[place]] = offset
+            offsets[names[index]] = offset
     if offsets:
         log.warning(
             "features that are almost the same for all images, whose differences lost digits when "
             "they were stored: %s (|mean|^2 up to %.0e times the variance; extract such sites with "
             "--dtype SITE=float32)",
-            *(abbreviate(list(offsets)), max(offsets.values())),
+            abbreviate(list(offsets)),
+            max(offsets.values()),
         )
     if constant:
         log.warning(
             "the same for all images, so without a value: %s",
-            abbreviate(list(dict.fromkeys(names[place] for place in constant))),
+            abbreviate(list(dict.fromkeys(names[index] for index in constant))),
         )
-    rows = [place for place in constant if place < comparison.n_rows]
-    cols = (
-        rows
-        if comparison.among_themselves
-        else [p - comparison.n_rows for p in constant if p >= comparison.n_rows]
-    )
+    n_rows = comparison.n_rows
+    rows = [index for index in constant if index < n_rows]
+    cols = [index - n_rows for index in constant if index >= n_rows]
+    if comparison.among_themselves:
+        cols = rows
     return set_to_nan(result, rows, cols), offsets
 
 
 def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
-    """The mean HSIC_1 over slabs, weighted by their images; replicates leave out one slab, if there
-    are at least 10.
+    """Return the mean HSIC_1 over slabs, weighted by their images; replicates leave out one slab,
+    if there are at least 10.
 
     Raises:
         MissingInput: the estimator needs pairs of images across slabs.
         StoreMismatch: the stores' slabs differ.
         VitseeError: no slab has 4 images.
     """
-    slab, named = _require_slabs(comparison, estimator)
+    slab_size, named = _require_slabs(comparison, estimator)
     rows = comparison.rows_of(comparison.representations[0])
     if not all(np.array_equal(rows, other) for other in comparison.rows.values()):
         raise StoreMismatch(
             f"{named}: slabs compare where the stores hold the same ids in the same order (extract "
             "both with the same --images, --seed and --order)"
         )
-    labels = rows // slab
-    cells = [np.flatnonzero(labels == k) for k in np.unique(labels)]
-    used = [cell for cell in cells if len(cell) >= 4]
+    slab_of_image = rows // slab_size
+    slabs = [np.flatnonzero(slab_of_image == k) for k in np.unique(slab_of_image)]
+    used = [slab for slab in slabs if len(slab) >= 4]  # HSIC_1 divides by n - 3
     if not used:
         raise VitseeError(
             f"{named}, all slabs of fewer than 4 images; CKA needs at least 4"
         )
-    if len(used) < len(cells):
+    if len(used) < len(slabs):
         log.warning(
-            "slabs of fewer than 4 images are left out: %d", len(cells) - len(used)
+            "slabs of fewer than 4 images are left out: %d", len(slabs) - len(used)
         )
     log.warning(
         "%s: minibatch CKA with slabs as batches, once (slabs: %d)", named, len(used)
     )
-    parts = list(each_batch(comparison, _grams(comparison, used, slab), len(used)))
-    sizes = [len(cell) for cell in used]
-    value = weighted_sum(parts, sizes)
+    grams = _grams_within_slabs(comparison, used, slab_size)
+    slab_values = list(each_batch(comparison, grams, len(used)))
+    sizes = [len(slab) for slab in used]
+    value = weighted_sum(slab_values, sizes)
     notes: dict[str, Any] = {
         "estimator": "minibatch",
         "hsic": "HSIC_1 (unbiased) in each slab; ratio of means over slabs, weighed by images",
-        **{"batch": slab, "batches": len(used), "repeats": 1},
+        "batch": slab_size,
+        "batches": len(used),
+        "repeats": 1,
     }
     if len(used) < FEWEST_SLABS:
         notes["spread"] = f"none: fewer than {FEWEST_SLABS} slabs"
         log.warning("no error bars: fewer than %d slabs", FEWEST_SLABS)
         return replace(value, n_images=sum(sizes), notes=notes)
-    without = [
-        weighted_sum(
-            parts, [0 if k == left_out else size for k, size in enumerate(sizes)]
-        )
-        for left_out in range(len(used))
-    ]
+    replicates = []
+    for left_out in range(len(used)):
+        weights: list[float] = list(sizes)
+        weights[left_out] = 0
+        replicates.append(weighted_sum(slab_values, weights))
     return replace(
         value,
-        replicates=stacked(without),
+        replicates=stacked(replicates),
         spread="slabs",
         n_images=sum(sizes),
         notes=notes,
@@ -359,12 +419,17 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def _require_slabs(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
-    """The slab size, and a description of the limited sites."""
-    only = [r for r in comparison.representations if r.has_blocks_only]
-    site = only[0].stored.name
-    names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in only))
+    """Return the slab size, and words for the sites that have only Gram matrices within slabs.
+
+    Raises:
+        StoreMismatch: the stores' slabs differ in size.
+        MissingInput: the estimator needs pairs of images across slabs.
+    """
+    limited = [r for r in comparison.representations if r.has_blocks_only]
+    site = limited[0].stored.name
+    names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in limited))
     named = f"only Gram matrices within slabs were kept of {abbreviate(names)}"
-    sizes = {r.store.plan.slab: r.store.label for r in only}
+    sizes = {r.store.plan.slab: r.store.label for r in limited}
     if len(sizes) > 1:
         described = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
         raise StoreMismatch(
@@ -388,26 +453,52 @@ def _require_slabs(comparison: Comparison, estimator: Estimator) -> tuple[int, s
     return slab, named
 
 
-def _grams(comparison: Comparison, cells: Sequence[Integers], slab: int) -> list[OfBatch]:
-    """Every representation's Gram matrices within the slabs: stored ones, or computed now."""
+def _grams_within_slabs(
+    comparison: Comparison, slabs: Sequence[Integers], slab_size: int
+) -> list[BatchGrams]:
+    """Return every representation's Gram matrices within the slabs: stored ones, or computed now.
+
+    Args:
+        comparison: of the representations.
+        slabs: the images of each slab, as indices of the comparison's images.
+        slab_size: of the stores.
+    """
     with_acts = [r for r in comparison.representations if not r.has_blocks_only]
-    made = iter(own_grams(replace(comparison, representations=tuple(with_acts)), cells))
-    return [
-        partial(_stored, r, [comparison.rows_of(r)[cell] for cell in cells], slab)
-        if r.has_blocks_only
-        else next(made)
-        for r in comparison.representations
-    ]
+    computed = iter(
+        batch_grams(replace(comparison, representations=tuple(with_acts)), slabs)
+    )
+    grams: list[BatchGrams] = []
+    for r in comparison.representations:
+        if r.has_blocks_only:
+            rows = comparison.rows_of(r)
+            slab_rows = [rows[images] for images in slabs]
+            grams.append(partial(_stored_slab_gram, r, slab_rows, slab_size))
+        else:
+            grams.append(next(computed))
+    return grams
 
 
-def _stored(
-    of: Representation, cells: Sequence[Integers], slab: int, batch: int
+def _stored_slab_gram(
+    representation: Representation,
+    slab_rows: Sequence[Integers],
+    slab_size: int,
+    batch: int,
 ) -> Matrix:
-    rows = cells[batch]
-    k = int(rows[0]) // slab
-    places = rows - k * slab
+    """Return the stored Gram matrix of the images of one slab.
+
+    Args:
+        representation: whose store keeps Gram matrices within slabs.
+        slab_rows: rows of the store in each compared slab.
+        slab_size: of the store.
+        batch: which of the compared slabs.
+    """
+    rows = slab_rows[batch]
+    slab = int(rows[0]) // slab_size
+    positions = rows - slab * slab_size  # within the slab
 
     def load() -> Float32:
-        return of.store.grams(of.stored.name)[k][np.ix_(places, places)]
+        """Return (images, images) of the slab."""
+        stored = representation.store.grams(representation.stored.name)[slab]
+        return stored[np.ix_(positions, positions)]
 
     return InMemory(len(rows), load)

@@ -47,12 +47,13 @@ from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 log = logging.getLogger(__name__)
 
-BLOCKS = 20
+BLOCKS = 20  # of the jackknife
+# (rows, columns, tile=) -> HSICs of these groups of matrices.
 Work = Callable[..., list[Hsic]]
 
 
 def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
-    """HSIC_1 or HSIC_0 over all images; each replicate leaves out one block of images."""
+    """Return HSIC_1 or HSIC_0 over all images; each replicate leaves out one block of images."""
     grams = full_grams(comparison)
     partition = jackknife_blocks(
         comparison.n_images, comparison.shuffled, comparison.seed
@@ -69,54 +70,61 @@ def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
 
 
 def exact_notes(biased: bool, n_blocks: int) -> dict[str, Any]:
-    """Notes for a sidecar."""
-    return {
-        "estimator": "biased" if biased else "exact",
-        "hsic": "HSIC_0 (biased) over all images"
-        if biased
-        else "HSIC_1 (unbiased), all images",
-        "jackknife_blocks": n_blocks,
+    """Return the notes on an estimate over all images, for a table's sidecar."""
+    notes: dict[str, Any] = {
+        "estimator": "exact",
+        "hsic": "HSIC_1 (unbiased), all images",
     }
+    if biased:
+        notes["estimator"] = "biased"
+        notes["hsic"] = "HSIC_0 (biased) over all images"
+    notes["jackknife_blocks"] = n_blocks
+    return notes
 
 
 def full_grams(comparison: Comparison) -> list[GramView]:
-    """The Gram matrix of every representation over the comparison's images, computed if missing;
-    see `Comparison.grams`."""
+    """Return the Gram matrix of every representation over the comparison's images, computed if it
+    is not in the cache."""
 
-    def size(of: Representation) -> int:
-        return gram_bytes(len(comparison.own_rows(of)))
+    def n_bytes(representation: Representation) -> int:
+        """Return the size of a representation's matrix on disk."""
+        return gram_bytes(len(comparison.own_rows(representation)))
 
-    files = comparison.grams(comparison.find, _full_gram, size)
+    files = comparison.grams(comparison.find, _compute_full_gram, n_bytes)
     return [
         GramView(file, comparison.rows_of(r))
         for file, r in zip(files, comparison.representations, strict=True)
     ]
 
 
-def _full_gram(comparison: Comparison, of: Representation) -> GramFile:
-    rows = comparison.own_rows(of)
+def _compute_full_gram(
+    comparison: Comparison, representation: Representation
+) -> GramFile:
+    """Return the Gram matrix of a representation over the images that its store counts by itself,
+    after it was computed and written to the cache."""
+    rows = comparison.own_rows(representation)
     size = tile_size(len(rows))
     edges = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
-    numbered = {
-        pair: k
-        for k, pair in enumerate(combinations_with_replacement(range(len(edges)), 2))
-    }
-    # Tiles computed together share rows, whatever their number.
-    order = sorted(numbered, key=_along_blocks)
+    # The file numbers the tiles of the upper triangle row by row.
+    pairs = combinations_with_replacement(range(len(edges)), 2)
+    number_of_pair = {pair: k for k, pair in enumerate(pairs)}
+    # Along the curve tiles that are computed together share rows, however many these are.
+    order = sorted(number_of_pair, key=_morton_index)
     tiles = [GramTile(edges[a], edges[b]) for a, b in order]
 
     def make(origin: FeatureOffset) -> Tiles:
-        made = comparison.products(of, rows, tiles, origin)
-        return zip((numbered[pair] for pair in order), made, strict=True)
+        """Return (number, values) of each tile; the offset of the features is recorded."""
+        values = comparison.products(representation, rows, tiles, origin)
+        return zip((number_of_pair[pair] for pair in order), values, strict=True)
 
-    made = comparison.cache.add(of.features, rows, size, make)
+    file = comparison.cache.add(representation.features, rows, size, make)
     comparison.progress.advance(1)
-    return made
+    return file
 
 
-def _along_blocks(pair: tuple[int, int]) -> int:
-    """A tile's position along the curve that fills each square of tiles before it leaves it: the
-    bits of both indices, interleaved (Morton 1966)."""
+def _morton_index(pair: tuple[int, int]) -> int:
+    """Return a tile's position along the curve that fills each square of tiles before it leaves it:
+    the bits of both indices, interleaved (Morton 1966)."""
     a, b = pair
     return sum(
         ((a >> bit & 1) << 2 * bit + 1) | ((b >> bit & 1) << 2 * bit)
@@ -125,8 +133,15 @@ def _along_blocks(pair: tuple[int, int]) -> int:
 
 
 def block_labels(n: int, seed: int | None) -> Integers:
-    """The jackknife's blocks of images: at least 20 (below 24 images, one each), at most a tile
-    long. Runs of a shuffled store are random samples; other orders are assigned with `seed`."""
+    """Return the jackknife's block of each of n images.
+
+    There are at least 20 blocks (below 24 images one each), each at most a tile long.
+
+    Args:
+        n: images.
+        seed: assigns images to blocks at random; None: blocks are runs of images, which are random
+            samples if the store is shuffled.
+    """
     labels = np.arange(n) * _n_blocks(n) // n
     if seed is None:
         return labels
@@ -134,18 +149,21 @@ def block_labels(n: int, seed: int | None) -> Integers:
 
 
 def jackknife_blocks(n: int, shuffled: bool, seed: int) -> Partition:
-    """`block_labels` of a shuffled store, or of one in the data's order."""
+    """Return the jackknife's blocks of n images of a store, as a partition."""
     labels = block_labels(n, None if shuffled else seed)
     return Partition(labels, int(labels.max()) + 1, crossing=True)
 
 
 def most_left_out(n: int) -> int:
-    """Size of the largest of these blocks."""
+    """Return the size of the largest of the jackknife's blocks of n images."""
     return -(-n // _n_blocks(n))
 
 
 def _n_blocks(n: int) -> int:
-    return n if n < BLOCKS + 4 else max(BLOCKS, -(-n // LARGEST_TILE))
+    """Return the number of the jackknife's blocks of n images."""
+    if n < BLOCKS + 4:
+        return n
+    return max(BLOCKS, -(-n // LARGEST_TILE))
 
 
 def leave_one_out(
@@ -157,20 +175,23 @@ def leave_one_out(
     biased: bool,
     device: str,
 ) -> list[Hsic]:
-    """HSIC over all images, then without each block (unless fewer than 4 would remain)."""
+    """Return HSIC over all images, then without each block (unless fewer than 4 would remain)."""
     (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
-    whole = as_one_batch(total, diagonals)
+    all_sums = as_one_batch(total, diagonals)
 
-    def value(sums: PairSums) -> Hsic:
+    def estimate(sums: PairSums) -> Hsic:
+        """Return HSIC from sums over pairs."""
         return sums.biased() if biased else sums.unbiased()
 
-    def without(cell: int) -> Hsic:
-        return value(without_cell(whole, total, partition.labels, cell))
+    def without_block(block: int) -> Hsic:
+        """Return HSIC of the images outside of a block."""
+        return estimate(without_cell(all_sums, total, partition.labels, block))
 
-    cells = range(partition.n_cells if len(partition.labels) > 4 else 0)
-    # Few partitions at a time: each holds the row sums of all images.
+    n_replicates = partition.n_cells if len(partition.labels) > 4 else 0
+    # Two at a time: each holds the row sums of all images.
     with lane_pool(n_lanes(2)) as pool:
-        return [value(whole), *in_order(without, cells, pool, 2)]
+        replicates = in_order(without_block, range(n_replicates), pool, 2)
+        return [estimate(all_sums), *replicates]
 
 
 def in_groups(
@@ -179,8 +200,14 @@ def in_groups(
     work: Work,
     partitions: Sequence[Partition],
 ) -> list[Hsic]:
-    """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the memory
-    together, with the results assembled."""
+    """Return what `work` gives for all matrices, done on groups of them whose tiles fit the memory.
+
+    Args:
+        comparison: says which matrices are rows, and the memory.
+        matrices: of all representations.
+        work: called as work(rows, cols, tile=...).
+        partitions: of the images, whose sums take memory.
+    """
     n = matrices[0].n
     budget = comparison.memory * 3 // 4
     tile = tile_size(n)  # as in the files: every tile is read once
@@ -191,14 +218,19 @@ def in_groups(
     if len(matrices) <= at_once:
         return work(rows, cols, tile=tile)
     step = at_once // 2
-    of_rows = [rows[k : k + step] for k in range(0, len(rows), step)]
-    other = rows if cols is None else cols
-    of_cols = [other[k : k + step] for k in range(0, len(other), step)]
-    # A group with itself is its own columns, as in a single group.
-    grid = [
-        [work(a, None if cols is None and a is b else b, tile=tile) for b in of_cols]
-        for a in (of_rows if cols is not None else of_cols)
-    ]
+    row_groups = [rows[k : k + step] for k in range(0, len(rows), step)]
+    col_groups = row_groups
+    if cols is not None:
+        col_groups = [cols[k : k + step] for k in range(0, len(cols), step)]
+    grid = []
+    for row_group in row_groups:
+        results = []
+        for col_group in col_groups:
+            if col_group is row_group:  # with itself: as for matrices among themselves
+                results.append(work(row_group, None, tile=tile))
+            else:
+                results.append(work(row_group, col_group, tile=tile))
+        grid.append(results)
     return assemble_groups(grid)
 
 
@@ -212,12 +244,12 @@ MANY = 1 << 14
 RUN = 1 << 10
 WINDOW = 1 << 14
 
-# The Gram matrix of a batch, by the batch's number.
-OfBatch = Callable[[int], Matrix]
+# The number of a batch -> the Gram matrix of its images.
+BatchGrams = Callable[[int], Matrix]
 
 
 def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
-    """The mean HSIC_1 over batches; replicates are the repeats."""
+    """Return the mean HSIC_1 over batches; replicates are the repeats."""
     n = comparison.n_images
     batch, examples, repeats = batch_sizes(estimator, n)
     seed = None if estimator.rescale else comparison.seed
@@ -237,19 +269,25 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
         notes["hsic"] += (
             "; Gram matrices scaled to [0, 1] batch by batch, images in order"
         )
-        grams = [_rescaled(comparison, r, drawn[0]) for r in comparison.representations]
+        grams = [
+            _rescaled_grams(comparison, r, drawn[0]) for r in comparison.representations
+        ]
         values = [weighted_sum(list(each_batch(comparison, grams, len(drawn[0]))))]
-    elif _prefer_whole(comparison, repeats * examples * batch):
+    elif _prefers_full_grams(comparison, repeats * examples * batch):
         partitions = partitions_of(drawn, n)
         work = partial(
             over_cells, partitions=partitions, batch=batch, device=comparison.device
         )
         values = in_groups(comparison, full_grams(comparison), work, partitions)
     else:
-        batches = [places for cells in drawn for places in cells]
-        parts = list(each_batch(comparison, own_grams(comparison, batches), len(batches)))
-        step = len(drawn[0])
-        values = [weighted_sum(parts[k : k + step]) for k in range(0, len(parts), step)]
+        batches = [images for repeat in drawn for images in repeat]
+        grams = batch_grams(comparison, batches)
+        batch_values = list(each_batch(comparison, grams, len(batches)))
+        per_repeat = len(drawn[0])
+        values = [
+            weighted_sum(batch_values[k : k + per_repeat])
+            for k in range(0, len(batch_values), per_repeat)
+        ]
     if repeats == 1:
         return replace(values[0], n_images=examples, notes=notes)
     return replace(
@@ -262,17 +300,24 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def batch_notes(batch: int, examples: int, repeats: int) -> dict[str, Any]:
-    """Notes for a sidecar."""
+    """Return the notes on an estimate over minibatches, for a table's sidecar."""
     return {
         "estimator": "minibatch",
         "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
-        **{"batch": batch, "batches": examples // batch, "repeats": repeats},
+        "batch": batch,
+        "batches": examples // batch,
+        "repeats": repeats,
     }
 
 
 def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
-    """Batch, examples (a multiple of it) and repeats, capped by the data; caps are logged. Raises
-    VitseeError: no batch of at least 4 images is possible."""
+    """Return the batch size, the examples in a repeat (a multiple of it) and the repeats.
+
+    They are capped by the n images of the data; caps are logged.
+
+    Raises:
+        VitseeError: no batch of at least 4 images is possible.
+    """
     batch = estimator.batch or BATCH
     examples = estimator.examples or (n if estimator.rescale else EXAMPLES)
     repeats = estimator.repeats or (1 if estimator.rescale else REPEATS)
@@ -284,9 +329,10 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
         raise VitseeError(
             "batches in the store's order are the same each time; give --repeats 1"
         )
-    for name, value in (("batch", batch), ("examples", examples)):
-        if value > n:
-            log.warning("%s %d: there are %d images, all are used", name, value, n)
+    if batch > n:
+        log.warning("batch %d: there are %d images, all are used", batch, n)
+    if examples > n:
+        log.warning("examples %d: there are %d images, all are used", examples, n)
     batch = min(batch, n)
     examples = min(examples, n)
     if examples < batch:
@@ -305,16 +351,25 @@ def draw_batches(
     seed: int | None,
     shuffled: bool = False,
 ) -> list[list[Integers]]:
-    """Repeats of batches of image indices, ascending within a batch; in the images' order without a
-    seed.
+    """Return the batches of each repeat: image indices, ascending within a batch.
 
-    From many images in random order, runs are drawn and mixed within windows of some batches:
-    equally random, but a batch is read from a window's slabs. Drawn individually, its images would
-    be in as many slabs, and every group of batches that fits the memory would read the whole store.
+    Without a seed batches are in the images' order. From many images in random order, runs are
+    drawn and mixed within windows of some batches: equally random, but a batch is read from a
+    window's slabs. Drawn individually, its images would be in as many slabs, and every group of
+    batches that fits the memory would read the whole store.
+
+    Args:
+        n: images.
+        batch: images in a batch.
+        examples: images in a repeat, a multiple of `batch`.
+        repeats: how often they are drawn.
+        seed: of the draws; None: in order.
+        shuffled: whether the images are in random order.
     """
     rng = np.random.default_rng(seed)
 
-    def order() -> Integers:
+    def draw_order() -> Integers:
+        """Return image indices, of which consecutive ones become batches."""
         if seed is None:
             return np.arange(n)
         if not shuffled or n <= MANY:
@@ -326,31 +381,32 @@ def draw_batches(
             [rng.permutation(runs[at : at + window]) for at in range(0, examples, window)]
         )
 
-    orders = [order() for _ in range(repeats)]
-    return [
-        [np.sort(of[at : at + batch]) for at in range(0, examples, batch)]
-        for of in orders
-    ]
+    drawn = []
+    for _ in range(repeats):
+        order = draw_order()
+        starts = range(0, examples, batch)
+        drawn.append([np.sort(order[start : start + batch]) for start in starts])
+    return drawn
 
 
-def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
-    """Whether all images' Gram matrices exist, or have fewer entries than the batches'."""
-    n = comparison.n_images
-    if not comparison.in_order:  # features are read in each store's own order
+def _prefers_full_grams(comparison: Comparison, batch_entries: int) -> bool:
+    """Return whether Gram matrices of all images are cheaper than those of batches: they exist, or
+    have fewer entries than `batch_entries`."""
+    if not comparison.in_order:
+        return True  # batches cannot be read: features come in each store's own order
+    if comparison.n_images**2 < batch_entries:
         return True
-    return n * n < batch_entries or all(
-        comparison.find(r) is not None for r in comparison.representations
-    )
+    return all(comparison.find(r) is not None for r in comparison.representations)
 
 
 def partitions_of(drawn: Sequence[Sequence[Integers]], n: int) -> list[Partition]:
-    """The batches of each repeat as cells of the n images."""
+    """Return the batches of each repeat as cells of the n images."""
     partitions = []
-    for cells in drawn:
+    for batches in drawn:
         labels = np.full(n, -1)
-        for g, places in enumerate(cells):
-            labels[places] = g
-        partitions.append(Partition(labels, len(cells), crossing=False))
+        for g, images in enumerate(batches):
+            labels[images] = g
+        partitions.append(Partition(labels, len(batches), crossing=False))
     return partitions
 
 
@@ -363,9 +419,12 @@ def over_cells(
     batch: int,
     device: str,
 ) -> list[Hsic]:
-    """The sum of HSIC_1 for each partition, over its cells of `batch` images."""
+    """Return the sum of HSIC_1 for each partition, over its cells of `batch` images."""
     totals, _ = pair_totals(rows, cols, partitions, device=device, tile=tile)
-    return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
+    return [
+        sum_over_cells(total, partition, batch)
+        for total, partition in zip(totals, partitions, strict=True)
+    ]
 
 
 # One Gram matrix per batch
@@ -380,7 +439,7 @@ class InMemory:
 
     @property
     def shift(self) -> Shift:
-        """Not available, see `GramView.shift`. Raises MissingInput: always."""
+        """Raise MissingInput: the features' common offset is not kept beside these matrices."""
         raise MissingInput(
             "Gram matrices of single batches or slabs are kept without what inner products of the "
             "features themselves need (cosine, Pearson); those of all images have it, which need "
@@ -388,49 +447,73 @@ class InMemory:
         )
 
     def block(self, i: slice, j: slice) -> Float32:
+        """Return the entries (len(i), len(j)) of these images."""
         return self.load()[: self.n, : self.n][i, j]
 
 
-def own_grams(comparison: Comparison, batches: Sequence[Integers]) -> list[OfBatch]:
-    """The Gram matrices of every representation over each batch of image indices, cached like all
-    Gram matrices."""
+def batch_grams(comparison: Comparison, batches: Sequence[Integers]) -> list[BatchGrams]:
+    """Return the Gram matrices of every representation within each batch, computed if they are not
+    in the cache.
 
-    def made(r: Representation) -> GramFile | None:
-        return comparison.find(r, [comparison.rows_of(r)[places] for places in batches])
+    Args:
+        comparison: of the representations.
+        batches: image indices of each.
+    """
 
-    size = 4 * len(batches) * max(map(len, batches)) ** 2
+    def find(r: Representation) -> GramFile | None:
+        """Return the cached matrices of a representation."""
+        rows = comparison.rows_of(r)
+        return comparison.find(r, [rows[images] for images in batches])
 
-    def of_batch(file: GramFile, batch: int) -> Matrix:
+    # float32, each batch padded to the longest
+    n_bytes = 4 * len(batches) * max(map(len, batches)) ** 2
+
+    def gram_of_batch(file: GramFile, batch: int) -> Matrix:
+        """Return one of a file's matrices."""
         return InMemory(file.header.batches[batch], partial(file.tile, batch))
 
-    files = comparison.grams(made, partial(_batch_grams, batches), lambda _: size)
-    return [partial(of_batch, file) for file in files]
+    files = comparison.grams(
+        find, partial(_compute_batch_grams, batches), lambda _: n_bytes
+    )
+    return [partial(gram_of_batch, file) for file in files]
 
 
-def _batch_grams(
-    batches: Sequence[Integers], comparison: Comparison, of: Representation
+def _compute_batch_grams(
+    batches: Sequence[Integers], comparison: Comparison, representation: Representation
 ) -> GramFile:
+    """Return the Gram matrices of a representation within each batch, after they were computed and
+    written to the cache."""
+    rows = comparison.rows_of(representation)
     lengths = tuple(map(len, batches))
 
     def make(origin: FeatureOffset) -> Tiles:
-        tiles = [GramTile(places, places) for places in batches]
-        return enumerate(comparison.products(of, comparison.rows_of(of), tiles, origin))
+        """Return (number, values) of each batch; the offset of the features is recorded."""
+        tiles = [GramTile(images, images) for images in batches]
+        return enumerate(comparison.products(representation, rows, tiles, origin))
 
-    rows = comparison.rows_of(of)[np.concatenate(batches)]
-    made = comparison.cache.add(of.features, rows, max(lengths), make, lengths)
+    file = comparison.cache.add(
+        representation.features,
+        rows[np.concatenate(batches)],
+        max(lengths),
+        make,
+        lengths,
+    )
     comparison.progress.advance(1)
-    return made
+    return file
 
 
-def _rescaled(
-    comparison: Comparison, of: Representation, batches: Sequence[Integers]
-) -> OfBatch:
-    """Gram matrices of uncentred features, each minus its smallest entry and over its then largest;
-    in memory, and in float64 until scaled, because they contain the features' offset."""
+def _rescaled_grams(
+    comparison: Comparison, representation: Representation, batches: Sequence[Integers]
+) -> BatchGrams:
+    """Return Gram matrices of uncentred features, scaled to [0, 1] batch by batch.
+
+    From each its smallest entry is subtracted, and it is divided by its then largest. They are in
+    memory, and in float64 until scaled, because they contain the features' offset.
+    """
     tiles = products(
-        of.features,
-        comparison.rows_of(of),
-        [GramTile(places, places) for places in batches],
+        representation.features,
+        comparison.rows_of(representation),
+        [GramTile(images, images) for images in batches],
         device=comparison.device,
         memory=comparison.memory,
         centred=False,
@@ -444,17 +527,33 @@ def _rescaled(
 
 
 def each_batch(
-    comparison: Comparison, grams: Sequence[OfBatch], n_batches: int
+    comparison: Comparison, grams: Sequence[BatchGrams], n_batches: int
 ) -> Iterator[Hsic]:
-    """HSIC_1 in each batch."""
+    """Yield HSIC_1 in each batch.
+
+    Args:
+        comparison: of the representations.
+        grams: Gram matrices of each representation by batch.
+        n_batches: how many there are.
+    """
     for batch in range(n_batches):
-        matrices = [of(batch) for of in grams]
-        whole = Partition(np.zeros(matrices[0].n, np.int64), 1, crossing=False)
+        matrices = [gram_of_batch(batch) for gram_of_batch in grams]
+        n = matrices[0].n
+        all_images = Partition(np.zeros(n, np.int64), n_cells=1, crossing=False)
+        work = partial(
+            _unbiased_of_one_cell, partition=all_images, device=comparison.device
+        )
+        yield from in_groups(comparison, matrices, work, [all_images])
 
-        def work(rows: Any, cols: Any, tile: int, whole: Partition = whole) -> list[Hsic]:
-            (total,), own = pair_totals(
-                rows, cols, [whole], device=comparison.device, tile=tile
-            )
-            return [as_one_batch(total, own).unbiased()]
 
-        yield from in_groups(comparison, matrices, work, [whole])
+def _unbiased_of_one_cell(
+    rows: Sequence[Matrix],
+    cols: Sequence[Matrix] | None,
+    *,
+    tile: int,
+    partition: Partition,
+    device: str,
+) -> list[Hsic]:
+    """Return HSIC_1 over the images of a partition of one cell."""
+    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
+    return [as_one_batch(total, diagonals).unbiased()]
