@@ -63,7 +63,7 @@ def test_equal_to_timm(
 ) -> None:
     transform = BASE | {"input_size": (3, *size), "interpolation": interpolation}
     transform |= {"crop_mode": crop_mode, "crop_pct": crop_pct}
-    assert make_recipe(transform).whole is None
+    assert make_recipe(transform).timm_transform is None
     for width, height in SIZES:
         image = photo(width, height)
         assert torch.equal(ours(transform, image), timms(transform, image)), (
@@ -149,7 +149,7 @@ def test_of_what_is_unusual_timm_is_asked(unusual: dict[str, Any]) -> None:
             make_recipe(transform)
     else:
         recipe = make_recipe(transform)
-        assert recipe.steps == tuple(steps) and repr(recipe.whole) == repr(whole)
+        assert recipe.steps == tuple(steps) and repr(recipe.timm_transform) == repr(whole)
 
 
 def test_every_value_is_normalised_as_timm_does() -> None:

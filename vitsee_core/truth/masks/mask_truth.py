@@ -1,5 +1,7 @@
-"""Which tokens of a store's images lie on an object: masks of the original image, brought to the
-model's tokens by the image's own transform."""
+"""Which tokens of a store's images lie on an object.
+
+Masks of the original images are brought to the model's tokens by the images' own transform.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +41,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RULES = ("half", "any")
-_NAMES_SHOWN = 2
+_MAX_NAMES = 2  # in a message
 
 
 @dataclass(frozen=True)
 class MaskTruth:
-    """labels: group of attention blocks -> (images, tokens) over all rows of the store, VOID
-    throughout where there is no mask. mask: (images,) which rows have a foreground token in some
-    group. counts: what became of the rows, for a sidecar."""
+    """The labels of the tokens of a store's images.
+
+    Attributes:
+        labels: group of attention blocks -> (images, tokens) over all rows of the store; all VOID
+            for an image without a mask.
+        mask: (images,) which rows have a foreground token in some group.
+        counts: how many rows were used and left out, for a result's sidecar.
+    """
 
     labels: dict[str, Labels]
     mask: Mask
@@ -62,18 +69,18 @@ def ground_truth(
     foreground: str = "half",
     execution: Execution = DEFAULT,
 ) -> MaskTruth:
-    """The labels of the tokens of the images in `rows`.
+    """Return the labels of the tokens of the images in `rows`.
 
     Images without a mask, and those without a foreground token, are left out, counted and logged.
     A mask has the size of its original image (`store.sizes`).
 
     Args:
-        store: its transform is the masks' too.
-        masks: see `match_names` for which mask belongs to which image.
+        store: the store; its transform is applied to the masks too.
+        masks: the masks; `match_names` says which mask belongs to which image.
         rows: the images to look at.
-        layouts: group -> layout with a grid.
-        foreground: one of `RULES`, see `token_labels`.
-        execution: reads the masks; its progress is advanced by each.
+        layouts: group of attention blocks -> layout with a grid.
+        foreground: when a token is foreground, one of `RULES`, see `token_labels`.
+        execution: reads the masks; its progress is advanced for each.
 
     Raises:
         VitseeError: no image has a mask or a foreground token, or a mask is damaged or not of its
@@ -84,7 +91,7 @@ def ground_truth(
             f"{store.label} does not say how its images were resized; extract anew"
         )
     ids = store.samples.file.tolist()
-    wanted = int((rows.mask & store.valid).sum())
+    n_selected = int((rows.mask & store.valid).sum())
     masks = oriented_as(store.manifest.transform, masks)
     matched, numbers = match_rows(store, masks, rows)
     sizes = store.sizes.tolist()
@@ -94,74 +101,87 @@ def ground_truth(
         for group, layout in layouts.items()
     }
 
-    read = _TokenLabels(
-        masks, mask_recipe(store.manifest.transform), dict(layouts), foreground
+    label_mask = _MaskLabeller(
+        masks=masks,
+        recipe=mask_recipe(store.manifest.transform),
+        layouts=dict(layouts),
+        foreground=foreground,
     )
-    items = [
-        (number, ids[row], tuple(sizes[row]), None if boxes is None else boxes[row])
-        for row, number in zip(matched.tolist(), numbers.tolist(), strict=True)
-    ]
-    some_on = some_void = False
+    items = []
+    for row, number in zip(matched.tolist(), numbers.tolist(), strict=True):
+        box = None if boxes is None else boxes[row]
+        items.append(MaskOfImage(number, ids[row], tuple(sizes[row]), box))
+    any_foreground = False
+    any_void = False
     with counting(execution.progress, len(items), "masks") as progress:
-        for row, (own, on, void) in zip(
-            matched, execution.each(read, items), strict=True
-        ):
-            for group, values in own.items():
+        results = zip(matched, execution.each(label_mask, items), strict=True)
+        for row, (image_labels, has_foreground, has_void) in results:
+            for group, values in image_labels.items():
                 labels[group][row] = values
-            some_on = some_on or on
-            some_void = some_void or void
+            any_foreground = any_foreground or has_foreground
+            any_void = any_void or has_void
             progress.advance(1)
     mask = np.zeros(store.n_images, bool)
     for values in labels.values():
         mask |= (values == FOREGROUND).any(1)
     if not mask.any():
-        only = (
-            f": no pixel is, and void are {masks.void}"
-            if some_void and not some_on
-            else ""
-        )
+        hint = ""
+        if any_void and not any_foreground:
+            hint = f": no pixel is, and void are {masks.void}"
         raise VitseeError(
             f"no token is foreground in any of the {len(matched)} images of {store.label} that "
-            f"have a mask in {masks.name}{only}"
+            f"have a mask in {masks.name}{hint}"
         )
     counts = {
         "with_mask": len(matched),
-        "left_out_without_mask": wanted - len(matched),
+        "left_out_without_mask": n_selected - len(matched),
         "left_out_without_foreground": len(matched) - int(mask.sum()),
     }
-    for key, what in (
+    for key, noun in (
         ("without_mask", "a mask"),
         ("without_foreground", "a foreground token"),
     ):
-        if n := counts[f"left_out_{key}"]:
+        n_left_out = counts[f"left_out_{key}"]
+        if n_left_out:
             log.info(
                 "%s: %d of %d images are left out: without %s",
                 store.label,
-                n,
-                wanted,
-                what,
+                n_left_out,
+                n_selected,
+                noun,
             )
     return MaskTruth(labels, mask, counts)
 
 
+class MaskOfImage(NamedTuple):
+    """The number of a mask, and its image's name, (height, width) and box in its file, if any."""
+
+    number: int
+    image: str
+    size: tuple[int, int]
+    box: NDArray[np.float32] | None
+
+
 @dataclass(frozen=True)
-class _TokenLabels:
-    """The labels of one image: group -> (tokens,); whether its mask has foreground and void
-    pixels. Called with the number of the mask, and the image's name, (height, width), and box."""
+class _MaskLabeller:
+    """Labels the tokens of an image by its mask.
+
+    A callable object rather than a closure, so that it can be sent to worker processes.
+    """
 
     masks: MaskSource
     recipe: Recipe
     layouts: dict[str, TokenLayout]
     foreground: str
 
-    def __call__(self, of: tuple[Any, ...]) -> tuple[dict[str, Labels], bool, bool]:
-        number, *image = of
-        where = self.masks.where(number)
-        pixels = self.masks.read(number)
-        pixels = cut_to_image(where, pixels, *image)
-        seen = as_seen(pixels, self.recipe, where)
+    def __call__(self, item: MaskOfImage) -> tuple[dict[str, Labels], bool, bool]:
+        """Return group -> (tokens,) labels, and whether the mask has foreground and void pixels."""
+        where = self.masks.where(item.number)
+        pixels = self.masks.read(item.number)
+        pixels = cut_to_image(where, pixels, item.image, item.size, item.box)
+        input_labels = as_seen(pixels, self.recipe, where)
         labels = {
-            group: token_labels(seen, layout, self.foreground)
+            group: token_labels(input_labels, layout, self.foreground)
             for group, layout in self.layouts.items()
         }
         return labels, bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
@@ -170,19 +190,22 @@ class _TokenLabels:
 def match_rows(
     store: Store, masks: PixelSource, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows with an image and a mask, ascending, and the number of each one's mask. Raises
-    VitseeError: there are none."""
+    """Return the rows with a readable image and a mask, ascending, and the number of each's mask.
+
+    Raises:
+        VitseeError: there are none.
+    """
     ids = store.samples.file.tolist()
-    found = match_names(ids, masks.keys)
-    wanted = np.flatnonzero(rows.mask & store.valid)
-    matched = wanted[found[wanted] >= 0]
+    mask_numbers = match_names(ids, masks.keys)
+    selected = np.flatnonzero(rows.mask & store.valid)
+    matched = selected[mask_numbers[selected] >= 0]
     if not len(matched):
         raise VitseeError(
             f"no image of {store.label} has a mask in {masks.name}: images are called "
-            f"{abbreviate([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
-            f"{abbreviate(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
+            f"{abbreviate([ids[row] for row in selected], _MAX_NAMES)}; masks "
+            f"{abbreviate(masks.keys, _MAX_NAMES)}; expected the same names but for the ending"
         )
-    return matched, found[matched]
+    return matched, mask_numbers[matched]
 
 
 def cut_to_image(
@@ -192,14 +215,14 @@ def cut_to_image(
     size: tuple[int, int],
     box: NDArray[np.float32] | None,
 ) -> NDArray[Any]:
-    """The part of a file's mask that an image is.
+    """Return the part of a file's mask that belongs to an image, which may be a box of the file.
 
     Args:
-        where: the file, for a message.
+        where: the mask's file, for messages.
         mask: (height, width).
-        image: its name.
+        image: the image's name, for messages.
         size: (height, width) of the image.
-        box: of the file, see `Samples`; None or NaN if the image is all of it.
+        box: x0, y0, x1, y1 of the image in its file; None or NaN if it is the whole file.
 
     Raises:
         VitseeError: the box reaches out of the mask, or the part is not of the image's size.
@@ -213,8 +236,9 @@ def cut_to_image(
             raise VitseeError(f"{where}: {error}") from None
         mask = mask[top:bottom, left:right]
     if mask.shape != size:
-        sideways = mask.shape == size[::-1]
-        hint = " (one of both is turned by EXIF: see extract --exif)" if sideways else ""
+        hint = ""
+        if mask.shape == size[::-1]:
+            hint = " (one of both is turned by EXIF: see extract --exif)"
         raise VitseeError(
             f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
             f"{size[1]} x {size[0]}; expected masks of the original images' size{hint}"
@@ -223,59 +247,68 @@ def cut_to_image(
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:
-    """(images,) the number of each image's mask, -1 for none.
+    """Return (images,) the number of each image's mask, -1 for none.
 
-    Names are paths; an image's ending is ignored. First the whole paths are compared, then,
-    for what is left, the last parts of both (`JPEGImages/7.jpg` and `SegmentationClass/7.png`),
-    where these name one image and one mask only.
+    Names are paths without the ending of an image. Whole paths are compared first. An image whose
+    path no mask has is then matched by its file name (`JPEGImages/7.jpg` and
+    `SegmentationClass/7.png`), if a single image and a single mask have that name.
+
+    Args:
+        images: names of images.
+        masks: names of masks.
     """
-    whole = [image_stem(name) for name in images]
-    by_path = _only([image_stem(name) for name in masks])
-    by_file = _only([_last(image_stem(name)) for name in masks])
-    single = _only([_last(name) for name in whole])
-    found = np.full(len(images), -1, np.int64)
-    for i, name in enumerate(whole):
-        if name in by_path:
-            found[i] = by_path[name]
-        elif _last(name) in single:
-            found[i] = by_file.get(_last(name), -1)
-    return found
+    paths = [image_stem(name) for name in images]
+    mask_by_path = _index_of_unique([image_stem(name) for name in masks])
+    mask_by_file = _index_of_unique([_file_name(image_stem(name)) for name in masks])
+    unique_files = _index_of_unique([_file_name(path) for path in paths])
+    numbers = np.full(len(images), -1, np.int64)
+    for i, path in enumerate(paths):
+        if path in mask_by_path:
+            numbers[i] = mask_by_path[path]
+        elif _file_name(path) in unique_files:
+            numbers[i] = mask_by_file.get(_file_name(path), -1)
+    return numbers
 
 
-def _last(name: str) -> str:
-    return name.rpartition("/")[2]
+def _file_name(path: str) -> str:
+    """Return the last part of a path."""
+    return path.rpartition("/")[2]
 
 
-def _only(names: Sequence[str]) -> dict[str, int]:
-    times = Counter(names)
-    return {name: i for i, name in enumerate(names) if times[name] == 1}
+def _index_of_unique(names: Sequence[str]) -> dict[str, int]:
+    """Return name -> its index, for names that occur once."""
+    n_times = Counter(names)
+    return {name: i for i, name in enumerate(names) if n_times[name] == 1}
 
 
-_RESIZES = (
-    "resize",
-    "resize_keep_ratio",
-    "corner",
-)  # their last argument is the interpolation
+# Steps whose last argument is the interpolation.
+_RESIZING_STEPS = ("resize", "resize_keep_ratio", "corner")
 
 
 def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
-    """The steps that a store's images went through, for masks: every resize takes the nearest
-    pixel, and what a crop adds around the image is background. Raises VitseeError: the transform
-    does more than resize and crop."""
+    """Return the steps that a store's images went through, for masks.
+
+    Every resize takes the nearest pixel, as labels cannot be averaged, and what a crop adds around
+    the image is background.
+
+    Raises:
+        VitseeError: the transform does more than resize and crop.
+    """
     recipe = make_recipe(transform)
-    if recipe.whole is not None:
+    if recipe.timm_transform is not None:
         raise VitseeError(
-            f"masks cannot follow the images' transform: {recipe.whole}; expected only resize and "
-            "crop"
+            f"masks cannot follow the images' transform: {recipe.timm_transform}; expected only "
+            "resize and crop"
         )
     steps = tuple(
-        (name, _for_labels(name, arguments)) for name, arguments in recipe.steps
+        (name, _arguments_for_labels(name, arguments)) for name, arguments in recipe.steps
     )
     return Recipe((1, *recipe.shape[1:]), steps)
 
 
-def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    if name in _RESIZES:
+def _arguments_for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a step's arguments with nearest interpolation and a fill of 0."""
+    if name in _RESIZING_STEPS:
         return (*arguments[:-1], "nearest")
     if name == "center_crop":
         return (arguments[0], 0, *arguments[2:])
@@ -283,8 +316,11 @@ def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
-    """Labels of the original image's pixels as those of the model's input: (height, width). Raises
-    VitseeError: the mask cannot be brought to that size."""
+    """Return (height, width) labels of the model's input from those of the original image.
+
+    Raises:
+        VitseeError: the mask cannot be brought to that size.
+    """
     try:
         return recipe.apply(Image.fromarray(labels))[0]
     except ImageError as error:
@@ -292,31 +328,39 @@ def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
 
 
 def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels:
-    """Labels of the grid's tokens, (tokens,) row by row.
+    """Return (tokens,) labels of the grid's tokens, row by row.
 
-    A token is the pixels of its cell, see `cell_edges`. With more void pixels than others, or
-    none at all, it is void. Of the others it is foreground with `half` where at least half of the
-    pixels that are not void are, with `any` where any is.
+    A token has the pixels of its cell, see `cell_edges`. It is void if more of them are void than
+    are not, or if it has no pixels. Otherwise, with `half` it is foreground if at least half of the
+    pixels that are not void are foreground, and with `any` if any pixel is.
 
     Args:
-        labels: of the model's input, (height, width).
-        layout: with a grid.
+        labels: (height, width) labels of the model's input.
+        layout: a layout with a grid.
         foreground: `half` or `any`.
     """
     edges = cell_edges(layout, labels.shape)
-    objects, unknown = (_per_cell(labels == kind, edges) for kind in (FOREGROUND, VOID))
-    pixels = np.multiply.outer(*(np.diff(edge) for edge in edges))
-    known = pixels - unknown
-    on = objects > 0
+    row_edges, col_edges = edges
+    # (rows, cols) numbers of pixels in each cell
+    n_foreground = _count_per_cell(labels == FOREGROUND, edges)
+    n_void = _count_per_cell(labels == VOID, edges)
+    n_pixels = np.multiply.outer(np.diff(row_edges), np.diff(col_edges))
+    n_known = n_pixels - n_void
+    is_foreground = n_foreground > 0
     if foreground == "half":
-        on &= 2 * objects >= known
-    tokens = on.astype(np.uint8) * np.uint8(FOREGROUND)
-    tokens[(unknown > known) | (pixels == 0)] = VOID
+        is_foreground &= 2 * n_foreground >= n_known
+    tokens = is_foreground.astype(np.uint8) * np.uint8(FOREGROUND)
+    tokens[(n_void > n_known) | (n_pixels == 0)] = VOID
     return tokens.ravel()
 
 
-def _per_cell(mask: NDArray[np.bool_], edges: tuple[Edges, Edges]) -> NDArray[np.int64]:
-    """The number of pixels of each cell that are set: differences of cumulative sums."""
+def _count_per_cell(
+    mask: NDArray[np.bool_], edges: tuple[Edges, Edges]
+) -> NDArray[np.int64]:
+    """Return (rows, cols) the number of pixels of each cell that are set.
+
+    By a summed-area table: a cell's count is the difference of the sums at its corners.
+    """
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
     sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)
     corners = sums[np.ix_(*edges)]
