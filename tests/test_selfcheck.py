@@ -14,7 +14,7 @@ from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.selfcheck import SelfCheck, self_check, underflowing
+from vitsee_core.models.selfcheck import SelfCheck, self_check, underflowing_fraction
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import Point, SiteTable
 
@@ -300,14 +300,14 @@ def test_underflow_is_stored_in_float32(scale: float) -> None:
 def test_the_share_of_vectors_that_float16_would_lose() -> None:
     """By hand: steps of 2^-24 are 2^-11 of 2^-13 at most, and half of a number as small."""
     sound = torch.tensor([[1.0, 1e-9], [2.0**-13 * 1.3, 0.0], [6e4, 1e-8]])
-    assert underflowing(sound) == 0
+    assert underflowing_fraction(sound) == 0
     lost = torch.tensor([[3e-8, 3e-8], [1e-30, 0.0], [2.0**-20 * 1.03, 0.0]])
-    assert underflowing(lost) == 1
+    assert underflowing_fraction(lost) == 1
     zeros = torch.zeros(5, 2)
-    assert underflowing(zeros) == 0
+    assert underflowing_fraction(zeros) == 0
     # Neither the dead tokens of a sound map count, nor the large, for which there is another rule.
-    assert underflowing(torch.cat([sound, lost[:1], zeros])) == 1 / 4
-    assert underflowing(torch.tensor([[1e6, 1.0]])) == 0
+    assert underflowing_fraction(torch.cat([sound, lost[:1], zeros])) == 1 / 4
+    assert underflowing_fraction(torch.tensor([[1e6, 1.0]])) == 0
 
 
 def test_offset_ratio_is_mean_square_over_variance(

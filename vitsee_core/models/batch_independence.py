@@ -69,8 +69,11 @@ class ChangingModelError(ModelError):
 class Composition(NamedTuple):
     """Another batch of the same images.
 
-    images: with their neighbours. rows: of the images to compare, in this batch; first_rows: of the
-    same images in the first batch. same_size: as many images as the first batch has.
+    Attributes:
+        images: the batch, (n, ...).
+        rows: which images of this batch are compared.
+        first_rows: the same images in the first batch.
+        same_size: whether it has as many images as the first batch.
     """
 
     images: Tensor
@@ -79,43 +82,57 @@ class Composition(NamedTuple):
     same_size: bool
 
     def tolerance(self, precision: str) -> float:
-        """The largest difference that roundings explain in this precision."""
+        """Return the largest difference that roundings explain in this precision."""
         if self.same_size:
             return SAME_SIZE_TOLERANCE
         return OTHER_SIZE_TOLERANCE[precision]
 
 
 def compositions(images: Tensor) -> list[Composition]:
-    """Two other batches of these images (n, ...), one for a single image."""
+    """Return two other batches of these images, (n, ...); one for a single image.
+
+    In the first every second image has noise in its place; in the second these images stand alone,
+    from the last to the first.
+    """
     n = len(images)
-    drawn = torch.randn(images.shape, generator=torch.Generator().manual_seed(3))
-    noise = drawn.to(images.device, images.dtype)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(3))
+    noise = noise.to(images.device, images.dtype)
     if n == 1:
-        return [Composition(torch.cat([noise, images]), (1,), (0,), same_size=False)]
-    neighbours = images.clone()
-    neighbours[1::2] = noise[1::2]
-    kept = tuple(range(0, n, 2))
+        with_neighbour = torch.cat([noise, images])
+        return [Composition(with_neighbour, rows=(1,), first_rows=(0,), same_size=False)]
+    other_neighbours = images.clone()
+    other_neighbours[1::2] = noise[1::2]
+    unchanged = tuple(range(0, n, 2))
     moved = list(range(n - 1 - n % 2, 0, -2))  # the others, from the last to the first
     if len(moved) == 1:
-        # Some models take no batch of one.
+        # Some models do not take a batch of one.
         moved.append(0)
-    fewer = images[moved]
-    if len(moved) == n:
-        fewer = torch.cat([fewer, noise[:1]])
-    rows = tuple(range(len(moved)))
+    smaller = images[moved]
+    if len(moved) == n:  # two images: the batch must still have another size
+        smaller = torch.cat([smaller, noise[:1]])
     return [
-        Composition(neighbours, kept, kept, same_size=True),
-        Composition(fewer, rows, tuple(moved), same_size=False),
+        Composition(
+            other_neighbours, rows=unchanged, first_rows=unchanged, same_size=True
+        ),
+        Composition(
+            smaller,
+            rows=tuple(range(len(moved))),
+            first_rows=tuple(moved),
+            same_size=False,
+        ),
     ]
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Projections (..., N_DIRECTIONS) of the last axis of `x` in float32; shorter axes as they are.
+    """Return random projections of the last axis of a tensor, (..., N_DIRECTIONS) in float32;
+    shorter axes as they are.
 
-    Their squared length is that of the projected vector, on average over directions.
+    The squared length of the projections is that of the vector, on average over directions
+    (Johnson and Lindenstrauss 1984).
     """
-    x = x.detach()
-    x = x.float() if x.ndim > 1 else x.float().unsqueeze(-1)
+    x = x.detach().float()
+    if x.ndim <= 1:
+        x = x.unsqueeze(-1)
     if x.shape[-1] <= N_DIRECTIONS:
         return x.clone()
     generator = torch.Generator().manual_seed(x.shape[-1])
@@ -125,25 +142,26 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 def difference(prints: Tensor, others: Tensor) -> float:
-    """The largest distance of two tokens' fingerprints, relative to the root mean square of all;
-    inf for unequal shapes. NaN and inf in equal places count as equal."""
+    """Return the largest distance of two tokens' fingerprints, relative to the root mean square of
+    all; inf for unequal shapes. NaN and inf in equal places count as equal."""
     if prints.shape != others.shape:
         return float("inf")
     if not prints.numel():
         return 0.0
-    same = (prints == others) | (prints.isnan() & others.isnan())
-    if bool(same.all()):
+    is_equal = (prints == others) | (prints.isnan() & others.isnan())
+    if bool(is_equal.all()):
         return 0.0
-    gaps = torch.where(same, torch.zeros_like(prints), (prints - others).abs())
-    lengths = torch.where(same & ~prints.isfinite(), torch.zeros_like(prints), prints)
-    scale = lengths.square().sum(-1).mean().sqrt()
+    zeros = torch.zeros_like(prints)
+    gaps = torch.where(is_equal, zeros, (prints - others).abs())
+    finite = torch.where(is_equal & ~prints.isfinite(), zeros, prints)
+    scale = finite.square().sum(-1).mean().sqrt()
     error = float(gaps.square().sum(-1).max().sqrt() / scale)
     return float("inf") if math.isnan(error) else error
 
 
 class Fingerprints(Observer):
-    """An observer that keeps a fingerprint of all that is captured: sites, branches of sublayers,
-    outputs of attention; and of the model's output, by `note`."""
+    """An observer that keeps a fingerprint of all that is captured (sites, branches of sublayers,
+    outputs of attention), and of the model's output by `note_output`."""
 
     def __init__(self) -> None:
         self.prints: dict[str, Tensor] = {}
@@ -175,14 +193,22 @@ class Fingerprints(Observer):
     def differences(
         self, other: Fingerprints, rows: Sequence[int], other_rows: Sequence[int]
     ) -> dict[str, float]:
-        """Name -> `difference` of these rows from those of the other, inf where it has none."""
+        """Return name -> `difference` from another batch; inf where that lacks the name.
+
+        Args:
+            other: the fingerprints of the other batch.
+            rows: the images to compare, in this batch.
+            other_rows: the same images in the other batch.
+        """
         errors = {}
         for name, prints in self.prints.items():
-            theirs = other.prints.get(name)
-            error = float("inf")
-            if theirs is not None:
-                error = difference(prints[list(rows)], theirs[list(other_rows)])
-            errors[name] = error
+            other_prints = other.prints.get(name)
+            if other_prints is None:
+                errors[name] = float("inf")
+            else:
+                errors[name] = difference(
+                    prints[list(rows)], other_prints[list(other_rows)]
+                )
         return errors
 
 
@@ -191,8 +217,16 @@ class Fingerprints(Observer):
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor that enters or leaves a module. around: the module whose code made it. prints: the
-    fingerprint, images first where the tensor has them first or second; None without a tensor."""
+    """A tensor that enters or leaves a module.
+
+    Attributes:
+        module: the module's path.
+        entering: whether the tensor is its input.
+        around: path of the module whose code made the tensor.
+        prints: the fingerprint, images first where the tensor has them first or second; None
+            without a tensor.
+        by_image: whether the fingerprint has an entry for each image.
+    """
 
     module: str
     entering: bool
@@ -203,14 +237,15 @@ class Event:
 
 @dataclass
 class Passage:
-    """One forward pass as its events, in their order. half: a number in half precision was made."""
+    """One forward pass as its events, in their order; half: whether a number in half precision was
+    made in it."""
 
     events: list[Event] = field(default_factory=list)
     half: bool = False
 
 
 class _HalfWatch(TorchDispatchMode):
-    """Notes whether any function gives a tensor in half precision."""
+    """A mode that notes whether any function returns a tensor in half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,13 +261,19 @@ class _HalfWatch(TorchDispatchMode):
 
 
 def passage(module: nn.Module, images: Tensor, watch_half: bool = False) -> Passage:
-    """One forward pass in float32, every module's input and output as a fingerprint."""
+    """Run a model once in float32, and return every module's input and output as a fingerprint.
+
+    watch_half: whether to note numbers in half precision, which costs a Python call for each
+    operation.
+    """
     n_images = len(images)
     stack: list[str] = []
     record = Passage()
 
     def note(name: str, entering: bool, x: Tensor | None) -> None:
-        around = name if not entering else (stack[-1] if stack else name)
+        around = name
+        if entering and stack:
+            around = stack[-1]  # the caller made the input
         prints = None
         by_image = False
         if x is not None and not x.is_complex():
@@ -262,7 +303,8 @@ def passage(module: nn.Module, images: Tensor, watch_half: bool = False) -> Pass
 
 
 def _images_first(x: Tensor, n_images: int) -> Tensor:
-    """(images, ...) of a tensor that has several entries for each image, or the images second."""
+    """Return (images, ...) for a tensor that has the images second, or several entries for each
+    image (windows in the batch dimension)."""
     if x.ndim > 1 and len(x) != n_images and x.shape[1] == n_images:
         return x.transpose(0, 1)
     if x.ndim > 0 and len(x) > n_images and len(x) % n_images == 0:
@@ -271,25 +313,25 @@ def _images_first(x: Tensor, n_images: int) -> Tensor:
 
 
 def run_dependence(module: nn.Module, images: Tensor) -> str | None:
-    """The module that first gives something else when the same batch is run again, with its class;
-    None where all runs are alike."""
+    """Return the module whose output first differs when the same batch is run again, with its
+    class; None where all runs are alike."""
     first = passage(module, images)
     for _ in range(N_RUNS - 1):
         again = passage(module, images)
         for event, other in zip(first.events, again.events, strict=False):
             if (event.module, event.entering) != (other.module, other.entering):
-                return _named(module, event.around)
+                return _path_and_class(module, event.around)
             if event.prints is None or other.prints is None:
                 continue
             if difference(event.prints, other.prints) > RUN_TOLERANCE:
-                return _named(module, event.around)
+                return _path_and_class(module, event.around)
         if len(first.events) != len(again.events):
-            return _named(module, "")
+            return _path_and_class(module, "")
     return None
 
 
 def changing(module: nn.Module, images: Tensor) -> str | None:
-    """A model that gives something else when it is run again, in words; None for another."""
+    """Return in words how a model differs from run to run; None where it does not."""
     where = run_dependence(module, images)
     if where is None:
         return None
@@ -301,8 +343,13 @@ def changing(module: nn.Module, images: Tensor) -> str | None:
 
 
 class Dependence(NamedTuple):
-    """module: the first whose output of an image depends on the batch, with its class; None where
-    roundings explain what differs. error: how far it is apart, relative."""
+    """What a module's output for an image owes to the other images of its batch.
+
+    Attributes:
+        module: the first module whose output depends on the batch, with its class; None where
+            roundings explain what differs.
+        error: the relative difference.
+    """
 
     module: str | None
     error: float
@@ -311,47 +358,56 @@ class Dependence(NamedTuple):
 def batch_dependence(
     module: nn.Module, images: Tensor, other: Composition
 ) -> Dependence | None:
-    """The module that first gives something else for an image in the other batch; None where every
+    """Return the module whose output for an image first differs in another batch; None where every
     module gives the same.
+
+    Args:
+        module: the model.
+        images: the first batch.
+        other: the other batch.
 
     Raises:
         RuntimeError, ...: whatever the model raises on such a batch.
     """
     first = passage(module, images, watch_half=True)
     second = passage(module, other.images)
+    # What a change of the pixels in the last digits does to each tensor is what roundings do to it.
     signs = torch.randn(images.shape, generator=torch.Generator().manual_seed(4)).sign()
-    perturbed = passage(
-        module, images * (1 + PERTURBATION * signs.to(images.device, images.dtype))
-    )
-    exact = tolerance = other.tolerance("fp32")
+    factors = 1 + PERTURBATION * signs.to(images.device, images.dtype)
+    perturbed = passage(module, images * factors)
+    float32_tolerance = other.tolerance("fp32")
+    tolerance = float32_tolerance
     if first.half:
         tolerance = ROUNDED_TOLERANCE if other.same_size else other.tolerance("half")
+    rows = list(other.rows)
+    first_rows = list(other.first_rows)
     largest = 0.0
-    for event, there, shaken in zip(
-        first.events, second.events, perturbed.events, strict=False
-    ):
-        if (event.module, event.entering) != (there.module, there.entering):
-            return Dependence(_named(module, event.around), float("inf"))
-        if event.prints is None or there.prints is None or not event.by_image:
+    events = zip(first.events, second.events, perturbed.events, strict=False)
+    for event, other_event, perturbed_event in events:
+        other_side = (other_event.module, other_event.entering)
+        if (event.module, event.entering) != other_side:
+            # Other modules are called.
+            return Dependence(_path_and_class(module, event.around), float("inf"))
+        if event.prints is None or other_event.prints is None or not event.by_image:
             continue
-        if not there.by_image:
-            return Dependence(_named(module, event.around), float("inf"))
-        rows = list(other.rows)
-        first_rows = list(other.first_rows)
-        error = difference(event.prints[first_rows], there.prints[rows])
+        if not other_event.by_image:
+            return Dependence(_path_and_class(module, event.around), float("inf"))
+        error = difference(event.prints[first_rows], other_event.prints[rows])
         largest = max(largest, error)
         if error <= tolerance:
             continue
-        noise = float("inf")
-        if shaken.prints is not None:
-            noise = difference(event.prints[first_rows], shaken.prints[first_rows])
-        if error > MAX_PERTURBED * noise:
-            return Dependence(_named(module, event.around), error)
-    return Dependence(None, largest) if largest > exact else None
+        rounding = float("inf")
+        if perturbed_event.prints is not None:
+            rounding = difference(
+                event.prints[first_rows], perturbed_event.prints[first_rows]
+            )
+        if error > MAX_PERTURBED * rounding:
+            return Dependence(_path_and_class(module, event.around), error)
+    return Dependence(None, largest) if largest > float32_tolerance else None
 
 
-def _named(module: nn.Module, path: str) -> str:
-    """`blocks.0.norm1 (BatchNorm1d)`."""
+def _path_and_class(module: nn.Module, path: str) -> str:
+    """Return a module in words, `blocks.0.norm1 (BatchNorm1d)`."""
     kind = type(module.get_submodule(path)).__name__
     if path:
         return f"{path} ({kind})"

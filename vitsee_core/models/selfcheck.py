@@ -1,5 +1,5 @@
-"""The self-check on the first batch: whether hooks capture what their names say, and whether the
-values fit their types."""
+"""The self-check on the first batch of an extraction: whether hooks capture what their names say,
+and whether the values fit the types that they are stored in."""
 
 from __future__ import annotations
 
@@ -53,16 +53,19 @@ class NotFinite(VitseeError):
 
 @dataclass
 class SelfCheck:
-    """The result, fit for the manifest.
+    """The result of a self-check, fit for the manifest.
 
-    failures: what was found wrong, one line each. figures: the errors measured (output, sums in
-    units of rounding, attention relative to its largest output, aliases), the measured patches,
-    and per site `max_abs` (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace
-    of the covariance over images, None for one image. dtypes: site -> stored type, float32 where
-    float16 would overflow or underflow.
-    notes: remarks for the user. left_out: sublayers whose branch is scaled by nothing that was seen
-    and by no fitted factor -> the reason why their residual products are not to be stored.
-    finite: False if activations or the output are NaN or inf.
+    Attributes:
+        failures: reasons not to trust the extraction, a line each.
+        finite: False if activations or the output are NaN or inf.
+        figures: the errors measured (output, sums in units of rounding, attention relative to its
+            largest output, aliases), the measured patches, and per site `max_abs` (NaN and inf left
+            out) and `offset_ratio`, |mean over images|^2 / trace of the covariance over images,
+            None for one image.
+        dtypes: site -> stored type, float32 where float16 would overflow or underflow.
+        notes: remarks for the user.
+        left_out: sublayer -> why its residual products are not to be stored: its branch is scaled
+            by nothing that was seen and by no fitted factor.
     """
 
     failures: list[str] = field(default_factory=list)
@@ -74,12 +77,20 @@ class SelfCheck:
 
     @property
     def ok(self) -> bool:
-        """True where nothing failed."""
+        """Whether nothing failed."""
         return not self.failures
 
 
-class _Examiner(AttentionProof):
-    """Measures every site as it is captured, beside its proof."""
+class _SiteExaminer(AttentionProof):
+    """An observer that measures every site as it is captured, beside the proof of attention.
+
+    Attributes:
+        max_abs: site -> largest absolute value, NaN and inf left out.
+        offset: site -> |mean|^2 over the variance over images, None where that is not defined.
+        underflowing: site -> fraction of tokens that float16 would lose.
+        broken: site -> how many values are NaN or inf, of the sites that have any.
+        fingerprints: a few projections of all that was captured.
+    """
 
     def __init__(self, table: SiteTable) -> None:
         super().__init__(table)
@@ -90,21 +101,23 @@ class _Examiner(AttentionProof):
         self.fingerprints = Fingerprints()
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Largest value, values that are not finite, the offset ratio, and the tokens that float16
-        would lose."""
+        """Measure the largest value, values that are not finite, the offset ratio, and the tokens
+        that float16 would lose."""
         self.fingerprints.site(site, prefix, body)
-        tokens = [part for part in (prefix, body) if part is not None and part.numel()]
-        self.underflowing[site.name] = max(map(underflowing, tokens), default=0.0)
-        parts = [part.flatten(1).float() for part in (prefix, body) if part is not None]
-        finite = all(bool(part.isfinite().all()) for part in parts)
-        if not finite:
-            self.broken[site.name] = sum(int((~part.isfinite()).sum()) for part in parts)
-            parts = [part.nan_to_num(0.0, 0.0, 0.0) for part in parts]
-        self.max_abs[site.name] = max(float(part.abs().max()) for part in parts)
-        self.offset[site.name] = _offset_ratio(parts) if finite else None
+        tensors = [body] if prefix is None else [prefix, body]
+        self.underflowing[site.name] = max(
+            (underflowing_fraction(x) for x in tensors if x.numel()), default=0.0
+        )
+        flat = [x.flatten(1).float() for x in tensors]  # (images, numbers) each
+        n_broken = sum(int((~x.isfinite()).sum()) for x in flat)
+        if n_broken:
+            self.broken[site.name] = n_broken
+            flat = [x.nan_to_num(0.0, 0.0, 0.0) for x in flat]
+        self.max_abs[site.name] = max(float(x.abs().max()) for x in flat)
+        self.offset[site.name] = None if n_broken else _offset_ratio(flat)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Sums are verified from the sites; here only that both have one shape."""
+        """Raise CaptureError unless both terms have one shape; sums are verified from the sites."""
         self.fingerprints.branch(sublayer, z, f)
         if z.shape != f.shape:
             raise CaptureError(
@@ -112,37 +125,46 @@ class _Examiner(AttentionProof):
             )
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """The proof of `AttentionProof`."""
+        """Recompute the attention, as `AttentionProof` does."""
         self.fingerprints.attention(block, call)
         super().attention(block, call)
 
 
-def underflowing(x: Tensor) -> float:
-    """The share of vectors along the last axis that float16 rounds by more than MAX_HALF_ERROR of
-    their length, because their numbers are too small for it. Vectors of zeros are not counted."""
+def underflowing_fraction(x: Tensor) -> float:
+    """Return the fraction of vectors along the last axis that float16 rounds by more than
+    MAX_HALF_ERROR of their length, because their numbers are too small for it. Vectors of zeros are
+    not counted."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
-    x = x if x.ndim > 1 else x.unsqueeze(-1)
-    within = x.clamp(-FLOAT16_MAX, FLOAT16_MAX)
-    gaps = within - within.half().float()
-    # Squares of the smallest numbers would be zero in float32.
+    if x.ndim == 1:
+        x = x.unsqueeze(-1)
+    # Overflow is judged by `max_abs`.
+    in_range = x.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    rounding = in_range - in_range.half().float()
+    # Lengths relative to the largest number: squares of the smallest would be zero in float32.
     scale = x.abs().amax(-1, keepdim=True)
-    shared = torch.where(scale > 0, scale, torch.ones_like(scale))
-    errors = (gaps / shared).norm(dim=-1) / (x / shared).norm(dim=-1)
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+    # Vectors of zeros give 0 / 0 = NaN, which exceeds nothing.
+    errors = (rounding / divisor).norm(dim=-1) / (x / divisor).norm(dim=-1)
     n_vectors = int((scale > 0).sum())
     return float((errors > MAX_HALF_ERROR).sum()) / max(n_vectors, 1)
 
 
-def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
-    n_images = len(parts[0])
+def _offset_ratio(flat: Sequence[Tensor]) -> float | None:
+    """Return |mean over images|^2 / trace of the covariance over images.
+
+    flat: the site's tensors, (images, numbers) each. None for one image, and without variance.
+    """
+    n_images = len(flat[0])
     if n_images < 2:
         return None
-    mean_sq = 0.0
-    spread = 0.0
-    for part in parts:
-        mean = part.mean(0, dtype=torch.float32)
-        mean_sq += float(mean.square().sum(dtype=torch.float32))
-        spread += float((part - mean).square().sum(dtype=torch.float32)) / (n_images - 1)
-    return mean_sq / spread if spread > 0 else None
+    squared_mean = 0.0
+    variance = 0.0
+    for x in flat:
+        mean = x.mean(0, dtype=torch.float32)
+        squared_mean += float(mean.square().sum(dtype=torch.float32))
+        squared_deviations = (x - mean).square().sum(dtype=torch.float32)
+        variance += float(squared_deviations) / (n_images - 1)
+    return squared_mean / variance if variance > 0 else None
 
 
 def self_check(
@@ -156,162 +178,217 @@ def self_check(
     dtypes: Mapping[str, str] | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> SelfCheck:
-    """Run one normalised batch (images, channels, rows, cols) plainly and with hooks, and compare.
+    """Run one batch plainly and with hooks, and compare what comes out.
+
+    Checked are, in this order:
+
+    - the output with hooks equals the plain one (bit for bit on the CPU);
+    - what is captured of an image is the same beside other images, and in the next run;
+    - the cells of patch embeddings depend on the pixels of their patches and on no others (on the
+      first image);
+    - skip + branch == sum for every chosen sublayer and for every sublayer that a chosen site
+      belongs to; branch == sum where the skip is ablated;
+    - aliases equal what they stand for;
+    - softmax(scores) @ value is what the block uses next;
+    - every site was captured as often as expected, without NaN or inf, also after the cast to the
+      site's type.
 
     A sublayer that scales its branch outside of any module, and whose sum fails, is left out in
-    place of ending the run: nothing but its residual products depends on it.
+    place of ending the run: nothing but its residual products depends on it. The model is left
+    unchanged; nothing of the batch is kept.
 
-    Checked: the hooked output equals the plain one (bit for bit on the CPU); what is captured of an
-    image is the same beside other images, and in the next run; skip + branch == sum for every
-    chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum where the
-    skip is ablated); aliases equal what they stand for; softmax(scores) @ value is what the block
-    uses next; the cells of patch embeddings depend on the pixels of their patches and on no others
-    (on the first image); every site was captured as often as expected; no NaN or inf, nor after the
-    cast to the site's type. The model is left unchanged; nothing of the batch is kept.
+    Args:
+        model: the model.
+        table: its sites.
+        x: (images, channels, rows, cols), normalised.
+        sites: the sites to be stored.
+        sublayers: the sublayers whose residual products are to be stored.
+        attention: the blocks whose attention is to be stored.
+        dtypes: site -> the type it is to be stored in, where that is not the table's.
+        autocast: gives the context in which the extraction runs the model.
     """
     check = SelfCheck()
-    within = autocast or nullcontext
+    run_context = autocast or nullcontext
     stored = [site for site in sites if site.alias_of is None]
-    wanted = {site.name for site in stored}
-    names = _sums(table, wanted, sublayers)
+    stored_names = {site.name for site in stored}
+    sublayer_names = _sublayers_to_prove(table, stored_names, sublayers)
     aliases = {
         site.name: site.alias_of
         for site in table.sites
-        if site.alias_of is not None and site.alias_of in wanted
+        if site.alias_of is not None and site.alias_of in stored_names
     }
-    sums = SumProof(model.module, table, names)
-    equal = AliasProof(aliases)
-    examiner = _Examiner(table)
+    sum_proof = SumProof(model.module, table, sublayer_names)
+    alias_proof = AliasProof(aliases)
+    examiner = _SiteExaminer(table)
     capture = Capture(
         model, table, sites=stored, sublayers=sublayers, attention=attention
     )
-    sums.attach(capture, names)
-    equal.attach(capture)
+    sum_proof.attach(capture, sublayer_names)
+    alias_proof.attach(capture)
     examiner.attach(capture, attention)
-    with torch.inference_mode(), within():
+    with torch.inference_mode(), run_context():
         precision = current_precision(x.device)
         plain = first_tensor(model.module(x))
         try:
-            with capture, sums.watching():
+            with capture, sum_proof.watching():
                 output = capture.run(x, examiner)
         except CaptureError as error:
-            check.failures.append(_changing(model, x) or str(error))
+            # A model that takes other paths in every run explains a missing capture.
+            check.failures.append(_change_failure(model, x) or str(error))
             return check
         examiner.fingerprints.note_output(output, len(x))
         hooked = first_tensor(output)
         if _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision]):
-            dependence = _changing(model, x)
+            change_or_batch_failure = _change_failure(model, x)
         else:
-            again = Capture(
+            # Without the proofs, which would take the tensors of other batches for the first's.
+            plain_capture = Capture(
                 model, table, sites=stored, sublayers=sublayers, attention=attention
             )
-            dependence = _batch_failure(check, again, x, examiner.fingerprints, precision)
-    if dependence is not None:
+            change_or_batch_failure = _batch_failure(
+                check,
+                plain_capture,
+                x,
+                first_prints=examiner.fingerprints,
+                precision=precision,
+            )
+    if change_or_batch_failure is not None:
         # Whatever else a changing model fails is a consequence.
-        check.failures = [dependence]
+        check.failures = [change_or_batch_failure]
         return check
     _judge_patches(check, model, table, x)
-    residuals = table.residuals
-    for name, roundings in beyond(sums.errors, names, 1).items():
-        reason = f"{residuals[name].formula} is not {residuals[name].total}"
-        witness = residuals[name].witness
-        if witness is None:
-            check.failures.append(f"{reason} ({roundings:.3g} roundings apart)")
-        else:
-            check.left_out[name] = (
-                f"what it adds is not the output of {witness.module}, nor that times a factor per "
-                f"channel ({roundings:.3g} roundings apart)"
-            )
-    check.failures += [
-        f"{alias} is not equal to {aliases[alias]} (differs by {gap:.3g})"
-        for alias, gap in beyond(equal.errors, aliases, 0).items()
-    ]
+    _judge_sums(check, table, sum_proof, sublayer_names)
+    for alias, gap in beyond(alias_proof.errors, aliases, 0).items():
+        check.failures.append(
+            f"{alias} is not equal to {aliases[alias]} (differs by {gap:.3g})"
+        )
     allowed = ATTENTION_TOLERANCE[precision]
-    check.failures += [
-        f"{name}: attention times values is not what the block uses next (relative difference "
-        f"{error:.3g}, allowed {allowed:.3g})"
-        for name, error in beyond(
-            examiner.errors, [b.name for b in attention], allowed
-        ).items()
-    ]
-    for what, proof in (("sums", sums), ("aliases", equal), ("attention", examiner)):
-        check.figures[what] = _worst(proof.errors)
+    attention_names = [block.name for block in attention]
+    for name, gap in beyond(examiner.errors, attention_names, allowed).items():
+        check.failures.append(
+            f"{name}: attention times values is not what the block uses next (relative difference "
+            f"{gap:.3g}, allowed {allowed:.3g})"
+        )
+    check.figures["sums"] = _largest_error(sum_proof.errors)
+    check.figures["aliases"] = _largest_error(alias_proof.errors)
+    check.figures["attention"] = _largest_error(examiner.errors)
     _judge_values(check, examiner, stored, dtypes or {})
     return check
 
 
-def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> list[str]:
-    """Sublayers to prove: those chosen, those whose skip, branch or sum is a chosen site (of a
-    branch that is scaled outside of any module: whose branch is), and those whose skip is
-    ablated."""
+def _sublayers_to_prove(
+    table: SiteTable, stored_names: set[str], sublayers: Sequence[Sublayer]
+) -> list[str]:
+    """Return the sublayers whose sums are verified.
+
+    These are the chosen sublayers, those whose skip, branch or sum is a stored site, and those
+    whose skip is ablated. Of a branch that is scaled outside of any module only the branch counts:
+    skip and sum are outputs of modules, whatever lies between.
+    """
     chosen = {sublayer.name for sublayer in sublayers}
-    alias = {site.name: site.alias_of or site.name for site in table.sites}
+    stored_as = {site.name: site.alias_of or site.name for site in table.sites}
     for name, residual in table.residuals.items():
-        ends = {alias[s] for s in (residual.skip, residual.branch, residual.total)}
-        if residual.witness is not None:
-            ends = {
-                alias[residual.branch]
-            }  # its ends are modules' own, whatever lies between
-        if ends & wanted or residual.ablated:
+        ends = {stored_as[residual.branch]}
+        if residual.witness is None:
+            ends |= {stored_as[residual.skip], stored_as[residual.total]}
+        if ends & stored_names or residual.ablated:
             chosen.add(name)
     return [name for name in table.residuals if name in chosen]
 
 
-def _changing(model: LoadedModel, x: Tensor) -> str | None:
-    """The failure of a model that changes from run to run; None of any other."""
-    words = changing(model.module, x)
-    return None if words is None else f"it {words}"
+def _judge_sums(
+    check: SelfCheck, table: SiteTable, proof: SumProof, names: Sequence[str]
+) -> None:
+    """Record the sublayers whose sum is off by more than one rounding: a failure, or left out where
+    only the factor of its branch is not known."""
+    for name, roundings in beyond(proof.errors, names, 1).items():
+        residual = table.residuals[name]
+        if residual.witness is None:
+            check.failures.append(
+                f"{residual.formula} is not {residual.total} ({roundings:.3g} roundings apart)"
+            )
+        else:
+            check.left_out[name] = (
+                f"what it adds is not the output of {residual.witness.module}, nor that times a "
+                f"factor per channel ({roundings:.3g} roundings apart)"
+            )
+
+
+def _change_failure(model: LoadedModel, x: Tensor) -> str | None:
+    """Return the failure of a model that changes from run to run; None for any other."""
+    change = changing(model.module, x)
+    return None if change is None else f"it {change}"
 
 
 def _batch_failure(
-    check: SelfCheck, capture: Capture, x: Tensor, first: Fingerprints, precision: str
+    check: SelfCheck,
+    capture: Capture,
+    x: Tensor,
+    *,
+    first_prints: Fingerprints,
+    precision: str,
 ) -> str | None:
-    """The failure of a model whose features of an image depend on its batch; None if they do not.
-    The largest difference is recorded."""
+    """Return the failure of a model whose features of an image depend on its batch; None if they do
+    not. The largest difference is recorded.
+
+    Args:
+        check: gets the largest difference.
+        capture: runs the model.
+        x: the first batch.
+        first_prints: fingerprints of what was captured of it.
+        precision: "fp32", "tf32" or "half".
+    """
     model = capture.model
     largest: dict[str, float] = {}
     for other in compositions(x):
-        n_images = f"a batch of {plural(len(other.images), 'images')}"
+        batch = f"a batch of {plural(len(other.images), 'images')}"
         prints = Fingerprints()
         try:
             with capture:
                 output = capture.run(other.images, prints)
             prints.note_output(output, len(other.images))
         except CaptureError as error:
-            return _changing(model, x) or f"in {n_images} instead of {len(x)}: {error}"
+            return _change_failure(model, x) or f"in {batch} instead of {len(x)}: {error}"
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
             text = " ".join(str(error).split())
-            return f"it runs on {plural(len(x), 'images')} and not on {n_images}: {text}"
-        errors = prints.differences(first, other.rows, other.first_rows)
+            return f"it runs on {plural(len(x), 'images')} and not on {batch}: {text}"
+        errors = prints.differences(first_prints, other.rows, other.first_rows)
         for name, gap in errors.items():
             largest[name] = max(gap, largest.get(name, 0.0))
         suspicious = beyond(errors, errors, other.tolerance(precision))
         if suspicious:
-            failure = _changing(model, x) or _depending(
+            failure = _change_failure(model, x) or _dependence_failure(
                 model, x, other, suspicious, precision
             )
             if failure is not None:
                 return failure
-    check.figures["batches"] = _worst(largest)
+    check.figures["batches"] = _largest_error(largest)
     return None
 
 
-def _depending(
+def _dependence_failure(
     model: LoadedModel,
     x: Tensor,
     other: Composition,
     suspicious: Mapping[str, float],
     precision: str,
 ) -> str | None:
-    """The failure of a model that gave this in another batch; None if roundings explain it."""
+    """Return the failure of a model whose features differ in another batch; None if roundings
+    explain it, which a second look in float32 shows.
+
+    Args:
+        model: the model.
+        x: the first batch.
+        other: the other batch.
+        suspicious: what was captured -> its difference, of all that differs by more than roundings.
+        precision: in which it was captured.
+    """
     dependence = batch_dependence(model.module, x, other)
     if dependence is None and precision == "fp32":
         # Between modules: in what a site is made of, or the output.
-        first = next(iter(suspicious))
-        where = first
-        error = suspicious[first]
+        where, error = next(iter(suspicious.items()))
     elif dependence is None or dependence.module is None:
         return None
     else:
@@ -327,7 +404,8 @@ def _depending(
 def _judge_output(
     check: SelfCheck, plain: Tensor | None, hooked: Tensor | None, tolerance: float
 ) -> bool:
-    """Record how far the output with hooks is from the plain one; returns whether they differ."""
+    """Record how far the output with hooks is from the plain one; return whether they differ by
+    more than `tolerance`, relative to the largest value."""
     if plain is None or hooked is None:
         check.notes.append("the model's output is no single tensor: not compared")
         return False
@@ -336,6 +414,7 @@ def _judge_output(
             "the shape of the model's output changes when hooks are installed"
         )
         return True
+    # NaN in both outputs is judged below, not here.
     gap = float((plain.float() - hooked.float()).abs().nan_to_num(0.0).max())
     scale = float(plain.float().abs().nan_to_num(0.0).max())
     check.figures["output_max_abs_difference"] = gap
@@ -353,10 +432,11 @@ def _judge_output(
 def _judge_patches(
     check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor
 ) -> None:
+    """Record the measured patches, and as a failure where the first image shows other pixels."""
     for patches in table.patches:
-        wrong = disproof(model.module, patches, x[0])
-        if wrong:
-            check.failures.append(wrong)
+        reason = disproof(model.module, patches, x[0])
+        if reason:
+            check.failures.append(reason)
     check.figures["patches"] = [
         {
             "grid": list(patches.grid),
@@ -370,10 +450,19 @@ def _judge_patches(
 
 def _judge_values(
     check: SelfCheck,
-    examiner: _Examiner,
+    examiner: _SiteExaminer,
     stored: Sequence[SiteSpec],
     dtypes: Mapping[str, str],
 ) -> None:
+    """Record each site's values, choose the type it is stored in, and note what float16 or
+    comparisons would make of them.
+
+    Args:
+        check: gets dtypes, notes, figures and failures.
+        examiner: what was measured.
+        stored: the sites to be stored.
+        dtypes: site -> the type it is to be stored in, where that is not the table's.
+    """
     underflowed: list[str] = []
     for site in stored:
         name = site.name
@@ -382,16 +471,15 @@ def _judge_values(
             continue
         dtype = dtypes.get(name, site.dtype)
         largest = examiner.max_abs[name]
+        loses_tokens = (
+            site.kind != "vector" and examiner.underflowing[name] > MAX_UNDERFLOWING
+        )
         if dtype == "float16" and largest > FLOAT16_MAX:
             dtype = "float32"
             check.notes.append(
                 f"{name} is stored in float32: its largest value {largest:.4g} exceeds float16"
             )
-        elif (
-            dtype == "float16"
-            and site.kind != "vector"
-            and examiner.underflowing[name] > MAX_UNDERFLOWING
-        ):
+        elif dtype == "float16" and loses_tokens:
             dtype = "float32"
             underflowed.append(name)
         check.dtypes[name] = dtype
@@ -405,8 +493,7 @@ def _judge_values(
         stored_as = "is" if len(underflowed) == 1 else "are"
         check.notes.append(
             f"{abbreviate(underflowed)} {stored_as} stored in float32: values so small lose "
-            "digits or "
-            "become 0 in float16"
+            "digits or become 0 in float16"
         )
     if examiner.broken:
         check.finite = False
@@ -422,15 +509,15 @@ def _judge_values(
     }
 
 
-def _worst(errors: Mapping[str, float]) -> dict[str, Any]:
-    """How many were compared, the largest error, and where it was."""
+def _largest_error(errors: Mapping[str, float]) -> dict[str, Any]:
+    """Return how many errors there are, the largest, and the site where it was."""
     if not errors:
         return {"n": 0}
-    where = max(errors, key=lambda name: errors[name])
-    worst = errors[where]
+    site = max(errors, key=lambda name: errors[name])
+    error = errors[site]
     # JSON knows no infinity.
     return {
         "n": len(errors),
-        "max": worst if math.isfinite(worst) else None,
-        "site": where,
+        "max": error if math.isfinite(error) else None,
+        "site": site,
     }

@@ -114,8 +114,10 @@ _TEXT_BESIDE_VISUAL = frozenset({"transformer", "positional_embedding"})
 
 
 def is_known(name: str) -> bool:
-    """Whether a tensor that the model has no use for may be left over. name: as below the model's
-    own prefix."""
+    """Return whether a tensor that the model has no use for may be left over.
+
+    name: the tensor's name below the model's prefix.
+    """
     words = without_wrappers(name.split(".")) or [name]
     first = words[0]
     last = words[-1]
@@ -123,7 +125,7 @@ def is_known(name: str) -> bool:
         return True
     if first in _MASK or last in _MASK:
         return True
-    if first in _DECODER or first.startswith("decoder_") or first.startswith("decode_"):
+    if first in _DECODER or first.startswith(("decoder_", "decode_")):
         return True
     if first in _PROJECTION or first.endswith(("_projector", "_projection")):
         return True
@@ -135,35 +137,45 @@ def is_known(name: str) -> bool:
 
 
 def is_known_beside(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether a tensor outside the model's prefix may be left over: it is known, or is in another
-    copy of the model. prefixes: of the copies, without wrappers' words.
+    """Return whether a tensor outside the model's prefix may be left over: it is known, or is in
+    another copy of the model.
 
-    `module.head.0.weight` is `head.0.weight` beside the copy `module.backbone.`.
+    What counts is the name behind the words that it shares with a copy: beside the copy
+    `module.backbone.` the tensor `module.head.0.weight` is `head.0.weight`.
+
+    Args:
+        name: the tensor's name in the file.
+        prefixes: the prefixes of the copies without wrappers' words, the chosen copy's first.
     """
     words = without_wrappers(name.split(".")) or [name]
-    shared = 0
+    n_shared = 0  # words that the name has in common with a prefix
     for prefix in prefixes:
-        copy = prefix.split(".") if prefix else []
-        if copy and words[: len(copy)] == copy:
+        prefix_words = prefix.split(".") if prefix else []
+        if prefix_words and words[: len(prefix_words)] == prefix_words:
             return True
         n = 0
-        while n < min(len(copy), len(words) - 1) and copy[n] == words[n]:
+        # The last word, a tensor's own name, is never a part of a prefix.
+        while n < min(len(prefix_words), len(words) - 1) and prefix_words[n] == words[n]:
             n += 1
-        shared = max(shared, n)
-    if (
-        prefixes
-        and "visual" in prefixes[0].split(".")
-        and words[shared] in _TEXT_BESIDE_VISUAL
-    ):
+        n_shared = max(n_shared, n)
+    is_beside_visual = bool(prefixes) and "visual" in prefixes[0].split(".")
+    if is_beside_visual and words[n_shared] in _TEXT_BESIDE_VISUAL:
+        return True
+    rest = words[n_shared:]
+    if is_known(".".join(rest)):
         return True
     # Also a part that the loop keeps by a name of its own, `student.head`.
-    rest = words[shared:]
-    return is_known(".".join(rest)) or (len(rest) > 1 and is_known(".".join(rest[1:])))
+    return len(rest) > 1 and is_known(".".join(rest[1:]))
 
 
 def unknown(names: Collection[str], prefixes: Sequence[str] | None = None) -> list[str]:
-    """Those of the names that no list has. prefixes: see `is_known_beside`; None for names inside
-    the model."""
+    """Return the names that no list of known parts has.
+
+    Args:
+        names: names of tensors without use.
+        prefixes: the prefixes of the model's copies, for names beside these; None for names inside
+            the model.
+    """
     if prefixes is None:
         return [name for name in names if not is_known(name)]
     return [name for name in names if not is_known_beside(name, prefixes)]

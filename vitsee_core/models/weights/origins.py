@@ -20,20 +20,26 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class Origins(TorchFunctionMode):
-    """While it is active, every tensor that is made of a state dict's is remembered."""
+    """A mode that remembers, while it is active, of which tensors of a state dict each tensor was
+    made.
+
+        origins = Origins(state)
+        with origins:
+            converted = convert(state)
+        origins.of(converted["blocks.0.attn.qkv.weight"])  # {"layer.0.q", "layer.0.k", ...}
+    """
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {id(x): frozenset({name}) for name, x in state.items()}
         self._interpolated: set[int] = set()
-        self._alive: list[Tensor] = list(
-            state.values()
-        )  # an id must not be given away again
+        # Tensors are known by id(), which Python gives away again once one is freed.
+        self._alive: list[Tensor] = list(state.values())
         self._storages: set[int] = set()
         self.add_inputs(state)
 
     def add_inputs(self, state: Mapping[str, Tensor]) -> None:
-        """Take tensors for the state dict's own: parts of them are no new values."""
+        """Count these tensors as the state dict's, so that a view of one is not a new value."""
         for name, x in state.items():
             self._names.setdefault(id(x), frozenset({name}))
             self._alive.append(x)
@@ -41,15 +47,15 @@ class Origins(TorchFunctionMode):
                 self._storages.add(x.untyped_storage().data_ptr())
 
     def is_part(self, tensor: Tensor) -> bool:
-        """Whether a tensor's values are a part of one of the state dict's, as they are there."""
+        """Return whether a tensor is a view of one of the state dict's."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
     def of(self, tensor: Tensor) -> frozenset[str]:
-        """The names of the tensors that one is made of."""
+        """Return the names of the state dict's tensors that a tensor was made of."""
         return self._names.get(id(tensor), _NOTHING)
 
     def is_interpolated(self, tensor: Tensor) -> bool:
-        """Whether it was resampled on its way."""
+        """Return whether a tensor was interpolated on its way."""
         return id(tensor) in self._interpolated
 
     def __torch_function__(
@@ -58,11 +64,11 @@ class Origins(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         names = _NOTHING.union(*(self.of(x) for x in inputs))
-        resampled = func is functional.interpolate or any(
-            map(self.is_interpolated, inputs)
-        )
         if not names:
             return result
+        resampled = func is functional.interpolate or any(
+            self.is_interpolated(x) for x in inputs
+        )
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._alive.append(leaf)

@@ -31,10 +31,12 @@ MAX_PREFIX_TOKENS = 64
 class Resampling:
     """How tensors of other sizes may be fitted.
 
-    patches: whether filters of the patch embedding may be resampled to another patch size. size:
-    rows and columns in pixels of the images that the weights' position table is for, where the user
-    says them. stated_size: the same where a configuration beside the weights says it, which is
-    believed as far as the number of positions agrees.
+    Attributes:
+        patches: whether filters of the patch embedding may be resampled to another patch size.
+        size: (rows, cols) in pixels of the images that the weights' position table is for, where
+            the user says it.
+        stated_size: the same where a configuration beside the weights says it, which is believed
+            as far as the number of positions agrees.
     """
 
     patches: bool = False
@@ -46,8 +48,11 @@ class Resampling:
 class Conversion:
     """What became of a file's tensors.
 
-    stored: the file's, by names without prefix. tensors: the model's. sources: name of one of these
-    -> names of the stored ones that it is made of.
+    Attributes:
+        stored: the file's tensors, by names without prefix.
+        tensors: the model's tensors.
+        sources: name in `tensors` -> names in `stored` that it was made of.
+        origins: whether a tensor was interpolated, or is a view.
     """
 
     stored: dict[str, Tensor]
@@ -56,16 +61,28 @@ class Conversion:
     origins: Origins
 
     def only_source(self, name: str) -> Tensor | None:
-        """The stored tensor that one of the model's is made of; None where there are several."""
-        names = [*self.sources.get(name, ())]
-        return self.stored[names[0]] if len(names) == 1 else None
+        """Return the stored tensor that one of the model's was made of; None where it was made of
+        several or of none."""
+        names = list(self.sources.get(name, ()))
+        if len(names) != 1:
+            return None
+        return self.stored[names[0]]
 
 
 def fit_positions(
     model: nn.Module, conversion: Conversion, resampling: Resampling, who: str
 ) -> tuple[list[str], list[str]]:
-    """Resample the position tables of a conversion whose grid differs from the model's, in place;
-    what was resampled, "NAME ROWS x COLS to ROWS x COLS", and what was assumed.
+    """Resample the position tables whose grid differs from the model's, in place in the conversion.
+
+    Args:
+        model: the model, whose grid of patches counts.
+        conversion: its tensors are changed.
+        resampling: what the user or a configuration says of the weights' grid.
+        who: the file or the model, in messages.
+
+    Returns:
+        Lines about what was resampled, "NAME ROWS x COLS to ROWS x COLS", and about what was
+        assumed.
 
     Raises:
         ModelError: a table has another number of positions than images of the size that the user
@@ -77,17 +94,18 @@ def fit_positions(
     grid = _grid_of(model)
     if grid is None:
         return resampled, notes
-    for name, own in model.state_dict().items():
+    for name, parameter in model.state_dict().items():
         table = conversion.tensors.get(name)
-        if table is None or not _is_table(name, table, own, grid):
+        if table is None or not _is_position_table(name, table, parameter, grid):
             continue
-        n_prefix = own.shape[-2] - math.prod(grid)
+        n_prefix = parameter.shape[-2] - math.prod(grid)
         interpolated = conversion.origins.is_interpolated(table)
         if size is not None:
             stored_grid = _stated_grid(model, conversion, size)
             stored = conversion.only_source(name)
             if interpolated and stored is not None and stored.ndim == table.ndim:
-                table = stored.float()  # the library took it for square
+                # The library's conversion took the table for square: start from the file's.
+                table = stored.float()
             n_positions = table.shape[-2] - n_prefix
             if math.prod(stored_grid) != n_positions:
                 raise ModelError(
@@ -117,20 +135,33 @@ def fit_positions(
     return resampled, notes
 
 
-def _is_table(name: str, table: Tensor, own: Tensor, grid: tuple[int, int]) -> bool:
-    """Whether a tensor has a position of its own for every patch."""
-    if not any(word in name for word in POSITION_NAMES) or table.ndim != own.ndim:
+def _is_position_table(
+    name: str, table: Tensor, parameter: Tensor, grid: tuple[int, int]
+) -> bool:
+    """Return whether a tensor has a row for every patch, ([1,] prefix tokens + patches, channels).
+
+    Args:
+        name: the tensor's name in the model.
+        table: the tensor of the weights.
+        parameter: the model's tensor of this name.
+        grid: rows and columns of the model's patches.
+    """
+    if not any(word in name for word in POSITION_NAMES):
         return False
-    if table.ndim not in (2, 3) or (table.ndim == 3 and table.shape[0] != 1):
+    if table.ndim != parameter.ndim or table.ndim not in (2, 3):
         return False
-    n_prefix = own.shape[-2] - math.prod(grid)
-    return 0 <= n_prefix <= MAX_PREFIX_TOKENS and table.shape[-1] == own.shape[-1]
+    if table.ndim == 3 and table.shape[0] != 1:
+        return False
+    n_prefix = parameter.shape[-2] - math.prod(grid)
+    has_prefix = 0 <= n_prefix <= MAX_PREFIX_TOKENS
+    return has_prefix and table.shape[-1] == parameter.shape[-1]
 
 
 def _resampled_table(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], n_prefix: int
 ) -> Tensor:
-    """A table ([1,] prefix tokens + positions, channels) for another grid."""
+    """Return a table, ([1,] prefix tokens + positions, channels), interpolated to another grid;
+    timm's function, as timm's models are resampled by it."""
     from timm.layers.pos_embed import resample_abs_pos_embed
 
     batched = table if table.ndim == 3 else table[None]
@@ -141,7 +172,7 @@ def _resampled_table(
 
 
 def _grid_of(model: nn.Module) -> tuple[int, int] | None:
-    """Rows and columns of patches of a model's input, where it says them."""
+    """Return rows and columns of patches of a model's input; None where it does not state them."""
     for holder in (getattr(model, "patch_embed", None), model):
         grid = getattr(holder, "grid_size", None)
         if isinstance(grid, tuple | list) and len(grid) == 2:
@@ -157,7 +188,8 @@ def _likely_grid(
     stated_size: tuple[int, int] | None,
     grid: tuple[int, int],
 ) -> tuple[int, int]:
-    """The grid of a table with as many positions as the model's grid has."""
+    """Return the grid of a table with as many positions as the model's grid has: the stated one, a
+    square one, or else the model's."""
     n_positions = math.prod(grid)
     if stated_size is not None:
         stated_grid = _stated_grid(model, conversion, stated_size)
@@ -170,7 +202,8 @@ def _likely_grid(
 def _stated_grid(
     model: nn.Module, conversion: Conversion, size: tuple[int, int]
 ) -> tuple[int, int]:
-    """Rows and columns of patches, of the weights' own patch size, in images of this size."""
+    """Return rows and columns of patches in images of this size, with the patch size of the weights,
+    or of the model where they do not show it."""
     for name in conversion.tensors:
         filters = conversion.only_source(name)
         if "patch_embed" in name and filters is not None and filters.ndim == 4:
@@ -182,7 +215,10 @@ def _stated_grid(
 
 
 def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
-    """The model's tensors that have another size in the file, as "NAME (shape) to (shape)".
+    """Return the model's tensors that have another size in the file, as "NAME (shape) to (shape)".
+
+    Views of a stored tensor (a table without its class token) are not counted: their values are the
+    file's.
 
     Raises:
         ModelError: filters of another patch size, unless `patches` allows it.
@@ -194,8 +230,8 @@ def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
             continue
         before = tuple(stored.shape)
         after = tuple(x.shape)
-        filters = len(before) == len(after) == 4 and before[:2] == after[:2]
-        if filters and not patches:
+        are_filters = len(before) == len(after) == 4 and before[:2] == after[:2]
+        if are_filters and not patches:
             raise ModelError(
                 f"{who}: {name} has filters of {before[2]} x {before[3]} pixels, the model's have "
                 f"{after[2]} x {after[3]}; expected the same (--resample-patches if they shall be "

@@ -31,15 +31,21 @@ EXPECTED = (
 class Loads:
     """What calls of `load_state_dict` left as it was.
 
-    left: parameters with the values that they had then. left_over: names without use.
+    Attributes:
+        left: (parameter, copy of its values at the call) of those that the weights lacked.
+        left_over: names of the weights without use.
     """
 
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
 
     def require_all(self, module: nn.Module, who: str) -> None:
-        """Refuse a module with parameters that a load left random, and that nothing has changed
-        since.
+        """Refuse a module with parameters that a call left random, and that nothing has changed
+        since; the classifier's may be random.
+
+        Args:
+            module: the module that the code made.
+            who: the file or library, as the message calls it.
 
         Raises:
             ModelError: names them.
@@ -58,18 +64,21 @@ class Loads:
         require_fit(
             who,
             missing=random,
-            left_over=self.left_over * bool(random),
+            # Names without use matter only where something is missing: it may be one of them.
+            left_over=self.left_over if random else (),
             expected=EXPECTED,
         )
 
 
 @contextmanager
 def watched_loads(who: str) -> Iterator[Loads]:
-    """A context in which calls of `load_state_dict` are remembered, and those of quantised or
-    complex weights for floats refused.
+    """Return a context in which calls of `load_state_dict` are remembered, and quantised or complex
+    weights for floats refused.
+
+    who: the file or library, as messages call it.
 
     Raises:
-        ModelError: within, about `who`: such weights.
+        ModelError: within: such weights.
     """
     loads = Loads()
     original: Any = nn.Module.load_state_dict
@@ -77,11 +86,13 @@ def watched_loads(who: str) -> Iterator[Loads]:
     def load(
         module: nn.Module, state: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        own = dict(module.state_dict())
+        targets = dict(module.state_dict())
         stored = {
-            name: x for name, x in state.items() if name in own and isinstance(x, Tensor)
+            name: x
+            for name, x in state.items()
+            if name in targets and isinstance(x, Tensor)
         }
-        require_numbers(who, stored, own)
+        require_numbers(who, stored, targets)
         result = original(module, state, *args, **kwargs)
         parameters = dict(module.named_parameters())
         for name in result.missing_keys:
