@@ -4,7 +4,8 @@ proves it; here are what it says, and how it is built from a survey.
 families    blocks recognised by the names of their modules
 block_sums  blocks of any build, by their residual sums
 attention   which blocks have one attention from every token to every token
-build       names, order, groups, aliases and depths of sites
+build       names, order, groups and readings of sites
+drafts      aliases and depths of sites, and what a store records
 """
 
 from __future__ import annotations

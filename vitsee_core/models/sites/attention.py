@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import AttentionBlock
@@ -16,11 +17,24 @@ from vitsee_stores.layout import TokenLayout
 NO_ATTENTION = "no block has a softmax over tokens"
 
 
+class AttentionIn(NamedTuple):
+    """An attention call, and the path of the module inside which it is computed."""
+
+    module: str
+    event: AttentionSeen
+
+
 @dataclass
 class Attention:
-    """blocks: those with token-to-token attention; modules: block -> module inside which it is
-    computed; heads: block -> where the heads' outputs go next, if that was found; left_out: "NAME
-    attention" -> why it has no such attention; refusal: why no block has."""
+    """The token-to-token attention of a model.
+
+    Attributes:
+        blocks: the attention that can be captured.
+        modules: attention -> path of the module inside which it is computed.
+        heads: attention -> where the heads' outputs go next, if that was found.
+        left_out: "NAME attention" -> why the block has no such attention.
+        refusal: why no block has; None if one has.
+    """
 
     blocks: list[AttentionBlock] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
@@ -32,43 +46,57 @@ class Attention:
 def attention_blocks(
     read: Reader, names: Mapping[str, str], demoted: Mapping[str, Sequence[str]]
 ) -> Attention:
-    """The attention of every block, or why it has none that can be captured. names: of the blocks
-    by their paths. demoted: "NAME attention" -> why what was found there before was disproved."""
-    found = Attention()
+    """Return the attention of every block, or why a block has none that can be captured.
+
+    Args:
+        read: a survey of the model.
+        names: path of a block -> its name.
+        demoted: "NAME attention" -> why its attention was disproved.
+    """
+    attention = Attention()
     for path, index in read.block_index.items():
-        name = names[path]
-        met = [
-            (module, event)
+        calls = [
+            AttentionIn(module, event)
             for module, events in read.trace.events.items()
             if module == path or module.startswith(f"{path}.")
             for event in events
         ]
-        if not met:
+        if not calls:
             continue
-        layouts = _layouts(read, path)
-        for own, events in _divided(read, name, met):
-            disproved = demoted.get(f"{own} attention")
-            reason = disproved[-1] if disproved else _refusal(read, events, layouts)
+        layouts = _raster_layouts(read, path)
+        calls_by_name = _split_time_and_space(read, names[path], calls)
+        for name, calls_of_name in calls_by_name.items():
+            disproved = demoted.get(f"{name} attention")
+            if disproved:
+                reason: str | None = disproved[-1]
+            else:
+                reason = _capture_refusal(read, calls_of_name, layouts)
             if reason:
-                found.left_out[f"{own} attention"] = reason
+                attention.left_out[f"{name} attention"] = reason
                 continue
-            module, event = events[0]
-            layout = next(x for x in layouts if x.n_tokens == event.n_keys)
-            found.blocks.append(
-                AttentionBlock(own, index, event.query[1], layout, event.window)
+            module, event = calls_of_name[0]
+            attention.blocks.append(
+                AttentionBlock(
+                    name,
+                    index=index,
+                    n_heads=event.query[1],
+                    layout=next(x for x in layouts if x.n_tokens == event.n_keys),
+                    window=event.window,
+                )
             )
-            found.modules[own] = module
+            attention.modules[name] = module
             hook_point = _heads_hook_point(read, path, module, event)
             if hook_point:
-                found.heads[own] = hook_point
-    if not found.blocks:
-        reasons = list(dict.fromkeys(found.left_out.values()))
-        found.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
-    return found
+                attention.heads[name] = hook_point
+    if not attention.blocks:
+        reasons = list(dict.fromkeys(attention.left_out.values()))
+        attention.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
+    return attention
 
 
 def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
-    """Why attention cannot be multiplied from the last block to the first, None if it can."""
+    """Return why attention cannot be multiplied from the last block to the first, None if it can.
+    n_blocks: the model's blocks."""
     if attention.refusal:
         return attention.refusal
     windows = {block.window for block in attention.blocks}
@@ -84,48 +112,53 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     return None
 
 
-def _divided(
-    read: Reader, name: str, met: list[tuple[str, AttentionSeen]]
-) -> Iterator[tuple[str, list[tuple[str, AttentionSeen]]]]:
-    """The attentions of a block by name: one, or of clips one over time and one within frames."""
-    kinds = {"time": 0, "space": 0}
-    for _, event in met:
-        if event.window is not None and len(event.window) == 3:
-            kinds["space" if event.window[0] == 1 else "time"] += 1
-    if read.geometry.frames is None or len(met) != 2 or set(kinds.values()) != {1}:
-        yield name, met
-        return
-    for module, event in met:
-        assert event.window is not None
-        yield f"{name}.{'space' if event.window[0] == 1 else 'time'}", [(module, event)]
+def _split_time_and_space(
+    read: Reader, name: str, calls: list[AttentionIn]
+) -> dict[str, list[AttentionIn]]:
+    """Return the attention calls of a block by name: all under the block's name, or for clips with
+    divided attention one over time and one within frames (Bertasius et al. 2021)."""
+    by_kind: dict[str, list[AttentionIn]] = {}
+    for call in calls:  # in the order of the forward pass
+        window = call.event.window
+        if window is not None and len(window) == 3:
+            # In a window that is one frame long, tokens of the same time see each other.
+            kind = "space" if window[0] == 1 else "time"
+            by_kind.setdefault(f"{name}.{kind}", []).append(call)
+    is_divided = len(calls) == len(by_kind) == 2
+    if read.geometry.frames is None or not is_divided:
+        return {name: calls}
+    return by_kind
 
 
-def _layouts(read: Reader, path: str) -> list[TokenLayout]:
-    """Layouts of a block's input and output in which tokens lie row by row; of clips also that of
-    the grid alone, where attention over time leaves prefix tokens out."""
+def _raster_layouts(read: Reader, path: str) -> list[TokenLayout]:
+    """Return the layouts of a block's input and output in which tokens lie row by row; for clips
+    also that of the grid alone, as attention over time leaves prefix tokens out."""
     trace = read.trace
-    found = []
-    for call, entering in ((trace.entered(path), True), (trace.left(path), False)):
-        seen = trace.by_image(call)
-        view = (
-            read.token_view(path, seen, entering)
-            if seen and len(seen.shape) > 2
-            else None
-        )
-        if view and view.layout and view.layout.grid and view.form != "unrolled":
-            found.append(view.layout)
+    layouts = []
+    for entering in (True, False):
+        seen = trace.by_image(trace.entered(path) if entering else trace.left(path))
+        if seen is None or len(seen.shape) <= 2:
+            continue
+        view = read.token_view(path, seen, entering)
+        if view.layout and view.layout.grid and view.form != "unrolled":
+            layouts.append(view.layout)
     if read.geometry.frames is not None:
-        found += [replace(layout, prefix=()) for layout in found if layout.prefix]
-    return found
+        layouts += [replace(layout, prefix=()) for layout in layouts if layout.prefix]
+    return layouts
 
 
-def _refusal(
-    read: Reader, met: list[tuple[str, AttentionSeen]], layouts: list[TokenLayout]
+def _capture_refusal(
+    read: Reader, calls: list[AttentionIn], layouts: list[TokenLayout]
 ) -> str | None:
+    """Return why the attention of a block is not one from every token to every token; None if it
+    is.
+
+    layouts: those of the block's input and output.
+    """
     n_images = read.trace.n_images
-    event = met[0][1]
-    if len(met) > 1:
-        return f"{len(met)} attention calls in one block"
+    event = calls[0].event
+    if len(calls) > 1:
+        return f"{len(calls)} attention calls in one block"
     if event.mixed:
         return "the values are not multiplied by the softmax as it is (heads mixed after it, say)"
     if event.within is not None:
@@ -133,16 +166,20 @@ def _refusal(
     if event.query[0] < n_images:
         return "one attention over the tokens of several images"
     if event.query[0] != n_images:
-        share = event.query[0] / n_images
-        tokens = min((layout.n_body for layout in layouts), default=0)
-        # Of padded maps a little more than the tokens, of heads a multiple.
-        if len(event.query) == 3 and tokens <= share * event.query[2] < 4 * tokens:
-            # HaloNet has the heads in the batch dimension and the windows in the next.
-            by_heads = event.query[1] * event.query[2] == tokens != share * event.query[2]
-            windows = event.query[1] if by_heads else share
-            return f"attention within windows ({windows:g} per image)"
+        n_per_image = event.query[0] / n_images  # windows, or heads
+        n_cells = min((layout.n_body for layout in layouts), default=0)
+        if len(event.query) == 3:
+            _, n_second, n_queries = event.query
+            # Windows of padded maps have a little more queries than tokens, heads a multiple.
+            if n_cells <= n_per_image * n_queries < 4 * n_cells:
+                n_windows = n_per_image
+                if n_second * n_queries == n_cells != n_per_image * n_queries:
+                    # HaloNet has the heads in the batch dimension and the windows in the next.
+                    n_windows = n_second
+                return f"attention within windows ({n_windows:g} per image)"
         return (
-            f"{share:g} attentions per image in the batch dimension (heads, or windows)"
+            f"{n_per_image:g} attentions per image in the batch dimension (heads, or "
+            "windows)"
         )
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
@@ -150,9 +187,8 @@ def _refusal(
         return f"pooled tokens: {event.query[2]} queries, {event.n_keys} keys"
     layout = next((x for x in layouts if x.n_tokens == event.n_keys), None)
     if layout is None:
-        sizes = (
-            " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts)) or "unordered"
-        )
+        sizes = " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts))
+        sizes = sizes or "unordered"
         return f"attention over {event.n_keys} entries, but the block has {sizes} tokens"
     if event.value.shape[1] != event.n_keys or not in_raster_order(event.value, layout):
         return "the tokens do not lie row by row inside the attention"
@@ -162,8 +198,8 @@ def _refusal(
 def _heads_hook_point(
     read: Reader, path: str, module: str, event: AttentionSeen
 ) -> HookPoint | None:
-    """The module that the heads' outputs enter side by side: timm's by its name, others by when
-    they are entered."""
+    """Return where the heads' outputs go side by side: timm's modules by their names, others by
+    when they are entered; None where that is not found."""
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):
         hook_point = HookPoint(f"{module}.{name}" if module else name, "in")

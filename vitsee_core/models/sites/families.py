@@ -20,8 +20,12 @@ from vitsee_core.models.survey.tracing import Trace
 class BlockHook:
     """A named hook point within a block.
 
-    rows: the activation has channels or the like as rows, so it is no image grid. minus: the
-    hook point whose tensor is taken from that of the other.
+    Attributes:
+        name: the part's name in sites.
+        hook_point: where its tensor is.
+        groups: the groups of sites that it belongs to.
+        rows: whether its rows are channels or the like, not the cells of an image grid.
+        minus: the hook point whose tensor is subtracted.
     """
 
     name: str
@@ -33,12 +37,16 @@ class BlockHook:
 
 @dataclass(frozen=True)
 class Residual:
-    """total = activation(skip + branch), all three being parts of one block; without the skip
-    where that is ablated.
+    """A residual sum, total = activation(skip + branch), of three parts of one block.
 
-    name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
-    activation: path of the module that is applied to the sum, if any. witness: where the branch is
-    the difference of total and skip, whose output it must be, times one factor per channel.
+    Attributes:
+        name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
+        kind: the same, "block" for such a block.
+        skip, branch, total: the parts' names.
+        activation: path of the module that is applied to the sum, if any.
+        ablated: whether the skip was taken out.
+        witness: where the branch is only known as total - skip: the output that it must be, times
+            one factor per channel.
     """
 
     name: str
@@ -52,9 +60,11 @@ class Residual:
 
     @property
     def formula(self) -> str:
-        """The formula of the total, in words."""
-        summed = self.branch if self.ablated else f"{self.skip} + {self.branch}"
-        return f"activation({summed})" if self.activation else summed
+        """The total as a formula of the parts, for messages."""
+        formula = self.branch if self.ablated else f"{self.skip} + {self.branch}"
+        if self.activation:
+            formula = f"activation({formula})"
+        return formula
 
 
 @dataclass(frozen=True)
@@ -70,23 +80,23 @@ class Description:
 
 
 def has(block: nn.Module, *names: str) -> bool:
-    """Whether all these attributes are modules."""
+    """Return whether a block has modules of all these names."""
     return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
 
 
 def enters(path: str) -> BlockHook:
-    """The input of a block."""
+    """Return the part `in`, the input of a block."""
     return BlockHook("in", HookPoint(path, "in"), ("residual",))
 
 
 def leaves(path: str) -> BlockHook:
-    """The output of a block."""
+    """Return the part `out`, the output of a block."""
     return BlockHook("out", HookPoint(path), ("blocks", "residual"))
 
 
 def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | None:
-    """The places where the two branches of a block end: after their drop path, whether each has its
-    own or both share one that is called twice."""
+    """Return where the two branches of a block end: after their drop path, whether each has its own
+    or both share one that is called twice; None without a drop path."""
     if has(block, "drop_path1", "drop_path2"):
         return HookPoint(f"{path}.drop_path1"), HookPoint(f"{path}.drop_path2")
     if has(block, "drop_path"):
@@ -96,17 +106,19 @@ def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | Non
 
 
 def fired(trace: Trace, hook_point: HookPoint) -> bool:
-    """Whether the module was called as often as the hook point expects."""
+    """Return whether the module was called as often as the hook point expects."""
     return len(trace.calls.get(hook_point.module, ())) == hook_point.calls
 
 
 def hidden(mlp: nn.Module, path: str, trace: Trace) -> HookPoint | None:
-    """The hidden activations of an MLP: what its first dropout gets, which is the activation, or
-    the gated product where a gate is the activation; else the activation's output."""
-    for name, when in (("drop1", "in"), ("act", "out")):
-        hook_point = HookPoint(f"{path}.{name}", "in" if when == "in" else "out")
-        if has(mlp, name) and fired(trace, hook_point):
-            return hook_point
+    """Return where the hidden activations of an MLP are: the input of its first dropout, which is
+    the activation or a gated product, or else the output of its activation; None without both."""
+    dropout_input = HookPoint(f"{path}.drop1", "in")
+    if has(mlp, "drop1") and fired(trace, dropout_input):
+        return dropout_input
+    activation_output = HookPoint(f"{path}.act", "out")
+    if has(mlp, "act") and fired(trace, activation_output):
+        return activation_output
     return None
 
 
@@ -122,11 +134,9 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
         return None
     ends = drop_paths(block, path)
     start = trace.entered(path)
-    if (
-        ends is None
-        or start is None
-        or not all(fired(trace, hook_point) for hook_point in ends)
-    ):
+    if ends is None or start is None:
+        return None
+    if not all(fired(trace, hook_point) for hook_point in ends):
         return None
     norm1 = BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",))
     norm2 = BlockHook("norm2", HookPoint(f"{path}.norm2"), ("norms",))
@@ -135,7 +145,7 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
     mlp = BlockHook("mlp.branch", ends[1], ("residual",))
     inner = hidden(block.get_submodule("mlp"), f"{path}.mlp", trace)
     middle = [BlockHook("mlp.hidden", inner, ("hidden",))] if inner else []
-    if _is(trace, f"{path}.norm1", start.key):
+    if _takes(trace, f"{path}.norm1", start.key):
         mid = BlockHook("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
         parts = [
             enters(path),
@@ -148,7 +158,7 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
             mlp,
             leaves(path),
         ]
-    elif _is(trace, f"{path}.attn", start.key):
+    elif _takes(trace, f"{path}.attn", start.key):
         mid = BlockHook("mid", HookPoint(f"{path}.mlp", "in"), ("residual",))
         parts = [
             enters(path),
@@ -172,24 +182,27 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
     return Description(tuple(parts), sums)
 
 
-def _is(trace: Trace, module: str, key: tuple[int, int]) -> bool:
+def _takes(trace: Trace, module: str, key: tuple[int, int]) -> bool:
+    """Return whether the tensor with this key is a module's input."""
     seen = trace.entered(module)
     return seen is not None and seen.key == key
 
 
 def _heads(block: nn.Module, path: str, trace: Trace) -> list[BlockHook]:
-    """The heads' outputs side by side, as they go into the projection."""
+    """Return the part `attn.heads`, the heads' outputs side by side as they go into the projection;
+    [] where the attention has no such module."""
     hook_point = HookPoint(f"{path}.attn.proj", "in")
-    known = has(block.get_submodule("attn"), "proj") and fired(trace, hook_point)
-    if known:
+    if has(block.get_submodule("attn"), "proj") and fired(trace, hook_point):
         return [BlockHook("attn.heads", hook_point, ("heads",))]
     return []
 
 
 def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
-    """A sublayer that mixes tokens, then one that mixes channels (MLP-Mixer, ResMLP). Parts in,
-    norm1, token.hidden (rows are channels), token.branch, mid, norm2, channel.hidden,
-    channel.branch, out; a single token-mixing layer has no token.hidden."""
+    """Return the parts of a block that mixes tokens, then channels (MLP-Mixer, ResMLP).
+
+    Parts are in, norm1, token.hidden (rows are channels), token.branch, mid, norm2, channel.hidden,
+    channel.branch, out; a single token-mixing layer has no token.hidden.
+    """
     tokens = next((n for n in ("mlp_tokens", "linear_tokens") if has(block, n)), None)
     if tokens is None or not has(block, "norm1", "norm2", "mlp_channels"):
         return None
@@ -198,17 +211,17 @@ def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
         return None
     mixed = hidden(block.get_submodule(tokens), f"{path}.{tokens}", trace)
     inner = hidden(block.get_submodule("mlp_channels"), f"{path}.mlp_channels", trace)
-    parts = [
-        enters(path),
-        BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",)),
-        *([BlockHook("token.hidden", mixed, ("hidden",), rows=True)] if mixed else []),
+    parts = [enters(path), BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",))]
+    if mixed:
+        parts.append(BlockHook("token.hidden", mixed, ("hidden",), rows=True))
+    parts += [
         BlockHook("token.branch", ends[0], ("residual",)),
         BlockHook("mid", HookPoint(f"{path}.norm2", "in"), ("residual",)),
         BlockHook("norm2", HookPoint(f"{path}.norm2"), ("norms",)),
-        *([BlockHook("channel.hidden", inner, ("hidden",))] if inner else []),
-        BlockHook("channel.branch", ends[1], ("residual",)),
-        leaves(path),
     ]
+    if inner:
+        parts.append(BlockHook("channel.hidden", inner, ("hidden",)))
+    parts += [BlockHook("channel.branch", ends[1], ("residual",)), leaves(path)]
     if not all(fired(trace, part.hook_point) for part in parts):
         return None
     sums = (
@@ -219,8 +232,8 @@ def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
 
 
 def resnet(block: nn.Module, path: str, trace: Trace) -> Description | None:
-    """A ResNet block, basic or bottleneck. Parts: conv, norm and act modules by name, then branch,
-    shortcut, out.
+    """Return the parts of a ResNet block, basic or bottleneck: conv, norm and act modules by name,
+    then branch, shortcut, out.
 
     v1, with or without squeeze-excitation: out = act(shortcut + branch), the branch being the last
     of norm, attention and drop path before the sum. timm adds in place: the branch's own tensor is
@@ -233,37 +246,48 @@ def resnet(block: nn.Module, path: str, trace: Trace) -> Description | None:
     names = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("conv", "bn", "act")]
     if has(block, *names) and not has(block, "conv4"):
         end = next(n for n in ("drop_path", "se", f"bn{last}") if has(block, n))
-        if found := _described(block, path, trace, names, end, f"act{last}"):
-            return found
+        description = _describe_sequence(
+            block, path, trace, names=names, end=end, act=f"act{last}"
+        )
+        if description:
+            return description
     last = 3 if has(block, "conv3", "norm3") else 2
     pairs = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("norm", "conv")]
     if not has(block, *pairs, "drop_path"):
         return None
     act = f"act{last}" if has(block, f"act{last}") else None
     names = [name for name, _ in block.named_children() if name in (*pairs, act)]
-    return _described(block, path, trace, names, "drop_path", act)
+    return _describe_sequence(block, path, trace, names=names, end="drop_path", act=act)
 
 
-def _described(
+def _describe_sequence(
     block: nn.Module,
     path: str,
     trace: Trace,
+    *,
     names: Sequence[str],
     end: str,
     act: str | None,
 ) -> Description | None:
-    """A block of the modules `names` in this order, whose branch ends at one of them, or behind."""
-    skip = (
-        HookPoint(f"{path}.downsample")
-        if has(block, "downsample")
-        else HookPoint(path, "in")
-    )
-    norms = tuple(name for name in names if name.startswith(("bn", "norm")))
-    parts = [
-        *(
-            BlockHook(n, HookPoint(f"{path}.{n}"), ("norms",) if n in norms else ())
-            for n in names
-        ),
+    """Return the parts of a block that is a sequence of modules beside a shortcut; None where one
+    of them was not called.
+
+    Args:
+        block: the block.
+        path: its path.
+        trace: a forward pass.
+        names: its modules in order.
+        end: the module whose output is the branch.
+        act: the activation of the sum, None without one.
+    """
+    skip = HookPoint(path, "in")
+    if has(block, "downsample"):
+        skip = HookPoint(f"{path}.downsample")
+    parts = []
+    for name in names:
+        groups = ("norms",) if name.startswith(("bn", "norm")) else ()
+        parts.append(BlockHook(name, HookPoint(f"{path}.{name}"), groups))
+    parts += [
         BlockHook("branch", HookPoint(f"{path}.{end}"), ("residual",)),
         BlockHook("shortcut", skip, ("residual",)),
         leaves(path),

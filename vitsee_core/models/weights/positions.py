@@ -202,8 +202,8 @@ def _likely_grid(
 def _stated_grid(
     model: nn.Module, conversion: Conversion, size: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return rows and columns of patches in images of this size, with the patch size of the weights,
-    or of the model where they do not show it."""
+    """Return rows and columns of patches in images of this size, with the weights' patch size, or
+    the model's where the weights do not show it."""
     for name in conversion.tensors:
         filters = conversion.only_source(name)
         if "patch_embed" in name and filters is not None and filters.ndim == 4:
