@@ -17,8 +17,8 @@ from vitsee_core.models.attention_watch import (
     AttentionEvent,
     AttentionWatch,
     KernelCall,
-    _at_once,
-    _by_image,
+    _scaled_products_at_once,
+    _scaled_products_by_image,
 )
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError
@@ -354,7 +354,7 @@ def test_both_ways_to_scores_agree(n_heads: int) -> None:
     )  # images, tokens, which, heads
     q, k = both.permute(2, 0, 3, 1, 4)
     want = q.double() @ k.double().transpose(2, 3) * 0.37
-    for multiply in (_by_image, _at_once):
+    for multiply in (_scaled_products_by_image, _scaled_products_at_once):
         out = torch.full((4, n_heads, 7, 7), torch.nan)
         multiply(q, k, 0.37, out)
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)

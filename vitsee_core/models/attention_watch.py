@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,17 @@ KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MULTIHEAD = functional.multi_head_attention_forward
 # The heads of the layers that are running; where weights are asked for, these lie in the batch.
 RUNNING: list[int] = []
-_N_HEADS = 4  # the place of num_heads among its arguments
+_NUM_HEADS_ARG = 4  # position of num_heads among the arguments of MULTIHEAD
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class AttentionCall(ABC):
     """One block's attention over one batch. Tensors are the model's own: consume them at once.
 
-    n_images, n_heads, n_tokens: the sizes of the scores (images, heads, tokens, tokens).
-    value: (images, heads, tokens, head dim), grouped heads repeated; output: the model's own
-        product of weights and values, of that shape.
+    Attributes:
+        n_images, n_heads, n_tokens: the sizes of the scores, (images, heads, tokens, tokens).
+        value: (images, heads, tokens, head dim), grouped heads repeated.
+        output: the model's own product of weights and values, of that shape.
     """
 
     n_images: int
@@ -59,44 +60,50 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """The input of the softmax for these images: (images, heads, tokens, tokens) float32,
-        scaled, with mask, bias and causality applied; written to `out` if given (contiguous)."""
+        """Return the input of the softmax, (images, heads, tokens, tokens) float32: scaled, with
+        mask, bias and causality applied.
 
-
-def _rounded(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.to(dtype)
-    return x
+        Args:
+            images: which images of the batch.
+            out: a contiguous tensor that the scores are written to, None for a new one.
+        """
 
 
 def repeated(x: Tensor, n_heads: int) -> Tensor:
-    """Grouped heads (images, groups, tokens, dim) as all heads."""
+    """Return grouped heads, (images, groups, tokens, dim), once for each of their n_heads heads."""
     if x.shape[1] == n_heads:
         return x
     return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same view of the same memory."""
+def _is_same_view(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are the same view of the same memory."""
     if x.shape != y.shape or x.stride() != y.stride():
         return False
     if x.is_meta:  # no addresses there, but storages that differ
-        storages = x.untyped_storage()._cdata, y.untyped_storage()._cdata
-        return bool(
-            storages[0] == storages[1] and x.storage_offset() == y.storage_offset()
-        )
+        if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+            return False
+        return bool(x.storage_offset() == y.storage_offset())
     return x.data_ptr() == y.data_ptr()
 
 
-def _by_image(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
-    """Scaled products. Queries, keys and values come interleaved, and a product of one image takes
-    them as they lie: over several images they would be copied first."""
-    for one, other, product in zip(query, key.transpose(2, 3), out, strict=True):
-        torch.baddbmm(product, one, other, beta=0, alpha=scale, out=product)
+def _scaled_products_by_image(
+    query: Tensor, key: Tensor, scale: float, out: Tensor
+) -> None:
+    """Write scale * query @ key^T of each image to `out`, image by image.
+
+    Queries, keys and values come interleaved, and a product of one image takes them as they lie:
+    over several images they would be copied first.
+    """
+    keys = key.transpose(2, 3)
+    for image_query, image_key, product in zip(query, keys, out, strict=True):
+        torch.baddbmm(product, image_query, image_key, beta=0, alpha=scale, out=product)
 
 
-def _at_once(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
-    """The same in one call, which fills a GPU."""
+def _scaled_products_at_once(
+    query: Tensor, key: Tensor, scale: float, out: Tensor
+) -> None:
+    """Write scale * query @ key^T to `out` in one call, which fills a GPU."""
     left = torch.mul(query, scale).flatten(0, 1)
     right = key.flatten(0, 1)
     torch.bmm(left, right.transpose(1, 2), out=out.flatten(0, 1))
@@ -117,55 +124,60 @@ class KernelCall(AttentionCall):
         self.value = repeated(arguments["value"], self.n_heads)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """The scores of `AttentionCall`, computed from the kernel's arguments."""
+        """Return the scores of `AttentionCall`, computed from the kernel's arguments."""
         query = self.query[images].float()
         key = repeated(self.key[images].float(), self.n_heads)
         n, heads, tokens, n_keys = *query.shape[:3], key.shape[2]
         if out is None:
             out = query.new_empty(n, heads, tokens, n_keys)
-        multiply = _by_image if query.device.type == "cpu" else _at_once
-        multiply(query, key, self.scale, out)
+        if query.device.type == "cpu":
+            _scaled_products_by_image(query, key, self.scale, out)
+        else:
+            _scaled_products_at_once(query, key, self.scale, out)
         if self.mask is not None:
-            several = self.mask.ndim == 4 and self.mask.shape[0] == self.n_images > 1
-            mask = self.mask[images] if several else self.mask
+            mask = self.mask
+            if mask.ndim == 4 and mask.shape[0] == self.n_images > 1:
+                mask = mask[images]  # else one for all images
             if mask.dtype == torch.bool:
                 out.masked_fill_(~mask, float("-inf"))
             else:
                 out.add_(mask)
         if self.causal:
-            later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device).triu_(
-                1
-            )
-            out.masked_fill_(later, float("-inf"))
+            is_later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device)
+            out.masked_fill_(is_later.triu_(1), float("-inf"))
         return out
 
 
 class SoftmaxCall(AttentionCall):
     """The argument of an explicit softmax and the value that its result was multiplied with."""
 
-    def __init__(self, given: Tensor, value: Tensor, output: Tensor) -> None:
-        self.given = given
+    def __init__(self, scores: Tensor, value: Tensor, output: Tensor) -> None:
+        self.softmax_input = scores
         self.value = value
         self.output = output
-        self.n_images, self.n_heads, self.n_tokens = given.shape[:3]
+        self.n_images, self.n_heads, self.n_tokens = scores.shape[:3]
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """The scores of `AttentionCall`: the softmax's own argument."""
-        part = self.given[images]
-        return part.float() if out is None else out.copy_(part)
+        """Return the scores of `AttentionCall`: the softmax's own argument."""
+        scores = self.softmax_input[images]
+        if out is None:
+            return scores.float()
+        return out.copy_(scores)
 
 
 @dataclass
 class AttentionEvent:
     """A softmax over keys.
 
-    query: the sizes of its queries, (images, heads, queries) in plain attention.
-    mixed: something other than a product with the values used the softmax's result.
-    call: the tensors, where they have the four dimensions of plain attention.
-    within: of packed images: what part of an image's tokens a query sees, where that is no window;
-        None elsewhere.
-    window: rows and columns of cells, of clips times before these, of the windows in which queries
-        see tokens, which tile the grid from its first cell; None where they see all.
+    Attributes:
+        query: the sizes of its queries, (images, heads, queries) in plain attention.
+        n_keys: the number of keys.
+        mixed: whether something other than a product with the values used the softmax's result.
+        call: the tensors, where they have the four dimensions of plain attention.
+        within: what part of a packed image's tokens a query sees, where that is not a window; None
+            elsewhere.
+        window: (rows, cols), or for clips (times, rows, cols), of the windows in which queries see
+            tokens, in cells; they tile the grid from its first cell. None where queries see all.
     """
 
     query: tuple[int, ...]
@@ -177,8 +189,8 @@ class AttentionEvent:
 
 
 class AttentionMode(TorchFunctionMode, ABC):
-    """Hands each function that torch runs while it is entered to `called`; of an
-    `nn.MultiheadAttention`, whose own kernel shows nothing, each of the functions in `attend`."""
+    """A mode that hands each function that torch runs to `called`; inside nn.MultiheadAttention,
+    which torch computes in one function, those that `attend` runs in its place."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -191,7 +203,15 @@ class AttentionMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `func`, as it is or changed."""
+        """Return the result of `func(*args, **kwargs)`, as it is or changed."""
+
+
+class _PendingSoftmax(NamedTuple):
+    """A softmax whose product with the values has not come; depth: of modules, when it ran."""
+
+    scores: Tensor
+    weights: Tensor
+    depth: int
 
 
 class AttentionWatch(AttentionMode):
@@ -207,10 +227,10 @@ class AttentionWatch(AttentionMode):
         self.sink = sink
         self.active = True
         self.depth = 0
-        self.pending: tuple[Tensor, Tensor, int] | None = None
+        self.pending: _PendingSoftmax | None = None
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result as it is, once it is reported."""
+        """Report attention, and return the result as it is."""
         result = func(*args, **kwargs)
         if self.active:
             if func is KERNEL:
@@ -230,7 +250,7 @@ class AttentionWatch(AttentionMode):
         self.pending = None
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """(images x heads, ...) of an nn.MultiheadAttention as (images, heads, ...)."""
+        """Return (images x heads, ...) of an nn.MultiheadAttention as (images, heads, ...)."""
         if RUNNING and x.ndim == 3:
             return x.unflatten(0, (-1, RUNNING[-1]))
         return x
@@ -238,11 +258,14 @@ class AttentionWatch(AttentionMode):
     def _kernel(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
+        """Report a call of scaled_dot_product_attention."""
         arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
         if result.dtype != arguments["query"].dtype:
             # Autocast stands between what is seen here and the kernel: queries and keys that left
             # a normalisation in single precision were rounded to the type that the result has.
-            arguments = {name: _rounded(x, result.dtype) for name, x in arguments.items()}
+            for name, x in arguments.items():
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    arguments[name] = x.to(result.dtype)
         query = arguments["query"]
         key = arguments["key"]
         call = KernelCall(arguments, result) if query.ndim == 4 else None
@@ -251,59 +274,64 @@ class AttentionWatch(AttentionMode):
     def _softmax(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
-        given = args[0] if args else kwargs["input"]
+        """Keep a softmax over the last axis, until a product uses it."""
+        scores = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if isinstance(given, Tensor) and given.ndim >= 3 and dim in (-1, given.ndim - 1):
+        if not isinstance(scores, Tensor) or scores.ndim < 3:
+            return
+        if dim in (-1, scores.ndim - 1):
             self.flush()
-            self.pending = (given, result, self.depth)
+            self.pending = _PendingSoftmax(scores, weights=result, depth=self.depth)
 
     def _product(self, args: tuple[Any, ...], result: Tensor) -> None:
+        """Report the pending softmax if a matrix product multiplies its result with the values."""
         assert self.pending is not None
-        given, weights, _ = self.pending
+        scores, weights, _ = self.pending
         value: Tensor
-        if _same(args[0], weights):
+        if _is_same_view(args[0], weights):
             value = args[1]
-        elif _same(
-            args[1], weights.transpose(-2, -1)
-        ):  # value^T @ weights^T, as in LeViT's maps
+        elif _is_same_view(args[1], weights.transpose(-2, -1)):
+            # value^T @ weights^T, as in LeViT's maps
             value = args[0].transpose(-2, -1)
             result = result.transpose(-2, -1)
         else:
             return
         self.pending = None
-        self._report(self._by_head(given), self._by_head(value), self._by_head(result))
+        self._report(self._by_head(scores), self._by_head(value), self._by_head(result))
 
     def _einsum(self, args: tuple[Any, ...], result: Tensor) -> None:
+        """Report the pending softmax if an einsum multiplies its result with the values."""
         assert self.pending is not None
-        given, weights, _ = self.pending
-        for place, operand in enumerate(x for x in args if isinstance(x, Tensor)):
-            turned = _same(operand, weights.transpose(-2, -1))
-            if turned or _same(operand, weights):
-                product = read_einsum(args, given, place, turned, result)
+        scores, weights, _ = self.pending
+        operands = [x for x in args if isinstance(x, Tensor)]
+        for index, operand in enumerate(operands):
+            turned = _is_same_view(operand, weights.transpose(-2, -1))
+            if turned or _is_same_view(operand, weights):
+                product = read_einsum(args, scores, index, turned, result)
                 if product is not None:
                     self.pending = None
                     self._report(product.scores, product.value, product.output)
                 return
 
-    def _report(self, given: Tensor, value: Tensor, output: Tensor) -> None:
+    def _report(self, scores: Tensor, value: Tensor, output: Tensor) -> None:
         """Hand on a softmax's argument with the values that its result is multiplied with."""
         call = None
-        if given.ndim == 4 and value.ndim == 4:
-            call = SoftmaxCall(given, value, output)
-        self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], call=call))
+        if scores.ndim == 4 and value.ndim == 4:
+            call = SoftmaxCall(scores, value, output)
+        *query, n_keys = scores.shape
+        self.sink(AttentionEvent(tuple(query), n_keys, call=call))
 
     def flush(self, depth: int = 0) -> None:
-        """Report a softmax, met at this depth or deeper, whose result no product has used."""
-        if self.pending is not None and self.pending[2] >= depth:
-            given = self.pending[0]
+        """Report a softmax that ran at this depth of modules or deeper, and whose result no product
+        has used."""
+        if self.pending is not None and self.pending.depth >= depth:
+            *query, n_keys = self.pending.scores.shape
             self.pending = None
-            self.sink(
-                AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], mixed=True)
-            )
+            self.sink(AttentionEvent(tuple(query), n_keys, mixed=True))
 
 
 class FirstAttention(TorchFunctionMode):
-    """Ends a forward pass where attention is computed for the first time."""
+    """A mode that ends a forward pass where attention is computed for the first time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -314,11 +342,20 @@ class FirstAttention(TorchFunctionMode):
 
 
 def attend(*args: Any, linear: Any = functional.linear, **kwargs: Any) -> Any:
-    """torch's multi_head_attention_forward, in sight of who watches; linear: its products with
-    weights."""
-    shown = {"has_torch_function": lambda _: False, "linear": linear}
-    body = _with(MULTIHEAD, {**vars(functional), **shown})
-    RUNNING.append(kwargs.get("num_heads") or args[_N_HEADS])
+    """Run torch's multi_head_attention_forward so that modes see the functions inside it.
+
+    Args:
+        args, kwargs: its arguments.
+        linear: computes its products with weights, in place of torch's function.
+    """
+    # With has_torch_function true, torch hands the whole function to the mode and runs nothing.
+    globals_inside = {
+        **vars(functional),
+        "has_torch_function": lambda _: False,
+        "linear": linear,
+    }
+    body = _with_globals(MULTIHEAD, globals_inside)
+    RUNNING.append(kwargs.get("num_heads") or args[_NUM_HEADS_ARG])
     try:
         return body(*args, **kwargs)
     finally:
@@ -326,33 +363,40 @@ def attend(*args: Any, linear: Any = functional.linear, **kwargs: Any) -> Any:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch's layer, its output projection called with (tokens, images, dim)."""
+    """torch's layer, whose output projection is called as a module, with (tokens, images, dim), so
+    that hooks see the heads' outputs."""
 
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Attention as torch's `MultiheadAttention.forward` returns it."""
-        n_images = query.shape[0 if self.batch_first else 1] if query.ndim == 3 else 1
+        """Return what torch's `MultiheadAttention.forward` returns."""
+        n_images = 1
+        if query.ndim == 3:
+            n_images = query.shape[0] if self.batch_first else query.shape[1]
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            """Call the module for the output projection, torch's function for other products."""
             if weight is not self.out_proj.weight:
                 return functional.linear(x, weight, bias)
             projected: Tensor = self.out_proj(x.unflatten(0, (-1, n_images)))
             return projected.flatten(0, 1)
 
-        called = {"multi_head_attention_forward": partial(attend, linear=linear)}
-        functions = SimpleNamespace(**{**vars(functional), **called})
-        layer = _with(nn.MultiheadAttention.forward, {**vars(activation), "F": functions})
+        functions = SimpleNamespace(**vars(functional))
+        functions.multi_head_attention_forward = partial(attend, linear=linear)
+        layer = _with_globals(
+            nn.MultiheadAttention.forward, {**vars(activation), "F": functions}
+        )
         return layer(self, query, *args, **kwargs)
 
 
-def _with(function: Any, names: dict[str, Any]) -> FunctionType:
-    """The same code with other global names."""
+def _with_globals(function: Any, names: dict[str, Any]) -> FunctionType:
+    """Return a function with the same code and these global names."""
     return FunctionType(
         function.__code__, names, function.__name__, function.__defaults__
     )
 
 
 def without_fast_path(module: nn.Module) -> None:
-    """Turn torch's fused path off while the module runs, where any part of it has one."""
+    """Turn torch's fused path off while the module runs, where any part of it has one, for good.
+    The fused path calls no modules, so that hooks would change the roundings."""
     for child in module.modules():
         if type(child) is nn.MultiheadAttention:
             child.__class__ = MultiheadAttention

@@ -182,7 +182,7 @@ class AblatedRuns:
             means: block -> (tokens, dim) what replaces its heads' outputs; None for zero.
         """
         from vitsee_core.models.intervention_spec import parse
-        from vitsee_core.models.interventions.changes import Change
+        from vitsee_core.models.interventions.changes import Change, SiteChanges
         from vitsee_core.models.interventions.switching import Switch
 
         ablations = {}
@@ -196,7 +196,7 @@ class AblatedRuns:
                 # The ablation by zero, with the mean as its reference in place of none.
                 reference = ConstantReplacement(means[block])
                 for name, (point, site_changes) in ablation.sites.items():
-                    ablation.sites[name] = (
+                    ablation.sites[name] = SiteChanges(
                         point,
                         [
                             replace(change, reference=reference)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
     ModelError,
+    ModuleSide,
     View,
     branch_only,
     input_tensor,
@@ -68,8 +69,14 @@ class ReplacementValues(Protocol):
 
 @dataclass(frozen=True)
 class Change:
-    """Tokens of one site that get other values. channels: those of ablated heads, None for all.
-    reference: None for zeros. about: tokens or heads in words, which random numbers depend on."""
+    """Tokens of one site that get other values.
+
+    Attributes:
+        tokens: which tokens.
+        channels: the channels of ablated heads, None for all.
+        reference: where the values come from, None for zeros.
+        about: tokens or heads in words, which random numbers depend on.
+    """
 
     tokens: TokenChoice
     channels: NDArray[np.int64] | None
@@ -82,8 +89,15 @@ Changed = Change | Moved
 
 @dataclass(frozen=True)
 class ChangedSite:
-    """A place where a site is replaced. in_place: the tensor itself is written over. turned: tokens
-    come before images there."""
+    """Where a site is replaced.
+
+    Attributes:
+        name: the site.
+        hook_point: where its tensor is.
+        view: how it is read as tokens.
+        in_place: whether the tensor itself is written over, as a residual sum must be.
+        turned: whether tokens come before images there.
+    """
 
     name: str
     hook_point: HookPoint
@@ -92,7 +106,11 @@ class ChangedSite:
     turned: bool
 
 
-_Site = tuple[ChangedSite, list[Changed]]
+class SiteChanges(NamedTuple):
+    """A site, and what is changed there, in order."""
+
+    site: ChangedSite
+    changes: list[Changed]
 
 
 class Changes:
@@ -104,7 +122,8 @@ class Changes:
         expected: filled if it is a dictionary: site -> (images, tokens, dim) after its change.
         sites: name -> where the site is, and what is changed there, in order.
         attention: block -> the path of its attention module, and the mode that blocks pairs there.
-        seed, index: of random numbers, and each image's place in the data set.
+        seed: of random numbers.
+        index: (images,) the number of each image in the data set, by which it gets its own.
     """
 
     def __init__(
@@ -120,14 +139,14 @@ class Changes:
         self.stores = tuple(stores)
         self.seed = seed
         self.index = index
-        self.sites: dict[str, _Site] = {}
+        self.sites: dict[str, SiteChanges] = {}
         self.attention: dict[str, tuple[str, BlockedAttention]] = {}
         self.expected: dict[str, Tensor] | None = None
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[ModuleSide] = Counter()
         self.rows = np.zeros(0, np.int64)
 
     def record(self) -> dict[str, list[str]]:
-        """The entry of manifests, the lines of the interventions; an empty dict without any."""
+        """Return the entry of manifests, the lines of the interventions; {} without any."""
         return {"interventions": list(self.lines)} if self.lines else {}
 
     def begin(self, rows: slice) -> None:
@@ -142,9 +161,10 @@ class Changes:
         self.rows = np.arange(rows.start, rows.stop)
 
     def check(self) -> None:
-        """Raises:
-        CaptureError: the last pass had another number of attention calls in a changed block than
-            one.
+        """Check the last pass.
+
+        Raises:
+            CaptureError: a changed block called its attention more often than once, or never.
         """
         for name, (_, mode) in self.attention.items():
             calls = mode.calls
@@ -156,66 +176,76 @@ class Changes:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model runs with the interventions; hooks registered within see what
-        they leave."""
+        """Return a context in which the model runs with the interventions; hooks that are
+        registered within see the changed tensors."""
         with ExitStack() as stack:
             stack.enter_context(
                 self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
             )
-            by_place: dict[tuple[str, str], list[_Site]] = defaultdict(list)
-            for site in self.sites.values():
-                by_place[site[0].hook_point.module, site[0].hook_point.when].append(site)
-            for (path, when), sites in by_place.items():
-                child = self.module.get_submodule(path)
-                if when == "in":
-                    hook: Any = partial(self._entering, sites)
+            # One hook a side: it counts the module's calls, of which each may be another site.
+            sites_by_side: dict[ModuleSide, list[SiteChanges]] = defaultdict(list)
+            for site_changes in self.sites.values():
+                sites_by_side[site_changes.site.hook_point.side].append(site_changes)
+            for side, sites in sites_by_side.items():
+                child = self.module.get_submodule(side.module)
+                if side.is_input:
+                    hook: Any = partial(self._change_input, sites)
                     stack.enter_context(
                         child.register_forward_pre_hook(hook, with_kwargs=True)
                     )
                 else:
-                    hook = partial(self._leaving, sites)
+                    hook = partial(self._change_output, sites)
                     stack.enter_context(child.register_forward_hook(hook))
             for path, mode in self.attention.values():
                 child = self.module.get_submodule(path)
-                enter, leave = _entered(mode)
+                enter, leave = _mode_hooks(mode)
                 stack.enter_context(child.register_forward_pre_hook(enter))
                 stack.enter_context(child.register_forward_hook(leave, always_call=True))
             yield
 
-    def _entering(
-        self, sites: Sequence[_Site], _module: nn.Module, args: Any, kwargs: Any
+    def _change_input(
+        self, sites: Sequence[SiteChanges], _module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        """Return a module's arguments with the changed input; None where it is not changed."""
         old = input_tensor(args, kwargs)
-        new = self._changed(sites, old)
+        new = self._changed_tensor(sites, old)
         if new is None or old is None:
             return None
         return swapped(args, old, new), swapped(kwargs, old, new)
 
-    def _leaving(
-        self, sites: Sequence[_Site], module: nn.Module, _args: Any, output: Any
+    def _change_output(
+        self, sites: Sequence[SiteChanges], module: nn.Module, _args: Any, output: Any
     ) -> Any:
+        """Return a module's changed output; None where it is not changed."""
         old = output_tensor(module, output, len(self.rows))
-        new = self._changed(sites, old)
+        new = self._changed_tensor(sites, old)
         if new is None or old is None:
             return None
         return swapped(output, old, new)
 
-    def _changed(self, sites: Sequence[_Site], old: Tensor | None) -> Tensor | None:
-        """The tensor after the changes of this call of a module; None without any."""
-        point = sites[0][0].hook_point
-        call = self.counts[point.module, point.when]
-        self.counts[point.module, point.when] += 1
+    def _changed_tensor(
+        self, sites: Sequence[SiteChanges], old: Tensor | None
+    ) -> Tensor | None:
+        """Return the tensor after the changes of this call of a module; None without any, and where
+        the tensor was written over.
+
+        sites: the changed sites on one side of the module.
+        """
+        side = sites[0].site.hook_point.side
+        call = self.counts[side]
+        self.counts[side] += 1
         for site, changes in sites:
             if site.hook_point.call == call:
                 if old is None:
                     raise CaptureError(f"{site.name}: its module gave no single tensor")
                 with torch._C.DisableTorchFunction():
-                    return self._replaced(site, changes, old)
+                    return self._replace(site, changes, old)
         return None
 
-    def _replaced(
+    def _replace(
         self, site: ChangedSite, changes: Sequence[Changed], old: Tensor
     ) -> Tensor | None:
+        """Return a site's tensor with other values; None where it was written over in place."""
         x = old.transpose(0, 1) if site.turned else old
         if len(x) != len(self.rows):
             raise CaptureError(
@@ -230,18 +260,18 @@ class Changes:
             draws = generators(
                 self.seed, f"{change.about} {site.name}", self.index[self.rows]
             )
-            places = change.tokens.of(before, draws)
+            tokens = change.tokens.of(before, draws)  # (images, chosen)
             values = torch.zeros((), dtype=after.dtype, device=after.device)
             if change.reference is not None:
-                given = change.reference.of(self.rows, places, draws)
+                reference_values = change.reference.of(self.rows, tokens, draws)
                 if change.channels is not None:
-                    given = given[..., change.channels]
-                values = torch.from_numpy(given).to(after)
-            rows = np.arange(len(places))[:, None]
+                    reference_values = reference_values[..., change.channels]
+                values = torch.from_numpy(reference_values).to(after)
+            images = np.arange(len(tokens))[:, None]
             if change.channels is None:
-                after[rows, places] = values
+                after[images, tokens] = values
             else:
-                after[rows[:, :, None], places[:, :, None], change.channels] = values
+                after[images[:, :, None], tokens[:, :, None], change.channels] = values
         if self.expected is not None:
             self.expected[site.name] = after.clone()
         if site.in_place:
@@ -251,8 +281,8 @@ class Changes:
         return new.transpose(0, 1) if site.turned else new
 
 
-def _entered(mode: BlockedAttention) -> tuple[Any, Any]:
-    """Hooks that enter the mode with a module and leave it with that."""
+def _mode_hooks(mode: BlockedAttention) -> tuple[Any, Any]:
+    """Return a forward pre-hook that enters a mode, and a forward hook that leaves it."""
     open_modes: list[BlockedAttention] = []
 
     def enter(_module: nn.Module, _args: Any) -> None:
@@ -260,14 +290,15 @@ def _entered(mode: BlockedAttention) -> tuple[Any, Any]:
         open_modes.append(mode)
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if open_modes:
+        if open_modes:  # not where an earlier hook refused the input
             open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     return enter, leave
 
 
 def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
-    """The same arguments or output with one tensor for another."""
+    """Return arguments or an output, in which one tensor has taken the place of another. Dicts are
+    changed in place, as classes of their own cannot be made anew."""
     if isinstance(value, Tensor):
         if plain(value) is not old:
             return value
@@ -285,31 +316,41 @@ def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
 
 
 def blocked_pairs(what: str, layout: TokenLayout, said: str) -> NDArray[np.bool_]:
-    """(queries, keys) which pairs `QUERIES<-KEYS`, `own` or `distance>K` blocks: distances are
-    Euclidean, in cells of the grid, between patches. `said` begins the errors.
+    """Return which pairs of tokens do not attend, (queries, keys).
+
+    Args:
+        what: `QUERIES<-KEYS`, `own` for a token itself, or `distance>K` for patches further apart
+            than K cells of the grid (Euclidean).
+        layout: prefix tokens and grid.
+        said: the beginning of error lines.
 
     Raises:
         ModelError: the layout has no such tokens.
     """
-    n = layout.n_tokens
-    pairs = np.zeros((n, n), np.bool_)
+    pairs = np.zeros((layout.n_tokens, layout.n_tokens), np.bool_)
     if what == "own":
         np.fill_diagonal(pairs, True)
     elif what.startswith("distance>"):
         patches = places_of("patches", layout, said)
         assert layout.grid is not None
+        # (patches, 2): row and column of each patch
         cells = np.stack(np.divmod(np.arange(len(patches)), layout.grid[1]), 1)
-        gaps = np.linalg.norm(cells[:, None] - cells, axis=-1)
-        pairs[np.ix_(patches, patches)] = gaps > float(what.partition(">")[2])
+        distances = np.linalg.norm(cells[:, None] - cells, axis=-1)
+        max_distance = float(what.partition(">")[2])
+        pairs[np.ix_(patches, patches)] = distances > max_distance
     else:
-        queries, keys = (
-            np.concatenate(
-                [places_of(word.strip(), layout, said) for word in words.split(",")]
-            )
-            for words in what.split("<-")
-        )
-        pairs[np.ix_(queries, keys)] = True
+        queries, keys = what.split("<-")
+        query_index = _tokens_of_words(queries, layout, said)
+        key_index = _tokens_of_words(keys, layout, said)
+        pairs[np.ix_(query_index, key_index)] = True
     return pairs
+
+
+def _tokens_of_words(words: str, layout: TokenLayout, said: str) -> NDArray[np.int64]:
+    """Return the tokens that a list of words with commas, "cls,patches", stands for."""
+    return np.concatenate(
+        [places_of(word.strip(), layout, said) for word in words.split(",")]
+    )
 
 
 def refuse_empty_rows(pairs: NDArray[np.bool_], layout: TokenLayout, said: str) -> None:
@@ -320,8 +361,11 @@ def refuse_empty_rows(pairs: NDArray[np.bool_], layout: TokenLayout, said: str) 
 
 
 class BlockedAttention(AttentionMode):
-    """While it is entered, the attention over as many tokens as `pairs` (tokens, tokens; True where
-    blocked) has goes without these; `calls` counts it."""
+    """A mode in which blocked pairs of tokens do not attend: their scores are -inf.
+
+    It changes the attention over as many tokens as `pairs` has, (tokens, tokens), True where
+    blocked; `calls` counts that attention.
+    """
 
     def __init__(self, pairs: NDArray[np.bool_]) -> None:
         super().__init__()
@@ -329,7 +373,7 @@ class BlockedAttention(AttentionMode):
         self.calls = 0
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result where blocked keys are left out."""
+        """Return the result of a function; that of attention without the blocked pairs."""
         if func is KERNEL:
             arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
             query = arguments["query"]
@@ -337,25 +381,25 @@ class BlockedAttention(AttentionMode):
             if (query.shape[-2], key.shape[-2]) == self.blocked.shape:
                 return func(**self._masked(arguments))
         elif func in SOFTMAX:
-            given = args[0] if args else kwargs["input"]
+            scores = args[0] if args else kwargs["input"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if given.shape[-2:] == self.blocked.shape and dim in (-1, given.ndim - 1):
+            if scores.shape[-2:] == self.blocked.shape and dim in (-1, scores.ndim - 1):
                 self.calls += 1
-                given = given.masked_fill(self._on(given), float("-inf"))
-                return func(
-                    given, *args[1:], **{k: x for k, x in kwargs.items() if k != "input"}
-                )
+                scores = scores.masked_fill(self._blocked_on(scores), float("-inf"))
+                other_kwargs = {k: x for k, x in kwargs.items() if k != "input"}
+                return func(scores, *args[1:], **other_kwargs)
         return func(*args, **kwargs)
 
-    def _on(self, x: Tensor) -> Tensor:
+    def _blocked_on(self, x: Tensor) -> Tensor:
+        """Return the blocked pairs on the device of a tensor; they move once."""
         self.blocked = self.blocked.to(x.device)
         return self.blocked
 
     def _masked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The kernel's arguments with the pairs in its mask."""
+        """Return the kernel's arguments with the blocked pairs in its mask."""
         self.calls += 1
-        blocked = self._on(arguments["query"])
-        if arguments.get("is_causal"):
+        blocked = self._blocked_on(arguments["query"])
+        if arguments.get("is_causal"):  # the kernel takes a mask or causality, not both
             blocked = blocked | torch.ones_like(blocked).triu(1)
         mask = arguments.get("attn_mask")
         if mask is None:
@@ -368,34 +412,43 @@ class BlockedAttention(AttentionMode):
 
 
 def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> None:
-    """Run the model on pixels and compare: every changed site comes with exactly the values
-    that were put there, residual sums are made of the changed terms, and blocked keys have no
-    weight.
+    """Run the model on images with the interventions, and compare: every changed site holds exactly
+    the values that were put there, residual sums are made of the changed terms, and blocked keys
+    have no weight.
+
+    Args:
+        model: the model.
+        table: its sites.
+        changes: the interventions.
+        x: (images, channels, rows, cols), normalised.
 
     Raises:
-        ModelError: names what does not.
+        ModelError: names what does not hold.
     """
 
-    def stored(name: str) -> str:
+    def stored_name(name: str) -> str:
+        """Return the site that is stored for a site."""
         return table[name].alias_of or name
 
-    gone = {stored(name) for name in changes.sites}
-    got = dict[str, Tensor]()
+    # A changed sum is no longer the sum of its terms.
+    changed = {stored_name(name) for name in changes.sites}
     names = [
         name
         for name, residual in table.residuals.items()
-        if stored(residual.total) not in gone
+        if stored_name(residual.total) not in changed
     ]
-    sums = SumProof(model.module, table, names)
-    attention = [b for b in table.attention if b.name in changes.attention]
-    weights = _Weights(changes)
+    sum_proof = SumProof(model.module, table, names)
+    attention = [block for block in table.attention if block.name in changes.attention]
+    blocked_proof = _BlockedKeysProof(changes)
     capture = Capture(model, table, sites=(), attention=attention)
-    sums.attach(capture, names)
+    sum_proof.attach(capture, names)
+    captured: dict[str, Tensor] = {}
     for name in changes.sites:
         flat = table.points[name].view.flat
 
         def keep(tensor: Tensor, name: str = name, flat: Any = flat) -> None:
-            got[name] = flat(tensor).clone()
+            """Keep a copy of a changed site's tokens."""
+            captured[name] = flat(tensor).clone()
 
         capture.on_site(name, keep)
     changes.expected = {}
@@ -403,36 +456,39 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
     changes.begin(rows)
     changes.at(rows)
     with torch.inference_mode(), changes.applied(), capture:
-        capture.run(x, weights)
+        capture.run(x, blocked_proof)
     changes.check()
-    wrong = [
-        f"{name} does not hold the values that were put there"
-        for name, wanted in changes.expected.items()
-        if name not in got or not torch.equal(got[name], wanted)
-    ]
-    wrong += [
-        f"{name} was not met" for name in changes.sites if name not in changes.expected
-    ]
-    wrong += [
-        f"{table.residuals[name].formula} is not {table.residuals[name].total}"
-        for name in beyond(sums.errors, names, 1)
-    ]
-    wrong += weights.wrong
+    reasons = []
+    for name, expected in changes.expected.items():
+        if name not in captured or not torch.equal(captured[name], expected):
+            reasons.append(f"{name} does not hold the values that were put there")
+    for name in changes.sites:
+        if name not in changes.expected:
+            reasons.append(f"{name} was not met")
+    for name in beyond(sum_proof.errors, names, 1):
+        residual = table.residuals[name]
+        reasons.append(f"{residual.formula} is not {residual.total}")
+    reasons += blocked_proof.failures
     changes.expected = None
-    if wrong:
-        raise ModelError(f"{model.name} cannot be changed so: {'; '.join(wrong[:3])}")
+    if reasons:
+        raise ModelError(f"{model.name} cannot be changed so: {'; '.join(reasons[:3])}")
 
 
-class _Weights(Observer):
-    """Checks that blocked keys have no weight."""
+class _BlockedKeysProof(Observer):
+    """An observer that checks that blocked keys have no weight.
+
+    Attributes:
+        failures: a line for each block where they have.
+    """
 
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
-        self.wrong = list[str]()
+        self.failures: list[str] = []
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """The scores of blocked pairs are -inf."""
-        blocked = self.changes.attention[block.name][1].blocked
+        """Check on the first image that the scores of blocked pairs are -inf."""
+        _, mode = self.changes.attention[block.name]
         scores = call.scores(slice(0, 1))
-        if not bool((scores[..., blocked.to(scores.device)] == float("-inf")).all()):
-            self.wrong.append(f"{block.name} attends to tokens that were blocked")
+        blocked_scores = scores[..., mode.blocked.to(scores.device)]
+        if not bool((blocked_scores == float("-inf")).all()):
+            self.failures.append(f"{block.name} attends to tokens that were blocked")

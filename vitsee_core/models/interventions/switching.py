@@ -24,9 +24,9 @@ from vitsee_core.models.intervention_spec import (
 from vitsee_core.models.interventions.changes import (
     BlockedAttention,
     Change,
-    Changed,
     ChangedSite,
     Changes,
+    SiteChanges,
     blocked_pairs,
     refuse_empty_rows,
 )
@@ -73,11 +73,11 @@ class Switch:
         self.seed = seed
         self.index = np.zeros(0, np.int64) if index is None else index
         self.bases: dict[str, Store] = {}
-        self.changed: dict[str, tuple[ChangedSite, list[Changed]]] = {}
+        self.changed: dict[str, SiteChanges] = {}
         self.pairs: dict[str, NDArray[np.bool_]] = {}
 
     def lines(self) -> list[str]:
-        """All of them in words, as manifests and tables have them.
+        """Return the interventions in words, a line each, as manifests and tables have them.
 
         Raises:
             VitseeError: sites, tokens, heads or stores that are not there, or do not fit; in one
@@ -85,7 +85,7 @@ class Switch:
         """
         self.changed.clear()
         self.pairs.clear()
-        lines = [self._add(one) for one in self.interventions]
+        lines = [self._add(intervention) for intervention in self.interventions]
         blocks = {block.name: block for block in self.table.attention}
         for name, pairs in self.pairs.items():
             refuse_empty_rows(
@@ -94,21 +94,20 @@ class Switch:
         return lines
 
     def changes(self, module: nn.Module) -> Changes:
-        """All of them as hooks on the model's module, not yet in effect.
+        """Return the interventions as hooks on the model's module, not yet in effect.
 
         Raises:
             VitseeError: as `lines`.
         """
         lines = self.lines()
-        stores = sorted({store.manifest.store_id for store in self.bases.values()})
-        made = Changes(module, lines, stores, self.seed, self.index)
-        made.sites = self.changed
-        made.attention = {
-            name: (self.table.attention_modules[name], BlockedAttention(pairs))
-            for name, pairs in self.pairs.items()
-            if pairs.any()
-        }
-        return made
+        store_ids = sorted({store.manifest.store_id for store in self.bases.values()})
+        changes = Changes(module, lines, store_ids, self.seed, self.index)
+        changes.sites = self.changed
+        for name, pairs in self.pairs.items():
+            if pairs.any():
+                path = self.table.attention_modules[name]
+                changes.attention[name] = (path, BlockedAttention(pairs))
+        return changes
 
     def _add(self, one: Intervention) -> str:
         """Add one intervention; its line."""
@@ -202,7 +201,8 @@ class Switch:
         self._change(site, tokens, channels, one.values, about, said)
 
     def _add_registers(self, one: Registers, said: str) -> str:
-        """The neurons move to the last prefix tokens of the blocks, which were added."""
+        """Let register neurons move their largest values to the tokens that were added, the last
+        prefix tokens of the blocks; return the line about it (Jiang et al. 2025)."""
         sites = self._sites(one.site, said)
         site = sites[0]
         layout = sites[0].layout
@@ -225,19 +225,21 @@ class Switch:
         if self.identity is None:
             return f"{line} up to {site.name}"
         store = self._base(one.values, said)
+        hidden_names = [s.name for s in hidden]
         try:
-            found = register_neurons(
-                store, site.name, [s.name for s in hidden], one.n_neurons
+            neurons_by_site = register_neurons(
+                store, site.name, hidden_names, one.n_neurons
             )
             if one.values.kind == "random":
-                found = other_neurons(found, {s.name: s.dim for s in hidden}, self.seed)
+                widths = {s.name: s.dim for s in hidden}
+                neurons_by_site = other_neurons(neurons_by_site, widths, self.seed)
         except ModelError as error:
             raise ModelError(f"{said}: {error}") from None
-        places = np.arange(layout.n_prefix - one.n, layout.n_prefix)
-        for name, neurons in found.items():
-            made = self._place(self.table[name], said), list[Changed]()
-            self.changed.setdefault(name, made)[1].append(Moved(places, neurons))
-        words = [f"{name} {' '.join(map(str, x))}" for name, x in found.items()]
+        tokens = np.arange(layout.n_prefix - one.n, layout.n_prefix)
+        words = []
+        for name, neurons in neurons_by_site.items():
+            self._add_change(self.table[name], Moved(tokens, neurons), said)
+            words.append(f"{name} {' '.join(map(str, neurons))}")
         return f"{line}: {', '.join(words)}"
 
     def _change(
@@ -249,24 +251,40 @@ class Switch:
         about: str,
         said: str,
     ) -> None:
+        """Add a change of some tokens of a site.
+
+        Args:
+            site: the site.
+            tokens: which tokens.
+            channels: which channels, None for all.
+            values: where the new values come from.
+            about: tokens or heads in words, which random numbers depend on.
+            said: the beginning of error lines.
+        """
         reference = None
         if values.store and self.identity is not None:
             store = self._base(values, said)
-            own = check_site(store, site, said)
-            reference = Reference(store, own, values.kind, tokens, self.seed)
-        made = self._place(site, said), list[Changed]()
-        self.changed.setdefault(site.name, made)[1].append(
-            Change(tokens, channels, reference, about)
-        )
+            base_site = check_site(store, site, said)
+            reference = Reference(store, base_site, values.kind, tokens, self.seed)
+        self._add_change(site, Change(tokens, channels, reference, about), said)
+
+    def _add_change(self, site: SiteSpec, change: Change | Moved, said: str) -> None:
+        """Add a change of a site, behind those that it has."""
+        changed_site = self._changed_site(site, said)
+        if site.name not in self.changed:
+            self.changed[site.name] = SiteChanges(changed_site, [])
+        self.changed[site.name].changes.append(change)
 
     def _base(self, values: Values, said: str) -> Store:
+        """Return the store that values come from, opened once and checked against the model."""
         assert self.identity is not None
         if values.store not in self.bases:
             self.bases[values.store] = open_store(values.store)
         check_base(self.bases[values.store], self.identity, values.kind, said)
         return self.bases[values.store]
 
-    def _place(self, site: SiteSpec, said: str) -> ChangedSite:
+    def _changed_site(self, site: SiteSpec, said: str) -> ChangedSite:
+        """Return where a site is replaced. Raises ModelError: it has no tensor of its own."""
         point = self.table.points[site.name]
         if len(point.hook_points) > 1:
             raise ModelError(
@@ -277,16 +295,16 @@ class Switch:
                 f"{said}: the tokens of {site.name} lie in another order than the image"
             )
         (hook_point,) = point.hook_points
-        entering = hook_point.when == "in"
         sums = {
             self._stored(residual.total) for residual in self.table.residuals.values()
         }
         return ChangedSite(
-            site.name,
-            hook_point,
-            point.view,
-            in_place=entering and site.name in sums,
-            turned=(hook_point.module, entering) in self.table.turned,
+            name=site.name,
+            hook_point=hook_point,
+            view=point.view,
+            # The skip must see the change of a sum, too, not the module alone that takes it.
+            in_place=hook_point.side.is_input and site.name in sums,
+            turned=hook_point.side in self.table.turned,
         )
 
     def _stored(self, name: str) -> str:
@@ -296,8 +314,12 @@ class Switch:
 def interventions_of(
     name: str, table: SiteTable, texts: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """The interventions that these options (see `parse`) are on a model of this name, in words;
-    base stores are not opened.
+    """Return the interventions of these options on a model, in words; base stores are not opened.
+
+    Args:
+        name: the model.
+        table: its sites.
+        texts: option -> its texts, as `intervention_spec.parse` takes them.
 
     Raises:
         ModelError: the model has no such sites, tokens or heads.
@@ -308,8 +330,8 @@ def interventions_of(
 def _tokens_of(site: SiteSpec, words: Sequence[str], what: str) -> TokenChoice:
     if site.kind != "tokens" or site.layout is None:
         kinds = {"vector": "a vector", "rows": "rows on no grid", "raw": "a raw output"}
-        found = kinds.get(site.kind, site.kind)
-        raise ModelError(f"{what} is {found}, without tokens that could be replaced")
+        kind = kinds.get(site.kind, site.kind)
+        raise ModelError(f"{what} is {kind}, without tokens that could be replaced")
     return choose_tokens(words, site.layout, what)
 
 

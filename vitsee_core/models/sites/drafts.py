@@ -1,4 +1,4 @@
-"""Sites in the making: which tensors are equal, the depth of each site, and what a store records."""
+"""Sites in the making: which tensors are equal, the depth of each, and what a store records."""
 
 from __future__ import annotations
 
