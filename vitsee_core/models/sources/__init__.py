@@ -37,55 +37,67 @@ _TRUST = "trust-remote-code"  # an option that makes code of a repository run
 
 
 def source_of(name: str, options: Mapping[str, Any] | None = None) -> Source:
-    """The source of what `name` stands for, with those of the options of `load_model` that are a
-    source's `Choices`; nothing is made, read or fetched."""
+    """Return the source of a model's name; nothing is made, read or fetched.
+
+    options: those of `load_model`, of which a source takes its `Choices`.
+    """
     from vitsee_core.models.sources.base import Choices
 
-    module, kind = _place(name)
-    source: type[Source] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
-    given = {key: (options or {}).get(key) for key in Choices.__dataclass_fields__}
-    return source(name, Choices(**{key: x for key, x in given.items() if x is not None}))
+    module_name, class_name = _module_and_class(name)
+    module = importlib.import_module(f"{__name__}.{module_name}")
+    source_class: type[Source] = getattr(module, class_name)
+    choices = {}
+    for key in Choices.__dataclass_fields__:
+        value = (options or {}).get(key)
+        if value is not None:
+            choices[key] = value
+    return source_class(name, Choices(**choices))
 
 
 def runs_code(word: str) -> bool:
-    """Whether a word of a command line, a model's name or an option, makes code run that it points
-    to: only a user may give such a word, on a command line or in Python, never a file that vitsee
-    reads."""
-    return _place(word)[0] == "python_file" or _TRUST in word
+    """Return whether a word of a command line, a model's name or an option, makes code run that it
+    points to. Only a user may give such a word, on a command line or in Python, never a file that
+    vitsee reads."""
+    module_name, _ = _module_and_class(word)
+    return module_name == "python_file" or _TRUST in word
 
 
 def has_parts(name: str) -> bool:
-    """Whether `#` behind a name chooses a part of what is made."""
-    return _place(name)[0] in ("python_file", "transformers")
+    """Return whether `#` behind a name chooses a part of what is made."""
+    module_name, _ = _module_and_class(name)
+    return module_name in ("python_file", "transformers")
 
 
 def prefixes() -> list[str]:
-    """The prefixes of names, one per source; timm's models and files have none."""
+    """Return the prefixes of names, one per source; timm's models and files have none."""
     return list(_PREFIXES)
 
 
 def known_names() -> list[str]:
-    """The names that can be completed without making or importing anything: the demo's models, the
-    prefixes of other sources, timm's architectures, which are read from its files."""
+    """Return the names that can be completed without making or importing anything: the demo's
+    models, the prefixes of other sources, and timm's architectures.
+
+    timm's architectures are read from the text of its files: importing it takes seconds.
+    """
     from vitsee_core import demo
 
     others = [prefix for prefix in _PREFIXES if prefix != "demo:"]
     spec = importlib.util.find_spec("timm")
     folders = spec.submodule_search_locations or () if spec is not None else ()
-    texts = [
-        f.read_text("utf-8") for d in folders for f in Path(d, "models").glob("*.py")
-    ]
-    own = re.compile(r"^@register_model\s+def (\w+)", re.MULTILINE)
-    registered = sorted({name for text in texts for name in own.findall(text)})
+    definition = re.compile(r"^@register_model\s+def (\w+)", re.MULTILINE)
+    names: set[str] = set()
+    for folder in folders:
+        for file in Path(folder, "models").glob("*.py"):
+            names.update(definition.findall(file.read_text("utf-8")))
+    registered = sorted(names)
     return [*(f"demo:{name}" for name in demo.models()), *others, *registered]
 
 
-def _place(name: str) -> tuple[str, str]:
-    """The module and the class of the source of a name."""
-    for prefix, place in _PREFIXES.items():
+def _module_and_class(name: str) -> tuple[str, str]:
+    """Return the module of this package and the class that are the source of a name."""
+    for prefix, module_and_class in _PREFIXES.items():
         if name.startswith(prefix):
-            return place
-    own = ".py:" in name or name.endswith(".py")
-    if own:
+            return module_and_class
+    if ".py:" in name or name.endswith(".py"):
         return ("python_file", "FileSource")
     return ("timm", "TimmSource")

@@ -23,20 +23,20 @@ from vitsee_stores.plan import Canvas
 if TYPE_CHECKING:
     from vitsee_core.models.weights.positions import Resampling
 
-# Letters of an error line.
-LONGEST = 300
+MAX_LINE_LENGTH = 300  # letters of an error line
 BACKENDS = ("pil", "torchvision")  # of image processors
 OWN_TRANSFORM = "timm"  # of --transform: vitsee's own, which is timm's
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How a source goes about its models.
+    """The options of a source, beside what a model is made of.
 
-    transform: "timm" for vitsee's own in place of the source's image processor. processor: the
-    backend of that, "pil" or "torchvision"; None for its default. trust_remote_code: code of the
-    model's repository may run. native: images come at the sizes of the model's image processor, see
-    `Source.native`.
+    Attributes:
+        transform: "timm" for timm's image transform in place of the source's image processor.
+        processor: the backend of the image processor, "pil" or "torchvision"; None for its default.
+        trust_remote_code: whether code of the model's repository may run.
+        native: whether images come at the sizes of the model's image processor.
     """
 
     transform: str | None = None
@@ -48,12 +48,18 @@ class Choices:
 class Source(ABC):
     """The source of the model of one name.
 
-    name: as the user knows it. arguments_in_name: whether what stands behind `?` in a name, and is
-    no option, is an argument of the model. has_processors: whether its models may have image
-    processors, and code in their repositories. takes_frames: whether `frames`, of a clip, may be
-    among what `make` is asked for. any_module: whether its modules may take clips without saying
-    so. native: how images come to lie on a canvas, still without a size, at native resolution, once
-    `transform` has said how they are prepared for it; None where that was not chosen.
+    Attributes:
+        name: the name as the user knows it.
+        choices: the source's options.
+        arguments_in_name: whether what stands behind `?` in a name, and is not an option, is an
+            argument of the model.
+        has_processors: whether its models may have image processors, and code in their
+            repositories.
+        takes_frames: whether `make` takes the argument `frames`, of a clip.
+        any_module: whether its modules may take clips without saying so.
+        native: how images come to lie on a canvas, still without a size, at native resolution, once
+            `transform` was called; None where that was not chosen.
+        resampling: how its own weights may be fitted to other sizes.
     """
 
     arguments_in_name = False
@@ -65,7 +71,7 @@ class Source(ABC):
         self.name = name
         self.choices = choices or Choices()
         self.native: Canvas | None = None
-        self.resampling: Resampling | None = None  # of its own weights
+        self.resampling: Resampling | None = None
 
     # ------------------------------------------------------------ before a model is made
 
@@ -75,26 +81,27 @@ class Source(ABC):
 
     def check_choices(self) -> None:
         """Raise ModelError if its models do not take these choices."""
-        made = self.choices
-        if made.transform not in (None, OWN_TRANSFORM):
+        choices = self.choices
+        if choices.transform not in (None, OWN_TRANSFORM):
             raise ModelError(
-                f"--transform is {made.transform!r}; expected {OWN_TRANSFORM}"
+                f"--transform is {choices.transform!r}; expected {OWN_TRANSFORM}"
             )
-        if made.processor not in (None, *BACKENDS):
+        if choices.processor not in (None, *BACKENDS):
             raise ModelError(
-                f"--processor is {made.processor!r}; expected one of: {', '.join(BACKENDS)}"
+                f"--processor is {choices.processor!r}; expected one of: {', '.join(BACKENDS)}"
             )
-        if made.transform is not None and made.processor is not None:
+        if choices.transform is not None and choices.processor is not None:
             raise ModelError(
                 "--transform timm and --processor exclude each other; give one of them"
             )
         if self.has_processors:
             return
-        for option, given in (
-            ("--processor", made.processor is not None),
-            ("--trust-remote-code", made.trust_remote_code),
-            ("--native", made.native),
-        ):
+        is_given = {
+            "--processor": choices.processor is not None,
+            "--trust-remote-code": choices.trust_remote_code,
+            "--native": choices.native,
+        }
+        for option, given in is_given.items():
             if given:
                 raise ModelError(
                     f"{option} is for models of transformers, and {self.name} is none; leave it out"
@@ -105,22 +112,26 @@ class Source(ABC):
         return
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
-        """Raise ModelError unless a manifest that nobody vouches for, of the store `where`, may ask
-        for this model; by default none may."""
+        """Raise ModelError unless the manifest of a store that nobody vouches for may ask for this
+        model; by default it may not.
+
+        Args:
+            args: the model's arguments in the manifest.
+            where: the store's label, for the message.
+        """
         raise foreign_place(self.name, where)
 
     def placed(self, folder: Path) -> str:
-        """The name that means the same in any working folder, if this one is taken from
-        `folder`."""
+        """Return the name that means in any working folder what this name means in `folder`."""
         return self.name
 
     def matching(self) -> dict[str, list[str]]:
-        """The models that the name, as a pattern, stands for -> the names of their weights; a
-        ModelError where nothing matches."""
+        """Return model -> names of its weights, for the models that the name matches as a pattern.
+        Raises ModelError: nothing matches."""
         return {self.name: []}
 
     def stated_size(self) -> tuple[int, int] | None:
-        """Rows and columns of its input as far as they are known before it is made."""
+        """Return rows and columns of its input, None where they are not known before it is made."""
         return None
 
     @property
@@ -135,8 +146,8 @@ class Source(ABC):
         return ()
 
     def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of a published checkpoint's arguments of timm's architectures that this model
-        takes."""
+        """Return which arguments of timm's architectures, from a checkpoint's published layout,
+        this model takes."""
         return {}
 
     # ------------------------------------------------------------ making it
@@ -150,30 +161,33 @@ class Source(ABC):
         wanted: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
-        """The module, random weights drawn with `seed`.
+        """Return the module.
 
         Args:
-            pretrained: with its own weights.
-            seed: of all that is random.
+            pretrained: whether it gets its own weights, or random ones.
+            seed: the seed of all that is random.
             wanted: its arguments; `img_size`, (rows, cols), among them is dropped by a model that
-                takes any.
-            foreign: name and arguments are a stranger's: the network is not asked, and a model
-                larger than the memory is not made.
+                takes any size.
+            foreign: whether name and arguments are a stranger's: then the network is not asked,
+                and a model larger than the memory is not made.
 
         Raises:
-            ModelError: unknown name, arguments that it does not take, weights that are not to be
-                had, or code of others that fails.
+            ModelError: unknown name, arguments that it does not take, weights that cannot be had,
+                or code of others that fails.
         """
 
     def depends_on_seed(
         self, module: nn.Module, seed: int, wanted: dict[str, Any]
     ) -> bool:
-        """Whether the random weights of a module, made with this seed, are others with another."""
+        """Return whether another seed would give other random weights than the module has."""
         return True
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
-        """The module on torch's meta device, where nothing is computed and no memory taken; of a
-        model that cannot be made there, with random weights. Errors as `make`."""
+        """Return the module on torch's meta device, where nothing is computed and no memory taken;
+        with random weights if it cannot be made there.
+
+        wanted: as in `make`, whose errors it raises.
+        """
         try:
             with meta_device():
                 return self.make(pretrained=False, seed=0, wanted=wanted)
@@ -184,19 +198,24 @@ class Source(ABC):
             raise
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        """The function that turns foreign and older weights into those of the module, called as
-        `convert(state, module)`: what is called checkpoint_filter_fn beside the architecture of
-        timm's that the module says it is, else beside its class."""
+        """Return the function that turns foreign and older weights into those of the module, called
+        as `convert(state, module)`; None without one.
+
+        It is timm's checkpoint_filter_fn, in the file of the architecture that the module says it
+        is, or else in the file of its class.
+        """
         import timm
 
-        architecture = (getattr(module, "pretrained_cfg", None) or {}).get(
-            "architecture", ""
-        )
-        own = [timm.model_entrypoint(architecture)] if timm.is_model(architecture) else []
-        for made_by in (*own, type(module)):
-            place = sys.modules.get(made_by.__module__)
-            if callable(found := getattr(place, "checkpoint_filter_fn", None)):
-                return found  # type: ignore[no-any-return]
+        config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
+        architecture = config.get("architecture", "")
+        definitions: list[Any] = [type(module)]
+        if timm.is_model(architecture):
+            definitions.insert(0, timm.model_entrypoint(architecture))
+        for definition in definitions:
+            file = sys.modules.get(definition.__module__)
+            convert = getattr(file, "checkpoint_filter_fn", None)
+            if callable(convert):
+                return convert  # type: ignore[no-any-return]
         return None
 
     # ------------------------------------------------------------ what it says of itself
@@ -208,49 +227,53 @@ class Source(ABC):
         img_size: tuple[int, int] | None,
         given: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
+        """Return how images are prepared: input_size (channels, rows, cols), interpolation,
+        crop_pct, crop_mode, mean, std.
 
         Args:
-            module: as `make` gives it.
-            img_size: (rows, cols) instead of its own.
-            given: as many of them, and `fill`, in place of its own as are not None.
+            module: the module that `make` returned.
+            img_size: (rows, cols) in place of its own.
+            given: the same settings, and `fill`, in place of its own; None for those to keep.
 
         Raises:
-            ModelError: values that are none.
+            ModelError: values that are not settings.
         """
 
     @abstractmethod
     def architecture(self, module: nn.Module) -> str:
-        """A text that a store's identity compares: it is the same for equal sites."""
+        """Return a text that a store's identity compares: it is the same for equal sites."""
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        """The names of the logits' classes, where they are known."""
+        """Return the names of the logits' classes, None where they are not known."""
         return None
 
     def pretrained_record(
         self, module: nn.Module, wanted: dict[str, Any]
     ) -> dict[str, Any]:
-        """`source` and `pretrained` of the model's own weights, and what of them was fitted; see
-        `LoadedModel.weights`."""
+        """Return the record of the model's own weights, `LoadedModel.weights`: `source`,
+        `pretrained`, and how they were fitted to these arguments."""
         return {"source": "pretrained"}
 
     def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The settings that neither a checkpoint's file nor its caller states, beside
+        """Return the settings that neither a checkpoint's file nor its caller states, without
         preprocessing."""
         return {}
 
     def origin(self) -> dict[str, Any]:
-        """The entry of manifests about the source: `library` and its `version`, or the `sha256` of
-        the file, and `notes`, what its user should know, each behind the name; {} for timm's, which
-        every manifest has."""
+        """Return the entry of manifests about the source: `library` and its `version`, or the
+        `sha256` of the file, and `notes`, what its user should know, in words behind the name. {}
+        for timm, which every manifest has."""
         return {}
 
 
 def drawn(seed: int, make: Any, what: str) -> nn.Module:
-    """The module that `make()` builds under a seed.
+    """Return the module that `make()` builds under a seed; the caller's random state stays as it
+    is.
+
+    what: the model, as messages call it.
 
     Raises:
-        ModelError: in one line: `make` raises, or returns no module with parameters.
+        ModelError: `make` raises, or does not return a module with parameters.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -276,52 +299,57 @@ def drawn(seed: int, make: Any, what: str) -> nn.Module:
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves parameters as they are allocated, which costs neither time nor memory."""
+    """A mode that leaves parameters as they are allocated, which costs neither time nor memory:
+    functions that write to a parameter in place do nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = dict(kwargs or {})
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        written = (
-            args[0] if args else given.get("tensor")
-        )  # torch.nn.init passes it by name
-        writes = (
-            name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        )
-        if writes and isinstance(written, nn.Parameter):
-            return written
-        return func(*args, **given)
+        # torch.nn.init passes the tensor by name.
+        target = args[0] if args else kwargs.get("tensor")
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if is_in_place and name != "requires_grad_" and isinstance(target, nn.Parameter):
+            return target
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without a library's remarks (weights are random, as was asked for)."""
-    before = logging.root.manager.disable
+    """Return a context without a library's remarks (that weights are random, as was asked for)."""
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text without line breaks, cut where it is long; its type if it has none."""
+    """Return an error's text without line breaks, cut where it is long; its type if it has none."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    if len(text) <= LONGEST:
+    if len(text) <= MAX_LINE_LENGTH:
         return text
-    return f"{text[: LONGEST - 3]}..."
+    return f"{text[: MAX_LINE_LENGTH - 3]}..."
 
 
 def near_names(name: str, known: Sequence[str]) -> str:
-    """`; near names: a, b` where some are known that resemble a name."""
+    """Return known names that resemble a name, as the end of a message: `; near names: a, b`, or
+    "" without any."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; near names: {', '.join(near)}" if near else ""
+    if not near:
+        return ""
+    return f"; near names: {', '.join(near)}"
 
 
 def foreign_place(name: str, where: str) -> ModelError:
-    """The line for a model of a folder or a repository that a store's manifest names. where: the
-    store's name."""
+    """Return the error for a model of a folder or a repository that a store's manifest names.
+
+    Args:
+        name: the model.
+        where: the store's label.
+    """
     return ModelError(
         f"{where} names the model {name[:80]}: a folder or a repository is not opened because a "
         "store names it; if the store is your own, repeat the command with --trust-store"
@@ -329,7 +357,7 @@ def foreign_place(name: str, where: str) -> ModelError:
 
 
 def missing_extra(package: str, extra: str) -> ModelError:
-    """The line for a library that an extra of vitsee's brings."""
+    """Return the error for a library that is not installed, and that an extra of vitsee brings."""
     return ModelError(
         f"models of {package} need a package that is not installed (pip install 'vitsee[{extra}]')"
     )

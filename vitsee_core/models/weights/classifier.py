@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,31 +24,40 @@ from vitsee_core.models.weights import POOLS, Classifier, HeadWeights
 from vitsee_core.types import Float
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
-TOLERANCE = (
-    1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
-)
-CLEARLY = 0.5  # the first of two that are right is taken, unless the other's error is below this
-MOST_NORMS = 4
-MOST_SITES = 3
+# Of the largest logit less its bias: float32 sums over some thousand channels.
+TOLERANCE = 1e-5
+# The first of two that are right is taken, unless the other's error is below this fraction of it.
+CLEARLY = 0.5
+MAX_NORMS = 4
+MAX_SITES = 3
 POOL = "attention"
-_AT_ONCE = 32  # images whose tokens are pooled together
+_BATCH_SIZE = 32  # images whose tokens are pooled together
 
 
-class _Keeper(Observer):
+class _TokenKeeper(Observer):
+    """An observer that keeps the tokens of sites, (images, tokens, dim) in float64."""
+
     def __init__(self) -> None:
         self.tokens: dict[str, NDArray[np.float64]] = {}
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         """Keep the tokens as (images, tokens, dim)."""
-        parts = [part for part in (prefix, body.flatten(1, -2)) if part is not None]
-        self.tokens[site.name] = torch.cat(parts, 1).double().cpu().numpy()
+        tokens = body.flatten(1, -2)
+        if prefix is not None:
+            tokens = torch.cat([prefix, tokens], 1)
+        self.tokens[site.name] = tokens.double().cpu().numpy()
 
 
 @dataclass(frozen=True)
 class LateTokens:
-    """Tokens of late sites on two random images. sites: the last block's output first. tokens:
-    site -> (images, tokens, dim). logits: (images, classes) the model's own; scale: the largest of
-    these less its bias."""
+    """Tokens of late sites on two random images, and the model's logits.
+
+    Attributes:
+        sites: the sites, the last block's output first.
+        tokens: site -> (images, tokens, dim).
+        logits: (images, classes).
+        scale: the largest logit less its bias.
+    """
 
     sites: list[SiteSpec]
     tokens: dict[str, NDArray[np.float64]]
@@ -59,12 +68,12 @@ class LateTokens:
 def late_tokens(
     model: LoadedModel, table: SiteTable, linear: nn.Linear | nn.Conv2d
 ) -> LateTokens | str:
-    """The late tokens of a model on the CPU that are as wide as its classifier's linear layer, or
-    the reason why there are none."""
+    """Return the late tokens of a model on the CPU that are as wide as its classifier's linear
+    layer, or the reason why there are none."""
     sites = _late_sites(table, linear.weight.shape[1])
     if not sites:
         return "no site after the last block has tokens as wide as the classifier"
-    keeper = _Keeper()
+    keeper = _TokenKeeper()
     capture = Capture(model, table, sites=sites)
     try:
         with torch.inference_mode(), capture:
@@ -86,8 +95,8 @@ def late_tokens(
 
 
 def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
-    """The classifier of a model on the CPU as a formula over the tokens of a late site, or why it
-    is none. Of all that are right, the one over the earliest site.
+    """Return the classifier of a model on the CPU as a formula over the tokens of a late site, or
+    the reason why it is not one. Of all formulas that are right it is that of the earliest site.
 
     Every combination of a site, a norm and a pooling is tried on two random images; one counts only
     if it gives the model's own logits.
@@ -147,20 +156,24 @@ def _late_sites(table: SiteTable, dim: int) -> list[SiteSpec]:
     stored = {site.name: site for site in table.sites}
     late = [stored[site.alias_of or site.name] for site in table.sites[outs[-1] :]]
     wide = [s for s in dict.fromkeys(late) if s.kind == "tokens" and s.dim == dim]
-    return [*wide[:1], *wide[1:][-MOST_SITES:]]
+    return [*wide[:1], *wide[1:][-MAX_SITES:]]
 
 
 def _norms(module: nn.Module, dim: int) -> list[nn.Module]:
-    """The last norms over so many channels, the model's last one first."""
-    found = [
-        child
-        for child in module.modules()
-        if "norm" in type(child).__name__.lower()
-        and isinstance(weight := getattr(child, "weight", None), Tensor | None)
-        and (weight is None or weight.shape == (dim,))
-        and all(isinstance(inner, nn.Identity) for inner in child.children())
-    ]
-    return found[::-1][:MOST_NORMS]
+    """Return the last norms over `dim` channels, the model's last one first."""
+    norms = []
+    for child in module.modules():
+        if "norm" not in type(child).__name__.lower():
+            continue
+        weight = getattr(child, "weight", None)
+        if weight is not None and (
+            not isinstance(weight, Tensor) or weight.shape != (dim,)
+        ):
+            continue
+        # timm's norms that carry an activation have it as a child.
+        if all(isinstance(inner, nn.Identity) for inner in child.children()):
+            norms.append(child)
+    return norms[::-1][:MAX_NORMS]
 
 
 def _candidates(
@@ -169,45 +182,82 @@ def _candidates(
     arrays: dict[str, NDArray[np.float32]],
     norms: list[nn.Module],
 ) -> Iterator[HeadWeights]:
+    """Yield every combination of a norm, or none, and a pooling over a site's tokens.
+
+    arrays: kernel and bias of the linear layer.
+    """
     pools = [how for how in POOLS if how != "cls" or layout.cls is not None]
-    readings = [("none", 0.0, dict[str, NDArray[np.float32]]())]
+    readings = [_NormReading("none", eps=0.0, arrays={})]
     for norm in norms:
-        readings += _readings(norm)
-    for kind, eps, own in readings:
+        readings += _norm_readings(norm)
+    for reading in readings:
         for how in pools:
-            for first in (True, False) if kind != "none" and how != "cls" else (True,):
-                yield HeadWeights({**arrays, **own}, site.name, how, kind, eps, first)
+            # A single token, and no norm, give the same in both orders.
+            orders = [True]
+            if reading.kind != "none" and how != "cls":
+                orders.append(False)
+            for norm_first in orders:
+                yield HeadWeights(
+                    arrays={**arrays, **reading.arrays},
+                    site=site.name,
+                    pool=how,
+                    norm=reading.kind,
+                    eps=reading.eps,
+                    norm_first=norm_first,
+                )
 
 
-def _readings(norm: nn.Module) -> list[tuple[str, float, dict[str, NDArray[np.float32]]]]:
-    """All (kind, eps, arrays) that a norm may compute; the arrays are its scale and bias."""
-    own: dict[str, NDArray[np.float32]] = {}
-    for name, array in (("weight", "head_norm_scale"), ("bias", "head_norm_bias")):
-        value = getattr(norm, name, None)
-        if isinstance(value, Tensor):
-            own[array] = value.detach().float().numpy().copy()
+class _NormReading(NamedTuple):
+    """What a norm may compute; the fields are those of `HeadWeights`."""
+
+    kind: str
+    eps: float
+    arrays: dict[str, NDArray[np.float32]]
+
+
+def _norm_readings(norm: nn.Module) -> list[_NormReading]:
+    """Return all that a norm may compute, the likeliest first."""
+    arrays: dict[str, NDArray[np.float32]] = {}
+    scale_or_none = getattr(norm, "weight", None)
+    if isinstance(scale_or_none, Tensor):
+        arrays["head_norm_scale"] = scale_or_none.detach().float().numpy().copy()
+    bias_or_none = getattr(norm, "bias", None)
+    if isinstance(bias_or_none, Tensor):
+        arrays["head_norm_bias"] = bias_or_none.detach().float().numpy().copy()
     eps = float(getattr(norm, "eps", None) or 0.0)
     mean = getattr(norm, "running_mean", None)
     variance = getattr(norm, "running_var", None)
     if isinstance(mean, Tensor) and isinstance(variance, Tensor):
+        # A batch norm with running statistics is a scale and a shift per channel.
         scale = 1 / np.sqrt(variance.double().numpy() + eps)
-        if "head_norm_scale" in own:
-            scale = scale * own["head_norm_scale"]
+        if "head_norm_scale" in arrays:
+            scale = scale * arrays["head_norm_scale"]
         shift = -mean.double().numpy() * scale
-        if "head_norm_bias" in own:
-            shift = shift + own["head_norm_bias"]
-        folded = {"head_norm_scale": scale, "head_norm_bias": shift}
-        return [("affine", 0.0, {k: x.astype(np.float32) for k, x in folded.items()})]
-    kinds = ("rms", "layer") if "rms" in type(norm).__name__.lower() else ("layer", "rms")
-    return [(kind, eps, own) for kind in kinds]
+        if "head_norm_bias" in arrays:
+            shift = shift + arrays["head_norm_bias"]
+        folded = {
+            "head_norm_scale": scale.astype(np.float32),
+            "head_norm_bias": shift.astype(np.float32),
+        }
+        return [_NormReading("affine", eps=0.0, arrays=folded)]
+    layer = _NormReading("layer", eps, arrays)
+    rms = _NormReading("rms", eps, arrays)
+    if "rms" in type(norm).__name__.lower():
+        return [rms, layer]
+    return [layer, rms]
 
 
 @dataclass(frozen=True)
 class AttentionPooled:
-    """Such a classifier, on the CPU; see `HeadWeights`.
+    """A classifier behind attention pooling, on the CPU, with the interface of `HeadWeights`.
 
-    norm, pooling, after: modules, applied one after the other. with_prefix: whether the prefix
-    tokens are pooled too. error: as of `HeadWeights`.
+    Attributes:
+        norm, pooling, after: modules, applied one after the other.
+        site: the site whose tokens it reads.
+        width: channels of a token.
+        n_classes: the number of logits.
+        with_prefix: whether the prefix tokens are pooled, too.
+        error: largest difference from the model's logits over the largest of these less its bias.
     """
 
     norm: nn.Module
@@ -223,15 +273,18 @@ class AttentionPooled:
     pooled_kind = None
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
-        first = 0 if self.with_prefix else layout.n_prefix
-        return self._classify(tokens[:, first:])
+        """Return (images, classes) for tokens (images, tokens, dim), prefix tokens first."""
+        if not self.with_prefix:
+            tokens = tokens[:, layout.n_prefix :]
+        return self._classify(tokens)
 
     def of_tokens(self, tokens: NDArray[Any]) -> Float:
-        """(..., classes) of tokens (..., dim), each pooled by itself."""
+        """Return (..., classes) for tokens (..., dim), each pooled by itself."""
         alone = np.asarray(tokens).reshape(-1, 1, tokens.shape[-1])
         return self._classify(alone).reshape(*tokens.shape[:-1], self.n_classes)
 
     def record(self) -> dict[str, Any]:
+        """Return the fields that a store's manifest records, as JSON values."""
         return {
             "site": self.site,
             "pool": self.pool,
@@ -240,21 +293,19 @@ class AttentionPooled:
         }
 
     def _classify(self, tokens: NDArray[Any]) -> Float:
+        """Return (images, classes) for the tokens that are pooled, in batches."""
+        logits = []
         with torch.inference_mode():
-            parts = [
-                self.after(
-                    self.pooling(self.norm(torch.from_numpy(part.astype(np.float32))))
-                )
-                for part in (
-                    tokens[at : at + _AT_ONCE] for at in range(0, len(tokens), _AT_ONCE)
-                )
-            ]
-        return torch.cat(parts).double().numpy()
+            for start in range(0, len(tokens), _BATCH_SIZE):
+                batch = tokens[start : start + _BATCH_SIZE].astype(np.float32)
+                pooled = self.pooling(self.norm(torch.from_numpy(batch)))
+                logits.append(self.after(pooled))
+        return torch.cat(logits).double().numpy()
 
 
 def find_attention_pooled(model: LoadedModel, table: SiteTable) -> AttentionPooled | str:
-    """The classifier of a model on the CPU that pools its last block's tokens by attention, or why
-    it has none."""
+    """Return the classifier of a model on the CPU that pools its last block's tokens by attention,
+    or the reason why it has none."""
     module = model.module
     pooling = getattr(module, "attn_pool", None)
     norm = getattr(module, "norm", None)
@@ -267,33 +318,43 @@ def find_attention_pooled(model: LoadedModel, table: SiteTable) -> AttentionPool
     linear = linear_of(module)
     if isinstance(linear, str):
         return linear
-    found = late_tokens(model, table, linear)
-    if not isinstance(found, LateTokens):
-        return found
-    rest = [getattr(module, name, None) for name in ("fc_norm", "head")]
-    after = nn.Sequential(*(part for part in rest if isinstance(part, nn.Module)))
-    site = found.sites[0]
+    late = late_tokens(model, table, linear)
+    if not isinstance(late, LateTokens):
+        return late
+    after = nn.Sequential()
+    for name in ("fc_norm", "head"):
+        child = getattr(module, name, None)
+        if isinstance(child, nn.Module):
+            after.append(child)
+    site = late.sites[0]
     assert site.layout is not None
     head = AttentionPooled(
-        *(norm, pooling, after, site.name, site.dim, len(linear.weight)),
+        norm=norm,
+        pooling=pooling,
+        after=after,
+        site=site.name,
+        width=site.dim,
+        n_classes=len(linear.weight),
         with_prefix=bool(getattr(module, "pool_include_prefix", False)),
     )
     try:
-        logits = head.logits(found.tokens[site.name], site.layout)
+        logits = head.logits(late.tokens[site.name], site.layout)
     except RuntimeError as error:  # modules that take other shapes
         return f"its attention pooling cannot be run by itself ({str(error)[:80]})"
-    gap = float(np.abs(logits - found.logits).max()) / found.scale
+    gap = float(np.abs(logits - late.logits).max()) / late.scale
     if gap > TOLERANCE:
         return f"its modules after the last block give other logits (by {gap:.2g} of the largest)"
     return replace(head, error=gap)
 
 
 def classifier_of(model: LoadedModel) -> Classifier | str:
-    """The classifier of a model on the CPU: a formula over tokens, or attention pooling and a
-    linear layer; else the reason why it is neither."""
+    """Return the classifier of a model on the CPU: a formula over tokens, or attention pooling and
+    a linear layer; else the reason why it is not a formula."""
     table = site_table(model)
-    found = find_classifier(model, table)
-    if not isinstance(found, str):
-        return found
+    formula = find_classifier(model, table)
+    if not isinstance(formula, str):
+        return formula
     pooled = find_attention_pooled(model, table)
-    return found if isinstance(pooled, str) else pooled
+    if isinstance(pooled, str):
+        return formula  # the reason that says more
+    return pooled
