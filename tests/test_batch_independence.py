@@ -20,7 +20,7 @@ from vitsee_core.models.batch_independence import (
     difference,
     fingerprint,
 )
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.selfcheck import SelfCheck, self_check
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.runtime.device import precision_context
@@ -45,7 +45,7 @@ def vit() -> Any:
 
 
 def checked(module: nn.Module, n_images: int = 4, precision: str = "fp32") -> SelfCheck:
-    model = own_model(module, TRANSFORM, name="mine")
+    model = model_from_module(module, TRANSFORM, name="mine")
     table = site_table(model)
     images = torch.randn(
         (n_images, 3, 32, 32), generator=torch.Generator().manual_seed(1)
@@ -337,7 +337,7 @@ def test_blocks_left_out_at_random_are_said_before_there_is_a_table() -> None:
     with pytest.raises(
         ChangingModelError, match="changes from run to run, first in blocks"
     ):
-        site_table(own_model(module, TRANSFORM, name="mine"))
+        site_table(model_from_module(module, TRANSFORM, name="mine"))
 
 
 def test_the_difference_of_fingerprints_is_that_of_tokens() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.models_helpers import captured, images
 from tests.test_batch_independence import DIM, TRANSFORM, checked, vit
 from vitsee_core.models.einsum_attention import read_einsum
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.site_tables import site_table
 
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -98,8 +98,8 @@ def with_attention(multiply: Multiply) -> Any:
 def test_scores_and_values_are_those_of_products(case: str) -> None:
     module = with_attention(SPELLINGS[case])
     assert checked(module).ok
-    model = own_model(module, TRANSFORM, name="mine")
-    by_products = own_model(with_attention(by_matmul), TRANSFORM, name="mine")
+    model = model_from_module(module, TRANSFORM, name="mine")
+    by_products = model_from_module(with_attention(by_matmul), TRANSFORM, name="mine")
     table = site_table(model)
     assert [block.name for block in table.attention] == ["blocks.0", "blocks.1"]
     keeper = captured(model, table, images(model))
@@ -114,7 +114,7 @@ def test_heads_mixed_after_the_softmax_are_said() -> None:
         weights = (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1)
         return torch.einsum("bhij,bgjd->bigd", weights, v)
 
-    table = site_table(own_model(with_attention(mixed), TRANSFORM, name="mine"))
+    table = site_table(model_from_module(with_attention(mixed), TRANSFORM, name="mine"))
     assert not table.attention
     assert (
         "not multiplied by the softmax as it is" in table.left_out["blocks.0 attention"]

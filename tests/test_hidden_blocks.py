@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.test_batch_independence import TRANSFORM, vit
 from vitsee_core.extraction.options import KeepOptions
 from vitsee_core.extraction.plan import choose
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.site_tables import site_table
 from vitsee_stores.errors import VitseeError
 
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_that_no_store_would_have_are_said(case: str) -> None:
     make, reason = CASES[case]
-    model = own_model(make(), TRANSFORM, name="mine")
+    model = model_from_module(make(), TRANSFORM, name="mine")
     table = site_table(model)
     with pytest.raises(
         VitseeError, match="the model's blocks cannot be captured"
@@ -106,5 +106,5 @@ def test_a_network_without_blocks_that_shares_its_activation_is_kept() -> None:
             output: Tensor = self.head(x.mean((2, 3)))
             return output
 
-    model = own_model(Plain().eval(), TRANSFORM, name="mine")
+    model = model_from_module(Plain().eval(), TRANSFORM, name="mine")
     assert choose(KeepOptions(), {}, site_table(model), model.input_size).sites

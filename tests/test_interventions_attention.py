@@ -22,7 +22,7 @@ from vitsee_core.models.interventions.changes import (
     prove,
 )
 from vitsee_core.models.interventions.switching import Switch
-from vitsee_core.models.load import load_model, own_model
+from vitsee_core.models.load import load_model, model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_stores import open_store
@@ -209,7 +209,7 @@ class _Layer(nn.Module):
 def test_multihead_attention(need_weights: bool) -> None:
     size = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
     plain = Layers(need_weights).eval()
-    model = own_model(plain, {**size, "interpolation": "bilinear", "crop_pct": 1.0,
+    model = model_from_module(plain, {**size, "interpolation": "bilinear", "crop_pct": 1.0,
                               "crop_mode": "center"})  # fmt: skip
     x = torch.randn(3, 3, 32, 32)
     layout = site_table(model).attention[0].layout

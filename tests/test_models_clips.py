@@ -21,7 +21,7 @@ from vitsee_core.analyses import attn_dist
 from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.load import load_model, own_model
+from vitsee_core.models.load import load_model, model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sources.processors import Processor
@@ -465,7 +465,7 @@ def test_a_users_own_module(channels_first: bool) -> None:
     module = Own(channels_first).eval().requires_grad_(False)
     recognise(module, 4, (3, 32, 24), "own.py:build")
     assert frames_of(module) == 4
-    model = own_model(module, {"input_size": (3, 32, 24)}, name="own")
+    model = model_from_module(module, {"input_size": (3, 32, 24)}, name="own")
     table = site_table(model)
     layout = table["blocks.0.out"].layout
     assert layout is not None and (layout.body, layout.stride_frames) == ((2, 4, 3), 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.extractions import extracted
 from tests.models_helpers import captured, images
 from tests.small_vits import DIM, Attention, Embedding, feed_forward
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import scaled_error
 from vitsee_core.models.selfcheck import SelfCheck, self_check
@@ -101,7 +101,7 @@ def test_gates_are_read_and_the_sum_is_exact(kind: str) -> None:
     """Every block of ten random models; fitted factors alone lose some blocks of most of these."""
     for seed in range(10):
         torch.manual_seed(seed)
-        model = own_model(Net(kind), SIZE, name="toy")
+        model = model_from_module(Net(kind), SIZE, name="toy")
         table = site_table(model)
         assert len(table.sublayers) == 6, seed
         check = checked(model, table, images(model, 4, seed=seed + 1))
@@ -133,7 +133,7 @@ def test_thirteen_timesteps_of_one_model(timestep: int) -> None:
     net = Net("adaln")
     steps = torch.exp(-torch.arange(DIM // 2) * 9.2 / (DIM // 2)) * timestep
     net.timestep.data = torch.cat([steps.cos(), steps.sin()]).unsqueeze(0)
-    model = own_model(net, SIZE, name="toy")
+    model = model_from_module(net, SIZE, name="toy")
     table = site_table(model)
     assert len(table.sublayers) == 6
     assert checked(model, table, images(model, 4)).figures["sums"]["max"] == 0

@@ -17,7 +17,7 @@ from tests.extractions import extract, extracted
 from tests.models_helpers import captured, images
 from tests.newest_models import SIZE, MultiView
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import self_check
 from vitsee_core.models.site_tables import site_table
@@ -30,7 +30,7 @@ REGISTERS = tuple(f"reg{j}.{i}" for j in range(2) for i in range(N_VIEWS))
 
 def of_views(embed: bool = False) -> LoadedModel:
     torch.manual_seed(0)
-    return own_model(MultiView(embed=embed), SIZE, name="views", frames=N_VIEWS)
+    return model_from_module(MultiView(embed=embed), SIZE, name="views", frames=N_VIEWS)
 
 
 def by_kind(x: Tensor, n_scenes: int, n_prefix: int = 3) -> Tensor:
@@ -129,7 +129,7 @@ def test_attention_within_a_view_and_over_all() -> None:
 def test_many_views_have_many_prefix_tokens() -> None:
     """Five tokens of eight views are forty, beyond what a single sequence has."""
     torch.manual_seed(0)
-    model = own_model(MultiView(n_registers=4), SIZE, name="views", frames=8)
+    model = model_from_module(MultiView(n_registers=4), SIZE, name="views", frames=8)
     layout = site_table(model)["global_blocks.1.out"].layout
     assert layout is not None and layout.n_prefix == 40 and layout.body == (8, 4, 4)
 
@@ -193,7 +193,7 @@ def test_a_diffusion_transformer_at_a_timestep(timestep: int) -> None:
     """Gates are read, the residual sums are exact, and branches are the gate times the layer."""
     torch.manual_seed(0)
     module = newest_models.AtTimestep(newest_models.DiffusionTransformer(), timestep)
-    model = own_model(module, SIZE, name="dit")
+    model = model_from_module(module, SIZE, name="dit")
     table, x = site_table(model), images(model, 4)
     assert len(table.sublayers) == 6 and len(table.attention) == 3
     assert table.rollout_refusal is None and not table.remarks
@@ -254,6 +254,6 @@ def test_two_decoders_are_refused_in_a_line_and_the_encoder_runs(folder: Path) -
     store = open_store(folder / "s.zarr")
     assert len(store.plan.sublayers) == 4 and store.plan.rollout
     pairs = newest_models.Pairs(newest_models.TwoViews())
-    model = own_model(pairs, SIZE, name="pairs", frames=2)
+    model = model_from_module(pairs, SIZE, name="pairs", frames=2)
     with pytest.raises(ModelError, match=r"^no block of the model gives 32 tokens"):
         site_table(model)

@@ -14,7 +14,7 @@ from tests import small_vits
 from tests.every_command import vitsee
 from tests.extractions import extracted
 from tests.models_helpers import captured, images, redraw
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
@@ -38,7 +38,7 @@ def build(kind):
 
 
 def model_of(module: nn.Module) -> LoadedModel:
-    model = own_model(module, SIZE, name="toy")
+    model = model_from_module(module, SIZE, name="toy")
     redraw(model.module)
     return model
 

@@ -209,8 +209,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     code = place / "code"
     code.mkdir()
-    (code / "own_model.py").write_text(CODE)
-    names = {"AutoConfig": "own_model.OwnConfig", "AutoModel": "own_model.OwnModel"}
+    (code / "model_from_module.py").write_text(CODE)
+    names = {
+        "AutoConfig": "model_from_module.OwnConfig",
+        "AutoModel": "model_from_module.OwnModel",
+    }
     (code / "config.json").write_text(
         json.dumps({"model_type": "surely_own", "auto_map": names, "width": 12})
     )

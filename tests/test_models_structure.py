@@ -22,7 +22,7 @@ from vitsee_core.models.attention_watch import (
 )
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.lasting_changes import ablate_skips
-from vitsee_core.models.load import load_model, own_model
+from vitsee_core.models.load import load_model, model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import scaled_error
 from vitsee_core.models.site_tables import site_table
@@ -50,7 +50,7 @@ def own(depth: int = 2) -> LoadedModel:
 
 
 def wrapped(module: nn.Module) -> LoadedModel:
-    model = own_model(module, SIZE, name="toy")
+    model = model_from_module(module, SIZE, name="toy")
     redraw(model.module)
     return model
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.test_batch_independence import DIM, TRANSFORM, vit
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.load import hash_weights, own_model
+from vitsee_core.models.load import hash_weights, model_from_module
 from vitsee_core.models.site_tables import site_table
 
 
@@ -115,7 +115,7 @@ def test_a_parametrized_model_is_read_as_the_one_that_it_computes(case: str) -> 
     with torch.inference_mode():
         expected = module(images)
     before = copy.deepcopy(module.state_dict())
-    model = own_model(module, TRANSFORM, name="mine")
+    model = model_from_module(module, TRANSFORM, name="mine")
     table = site_table(model)
     with torch.inference_mode():
         # torch's fused attention, which is off in a model that is read, has other roundings.
@@ -133,7 +133,9 @@ def test_a_buffer_stays_a_buffer() -> None:
     module = vit()
     module.blocks[0].register_buffer("steps", torch.ones(3))
     parametrize.register_parametrization(module.blocks[0], "steps", Twice())
-    block = own_model(module, TRANSFORM, name="mine").module.get_submodule("blocks.0")
+    block = model_from_module(module, TRANSFORM, name="mine").module.get_submodule(
+        "blocks.0"
+    )
     assert dict(block.named_buffers(recurse=False))["steps"].tolist() == [2.0, 2.0, 2.0]
 
 
@@ -142,7 +144,7 @@ def test_a_pruned_layer_and_norms_of_the_older_kind() -> None:
     module = vit()
     prune.l1_unstructured(module.blocks[0].mlp.fc1, "weight", 0.5)
     nn.utils.spectral_norm(module.blocks[1].mlp.fc1)
-    model = own_model(module, TRANSFORM, name="mine", copied=True)
+    model = model_from_module(module, TRANSFORM, name="mine", copied=True)
     names = {site.name for site in site_table(model).sites}
     assert {"blocks.0.mlp.fc1", "blocks.1.mlp.fc1"} <= names
 
@@ -153,7 +155,7 @@ def test_weights_that_change_at_every_access_are_refused() -> None:
     with pytest.raises(
         ModelError, match=r"blocks\.1\.attn\.proj\.weight changes from run to run"
     ):
-        own_model(module, TRANSFORM, name="mine")
+        model_from_module(module, TRANSFORM, name="mine")
 
 
 def dynamically_quantised(dtype: torch.dtype) -> Any:
@@ -223,7 +225,7 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
 def test_weights_without_plain_values_are_one_line(case: str) -> None:
     make, line = UNREADABLE[case]
     with pytest.raises(ModelError, match=line) as error:
-        own_model(make(), TRANSFORM, name="mine")
+        model_from_module(make(), TRANSFORM, name="mine")
     assert "\n" not in str(error.value)
 
 
@@ -238,4 +240,4 @@ def test_extra_state_of_a_layer_is_no_weight() -> None:
     module.norm.load_state_dict(
         {**vit().norm.state_dict(), "_extra_state": {}}, strict=False
     )
-    assert own_model(module, TRANSFORM, name="mine").weights["sha256"] == digest
+    assert model_from_module(module, TRANSFORM, name="mine").weights["sha256"] == digest

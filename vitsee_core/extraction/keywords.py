@@ -30,7 +30,7 @@ from vitsee_core.extraction.sharding import parse_shard
 from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
 from vitsee_core.models.intervention_spec import parse
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import model_from_module
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources.base import BACKENDS, OWN_TRANSFORM
 from vitsee_core.runtime.progress import SILENT, Progress
@@ -193,7 +193,7 @@ def loaded(
     copied: bool = False,
 ) -> LoadedModel:
     """A torch module as a model. values: options in the form of their fields; copied: as for
-    `own_model`. Raises VitseeError: it cannot be copied, or its transform cannot be read; options
+    `model_from_module`. Raises VitseeError: it cannot be copied, or its transform cannot be read; options
     of a model's name."""
     from vitsee_core.images.torch_transforms import transform_config
 
@@ -203,7 +203,7 @@ def loaded(
             "transform says how images are prepared"
         )
     config = None if transform is None else transform_config(transform)
-    return own_model(
+    return model_from_module(
         module,
         config,
         name=name,

@@ -287,7 +287,7 @@ def _load_checkpoint(
     return weights, transform
 
 
-def own_model(
+def model_from_module(
     module: nn.Module,
     transform: Mapping[str, Any] | None = None,
     *,
