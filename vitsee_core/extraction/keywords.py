@@ -192,9 +192,9 @@ def loaded(
     *,
     copied: bool = False,
 ) -> LoadedModel:
-    """A torch module as a model. values: options in the form of their fields; copied: as for
-    `model_from_module`. Raises VitseeError: it cannot be copied, or its transform cannot be read; options
-    of a model's name."""
+    """Return a torch module as a model. values: options in the form of their fields; copied: as for
+    `model_from_module`. Raises VitseeError: it cannot be copied, or its transform cannot be read;
+    options of a model's name."""
     from vitsee_core.images.torch_transforms import transform_config
 
     if given := [key for key in _OF_A_NAME if key in values]:
