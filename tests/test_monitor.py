@@ -136,7 +136,7 @@ def test_training_with_it_equals_training_without_to_the_bit(
 ) -> None:
     plain = Trained(None)
     found: list[Any] = []
-    real = Series._extracted
+    real = Series._extract_step
 
     def careless(self: Series, *args: Any) -> Any:
         """A measurement that takes from every source of random numbers and changes settings."""
@@ -145,7 +145,7 @@ def test_training_with_it_equals_training_without_to_the_bit(
         warnings.simplefilter("ignore")
         return real(self, *args)
 
-    monkeypatch.setattr(Series, "_extracted", careless)
+    monkeypatch.setattr(Series, "_extract_step", careless)
 
     def measure(model: nn.Module, step: int) -> None:
         if not found:
@@ -467,7 +467,7 @@ def test_a_failure_later_is_a_row_the_first_one_an_error(
         raise ValueError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Series, "_extracted", broken)
+        patch.setattr(Series, "_extract_step", broken)
         assert monitor(1) is None
     (photos / "class0" / "more.png").write_bytes(
         (photos / "class0" / "000.png").read_bytes()
@@ -495,7 +495,7 @@ def test_a_signal_reaches_the_trainings_own_handler(
             raise Interrupted("stopped by SIGTERM", "SIGTERM")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Series, "_extracted", stopped)
+            patch.setattr(Series, "_extract_step", stopped)
             assert monitor(1) is None
         assert caught == [signal.SIGTERM]
     finally:
@@ -510,13 +510,13 @@ def test_cost_is_limited(
     (2 s), a second would fit from 40 s of training on, a third from 60 s on."""
     now = [0.0]
     monkeypatch.setattr("vitsee_core.training.monitor.time.perf_counter", lambda: now[0])
-    real = Series._extracted
+    real = Series._extract_step
 
     def slow(self: Series, *args: Any) -> Any:
         now[0] += 2.0
         return real(self, *args)
 
-    monkeypatch.setattr(Series, "_extracted", slow)
+    monkeypatch.setattr(Series, "_extract_step", slow)
     said: list[str] = []
     monitor = monitored(vit, photos, tmp_path / "run", most=0.1, say=said.append)
     done = []

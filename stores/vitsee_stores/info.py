@@ -28,53 +28,77 @@ def describe(
     path: str | os.PathLike[str] | Url,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Everything about a store except its arrays, JSON-compatible; incomplete stores, too.
+    """Describe a store, complete or not, in JSON types: everything except its arrays.
 
-    Reads zarr.json, the labels and three small files per slab. `missing`: runs (first, last) of
-    uncommitted slabs, counted from 0; `claimed`: which processes claim some of them. `n_valid`
-    counts the readable images of the committed slabs; `size_bytes` is the uncompressed size of the
-    published generations. `generations` lists the store as it was made and what was added to it,
-    including what is being added; of that nothing else is in the record but claims and makers.
-    `report` is called with the number of slabs examined and in total, first with 0, from any
-    thread. Raises StoreError: missing, not a vitsee store, of another format version, or damaged.
+    It reads zarr.json, the labels and three small files of each slab. Some of the fields:
+
+        missing      runs (first, last) of uncommitted slabs, counted from 0
+        claimed      processes that claim some of these
+        n_valid      number of readable images in committed slabs
+        size_bytes   uncompressed size of the published generations
+        generations  the store as it was made and what was added to it. One that is still
+                     being added is listed here, and its claims and makers are included above;
+                     the other fields are those of the published generations
+
+    Args:
+        path: folder or URL of the store.
+        report: called from any thread with the number of examined slabs and of all slabs,
+            first with 0.
+
+    Raises:
+        StoreError: `path` is missing, not a vitsee store, of another format version, or
+            damaged.
     """
     files = files_at(path)
-    every = read_generations(files)
-    found = [every[0], *(one for one in every[1:] if one.published)]
-    manifest = found[-1].combined
-    slabs = committed(found, marked=True)
+    generations = read_generations(files)
+    # Readers do not see the generation that is being added.
+    published = [generations[0]]
+    published += [generation for generation in generations[1:] if generation.published]
+    manifest = published[-1].combined
+    is_committed = committed(published, marked=True)
+    committed_slabs = np.flatnonzero(is_committed).tolist()
     plan = manifest.plan
-    grown = len(found) > 1
-    chunks = (
-        GrownChunks(found) if grown else VerifiedChunks(files, manifest, found[0].markers)
-    )
-    there = np.flatnonzero(slabs).tolist()
+    chunks: VerifiedChunks
+    if len(published) > 1:
+        chunks = GrownChunks(published)
+    else:
+        chunks = VerifiedChunks(files, manifest, published[0].markers)
     sizes = n_bytes(plan)
+    claims = []
+    markers = []
+    size_bytes = 0
+    for generation in generations:
+        claims += _claimed(generation.files, generation.markers)
+        markers += generation.markers.values()
+    for generation in published:
+        size_bytes += sum(n_bytes(generation.manifest.plan).values())
+    clip_field = {}
     text: dict[str, Any] = manifest.to_json()
+    if plan.clip is not None:
+        clip_field["clip"] = text["plan"]["clip"]
     return {
         "path": str(files),
-        "complete": bool(slabs.all()) and all(one.complete for one in found),
+        "complete": bool(is_committed.all())
+        and all(generation.complete for generation in published),
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
-        "n_committed": len(there),
-        "missing": _missing(there, plan.n_slabs),
-        "claimed": [claim for one in every for claim in _claimed(one.files, one.markers)],
-        "n_valid": _n_valid(chunks, there, report),
+        "n_committed": len(committed_slabs),
+        "missing": _missing_runs(committed_slabs, plan.n_slabs),
+        "claimed": claims,
+        "n_valid": _n_valid(chunks, committed_slabs, report),
         "slab": plan.slab,
         "codec": plan.codec,
-        "size_bytes": sum(
-            size for one in found for size in n_bytes(one.manifest.plan).values()
-        ),
+        "size_bytes": size_bytes,
         "model": text["model"],
         "weights": weights_name(text["model"]),
-        "sites": {site.name: _site(site) for site in plan.sites},
-        "attention": _attention(plan),
+        "sites": {site.name: _site_record(site) for site in plan.sites},
+        "attention": _attention_record(plan),
         "residual": [name for name, _ in plan.sublayers],
         "grams": [site.name for site in plan.gram_sites],
         "erf": None if plan.erf is None else dataclasses.asdict(plan.erf),
         "inputs": None if plan.inputs is None else list(plan.inputs),
         "canvas": None if plan.canvas is None else text["plan"]["canvas"],
-        **({} if plan.clip is None else {"clip": text["plan"]["clip"]}),
+        **clip_field,
         "features": list(plan.features),
         "transform": text["transform"],
         "class_names": text["class_names"],
@@ -83,8 +107,8 @@ def describe(
         "selfcheck": text["selfcheck"],
         "format": text["format"],
         "store_id": text["store_id"],
-        "generation": found[-1].number,
-        "generations": [_generation(one) for one in every],
+        "generation": published[-1].number,
+        "generations": [_generation_record(generation) for generation in generations],
         "samples_fingerprint": text["samples_fingerprint"],
         "identity": text["identity"],
         "info": text["info"],
@@ -97,41 +121,48 @@ def describe(
             }
             for path, spec in chunks.specs.items()
         },
-        "made_by": _makers(marker for one in every for marker in one.markers.values()),
+        "made_by": _makers(markers),
     }
 
 
-def _generation(one: Generation) -> dict[str, Any]:
-    """The contents and origin of one generation. `sites`: its own, without aliases; `rows`: its
-    first and last image, as rows of the whole store; `committed`: the time of its last commit."""
-    plan = one.manifest.plan
-    first = one.first_slab * plan.slab
+def _generation_record(generation: Generation) -> dict[str, Any]:
+    """Describe the contents and origin of one generation.
+
+    `sites` are those that it stores; `rows` its first and last image, as rows of the combined
+    store; `committed` the time of its last commit.
+    """
+    plan = generation.manifest.plan
+    info = generation.manifest.info
+    first_row = generation.first_slab * plan.slab
+    times = [str(marker.get("committed", "")) for marker in generation.markers.values()]
     return {
-        "number": one.number,
-        "complete": one.complete,
+        "number": generation.number,
+        "complete": generation.complete,
         "sites": [site.name for site in plan.stored],
-        "rows": [first, first + plan.n_images - 1],
+        "rows": [first_row, first_row + plan.n_images - 1],
         "n_slabs": plan.n_slabs,
-        "n_committed": len(one.markers),
+        "n_committed": len(generation.markers),
         "size_bytes": sum(n_bytes(plan).values()),
-        "committed": max(
-            (str(m.get("committed", "")) for m in one.markers.values()), default=""
-        ),
-        "command": one.manifest.info.get("command"),
-        "data_folder": one.manifest.info.get("data_folder"),
-        "store_id": one.manifest.store_id,
+        "committed": max(times, default=""),
+        "command": info.get("command"),
+        "data_folder": info.get("data_folder"),
+        "store_id": generation.manifest.store_id,
     }
 
 
-def _missing(committed: Iterable[int], n_slabs: int) -> list[list[int]]:
-    """Computed from runs: a manifest may claim very many slabs, and missing ones must be free."""
+def _missing_runs(committed: Iterable[int], n_slabs: int) -> list[list[int]]:
+    """Return the runs [first, last] of uncommitted slabs.
+
+    Time depends on the committed slabs alone: a manifest may claim any number of slabs.
+    """
     ends = [-1, *sorted(committed), n_slabs]
     return [[a + 1, b - 1] for a, b in itertools.pairwise(ends) if b - a > 1]
 
 
 def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
-    """Each claimant with its uncommitted slabs; claims may be stale."""
-    by: dict[tuple[str, str], dict[str, Any]] = {}
+    """Return a record of each claimant with its uncommitted slabs; claims may be stale."""
+    # (host, process id) -> record
+    claimants: dict[tuple[str, str], dict[str, Any]] = {}
     try:
         claims = claims_of(files)
     except OSError:  # they only advise
@@ -139,16 +170,19 @@ def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
     for slab, claim in claims.items():
         if slab in committed:
             continue
-        host, pid, when = (str(claim.get(key, "")) for key in ("host", "pid", "time"))
-        one = by.setdefault(
+        host = str(claim.get("host", ""))
+        pid = str(claim.get("pid", ""))
+        when = str(claim.get("time", ""))
+        record = claimants.setdefault(
             (host, pid), {"host": host, "pid": pid, "time": when, "slabs": []}
         )
-        one["time"] = max(one["time"], when)
-        one["slabs"].append(slab)
-    return list(by.values())
+        record["time"] = max(record["time"], when)
+        record["slabs"].append(slab)
+    return list(claimants.values())
 
 
-def _site(site: SiteSpec) -> dict[str, Any]:
+def _site_record(site: SiteSpec) -> dict[str, Any]:
+    """Describe a site; an alias only names the site that it equals."""
     layout = site.layout
     out: dict[str, Any] = {"kind": site.kind, "shape": list(site.shape)}
     if site.site_path is not None:
@@ -173,13 +207,14 @@ def _site(site: SiteSpec) -> dict[str, Any]:
 
 
 def _in_time(layout: TokenLayout) -> dict[str, Any]:
-    """The axis of time of a layout of clips; nothing of other layouts."""
+    """Return the fields about the axis of time of a layout; {} if it has none."""
     if layout.frames is None:
         return {}
     return {"frames": layout.frames, "stride_frames": layout.stride_frames}
 
 
-def _attention(plan: StorePlan) -> dict[str, Any]:
+def _attention_record(plan: StorePlan) -> dict[str, Any]:
+    """Describe the attention summaries: their level, and the blocks of each group."""
     groups = [
         {
             "group": group.prefix,
@@ -198,7 +233,10 @@ def _attention(plan: StorePlan) -> dict[str, Any]:
 def _n_valid(
     chunks: VerifiedChunks, slabs: Sequence[int], report: Callable[[int, int], None]
 ) -> int | None:
-    """None if the counts cannot be read; `vitsee validate` says why."""
+    """Return the number of readable images in these slabs.
+
+    It is None if the counts cannot be read; `vitsee validate` says why.
+    """
     done = itertools.count(1)
 
     def read(slab: int) -> int:
@@ -218,8 +256,10 @@ def _n_valid(
 def _labels(
     chunks: VerifiedChunks, names: list[str] | None
 ) -> list[dict[str, Any]] | None:
-    """Each label with its name and number of images, unlabelled images (label null) last; None if
-    the labels cannot be read."""
+    """Return each label with its name and number of images, unlabelled images last.
+
+    The label of these is null. The result is None if the labels cannot be read.
+    """
     try:
         labels = chunks.read_all(chunks.specs["samples/label"])
     except Unreachable:
@@ -228,21 +268,24 @@ def _labels(
         return None
     numbers, images = np.unique(labels, return_counts=True)
     counts = dict(zip(numbers.tolist(), images.tolist(), strict=True))
-    known = [label for label in sorted(counts) if label >= 0]
-    named = {label: names[label] for label in known if names and label < len(names)}
-    listed = [{"label": n, "name": named.get(n), "n_images": counts[n]} for n in known]
-    return listed + [
-        {"label": None, "name": None, "n_images": n}
-        for label, n in counts.items()
-        if label < 0
-    ]
+    records: list[dict[str, Any]] = []
+    for label in sorted(counts):
+        if label >= 0:
+            name = names[label] if names and label < len(names) else None
+            records.append({"label": label, "name": name, "n_images": counts[label]})
+    for label, n_images in counts.items():
+        if label < 0:
+            records.append({"label": None, "name": None, "n_images": n_images})
+    return records
 
 
 def _makers(markers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The slabs' provenance records, equal ones merged with their count."""
-    once = {"store_id", "slab", "checksums", "committed", "started"}
-    alike = Counter(
-        json.dumps({k: v for k, v in marker.items() if k not in once}, sort_keys=True)
-        for marker in markers
-    )
-    return [{"n_slabs": count, **json.loads(text)} for text, count in alike.items()]
+    """Return the provenance records of slabs, equal ones merged with their count."""
+    differs_by_slab = {"store_id", "slab", "checksums", "committed", "started"}
+    counts: Counter[str] = Counter()
+    for marker in markers:
+        record = {
+            key: value for key, value in marker.items() if key not in differs_by_slab
+        }
+        counts[json.dumps(record, sort_keys=True)] += 1
+    return [{"n_slabs": count, **json.loads(text)} for text, count in counts.items()]

@@ -47,22 +47,29 @@ class Claims:
         self._lock = threading.Lock()
         self._beats = 0
 
-    def take(self, slabs: Sequence[int], most: int) -> list[int]:
-        """Claim up to `most` of these slabs that are unclaimed, else some whose claims are lost. []
-        if others have claimed them all: ask again later. Raises StoreError: claims cannot be
-        written to the store."""
+    def take(self, slabs: Sequence[int], max_slabs: int) -> list[int]:
+        """Claim up to `max_slabs` of these slabs.
+
+        Unclaimed slabs are taken first; if there are none, slabs whose claims are lost.
+
+        Returns:
+            The claimed slabs; [] if others have claimed them all.
+
+        Raises:
+            StoreError: claims cannot be written to the store.
+        """
         try:
             claimed = _claimed(self.files)
             free = [slab for slab in slabs if slab not in claimed]
             # A random start avoids contention with other claimants.
             start = random.randrange(len(free)) if free else 0
-            taken = self._put(free[start:] + free[:start], most)
+            taken = self._put(free[start:] + free[:start], max_slabs)
             if not taken:
                 lost = [
                     slab for slab in slabs if slab in claimed and self._is_lost(slab)
-                ][:most]
+                ][:max_slabs]
                 self.files.remove([_name(slab) for slab in lost])
-                taken = self._put(lost, most)
+                taken = self._put(lost, max_slabs)
         except OSError as error:
             raise StoreError(
                 f"cannot claim slabs of {self.files}: {reason(error)}"
@@ -72,10 +79,10 @@ class Claims:
     def release(self) -> None:
         """Release all held claims. On failure they expire after a while."""
         with self._lock:
-            held = self._held
+            slabs = self._held
             self._held = set()
         try:
-            self.files.remove([_name(slab) for slab in held])
+            self.files.remove([_name(slab) for slab in slabs])
         except OSError as error:
             log.debug("claims stay: %s", reason(error))
 
@@ -107,10 +114,11 @@ class Claims:
                 except OSError as error:
                     log.debug("slab %d: no heartbeat: %s", slab, reason(error))
 
-    def _put(self, slabs: Sequence[int], most: int) -> list[int]:
+    def _put(self, slabs: Sequence[int], max_slabs: int) -> list[int]:
+        """Write claims on the first `max_slabs` of these slabs that nobody has claimed."""
         taken: list[int] = []
         for slab in slabs:
-            if len(taken) == most:
+            if len(taken) == max_slabs:
                 break
             if self.files.put_if_absent(_name(slab), self._text()):
                 taken.append(slab)
@@ -123,6 +131,11 @@ class Claims:
         return json.dumps({**self._about, "beat": self._beats, "time": now}).encode()
 
     def _is_lost(self, slab: int) -> bool:
+        """Return whether the claim on a slab may be taken over.
+
+        It may if its process has ended, if it is of the same run, or if it has not changed for
+        `LOST_SECONDS` of this process' clock.
+        """
         try:
             data = self.files.read(_name(slab), _LARGEST)
         except FileNotFoundError:

@@ -1,5 +1,7 @@
-"""The grammar that chooses sites: names, globs, groups, indices from the end, places in depth; and
-tokens of a site, as the values of `--tokens` name them.
+"""Selectors of sites and tokens.
+
+Sites are chosen by names, globs, groups, indices from the end, or a depth in the model; the
+tokens of a site by the values of `--tokens`. The grammar of site patterns:
 
 blocks,norm           a comma list of groups, names; `!embed` leaves out of what the others choose
 blocks.*.out          a case-sensitive glob; blocks.-1.out counts from the end
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 GROUPS = ("blocks", "head", "residual", "norms", "hidden", "heads", "modules", "all")
 SHOWN_NAMES = 12
 NOT = "!"
-MOST_OF_A_RANGE = 1000
+MAX_RANGE = 1000
 ENDS = ("first", "last")
-PLACES = ("stage", "depth")
+DEPTH_WORDS = ("stage", "depth")
 # A block's path from the container of its stage on: layer3.0, stages.2.blocks.5, blocks.1.0.
 _STAGE = re.compile(
     r"(?:^|\.)(?:layer(?P<one>\d+)|(?:stages|layers|blocks)\.(?P<zero>\d+))\..*\d"
@@ -42,106 +44,123 @@ def select_names(
     what: str = "model",
     hint: str = "vitsee sites MODEL",
 ) -> list[SiteSpec]:
-    """The sites that match any of `patterns`, each once, in the order of `sites`.
+    """Return the sites that match any of the patterns, each once, in the order of `sites`.
 
-    Negative numbers count the neighbouring paths from the end (`stages.-1.blocks.-2.*`). A place in
-    depth selects the block's out, or what `sites` has of that block if there are no outs. If no
-    name matches, the path of one of the model's own modules does (`site_path`). Groups give stored
-    names, never aliases; an alias matched by a glob is excluded if the site it equals is selected.
-    Raises SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
-    run); one that cannot be parsed; patterns that only exclude, or leave nothing.
+    Negative numbers count the neighbouring paths from the end (`stages.-1.blocks.-2.*`). A
+    depth selects the output of a block, or the sites of that block if none has part "out". If
+    no name matches, paths of the model's modules are tried (`site_path`). Groups give stored
+    names, never aliases; an alias that a glob matches is left out if the site that it equals
+    is selected.
+
+    Args:
+        patterns: comma lists of patterns.
+        sites: sites to choose from.
+        what: the searched thing in messages, "model" or "store, LABEL".
+        hint: command that lists the sites, for messages.
+
+    Raises:
+        SiteError: no pattern; a pattern without a match, or one that cannot be parsed;
+            patterns that only exclude, or that leave no site.
     """
-    chosen: set[str] = set()
-    exact: set[str] = set()
-    without: set[str] = set()
-    parts = split_patterns(patterns)
-    if not parts:
+    selected: set[str] = set()
+    exact: set[str] = set()  # selected by name: aliases stay
+    excluded: set[str] = set()
+    terms = split_patterns(patterns)
+    if not terms:
         raise SiteError(
             f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'"
         )
-    for part in parts:
-        pattern = part.removeprefix(NOT)
+    for term in terms:
+        pattern = term.removeprefix(NOT)
         matched = set(_match(pattern, sites, what))
         if not matched:
             raise SiteError(
                 f"no site matches {pattern!r}; sites of this {what}: {_shown(sites)} (run: {hint})"
             )
-        if part.startswith(NOT):
-            without |= matched
+        if term.startswith(NOT):
+            excluded |= matched
             continue
-        chosen |= matched
+        selected |= matched
         if not _is_glob(pattern):
             exact |= matched
-    if without and not chosen - without:
-        raise SiteError(
-            f"{','.join(parts)} leaves no site"
-            + ("" if chosen else f"; name what to take too, as in 'all,{parts[0]}'")
-        )
+    names = selected - excluded
+    if excluded and not names:
+        message = f"{','.join(terms)} leaves no site"
+        if not selected:
+            message += f"; name what to take too, as in 'all,{terms[0]}'"
+        raise SiteError(message)
     return [
         site
         for site in sites
-        if site.name in chosen - without
-        and (site.alias_of not in chosen - without or site.name in exact)
+        if site.name in names and (site.alias_of not in names or site.name in exact)
     ]
 
 
 def split_patterns(patterns: Iterable[str]) -> list[str]:
-    """Comma lists as single patterns, ranges as one each; a comma in brackets belongs to a glob."""
-    parts = [
-        part.strip()
-        for pattern in patterns
-        for part in re.split(r",(?![^[]*\])", pattern)
-    ]
-    return [one for part in parts for one in _each_number(part)]
+    """Split comma lists into single patterns, and ranges into a pattern for each number.
+
+    A comma in brackets belongs to a glob.
+    """
+    expanded: list[str] = []
+    for comma_list in patterns:
+        for pattern in re.split(r",(?![^[]*\])", comma_list):
+            expanded += _expand_range(pattern.strip())
+    return expanded
 
 
-def _each_number(part: str) -> list[str]:
-    """`blocks.6.out`, `blocks.7.out` for `blocks.6..7.out`. Raises SiteError: no such range."""
-    match = re.search(r"(?<![\d-])(\d{1,6})\.\.(\d{1,6})(?![\d])", part)
+def _expand_range(pattern: str) -> list[str]:
+    """Return `blocks.6.out` and `blocks.7.out` for `blocks.6..7.out`.
+
+    Raises:
+        SiteError: the second number is smaller, or the range has more than `MAX_RANGE`.
+    """
+    match = re.search(r"(?<![\d-])(\d{1,6})\.\.(\d{1,6})(?![\d])", pattern)
     if match is None:
-        return [part]
+        return [pattern]
     first = int(match[1])
     last = int(match[2])
-    if not first <= last < first + MOST_OF_A_RANGE:
+    if not first <= last < first + MAX_RANGE:
         raise SiteError(
-            f"{part!r} is no range; expected two numbers, the smaller one first"
+            f"{pattern!r} is no range; expected two numbers, the smaller one first"
         )
-    return [
-        one
-        for number in range(first, last + 1)
-        for one in _each_number(f"{part[: match.start()]}{number}{part[match.end() :]}")
-    ]
+    before = pattern[: match.start()]
+    after = pattern[match.end() :]
+    expanded: list[str] = []
+    for number in range(first, last + 1):
+        # The rest may have further ranges.
+        expanded += _expand_range(f"{before}{number}{after}")
+    return expanded
 
 
 def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
+    """Yield the names of the sites that one pattern matches; `what` is for messages."""
     if pattern in GROUPS:
         for site in sites:
             if site.alias_of is None and (pattern == "all" or pattern in site.groups):
                 yield site.name
         return
-    if pattern in ENDS or pattern.partition(":")[0] in PLACES:
-        yield from _at_place(pattern, sites, what)
+    if pattern in ENDS or pattern.partition(":")[0] in DEPTH_WORDS:
+        yield from _match_depth(pattern, sites, what)
         return
-    matched = list(_named(pattern, {site.name: site.name for site in sites}))
-    # Modules' own paths count where no name of vitsee's is meant.
-    yield from matched or _named(
-        pattern, {s.site_path: s.name for s in sites if s.site_path}
-    )
+    matched = list(_match_keys(pattern, {site.name: site.name for site in sites}))
+    # Paths of modules count only where no name of vitsee's is meant.
+    paths = {site.site_path: site.name for site in sites if site.site_path}
+    yield from matched or _match_keys(pattern, paths)
 
 
-def _named(pattern: str, names: Mapping[str, str]) -> Iterator[str]:
-    """The values of the keys that match."""
-    for wanted in _without_negatives(pattern.split("."), list(names)):
+def _match_keys(pattern: str, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the values of the keys that a name or glob matches."""
+    for resolved in _without_negatives(pattern.split("."), list(names)):
         for key, name in names.items():
-            if key == wanted or (_is_glob(wanted) and fnmatchcase(key, wanted)):
+            if key == resolved or (_is_glob(resolved) and fnmatchcase(key, resolved)):
                 yield name
 
 
-# ---------------------------------------------------------------- places in depth
+# ---------------------------------------------------------------- depths in the model
 
 
-def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
-    """The outs (or their substitutes) of the block at a place in depth."""
+def _match_depth(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
+    """Return the outputs of the block at a depth, or the block's sites if none is one."""
     outs = [site for site in sites if site.part == "out" and site.block]
     # Tables of blocks or of sublayers have no parts; their first entry has depth 0.
     first_depth = 1 if outs else 0
@@ -153,47 +172,64 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
         chosen = [site for site in candidates if site.rel_depth == 1]
     elif word == "depth":
         try:
-            place = float(text)
+            depth = float(text)
         except ValueError:
-            place = -1.0
-        if not 0 <= place <= 1:
+            depth = -1.0  # refused below
+        if not 0 <= depth <= 1:
             raise SiteError(
                 f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)"
             )
         # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
         by_distance = sorted(
-            candidates, key=lambda site: round(abs(site.rel_depth - place), 9)
+            candidates, key=lambda site: round(abs(site.rel_depth - depth), 9)
         )
         chosen = by_distance[:1]
     else:
-        chosen = _of_stage(pattern, text, candidates, what)
+        chosen = _last_of_stage(pattern, text, candidates, what)
     blocks = {site.block for site in chosen}
     return [site.name for site in candidates if site.block in blocks]
 
 
-def _of_stage(
-    pattern: str, text: str, found: Sequence[SiteSpec], what: str
+def _last_of_stage(
+    pattern: str, text: str, candidates: Sequence[SiteSpec], what: str
 ) -> list[SiteSpec]:
+    """Return the last of the candidates that belongs to a stage.
+
+    Args:
+        pattern: the whole pattern, for messages.
+        text: number of the stage; a negative one counts from the end.
+        candidates: sites of blocks.
+        what: the searched thing in messages.
+
+    Raises:
+        SiteError: no number, no stages, or no such stage.
+    """
     if not re.fullmatch(r"-?\d+", text):
         raise SiteError(
             f"{pattern!r} is no stage; expected stage:0, stage:1, ... or stage:-1"
         )
     stages: dict[int, SiteSpec] = {}
-    for site in found:
+    for site in candidates:
         match = _STAGE.search(site.block or "")
         if match is not None:
-            number = int(match["zero"]) if match["one"] is None else int(match["one"]) - 1
+            # `layer1` is stage 0; `stages` and `layers` count from 0.
+            if match["one"] is None:
+                number = int(match["zero"])
+            else:
+                number = int(match["one"]) - 1
             stages[number] = site  # the last one stays
     if len(stages) < 2 and not any(stages):
         raise SiteError(
             f"{pattern!r}: this {what} has no stages; name a place by depth:F"
         )
     numbers = range(max(stages) + 1)
-    wanted = int(text)
-    if not -len(numbers) <= wanted < len(numbers) or numbers[wanted] not in stages:
-        has = ", ".join(map(str, sorted(stages)))
-        raise SiteError(f"no stage matches {pattern!r}; stages of this {what}: {has}")
-    return [stages[numbers[wanted]]]
+    index = int(text)
+    if not -len(numbers) <= index < len(numbers) or numbers[index] not in stages:
+        stage_list = ", ".join(map(str, sorted(stages)))
+        raise SiteError(
+            f"no stage matches {pattern!r}; stages of this {what}: {stage_list}"
+        )
+    return [stages[numbers[index]]]
 
 
 # ---------------------------------------------------------------- names
@@ -204,34 +240,46 @@ def _is_glob(pattern: str) -> bool:
 
 
 def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
-    """The pattern with each negative number replaced by the index it counts to, once for each path
-    that the parts before it match."""
-    for place, part in enumerate(parts):
+    """Replace each negative number of a pattern by the index that it counts to.
+
+    Args:
+        parts: the pattern, split at dots.
+        names: paths of all sites; `-1` is the last number that stands at its position behind
+            one prefix.
+
+    Returns:
+        A pattern for each prefix that the parts before the number match.
+    """
+    for position, part in enumerate(parts):
         if not (part.startswith("-") and part[1:].isdigit()):
             continue
+        # prefix -> the numbers that stand behind it
         siblings: dict[str, set[int]] = {}
         for name in names:
-            own = name.split(".")
-            before = own[:place]
+            name_parts = name.split(".")
+            prefix = name_parts[:position]
             if (
-                len(own) > place
-                and own[place].isdigit()
-                and all(map(fnmatchcase, before, parts[:place]))
+                len(name_parts) > position
+                and name_parts[position].isdigit()
+                and all(map(fnmatchcase, prefix, parts[:position]))
             ):
-                siblings.setdefault(".".join(before), set()).add(int(own[place]))
+                number = int(name_parts[position])
+                siblings.setdefault(".".join(prefix), set()).add(number)
         resolved: list[str] = []
-        for before_text, numbers in siblings.items():
+        for prefix_text, numbers in siblings.items():
             if int(part[1:]) <= len(numbers):
                 number = sorted(numbers)[int(part)]
-                head = before_text.split(".") if before_text else []
+                head = prefix_text.split(".") if prefix_text else []
+                # The parts behind it may have further negative numbers.
                 resolved += _without_negatives(
-                    [*head, str(number), *parts[place + 1 :]], names
+                    [*head, str(number), *parts[position + 1 :]], names
                 )
         return resolved
     return [".".join(parts)]
 
 
 def _shown(sites: Sequence[SiteSpec]) -> str:
+    """Return the names of sites for a message, at most `SHOWN_NAMES`."""
     names = [site.name for site in sites]
     more = f", ... ({len(names)} in all)" if len(names) > SHOWN_NAMES else ""
     return (", ".join(names[:SHOWN_NAMES]) + more) or "none"
@@ -248,13 +296,13 @@ _CELL_IN_TIME = re.compile(rf"([0-9]+) *, *{_CELL.pattern}")
 
 
 def parse_cell(text: str) -> tuple[int, int] | None:
-    """(row, col) of `ROW,COL`; None for any other text."""
+    """Return (row, col) of `ROW,COL`; None for any other text."""
     match = _CELL.fullmatch(text)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def parse_place(text: str) -> tuple[int, ...] | None:
-    """(row, col) of `ROW,COL`, (frame, row, col) of `FRAME,ROW,COL`; None for any other text."""
+    """Return (row, col) of `ROW,COL`, (frame, row, col) of `FRAME,ROW,COL`, else None."""
     match = _CELL_IN_TIME.fullmatch(text) or _CELL.fullmatch(text)
     return None if match is None else tuple(map(int, match.groups()))
 
@@ -314,21 +362,23 @@ class TokenSelection(str):
         return self in VECTOR_WORDS or self.cell is not None
 
     def members(self, layout: TokenLayout) -> range:
-        """Indices of its tokens among all tokens of the layout; empty if there are none."""
+        """Return the indices of its tokens among all tokens of a layout; maybe none."""
         n = layout.n_tokens
         n_prefix = layout.n_prefix
         if self == "cls":
             return layout.cls_tokens
-        if (place := parse_place(self)) is not None:
-            body = () if layout.grid is None else layout.body
-            if len(place) != len(body) or any(
-                i >= n for i, n in zip(place, body, strict=True)
-            ):
+        cell = parse_place(self)
+        if cell is not None:
+            grid = () if layout.grid is None else layout.body
+            if len(cell) != len(grid):
                 return range(0)
-            at = 0  # row by row; without numpy, which `vitsee --help` does not load
-            for i, n_along in zip(place, body, strict=True):
-                at = at * n_along + i
-            return range(n_prefix + at, n_prefix + at + 1)
+            if any(i >= length for i, length in zip(cell, grid, strict=True)):
+                return range(0)
+            # C order; without numpy, which `vitsee --help` does not load
+            cell_index = 0
+            for i, length in zip(cell, grid, strict=True):
+                cell_index = cell_index * length + i
+            return range(n_prefix + cell_index, n_prefix + cell_index + 1)
         return {
             "first": range(min(n, 1)),
             "rest": range(1, max(n, 1)),
@@ -338,26 +388,39 @@ class TokenSelection(str):
         }.get(self, range(n))
 
     def require(self, layout: TokenLayout, owner: str) -> range:
-        """Like `members`, but at least one token. Raises SiteError: the layout has none; `owner`
-        names the store and the site."""
+        """Return the indices of its tokens, at least one.
+
+        Args:
+            layout: token layout of the site.
+            owner: name of the store and the site, for messages.
+
+        Raises:
+            SiteError: the layout has no such token.
+        """
         if members := self.members(layout):
             return members
         special = {"cls": "class token", "rest": "tokens but the first"}
-        what = special.get(self, f"tokens {str(self)!r}")
+        lacking = special.get(self, f"tokens {str(self)!r}")
         counted = ""
         if self.cell is not None:
-            what = f"token {self}"
+            lacking = f"token {self}"
             counted = ", counted from 0"
         raise SiteError(
-            f"{owner} has no {what}: it has {describe_layout(layout)}{counted}"
+            f"{owner} has no {lacking}: it has {describe_layout(layout)}{counted}"
         )
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token; row, col and, of a clip, frame are those of a cell."""
+    """One token of a layout.
 
-    # its kind in the prefix, `ROW,COL` or `FRAME,ROW,COL` for a cell, the number of a plain row
+    Attributes:
+        name: kind of a prefix token; `ROW,COL` or `FRAME,ROW,COL` of a cell; number of a plain
+            row.
+        row, col: position of a cell in the grid, else None.
+        frame: index in time of a cell of a clip, else None.
+    """
+
     name: str
     row: int | None = None
     col: int | None = None
@@ -366,21 +429,24 @@ class Token:
 
 @lru_cache(maxsize=32)
 def layout_tokens(layout: TokenLayout) -> tuple[Token, ...]:
-    prefix = (Token(name) for name in layout.prefix)
+    """Return the tokens of a layout in the store's order."""
+    tokens = [Token(name) for name in layout.prefix]
     if layout.grid is None:
-        return (*prefix, *(Token(str(i)) for i in range(layout.rows)))
+        tokens += [Token(str(i)) for i in range(layout.rows)]
+        return tuple(tokens)
     rows, cols = layout.grid
     if layout.frames is None:
-        return (
-            *prefix,
-            *(Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)),
-        )
-    places = itertools.product(range(layout.frames), range(rows), range(cols))
-    return (*prefix, *(Token(f"{t},{r},{c}", r, c, t) for t, r, c in places))
+        for row, col in itertools.product(range(rows), range(cols)):
+            tokens.append(Token(f"{row},{col}", row, col))
+        return tuple(tokens)
+    cells = itertools.product(range(layout.frames), range(rows), range(cols))
+    for frame, row, col in cells:
+        tokens.append(Token(f"{frame},{row},{col}", row, col, frame))
+    return tuple(tokens)
 
 
 def describe_layout(layout: TokenLayout) -> str:
-    """A layout in words."""
+    """Describe a token layout in words."""
     prefix = f"prefix {', '.join(layout.prefix)}" if layout.prefix else "no prefix tokens"
     if layout.grid is None:
         return f"{prefix} and {layout.rows} rows that are no image grid"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -44,11 +44,26 @@ from vitsee_stores.layout import StorePlan
 T = TypeVar("T")
 
 
-class SlabLoop:
-    """Makes and commits slabs. Results: `written`, `clock`, `unreadable`, `not_finite` (images that
-    break the model), `remarks` and `overtaken` (slabs that another process committed meanwhile).
+class _SlabTools(NamedTuple):
+    """What every slab of a run is made with."""
 
-    reload: loads the batches of a slab anew, for those that one image has made NaN.
+    observer: SlabObserver
+    capture: Capture | NativeCapture
+    grams: SlabGrams
+    stop: StopRequest
+    pool: ThreadPoolExecutor  # the writer's thread
+
+
+class SlabLoop:
+    """Makes and commits slabs.
+
+    Attributes:
+        clock: time by stage.
+        written: number of bytes written.
+        overtaken: slabs that another process committed while this one made them.
+        unreadable: (row, id, reason) of images that could not be read.
+        not_finite: (row, id, reason) of images that break the model.
+        remarks: remark about an image -> number of such images.
     """
 
     def __init__(
@@ -61,6 +76,18 @@ class SlabLoop:
         reload: Callable[[int], Generator[Batch]] | None = None,
         on_error: str = "nan",
     ):
+        """Prepare a loop.
+
+        Args:
+            prepared: the checked extraction.
+            writer: writer of its store.
+            provenance: record of this process for the commit markers.
+            strategy: how Gram matrices are computed.
+            erf: sums of receptive fields, if the store has any.
+            reload: function that loads the batches of slab k anew, to find the images that
+                made it NaN.
+            on_error: "fail" to stop at such an image, "nan" to leave it out.
+        """
         self.prepared = prepared
         self.writer = writer
         self.strategy = strategy
@@ -74,7 +101,7 @@ class SlabLoop:
         self.not_finite: list[tuple[int, str, str]] = []
         self._reload = reload
         self._fails = on_error == "fail"
-        self._broken: dict[int, NotFinite] = {}
+        self._broken: dict[int, NotFinite] = {}  # slab -> why it is not finite
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
@@ -85,11 +112,18 @@ class SlabLoop:
         stop: StopRequest,
         progress: Progress,
     ) -> None:
-        """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
+        """Make slabs from their batches, in order, until all are made or a signal came.
+
+        Args:
+            todo: indices of the slabs.
+            loading: their batches.
+            stop: whether a signal came.
+            progress: advanced by images and bytes.
+        """
         self.progress = progress
         prepared = self.prepared
-        plan = self.prepared.plan
-        device = self.prepared.device
+        plan = prepared.plan
+        device = prepared.device
         table = prepared.table
         capture: Capture | NativeCapture
         if plan.canvas is not None and plan.canvas.own_grids:
@@ -108,76 +142,79 @@ class SlabLoop:
             nullcontext() if prepared.changes is None else prepared.changes.applied(),
             capture,
         ):
+            tools = _SlabTools(observer, capture, grams, stop, pool)
             for k in todo:
-                if not self._make(k, observer, capture, grams, feed, stop, pool):
+                if not self._make(k, feed, tools):
                     break
             self._wait()
             if self._broken:
-                self._make_again(observer, capture, grams, stop, pool)
+                self._make_again(tools)
+        # An error of the writer that no later slab has met is raised here.
         for future in self._pending:
             future.result()
 
     def _wait(self) -> None:
+        """Wait until the writer has nothing to do."""
         with self.clock("waiting for the writer"):
             wait(self._pending)
 
     def _make(
         self,
         k: int,
-        observer: SlabObserver,
-        capture: Capture | NativeCapture,
-        grams: SlabGrams,
         feed: PixelFeed,
-        stop: StopRequest,
-        pool: ThreadPoolExecutor,
+        tools: _SlabTools,
     ) -> bool:
-        """One slab through the model, handed to the writer; False if a signal came before."""
+        """Pass slab `k` through the model and hand it to the writer.
+
+        Returns:
+            False if a signal came before the slab was complete.
+        """
         plan = self.prepared.plan
         with self.clock("waiting for the writer"):
             buffers = self._take(self._free)
-            grams.reserve(buffers, self._take)
-        if not self._forward(k, buffers, observer, capture, feed, stop):
+            tools.grams.reserve(buffers, self._take)
+        if not self._forward(k, buffers, feed, tools):
             return False
         with self.clock("reductions"):
-            observer.finish()
-        fields: dict[str, NDArray[Any]] = {}
+            tools.observer.finish()
+        erf_arrays: dict[str, NDArray[Any]] = {}
         if self.erf is not None and k < plan.n_erf_slabs:
             with self.clock("erf"):
-                fields = self.erf.finish(f"slab {k}")
-        self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
+                erf_arrays = self.erf.finish(f"slab {k}")
+        writing = tools.pool.submit(self._write, k, buffers, tools.grams, erf_arrays)
+        self._pending.append(writing)
         return True
 
-    def _make_again(
-        self,
-        observer: SlabObserver,
-        capture: Capture | NativeCapture,
-        grams: SlabGrams,
-        stop: StopRequest,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        """Make the slabs that came out NaN once more, without the images that did it. Raises
-        NotFinite: as `without_broken`."""
+    def _make_again(self, tools: _SlabTools) -> None:
+        """Make the slabs that came out NaN once more, without the images that did it.
+
+        Raises:
+            NotFinite: no image breaks the model by itself, or all do; or one does, and images
+                that break the model are to end the run.
+        """
         prepared = self.prepared
         self.progress = SILENT
         failures = self._broken
         self._broken = {}
         for k, failure in sorted(failures.items()):
-            if self._reload is None or not isinstance(capture, Capture):
+            if self._reload is None or not isinstance(tools.capture, Capture):
                 raise failure
-            if isinstance(observer, TiledObserver):
+            if isinstance(tools.observer, TiledObserver):
                 raise failure
-            ids = prepared.selection.samples.ids
             with closing(self._reload(k)) as loading, self.clock("model"):
-                look = partial(self._look, k, observer, capture)
                 batches, left_out = without_broken(
-                    loading, look, ids, failure, self._fails
+                    loading,
+                    look=partial(self._look, k, tools.observer, tools.capture),
+                    ids=prepared.selection.samples.ids,
+                    failure=failure,
+                    fail=self._fails,
                 )
             n_unreadable = len(self.unreadable)
             remarks = self.remarks.copy()
             feed = PixelFeed(iter(batches), prepared.device)
-            if not self._make(k, observer, capture, grams, feed, stop, pool):
+            if not self._make(k, feed, tools):
                 return
-            # Both have been counted the first time.
+            # Both were counted when the slab was made first.
             del self.unreadable[n_unreadable:]
             self.remarks = remarks
             self.not_finite += [
@@ -190,28 +227,32 @@ class SlabLoop:
     def _look(
         self, k: int, observer: SlabObserver, capture: Capture, batch: Batch
     ) -> FiniteWatch:
-        """The images of a batch of slab `k` whose activations are not finite."""
+        """Find the images of a batch of slab `k` whose activations are not finite."""
         prepared = self.prepared
         watch = FiniteWatch()
         if prepared.changes is not None:
             prepared.changes.begin(prepared.plan.rows(k))
             prepared.changes.at(batch.rows)
-        given = batch.pixels.to(prepared.device)
-        pixels = normalise(given, prepared.model.transform, prepared.device)
-        for part in self._parts(pixels, batch, observer):
-            capture.run(part, watch)
+        on_device = batch.pixels.to(prepared.device)
+        pixels = normalise(on_device, prepared.model.transform, prepared.device)
+        for pass_pixels in self._passes(pixels, batch, observer):
+            capture.run(pass_pixels, watch)
         if isinstance(observer, FrameObserver):
-            frames = len(pixels[0])
+            # Rows count frames: a clip gets the site of the first of its frames. Reversed, as
+            # the last one written to a dict stays.
+            n_frames = len(pixels[0])
             sites = dict(reversed(watch.first_sites.items()))
-            watch.first_sites = {row // frames: site for row, site in sites.items()}
+            watch.first_sites = {row // n_frames: site for row, site in sites.items()}
         return watch
 
     @contextmanager
     def _memory(
         self, plan: StorePlan, sets: int
     ) -> Iterator[tuple[SlabGrams, SlabObserver]]:
-        """Context with host memory for `sets` slabs and the observer that fills it; freed once no
-        copy is pending."""
+        """Context with host memory for `sets` slabs, and the observer that fills it.
+
+        The memory is freed once no copy is pending.
+        """
         device = self.prepared.device
         with ExitStack() as stack:
             for _ in range(sets):
@@ -221,20 +262,20 @@ class SlabLoop:
             grams = stack.enter_context(
                 self.strategy.open(plan, device, self.clock, self.writer.place)
             )
-            kind = SlabObserver
+            observer_type = SlabObserver
             if plan.canvas is not None and plan.canvas.tiles is not None:
-                kind = TiledObserver
+                observer_type = TiledObserver
             elif plan.canvas is not None and plan.canvas.own_grids:
-                kind = NativeObserver
+                observer_type = NativeObserver
             elif plan.clip is not None and plan.clip.by_frame:
-                kind = FrameObserver
+                observer_type = FrameObserver
             clock = self.clock if device.type == "cpu" else None
-            observer = kind(plan, device, grams, self.prepared.precision, clock)
+            observer = observer_type(plan, device, grams, self.prepared.precision, clock)
             stack.callback(observer.close)
             yield grams, observer
 
     def _take(self, free: queue.SimpleQueue[T]) -> T:
-        """Wait for a free set; an error of the writer is raised here."""
+        """Wait for a free set of memory and return it; raise an error of the writer."""
         while True:
             for future in self._pending:
                 if future.done():
@@ -248,14 +289,14 @@ class SlabLoop:
         self,
         k: int,
         buffers: SlabBuffers,
-        observer: SlabObserver,
-        capture: Capture | NativeCapture,
         feed: PixelFeed,
-        stop: StopRequest,
+        tools: _SlabTools,
     ) -> bool:
-        """One slab through the model; False if a signal came before it was complete."""
+        """Pass slab `k` through the model; return False if a signal came before its end."""
         prepared = self.prepared
         clock = self.clock
+        observer = tools.observer
+        capture = tools.capture
         rows = prepared.plan.rows(k)
         observer.start(buffers)
         changes = prepared.changes
@@ -265,38 +306,44 @@ class SlabLoop:
             self.erf.start()
         row = rows.start
         while row < rows.stop:
-            if stop:
+            if tools.stop:
                 return False
             with clock("loading"):
-                batch, given = feed.take()
+                batch, on_device = feed.take()
             self.unreadable += batch.errors
             self.remarks.update(batch.remarks)
             with _batch_fits(len(batch.valid), prepared.device):
                 with clock("model"):
-                    pixels = normalise(given, prepared.model.transform, prepared.device)
+                    pixels = normalise(
+                        on_device, prepared.model.transform, prepared.device
+                    )
                     observer.begin_batch(row - rows.start, batch)
                     if changes is not None:
                         changes.at(slice(row, row + len(batch.valid)))
-                    for part in self._parts(pixels, batch, observer):
-                        capture.run(part, observer)
+                    for pass_pixels in self._passes(pixels, batch, observer):
+                        capture.run(pass_pixels, observer)
                     if changes is not None:
                         changes.check()
+                # The next pixels are copied while the device still works on these.
                 with clock("loading"):
                     feed.ahead()
                 with clock("reductions"):
                     observer.end_batch()
-                if not self._add_erf(row, pixels, batch, capture, stop):
+                if not self._add_erf(row, pixels, batch, tools):
                     return False
             row += len(batch.valid)
             self.progress.advance(len(batch.valid), 0)
         return True
 
-    def _parts(
+    def _passes(
         self, pixels: torch.Tensor, batch: Batch, observer: SlabObserver
     ) -> Iterable[torch.Tensor]:
-        """Inputs of single forward passes: a batch, its frames, its images of one size, or some of
-        its tiles."""
+        """Cut a batch into the inputs of single forward passes.
+
+        An input is the batch, its frames, its images of one size, or some of its tiles.
+        """
         if isinstance(observer, FrameObserver):
+            # (clips, frames, 3, H, W) -> (clips x frames, 3, H, W)
             return (pixels.flatten(0, 1),)
         if isinstance(observer, NativeObserver):
             return observer.parts(pixels, batch.size.tolist())
@@ -309,31 +356,34 @@ class SlabLoop:
         row: int,
         pixels: torch.Tensor,
         batch: Batch,
-        capture: Capture | NativeCapture,
-        stop: StopRequest,
+        tools: _SlabTools,
     ) -> bool:
-        """Receptive fields of a batch that begins at this row of the store; False if a signal came
-        before they were complete."""
+        """Add the receptive fields of a batch that begins at this row of the store.
+
+        Returns:
+            False if a signal came before all were added.
+        """
         plan = self.prepared.plan
         if self.erf is None or plan.erf is None or row >= plan.erf.n_images:
             return True
-        assert isinstance(capture, Capture)
+        assert isinstance(tools.capture, Capture)
         valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
-        with self.clock("erf"), capture.paused():
-            return self.erf.add(
-                pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop)
-            )
+        valid_pixels = pixels[: len(valid)][valid.to(pixels.device)]
+        # Receptive fields have forward passes of their own, which must not fill the slab.
+        with self.clock("erf"), tools.capture.paused():
+            return self.erf.add(valid_pixels, lambda: bool(tools.stop))
 
     def _write(
         self,
         k: int,
         buffers: SlabBuffers,
         grams: SlabGrams,
-        fields: dict[str, NDArray[Any]],
+        erf_arrays: dict[str, NDArray[Any]],
     ) -> None:
+        """Write and commit slab `k`, in the writer's thread; its buffers are free then."""
         plan = self.prepared.plan
         rows = plan.rows(k)
-        n = rows.stop - rows.start
+        n_images = rows.stop - rows.start
         where = f"{plan.examples} {rows.start} to {rows.stop - 1}"
         buffers.wait()
         precision = self.prepared.precision
@@ -341,13 +391,15 @@ class SlabLoop:
             try:
                 check_peaks(buffers.peaks, plan.stored, where, grams.kept, precision)
             except NotFinite as error:
+                # Made again at the end, without the images that did it.
                 self._broken[k] = error
                 self._free.put(buffers)
                 return
-            sums = {**buffers.sums, **grams.on_host(buffers, n)}
-            slab = to_store(buffers, sums, n, plan) | fields
-            if (known := self.prepared.recorded) is not None:
-                known.check(rows.start, slab["hash"], self.prepared.selection.samples.ids)
+            sums = {**buffers.sums, **grams.on_host(buffers, n_images)}
+            slab = {**to_store(buffers, sums, n_images, plan), **erf_arrays}
+            if self.prepared.recorded is not None:
+                ids = self.prepared.selection.samples.ids
+                self.prepared.recorded.check(rows.start, slab["hash"], ids)
             with locked(self.writer.place, [k], wait=True):
                 size = self.writer.write_slab(k, slab, self.provenance)
         if not size:

@@ -45,24 +45,27 @@ ANALYSES = (
 
 @dataclass(frozen=True)
 class StepFile:
-    """A checkpoint and its step."""
+    """A checkpoint file and its step of the training."""
 
     step: int
     path: Path
 
     def cells(self) -> dict[str, Any]:
-        """The file's cells in the record: name, size and time of change, which identify it."""
+        """Return the file's name, size and time of change, which identify it in the record."""
         status = self.path.stat()
         changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
         return {"file": self.path.name, "size_bytes": status.st_size, "changed": changed}
 
 
 def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]:
-    """The unit of the files of a glob ("step" or "epoch"), the files by step, and the reason for
-    each file without one.
+    """Find the checkpoints of a glob and their steps.
 
-    A step is the number behind `step`, `global_step`, `iter` or `epoch` in a file's name; else the
-    file's own field of that name; else the last number of the name that varies among the files.
+    A step is the number behind `step`, `global_step`, `iter` or `epoch` in a file's name; else
+    the file's field of that name; else the last number of the name that varies among the files.
+
+    Returns:
+        The unit of the steps ("step" or "epoch"), the files by step, and file name -> reason
+        for each file that has no step because it cannot be read.
 
     Raises:
         VitseeError: no file matches, none has a step, or two have the same.
@@ -77,56 +80,73 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         raise VitseeError(
             f"no file matches --checkpoints {pattern!r}; expected a glob of checkpoints, in quotes"
         )
-    named = {path: numbers_in_name(path.stem) for path in paths}
-    unread: dict[str, str] = {}
-    if not any(all(unit in found for found in named.values()) for unit in UNITS):
+    # path -> number by unit
+    numbers = {path: numbers_in_name(path.stem) for path in paths}
+    unreadable: dict[str, str] = {}
+    names_suffice = any(
+        all(unit in by_unit for by_unit in numbers.values()) for unit in UNITS
+    )
+    if not names_suffice:
+        # Reading a checkpoint takes seconds: only if the names do not say it.
         for path in paths:
             try:
-                named[path] |= _in_file(read_file(path))
+                numbers[path] |= _numbers_in_file(read_file(path))
             except ModelError as error:
-                unread[path.name] = str(error)
+                unreadable[path.name] = str(error)
     for unit in UNITS:
-        with_step = {path: found[unit] for path, found in named.items() if unit in found}
-        if with_step and all(path in with_step or path.name in unread for path in paths):
+        step_by_path = {
+            path: by_unit[unit] for path, by_unit in numbers.items() if unit in by_unit
+        }
+        is_complete = all(
+            path in step_by_path or path.name in unreadable for path in paths
+        )
+        if step_by_path and is_complete:
             break
     else:
         unit = "step"
-        with_step = _that_varies(paths)
-        unread = {}
-    if not with_step:
+        step_by_path = _varying_numbers(paths)
+        unreadable = {}
+    if not step_by_path:
         raise VitseeError(
             f"no step in the names of {pattern!r}, nor a field step, global_step or epoch in the "
             "files; expected names such as step_1000.pt"
         )
     files = sorted(
-        (StepFile(step, path) for path, step in with_step.items()),
+        (StepFile(step, path) for path, step in step_by_path.items()),
         key=lambda file: file.step,
     )
-    for one, other in pairwise(files):
-        if one.step == other.step:
+    for file, next_file in pairwise(files):
+        if file.step == next_file.step:
             raise VitseeError(
-                f"two checkpoints of {unit} {one.step}: {one.path} and {other.path}; expected a "
-                "glob that takes one of them"
+                f"two checkpoints of {unit} {file.step}: {file.path} and {next_file.path}; "
+                "expected a glob that takes one of them"
             )
     names = {file.path.name for file in files}
-    return unit, files, {name: why for name, why in unread.items() if name not in names}
+    skipped = {name: why for name, why in unreadable.items() if name not in names}
+    return unit, files, skipped
 
 
-def _in_file(content: Any) -> dict[str, int]:
-    """Unit -> the file's own field."""
-    found: dict[str, int] = {}
-    for unit, words in UNITS.items():
-        for word in words:
-            value = content.get(word) if isinstance(content, Mapping) else None
+def _numbers_in_file(content: Any) -> dict[str, int]:
+    """Return the whole numbers in a checkpoint's fields for steps and epochs, by unit."""
+    numbers: dict[str, int] = {}
+    if not isinstance(content, Mapping):
+        return numbers
+    for unit, field_names in UNITS.items():
+        for name in field_names:
+            value = content.get(name)
+            # Some trainers store the step as a tensor of one entry.
             if getattr(value, "numel", lambda: 0)() == 1:
                 value = value.item()  # type: ignore[union-attr]
             if isinstance(value, (int, float)) and value == int(value):
-                found.setdefault(unit, int(value))
-    return found
+                numbers.setdefault(unit, int(value))
+    return numbers
 
 
-def _that_varies(paths: Sequence[Path]) -> dict[Path, int]:
-    """The last number of the names that is not the same in all; {} if names differ in more."""
+def _varying_numbers(paths: Sequence[Path]) -> dict[Path, int]:
+    """Return the last number in the files' names that is not the same in all, by path.
+
+    The result is empty if the names differ in more than numbers, or have none.
+    """
     numbers = [re.findall(r"\d+", path.stem) for path in paths]
     if len({re.sub(r"\d+", "0", path.stem) for path in paths}) > 1 or not numbers[0]:
         return {}
@@ -138,10 +158,18 @@ def _that_varies(paths: Sequence[Path]) -> dict[Path, int]:
 def applicable(
     model: SurveyedModel, *, with_train: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The analyses of `ANALYSES` that a model offers, and for the others the reason."""
+    """Return which of `ANALYSES` a model supports.
+
+    Args:
+        model: the model.
+        with_train: whether there are images to train on.
+
+    Returns:
+        Their names; and name -> reason for the others.
+    """
     needs = needs_of_analyses()
-    left_out = dict[str, str]()
-    found = list[str]()
+    left_out: dict[str, str] = {}
+    names: list[str] = []
     for name in ANALYSES:
         command = name.partition(":")[0]
         if command == "knn" and not with_train:
@@ -149,8 +177,8 @@ def applicable(
         elif why := model.lack(needs[command]):
             left_out[name] = why
         else:
-            found.append(name)
-    return found, left_out
+            names.append(name)
+    return names, left_out
 
 
 def run(
@@ -159,18 +187,26 @@ def run(
     files: Sequence[StepFile],
     say: Callable[[str], object],
 ) -> list[StepFile]:
-    """Measure every checkpoint that was not measured before, as it is now; returns those that could
-    not be read or measured. Rows say which failed or diverged, and the others go on.
+    """Measure every checkpoint that was not measured before in its present state.
+
+    A checkpoint that cannot be read or that diverged becomes a row of the record, and the
+    others are measured all the same.
 
     Args:
-        series: with a model's name in place.
-        options: of the model, without a checkpoint.
-        files: by step.
-        say: receives a line for each.
+        series: the steps; its name is that of the model.
+        options: the model, without a checkpoint.
+        files: the checkpoints by step.
+        say: receives a line for each of them.
+
+    Returns:
+        The checkpoints that could not be read or measured; diverged ones are not among them.
     """
-    # Only what is there when the work begins: the next call takes what was added meanwhile.
-    about = {file.step: file.cells() for file in files}
-    todo = [file for file in files if not series.is_done(file.step, about[file.step])]
+    # Sizes and times are those of the start: a file that is replaced while this runs is
+    # measured by the next call.
+    file_cells = {file.step: file.cells() for file in files}
+    todo = [
+        file for file in files if not series.is_done(file.step, file_cells[file.step])
+    ]
     if len(todo) < len(files):
         say(
             f"{len(files) - len(todo)} of {plural(len(files), 'checkpoints')}: done before"
@@ -178,50 +214,60 @@ def run(
     if not todo:
         return []
     failed: dict[int, StepFile] = {}
-    reasons = set[tuple[str, str]]()  # of analyses that failed
-    begun: list[StepFile] = []
+    reported: set[tuple[str, str]] = set()  # (stem, reason) of analyses that failed
+    n_begun = 0
 
-    def loaded(file: StepFile) -> LoadedModel:
-        return replace(
-            load_model(**{**vars(options), "checkpoint": file.path}), name=series.name
-        )
+    def load_step(file: StepFile) -> LoadedModel:
+        model = load_model(**{**vars(options), "checkpoint": file.path})
+        return replace(model, name=series.name)
 
     def make(file: StepFile) -> None:
-        series.make(loaded(file), file.step)
+        """Make the store of a checkpoint alone."""
+        series.make(load_step(file), file.step)
 
     def measure(file: StepFile) -> None:
-        cells = about[file.step]
-        _, lost = series.measure(loaded(file), file.step, anew=False, cells=lambda: cells)
-        for stem, why in lost.items():
-            # Once: what a set of images lacks, it lacks at every step.
-            if (
-                said := (stem, why.replace(series.store(file.step).stem, ""))
-            ) not in reasons:
-                reasons.add(said)
+        """Make the store of a checkpoint and run all analyses on it."""
+        _, failed_analyses = series.measure(
+            load_step(file),
+            file.step,
+            anew=False,
+            cells=lambda: file_cells[file.step],
+        )
+        for stem, why in failed_analyses.items():
+            # Reported once: what a set of images lacks, it lacks at every step.
+            reason = (stem, why.replace(series.store(file.step).stem, ""))
+            if reason not in reported:
+                reported.add(reason)
                 say(f"{series.unit} {file.step}: {stem} failed: {why}")
 
     def attempt(file: StepFile, work: Callable[[StepFile], None]) -> bool:
-        """Do it; a failure is a row, and is not tried again."""
+        """Return whether the work succeeds; a failure is recorded and not tried again."""
+        nonlocal n_begun
         if file.step in failed:
             return False
+        n_begun += 1
         try:
-            with without_remarks(bool(begun)):
-                begun.append(file)
+            with without_remarks(n_begun > 1):
                 work(file)
         except VitseeError as error:
             status = DIVERGED if isinstance(error, NotFinite) else FAILED
-            series.record(file.step, status, str(error), **about[file.step])
+            series.record(file.step, status, str(error), **file_cells[file.step])
             say(f"{series.unit} {file.step}: {status}: {error}")
             failed[file.step] = file
         return file.step not in failed
 
-    wanted = {one.against for one in series.analyses}
-    for against, some in ((FIRST, files), (LAST, files[::-1])):
-        if against not in wanted or against in series.ends:
-            continue
-        end = next((file for file in some if attempt(file, make)), None)
-        if end is not None:
-            series.keep_as(against, end.step)
+    def make_reference(against: str, candidates: Sequence[StepFile]) -> None:
+        """Make the store that all steps are compared with: of the first sound candidate."""
+        is_needed = any(measurement.against == against for measurement in series.analyses)
+        if not is_needed or against in series.ends:
+            return
+        for file in candidates:
+            if attempt(file, make):
+                series.keep_as(against, file.step)
+                return
+
+    make_reference(FIRST, files)
+    make_reference(LAST, files[::-1])
     if series.ends.get(LAST, files[-1].step) < files[-1].step:
         last = series.ends[LAST]
         say(
@@ -238,19 +284,28 @@ def run(
 def cost_line(
     model: SurveyedModel, n_files: int, n_images: int, keep: str, speed: float
 ) -> str:
-    """Disk and time, estimated."""
-    one = n_images * model.bytes_of_tokens
-    at_once = n_files if keep == EVERY_STORE else min(n_files, 3)
+    """Describe the disk space and time that checkpoints will take.
+
+    Args:
+        model: the model's shapes.
+        n_files: number of checkpoints.
+        n_images: number of images at each.
+        keep: as for `Series`.
+        speed: floating point operations per second of this machine.
+    """
+    store_bytes = n_images * model.bytes_of_tokens
+    # Stores of the first, the last and the present step exist at once.
+    n_stores = n_files if keep == EVERY_STORE else min(n_files, 3)
     seconds = n_files * n_images * model.flops / (EFFICIENCY * speed)
     return (
         f"{plural(n_files, 'checkpoints')} over {plural(n_images, 'images')}: about "
-        f"{human_bytes(at_once * one)} on disk, {describe_time(seconds)} of extraction on this "
-        "machine"
+        f"{human_bytes(n_stores * store_bytes)} on disk, {describe_time(seconds)} of extraction "
+        "on this machine"
     )
 
 
 def check_name(options: ModelOptions) -> None:
-    """Raise OptionError if a model's name chooses weights, which the checkpoints are."""
+    """Raise OptionError if a model's name chooses weights: the checkpoints are the weights."""
     for key in ("checkpoint", "random_init"):
         if getattr(options, key) is not None:
             raise OptionError(

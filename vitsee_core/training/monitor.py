@@ -1,6 +1,8 @@
-"""`vitsee.Monitor`: measures a model while it is trained, as it is in memory. The training goes on
-as if nothing had happened: what is measured is a copy of the model, in a context that restores what
-measuring may change in the process."""
+"""`vitsee.Monitor`: measures a model while it is trained, as it is in memory.
+
+The training goes on as if nothing had happened: a copy of the model is measured, in a context
+that restores what measuring may change in the process.
+"""
 
 from __future__ import annotations
 
@@ -65,41 +67,44 @@ class Monitor:
             ...  # forward, backward, optimizer.step()
             monitor(step)
 
-    What is measured is a copy in evaluation mode and float32, outside of autocast. The training
-    goes on to the same weights, bit for bit, as without the monitor: mode, gradients, buffers,
-    hooks, random states and signal handlers are as before. `run.zarrs/results/` gets a table per
-    analysis, as its command writes it with the step as first column; `run.zarrs/steps.csv` a row
-    per step: what was measured, what diverged, failed or was skipped, and what it cost.
+    A copy of the model is measured, in evaluation mode and float32, outside of autocast. The
+    training goes on to the same weights, bit for bit, as without the monitor: mode, gradients,
+    buffers, hooks, random states and signal handlers are as before.
+
+    `run.zarrs/results/` gets a table for each analysis, as its command writes it, with the
+    step as first column. `run.zarrs/steps.csv` gets a row for each step: whether it was
+    measured, diverged, failed or was skipped, and how long it took.
 
     Args:
-        model: the torch module that is trained, or its moving average. Of one that is wrapped
-            (torch.compile, DistributedDataParallel, `AveragedModel`) the module below is measured.
-            Under torch.distributed the first process measures, and the others do nothing.
-        data: the images, as for `vitsee extract --data`.
-        output: the folder to fill.
-        every: the interval, in what the calls count: steps or epochs.
-        analyses: names of commands, or name -> the analysis' keywords. `cka:first` compares every
-            step with the first one, `cka:previous` with the one before.
+        model: the torch module that is trained, or its moving average. If it is wrapped
+            (torch.compile, DistributedDataParallel, `AveragedModel`), the module below is
+            measured. Under torch.distributed the first process measures, and the others do
+            nothing.
+        data: images, as for `vitsee extract --data`.
+        output: folder to fill.
+        every: number of steps, or of epochs, between two measurements.
+        analyses: names of commands, or name -> keywords of the analysis. `cka:first` compares
+            every step with the first one, `cka:previous` with the one before.
         transform: how images are prepared, as for `vitsee.extract`; timm's modules need none.
-        name: of the model, in tables.
-        unit: what the calls count: the first column of the tables.
-        train: images of the same classes, which `knn` and `probe` learn from; train_images: how
-            many of them.
-        keep: "tables" removes a step's store once its results are there, but for those that
+        name: name of the model in tables.
+        unit: what the calls count, "step" or "epoch": the first column of the tables.
+        train: images of the same classes, which `knn` and `probe` learn from.
+        train_images: number of images of `train` to use; None for all.
+        keep: "tables" removes a step's store once its results are written, except stores that
             others are compared with; "stores" keeps all.
-        most: the largest share of the training time that measuring may take, such as 0.02: a step
-            that would exceed it is skipped. The first is always measured.
-        log: a logger's function, called with name, value and step for every number: the mean over
-            heads and classes for each metric and site.
-        resume: go on in a folder that has steps, after a restart; rows from the first step that is
-            measured on are replaced.
+        most: largest share of the training time that measuring may take, such as 0.02. A step
+            that would exceed it is skipped; the first is always measured.
+        log: function of a logger, called with name, value and step for every number: the mean
+            over heads and classes for each metric and site.
+        resume: whether to go on in a folder that has steps, after a restart. Rows from the
+            first step that is measured on are replaced.
         say: receives a line for each step; by default it goes to stderr.
-        options: of `vitsee.extract`: images, sites, tokens, device, batch_size, ...; by default
-            on the model's device, with images loaded by one thread.
+        options: keywords of `vitsee.extract`: images, sites, tokens, device, batch_size, ...
+            By default the copy runs on the model's device, and one thread loads images.
 
     Raises:
         OptionError: an unknown analysis or keyword, or values that do not go together.
-        VitseeError: the folder cannot be used; see `Series`.
+        VitseeError: the folder has steps and `resume` is False, or something else.
     """
 
     def __init__(
@@ -140,16 +145,13 @@ class Monitor:
         self._step: int | None = None
         self._series: Series | None = None
         distributed = torch.distributed
-        several = distributed.is_available() and distributed.is_initialized()
-        if not several or distributed.get_rank() == 0:
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        if not is_distributed or distributed.get_rank() == 0:
             check_options(options)
-            chosen = measurements(
-                analyses, (FIRST, PREVIOUS), with_train=train is not None
-            )
             self._series = Series(
                 Path(output),
                 os.fspath(data),
-                chosen,
+                measurements(analyses, (FIRST, PREVIOUS), with_train=train is not None),
                 name=name,
                 unit=unit,
                 train=None if train is None else os.fspath(train),
@@ -161,7 +163,7 @@ class Monitor:
 
     @property
     def trained_seconds(self) -> float:
-        """Time since the first call, without that of measuring."""
+        """Seconds since the first call, without those of measuring."""
         if self._begun is None:
             return 0.0
         return time.perf_counter() - self._begun - self.seconds
@@ -170,14 +172,16 @@ class Monitor:
     def share(self) -> float:
         """Measuring time as a share of the training time; infinite before any training."""
         trained = self.trained_seconds
-        return self.seconds / trained if trained > 0 else float("inf")
+        if trained > 0:
+            return self.seconds / trained
+        return float("inf")
 
     def __call__(self, step: int, *, now: bool = False) -> dict[str, Table] | None:
         """Measure the model if `step` is a multiple of the interval.
 
         Args:
-            step: the number of this step, or epoch.
-            now: measure in any case, as after the last step.
+            step: number of this step, or epoch.
+            now: whether to measure in any case, as after the last step.
 
         Returns:
             The tables of this step by analysis; None if nothing was measured.
@@ -203,7 +207,7 @@ class Monitor:
         tables: dict[str, Table] | None = None
         try:
             with preserve_rng_and_modes(), without_remarks(self._n_measured > 0):
-                tables = self._measured(self._series, step, start)
+                tables = self._measure_step(self._series, step, start)
         finally:
             self._latest = time.perf_counter() - start
             self.seconds += self._latest
@@ -215,21 +219,36 @@ class Monitor:
             self._send(tables, step)
         return tables
 
-    def _measured(
+    def _measure_step(
         self, series: Series, step: int, start: float
     ) -> dict[str, Table] | None:
-        """The tables of a step; None if it diverged or failed, which the record says."""
-        if self._n_measured == 0 and (gone := series.drop_from(step)):
-            again = f"{gone[0]} to {gone[-1]}" if len(gone) > 1 else str(gone[0])
-            self._say(
-                f"{self.unit} {again} of the training before the restart: measured anew"
-            )
+        """Measure the model as it is now.
+
+        Args:
+            series: the steps.
+            step: number of this step.
+            start: when the measurement began, by `time.perf_counter`.
+
+        Returns:
+            The tables by analysis; None if the step diverged or failed, which is recorded.
+        """
+        if self._n_measured == 0:
+            # After a restart the training repeats the steps since its last checkpoint.
+            dropped = series.drop_from(step)
+            if dropped:
+                steps = str(dropped[0])
+                if len(dropped) > 1:
+                    steps = f"{dropped[0]} to {dropped[-1]}"
+                self._say(
+                    f"{self.unit} {steps} of the training before the restart: measured anew"
+                )
 
         def cells() -> dict[str, Any]:
-            return self._cells(time.perf_counter() - start)
+            return self._cost_cells(time.perf_counter() - start)
 
         try:
-            tables, failed = series.measure(self._loaded(series), step, cells=cells)
+            model = self._copy_model(series)
+            tables, failed = series.measure(model, step, cells=cells)
         except NotFinite as error:
             series.record(step, DIVERGED, str(error), **cells())
             self._say(f"{self.unit} {step}: diverged: {error}")
@@ -237,16 +256,18 @@ class Monitor:
             return None
         except Interrupted as error:
             series.record(step, FAILED, str(error), **cells())
-            signal.raise_signal(
-                signal.Signals[error.signal_name]
-            )  # for the training's own handler
+            # The extraction caught the signal, which is meant for the training's handler.
+            signal.raise_signal(signal.Signals[error.signal_name])
             return None
         except Exception as error:
+            # A failure at the first step is a mistake of the user, later ones must not end
+            # the training.
             if self._n_measured == 0:
                 raise
             log.debug("measuring failed", exc_info=True)
-            own = isinstance(error, VitseeError)
-            text = str(error) if own else f"{type(error).__name__}: {error}"
+            text = str(error)
+            if not isinstance(error, VitseeError):
+                text = f"{type(error).__name__}: {error}"
             series.record(step, FAILED, text, **cells())
             self._say(f"{self.unit} {step}: not measured: {text}")
             return None
@@ -256,8 +277,8 @@ class Monitor:
             self._say(f"{self.unit} {step}: {stem} failed: {why}")
         return tables
 
-    def _loaded(self, series: Series) -> LoadedModel:
-        """The model as it is now, copied; by default it is measured on its own device."""
+    def _copy_model(self, series: Series) -> LoadedModel:
+        """Return a copy of the model as it is now, for the device that it is measured on."""
         module = unwrapped(self.model)
         device = next((str(p.device) for p in module.parameters()), "cpu")
         series.options.setdefault("device", device)
@@ -265,30 +286,43 @@ class Monitor:
         return loaded(cpu_copy(module), self._transform, series.name, values, copied=True)
 
     def _would_exceed(self, step: int) -> bool:
-        """Whether measuring would take more than `most` of the training time; this is recorded."""
+        """Return whether measuring would take more than `most` of the training time.
+
+        If so the step is recorded as skipped.
+        """
         if self.most is None or self._n_measured == 0:
             return False
         expected = self.seconds + self._latest
         trained = self.trained_seconds
         if expected <= self.most * trained:
             return False
-        share = f"{100 * expected / trained:.1f} %" if trained > 0 else "all"
-        note = f"would bring measuring to {share} of the training time, most is {self.most:g}"
+        percent = "all"
+        if trained > 0:
+            percent = f"{100 * expected / trained:.1f} %"
+        note = f"would bring measuring to {percent} of the training time, most is {self.most:g}"
         assert self._series is not None
-        self._series.record(step, SKIPPED, note, **self._cells(0.0))
+        self._series.record(step, SKIPPED, note, **self._cost_cells(0.0))
         self._say(f"{self.unit} {step}: skipped: {note}")
         return True
 
-    def _cells(self, spent: float) -> dict[str, float]:
-        """The cost until now, for the record; spent: seconds of a measurement that still runs."""
+    def _cost_cells(self, spent: float) -> dict[str, float]:
+        """Return the cost until now as cells of the record.
+
+        Args:
+            spent: seconds of the measurement that still runs.
+        """
         trained = self.trained_seconds - spent
-        share = (self.seconds + spent) / trained if self._n_measured else float("nan")
+        share = float("nan")  # before the first step nothing was trained
+        if self._n_measured:
+            share = (self.seconds + spent) / trained
         return {
-            **{"seconds": round(spent, 3), "training_seconds": round(trained, 3)},
+            "seconds": round(spent, 3),
+            "training_seconds": round(trained, 3),
             "share": round(share, 6),
         }
 
     def _cost(self) -> str:
+        """Describe the cost of measuring until now."""
         total = f"{self.seconds:.1f} s of measuring"
         if self._n_measured == 1:
             return f"{total} before any training"
@@ -306,8 +340,14 @@ class Monitor:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module below torch.compile, DistributedDataParallel, DataParallel and the averages of
-    torch and timm. Raises ModelError: its parameters are sharded over processes."""
+    """Return the module inside of wrappers.
+
+    Wrappers are torch.compile, DistributedDataParallel, DataParallel, and the moving averages
+    of torch and timm.
+
+    Raises:
+        ModelError: its parameters are sharded over processes.
+    """
     from timm.utils.model_ema import ModelEma, ModelEmaV2, ModelEmaV3
     from torch.optim.swa_utils import AveragedModel
 
@@ -330,26 +370,27 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def cpu_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU, with its parameters and buffers but without gradients, hooks
-    and compiled calls. The module itself is only read; on a GPU it takes no memory.
+    """Copy a module to the CPU, without gradients, hooks and compiled calls.
 
-    Hooks that belong to torch (weight norm, spectral norm, pruning) compute weights and are kept.
+    Parameters and buffers are copied. The module itself is only read, and no memory of its
+    GPU is taken. Hooks of torch (weight norm, spectral norm, pruning) compute weights and are
+    kept.
 
     Raises:
-        ModelError: the module cannot be copied, or a function replaces a `forward`: that of the
-            copy might run the module itself.
+        ModelError: the module cannot be copied, or a function replaces a `forward`: the copy
+            might run the module itself.
     """
+    # What `deepcopy` shall use in place of an object, by the object's id.
     memo: dict[int, Any] = {}
 
-    def keep(tensor: torch.Tensor) -> None:
-        """Have this tensor copied to the CPU, cut off from its graph."""
-        own = tensor.detach().to("cpu", copy=True)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = (
-            nn.Parameter(own, own.is_floating_point()) if is_parameter else own
-        )
+    def copy_tensor(tensor: torch.Tensor) -> None:
+        """Copy a tensor to the CPU, cut off from its graph, into the memo."""
+        copied = tensor.detach().to("cpu", copy=True)
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, copied.is_floating_point())
+        memo[id(tensor)] = copied
 
-    forwards: list[tuple[str, str]] = []
+    forwards: list[tuple[str, str]] = []  # (module, attribute with its forward)
     for name, child in module.named_modules():
         if "_orig_mod" in child._modules:
             continue
@@ -359,18 +400,18 @@ def cpu_copy(module: nn.Module) -> nn.Module:
             *vars(child).values(),
         ):
             if isinstance(value, torch.Tensor):
-                keep(value)
-        for key, value in vars(child).items():
-            if key in HOOKS and value:
-                kinds = {k: type(hook).__module__ for k, hook in value.items()}
-                kept = [
-                    k for k, kind in kinds.items() if kind.startswith("torch.nn.utils.")
-                ]
-                memo[id(value)] = OrderedDict((k, value[k]) for k in kept)
+                copy_tensor(value)
+        for key, hooks in vars(child).items():
+            if key in HOOKS and hooks:
+                memo[id(hooks)] = OrderedDict(
+                    (hook_id, hook)
+                    for hook_id, hook in hooks.items()
+                    if type(hook).__module__.startswith("torch.nn.utils.")
+                )
         if "forward" in vars(child):
             forwards.append((name.replace("._orig_mod", ""), _plain_forward(name, child)))
     try:
-        # In place of what is compiled comes a copy of the module below it, the innermost first.
+        # A compiled module is replaced by a copy of the module below it, the innermost first.
         for child in reversed(list(module.modules())):
             if "_orig_mod" in child._modules:
                 memo[id(child)] = copy.deepcopy(child.get_submodule("_orig_mod"), memo)
@@ -387,8 +428,14 @@ def cpu_copy(module: nn.Module) -> nn.Module:
 
 
 def _plain_forward(name: str, module: nn.Module) -> str:
-    """The attribute with the `forward` that a module runs in its copy: without the autocast that
-    accelerate puts around it. Raises ModelError: no method, which the copy would share."""
+    """Return the attribute that holds the `forward` of a module whose instance has one.
+
+    accelerate puts autocast around `forward` and keeps the plain one under another name, which
+    is returned then.
+
+    Raises:
+        ModelError: it is not a method, so that the copy would share it.
+    """
     key = "_original_forward" if "_original_forward" in vars(module) else "forward"
     if getattr(vars(module)[key], "__self__", None) is not module:
         raise ModelError(
@@ -400,9 +447,11 @@ def _plain_forward(name: str, module: nn.Module) -> str:
 
 @contextmanager
 def preserve_rng_and_modes() -> Iterator[None]:
-    """Context with autocast off, gradients on and float32 as the default type, at whose end the
-    process is as before: random state (Python, NumPy, torch on the CPU and on GPUs), default type
-    and device, torch's threads, and filters of warnings."""
+    """Context with autocast off, gradients on and float32 as the default type.
+
+    At its end the process is as before: random states (Python, NumPy, torch on the CPU and on
+    GPUs), default type and device, torch's number of threads, and filters of warnings.
+    """
     gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
     python = random.getstate()
     numpy = np.random.get_state()

@@ -1,5 +1,6 @@
-"""A model over its training: at each step a store is made and analysed, and the rows of all steps
-are one table per analysis.
+"""A model over its training: at each step a store is made and analysed.
+
+The rows of all steps are one table per analysis.
 
     FOLDER/steps.csv              a row per step: how it ended, from which weights, at what cost
     FOLDER/results/attn-dist.csv  the analysis' own table, with the step in front
@@ -47,27 +48,37 @@ TABLES = "tables"
 EVERY_STORE = "stores"
 KEEPS = (TABLES, EVERY_STORE)
 # Classifiers learn from one vector per image: a store to train on keeps nothing else.
-OF_TRAIN: dict[str, Any] = {"tokens": ("pooled",), "attention": "none", "residual": False}
-
-
-OF_THIS_PROCESS = (
-    "device",
-    "workers",
-    "batch_size",
-)  # options that do not change numbers
+TRAIN_STORE_OPTIONS: dict[str, Any] = {
+    "tokens": ("pooled",),
+    "attention": "none",
+    "residual": False,
+}
+# Options of the analysed stores that a store to train on does not take.
+NOT_FOR_TRAIN = (
+    "sites",
+    *TRAIN_STORE_OPTIONS,
+    "grams",
+    "inputs",
+    "erf",
+    "images",
+    "per_class",
+    "only",
+)
+# Options that do not change numbers: a restart may choose others.
+OF_THIS_PROCESS = ("device", "workers", "batch_size")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An analysis of every step.
+    """An analysis that is run at every step.
 
     Attributes:
-        stem: of its table.
-        run: of its module.
-        options: its keywords.
-        against: the step whose store is compared with each other's: `FIRST`, `LAST`, `PREVIOUS`, or
-            "" for an analysis of one store.
-        learns: it trains on the images to train on.
+        stem: name of its table without suffix, `cka-first`.
+        run: function of the analysis' module.
+        options: keywords of that function.
+        against: the step whose store is compared with every other's: `FIRST`, `LAST`,
+            `PREVIOUS`; "" for an analysis of one store.
+        learns: whether it trains classifiers, on a store of its own images.
     """
 
     stem: str
@@ -83,32 +94,37 @@ def measurements(
     *,
     with_train: bool,
 ) -> list[Measurement]:
-    """The analyses of these names, `attn-dist` or `attn_dist`; `cka:first` for one of two stores,
-    that of the first step and each other's.
+    """Return the analyses of these names, checked.
+
+    A name is that of a command, `attn-dist` or `attn_dist`. `cka:first` names an analysis of
+    two stores: that of the first step and that of each other step.
 
     Args:
         analyses: names, or name -> keywords of the analysis.
-        references: the words allowed after the colon.
+        references: the words that are allowed after the colon.
         with_train: whether there are images to train on.
 
     Raises:
-        OptionError: no such analysis, one that does not take one store, no such keyword, or one
-            that trains, without images for it.
+        OptionError: an unknown analysis or keyword, an analysis that does not take one store,
+            or one that trains, without images for it.
     """
-    given = analyses if isinstance(analyses, Mapping) else {name: {} for name in analyses}
-    if isinstance(analyses, str) or not given:
+    options_by_name = analyses
+    if not isinstance(options_by_name, Mapping):
+        options_by_name = {name: {} for name in options_by_name}
+    if isinstance(analyses, str) or not options_by_name:
         raise OptionError(
             f"analyses are {analyses!r}; expected a list of names of commands"
         )
     return [
         _measurement(name, dict(options), references, with_train)
-        for name, options in given.items()
+        for name, options in options_by_name.items()
     ]
 
 
 def _measurement(
     name: str, options: dict[str, Any], references: Sequence[str], with_train: bool
 ) -> Measurement:
+    """Return one analysis by its name and keywords; arguments as for `measurements`."""
     command, colon, against = name.replace("_", "-").partition(":")
     analysis = command.replace("-", "_")
     if analysis not in registry.names():
@@ -125,6 +141,7 @@ def _measurement(
             f"{name!r}; expected {command}, or with : one of {', '.join(references)}"
         )
     if colon and "pairs" in parameters:
+        # Of two stores of one model, equal depths are compared: all pairs would be squared.
         options.setdefault("pairs", "same-depth")
     if learns and not with_train:
         raise OptionError(
@@ -135,8 +152,14 @@ def _measurement(
 
 
 @dataclass
-class Result:
-    """The rows of all steps until now, notes, and the entries of their stores in the sidecar."""
+class StepTable:
+    """A table with the rows of all steps until now.
+
+    Attributes:
+        frame: the rows.
+        notes: notes for its sidecar.
+        stores: entries of the steps' stores for its sidecar.
+    """
 
     frame: pl.DataFrame
     notes: Mapping[str, Any]
@@ -144,24 +167,25 @@ class Result:
 
 
 class Series:
-    """The steps of one model, in a folder.
+    """The measured steps of one model, in a folder.
 
     Args:
-        folder: for tables and stores.
-        data: the images, as for `vitsee extract --data`; of all steps.
-        analyses: of every step.
-        name: of the model in tables and names of stores.
-        unit: what steps count, the column of every table: "step", "epoch".
-        train: images that classifiers learn from; train_images: how many of them.
-        keep: "tables" removes a store once its results are there, but for those that later ones
-            are compared with; "stores" keeps all.
-        resume: go on in a folder that has steps.
-        options: of `vitsee.extract`.
+        folder: folder for tables and stores.
+        data: images that are analysed at all steps, as for `vitsee extract --data`.
+        analyses: analyses of every step.
+        name: name of the model in tables and in names of stores.
+        unit: what steps count, "step" or "epoch"; the first column of every table.
+        train: images that classifiers learn from.
+        train_images: number of images of `train` to use; None for all.
+        keep: "tables" removes a store once its results are written, except stores that later
+            ones are compared with; "stores" keeps all.
+        resume: whether to go on in a folder that has steps.
+        options: keywords of `vitsee.extract`.
 
     Raises:
         OptionError: an unknown value of `keep`.
-        VitseeError: the folder has steps and `resume` is off, steps of other images or analyses, or
-            something else; it is inside a store or among the images.
+        VitseeError: the folder has steps and `resume` is False, it has steps of other images
+            or analyses, or something else; or it is inside a store or among the images.
     """
 
     def __init__(
@@ -190,78 +214,100 @@ class Series:
         self.train_images = train_images
         self.options = dict(options or {})
         check_place(folder / RECORD, images=data)
-        self._results: dict[str, Result] = {}
-        # Steps that all others are compared with, where they are chosen: `FIRST`, `LAST`.
+        # stem of a table, or RECORD -> its rows
+        self._results: dict[str, StepTable] = {}
+        # Steps that all others are compared with, if they were chosen: FIRST, LAST -> step.
         self.ends: dict[str, int] = {}
-        lasting = {k: v for k, v in self.options.items() if k not in OF_THIS_PROCESS}
+        lasting = {
+            key: value
+            for key, value in self.options.items()
+            if key not in OF_THIS_PROCESS
+        }
         self._notes: dict[str, Any] = {
             "unit": unit,
             "data": data,
             "train": train,
-            "analyses": {one.stem: jsonable(one.options) for one in self.analyses},
+            "analyses": {
+                measurement.stem: jsonable(measurement.options)
+                for measurement in self.analyses
+            },
             "options": jsonable(lasting),
         }
         if (folder / RECORD).exists():
-            self._go_on(resume)
-        elif there := [
-            str(path) for one in self.analyses if (path := self._place(one.stem)).exists()
-        ]:
-            raise VitseeError(
-                f"{abbreviate(there)} would be replaced, and {folder} has no record of "
-                "steps; choose "
-                "another folder"
-            )
+            self._read_previous_steps(resume)
+        else:
+            tables = [self._table_path(measurement.stem) for measurement in self.analyses]
+            existing = [str(path) for path in tables if path.exists()]
+            if existing:
+                raise VitseeError(
+                    f"{abbreviate(existing)} would be replaced, and {folder} has no record of "
+                    "steps; choose another folder"
+                )
         try:
-            for part in (STORES, RESULTS):
-                (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / STORES).mkdir(parents=True, exist_ok=True)
+            (folder / RESULTS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise VitseeError(
                 f"cannot make the folder {folder}: {reason(error)}"
             ) from None
 
-    def _go_on(self, resume: bool) -> None:
-        """Read what is there. Raises VitseeError: it is not wanted, or something else."""
-        record = self.folder / RECORD
-        before = read_result(record)
-        if not {self.unit, "status"} <= set(before.table.frame.columns):
+    def _read_previous_steps(self, resume: bool) -> None:
+        """Read the record and tables of a folder that has steps.
+
+        Raises:
+            VitseeError: `resume` is False, or the steps are those of something else.
+        """
+        record_path = self.folder / RECORD
+        record = read_result(record_path).table
+        if not {self.unit, "status"} <= set(record.frame.columns):
             raise VitseeError(
-                f"{record} is no record of a model's steps; choose another folder"
+                f"{record_path} is no record of a model's steps; choose another folder"
             )
         if not resume:
             raise VitseeError(
-                f"{self.folder} has {len(before.table)} {self.unit}s of a model: give resume=True "
+                f"{self.folder} has {len(record)} {self.unit}s of a model: give resume=True "
                 "to go on with them after a restart, or choose another folder"
             )
         for key, value in self._notes.items():
-            if (found := before.table.notes.get(key)) != value:
+            recorded = record.notes.get(key)
+            if recorded != value:
                 raise VitseeError(
-                    f"{self.folder} was made with {key} {found!r}, now {value!r}; choose another "
-                    "folder"
+                    f"{self.folder} was made with {key} {recorded!r}, now {value!r}; choose "
+                    "another folder"
                 )
-        self._notes = dict(before.table.notes)
-        self.ends = dict(before.table.notes.get("ends", {}))
-        self._results[RECORD] = Result(before.table.frame, self._notes)
-        for one in self.analyses:
-            path = self._place(one.stem)
+        self._notes = dict(record.notes)
+        self.ends = dict(record.notes.get("ends", {}))
+        self._results[RECORD] = StepTable(record.frame, self._notes)
+        for measurement in self.analyses:
+            path = self._table_path(measurement.stem)
             if path.exists():
-                own = read_result(path)
-                stores = list(own.sidecar.get("stores", []))
-                self._results[one.stem] = Result(own.table.frame, own.table.notes, stores)
+                result = read_result(path)
+                self._results[measurement.stem] = StepTable(
+                    frame=result.table.frame,
+                    notes=result.table.notes,
+                    stores=list(result.sidecar.get("stores", [])),
+                )
 
-    def _place(self, stem: str) -> Path:
-        return self.folder / (stem if stem == RECORD else f"{RESULTS}/{stem}.csv")
+    def _table_path(self, stem: str) -> Path:
+        if stem == RECORD:
+            return self.folder / RECORD
+        return self.folder / RESULTS / f"{stem}.csv"
 
     def steps_of(self, status: str) -> list[int]:
-        """The steps that ended so, ascending."""
+        """Return the steps that ended with this status, ascending."""
         if RECORD not in self._results:
             return []
-        found: list[int] = (
-            self._results[RECORD].frame.filter(status=status)[self.unit].to_list()
-        )
-        return found
+        rows = self._results[RECORD].frame.filter(status=status)
+        steps: list[int] = rows[self.unit].to_list()
+        return steps
 
     def store(self, step: int, images: str = "") -> Path:
-        """Path of a step's store; images: "train", or those that are analysed."""
+        """Return the path of a step's store.
+
+        Args:
+            step: number of the step.
+            images: "train" for the store that classifiers learn from, "" for the analysed one.
+        """
         suffix = f"-{images}" if images else ""
         return self.folder / STORES / f"{self.name}-{self.unit}{step}{suffix}.zarr"
 
@@ -273,99 +319,104 @@ class Series:
         anew: bool = True,
         cells: Callable[[], Mapping[str, Any]] = dict,
     ) -> tuple[dict[str, Table], dict[str, str]]:
-        """Make the store of a step, analyse it, and write tables and record; rows of the same step
-        are replaced.
+        """Make the store of a step, analyse it, and write tables and record.
+
+        Rows of the same step are replaced.
 
         Args:
-            model: on the CPU; it is changed.
-            step: its number.
-            anew: replace a store of this step that is there.
-            cells: gives more cells of the record, when all is done.
+            model: the model at this step, on the CPU; it is changed.
+            step: number of the step.
+            anew: whether to replace an existing store of this step.
+            cells: function that returns further cells of the record, called at the end.
 
         Returns:
-            The tables of this step, and for the analyses that failed the reason.
+            The tables of this step by stem; and stem -> reason for analyses that failed.
 
         Raises:
             NotFinite: weights or activations are NaN or inf.
-            VitseeError: extraction failed, or the images are others than those of the first step.
+            VitseeError: extraction failed, or the images are not those of the first step.
         """
         check_finite(model.module, model.name)
-        store = self._extracted(model, step, anew)
-        train: Store | None = None
-        if any(one.learns for one in self.analyses):
-            n = self.train_images
-            images: dict[str, Any] = {} if n is None else {"images": n}
-            own = {
-                k: v
-                for k, v in self.options.items()
-                if k
-                not in (
-                    "sites",
-                    *OF_TRAIN,
-                    "grams",
-                    "inputs",
-                    "erf",
-                    "images",
-                    "per_class",
-                    "only",
-                )
-            }
-            place = self.store(step, "train")
-            assert self.train is not None
-            train = extract(
-                model, self.train, place, force=True, **own, **OF_TRAIN, **images
-            )
+        store = self._extract_step(model, step, anew)
+        train_store: Store | None = None
+        if any(measurement.learns for measurement in self.analyses):
+            train_store = self._extract_train(model, step)
         tables: dict[str, Table] = {}
         failed: dict[str, str] = {}
-        for one in self.analyses:
+        for measurement in self.analyses:
+            stores = [store]
+            if measurement.learns and train_store is not None:
+                stores.insert(0, train_store)
             try:
-                other = self._reference(one.against, step) if one.against else None
-                if one.against and other is None:
-                    continue
-                stores = [
-                    s
-                    for s in (other, train if one.learns else None, store)
-                    if s is not None
-                ]
-                tables[one.stem] = one.run(*stores, **one.options)
+                if measurement.against:
+                    reference = self._reference(measurement.against, step)
+                    if reference is None:
+                        continue
+                    stores.insert(0, reference)
+                tables[measurement.stem] = measurement.run(*stores, **measurement.options)
             except VitseeError as error:
-                failed[one.stem] = str(error)
+                failed[measurement.stem] = str(error)
         for stem, table in tables.items():
             rows = table.written.insert_column(0, pl.lit(step).alias(self.unit))
-            given = describe_call(*table.made_by) if table.made_by is not None else {}
-            self._put(stem, step, Table(rows, {**table.notes, "unit": self.unit}), given)
+            provenance: Mapping[str, Any] = {}
+            if table.made_by is not None:
+                provenance = describe_call(*table.made_by)
+            notes = {**table.notes, "unit": self.unit}
+            self._replace_rows(stem, step, Table(rows, notes), provenance)
         note = "; ".join(f"{stem}: {why}" for stem, why in failed.items())
         weights = str(model.weights.get("sha256", ""))[:8]
         status = MEASURED if tables or not failed else FAILED
         self.record(step, status, note, weights=weights, **cells())
-        if train is not None and self.keep != EVERY_STORE:
-            remove_store(train.place)
+        if train_store is not None and self.keep != EVERY_STORE:
+            remove_store(train_store.place)
         self._tidy(step)
         return tables, failed
 
     def make(self, model: LoadedModel, step: int) -> None:
-        """Make a step's store alone, for others to be compared with. Raises VitseeError: as
-        `measure`."""
-        check_finite(model.module, model.name)
-        self._extracted(model, step, anew=False)
+        """Make a step's store alone, for others to be compared with.
 
-    def _extracted(self, model: LoadedModel, step: int, anew: bool) -> Store:
-        """The step's store; of what is there of the same weights it is completed unless `anew`.
-        Raises VitseeError: see `measure`."""
-        place = self.store(step)
+        Raises:
+            NotFinite: weights or activations are NaN or inf.
+            VitseeError: extraction failed, or the images are not those of the first step.
+        """
+        check_finite(model.module, model.name)
+        self._extract_step(model, step, anew=False)
+
+    def _extract_step(self, model: LoadedModel, step: int, anew: bool) -> Store:
+        """Make the store of a step and return it.
+
+        An existing store of the same weights is completed, unless `anew`.
+
+        Raises:
+            VitseeError: extraction failed, or the images are not those of the first step.
+        """
+        path = self.store(step)
         try:
-            store = extract(model, self.data, place, force=anew, **self.options)
-        except IdentityMismatch:
-            store = extract(model, self.data, place, force=True, **self.options)
+            store = extract(model, self.data, path, force=anew, **self.options)
+        except IdentityMismatch:  # of other weights
+            store = extract(model, self.data, path, force=True, **self.options)
         fingerprint = store.manifest.samples_fingerprint
-        if (
-            first := self._notes.setdefault("samples_fingerprint", fingerprint)
-        ) != fingerprint:
+        first_fingerprint = self._notes.setdefault("samples_fingerprint", fingerprint)
+        if first_fingerprint != fingerprint:
             raise VitseeError(
                 f"{self.data} has other images now than at the first {self.unit} (fingerprint "
-                f"{fingerprint[:8]}, then {first[:8]}); values of other images are not compared"
+                f"{fingerprint[:8]}, then {first_fingerprint[:8]}); values of other images are "
+                "not compared"
             )
         return store
+
+    def _extract_train(self, model: LoadedModel, step: int) -> Store:
+        """Make the store that a step's classifiers learn from, and return it."""
+        assert self.train is not None
+        options = {
+            key: value for key, value in self.options.items() if key not in NOT_FOR_TRAIN
+        }
+        if self.train_images is not None:
+            options["images"] = self.train_images
+        path = self.store(step, "train")
+        return extract(
+            model, self.train, path, force=True, **options, **TRAIN_STORE_OPTIONS
+        )
 
     def keep_as(self, against: str, step: int) -> None:
         """Have every step compared with this one, in this call and later ones."""
@@ -373,91 +424,116 @@ class Series:
         self._notes["ends"] = dict(self.ends)
 
     def is_done(self, step: int, cells: Mapping[str, Any]) -> bool:
-        """Whether this step was measured, or diverged, with these cells in its row."""
+        """Return whether this step was measured, or diverged, with these cells in its row."""
         if RECORD not in self._results:
             return False
-        rows = self._results[RECORD].frame.filter(pl.col(self.unit) == step)
-        found: list[dict[str, Any]] = rows.to_dicts()
+        frame = self._results[RECORD].frame.filter(pl.col(self.unit) == step)
+        rows: list[dict[str, Any]] = frame.to_dicts()
         return any(
             row["status"] in (MEASURED, DIVERGED)
-            and all(row.get(k) == v for k, v in cells.items())
-            for row in found
+            and all(row.get(key) == value for key, value in cells.items())
+            for row in rows
         )
 
     def _reference(self, against: str, step: int) -> Store | None:
-        """The store that a step's is compared with; None if it is its own, or was never made.
-        Raises StoreError: it is gone."""
-        chosen = self._ends([one for one in self.steps_of(MEASURED) if one < step]).get(
-            against
-        )
-        if chosen is None or chosen == step:
-            return None
-        return open_store(self.store(chosen))
+        """Return the store that a step's store is compared with.
 
-    def _ends(self, steps: Sequence[int]) -> dict[str, int | None]:
-        """The steps that others are compared with, of these that were measured."""
-        own = {FIRST: min(steps, default=None), PREVIOUS: max(steps, default=None)}
-        return own | self.ends
+        It is None if the step itself is the reference, or if that was never made.
+
+        Raises:
+            StoreError: the store was removed.
+        """
+        earlier = [measured for measured in self.steps_of(MEASURED) if measured < step]
+        reference_step = self._reference_steps(earlier).get(against)
+        if reference_step is None or reference_step == step:
+            return None
+        return open_store(self.store(reference_step))
+
+    def _reference_steps(self, steps: Sequence[int]) -> dict[str, int | None]:
+        """Return which of these measured steps others are compared with, by reference word."""
+        by_order = {FIRST: min(steps, default=None), PREVIOUS: max(steps, default=None)}
+        return {**by_order, **self.ends}
 
     def _tidy(self, step: int) -> None:
         """Remove the stores that are not kept and that no later step is compared with."""
         if self.keep == EVERY_STORE:
             return
-        done = self.steps_of(MEASURED)
-        ends = self._ends(done)
-        kept = {ends.get(one.against) for one in self.analyses if one.against}
-        for one in {*done, step} - kept:
-            self._remove(one)
+        measured = self.steps_of(MEASURED)
+        references = self._reference_steps(measured)
+        needed = {
+            references.get(measurement.against)
+            for measurement in self.analyses
+            if measurement.against
+        }
+        for unneeded in {*measured, step} - needed:
+            self._remove(unneeded)
 
     def record(self, step: int, status: str, note: str = "", **cells: Any) -> None:
         """Write how a step ended into the record."""
         row = {self.unit: step, "status": status, "note": note, "weights": "", **cells}
-        self._put(RECORD, step, Table.from_rows([row], notes=self._notes), {})
+        self._replace_rows(RECORD, step, Table.from_rows([row], notes=self._notes), {})
 
     def drop_from(self, step: int) -> list[int]:
-        """Remove the rows and stores of this step and all later ones; returns those that were
-        measured."""
-        gone = [one for one in self.steps_of(MEASURED) if one >= step]
-        labels = {self.store(one).stem for one in gone}
+        """Remove the rows and stores of this step and all later ones.
+
+        Returns:
+            Those of these steps that were measured.
+        """
+        dropped = [measured for measured in self.steps_of(MEASURED) if measured >= step]
+        labels = {self.store(dropped_step).stem for dropped_step in dropped}
         for result in self._results.values():
             result.frame = result.frame.filter(pl.col(self.unit) < step)
             result.stores = [
                 entry for entry in result.stores if entry.get("label") not in labels
             ]
-        for one in gone:
-            self._remove(one)
-        return gone
+        for dropped_step in dropped:
+            self._remove(dropped_step)
+        return dropped
 
     def _remove(self, step: int) -> None:
-        """Remove a step's store, and what was kept of it beside it."""
-        place = self.store(step)
-        if place.exists():
-            remove_store(place)
-        shutil.rmtree(place.with_name(f"{place.name}.grams"), ignore_errors=True)
+        """Remove a step's store, and the Gram cache beside it."""
+        path = self.store(step)
+        if path.exists():
+            remove_store(path)
+        shutil.rmtree(path.with_name(f"{path.name}.grams"), ignore_errors=True)
 
-    def _put(self, stem: str, step: int, own: Table, given: Mapping[str, Any]) -> None:
-        """Replace the rows of a step, and write the table. given: see `describe_run`."""
-        before = self._results.get(stem)
-        frame = own.written
-        stores = list(given.get("stores", []))
-        if before is not None:
-            others = before.frame.filter(pl.col(self.unit) != step)
-            frame = Table.concat([others, frame]).frame.sort(
+    def _replace_rows(
+        self, stem: str, step: int, table: Table, provenance: Mapping[str, Any]
+    ) -> None:
+        """Replace the rows of a step in a table, and write the table with its sidecar.
+
+        Args:
+            stem: stem of the table, or `RECORD`.
+            step: the step.
+            table: its new rows.
+            provenance: entries of the sidecar that say how they were made.
+        """
+        previous = self._results.get(stem)
+        frame = table.written
+        stores = list(provenance.get("stores", []))
+        if previous is not None:
+            other_steps = previous.frame.filter(pl.col(self.unit) != step)
+            frame = Table.concat([other_steps, frame]).frame.sort(
                 self.unit, maintain_order=True
             )
             labels = {entry.get("label") for entry in stores}
-            stores = [s for s in before.stores if s.get("label") not in labels] + stores
-        self._results[stem] = Result(frame, own.notes, stores)
-        path = self._place(stem)
+            other_stores = [
+                entry for entry in previous.stores if entry.get("label") not in labels
+            ]
+            stores = other_stores + stores
+        self._results[stem] = StepTable(frame, table.notes, stores)
+        path = self._table_path(stem)
         data = table_bytes(frame, ".csv")
-        sidecar = sidecar_bytes(frame, own.notes, {**given, "stores": stores}, data)
+        sidecar = sidecar_bytes(
+            frame, table.notes, {**provenance, "stores": stores}, data
+        )
         write_files(
             {path.with_name(f"{path.name}.json"): sidecar, path: data}, force=True
         )
 
 
 def check_finite(module: nn.Module, name: str) -> None:
-    """Raise NotFinite if a weight or buffer of a model is NaN or inf: names them."""
+    """Raise NotFinite if a weight or buffer of a model is NaN or inf; names them."""
     tensors = [
         (key, x) for key, x in module.state_dict().items() if x.is_floating_point()
     ]
@@ -471,7 +547,11 @@ def check_finite(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def without_remarks(quiet: bool) -> Iterator[None]:
-    """Context in which remarks, which the first measurement made, are not made again."""
+    """Context in which remarks are not logged, as the first measurement logged them.
+
+    Args:
+        quiet: whether this is a later measurement.
+    """
     logger = logging.getLogger("vitsee_core")
     level = logger.level
     if quiet and logger.getEffectiveLevel() > logging.DEBUG:
@@ -483,9 +563,12 @@ def without_remarks(quiet: bool) -> Iterator[None]:
 
 
 def scalars(stem: str, table: Table) -> dict[str, float]:
-    """`STEM/METRIC/SITE` -> the mean of its rows that have a value, over heads and classes; two
-    sites that differ are both named, and settings (k, shots, tokens) where they vary. Rows of
-    baselines are left out."""
+    """Return the numbers of a table for a logger: `STEM/METRIC/SITE` -> mean value.
+
+    A mean is over the finite rows of a metric and site, so over heads and classes. Two sites
+    that differ are both named, and settings (k, shots, tokens) if they vary. Rows of baselines
+    are left out.
+    """
     frame = table.written
     for name in ("site", "site_a", "site_b", "baseline", *SETTINGS):
         if name not in frame.columns:
@@ -496,11 +579,13 @@ def scalars(stem: str, table: Table) -> dict[str, float]:
     means = rows.group_by("metric", *sites, *settings, maintain_order=True).agg(
         pl.col("value").mean()
     )
-    found = {}
+    numbers = {}
     for row in means.iter_rows(named=True):
+        # dict.fromkeys: two equal sites are named once
         site = " ~ ".join(
             dict.fromkeys(str(row[name]) for name in sites if row[name] is not None)
         )
-        parts = [stem, row["metric"], site, *(f"{name}={row[name]}" for name in settings)]
-        found["/".join(part for part in parts if part)] = float(row["value"])
-    return found
+        words = [stem, row["metric"], site]
+        words += [f"{name}={row[name]}" for name in settings]
+        numbers["/".join(word for word in words if word)] = float(row["value"])
+    return numbers
