@@ -14,7 +14,7 @@ from vitsee_cli.study_settings import commands_of
 from vitsee_cli.values import PathType
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.schema import SHOWN
+from vitsee_stores.schema import MAX_SHOWN_CHARS
 
 if TYPE_CHECKING:
     from vitsee_core.study.steps import Step, Study
@@ -83,7 +83,7 @@ def _typed_values(command: click.Command, step: Step) -> Iterator[TypedValue]:
     parser = command.make_parser(ctx)
     texts, rest, order = parser.parse_args(list(step.words[1:]))
     if rest:
-        raise click.UsageError(f"{rest[0][:SHOWN]} is one word too many")
+        raise click.UsageError(f"{rest[0][:MAX_SHOWN_CHARS]} is one word too many")
     for param in order:
         is_path = isinstance(param, click.Option) and isinstance(param.type, PathType)
         if is_path and order.count(param) > 1 and not getattr(param, "multiple", False):
@@ -122,6 +122,6 @@ def _check_path(study: Study, step: Step, value: TypedValue) -> None:
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(
-        f"{step.name}: {name} {text[:SHOWN]} is not in {study.folder}, where all that a "
+        f"{step.name}: {name} {text[:MAX_SHOWN_CHARS]} is not in {study.folder}, where all that a "
         "study's file makes is written"
     )

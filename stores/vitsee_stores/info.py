@@ -64,8 +64,8 @@ def describe(
     else:
         chunks = VerifiedChunks(files, manifest, published[0].markers)
     sizes = n_bytes(plan)
-    claims = []
-    markers = []
+    claims: list[dict[str, Any]] = []
+    markers: list[dict[str, Any]] = []
     size_bytes = 0
     for generation in generations:
         claims += _claimed(generation.files, generation.markers)

@@ -21,35 +21,47 @@ from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 
 ZARR_JSON = "zarr.json"
-MOST_BYTES = 16 << 20
-MOST_DEPTH = 32
+# Bounds that FORMAT.md states.
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 32
 
 
 def parse(text: bytes) -> Any:
-    """Parse JSON strictly. Raises ValueError: not JSON in UTF-8, non-finite numbers, or nesting
-    deeper than 32 levels."""
+    """Parse JSON strictly.
+
+    Raises:
+        ValueError: not JSON in UTF-8, numbers that are not finite, or nesting deeper than
+            `MAX_DEPTH` levels.
+    """
 
     def refuse(word: str) -> Any:
+        """Raise ValueError for NaN and Infinity, which Python's parser accepts."""
         raise ValueError(f"{word} is no number")
 
     def number(word: str) -> float:
+        """Return a number with a point or exponent; 1e999 is infinite and refused."""
         value = float(word)
-        return value if math.isfinite(value) else refuse(word)
+        if not math.isfinite(value):
+            refuse(word)
+        return value
 
     try:
         value = json.loads(text.decode(), parse_constant=refuse, parse_float=number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    # Level by level, without recursion: all items at one depth, then all that they contain.
     level = [value]
     depth = 0
-    while level := [
-        item
-        for one in level
-        if isinstance(one, (dict, list))
-        for item in (one.values() if isinstance(one, dict) else one)
-    ]:
+    while level:
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        level = next_level
         depth += 1
-        if depth > MOST_DEPTH:
+        if level and depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
     return value
 
@@ -65,27 +77,34 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def root_document(manifest: Manifest, complete: bool) -> dict[str, Any]:
+    """Return the zarr.json of the root group, with the manifest and its digest."""
     return group_document(
         {ATTRIBUTE: with_digest({**manifest.to_json(), "complete": complete})}
     )
 
 
 def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The root's attribute with a digest of everything in it except the digest and `complete`:
-    sha256 of its JSON with sorted keys, without spaces, in ASCII."""
+    """Return the root's attribute with its digest.
+
+    The digest is the sha256 of the JSON of everything in it except `digest` and `complete`,
+    with sorted keys, without spaces, in ASCII.
+    """
     sealed = {key: data[key] for key in data if key not in ("digest", "complete")}
     text = json.dumps(sealed, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return {**data, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def root_text(manifest: Manifest, complete: bool) -> bytes:
-    """The zarr.json of the root group as written to disk. Raises StoreError: readers would refuse
-    it."""
+    """Return the zarr.json of the root group as written to disk.
+
+    Raises:
+        StoreError: readers would refuse it.
+    """
     document = root_document(manifest, complete)
     text = to_text(document)
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         raise StoreError(
-            f"the manifest has {len(text)} bytes, expected at most {MOST_BYTES}"
+            f"the manifest has {len(text)} bytes, expected at most {MAX_BYTES}"
         )
     try:
         Manifest.from_json(parse(text)["attributes"][ATTRIBUTE])
@@ -95,8 +114,14 @@ def root_text(manifest: Manifest, complete: bool) -> bytes:
 
 
 def read_root(files: Files) -> tuple[Manifest, bool]:
-    """The manifest, and whether the store says that it is complete. Raises StoreError: missing, not
-    a store, of another format version, or damaged."""
+    """Read the manifest of a store.
+
+    Returns:
+        The manifest, and whether it says that the store is complete.
+
+    Raises:
+        StoreError: the store is missing, not a store, of another format version, or damaged.
+    """
     data = check_ours(files)
     try:
         manifest = Manifest.from_json(data)
@@ -123,10 +148,14 @@ def _near(place: str) -> str:
 
 
 def check_ours(files: Files) -> dict[str, Any]:
-    """The vitsee attribute of the Zarr group, of any format version. Raises NoStore: nothing is
-    there; StoreError: not a store, or damaged."""
+    """Return the vitsee attribute of a Zarr group, of any format version.
+
+    Raises:
+        NoStore: nothing is there.
+        StoreError: not a store, or a damaged one.
+    """
     try:
-        document = parse(files.read(ZARR_JSON, MOST_BYTES))
+        document = parse(files.read(ZARR_JSON, MAX_BYTES))
     except FileNotFoundError:
         if not _is_there(files):
             named = "/" in str(files) or str(files).endswith(".zarr")
@@ -176,23 +205,24 @@ def _is_there(files: Files) -> bool:
 def encode_marker(
     seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec
 ) -> bytes:
-    """A slab's commit marker as its chunk's bytes: JSON padded with spaces.
+    """Return a slab's commit marker as the bytes of its chunk: JSON padded with spaces.
 
-    seal: what readers compare (store_id, slab, checksums). Provenance that does not fit is dropped,
-    longest first, and named under "dropped".
+    Args:
+        seal: fields that readers compare: store_id, slab, checksums.
+        provenance: record of the writer. Fields that do not fit are dropped, longest first,
+            and named under "dropped".
+        spec: the array `commits`.
     """
-    kept = {**provenance, **seal}
-    text = json.dumps(kept, allow_nan=False).encode()
+    fields = {**provenance, **seal}
+    text = json.dumps(fields, allow_nan=False).encode()
     dropped: list[str] = []
     while len(text) > COMMIT_BYTES:
-        longest = max(
-            (k for k in kept if k != "dropped" and k not in seal),
-            key=lambda k: len(json.dumps(kept[k])),
-        )
+        droppable = [key for key in fields if key != "dropped" and key not in seal]
+        longest = max(droppable, key=lambda key: len(json.dumps(fields[key])))
         dropped.append(longest)
-        del kept[longest]
-        kept["dropped"] = dropped
-        text = json.dumps(kept, allow_nan=False).encode()
+        del fields[longest]
+        fields["dropped"] = dropped
+        text = json.dumps(fields, allow_nan=False).encode()
     block = np.frombuffer(text.ljust(COMMIT_BYTES), np.uint8).reshape(spec.chunks)
     return b"".join(bytes(piece) for piece in encode(block, spec))
 
@@ -200,8 +230,14 @@ def encode_marker(
 def read_marker(
     files: Files, slab: int, spec: ArraySpec, manifest: Manifest
 ) -> dict[str, Any] | None:
-    """A slab's commit marker; None if the slab is not committed: the marker is missing, damaged, or
-    from another slab or store. Raises StoreError: the server did not respond."""
+    """Read a slab's commit marker.
+
+    It is None if the slab is not committed: the marker is missing, damaged, or from another
+    slab or store.
+
+    Raises:
+        StoreError: the server did not respond.
+    """
     try:
         data = files.read(chunk_name(spec, (slab, 0)), spec.chunk_bytes + CHECKSUM_BYTES)
         marker = parse(decode(data, spec).tobytes())
@@ -229,8 +265,10 @@ def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
-    """The slabs whose marker files are among `names`. Existing files are counted, not what the
-    manifest claims."""
+    """Return the slabs whose marker files are among `names`.
+
+    Time depends on the existing files, not on the number of slabs that a manifest claims.
+    """
     matches = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
     return {slab for match in matches if match and (slab := int(match[1])) < n_slabs}
 

@@ -27,12 +27,13 @@ Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 Real = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
-MOST_NAME_BYTES = 200
-MOST_ROW_BYTES = 1 << 40
-MOST_CHUNKS = 1 << 22
-MAY_BE_ABSENT = ("grams", "boxes")  # and is false then
-_OF_CROP_MODES = ("short_side", "min_pixels", "max_pixels")
-SHOWN = 60
+# Bounds that FORMAT.md states.
+MAX_NAME_BYTES = 200
+MAX_ROW_BYTES = 1 << 40
+MAX_CHUNKS = 1 << 22
+MAY_BE_ABSENT = ("grams", "boxes")  # fields of a plan that are false if absent
+_CROP_MODE_FIELDS = ("short_side", "min_pixels", "max_pixels")
+MAX_SHOWN_CHARS = 60
 # msgspec's words -> ours
 _WORDS = {
     "int": "a whole number",
@@ -45,11 +46,12 @@ _WORDS = {
 
 
 def checked(value: Any, kind: type[T], where: str = "") -> T:
-    """`value` as a `kind`, such as a dataclass or `dict[str, int]`.
+    """Convert a JSON value to a type, such as a dataclass or `dict[str, int]`.
 
     Args:
-        value: as `json` returns it.
-        where: the place of `value` in its document.
+        value: what `json` returned.
+        kind: the type.
+        where: path of `value` in its document, for messages.
 
     Raises:
         ValueError: names the first field that is missing or invalid, with its value and what was
@@ -69,41 +71,66 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
 
 
 def _in_words(message: str, value: Any, where: str) -> str:
-    """The line for one of msgspec's errors."""
-    said, _, path = message.partition(" - at `$")
-    kind = re.sub(r", got .*|^Expected ", "", said)
-    if words := re.search(r"\\A\((.*)\)\\Z", kind):
-        kind = f"one of {words[1].replace('|', ', ')}"
-    elif "0-9a-f" in kind:
-        kind = "64 hexadecimal digits"
-    kind = re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), kind)
-    kind = kind.replace("`", "").replace(" | ", " or ")
+    """Return the line for one of msgspec's errors.
+
+    Args:
+        message: msgspec's message, `Expected X, got Y - at `$.a[2].b``.
+        value: the converted document.
+        where: path of that document.
+    """
+    problem, _, path = message.partition(" - at `$")
+    expected = re.sub(r", got .*|^Expected ", "", problem)
+    # The patterns of limits come back in words: `one_of`, and the digits of a `Digest`.
+    if words := re.search(r"\\A\((.*)\)\\Z", expected):
+        expected = f"one of {words[1].replace('|', ', ')}"
+    elif "0-9a-f" in expected:
+        expected = "64 hexadecimal digits"
+    expected = re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), expected)
+    expected = expected.replace("`", "").replace(" | ", " or ")
+    key: str | int
     for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-        if index == "..." and len(value) > 1:
-            return f"{where.removeprefix('.')} has an invalid value, expected {kind}"
-        key = next(iter(value)) if index == "..." else int(index) if index else name
+        if index == "...":  # a value of a dict, whose key msgspec does not name
+            if len(value) > 1:
+                return (
+                    f"{where.removeprefix('.')} has an invalid value, expected {expected}"
+                )
+            key = next(iter(value))
+        elif index:
+            key = int(index)
+        else:
+            key = name
         where = f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}"
         value = value[key]
     where = where.removeprefix(".")
-    if field := re.fullmatch("Object (missing|contains).* field `(.*)`", said):
-        place = f"{where}.{field[2]}".removeprefix(".")
-        missing = field[1] == "missing"
-        if missing:
-            return f"{place} is missing"
-        return f"{place} is no known field"
-    return str(unexpected(where or "it", value, kind))
+    if field := re.fullmatch("Object (missing|contains).* field `(.*)`", problem):
+        field_path = f"{where}.{field[2]}".removeprefix(".")
+        if field[1] == "missing":
+            return f"{field_path} is missing"
+        return f"{field_path} is no known field"
+    return str(unexpected(where or "it", value, expected))
 
 
-def require_fields(data: Any, made: Any, where: str = "") -> None:
-    """Check that a document has the fields of the dataclasses made of it: a field may be absent
-    where it is then None, or one of `MAY_BE_ABSENT`. Raises ValueError: names the first that is
-    missing."""
-    if isinstance(made, tuple):
-        for i, (one, own) in enumerate(zip(data, made, strict=True)):
-            if not isinstance(own, (str, int, float)):
-                require_fields(one, own, f"{where}[{i}]")
-    for name in getattr(made, "__dataclass_fields__", ()):
-        value = getattr(made, name)
+def require_fields(data: Any, converted: Any, where: str = "") -> None:
+    """Check that a document has all fields of the dataclasses that it was converted to.
+
+    msgspec fills absent fields with defaults, and a later default must not change what an
+    older document means. A field may be absent only where it is then None, or if it is one of
+    `MAY_BE_ABSENT`.
+
+    Args:
+        data: the document.
+        converted: what `checked` made of it.
+        where: path of `data`, for messages.
+
+    Raises:
+        ValueError: names the first field that is missing.
+    """
+    if isinstance(converted, tuple):
+        for i, (item, converted_item) in enumerate(zip(data, converted, strict=True)):
+            if not isinstance(converted_item, (str, int, float)):
+                require_fields(item, converted_item, f"{where}[{i}]")
+    for name in getattr(converted, "__dataclass_fields__", ()):
+        value = getattr(converted, name)
         if name in data:
             if not isinstance(value, (str, int, float)):
                 require_fields(data[name], value, f"{where}.{name}")
@@ -112,11 +139,17 @@ def require_fields(data: Any, made: Any, where: str = "") -> None:
 
 
 def check_name(value: str, where: str) -> None:
-    """Check a name that can be part of a path: no slash, no `..`, no control characters, not
-    hidden. Raises ValueError: see `checked`."""
+    """Check a name that becomes part of a path.
+
+    It must be printable and short, must not be hidden, and must not have a slash, a backslash
+    or `..`.
+
+    Raises:
+        ValueError: names the field and its value.
+    """
     good = (
         value.isprintable()
-        and 0 < len(value.encode()) <= MOST_NAME_BYTES
+        and 0 < len(value.encode()) <= MAX_NAME_BYTES
         and not value.startswith(".")
         and ".." not in value
         and not {"/", "\\"} & set(value)
@@ -127,25 +160,28 @@ def check_name(value: str, where: str) -> None:
 
 
 def unexpected(where: str, value: Any, expected: str) -> ValueError:
-    """The error for a field with an unexpected value."""
-    # Of TOML there are dates, too.
-    in_full = not isinstance(value, (dict, list)) or not value
-    shown = json.dumps(value, default=str) if in_full else "..."
-    kind = (
-        "an object"
-        if isinstance(value, dict)
-        else "a list"
-        if isinstance(value, list)
-        else ""
-    )
-    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
-    return ValueError(f"{where} is {kind or shown}, expected {expected}")
+    """Return the error for a field with an unexpected value."""
+    if isinstance(value, dict):
+        shown = "an object"
+    elif isinstance(value, list):
+        shown = "a list"
+    else:
+        shown = json.dumps(value, default=str)  # documents in TOML have dates, too
+        if len(shown) > MAX_SHOWN_CHARS:
+            shown = f"{shown[:MAX_SHOWN_CHARS]} ..."
+    return ValueError(f"{where} is {shown}, expected {expected}")
 
 
 def check_plan(plan: StorePlan) -> dict[str, ArraySpec]:
-    """Check what the types of a plan do not say: names, sizes, and that its parts fit each other.
-    Returns its arrays. Raises ValueError: names a field that is invalid."""
-    for where, name in _names(plan):
+    """Check what the types of a plan cannot say: names, sizes, and that its fields agree.
+
+    Returns:
+        The arrays of the plan, by path.
+
+    Raises:
+        ValueError: names a field that is invalid.
+    """
+    for where, name in _fields_with_names(plan):
         check_name(name, where)
     _check_sites(plan)
     _check_parts(plan)
@@ -154,14 +190,14 @@ def check_plan(plan: StorePlan) -> dict[str, ArraySpec]:
     return specs
 
 
-def _names(plan: StorePlan) -> Iterator[tuple[str, str]]:
-    """Each name in a plan with its place."""
+def _fields_with_names(plan: StorePlan) -> Iterator[tuple[str, str]]:
+    """Yield (path of the field, name) for each name in a plan."""
 
-    def of(names: Sequence[str], where: str) -> Iterator[tuple[str, str]]:
+    def indexed(names: Sequence[str], where: str) -> Iterator[tuple[str, str]]:
         return ((f"{where}[{i}]", name) for i, name in enumerate(names))
 
     def prefix(layout: TokenLayout, where: str) -> Iterator[tuple[str, str]]:
-        return of(layout.prefix, f"{where}.prefix")
+        return indexed(layout.prefix, f"{where}.prefix")
 
     for i, site in enumerate(plan.sites):
         where = f"plan.sites[{i}]"
@@ -175,7 +211,7 @@ def _names(plan: StorePlan) -> Iterator[tuple[str, str]]:
         where = f"plan.attention[{i}]"
         if group.prefix:
             yield f"{where}.prefix", group.prefix
-        yield from of(group.blocks, f"{where}.blocks")
+        yield from indexed(group.blocks, f"{where}.blocks")
         yield from prefix(group.layout, f"{where}.layout")
     for i, (name, layout) in enumerate(plan.sublayers):
         yield f"plan.sublayers[{i}][0]", name
@@ -184,7 +220,7 @@ def _names(plan: StorePlan) -> Iterator[tuple[str, str]]:
         for i, (name, *_) in enumerate(getattr(plan, key)):
             yield f"plan.{key}[{i}][0]", name
     if plan.erf is not None:
-        yield from of(plan.erf.sites, "plan.erf.sites")
+        yield from indexed(plan.erf.sites, "plan.erf.sites")
 
 
 def _check_sites(plan: StorePlan) -> None:
@@ -242,16 +278,18 @@ def _check_parts(plan: StorePlan) -> None:
             )
         _check_frames(group.layout, plan, f"plan.attention[{i}].layout")
         body = group.layout.body
-        other = group.layout.n_prefix and plan.clip is None
-        if group.window is not None and (
-            other
-            or len(group.window) != len(body)
-            or any(n > m for n, m in zip(group.window, body, strict=True))
-        ):
-            raise ValueError(
-                f"plan.attention[{i}] has windows of {list(group.window)} cells, expected some "
-                f"within a grid of {list(body)} cells{' and no other tokens' if other else ''}"
+        if group.window is not None:
+            # Prefix tokens are in no window; of clips each frame may have its own.
+            has_others = group.layout.n_prefix > 0 and plan.clip is None
+            fits = len(group.window) == len(body) and all(
+                cells <= length for cells, length in zip(group.window, body, strict=True)
             )
+            if has_others or not fits:
+                others = " and no other tokens" if has_others else ""
+                raise ValueError(
+                    f"plan.attention[{i}] has windows of {list(group.window)} cells, expected "
+                    f"some within a grid of {list(body)} cells{others}"
+                )
     for i, (_, layout) in enumerate(plan.sublayers):
         if layout.n_tokens < 1:
             raise ValueError(f"plan.sublayers[{i}][1] has no tokens")
@@ -260,8 +298,8 @@ def _check_parts(plan: StorePlan) -> None:
         raise ValueError("plan.clip is beside plan.canvas, expected one of them")
     if plan.erf is not None:
         if plan.erf.n_images > plan.n_images:
-            most = f"at most plan.n_images, {plan.n_images}"
-            raise unexpected("plan.erf.n_images", plan.erf.n_images, most)
+            bound = f"at most plan.n_images, {plan.n_images}"
+            raise unexpected("plan.erf.n_images", plan.erf.n_images, bound)
         stored = [site for site in plan.stored if site.layout is not None]
         with_grid = {
             site.name for site in stored if site.layout and site.layout.grid is not None
@@ -275,39 +313,47 @@ def _check_parts(plan: StorePlan) -> None:
 
 
 def _check_canvas(canvas: Canvas, plan: StorePlan) -> None:
-    """Check that a canvas has the numbers of its crop mode, and the plan nothing beside it that
-    tiles and grids of their own do not have."""
-    has = {name for name in _OF_CROP_MODES if getattr(canvas, name) is not None}
+    """Check that a canvas fits its crop mode, and the plan the canvas.
+
+    Raises:
+        ValueError: a bound of another crop mode, or without one of its own; tiles or grids of
+            their own beside arrays that need one grid for all images.
+    """
+    fields = {name for name in _CROP_MODE_FIELDS if getattr(canvas, name) is not None}
     needs = {"corner": {"short_side"}, "pixels": {"min_pixels", "max_pixels"}}
-    wanted = needs.get(canvas.crop_mode, {"max_pixels"})
-    if has != wanted:
+    needed = needs.get(canvas.crop_mode, {"max_pixels"})
+    if fields != needed:
         raise ValueError(
-            f"plan.canvas.crop_mode is {canvas.crop_mode} with {', '.join(sorted(has)) or 'none'} "
-            f"of {', '.join(_OF_CROP_MODES)}, expected {' and '.join(sorted(wanted))}"
+            f"plan.canvas.crop_mode is {canvas.crop_mode} with "
+            f"{', '.join(sorted(fields)) or 'none'} "
+            f"of {', '.join(_CROP_MODE_FIELDS)}, expected {' and '.join(sorted(needed))}"
         )
     if (canvas.min_pixels or 0) > (canvas.max_pixels or math.inf):
-        most = f"at most plan.canvas.max_pixels, {canvas.max_pixels}"
-        raise unexpected("plan.canvas.min_pixels", canvas.min_pixels, most)
+        bound = f"at most plan.canvas.max_pixels, {canvas.max_pixels}"
+        raise unexpected("plan.canvas.min_pixels", canvas.min_pixels, bound)
     if (canvas.own_grids and not canvas.is_native) or (canvas.tiles and canvas.is_native):
-        what = "tiles" if canvas.is_native else "own_grids"
+        excluded = "tiles" if canvas.is_native else "own_grids"
         raise ValueError(
-            f"plan.canvas has {what}, which images of {canvas.crop_mode} do not have"
+            f"plan.canvas has {excluded}, which images of {canvas.crop_mode} do not have"
         )
     if not canvas.in_parts:
         return
-    more = [plan.sublayers, plan.grams, plan.erf, plan.rollout]
-    more += (
-        [plan.attention] if canvas.tiles else [plan.attention_level in ("rows", "full")]
+    excluded_arrays = [plan.sublayers, plan.grams, plan.erf, plan.rollout]
+    layouts: list[TokenLayout | None] = [group.layout for group in plan.attention]
+    if canvas.tiles:
+        excluded_arrays.append(plan.attention)
+        layouts += [site.layout for site in plan.sites]
+    else:
+        # Images with grids of their own have vectors, and summaries of attention.
+        excluded_arrays.append(plan.attention_level in ("rows", "full"))
+        layouts += [site.layout for site in plan.sites if site.kind != "vector"]
+    has_grids_alone = all(
+        layout is not None and layout.grid is not None and not layout.n_prefix
+        for layout in layouts
     )
-    layouts = [
-        site.layout for site in plan.sites if site.kind != "vector" or canvas.tiles
-    ]
-    layouts += [group.layout for group in plan.attention]
-    if any(more) or any(
-        one is None or one.grid is None or one.n_prefix for one in layouts
-    ):
-        what = "tiles" if canvas.tiles else "own_grids"
-        raise ValueError(f"plan.canvas has {what}, beside what {what} do not have")
+    if any(excluded_arrays) or not has_grids_alone:
+        kind = "tiles" if canvas.tiles else "own_grids"
+        raise ValueError(f"plan.canvas has {kind}, beside what {kind} do not have")
 
 
 def _check_arrays(specs: dict[str, ArraySpec]) -> None:
@@ -315,14 +361,15 @@ def _check_arrays(specs: dict[str, ArraySpec]) -> None:
     for path, spec in specs.items():
         if any(part in ("zarr.json", "c") for part in path.split("/")):
             raise ValueError(f"{path} has the name of one of Zarr's files")
-        above = path
-        while above := above.rpartition("/")[0]:
-            if above in specs:
-                raise ValueError(f"{above} is an array, and {path} would be in it")
-        row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
-        if spec.per != "once" and row > MOST_ROW_BYTES:
+        folder = path
+        while folder := folder.rpartition("/")[0]:
+            if folder in specs:
+                raise ValueError(f"{folder} is an array, and {path} would be in it")
+        row_bytes = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+        if spec.per != "once" and row_bytes > MAX_ROW_BYTES:
             raise ValueError(
-                f"{path} has {row} bytes a row, expected at most {MOST_ROW_BYTES}"
+                f"{path} has {row_bytes} bytes a row, expected at most {MAX_ROW_BYTES}"
             )
-    if (chunks := n_places(specs)) > MOST_CHUNKS:
-        raise ValueError(f"a slab has {chunks} chunks, expected at most {MOST_CHUNKS}")
+    n_chunks = n_places(specs)
+    if n_chunks > MAX_CHUNKS:
+        raise ValueError(f"a slab has {n_chunks} chunks, expected at most {MAX_CHUNKS}")

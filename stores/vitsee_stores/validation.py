@@ -45,66 +45,79 @@ def validate(
     deep: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Problems of a store, one line each; [] if it is sound. Missing slabs are not damage: see
-    `describe`.
+    """Check a store against its manifest.
 
-    Checks every metadata file, every marker, the write-once arrays, and every chunk of committed
-    slabs: its presence, its size, and its checksum against the committed one. `deep` also reads all
-    bytes: against that checksum, and for NaN or infinite values in rows of readable images (except
-    NaN in the arrays that FORMAT.md lists). Memory: one chunk per core. `report` is called with the
-    number of slabs done and in total, first with 0. Raises StoreError: there is no store at `path`,
-    or its manifest cannot be read or is damaged.
+    Every metadata file, every marker, the write-once arrays, and every chunk of committed slabs
+    are checked: a chunk's presence, its size, and the checksum at its end against the committed
+    one. Missing slabs are not damage: `describe` lists them. Memory: one chunk for each core.
+
+    Args:
+        path: folder or URL of the store.
+        deep: whether to read all bytes, too. They are compared with the checksum, and rows of
+            readable images are searched for NaN (except in the arrays for which FORMAT.md
+            allows it) and infinite values.
+        report: called with the number of slabs done and of all slabs, first with 0.
+
+    Returns:
+        The problems, a line each; [] if the store is sound.
+
+    Raises:
+        StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
     problems = list(_problems(files, manifest, complete, deep, report))
     if complete:
-        problems += _of_generations(files, deep, report)
+        problems += _generation_problems(files, deep, report)
     return list(dict.fromkeys(problems))
 
 
-def _of_generations(
+def _generation_problems(
     files: Files, deep: bool, report: Callable[[int, int], None]
 ) -> Iterator[str]:
-    """The problems of what was added to a complete store, each behind its folder; and of how the
-    generations fit."""
-    begun = numbers(files)
-    for number in begun:
-        own = files_of(files, number)
+    """Yield the problems of generations that were added to a complete store.
+
+    A line begins with the folder of its generation. The last lines are about how the
+    generations fit each other.
+    """
+    for number in numbers(files):
+        added_files = files_of(files, number)
         try:
-            manifest, complete = metadata.read_root(own)
+            manifest, complete = metadata.read_root(added_files)
         except Unreachable:
             raise
         except StoreError as error:
             yield f"{FOLDER}/{number}: {error}"
             continue
-        for line in _problems(own, manifest, complete, deep, report):
+        for line in _problems(added_files, manifest, complete, deep, report):
             yield f"{FOLDER}/{number}: {line}"
     try:
-        found = [
-            one for one in read_generations(files) if one.number == 1 or one.published
+        generations = [
+            generation
+            for generation in read_generations(files)
+            if generation.number == 1 or generation.published
         ]
-        if len(found) > 1:
-            yield from _same_images(found)
+        if len(generations) > 1:
+            yield from _check_same_images(generations)
     except Unreachable:
         raise
     except StoreError as error:
         yield f"{FOLDER}: {without_advice(error, files)}"
 
 
-def _same_images(found: Sequence[Generation]) -> Iterator[str]:
-    """Whether all generations are of the same images in one order."""
-    whole = GrownChunks(found)
+def _check_same_images(generations: Sequence[Generation]) -> Iterator[str]:
+    """Yield a line for each generation whose images are not those of the ones before."""
+    combined = GrownChunks(generations)
     try:
-        samples = samples_from_arrays(whole.samples(), whole.manifest.splits)
+        samples = samples_from_arrays(combined.samples(), combined.manifest.splits)
     except StoreError:  # reported with its generation
         return
-    if samples.fingerprint() != whole.manifest.samples_fingerprint:
+    if samples.fingerprint() != combined.manifest.samples_fingerprint:
         yield f"{FOLDER}: ids and labels do not match the last one's samples_fingerprint"
-    before = np.empty(0, np.uint64)
-    for one in found:
-        chunks = VerifiedChunks(one.files, one.manifest)
-        first = one.first_slab * one.manifest.plan.slab
+    before = np.empty(0, np.uint64)  # hashes of the images of earlier generations
+    for generation in generations:
+        chunks = VerifiedChunks(generation.files, generation.manifest)
+        first = generation.first_slab * generation.manifest.plan.slab
         try:
             hashes = chunks.read_all(chunks.specs["hash"])
         except Unreachable:
@@ -113,14 +126,22 @@ def _same_images(found: Sequence[Generation]) -> Iterator[str]:
             return
         common = before[first : first + len(hashes)]
         if (common != hashes[: len(common)]).any():
-            yield f"{FOLDER}/{one.number}: hash: its images are not those of the ones before"
+            yield (
+                f"{FOLDER}/{generation.number}: hash: its images are not those of the ones before"
+            )
         before = np.concatenate([before[:first], hashes])
 
 
 def remedy(damage: Sequence[str]) -> str:
-    """How to make the damaged slabs again, if all problems that `validate` found are in slabs; else
-    ""."""
-    slabs = set()
+    """Return how to make damaged slabs again.
+
+    Args:
+        damage: the lines that `validate` returned.
+
+    Returns:
+        A line; "" if a problem is not within a slab, as making slabs again would not help.
+    """
+    slabs: set[tuple[str, int]] = set()  # (folder of the generation, slab)
     pattern = rf"^({FOLDER}/\d+)?.*(?:, slab|no sound marker of slab) (\d+)(?:: |$)"
     for line in damage:
         if (match := re.search(pattern, line)) is None:
@@ -145,6 +166,7 @@ def _problems(
     deep: bool,
     report: Callable[[int, int], None],
 ) -> Iterator[str]:
+    """Yield the problems of one store or generation, small files first."""
     chunks = VerifiedChunks(files, manifest)
     committed = list(metadata.read_markers(files, manifest))
     yield from _markers(files, manifest, committed, complete)
@@ -161,6 +183,12 @@ def _problems(
 def _markers(
     files: Files, manifest: Manifest, committed: list[int], complete: bool
 ) -> Iterator[str]:
+    """Yield the problems of commit markers.
+
+    Args:
+        committed: slabs with a sound marker.
+        complete: whether the manifest says that all slabs have one.
+    """
     if complete and len(committed) < manifest.plan.n_slabs:
         flags = np.ones(manifest.plan.n_slabs, np.bool_)
         flags[committed] = False
@@ -178,14 +206,14 @@ def _markers(
 
 
 def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
+    """Yield the differences of every zarr.json from what the plan implies."""
     expected = {"": metadata.group_document(), **documents(specs)}
 
     def read(path: str) -> Any:
-        """The contents of a group's or array's zarr.json, or a text that says what is wrong with
-        it."""
+        """Return the contents of a group's or array's zarr.json, or a text about a defect."""
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
-            actual = metadata.parse(files.read(name, metadata.MOST_BYTES))
+            actual = metadata.parse(files.read(name, metadata.MAX_BYTES))
         except OSError as error:
             return defect(files, name, error)
         except ValueError:
@@ -195,30 +223,37 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     for path, actual in zip(
         expected, files.each_small(read, list(expected)), strict=True
     ):
-        what = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
+        file = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         if isinstance(actual, str):
-            yield f"{what} {actual}"
+            yield f"{file} {actual}"
             continue
         if not path and isinstance(actual.get("attributes"), dict):
             actual["attributes"].pop(ATTRIBUTE, None)  # the manifest, which has a digest
-        yield from (f"{what} {line}" for line in _differences(actual, expected[path]))
+        for line in _metadata_differences(actual, expected[path]):
+            yield f"{file} {line}"
 
 
-def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """The places where a zarr.json differs; fields that only this zarr version writes may be
-    absent."""
-    for key in dict.fromkeys([*document, *found]):
-        is_ = found.get(key, OPTIONAL.get(key))
-        should = document.get(key, OPTIONAL.get(key))
-        if key not in found and key not in OPTIONAL and key not in KEYS:
+def _metadata_differences(
+    actual: Mapping[str, Any], expected: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the fields in which a zarr.json differs from the expected document.
+
+    Fields that only the installed zarr version writes may be absent.
+    """
+    for key in dict.fromkeys([*expected, *actual]):
+        is_absent = key not in actual and key not in OPTIONAL
+        if is_absent and key not in KEYS:
             continue
-        if _text(is_) != _text(should) or (key not in found and key not in OPTIONAL):
-            yield f"says {_short(key)} {_text(is_)}, expected {_text(should)}"
+        actual_text = _json_text(actual.get(key, OPTIONAL.get(key)))
+        expected_text = _json_text(expected.get(key, OPTIONAL.get(key)))
+        if is_absent or actual_text != expected_text:
+            yield f"says {_short(key)} {actual_text}, expected {expected_text}"
 
 
 def _foreign_files(
     files: Files, specs: Mapping[str, ArraySpec], complete: bool
 ) -> Iterator[str]:
+    """Yield the files and folders that do not belong to the store."""
     folders = {*documents(specs), *({FOLDER} if complete else ())}
     unlisted: list[OSError] = []
     for path, below, names in files.walk(unlisted.append):
@@ -245,27 +280,29 @@ def _foreign_files(
 
 
 def _is_chunk(name: str, spec: ArraySpec) -> bool:
+    """Return whether a file name is that of a chunk of the array."""
     if not re.fullmatch(r"c(\.(0|[1-9]\d{0,9}))+", name):
         return False
-    index = [int(part) for part in name.split(".")[1:]]
+    index = [int(number) for number in name.split(".")[1:]]
     return len(index) == len(spec.grid) and all(
         i < n for i, n in zip(index, spec.grid, strict=True)
     )
 
 
 def _written_once(chunks: VerifiedChunks) -> Iterator[str]:
-    read: dict[str, NDArray[Any]] = {}
+    """Yield the problems of the arrays that are written at the store's creation."""
+    arrays: dict[str, NDArray[Any]] = {}
     for path, spec in chunks.specs.items():
         if spec.per == "once":
             try:
-                read[path] = chunks.read_all(spec)
+                arrays[path] = chunks.read_all(spec)
             except Unreachable:
                 raise
             except StoreError as error:
                 yield without_advice(error, chunks.files)
     try:
-        samples = samples_from_arrays(read, chunks.manifest.splits)
-    except KeyError:
+        samples = samples_from_arrays(arrays, chunks.manifest.splits)
+    except KeyError:  # an array is damaged, which was reported
         return
     except ValueError as error:
         yield f"samples: {error}"
@@ -274,7 +311,7 @@ def _written_once(chunks: VerifiedChunks) -> Iterator[str]:
         yield "samples: ids and labels do not match the manifest's samples_fingerprint"
 
 
-def _text(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return _short(json.dumps(value, sort_keys=True))
 
 

@@ -27,8 +27,8 @@ from vitsee_stores.plan import Canvas
 def fixed_identity(
     model: LoadedModel, selection: Selection, canvas: Canvas | None = None
 ) -> dict[str, Any]:
-    """Fields that are always compared: model, weights, images."""
-    return {
+    """Return the identity fields that are always compared: model, weights, images."""
+    fields = {
         "format": FORMAT_VERSION,
         "model": _model_identity(model),
         "weights": model.weights["sha256"],
@@ -36,8 +36,10 @@ def fixed_identity(
         "transform": model.transform,
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
-        **({} if canvas is None else {"canvas": without_absent(asdict(canvas))}),
     }
+    if canvas is not None:
+        fields["canvas"] = without_absent(asdict(canvas))
+    return fields
 
 
 def _model_identity(model: LoadedModel) -> dict[str, Any]:
@@ -49,42 +51,45 @@ def _model_identity(model: LoadedModel) -> dict[str, Any]:
 
 
 def changed_identity(changes: Changes) -> dict[str, Any]:
-    """The fields that interventions add to an identity; an empty dict without any."""
-    return {
-        **changes.record(),
-        **({"reference_stores": list(changes.stores)} if changes.lines else {}),
-    }
+    """Return the fields that interventions add to an identity; {} without any."""
+    fields = dict(changes.record())
+    if changes.lines:
+        fields["reference_stores"] = list(changes.stores)
+    return fields
 
 
 def given_identity(
     keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
 ) -> dict[str, Any]:
-    """Fields that were chosen explicitly."""
-    of_sites = {key: choices.requested[key] for key in ("sites", "tokens", "dtype")}
-    values: dict[str, Any] = {
-        **{
-            key: value
-            for key, value in of_sites.items()
-            if getattr(keep, key) is not None
-        },
-        "seed": data.seed,
-        "order": data.order,
-        "slab": None if keep.slab is None else min(keep.slab, plan.n_images),
-        **{
-            key: getattr(keep, key)
-            for key in ("codec", "attention", "residual", "inputs", "grams")
-        },
-        "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
-        "precision": keep.precision,
-        "head_weights": keep.head_weights,
-    }
-    return {key: value for key, value in values.items() if value is not None}
+    """Return the identity fields that were chosen explicitly, resolved.
+
+    Args:
+        keep: options that say what a store keeps.
+        data: options that choose the images.
+        choices: the resolved choices.
+        plan: plan of the store that is joined.
+    """
+    fields: dict[str, Any] = {}
+    for key in ("sites", "tokens", "dtype"):
+        if getattr(keep, key) is not None:
+            fields[key] = choices.requested[key]
+    fields["seed"] = data.seed
+    fields["order"] = data.order
+    if keep.slab is not None:
+        fields["slab"] = min(keep.slab, plan.n_images)
+    for key in ("codec", "attention", "residual", "inputs", "grams"):
+        fields[key] = getattr(keep, key)
+    if keep.erf is not None:
+        fields["erf"] = min(keep.erf, plan.n_images)
+    fields["precision"] = keep.precision
+    fields["head_weights"] = keep.head_weights
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def chosen_identity(
     keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
 ) -> dict[str, Any]:
-    """The choices of a new store, including defaults."""
+    """Return the identity fields of a new store's choices, including defaults."""
     return {
         **choices.requested,
         "seed": data.seed if data.seed is not None else 0,
@@ -102,47 +107,60 @@ def chosen_identity(
 
 
 def check_choices(
-    made: Manifest, model: LoadedModel, given: Mapping[str, Any], instead: str = ""
+    manifest: Manifest, model: LoadedModel, given: Mapping[str, Any], instead: str = ""
 ) -> None:
-    """`check_identity` of a store, its weights named by the options that chose them. given: fields
-    of identity, the weights among them. instead: what else could be done. Raises IdentityMismatch:
-    names every field that differs."""
-    stored = dict(made.identity)
+    """Compare identity fields with a store's, weights by the options that chose them.
+
+    Args:
+        manifest: manifest of the store.
+        model: the model that would continue it.
+        given: identity fields of that model and the choices, `weights` among them.
+        instead: further advice, added to the end of the error's message.
+
+    Raises:
+        IdentityMismatch: names every field that differs.
+    """
+    stored = dict(manifest.identity)
     given = dict(given)
     if stored.get("weights") != given["weights"]:
-        told = [
-            _options_of(weights) for weights in (made.model.get("weights"), model.weights)
-        ]
-        if told[0] != told[1]:
-            stored["weights"], given["weights"] = told
+        # Options say more to a user than two hashes.
+        stored_options = _options_of(manifest.model.get("weights"))
+        given_options = _options_of(model.weights)
+        if stored_options != given_options:
+            stored["weights"] = stored_options
+            given["weights"] = given_options
         elif jsonable(stored.get("model")) != jsonable(given.get("model")):
             del given["weights"]  # they follow from arguments, which are named
     check_identity(stored, given, instead)
 
 
 def _options_of(record: object) -> str:
-    """The options of extract that chose weights, by their record; `pretrained` without any."""
+    """Return the options of extract that chose weights, or else the weights' name."""
     weights = record if isinstance(record, Mapping) else {}
     if weights.get("source") == "random":
         return f"--random-init {weights.get('seed')}"
     if weights.get("source") == "checkpoint":
-        key = (
-            f" --checkpoint-key {weights.get('key')}" if weights.get("other_keys") else ""
-        )
-        return f"--checkpoint {weights.get('file')}{key}"
+        option = f"--checkpoint {weights.get('file')}"
+        if weights.get("other_keys"):
+            option += f" --checkpoint-key {weights.get('key')}"
+        return option
     return weights_name({"weights": weights})
 
 
 def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
-    """Refuse a model that may have other sites. Raises IdentityMismatch: another architecture, or
-    other arguments."""
+    """Refuse a model that may have other sites than a store's.
+
+    Raises:
+        IdentityMismatch: another architecture, or other arguments.
+    """
     stored = writer.manifest.model
     if stored.get("architecture") not in (None, model.architecture):
         raise IdentityMismatch(
             f"{writer.place} is a store of {stored.get('name')} ({stored['architecture']}), not of "
             f"{model.name} ({model.architecture}); choose another -o, or start anew with --force"
         )
-    if made := writer.manifest.identity.get("model"):
-        own = _model_identity(model)
-        if jsonable(own["args"]) != made.get("args"):
-            check_identity({"model": made}, {"model": own})
+    stored_identity = writer.manifest.identity.get("model")
+    if stored_identity:
+        identity = _model_identity(model)
+        if jsonable(identity["args"]) != stored_identity.get("args"):
+            check_identity({"model": stored_identity}, {"model": identity})

@@ -28,7 +28,7 @@ from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
 from vitsee_stores.manifest import abbreviate
-from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
+from vitsee_stores.metadata import MAX_BYTES, ZARR_JSON
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _recorded_command(entry: os.DirEntry[str]) -> list[str]:
     """Return the words of the vitsee command that wrote a record; [] for any other file."""
     if entry.name == STUDY or entry.name.endswith(SIDECARS):
         try:
-            words = json.loads(read_regular(entry.path, MOST_BYTES))["command"]
+            words = json.loads(read_regular(entry.path, MAX_BYTES))["command"]
             return [*map(str, words)] if words[0] == "vitsee" else []
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return []  # another program's

@@ -22,7 +22,7 @@ from vitsee_core.study.recipe_file import (
 from vitsee_core.study.steps import SETS, Plan, Step, Study
 from vitsee_core.tables.formats import stem_of
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.schema import SHOWN, check_name
+from vitsee_stores.schema import MAX_SHOWN_CHARS, check_name
 
 # The bundled miniature of a set of images -> the module of `demo` that writes it.
 MINIATURES = {
@@ -146,7 +146,7 @@ class _Planned:
     def _check_new(self, name: str, figure: FigureRecipe) -> None:
         """Refuse the name of a result that the disk cannot have, or that another has. Raises
         RecipeError: names the figure."""
-        where = f"{self.recipe.name}: {figure.title[:SHOWN]}"
+        where = f"{self.recipe.name}: {figure.title[:MAX_SHOWN_CHARS]}"
         try:
             check_name(name, f"{where}: its result")
         except ValueError as error:
