@@ -293,7 +293,7 @@ def test_workers_with_another_disk(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever makes a Gram matrix where this machine does not see it."""
-    monkeypatch.setattr(comparison, "FOUND_SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "VISIBLE_SECONDS", 0.0)
 
     def elsewhere(function: Any, items: Any) -> Iterator[Any]:
         for item in items:

@@ -391,14 +391,14 @@ def test_as_the_gram_matrices_on_disk(
 def planned(store: Store, **kwargs: Any) -> tuple[Table, Any]:
     """The result, and the last plan of the work that its memory gave."""
     made: list[Any] = []
-    divide = engine._divide
+    divide = engine._divide_work
 
     def watch(*args: Any) -> Any:
         made.append(divide(*args))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_divide", watch)
+        patch.setattr(engine, "_divide_work", watch)
         return run(store, **kwargs), made[-1]
 
 
@@ -422,13 +422,15 @@ def test_memory_and_tiles_change_nothing(
             assert other[name] == pytest.approx(table[name], abs=1e-6)
     monkeypatch.setattr(engine, "GOOD_TILE", 16)
     monkeypatch.setattr(engine, "TILES_ALONG", 7)
-    divide = engine._divide
+    divide = engine._divide_work
     for kept in (99, 4, 3, 2):  # of five tiles' images
         monkeypatch.setattr(
-            engine, "_divide", lambda *args, k=kept: replace(divide(*args), kept=k)
+            engine,
+            "_divide_work",
+            lambda *args, k=kept: replace(divide(*args), kept_tiles=k),
         )
         other, plan = planned(store, sites=["blocks"])
-        assert (plan.tile, plan.kept) == (16, kept)
+        assert (plan.tile, plan.kept_tiles) == (16, kept)
         assert other["value"] == pytest.approx(table["value"], abs=1e-6)
 
 

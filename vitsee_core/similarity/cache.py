@@ -112,64 +112,82 @@ class GramCache:
     persistent: bool
     scratch: Path
     precision: str = "fp32"
-    _places: dict[str, Path] = field(default_factory=dict)
+    _folders: dict[str, Path] = field(default_factory=dict)  # store_id -> folder
 
     def place(self, store: Store) -> Path:
-        """The folder for a store's matrices; the scratch folder if that is not writable (logged
-        once)."""
+        """Return the folder for a store's matrices; the scratch folder if that is not writable
+        (logged once)."""
         store_id = store.manifest.store_id
-        if store_id not in self._places:
-            self._places[store_id] = self._find(store)
-        return self._places[store_id]
+        if store_id not in self._folders:
+            self._folders[store_id] = self._writable_folder(store)
+        return self._folders[store_id]
 
     def is_shared(self, store: Store, map: Map) -> bool:
-        """Whether processes of `map` can see a store's folder: not this machine's scratch folder,
-        unless they run on this machine."""
+        """Return whether processes of `map` can see a store's folder: not this machine's scratch
+        folder, unless they run on this machine."""
         return self.place(store) != self.scratch or bool(getattr(map, "local", 0))
 
     def absolute(self) -> GramCache:
-        """The same for a process with another working directory."""
-        places = {store_id: place.absolute() for store_id, place in self._places.items()}
+        """Return the cache for a process with another working directory."""
+        folders = {
+            store_id: folder.absolute() for store_id, folder in self._folders.items()
+        }
         folder = self.folder and self.folder.absolute()
-        return replace(self, folder=folder, _places=places)
+        return replace(self, folder=folder, _folders=folders)
 
-    def _find(self, store: Store) -> Path:
+    def _writable_folder(self, store: Store) -> Path:
+        """Return the folder for a store's matrices, which is made if it is missing; the scratch
+        folder if it cannot be written. Remains of killed processes are removed from it."""
         if not self.persistent:
             return self.scratch
-        wanted = self.folder or own_folder(store)
+        folder = self.folder or own_folder(store)
         try:
-            wanted.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=wanted):
-                _sweep(wanted)
-                return wanted
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                _remove_abandoned_files(folder)
+                return folder
         except OSError as error:
             log.warning(
                 "Gram matrices of %s are not kept: cannot write %s: %s (choose a place with "
                 "--cache DIR, or --no-cache)",
-                *(store.label, wanted, reason(error)),
+                store.label,
+                folder,
+                reason(error),
             )
             return self.scratch
 
     def find(
         self, features: FeatureMatrix, rows: Integers, batches: Sequence[Integers] = ()
     ) -> GramFile | None:
-        """A cached matrix that contains `rows`, or the matrices of these batches."""
-        store = _revision(features)
+        """Return a cached matrix that contains `rows`, or the matrices of these batches; None if
+        there is none. A file that is cut short is removed.
+
+        Args:
+            features: whose matrix it is.
+            rows: of their store.
+            batches: rows of each batch; none for a matrix of all rows.
+        """
         folder = self.place(features.store)
-        stem = self._stem(features)
-        key = self._key(features)
-        for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
+        if not folder.is_dir():
+            return None
+        identity = (_revision(features), self._key(features))
+        for path in sorted(folder.glob(f"{self._stem(features)}.*.json")):
             header = Header.load(read_regular(path))
-            if header is None or (header.store, header.key) != (store, key):
+            if header is None or (header.store, header.key) != identity:
                 continue
-            if same_batches(header, batches) if batches else covers(header, rows):
-                tiles = path.with_suffix(".tiles")
-                if is_whole(tiles, header):
-                    return GramFile(tiles, header)
-                if tiles.exists():
-                    log.warning("%s is cut short; it is made again", tiles)
-                    for broken in (path, tiles):
-                        broken.unlink(missing_ok=True)
+            if batches:
+                is_usable = same_batches(header, batches)
+            else:
+                is_usable = covers(header, rows)
+            if not is_usable:
+                continue
+            tiles = path.with_suffix(".tiles")
+            if is_whole(tiles, header):
+                return GramFile(tiles, header)
+            if tiles.exists():
+                log.warning("%s is cut short; it is made again", tiles)
+                path.unlink(missing_ok=True)
+                tiles.unlink(missing_ok=True)
         return None
 
     def add(
@@ -184,11 +202,11 @@ class GramCache:
         disappears meanwhile, it is computed again, in the scratch folder.
 
         Args:
-            features: of what.
+            features: whose matrix it is.
             rows: the images; with `batches`, batch after batch.
             tile: side of the tiles.
-            make: computes the tiles, see `gram_file`, and records the origin of the features.
-            batches: see `Header`.
+            make: returns the numbered tiles as they are computed, and records the features' offset.
+            batches: images in each batch; none for a matrix of all rows.
 
         Raises:
             VitseeError: the disk refused it.
@@ -196,19 +214,17 @@ class GramCache:
         for attempt in range(3):
             folder = self.place(features.store)
             try:
-                return self._add(folder, features, rows, tile, make, batches)
+                return self._write(folder, features, rows, tile, make, batches)
             except OSError as error:
                 if not folder.is_dir() and attempt < 2:
                     log.warning(
                         "%s was removed meanwhile; the Gram matrix of %s is made again%s",
-                        *(
-                            folder,
-                            " ".join(features.key),
-                            " and not kept" if attempt else "",
-                        ),
+                        folder,
+                        " ".join(features.key),
+                        " and not kept" if attempt else "",
                     )
-                    if attempt:
-                        self._places[features.store.manifest.store_id] = self.scratch
+                    if attempt:  # removed twice: not worth a third try there
+                        self._folders[features.store.manifest.store_id] = self.scratch
                     continue
                 raise VitseeError(
                     f"cannot keep the Gram matrix of {' '.join(features.key)} in {folder}: "
@@ -216,7 +232,7 @@ class GramCache:
                 ) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _add(
+    def _write(
         self,
         folder: Path,
         features: FeatureMatrix,
@@ -225,62 +241,73 @@ class GramCache:
         make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...],
     ) -> GramFile:
+        """Compute and write a matrix into a folder; arguments as those of `add`.
+
+        Returns:
+            The file, or that of another process that finished the same matrix meanwhile.
+        """
         key = self._key(features)
         digest = sha256(repr((_revision(features), key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
         # A private name, so that two processes computing the same matrix do not collide.
         name = f"{self._stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
-        data = folder / f"{name}.tiles"
-        header_file = folder / f"{name}.json"
-        places = {
-            path.with_name(path.name + PARTIAL): path for path in (data, header_file)
-        }
-        tiles, about = places
+        tiles_path = folder / f"{name}.tiles"
+        header_path = folder / f"{name}.json"
+        partial_tiles = tiles_path.with_name(tiles_path.name + PARTIAL)
+        partial_header = header_path.with_name(header_path.name + PARTIAL)
+        # Tiles first: a header is seen only beside its tiles.
+        final_paths = {partial_tiles: tiles_path, partial_header: header_path}
         folder.mkdir(parents=True, exist_ok=True)
-        owned = None
+        descriptor = None
         try:  # an interrupt may come at any moment after the file's creation
-            with renamed(places):
-                owned = create_owned(tiles)
-                origin = FeatureOffset(0 if batches else len(rows))
-                checksums = write_tiles(owned, make(origin), tile)
+            with renamed(final_paths):
+                descriptor = create_owned(partial_tiles)
+                offset = FeatureOffset(0 if batches else len(rows))
+                checksums = write_tiles(descriptor, make(offset), tile)
                 header = Header(
-                    _revision(features),
-                    key,
-                    rows,
-                    batches,
-                    tile,
-                    origin.ratio,
-                    checksums,
-                    None if batches else origin.shift,
+                    store=_revision(features),
+                    key=key,
+                    rows=rows,
+                    batches=batches,
+                    tile=tile,
+                    offset=offset.ratio,
+                    checksums=checksums,
+                    shift=None if batches else offset.shift,
                 )
-                if not batches and (theirs := self.find(features, rows)) is not None:
-                    places.clear()  # another process was faster
-                    return theirs
-                about.write_bytes(header.dump())
+                if not batches:
+                    existing = self.find(features, rows)
+                    if existing is not None:  # another process was faster
+                        final_paths.clear()
+                        return existing
+                partial_header.write_bytes(header.dump())
         finally:
-            if owned is not None:
-                os.close(owned)
+            if descriptor is not None:
+                os.close(descriptor)
+        self._remove_old_formats(folder, features)
+        return GramFile(tiles_path, header)
+
+    def _remove_old_formats(self, folder: Path, features: FeatureMatrix) -> None:
+        """Remove matrices of these features that an earlier version wrote, which are not read."""
         for header_path in folder.glob(f"{self._stem(features)}.*.json"):
-            if format_of(read_regular(header_path)) < FORMAT:  # of the same features
-                for old in (header_path, header_path.with_suffix(".tiles")):
-                    old.unlink(missing_ok=True)
-        return GramFile(data, header)
+            if format_of(read_regular(header_path)) < FORMAT:
+                header_path.unlink(missing_ok=True)
+                header_path.with_suffix(".tiles").unlink(missing_ok=True)
 
     def _key(self, features: FeatureMatrix) -> tuple[str, ...]:
-        """Identity of cached features: store, features, and precision unless fp32."""
+        """Return the identity of cached features: their key, and the precision unless fp32."""
         if self.precision == "fp32":
             return features.key
         return (*features.key, self.precision)
 
     def _stem(self, features: FeatureMatrix) -> str:
-        """A descriptive file name."""
+        """Return the beginning of the file names of these features' matrices."""
         text = ".".join([*self._key(features), features.store.manifest.store_id[:8]])
         return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def own_folder(store: Store) -> Path:
-    """The cache folder of a store: beside one in a folder; for a store at a URL in the user's cache
-    folder, by its identity."""
+    """Return the cache folder of a store: beside it, or for a store at a URL in the user's cache
+    folder, by the store's identity."""
     if isinstance(store.place, Path):
         return store.place.with_name(f"{store.place.name}.grams")
     return user_caches() / f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
@@ -290,17 +317,26 @@ def own_folder(store: Store) -> Path:
 def gram_cache(
     folder: Path | None, persistent: bool, precision: str = "fp32"
 ) -> Iterator[GramCache]:
-    """A cache whose scratch folder is removed at the end. Raises VitseeError: `folder` is inside a
-    store, or its parent does not exist."""
+    """Yield a cache whose scratch folder is removed at the end.
+
+    Args:
+        folder: for the matrices of all stores; None: beside each store.
+        persistent: whether matrices are kept at all.
+        precision: of the products.
+
+    Raises:
+        VitseeError: `folder` is inside a store, or its parent does not exist.
+    """
     if folder is not None:
         check_place(folder / OWNER)
         if not folder.absolute().parent.is_dir():
             raise VitseeError(
                 f"--cache {folder}: there is no folder {folder.absolute().parent}"
             )
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        if owned_by_none(left / OWNER):
-            shutil.rmtree(left, ignore_errors=True)
+    # Scratch folders of processes that were killed.
+    for abandoned in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        if owned_by_none(abandoned / OWNER):
+            shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix=SCRATCH, ignore_cleanup_errors=True
     ) as scratch:
@@ -312,14 +348,15 @@ def gram_cache(
 
 
 def _revision(features: FeatureMatrix) -> str:
-    """Version of a site's numbers: the store's identity, and when the slabs that hold the site
-    were committed, in whichever generation."""
+    """Return the version of a site's numbers: the store's identity, and when the slabs that hold
+    the site were committed, in whichever generation."""
     store = features.store
     site = features.key[0]
     return f"{store.manifest.store_id}:{store.revision_of(site)}"
 
 
-def _sweep(folder: Path) -> None:
+def _remove_abandoned_files(folder: Path) -> None:
+    """Remove unfinished matrices of processes that have ended."""
     for path in folder.glob(f"*.tiles{PARTIAL}"):
         if owned_by_none(path):
             path.unlink(missing_ok=True)
@@ -337,15 +374,18 @@ class CacheFolder:
     size_bytes: int  # of all of them on disk
 
     def remove(self) -> None:
-        """Remove the matrices, and the folder if nothing else is in it. Raises VitseeError: the
-        disk refused."""
+        """Remove the matrices, and the folder if nothing else is in it.
+
+        Raises:
+            VitseeError: the disk refused.
+        """
         try:
             if not self.n_matrices:
                 self.folder.unlink(missing_ok=True)
                 return
-            for header in _headers(self.folder):
-                for file in (header, header.with_suffix(".tiles")):
-                    file.unlink(missing_ok=True)
+            for header in _header_paths(self.folder):
+                header.unlink(missing_ok=True)
+                header.with_suffix(".tiles").unlink(missing_ok=True)
             if not any(self.folder.iterdir()):
                 self.folder.rmdir()
         except OSError as error:
@@ -355,21 +395,33 @@ class CacheFolder:
 
 
 def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
-    """The caches of stores, and those below other folders; by default those below the working
-    directory and in the user's cache folder. Raises VitseeError: a place does not exist."""
-    roots = [_root(place) for place in places] or [Path(), user_caches()]
-    folders = dict.fromkeys(folder for root in roots for folder in _below(root))
-    caches = [
-        cache for folder in sorted(folders) if (cache := _cache(folder)) is not None
-    ]
-    indexes = dict.fromkeys(
-        file for root in roots for file in sorted(root.glob(f"*{TAR_INDEX}"))
-    )
-    return caches + [CacheFolder(file, "", 0, file.stat().st_size) for file in indexes]
+    """Return the caches of stores, and those below other folders.
+
+    Args:
+        places: stores and folders; none: the working directory and the user's cache folder.
+
+    Raises:
+        VitseeError: a place does not exist.
+    """
+    roots = [_cache_root(place) for place in places] or [Path(), user_caches()]
+    folders: set[Path] = set()
+    indexes: dict[Path, None] = {}  # of tar files, in the roots' order
+    for root in roots:
+        folders.update(_folders_below(root))
+        indexes.update(dict.fromkeys(sorted(root.glob(f"*{TAR_INDEX}"))))
+    caches = []
+    for folder in sorted(folders):
+        cache = _cache_in(folder)
+        if cache is not None:
+            caches.append(cache)
+    for path in indexes:
+        size = path.stat().st_size
+        caches.append(CacheFolder(path, store_id="", n_matrices=0, size_bytes=size))
+    return caches
 
 
-def _root(place: Place) -> Path:
-    """The folder in which the caches of a store, or of everything below a folder, are."""
+def _cache_root(place: Place) -> Path:
+    """Return the folder in which the caches of a store, or of everything below a folder, are."""
     if isinstance(place, Url) or (place / ZARR_JSON).is_file():
         return own_folder(open_store(place, allow_partial=True))
     if not place.is_dir():
@@ -377,31 +429,36 @@ def _root(place: Place) -> Path:
     return place
 
 
-def _below(root: Path) -> Iterator[Path]:
-    for here, folders, _ in os.walk(root):
-        if (Path(here) / ZARR_JSON).is_file():
-            folders.clear()  # nothing is cached inside a store
+def _folders_below(root: Path) -> Iterator[Path]:
+    """Yield a folder and all folders below it that are not in a store."""
+    for folder, subfolders, _ in os.walk(root):
+        if (Path(folder) / ZARR_JSON).is_file():
+            subfolders.clear()  # nothing is cached inside a store
         else:
-            yield Path(here)
+            yield Path(folder)
 
 
-def _headers(folder: Path) -> list[Path]:
+def _header_paths(folder: Path) -> list[Path]:
+    """Return the headers of the Gram matrices in a folder."""
     return [
-        p
-        for p in sorted(folder.glob("*.json"))
-        if Header.load(read_regular(p)) is not None
+        path
+        for path in sorted(folder.glob("*.json"))
+        if Header.load(read_regular(path)) is not None
     ]
 
 
-def _cache(folder: Path) -> CacheFolder | None:
-    """The contents of a folder; None if there is no Gram matrix."""
-    headers = _headers(folder)
-    if not headers:
+def _cache_in(folder: Path) -> CacheFolder | None:
+    """Return what a folder keeps; None if there is no Gram matrix in it."""
+    header_paths = _header_paths(folder)
+    if not header_paths:
         return None
-    first = Header.load(read_regular(headers[0]))
-    files = [
-        file for h in headers for file in (h, h.with_suffix(".tiles")) if file.exists()
-    ]
-    size = sum(file.stat().st_size for file in files)
-    store_id = first.store.partition(":")[0] if first is not None else ""
-    return CacheFolder(folder, store_id, len(headers), size)
+    size = 0
+    for header_path in header_paths:
+        tiles_path = header_path.with_suffix(".tiles")
+        size += header_path.stat().st_size if header_path.exists() else 0
+        size += tiles_path.stat().st_size if tiles_path.exists() else 0
+    first = Header.load(read_regular(header_paths[0]))
+    store_id = ""
+    if first is not None:
+        store_id, _, _ = first.store.partition(":")
+    return CacheFolder(folder, store_id, len(header_paths), size)

@@ -25,7 +25,8 @@ from vitsee_core.similarity.representation import FeatureOffset, Representation
 from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
-FOUND_SECONDS = 60.0  # for a shared file system to show another machine's file
+# How long a shared file system may take to show another machine's file.
+VISIBLE_SECONDS = 60.0
 SHARE = "--dask needs a --cache DIR that all machines share"
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Estimator:
         batch, examples, repeats: of minibatch; None: 1024, 10240, 20, or what the data allow.
         rescale: batches in the store's order, features not centred, every batch's Gram matrix
             scaled to [0, 1] by its smallest and largest entry, as the code of Walmer et al. 2023
-            does. It weighs batches by their outliers, and is no estimator of HSIC.
+            does. It weighs batches by their outliers, and is not an estimator of HSIC.
     """
 
     kind: str = "auto"
@@ -56,28 +57,33 @@ class Estimator:
 
 @dataclass(frozen=True)
 class GramOptions:
-    """Resources; of these only `precision` affects the result."""
+    """Resources for Gram matrices; of these only `precision` affects the result."""
 
-    cache: Path | None = (
-        None  # folder for Gram matrices; None: `<store>.grams` beside each store
-    )
+    cache: Path | None = None  # folder; None: `<store>.grams` beside each store
     use_cache: bool = True  # False keeps nothing
     device: str = "auto"
     memory: int | None = None  # bytes to stay within; None: a quarter of the machine's
-    map: Map | None = None  # its processes compute Gram matrices, see `Execution`
-    precision: str = "fp32"  # of the products, see `kernels.backend.PRECISIONS`
+    map: Map | None = None  # its processes compute Gram matrices
+    precision: str = "fp32"  # of the products, one of `kernels.backend.PRECISIONS`
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of representations.
+    """A comparison of representations, with everything that was decided before reading.
 
     Attributes:
+        representations: rows first, then columns.
+        n_rows: how many of them are rows.
+        among_themselves: whether the columns are the rows.
         rows: store_id -> the rows with its images, in the first store's order.
         own: store_id -> the rows that each store counts by itself: Gram matrices are made of these,
             so that other comparisons can use them, too.
-        notes: the choice of images, for a sidecar.
-        fused: see `similarity.products`.
+        shuffled: whether the first store holds its images in random order.
+        seed: of minibatches, and of the jackknife's blocks in stores that are not shuffled.
+        device: where to multiply.
+        memory: bytes to stay within.
+        notes: the choice of images, for a table's sidecar.
+        fused: whether reading, centring and multiplying are one compiled step.
     """
 
     representations: tuple[Representation, ...]
@@ -97,45 +103,55 @@ class Comparison:
     fused: bool = False
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
-        """The items of rows, and those of cols (None if they are the same)."""
-        return items[: self.n_rows], None if self.among_themselves else items[
-            self.n_rows :
-        ]
+        """Return the items of the rows, and those of the columns (None if they are the same)."""
+        if self.among_themselves:
+            return items[: self.n_rows], None
+        return items[: self.n_rows], items[self.n_rows :]
 
     @property
     def n_images(self) -> int:
+        """The number of images that are compared."""
         return len(next(iter(self.rows.values())))
 
-    def rows_of(self, of: Representation) -> Integers:
-        """The rows of a representation's store that hold the comparison's images."""
-        return self.rows[of.store.manifest.store_id]
+    def rows_of(self, representation: Representation) -> Integers:
+        """Return the rows of a representation's store that hold the comparison's images."""
+        return self.rows[representation.store.manifest.store_id]
 
     @property
     def in_order(self) -> bool:
         """Whether every store has the images in the first one's order."""
         return all(bool((np.diff(rows) > 0).all()) for rows in self.rows.values())
 
-    def own_rows(self, of: Representation) -> Integers:
-        """The rows that a representation's store counts by itself."""
-        return self.own[of.store.manifest.store_id]
+    def own_rows(self, representation: Representation) -> Integers:
+        """Return the rows that a representation's store counts by itself."""
+        return self.own[representation.store.manifest.store_id]
 
     def find(
-        self, of: Representation, batches: Sequence[Integers] = ()
+        self, representation: Representation, batches: Sequence[Integers] = ()
     ) -> GramFile | None:
-        """The cached Gram matrix of a representation over the comparison's images (or over each of
-        these batches of them)."""
-        return self.cache.find(of.features, self.rows_of(of), batches)
+        """Return the cached Gram matrix of a representation over the comparison's images (or over
+        each of these batches of rows); None if there is none."""
+        rows = self.rows_of(representation)
+        return self.cache.find(representation.features, rows, batches)
 
     def products(
         self,
-        of: Representation,
+        representation: Representation,
         rows: Integers,
         tiles: Sequence[GramTile],
         origin: FeatureOffset,
     ) -> Iterator[NDArray[np.float64]]:
-        """See `products.products`."""
+        """Return the tiles of a representation's Gram matrix over these rows of its store, as they
+        are computed.
+
+        Args:
+            representation: whose matrix it is.
+            rows: of its store.
+            tiles: which to compute.
+            origin: records what was subtracted from the features.
+        """
         return products(
-            of.features,
+            representation.features,
             rows,
             tiles,
             device=self.device,
@@ -153,13 +169,12 @@ class Comparison:
         how: Callable[[Comparison, Representation], GramFile],
         size: Callable[[Representation], int],
     ) -> list[GramFile]:
-        """Every representation's Gram matrix, as `find` finds it in the cache, else as `how` makes
-        it there.
+        """Return every representation's Gram matrix, from the cache, else computed into it.
 
         Args:
-            find: None for one that is missing.
-            how: picklable.
-            size: in bytes.
+            find: returns the cached matrix of a representation, None if it is missing.
+            how: computes the matrix into the cache and returns it; picklable.
+            size: returns the matrix's size in bytes.
 
         Raises:
             VitseeError: the disk is too small for them, or processes of `map` use another disk.
@@ -171,43 +186,48 @@ class Comparison:
             self._require_disk([(r, size(r)) for r in missing.values()])
             self.progress.start(len(missing), unit="Gram matrices")
         try:
-            self._make(how, missing.values())
+            self._compute(how, missing.values())
             return [find(r) or how(self, r) for r in self.representations]
         finally:
             self.progress.stop()
             self.workspace.clear()  # free memory for the pairs
 
-    def _make(
+    def _compute(
         self,
         how: Callable[[Comparison, Representation], GramFile],
         missing: Iterable[Representation],
     ) -> None:
-        """One after the other, or each in a process of `map`, which leaves it in the cache's
-        folder."""
+        """Compute Gram matrices into the cache: here, or each in a process of `map`.
+
+        Raises:
+            VitseeError: what another process wrote is not visible here.
+        """
         elsewhere: list[Representation] = []
-        for of in missing:
-            if self.map is not None and self.cache.is_shared(of.store, self.map):
-                elsewhere.append(of)
+        for r in missing:
+            if self.map is not None and self.cache.is_shared(r.store, self.map):
+                elsewhere.append(r)
             else:
-                how(self, of)
-        made = self.execution.spread(_Made(self.alone, how), elsewhere)
-        for of, path in zip(elsewhere, made, strict=True):
-            until = time.monotonic() + FOUND_SECONDS
+                how(self, r)
+        compute = _ComputeElsewhere(self.alone, how)
+        paths = self.execution.spread(compute, elsewhere)
+        for r, path in zip(elsewhere, paths, strict=True):
+            until = time.monotonic() + VISIBLE_SECONDS
             while not path.exists() and time.monotonic() < until:
                 time.sleep(0.1)
             if not path.exists():
-                what = f"the Gram matrix of {of.store.label} {of.site.name}"
                 raise VitseeError(
-                    f"{what} is not at {path}, where another process put it: {SHARE}"
+                    f"the Gram matrix of {r.store.label} {r.site.name} is not at {path}, where "
+                    f"another process put it: {SHARE}"
                 )
 
     @property
     def execution(self) -> Execution:
+        """The resources of the comparison, to spread work with."""
         return Execution(memory=self.memory, map=self.map, progress=self.progress)
 
     @property
     def alone(self) -> Comparison:
-        """The part that another process needs."""
+        """The comparison with the parts that another process needs."""
         return replace(
             self,
             representations=(),
@@ -218,35 +238,41 @@ class Comparison:
         )
 
     def _require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
-        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes."""
-        by_place: dict[Path, int] = {}
-        for of, size in sizes:
-            place = self.cache.place(of.store)
-            by_place[place] = by_place.get(place, 0) + size
-        for place, need in by_place.items():
-            free = free_disk_bytes(place)
-            if need > free:
+        """Raise VitseeError, before any work, for Gram matrices that exceed the disk.
+
+        Args:
+            sizes: each representation whose matrix is missing, and its size in bytes.
+        """
+        needed_by_folder: dict[Path, int] = {}
+        for r, size in sizes:
+            folder = self.cache.place(r.store)
+            needed_by_folder[folder] = needed_by_folder.get(folder, 0) + size
+        for folder, needed in needed_by_folder.items():
+            free = free_disk_bytes(folder)
+            if needed > free:
                 raise VitseeError(
-                    f"the Gram matrices of {len(sizes)} sites take {human_bytes(need)}, {place} "
+                    f"the Gram matrices of {len(sizes)} sites take {human_bytes(needed)}, {folder} "
                     f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites or "
                     "--images, or --estimator minibatch with fewer --examples"
                 )
-            kept = (
-                ""
-                if self.cache.persistent and place != self.cache.scratch
-                else "temporary "
+            is_kept = self.cache.persistent and folder != self.cache.scratch
+            log.info(
+                "%sGram matrices to make: %s in %s",
+                "" if is_kept else "temporary ",
+                human_bytes(needed),
+                folder,
             )
-            log.info("%sGram matrices to make: %s in %s", kept, human_bytes(need), place)
 
 
 @dataclass(frozen=True)
-class _Made:
-    """Path of the Gram matrix that another process computed."""
+class _ComputeElsewhere:
+    """The computation of a Gram matrix in another process."""
 
     comparison: Comparison
     how: Callable[[Comparison, Representation], GramFile]
 
-    def __call__(self, execution: Execution, of: Representation) -> Path:
+    def __call__(self, execution: Execution, representation: Representation) -> Path:
+        """Return the path of the matrix, once it is in the cache's folder."""
         here = replace(
             self.comparison,
             memory=execution.budget,
@@ -254,4 +280,4 @@ class _Made:
             workspace=Workspace(),
         )
         with full_precision(here.device), one_blas_thread():
-            return self.how(here, of).path
+            return self.how(here, representation).path

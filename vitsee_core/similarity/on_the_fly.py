@@ -57,6 +57,7 @@ from vitsee_stores.errors import VitseeError
 LARGEST_TILE = 512
 GOOD_TILE = 256
 SMALLEST_TILE = 32
+MIN_GROUP = 8  # matrices in a group that is not divided further before tiles are
 TILES_ALONG = 2  # diagonal squares are computed whole for sums over pairs
 # (rows, columns, tile=): two groups of matrices in tiles.
 Work = Callable[..., list[Hsic]]
@@ -75,9 +76,9 @@ def hsic_on_the_fly(
     memory: int,
     progress: Progress = SILENT,
 ) -> Hsic:
-    """HSIC of every matrix in `rows` with every one in `cols`, as `hsic` gives it.
+    """Return the HSIC of every matrix in `rows` with every one in `cols`, as `hsic` would.
 
-    Memory: `memory`, plus the result with its replicates.
+    It takes `memory`, plus the result with its replicates.
 
     Args:
         rows: stacks of one store, R matrices in total.
@@ -105,48 +106,58 @@ def hsic_on_the_fly(
         partitions = partitions_of(drawn, n)
         work = partial(over_cells, partitions=partitions, batch=batch, device=device)
         notes = batch_notes(batch, examples, repeats)
-        spread = "repeats" * (repeats > 1)
+        spread = "repeats" if repeats > 1 else ""
     else:
         biased = estimator.kind == "biased"
         blocks = jackknife_blocks(n, shuffled, seed)
         partitions = [blocks]
         work = partial(leave_one_out, partition=blocks, biased=biased, device=device)
         notes = exact_notes(biased, blocks.n_cells)
-        spread = "jackknife" * (n > 4)
+        spread = "jackknife" if n > 4 else ""
+    # Features in their stored type take less memory, and are converted where they are multiplied;
+    # that costs more than it saves in small products.
     stored = device == "cpu" and mults > LARGE
-    plan = _divide(rows, cols, n, partitions, memory, stored)
+    plan = _divide_work(rows, cols, n, partitions, memory, stored)
     read = partial(
         matrices,
         images=images,
-        kept=plan.kept,
+        kept=plan.kept_tiles,
         backend=backend,
         progress=progress,
         stored=stored,
     )
     with full_precision(device), backend.one_thread():
         values = _in_groups(plan, n, work, read, progress)
-    counted = int((partitions[0].labels >= 0).sum())  # of a repeat
-    replicates = {"jackknife": values[1:], "repeats": values, "": []}[spread]
-    notes |= {"spread": METHODS[spread], "images": n, "seed": seed}
+    replicates = None
+    if spread == "repeats":
+        replicates = stacked(values)
+    elif (
+        spread == "jackknife" and len(values) > 1
+    ):  # the first value is that of all images
+        replicates = stacked(values[1:])
+    notes["spread"] = METHODS[spread]
+    notes["images"] = n
+    notes["seed"] = seed
+    images_per_repeat = int((partitions[0].labels >= 0).sum())
     return replace(
         values[0],
-        replicates=stacked(replicates) if replicates else None,
+        replicates=replicates,
         spread=spread,
-        n_images=counted,
+        n_images=images_per_repeat,
         notes=notes,
     )
 
 
 def multiplications(rows: Sequence[Shape], cols: Sequence[Shape], n: int) -> float:
-    """The multiplications for n images: a triangle of each Gram matrix, and the product of all
-    pairs of them."""
+    """Return the number of multiplications for n images: a triangle of each Gram matrix, and the
+    product of all pairs of them."""
     widths = sum(count * width for count, width in (*rows, *cols))
     pairs = sum(count for count, _ in rows) * sum(count for count, _ in cols)
     return n * (n + 1) / 2 * (widths + pairs)
 
 
 def shapes(stacks: Sequence[Stack]) -> list[Shape]:
-    """(number of matrices, number of features) of each stack."""
+    """Return (number of matrices, number of features) of each stack."""
     return [(stack.n_matrices, stack.n_features) for stack in stacks]
 
 
@@ -154,86 +165,130 @@ def shapes(stacks: Sequence[Stack]) -> list[Shape]:
 
 
 @dataclass(frozen=True)
-class _Division:
-    """Groups of stacks that are processed together, the tiles' side, and the number of tiles whose
-    features stay in memory."""
+class _WorkDivision:
+    """What is in memory at a time."""
 
-    rows: list[list[Stack]]
+    rows: list[list[Stack]]  # groups of stacks that are processed together
     cols: list[list[Stack]]
-    tile: int
-    kept: int
+    tile: int  # side of a tile, in images
+    kept_tiles: int  # tiles' sides whose features stay in memory
 
 
-def _divide(
+def _divide_work(
     rows: Sequence[Stack],
     cols: Sequence[Stack],
     n: int,
     partitions: Sequence[Partition],
     memory: int,
     stored: bool,
-) -> _Division:
-    """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
-    (each group of rows recomputes the columns' Gram matrices, and vice versa), then even smaller
-    tiles. Raises VitseeError: nothing of that fits."""
+) -> _WorkDivision:
+    """Return how the work is divided, so that it fits the memory.
 
-    def needs(tile: int, parts: tuple[int, int]) -> tuple[int, int]:
-        """Bytes of the tiles and sums, and of the features of one side of a tile."""
-        sums = side = 0
-        each = bytes_per_matrix(n, partitions, tile)
-        for stacks, n_parts in zip((rows, cols), parts, strict=True):
-            share = 1 / n_parts
-            sums += int(share * sum(s.n_matrices for s in stacks) + 1) * each
-            sizes = [s.n_features * bytes_per_value(s, stored) for s in stacks]
-            widths = sum(
-                s.n_matrices * size for s, size in zip(stacks, sizes, strict=True)
-            )
-            side += int(share * widths + max(sizes)) * tile
-        return sums, side
+    Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices (each
+    group of rows recomputes the columns' Gram matrices, and vice versa), then even smaller tiles.
 
-    def fits(tile: int, parts: tuple[int, int]) -> bool:
-        sums, side = needs(tile, parts)
-        return sums + _sides(n, tile) * side <= memory
+    Args:
+        rows: stacks.
+        cols: other stacks.
+        n: images.
+        partitions: of the images, whose sums take memory.
+        memory: in bytes.
+        stored: whether features are kept in their stored type, if possible.
 
-    counts = sum(s.n_matrices for s in rows), sum(s.n_matrices for s in cols)
+    Raises:
+        VitseeError: nothing of that fits.
+    """
+
+    def needs(tile: int, row_groups: int, col_groups: int) -> tuple[int, int]:
+        """Return the bytes of tiles and sums, and of the features of one side of a tile."""
+        tile_bytes = bytes_per_matrix(n, partitions, tile)
+        rows_sums, rows_side = _group_bytes(rows, row_groups, tile, tile_bytes, stored)
+        cols_sums, cols_side = _group_bytes(cols, col_groups, tile, tile_bytes, stored)
+        return rows_sums + cols_sums, rows_side + cols_side
+
+    def total(tile: int, row_groups: int, col_groups: int) -> int:
+        """Return the bytes that are needed at a time."""
+        sums, side = needs(tile, row_groups, col_groups)
+        return sums + _sides_in_memory(n, tile) * side
+
+    n_rows = sum(stack.n_matrices for stack in rows)
+    n_cols = sum(stack.n_matrices for stack in cols)
+    row_groups = 1
+    col_groups = 1
     tile = int(np.clip(-(-n // TILES_ALONG), min(n, GOOD_TILE), LARGEST_TILE))
-    parts = (1, 1)
     if tile % 64 == 0 and tile < n:
         tile += 8  # at strides of a power of two, columns of a product share lines of the cache
-    while tile > GOOD_TILE and not fits(tile, parts):
+    while tile > GOOD_TILE and total(tile, row_groups, col_groups) > memory:
         tile = max(GOOD_TILE, -(-tile // 2))
-    while not fits(tile, parts):
-        sizes = [count / n_parts for count, n_parts in zip(counts, parts, strict=True)]
-        if max(sizes) > 8:
-            parts = (parts[0] + (sizes[0] >= sizes[1]), parts[1] + (sizes[0] < sizes[1]))
+    while total(tile, row_groups, col_groups) > memory:
+        rows_in_group = n_rows / row_groups
+        cols_in_group = n_cols / col_groups
+        if max(rows_in_group, cols_in_group) > MIN_GROUP:
+            if rows_in_group >= cols_in_group:
+                row_groups += 1
+            else:
+                col_groups += 1
         elif tile > SMALLEST_TILE:
             tile = -(-tile // 2)
         else:
-            sums, side = needs(tile, parts)
-            need = human_bytes(sums + _sides(n, tile) * side).replace(" ", "")
+            needed = human_bytes(total(tile, row_groups, col_groups)).replace(" ", "")
             raise VitseeError(
-                f"{human_bytes(memory)} of memory are too few for {n} images; give --memory {need} "
-                "or more, or fewer --images"
+                f"{human_bytes(memory)} of memory are too few for {n} images; give --memory "
+                f"{needed} or more, or fewer --images"
             )
-    sums, side = needs(tile, parts)
-    kept = (memory - sums) // side - _sides(n, tile) + 2
-    return _Division(_split(rows, parts[0]), _split(cols, parts[1]), tile, kept)
+    sums, side = needs(tile, row_groups, col_groups)
+    # What is left keeps the features of tiles that are read again.
+    kept_tiles = (memory - sums) // side - _sides_in_memory(n, tile) + 2
+    return _WorkDivision(
+        rows=_split_stacks(rows, row_groups),
+        cols=_split_stacks(cols, col_groups),
+        tile=tile,
+        kept_tiles=kept_tiles,
+    )
 
 
-def _sides(n: int, tile: int) -> int:
-    """Number of tile sides in memory: two, and one being read, which takes twice."""
+def _group_bytes(
+    stacks: Sequence[Stack], n_groups: int, tile: int, tile_bytes: int, stored: bool
+) -> tuple[int, int]:
+    """Return the bytes that the largest of `n_groups` groups of these stacks takes.
+
+    Args:
+        stacks: of rows or columns.
+        n_groups: into which they are divided.
+        tile: its side.
+        tile_bytes: what tiles and sums take for each matrix.
+        stored: whether features are kept in their stored type.
+
+    Returns:
+        Bytes of tiles and sums, and of the features of one side of a tile.
+    """
+    share = 1 / n_groups
+    n_matrices = sum(stack.n_matrices for stack in stacks)
+    image_bytes = [stack.n_features * bytes_per_value(stack, stored) for stack in stacks]
+    all_image_bytes = sum(
+        stack.n_matrices * size for stack, size in zip(stacks, image_bytes, strict=True)
+    )
+    sums = int(share * n_matrices + 1) * tile_bytes
+    # A group may have one matrix more than its share.
+    side = int(share * all_image_bytes + max(image_bytes)) * tile
+    return sums, side
+
+
+def _sides_in_memory(n: int, tile: int) -> int:
+    """Return the number of tile sides in memory: two, and one being read, which takes twice."""
     return 4 if n > tile else 3
 
 
-def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
-    """The matrices of all stacks in `n_parts` groups of consecutive ones."""
+def _split_stacks(stacks: Sequence[Stack], n_groups: int) -> list[list[Stack]]:
+    """Return the matrices of all stacks in `n_groups` groups of consecutive ones."""
     ends = np.cumsum([stack.n_matrices for stack in stacks])
-    edges = np.linspace(0, ends[-1], n_parts + 1).round().astype(int)
+    edges = np.linspace(0, ends[-1], n_groups + 1).round().astype(int)
     groups = []
     for low, high in pairwise(edges):
         group = []
         for stack, end in zip(stacks, ends, strict=True):
-            at = end - stack.n_matrices
-            inside = slice(int(max(low - at, 0)), int(min(high, end) - at))
+            start = end - stack.n_matrices
+            inside = slice(int(max(low - start, 0)), int(min(high, end) - start))
             if inside.stop > inside.start:
                 group.append(stack.part(inside))
         groups.append(group)
@@ -241,25 +296,37 @@ def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
 
 
 def _in_groups(
-    plan: _Division,
+    plan: _WorkDivision,
     n: int,
     work: Work,
     read: Callable[[Sequence[Stack]], Iterator[StackGram]],
     progress: Progress,
 ) -> list[Hsic]:
-    """`work` on every group of rows with every group of columns, assembled."""
-    along = -(-n // plan.tile)
-    steps = len(plan.rows) * len(plan.cols) * along * (along + 1) // 2
+    """Return what `work` gives for all rows and columns, done on every group of rows with every
+    group of columns.
+
+    Args:
+        plan: the groups and the tile.
+        n: images.
+        work: called as work(rows, cols, tile=...).
+        read: stacks -> their Gram matrices.
+        progress: counts pairs of tiles.
+    """
+    tiles_along = -(-n // plan.tile)
+    tiles = tiles_along * (tiles_along + 1) // 2  # of a triangle with its diagonal
+    steps = len(plan.rows) * len(plan.cols) * tiles
     progress.start(steps, unit="pairs of tiles")
     grid = []
     try:
-        for of_rows in plan.rows:
-            line = []
-            for of_cols in plan.cols:
-                first, *rest = read(of_rows)
-                rows = [replace(first, progress=progress), *rest]
-                line.append(work(rows, list(read(of_cols)), tile=plan.tile))
-            grid.append(line)
+        for row_stacks in plan.rows:
+            results = []
+            for col_stacks in plan.cols:
+                # One matrix counts the tiles for all.
+                first, *others = read(row_stacks)
+                rows = [replace(first, progress=progress), *others]
+                cols = list(read(col_stacks))
+                results.append(work(rows, cols, tile=plan.tile))
+            grid.append(results)
     finally:
         progress.stop()
     return assemble_groups(grid)
@@ -270,40 +337,51 @@ def _in_groups(
 
 @dataclass(frozen=True)
 class StackGram:
-    """The Gram matrix of one matrix of a stack, computed when read. progress: counts its blocks."""
+    """The Gram matrix of one matrix of a stack, computed when it is read."""
 
-    features: Runs
-    k: int
-    progress: Progress = SILENT
+    features: Runs  # of the stack
+    k: int  # which matrix of the stack
+    progress: Progress = SILENT  # counts its blocks
 
     @property
     def n(self) -> int:
+        """The number of images."""
         return len(self.features.images)
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """Jobs to run, in any order, before its blocks are computed; none the second time."""
+        """Return jobs to run, in any order, before a block is computed; none the second time."""
         return self.features.reading(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) entries, on the device of the features."""
-        a, b = self._both(i, j)
-        return a @ b.T
+        """Return the entries (len(i), len(j)), on the device of the features."""
+        left, right = self._features_of(i, j)
+        return left @ right.T
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
-        self.features.backend.multiply(*self._both(i, j), out)
+        """Write the entries (len(i), len(j)) into `out`, on the host."""
+        left, right = self._features_of(i, j)
+        self.features.backend.multiply(left, right, out)
 
-    def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
-        """The features of the images in `i` and of those in `j`; one array twice if i is j."""
+    def _features_of(self, i: slice, j: slice) -> tuple[Any, Any]:
+        """Return the features of the images in `i` and of those in `j`; one array twice if they are
+        the same."""
         self.progress.advance(1)
-        x = self.features.of(self.k, i, "left")
-        return x, x if i == j else self.features.of(self.k, j, "right")
+        left = self.features.of(self.k, i, "left")
+        if i == j:
+            return left, left
+        return left, self.features.of(self.k, j, "right")
 
 
 def bytes_per_value(stack: Stack, stored: bool) -> int:
-    """Bytes of memory per number of a stack; see `matrices`."""
+    """Return the bytes of memory that each number of a stack takes.
+
+    Args:
+        stack: of tokens or pixels.
+        stored: whether they are kept in their stored type, if possible.
+    """
     if not stored or not StoredRuns.takes(stack):
-        return 4
-    return 2 if isinstance(stack, TokenStack) else 1
+        return 4  # float32
+    return 2 if isinstance(stack, TokenStack) else 1  # float16 tokens, uint8 pixels
 
 
 def matrices(
@@ -314,9 +392,16 @@ def matrices(
     progress: Progress,
     stored: bool,
 ) -> Iterator[StackGram]:
-    """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
-    `kept` (at least two) tiles' images stay in memory, and `progress` counts the bytes read.
-    stored: they are kept in their stored type, if possible."""
+    """Yield the Gram matrix of each matrix of the stacks.
+
+    Args:
+        stacks: of one store.
+        images: rows of the store.
+        kept: how many tiles' features stay in memory, at least two.
+        backend: multiplies.
+        progress: counts the bytes read.
+        stored: whether features are kept in their stored type, if possible.
+    """
     for stack in stacks:
         features: Runs
         if stored and StoredRuns.takes(stack):

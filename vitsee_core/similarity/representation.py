@@ -38,42 +38,53 @@ class Shift:
     squared: float  # |c|^2
     n_features: int  # D
 
-    def of(self, places: Integers | slice) -> Shift:
+    def of(self, indices: Integers | slice) -> Shift:
+        """Return the shift of some of the images."""
         return Shift(
-            self.along[places], self.means[places], self.squared, self.n_features
+            along=self.along[indices],
+            means=self.means[indices],
+            squared=self.squared,
+            n_features=self.n_features,
         )
 
 
 def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
-    """(n, n) X X^T of features from the Gram matrix of the shifted ones. Exact: the error is that
-    of `gram`, whose cached entries are float32."""
+    """Return X X^T, (n, n), from the Gram matrix of the shifted features.
+
+    The error is that of `gram`, whose cached entries are float32.
+    """
     g = shift.along
+    # X X^T = G + g 1^T + 1 g^T + |c|^2
     return np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
 
 
 def cosine(gram: ArrayLike, shift: Shift) -> Float:
-    """(n, n) cosines of the features, not centred; NaN for an image whose features are all 0."""
+    """Return the cosines (n, n) of the features, which are not centred; NaN for an image whose
+    features are all 0."""
     return _normalised(raw_gram(gram, shift))
 
 
 def pearson(gram: ArrayLike, shift: Shift) -> Float:
-    """(n, n) correlations over features; NaN for an image whose features are all the same."""
+    """Return the correlations (n, n) over features; NaN for an image whose features are all the
+    same."""
     m = shift.means
     return _normalised(raw_gram(gram, shift) - shift.n_features * (m[:, np.newaxis] * m))
 
 
 def _normalised(products: Float) -> Float:
-    """a_ij / sqrt(a_ii a_jj)."""
-    own = np.diagonal(products)
-    own = np.where(own > 0, own, np.nan)
-    return products / np.sqrt(own[:, np.newaxis] * own)
+    """Return a_ij / sqrt(a_ii a_jj)."""
+    squares = np.diagonal(products)
+    squares = np.where(squares > 0, squares, np.nan)
+    return products / np.sqrt(squares[:, np.newaxis] * squares)
 
 
 class FeatureOffset:
-    """The vector subtracted from the features of n rows of a store, strip by strip of columns.
+    """Records the vector that is subtracted from the features of n rows, strip by strip of columns.
 
-    The rows' sums have to be added in the strips' order, so that rounding is reproducible. n_rows:
-    0 if no `Shift` is needed.
+    The rows' sums have to be added in the strips' order, so that rounding is reproducible.
+
+    Args:
+        n_rows: n, or 0 if no `Shift` is needed.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -84,14 +95,21 @@ class FeatureOffset:
     def centre(
         self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]
     ) -> None:
-        """Record a strip's part of the vector, and the centred rows that it is the mean of."""
+        """Record a strip's part of the vector, and the centred rows that it is the mean of.
+
+        Args:
+            strip: its number.
+            mean: (columns,) c of the strip.
+            sample: (rows, columns) x_i - c of the rows behind the mean.
+        """
         c = mean.astype(np.float64)
         spread = sum(float(row @ row) for row in sample)
         self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))
 
-    def add(self, places: Integers, sums: NDArray[np.float32]) -> None:
-        """Add a strip's (x_i - c) . c and sums of x_i - c, (rows, 2), of some rows."""
-        self._sums[places] += sums
+    def add(self, indices: Integers, sums: NDArray[np.float32]) -> None:
+        """Add a strip's (x_i - c) . c and sum of x_i - c, (rows, 2), of the rows with these
+        indices."""
+        self._sums[indices] += sums
 
     @property
     def ratio(self) -> float:
@@ -150,7 +168,7 @@ class Representation:
 
     @property
     def has_blocks_only(self) -> bool:
-        """Whether the store has not the features, only their Gram matrix within each slab."""
+        """Whether the store has only the features' Gram matrix within each slab."""
         site = self.stored
         return (
             site.kind != "vector"
@@ -163,6 +181,11 @@ class Representation:
 
     @cached_property
     def features(self) -> FeatureMatrix:
+        """The features, one row per image of the store.
+
+        Raises:
+            MissingInput: the store does not have them.
+        """
         chosen = SiteFeatures(self.store, self.stored, TokenSelection.parse(self.tokens))
         try:
             matrix = chosen.matrix(self.channels)

@@ -216,21 +216,23 @@ def _load(
         )
     log.info(
         "%s keeps no pixels: loading %d images of %s again",
-        *(store.label, len(rows), name),
+        store.label,
+        len(rows),
+        name,
     )
     pictures.check_decoding()
     with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
         file.truncate(int(np.prod(shape)))  # sparse: only used rows take space
-        kept = np.memmap(file, np.uint8, "r+", shape=shape)
+        pixels = np.memmap(file, np.uint8, "r+", shape=shape)
     progress.start(len(rows))
     try:
         for start in range(0, len(rows), AT_ONCE):
-            some = rows[start : start + AT_ONCE]
-            kept[some] = pictures(some)
-            progress.advance(len(some))
+            piece = rows[start : start + AT_ONCE]
+            pixels[piece] = pictures(piece)
+            progress.advance(len(piece))
     finally:
         progress.stop()
-    return _Reloaded(kept, store.valid, transform)
+    return _Reloaded(pixels, store.valid, transform)
 
 
 class _Reloaded(LazyArray):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,70 +74,80 @@ ROLLOUT = "rollout"
 
 
 def draw_images(table: Table, scale: str) -> Figure:
-    """One line of panels per image: its picture, the rollouts over it, the heads' maps of each
-    query (tiles; layers in rows and heads in columns where there are several layers, else the
-    layer's heads wrapped). Of several stores see `draw_models_of_images`. Call it inside a function
-    decorated with `styled`."""
+    """Draw one line of panels per image of one store: its picture, the rollouts over it, and the
+    heads' maps of each query.
+
+    The maps have layers in rows and heads in columns if there are several layers; the heads of a
+    single layer are wrapped into lines. Call it inside a function decorated with `styled`.
+    """
     store = table.frame["store"][0]
-    lines = [
-        (picture_of(table.notes, store, image), shorten(image, 26), own, _queries(own))
-        for (image,), own in table.frame.group_by("image", maintain_order=True)
-    ]
-    rollouts = [m for m in ROLLOUTS if m in table["metric"]]
-    pictures = PanelGrid(1 + len(rollouts), width=10, height=13, widest=13)
-    grids = [
-        g
-        for *_, queries in lines
-        for g in (pictures, *(tile_grid(q[1]) for q in queries))
-    ]
-    figure, parts = stack(*grids)
-    left = iter(parts)
-    for picture, name, own, queries in lines:
-        every = pictures.axes(next(left))
-        show_picture(every[0], picture, name)
-        for axes, metric in zip(every[1:], rollouts, strict=True):
-            rolled = own.filter(metric=metric)
-            if len(rolled):
-                show_rollout(axes, rolled, picture, ROLLOUTS[metric])
+    rollouts = [metric for metric in ROLLOUTS if metric in table["metric"]]
+    picture_grid = PanelGrid(1 + len(rollouts), width=10, height=13, widest=13)
+    images = table.frame.partition_by("image", maintain_order=True)
+    queries_by_image = [_query_tiles(rows) for rows in images]
+    grids: list[PanelGrid] = []
+    for queries in queries_by_image:
+        grids.append(picture_grid)
+        grids += [tile_grid(query.tiles) for query in queries]
+    figure, boxes = stack(*grids)
+    next_box = iter(boxes)
+    for rows, queries in zip(images, queries_by_image, strict=True):
+        image = rows["image"][0]
+        picture = picture_of(table.notes, store, image)
+        first, *others = picture_grid.axes(next(next_box))
+        show_picture(first, picture, shorten(image, 26))
+        for axes, metric in zip(others, rollouts, strict=True):
+            rollout_rows = rows.filter(metric=metric)
+            if len(rollout_rows):
+                show_rollout(axes, rollout_rows, picture, ROLLOUTS[metric])
             else:
                 axes.set_axis_off()
-        for token, tiles, numbered in queries:
-            part = next(left)
-            (axes,) = tile_grid(tiles).axes(part)
-            where = f" in {site_words(own['site'][0])}" if numbered else ""
-            name_part(part, f"attention of the {token_words(token)}{where}, by head")
-            drawn = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
-            if (cell := parse_cell(token)) is not None:
-                mark_cell(axes, tiles, cell)
+        for query in queries:
+            box = next(next_box)
+            (axes,) = tile_grid(query.tiles).axes(box)
+            title = f"attention of the {token_words(query.token)}"
+            if query.heads:
+                title += f" in {site_words(rows['site'][0])}"
+            name_part(box, f"{title}, by head")
+            limits = value_range([query.tiles])
+            drawn = draw_tiles(axes, query.tiles, scale=scale, limits=limits)
+            cell = parse_cell(query.token)
+            if cell is not None:
+                mark_cell(axes, query.tiles, cell)
             add_bar(axes, drawn, "attention", scale)
-            if numbered:
-                _number_heads(axes, tiles, numbered)
+            if query.heads:
+                _number_heads(axes, query.tiles, query.heads)
     return figure
 
 
-def _queries(own: pl.DataFrame) -> list[tuple[str, Tiles, list[int]]]:
-    """The maps of each query of one image: its token, its tiles, and the heads' numbers where the
-    heads of a single layer are wrapped into lines (else empty)."""
-    heads = own.filter(metric="attention")
-    by_token = heads.partition_by("token", maintain_order=True, as_dict=True).items()
-    if heads["depth"].n_unique() > 1:
-        return [
-            (token, tiles, [])
-            for (token,), maps in by_token
-            for tiles in tile_table(maps)
-        ]
-    return [
-        (
-            token,
-            _wrapped(tile_table(maps)[0]),
-            maps["head"].unique(maintain_order=True).to_list(),
-        )
-        for (token,), maps in by_token
-    ]
+class QueryTiles(NamedTuple):
+    """The maps of one query of an image."""
+
+    token: str
+    tiles: Tiles
+    heads: list[
+        int
+    ]  # numbers of the heads of a single layer, wrapped into lines; else empty
+
+
+def _query_tiles(rows: pl.DataFrame) -> list[QueryTiles]:
+    """Return the maps of each query of one image."""
+    heads = rows.filter(metric="attention")
+    by_token = heads.partition_by("token", maintain_order=True, as_dict=True)
+    has_several_layers = heads["depth"].n_unique() > 1
+    queries = []
+    for (token,), maps in by_token.items():
+        if has_several_layers:
+            queries += [QueryTiles(token, tiles, []) for tiles in tile_table(maps)]
+        else:
+            tiles = _wrapped(tile_table(maps)[0])
+            numbers = maps["head"].unique(maintain_order=True).to_list()
+            queries.append(QueryTiles(token, tiles, numbers))
+    return queries
 
 
 def _wrapped(tiles: Tiles) -> Tiles:
-    """The heads of one layer, placed in lines of about equal length."""
+    """Return the heads of one layer in lines of about equal length."""
     n_columns = math.ceil(math.sqrt(len(tiles.maps)))
     placed = {
         divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())
@@ -148,20 +158,22 @@ def _wrapped(tiles: Tiles) -> Tiles:
 def picture_of(
     notes: Mapping[str, Any], store: str, image: str
 ) -> NDArray[np.uint8] | None:
-    """The image as a store's model saw it, from the notes; None where it could not be read."""
-    own = notes.get("stores", {}).get(store, {})
-    encoded = own.get("pictures", notes.get("pictures", {})).get(image)
+    """Return the image as a store's model saw it, from the notes; None if it could not be read."""
+    store_notes = notes.get("stores", {}).get(store, {})
+    encoded = store_notes.get("pictures", notes.get("pictures", {})).get(image)
     return None if encoded is None else decode(encoded)
 
 
-def _plain(axes: Axes, title: str) -> None:
+def _prepare_picture_axes(axes: Axes, title: str) -> None:
+    """Set the title of a panel, and remove its ticks and frame."""
     map_axes(axes)
     axes.set_frame_on(False)
     axes.set_title(title)
 
 
 def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
-    _plain(axes, title)
+    """Show a picture in a panel, or say that there is none."""
+    _prepare_picture_axes(axes, title)
     if picture is None:
         axes.text(0.5, 0.5, "no picture", ha="center", va="center", color=GREY)
         axes.set_aspect("equal")
@@ -172,9 +184,9 @@ def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> N
 def show_rollout(
     axes: Axes, rows: pl.DataFrame, picture: NDArray[np.uint8] | None, title: str
 ) -> None:
-    """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
+    """Show a rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
     bright."""
-    _plain(axes, title)
+    _prepare_picture_axes(axes, title)
     ((_, _, _, values),) = cut_maps(rows)
     low = float(values.min())
     high = float(values.max())
@@ -221,7 +233,7 @@ def draw_models_of_images(table: Table, scale: str) -> Figure:
     )
     if one_each:
         return _draw_images_by_models(heads, table.notes, scale)
-    return _draw_heads(table, heads, scale)
+    return _draw_heads_of_models(table, heads, scale)
 
 
 def _draw_images_by_models(
@@ -278,42 +290,61 @@ def _named(rows: pl.DataFrame) -> str:
     where = (
         f", {site_words(site)} head {head}" if len(places) == 1 else ", a head of each"
     )
-    return f"{_asked(rows)}{where}"
+    return f"{_query_words(rows)}{where}"
 
 
-def _asked(rows: pl.DataFrame) -> str:
+def _query_words(rows: pl.DataFrame) -> str:
+    """Return the queries of some rows in words, as `attention of the class token`."""
     words = [token_words(token) for token in rows["token"].unique(maintain_order=True)]
     return f"attention of the {' or '.join(words)}"
 
 
-def _draw_heads(table: Table, heads: pl.DataFrame, scale: str) -> Figure:
+def _draw_heads_of_models(table: Table, heads: pl.DataFrame, scale: str) -> Figure:
+    """Draw, for each image, its picture with each store's rollout, and below it for each query the
+    heads of the stores side by side.
+
+    Args:
+        table: of single images and several stores.
+        heads: its rows about heads, with a column `query`.
+        scale: "shared" or "head".
+    """
     rollouts = table.frame.filter(metric=next(iter(ROLLOUTS)))
+    images = heads.partition_by("image", maintain_order=True)
     grids: list[PanelGrid] = []
-    lines = []
-    for (image,), of_image in heads.group_by("image", maintain_order=True):
-        rolled = rollouts.filter(image=image).partition_by("store", maintain_order=True)
-        queries = of_image.partition_by("query", maintain_order=True)
-        models = [models_of(own) for own in queries]
-        grids += [small_maps(1 + len(rolled), 4)]
-        grids += [models_grid([tiles for _, tiles in own]) for own in models]
-        lines.append((image, of_image["store"][0], rolled, queries, models))
-    figure, parts = stack(*grids)
-    left = iter(zip(grids, parts, strict=True))
-    every = [tiles for *_, models in lines for own in models for _, tiles in own]
-    limits = value_range(every)
-    for image, store, rolled, queries, models in lines:
-        grid, part = next(left)
-        first, *others = grid.axes(part)
-        show_picture(first, picture_of(table.notes, store, image), "")
+    all_tiles: list[Tiles] = []
+    for image_rows in images:
+        image_rollouts = rollouts.filter(image=image_rows["image"][0])
+        grids.append(small_maps(1 + image_rollouts["store"].n_unique(), 4))
+        for query_rows in image_rows.partition_by("query", maintain_order=True):
+            tiles = [model_tiles for _, model_tiles in models_of(query_rows)]
+            grids.append(models_grid(tiles))
+            all_tiles += tiles
+    figure, boxes = stack(*grids)
+    limits = value_range(all_tiles)
+    next_part = iter(zip(grids, boxes, strict=True))
+    for image_rows in images:
+        image = image_rows["image"][0]
+        grid, box = next(next_part)
+        first, *others = grid.axes(box)
+        show_picture(first, picture_of(table.notes, image_rows["store"][0], image), "")
         map_title(first, grid, image)
-        for axes, own in zip(others, rolled, strict=True):
-            show_rollout(axes, own, picture_of(table.notes, own["store"][0], image), "")
-            map_title(axes, grid, own["store"][0])
-        name_part(part, f"{shorten(image, 26)}, and the rollouts of each model over it")
-        for own, tiles in zip(queries, models, strict=True):
-            grid, part = next(left)
-            title = f"{_asked(own)}, by head"
-            draw_side_by_side(part, grid, tiles, title, UNIT, scale=scale, limits=limits)
+        by_store = rollouts.filter(image=image).partition_by("store", maintain_order=True)
+        for axes, store_rows in zip(others, by_store, strict=True):
+            store = store_rows["store"][0]
+            show_rollout(axes, store_rows, picture_of(table.notes, store, image), "")
+            map_title(axes, grid, store)
+        name_part(box, f"{shorten(image, 26)}, and the rollouts of each model over it")
+        for query_rows in image_rows.partition_by("query", maintain_order=True):
+            grid, box = next(next_part)
+            draw_side_by_side(
+                box,
+                grid,
+                models_of(query_rows),
+                f"{_query_words(query_rows)}, by head",
+                UNIT,
+                scale=scale,
+                limits=limits,
+            )
     return figure
 
 

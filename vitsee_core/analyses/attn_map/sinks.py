@@ -159,18 +159,18 @@ def draw_layer_means(axes: Axes, rows: pl.DataFrame) -> None:
 def sink_rows(
     store: Store,
     blocks: Sequence[StoredAttention],
-    picked: Sequence[NDArray[np.int64]],
+    heads_by_block: Sequence[NDArray[np.int64]],
     rows: Rows,
     execution: Execution,
 ) -> list[dict[str, Any]]:
-    """The rows of one store, see `COLUMNS`: one per block, head and metric, and for `sink_share`
-    another per kind of token.
+    """Return the rows of one store: one per block, head and metric, and for `sink_share` another
+    per kind of token.
 
     Args:
         store: with attention summaries.
-        blocks: of it.
-        picked: the heads of each block.
-        rows: images.
+        blocks: of the store.
+        heads_by_block: the chosen heads of each block.
+        rows: the chosen images.
         execution: resources.
     """
     layouts = {block.group: block.layout for block in blocks}
@@ -180,98 +180,122 @@ def sink_rows(
         for block in blocks
         if block.window_text is not None and block.layout.n_prefix and not by_frame
     }
-    make = partial(SlabMoments, partial(_read, layouts, even))
+    make = partial(SlabMoments, partial(_read_sinks, layouts, even))
     with counting(execution.progress, rows.n):
-        found: dict[Key, Summary] = execution.fold(store, make, rows).result()
+        summaries: dict[Key, Summary] = execution.fold(store, make, rows).result()
     for block in blocks:
         if not _can_sink(block.layout):
             log.info(
                 "%s: no sink_share for %s: of %d tokens none can get more than %g times its share",
-                *(store.label, block.site, block.layout.n_tokens, THRESHOLD),
+                store.label,
+                block.site,
+                block.layout.n_tokens,
+                THRESHOLD,
             )
-    if not any(metric == "sink_median" for metric, *_ in found):
+    if not any(metric == "sink_median" for metric, *_ in summaries):
         log.info("%s: no sink_median (extract it with --attention rows)", store.label)
         for block in blocks:
             if block.group in even:
                 log.info(
                     "%s: no scores of %s, whose windows all see the prefix tokens (extract it with "
                     "--attention rows)",
-                    *(store.label, block.site),
+                    store.label,
+                    block.site,
                 )
-    # By metric, then the whole, then the kinds of token.
+    # By metric, then all tokens together, then the kinds of token.
     metrics = ("sink_max", "sink_median", "sink_share", "qk_nmi")
     kinds = {group: ["", *layout.prefix, PATCHES] for group, layout in layouts.items()}
     keys = sorted(
-        found, key=lambda key: (metrics.index(key[0]), kinds[key[1]].index(key[2]))
+        summaries, key=lambda key: (metrics.index(key[0]), kinds[key[1]].index(key[2]))
     )
-    return [
-        site_columns(store, block)
-        | {"token": token, "head": head, "metric": metric}
-        | _within(metric, found[metric, group, token].cells((block.row, head)))
-        for block, heads in zip(blocks, picked, strict=True)
-        for metric, group, token in keys
-        if group == block.group
-        for head in heads.tolist()
-    ]
+    table_rows = []
+    for block, heads in zip(blocks, heads_by_block, strict=True):
+        for metric, group, token in keys:
+            if group != block.group:
+                continue
+            summary = summaries[metric, group, token]
+            for head in heads.tolist():
+                row = site_columns(store, block)
+                row["token"] = token
+                row["head"] = head
+                row["metric"] = metric
+                row.update(_within_limits(metric, summary.cells((block.row, head))))
+                table_rows.append(row)
+    return table_rows
 
 
-def _read(
+def _read_sinks(
     layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab
 ) -> dict[Key, Float]:
-    """The numbers of a slab's valid images: key -> (images, blocks, heads). even: of groups where
-    it is not 1 / T, the share of each token that even attention gives."""
-    found: dict[Key, Float] = {}
+    """Return the numbers of a slab's valid images, key -> (images, blocks, heads).
+
+    Args:
+        layouts: group of blocks -> layout.
+        even: for groups where it is not 1 / T, the share that even attention gives each token.
+        slab: of a store with attention summaries.
+    """
+    values: dict[Key, Float] = {}
     for group, layout in layouts.items():
-        largest, place, nmi = (
-            slab.attention(name, group)[slab.valid]
-            for name in ("received_max", "received_argmax", "qk_nmi")
-        )
-        found["qk_nmi", group, ""] = nmi
+        largest = slab.attention("received_max", group)[slab.valid]
+        token_index = slab.attention("received_argmax", group)[slab.valid]
+        values["qk_nmi", group, ""] = slab.attention("qk_nmi", group)[slab.valid]
         score = layout.n_tokens * largest.astype(np.float64)
         folder = f"attention/{group}/" if group else "attention/"
         if slab.store.has(folder + ROWS):
             received = slab.attention(ROWS, group)[slab.valid].astype(np.float64)
             scores = received / even.get(group, 1 / layout.n_tokens)
-            found["sink_median", group, ""] = np.median(scores, -1)
+            values["sink_median", group, ""] = np.median(scores, -1)
             if group in even:
+                # The largest score need not be where most attention is received.
                 score = scores.max(-1)
-                place = scores.argmax(-1)
+                token_index = scores.argmax(-1)
         elif group in even:
-            continue
-        found["sink_max", group, ""] = score
+            continue  # scores need `received_rows`
+        values["sink_max", group, ""] = score
         if _can_sink(layout):
-            found |= _shares(group, layout, score, place)
-    return found
+            values.update(_sink_shares(group, layout, score, token_index))
+    return values
 
 
-def _shares(
-    group: str, layout: TokenLayout, score: Float, place: NDArray[Any]
+def _sink_shares(
+    group: str, layout: TokenLayout, score: Float, token_index: NDArray[Any]
 ) -> dict[Key, Float]:
-    """Whether each head of each image has a sink, by kind of token: 1 or 0, NaN without a score."""
+    """Return whether each head of each image has a sink, by kind of token.
+
+    Args:
+        group: of blocks.
+        layout: of its tokens.
+        score: (images, blocks, heads) the largest score.
+        token_index: which token has it.
+
+    Returns:
+        Key -> (images, blocks, heads), 1 or 0, NaN without a score.
+    """
     is_sink = score > THRESHOLD
-    absent = np.isnan(score)
-    kinds = {"": is_sink}
-    kinds |= {name: is_sink & (place == i) for i, name in enumerate(layout.prefix)}
-    kinds[PATCHES] = is_sink & (place >= layout.n_prefix)
+    sinks_at = {"": is_sink}
+    for i, name in enumerate(layout.prefix):
+        sinks_at[name] = is_sink & (token_index == i)
+    sinks_at[PATCHES] = is_sink & (token_index >= layout.n_prefix)
     return {
-        ("sink_share", group, token): np.where(absent, np.nan, there)
-        for token, there in kinds.items()
+        ("sink_share", group, token): np.where(np.isnan(score), np.nan, is_sink_here)
+        for token, is_sink_here in sinks_at.items()
     }
 
 
 def _can_sink(layout: TokenLayout) -> bool:
+    """Return whether a score, which is at most the number of tokens, can be above the threshold."""
     return layout.n_tokens > THRESHOLD
 
 
-def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int]:
-    """The cells with their interval inside the metric's limits: a share's by its own method, an
-    NMI's clipped to 0 to 1, a score's to 0 and above."""
+def _within_limits(metric: str, cells: dict[str, float | int]) -> dict[str, float | int]:
+    """Return the cells with their interval inside the metric's limits: a share's by its own method,
+    an NMI's clipped to 0 to 1, a score's to 0 and above."""
     if metric == "sink_share":
         return as_share(cells)
     top = np.inf if metric in ("sink_max", "sink_median") else 1.0
-    return cells | {
-        name: float(np.clip(cells[name], 0.0, top)) for name in ("low", "high")
-    }
+    low = float(np.clip(cells["low"], 0.0, top))
+    high = float(np.clip(cells["high"], 0.0, top))
+    return {**cells, "low": low, "high": high}
 
 
 def draw_sinks(every_row: pl.DataFrame) -> Figure:
