@@ -44,10 +44,17 @@ OF_ALL = 36
 
 @dataclass(frozen=True)
 class Recipe:
-    """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`, or what
-    `asks` names); steps: of the models that offer what the analysis needs; asks: its option,
-    without which no study can run it, or that stands for labels, and what it names; least: images,
-    with fewer of which it has no value; alone: why no step may be left for the models."""
+    """How a study runs an analysis.
+
+    Attributes:
+        steps: yields the steps for the models that offer what the analysis needs.
+        keeps: what extract has to keep in the stores.
+        wants: what the data has to have: `LABELS`, `TRAIN`, or what `asks` names.
+        asks: an option of the analysis, and what it names. No study runs the analysis without the
+            option, unless labels can stand for it.
+        least: number of images, with fewer of which the analysis has no value.
+        alone: why there may be no step for the given models; "" if there always is one.
+    """
 
     steps: Callable[[Study, Models], Iterator[Step]]
     keeps: tuple[str, ...] = (TOKENS,)
@@ -317,7 +324,8 @@ RECIPES: dict[str, Recipe] = {
     "cka": Recipe(_cka, least=CKA_IMAGES),
     "similarity": Recipe(_similarity, least=CKA_IMAGES),
     "cka-heads": Recipe(
-        *(_cka_heads, (ATTENTION, HEADS, TOKENS)),
+        _cka_heads,
+        keeps=(ATTENTION, HEADS, TOKENS),
         least=CKA_IMAGES,
         alone="it compares models of two kinds, with and without attention",
     ),
@@ -327,7 +335,8 @@ RECIPES: dict[str, Recipe] = {
         alone="it compares variants of a model (NAME?random-init=0)",
     ),
     "head-importance": Recipe(
-        *(_head_importance, (ATTENTION, PIXELS)),
+        _head_importance,
+        keeps=(ATTENTION, PIXELS),
         alone="it runs the model once for each head: ask with --analyses or --thorough",
     ),
     "normratio": Recipe(_normratio, (RESIDUAL,)),

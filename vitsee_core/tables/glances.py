@@ -8,34 +8,44 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
 
 
-def some_of(table: Table, **most: int) -> Table:
-    """The rows of so many values of each of these columns: evenly spaced with the first and the
-    last, of one the first; sites are chosen in each store. Rows without a value in a column stay.
+def some_of(table: Table, **limits: int) -> Table:
+    """Return the rows of a few values of each of these columns.
 
-        some_of(table, store=1, site=3)  # of the first store three sites
+    The values are evenly spaced, with the first and the last; a single one is the first. Sites are
+    chosen in each store. Rows without a value in a column stay.
+
+        some_of(table, store=1, site=3)  # three sites of the first store
+
+    Args:
+        table: a table.
+        limits: column -> largest number of its values.
     """
     rows = table.frame
-    for name, n in most.items():
+    for name, limit in limits.items():
         if name not in rows.columns:
             continue
-        parts = (
-            rows.partition_by("store", maintain_order=True) if name == "site" else [rows]
+        parts = [rows]
+        if name == "site":
+            parts = rows.partition_by("store", maintain_order=True)
+        rows = pl.concat(
+            part.filter(pl.col(name).is_null() | _is_chosen(part[name], limit))
+            for part in parts
         )
-        kept = [
-            part.filter(pl.col(name).is_null() | _among(part[name], n)) for part in parts
-        ]
-        rows = pl.concat(kept)
     return table.with_frame(rows)
 
 
 def most_varied(rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """The rows of the value of a column (an image) that differ most among themselves, by the
-    standard deviation of `value`; of equal ones the first."""
+    """Return the rows of that value of a column (of that image) whose `value` varies most.
+
+    The measure is the standard deviation; of equal ones the first is taken.
+    """
     spread = rows.group_by(column, maintain_order=True).agg(pl.col("value").std())
     return rows.filter(pl.col(column) == spread[column][spread["value"].arg_max() or 0])
 
 
-def _among(column: pl.Series, n: int) -> pl.Series:
+def _is_chosen(column: pl.Series, limit: int) -> pl.Series:
+    """Return which cells have one of `limit` evenly spaced values of the column."""
     values = column.drop_nulls().unique(maintain_order=True)
-    places = np.linspace(0, len(values) - 1, min(len(values), n)).round().astype(int)
-    return column.is_in(values[places.tolist()].implode())
+    n = min(len(values), limit)
+    indices = np.linspace(0, len(values) - 1, n).round().astype(int)
+    return column.is_in(values[indices.tolist()].implode())

@@ -16,25 +16,29 @@ SIGN = "/"
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """(group, name) of a store's label, the group "" where it has none."""
+    """Return group and name of a store's label; the group is "" where it has none."""
     group, sign, name = label.partition(SIGN)
     return (group, name) if sign and group and name else ("", label)
 
 
 def groups_of(labels: Iterable[str]) -> list[str]:
-    """The groups in order of appearance, without one another's stores: [""] where there is at most
-    one, as nothing is side by side then."""
-    found = list(dict.fromkeys(split_label(str(label))[0] for label in labels))
-    return found if len(found) > 1 else [""]
+    """Return the groups of these labels in order of appearance.
+
+    [""] where there is at most one: nothing has to be side by side then.
+    """
+    groups = list(dict.fromkeys(split_label(str(label))[0] for label in labels))
+    if len(groups) > 1:
+        return groups
+    return [""]
 
 
 def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
-    """(group, the rows of its stores); ("", the rows) where there are not several groups."""
+    """Yield each group with the rows of its stores; "" and all rows without several groups."""
     stores = rows["store"].unique(maintain_order=True).to_list()
     groups = groups_of(stores)
     if len(groups) == 1:
         yield "", rows
         return
     for group in groups:
-        own = [store for store in stores if split_label(store)[0] == group]
-        yield group, rows.filter(rows["store"].is_in(own))
+        members = [store for store in stores if split_label(store)[0] == group]
+        yield group, rows.filter(rows["store"].is_in(members))

@@ -1,9 +1,8 @@
 """One-line answers of a table, per store: building blocks of the analyses' `headline`.
 
-An answer is (whose it is, what the table says): a store's name, or two, and text with the numbers
-of one or two rows and their 95 % intervals, or simple statistics of several rows' values, which
-then have none. Only what rows state is said: rows that are missing, because other metrics or tokens
-were requested, give no answer.
+An answer is a store's name, or two, and a text: the values of one or two rows with their 95 %
+intervals, or simple statistics of several rows' values, which have no interval. Rows that are
+missing, because other metrics or tokens were requested, give no answer.
 """
 
 from __future__ import annotations
@@ -19,18 +18,24 @@ from vitsee_core.tables.metrics import depends_on_size, direction
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
 
-Answer = tuple[str, str]
+Answer = tuple[str, str]  # name of a store or two, text
 LIMITS = ("low", "high")
-FEW = (
-    10  # observations; with fewer, an interval reflects their number more than the value
+# Observations: with fewer, an interval says more about their number than about the value.
+FEW = 10
+COUNTS = (
+    "n_images",
+    "n_queries",
+    "n_videos",
+    "n_pairs",
+)  # columns of numbers of observations
+BOUND = (
+    "grid"  # the baseline that is not a rival: the best that a grid of tokens can reach
 )
-COUNTS = ("n_images", "n_queries", "n_videos", "n_pairs")
-BOUND = "grid"  # a baseline that is no rival: what a grid of tokens can reach at all
-SETTINGS = ("k", "shots", "token")  # of a score, which are named where they vary
+SETTINGS = ("k", "shots", "token")  # columns of a score's settings, named where they vary
 
 
 def number(value: float) -> str:
-    """Three digits: `0.712`, `15.6`, `1,024`."""
+    """Return a number with three digits: `0.712`, `15.6`, `1,024`; "none" if it is not finite."""
     if not math.isfinite(value) or value == 0:
         return "0" if value == 0 else "none"
     if abs(value) >= 999.5:
@@ -39,114 +44,146 @@ def number(value: float) -> str:
 
 
 def measured(rows: pl.DataFrame, i: int = 0) -> str:
-    """A row's value with its 95 % interval, if it has one. With fewer than `FEW` observations their
-    number replaces the interval; it is also shown beside an interval that is wider than the value
-    itself, or for a metric that depends on it."""
+    """Return the value of the i-th row with its 95 % interval, if it has one.
+
+    With fewer than `FEW` observations their number replaces the interval. It also stands beside an
+    interval that is wider than the value itself, and before one of a metric that depends on it.
+    """
     row = rows.row(i, named=True)
     value = row["value"]
     low = row.get("low")
     high = row.get("high")
-    n, what = observations(rows[i])
+    n, unit = observations(rows[i])
     if n < FEW:
-        return f"{number(value)} ({too_few(n, what)})"
+        return f"{number(value)} ({too_few(n, unit)})"
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return number(value)
-    wide = f"; {n:g} {what}" if math.isfinite(n) and high - low > abs(value) else ""
-    of_this = math.isfinite(n) and depends_on_size(str(row.get("metric")))
-    size = f" at {n:,.0f} {what}" if of_this else ""
-    return f"{number(value)} (95 %{size}: {number(low)} to {number(high)}{'' if size else wide})"
+    interval = f"{number(low)} to {number(high)}"
+    if math.isfinite(n) and depends_on_size(str(row.get("metric"))):
+        return f"{number(value)} (95 % at {n:,.0f} {unit}: {interval})"
+    if math.isfinite(n) and high - low > abs(value):
+        return f"{number(value)} (95 %: {interval}; {n:g} {unit})"
+    return f"{number(value)} (95 %: {interval})"
 
 
 def observations(rows: pl.DataFrame) -> tuple[float, str]:
-    """The largest number of observations behind any value of a table, and their kind (`images`);
-    infinite if the table does not count them."""
-    largest: tuple[float, str] = (math.inf, "images")
+    """Return the number of observations behind a table's values, and their plural (`images`).
+
+    The largest number in each column of counts, and of these the smallest: 5 queries of 1,000
+    images are 5 observations. Infinite if the table does not count them.
+    """
+    fewest: tuple[float, str] = (math.inf, "images")
     for name in COUNTS:
-        most: Any = rows[name].max() if name in rows.columns else None
-        if isinstance(most, (int, float)) and most < largest[0]:
-            largest = (most, name.removeprefix("n_"))
-    return largest
+        if name not in rows.columns:
+            continue
+        largest: Any = rows[name].max()
+        if isinstance(largest, (int, float)) and largest < fewest[0]:
+            fewest = (largest, name.removeprefix("n_"))
+    return fewest
 
 
-def too_few(n: float, what: str) -> str:
-    """`of 2 images: too few to conclude from`."""
-    return f"of {plural(int(n), what)}: too few to conclude from"
+def too_few(n: float, unit: str) -> str:
+    """Return the remark on few observations: `of 2 images: too few to conclude from`."""
+    return f"of {plural(int(n), unit)}: too few to conclude from"
 
 
 _TOO_FEW = re.compile(r" \((of [\d,]+ \w+: too few to conclude from)\)")
 
 
 def said_once(answers: Sequence[Answer]) -> tuple[list[Answer], str]:
-    """The answers without the remark that too few images are behind them, and the remark, where all
-    that they say of this is the same and each says it; else the answers with it once a line."""
-    remarks = [list(dict.fromkeys(_TOO_FEW.findall(text))) for _, text in answers]
-    if answers and all(len(some) == 1 and some == remarks[0] for some in remarks):
-        return [(who, _TOO_FEW.sub("", text)) for who, text in answers], remarks[0][0]
-    once = []
-    for (who, text), some in zip(answers, remarks, strict=True):
-        if len(some) == 1 and len(_TOO_FEW.findall(text)) > 1:
-            text = f"{_TOO_FEW.sub('', text)} ({some[0]})"
-        once.append((who, text))
-    return once, ""
+    """Move the remark that too few images are behind answers to where it is needed once.
+
+    Returns:
+        The answers without the remark, and the remark, if all answers have the same one; else the
+        answers with their remark once, at the end of the line, and "".
+    """
+    remarks_of = [list(dict.fromkeys(_TOO_FEW.findall(text))) for _, text in answers]
+    if answers and all(
+        len(remarks) == 1 and remarks == remarks_of[0] for remarks in remarks_of
+    ):
+        bare = [(store, _TOO_FEW.sub("", text)) for store, text in answers]
+        return bare, remarks_of[0][0]
+    shortened = []
+    for (store, text), remarks in zip(answers, remarks_of, strict=True):
+        if len(remarks) == 1 and len(_TOO_FEW.findall(text)) > 1:
+            text = f"{_TOO_FEW.sub('', text)} ({remarks[0]})"
+        shortened.append((store, text))
+    return shortened, ""
 
 
-def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:
-    """The rows with a finite value and these cells; None requires an empty cell, which a missing
-    column has everywhere; a tuple allows several values."""
+def picked(table: Table | pl.DataFrame, **cells: Any) -> pl.DataFrame:
+    """Return the rows with a finite value and these cells.
+
+    Args:
+        table: a table or its rows.
+        cells: column -> value that a row must have there. A tuple allows several values; None
+            requires an empty cell, which a missing column has everywhere.
+    """
     rows = table.frame if isinstance(table, Table) else table
     if "value" not in rows.columns:
         return rows.clear()
     rules = [pl.col("value").is_finite()]
-    for name, value in wanted.items():
-        choices = value if isinstance(value, tuple) else (value,)
-        cell = pl.col(name) if name in rows.columns else pl.lit(None)
-        among = [choice for choice in choices if choice is not None]
-        rule = cell.is_in(among) if among and name in rows.columns else pl.lit(False)
-        rules.append(
-            rule.fill_null(False) | (cell.is_null() if None in choices else False)
-        )
+    for name, value in cells.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        values = [cell for cell in allowed if cell is not None]
+        rule = pl.lit(False)
+        if name in rows.columns:
+            if values:
+                rule = pl.col(name).is_in(values).fill_null(False)
+            if None in allowed:
+                rule = rule | pl.col(name).is_null()
+        elif None in allowed:
+            rule = pl.lit(True)
+        rules.append(rule)
     return rows.filter(*rules)
 
 
-def by_store(
-    table: Table | pl.DataFrame, **wanted: Any
-) -> list[tuple[str, pl.DataFrame]]:
-    """(store, its rows of `picked`, from input to output)."""
+def by_store(table: Table | pl.DataFrame, **cells: Any) -> list[tuple[str, pl.DataFrame]]:
+    """Return each store with its rows that `picked` finds, from input to output.
+
+    Args:
+        table: a table or its rows; none are returned if it has no layers of stores.
+        cells: column -> value, as `picked` takes them.
+    """
     rows = table.frame if isinstance(table, Table) else table
     if not {"store", "site", "rel_depth", "metric"} <= {*rows.columns}:
         return []
-    stores = picked(rows, **wanted).partition_by("store", maintain_order=True)
+    parts = picked(rows, **cells).partition_by("store", maintain_order=True)
     return [
-        (own["store"][0], own.sort("rel_depth", maintain_order=True)) for own in stores
+        (part["store"][0], part.sort("rel_depth", maintain_order=True)) for part in parts
     ]
 
 
 def extremes(rows: pl.DataFrame) -> tuple[int, int]:
-    """The rows of the smallest and of the largest value."""
+    """Return the indices of the smallest and of the largest value."""
     return rows["value"].arg_min() or 0, rows["value"].arg_max() or 0
 
 
 def first_and_last(rows: pl.DataFrame, unit: str = "") -> str:
-    """`3.0 px at embed, 9.1 px (95 %: 8.8 to 9.4) at blocks.5.out`, of one store's rows."""
+    """Return the values of one store's first and last row.
+
+    For example `3.0 px at embed, 9.1 px (95 %: 8.8 to 9.4) at blocks.5.out`.
+    """
     ends = (0, len(rows) - 1) if len(rows) > 1 else (0,)
     unit = f" {unit}" if unit else ""
     return ", ".join(f"{measured(rows, i)}{unit} at {rows['site'][i]}" for i in ends)
 
 
 def margin(rows: pl.DataFrame) -> str:
-    """The largest half-width of the 95 % intervals of several rows, if all have one."""
-    if (
-        not {*LIMITS} <= {*rows.columns}
-        or rows["low"].has_nulls()
-        or rows["high"].has_nulls()
-    ):
+    """Return the largest half-width of several rows' 95 % intervals in words.
+
+    "" if a row has no interval.
+    """
+    if not {*LIMITS} <= {*rows.columns}:
         return ""
-    n, what = observations(rows)
+    if rows["low"].has_nulls() or rows["high"].has_nulls():
+        return ""
+    n, unit = observations(rows)
     if n < FEW:
-        return f" ({too_few(n, what)})"
-    reach: Any = ((rows["high"] - rows["low"]) / 2).max() or 0.0
-    if math.isfinite(reach):
-        return f" (95 %: ± {number(reach)} at most)"
+        return f" ({too_few(n, unit)})"
+    half_width: Any = ((rows["high"] - rows["low"]) / 2).max() or 0.0
+    if math.isfinite(half_width):
+        return f" (95 %: ± {number(half_width)} at most)"
     return ""
 
 
@@ -154,52 +191,72 @@ def margin(rows: pl.DataFrame) -> str:
 
 
 def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
-    """Each store's best layer by the first of these metrics that the table has, beside the best
-    baseline there. units: metric -> what its value is a share or a mean of."""
-    known = table["metric"] if "metric" in table.frame.columns else ()
-    metric = next((m for m in units if m in known), None)
+    """Return each store's best layer, beside the best baseline there.
+
+    Args:
+        table: a table of scores.
+        units: metric -> what its value is a share or a mean of; the first metric that the table
+            has decides.
+    """
+    metrics = table["metric"] if "metric" in table.frame.columns else ()
+    metric = next((m for m in units if m in metrics), None)
     if metric is None:
         return []
-    whole = dict.fromkeys((*PARTS, "class"))
+    # Rows about all images, not about one group, query or class.
+    all_images = dict.fromkeys((*PARTS, "class"))
     sign = -1.0 if direction(metric) == "lower" else 1.0
     answers = []
-    for store, rows in by_store(table, metric=metric, baseline=None, **whole):
+    for store, rows in by_store(table, metric=metric, baseline=None, **all_images):
         scores = sign * rows["value"]
         i = scores.arg_max() or 0
         site = rows["site"][i]
-        equal = rows.filter(scores == scores[i])["site"].unique(maintain_order=True)
-        alike = [name for name in equal if name != site]
-        also = (
-            f" (as {', '.join(alike[:2])}{', ...' if len(alike) > 2 else ''})"
-            if alike
-            else ""
-        )
-        text = f"best at {site}{also}: {measured(rows, i)} {units[metric]}"
-        text += "".join(
-            f", {n} {_plain(rows[n][i])}" for n in SETTINGS if _varies(rows, n)
-        )
-        others = picked(table, store=store, metric=metric, site=site, **whole)
-        if "baseline" not in others.columns:
-            others = others.clear().with_columns(baseline=pl.lit(None))
-        named = others.filter(pl.col("baseline").is_not_null()).sort("rel_depth")
-        rivals = [
-            (sign * value, str(name), value)
-            for name, value in named.select("baseline", "value").rows()
-        ]
-        bounds = [value for _, name, value in rivals if name == BOUND]
-        if beaten := max((rival for rival in rivals if rival[1] != BOUND), default=None):
-            text += f"; {beaten[1]} {number(beaten[2])}"
-        if bounds:
-            text += f"; the grid allows {number(bounds[0])}"
+        text = f"best at {site}"
+        tied = rows.filter(scores == scores[i])["site"].unique(maintain_order=True)
+        tied_others = [name for name in tied if name != site]
+        if tied_others:
+            more = ", ..." if len(tied_others) > 2 else ""
+            text += f" (as {', '.join(tied_others[:2])}{more})"
+        text += f": {measured(rows, i)} {units[metric]}"
+        for setting in SETTINGS:
+            if _varies(rows, setting):
+                text += f", {setting} {_setting_text(rows[setting][i])}"
+        site_rows = picked(table, store=store, metric=metric, site=site, **all_images)
+        text += _baseline_words(site_rows, sign)
         answers.append((store, text))
     return answers
+
+
+def _baseline_words(rows: pl.DataFrame, sign: float) -> str:
+    """Return the best baseline at a site, and the best that its grid allows; "" without any.
+
+    Args:
+        rows: the rows of one store, metric and site.
+        sign: -1 for metrics of which lower values are better.
+    """
+    if "baseline" not in rows.columns:
+        return ""
+    baselines = rows.filter(pl.col("baseline").is_not_null()).sort("rel_depth")
+    rivals = []
+    bounds = []
+    for name, value in baselines.select("baseline", "value").rows():
+        if name == BOUND:
+            bounds.append(value)
+        else:
+            rivals.append((sign * value, str(name), value))
+    text = ""
+    if rivals:
+        _, name, value = max(rivals)
+        text += f"; {name} {number(value)}"
+    if bounds:
+        text += f"; the grid allows {number(bounds[0])}"
+    return text
 
 
 # ------------------------------------------------------------------------------------ pairs
 
 
 def alike(table: Table, metric: str) -> list[Answer]:
-    """How similar the sites of each pair of stores are.
+    """Return how similar the sites of each pair of stores are.
 
     Within one store, the mean of the pairs in the first and in the last third of its layers (three
     layers at least), and its first layer with its last. Between two stores the most similar pair;
@@ -212,54 +269,61 @@ def alike(table: Table, metric: str) -> list[Answer]:
     by_pair = picked(table, metric=metric).partition_by(
         *pairs, maintain_order=True, as_dict=True
     )
-    for (store_a, store_b), own in by_pair.items():
+    for (store_a, store_b), rows in by_pair.items():
         key = frozenset((store_a, store_b))
-        if key in answers:
+        if key in answers:  # the same pair the other way round
             continue
         if store_a == store_b:
-            if text := _within(own):
+            text = _similarity_within(rows)
+            if text:
                 answers[key] = (store_a, text)
         else:
-            i = extremes(own)[1]
-            text = f"{own['site_a'][i]} and {own['site_b'][i]}: {measured(own, i)}"
-            text = text if len(own) == 1 else f"most alike are {text}"
+            i = extremes(rows)[1]
+            text = f"{rows['site_a'][i]} and {rows['site_b'][i]}: {measured(rows, i)}"
+            if len(rows) > 1:
+                text = f"most alike are {text}"
             answers[key] = (f"{store_a} and {store_b}", text)
     return [*answers.values()]
 
 
-def _within(rows: pl.DataFrame) -> str:
+def _similarity_within(rows: pl.DataFrame) -> str:
+    """Return how similar the layers of one store are, from its full matrix; "" without it."""
     sites = rows["site_a"].unique(maintain_order=True).to_list()
     n = len(sites)
-    third = max(3, -(-len(sites) // 3))
-    said = []
     if n < 2 or {*sites} != {*rows["site_b"]}:
         return ""
-    place = {site: i for i, site in enumerate(sites)}
+    index = {site: i for i, site in enumerate(sites)}
     rows = rows.with_columns(
-        pl.col(f"site_{side}").cast(pl.String).replace_strict(place).alias(side)
-        for side in "ab"
+        a=pl.col("site_a").cast(pl.String).replace_strict(index),
+        b=pl.col("site_b").cast(pl.String).replace_strict(index),
     )
-    if n >= 2 * third:
-        inner = rows.filter(pl.col("a") < pl.col("b"))
-        for name, first, last in (("first", 0, third - 1), ("last", n - third, n - 1)):
-            among = [pl.col(side).is_between(first, last) for side in "ab"]
-            mean: Any = inner.filter(*among)["value"].mean()
+    texts = []
+    third = max(3, -(-n // 3))
+    if n >= 2 * third:  # thirds that do not overlap
+        # Above the diagonal: each pair once, and no site with itself.
+        pairs = rows.filter(pl.col("a") < pl.col("b"))
+        in_first = pairs.filter(pl.col("b") < third)  # a < b
+        in_last = pairs.filter(pl.col("a") >= n - third)
+        for name, part in (("first", in_first), ("last", in_last)):
+            mean: Any = part["value"].mean()
             if mean is not None:
-                said.append(f"{name} {third} layers {number(mean)}")
+                texts.append(f"{name} {third} layers {number(mean)}")
     ends = rows.filter(a=0, b=n - 1)
     if len(ends):
-        said.append(f"first with last layer {measured(ends)}")
-    return ", ".join(said)
+        texts.append(f"first with last layer {measured(ends)}")
+    return ", ".join(texts)
 
 
 # ------------------------------------------------------------------------------------ cells
 
 
 def _varies(rows: pl.DataFrame, name: str) -> bool:
+    """Return whether a column has several values."""
     return name in rows.columns and rows[name].drop_nulls().n_unique() > 1
 
 
-def _plain(value: Any) -> str:
+def _setting_text(value: Any) -> str:
+    """Return a setting as text: `20`, `0.5`, `cls`."""
     if isinstance(value, (int, float)):
         return f"{value:g}"
     return str(value)

@@ -1,4 +1,4 @@
-"""The block replicates of a table, in a file of their own beside it.
+"""The block replicates of a table, in a file of their own beside it (a block jackknife).
 
 `r.replicates.csv` beside `r.csv` (likewise for every ending of tables): the table's rows in their
 order, what each is about, its `value`, and the value without each block of images, `without_0`,
@@ -25,37 +25,41 @@ _SPREAD = ("std", "low", "high", "spread")
 
 
 def beside(path: Path) -> Path:
-    """`r.replicates.csv` for `r.csv`, `r.replicates.csv.gz` for `r.csv.gz`."""
+    """Return the path of a table's replicates: `r.replicates.csv` for `r.csv`, and so on."""
     end = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     return path.with_name(f"{path.name.removesuffix(end)}.{WORD}{end}")
 
 
 def as_columns(frame: pl.DataFrame) -> pl.DataFrame:
-    """The columns of the file: those of a frame with the column `replicates`, one per block."""
-    each = array_of(frame)
-    assert each is not None
-    blocks = pl.DataFrame({f"{PREFIX}{b}": values for b, values in enumerate(each.T)})
-    kept = frame.drop(REPLICATES, *_SPREAD, strict=False)
-    return pl.concat([kept, blocks.fill_nan(None)], how="horizontal")
+    """Return the frame of the file: the column `replicates` becomes a column per block."""
+    values = array_of(frame)  # (rows, blocks)
+    assert values is not None
+    blocks = pl.DataFrame({f"{PREFIX}{b}": block for b, block in enumerate(values.T)})
+    other_columns = frame.drop(REPLICATES, *_SPREAD, strict=False)
+    return pl.concat([other_columns, blocks.fill_nan(None)], how="horizontal")
 
 
-def stacked(found: Sequence[Float | None]) -> Float | None:
-    """(rows, blocks) from one array per row, NaN where a row has none or fewer; None if none has
-    any."""
-    return array_of(pl.DataFrame([column_of(REPLICATES, found)]))
+def stacked(arrays: Sequence[Float | None]) -> Float | None:
+    """Return (rows, blocks) from one array (blocks,) per row.
+
+    NaN where a row has none or fewer; None if no row has any.
+    """
+    return array_of(pl.DataFrame([column_of(REPLICATES, arrays)]))
 
 
 def array_of(frame: pl.DataFrame) -> Float | None:
-    """(rows, blocks) the lists of the column `replicates`, NaN where a row has none or fewer; None
-    if none has any."""
+    """Return the lists of the column `replicates` as an array (rows, blocks).
+
+    NaN where a row has none or fewer; None if no row has any.
+    """
     if REPLICATES not in frame.columns:
         return None
     lengths = frame[REPLICATES].list.len().fill_null(0).to_numpy()
-    m = int(lengths.max(initial=0))
-    if not m:
+    n_blocks = int(lengths.max(initial=0))
+    if not n_blocks:
         return None
-    whole = np.full((len(frame), m), np.nan)
-    whole[np.arange(m) < lengths[:, None]] = (
-        frame[REPLICATES].filter(lengths > 0).explode().to_numpy()
-    )
-    return whole
+    values = np.full((len(frame), n_blocks), np.nan)
+    # A mask is filled row by row, in the order of the exploded lists.
+    is_filled = np.arange(n_blocks) < lengths[:, None]
+    values[is_filled] = frame[REPLICATES].filter(lengths > 0).explode().to_numpy()
+    return values

@@ -247,7 +247,11 @@ def choose_images(
             log.warning(
                 "%s was made from other bytes than %s for %d of the %d images (of the same ids); "
                 "the page shows the pictures of %s",
-                *(other.label, first.label, differ, len(rows), first.label),
+                other.label,
+                first.label,
+                differ,
+                len(rows),
+                first.label,
             )
     return found
 

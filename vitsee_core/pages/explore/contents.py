@@ -336,7 +336,9 @@ def _read_site(shown: SheetImages, seed: int, features: SiteFeatures) -> SiteCon
         log.warning(
             "%s: %d of the shown patches of %s hold numbers that are not finite (look at it "
             "with vitsee validate); they are shown as empty",
-            *(shown.store.label, lost, site.name),
+            shown.store.label,
+            lost,
+            site.name,
         )
     x, counts = pooled(x, on_image & finite, layout)
     layout = coarse_layout(layout)

@@ -213,5 +213,6 @@ def write_results(
         if cut:
             log.warning(
                 "the first %d of %s rows, as this is a terminal; -o FILE keeps them all",
-                *(ON_A_TERMINAL, f"{len(table):,}"),
+                ON_A_TERMINAL,
+                f"{len(table):,}",
             )

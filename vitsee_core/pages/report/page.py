@@ -82,7 +82,14 @@ def write_report(
     with closing(Addresses(earlier.pictures, candidates(folder))) as addresses:
         materials = find_materials(folder)
         page = render(
-            materials, output, sections, title, made_of, addresses, pages, progress
+            materials,
+            output,
+            sections=sections,
+            title=title,
+            made_of=made_of,
+            addresses=addresses,
+            explored=pages,
+            progress=progress,
         )
     write_files({output: sealed(page)}, force=force)
     return materials

@@ -27,11 +27,14 @@ class Finding:
     """A claim of a paper about layers or heads, and the number that tests it.
 
     Attributes:
-        name, claim: what the papers say.
-        source: paper and place.
-        statistic: what is computed, in `unit`.
-        models: what its stores are of (`vit`, `resnet`, `vit-gap`, ...).
-        measure: the number, above 0 where the claim holds.
+        name: the finding's name in tables.
+        claim: what the papers say, in a sentence.
+        source: the paper, and the section or figure.
+        statistic: what is computed, in words.
+        unit: unit of the statistic.
+        models: the models that are compared (`vit`, `resnet`, `vit-gap`, ...).
+        measure: computes the statistic from the models' tables; above 0 where the claim holds.
+        section: heading on the page.
     """
 
     name: str
@@ -41,35 +44,58 @@ class Finding:
     unit: str
     models: tuple[str, ...]
     measure: Callable[[ModelTables], Estimate]
-    section: str = ""  # of the page
+    section: str = ""
 
     def row(
-        self, found: Estimate | None, other: Estimate | None = None
+        self, estimate: Estimate | None, second_seed: Estimate | None = None
     ) -> dict[str, Any]:
-        """The finding's row in a table. found: None where it could not be measured. other: with
-        models of another seed; a verdict is given where both agree."""
-        text = ("section", "name", "claim", "source", "statistic", "unit")
-        row: dict[str, Any] = {name: getattr(self, name) for name in text}
-        row["models"] = " ".join(self.models)
-        if found is None:
-            return row | {"verdict": "not trained"}
-        verdicts = set()
-        for suffix, estimate in (("", found), ("_seed1", other)):
-            if estimate is not None:
-                std, low, high = estimate.interval()
-                numbers = {"value": estimate.value, "std": std, "low": low, "high": high}
-                row |= {f"{name}{suffix}": number for name, number in numbers.items()}
-                verdicts.add(verdict(low, high))
-        said = verdicts.pop() if len(verdicts) == 1 else DEPENDS
-        return row | {"n_blocks": len(found.without), "verdict": said}
+        """Return the finding's row in a table, column -> value.
+
+        Args:
+            estimate: the measured number; None if it could not be measured.
+            second_seed: the number with models of another seed; the verdict then depends on the
+                seed unless both agree.
+        """
+        row: dict[str, Any] = {
+            "section": self.section,
+            "name": self.name,
+            "claim": self.claim,
+            "source": self.source,
+            "statistic": self.statistic,
+            "unit": self.unit,
+            "models": " ".join(self.models),
+        }
+        if estimate is None:
+            row["verdict"] = "not trained"
+            return row
+        verdicts = {self._add_numbers(row, estimate, "")}
+        if second_seed is not None:
+            verdicts.add(self._add_numbers(row, second_seed, "_seed1"))
+        row["n_blocks"] = len(estimate.without)
+        row["verdict"] = verdicts.pop() if len(verdicts) == 1 else DEPENDS
+        return row
+
+    @staticmethod
+    def _add_numbers(row: dict[str, Any], estimate: Estimate, suffix: str) -> str:
+        """Add an estimate's columns, named with a suffix, to a row; return its verdict."""
+        std, low, high = estimate.interval()
+        row[f"value{suffix}"] = estimate.value
+        row[f"std{suffix}"] = std
+        row[f"low{suffix}"] = low
+        row[f"high{suffix}"] = high
+        return verdict(low, high)
 
 
 def verdict(low: float, high: float) -> str:
-    """The verdict on a number that should be above 0, by its interval: "holds" where all of it is,
-    "does not hold" where none is, else "undecided"."""
+    """Return the verdict on a number that should be above 0, from its interval.
+
+    "holds" if all of the interval is above 0, "does not hold" if all is below, else "undecided".
+    """
     if low > 0:
         return "holds"
-    return "does not hold" if high < 0 else "undecided"
+    if high < 0:
+        return "does not hold"
+    return "undecided"
 
 
 # ------------------------------------------------------------------------------ similarity
@@ -86,51 +112,64 @@ def _mixer(f: ModelTables) -> of.Estimate:
 
 _SIMILARITY = (
     Finding(
-        "uniform",
-        "A ViT's lower and higher layers are more alike than a ResNet's.",
-        "Raghu et al. 2021, Sec. 4, Fig. 1",
-        "mean CKA between layers of the lowest and of the highest third of the depth (block "
-        "outputs, norms, hidden layers), ViT less ResNet",
-        "CKA",
-        ("vit", "resnet"),
-        lambda f: of.ends(f.cka("vit")) - of.ends(f.cka("resnet")),
+        name="uniform",
+        claim="A ViT's lower and higher layers are more alike than a ResNet's.",
+        source="Raghu et al. 2021, Sec. 4, Fig. 1",
+        statistic=(
+            "mean CKA between layers of the lowest and of the highest third of the depth (block "
+            "outputs, norms, hidden layers), ViT less ResNet"
+        ),
+        unit="CKA",
+        models=("vit", "resnet"),
+        measure=lambda f: of.ends(f.cka("vit")) - of.ends(f.cka("resnet")),
     ),
     Finding(
-        "uniform-gap",
-        "The same of a ViT trained with global average pooling.",
-        "Raghu et al. 2021, Sec. 4, Fig. 1 (there: with a class token)",
-        "as `uniform`, of vit-gap less ResNet",
-        "CKA",
-        ("vit-gap", "resnet"),
-        lambda f: of.ends(f.cka("vit-gap")) - of.ends(f.cka("resnet")),
+        name="uniform-gap",
+        claim="The same of a ViT trained with global average pooling.",
+        source="Raghu et al. 2021, Sec. 4, Fig. 1 (there: with a class token)",
+        statistic="as `uniform`, of vit-gap less ResNet",
+        unit="CKA",
+        models=("vit-gap", "resnet"),
+        measure=lambda f: of.ends(f.cka("vit-gap")) - of.ends(f.cka("resnet")),
     ),
     Finding(
-        "lower-half",
-        "The ResNet's lower half resembles the ViT's first quarter more than its second.",
-        "Raghu et al. 2021, Sec. 4, Figs. 2, B.1",
-        "ResNet layers in the second quarter of the depth: mean CKA with the ViT's first quarter "
-        "less that with its second",
-        "CKA",
-        ("vit", "resnet"),
-        lambda f: of.second_quarter(f.cka("vit", "resnet")),
+        name="lower-half",
+        claim="The ResNet's lower half resembles the ViT's first quarter more than its second.",
+        source="Raghu et al. 2021, Sec. 4, Figs. 2, B.1",
+        statistic=(
+            "ResNet layers in the second quarter of the depth: mean CKA with the ViT's first "
+            "quarter less that with its second"
+        ),
+        unit="CKA",
+        models=("vit", "resnet"),
+        measure=lambda f: of.second_quarter(f.cka("vit", "resnet")),
     ),
     Finding(
-        "final-third",
-        "The ViT's final third is less similar to all ResNet layers than its other layers are.",
-        "Raghu et al. 2021, Sec. 4, Fig. 2",
-        "mean CKA of all ResNet layers with the ViT's lower two thirds less that with its last",
-        "CKA",
-        ("vit", "resnet"),
-        lambda f: of.final_third(f.cka("vit", "resnet")),
+        name="final-third",
+        claim=(
+            "The ViT's final third is less similar to all ResNet layers than its other layers "
+            "are."
+        ),
+        source="Raghu et al. 2021, Sec. 4, Fig. 2",
+        statistic=(
+            "mean CKA of all ResNet layers with the ViT's lower two thirds less that with its "
+            "last"
+        ),
+        unit="CKA",
+        models=("vit", "resnet"),
+        measure=lambda f: of.final_third(f.cka("vit", "resnet")),
     ),
     Finding(
-        "mixer",
-        "An MLP-Mixer resembles a ViT more than a ResNet.",
-        "Raghu et al. 2021, App. H, Fig. H.2",
-        "mean CKA of all layers of the mixer with all of the ViT less that with all of the ResNet",
-        "CKA",
-        ("mixer", "vit", "resnet"),
-        _mixer,
+        name="mixer",
+        claim="An MLP-Mixer resembles a ViT more than a ResNet.",
+        source="Raghu et al. 2021, App. H, Fig. H.2",
+        statistic=(
+            "mean CKA of all layers of the mixer with all of the ViT less that with all of the "
+            "ResNet"
+        ),
+        unit="CKA",
+        models=("mixer", "vit", "resnet"),
+        measure=_mixer,
     ),
 )
 
@@ -146,102 +185,126 @@ def _repetition(f: ModelTables, model: str) -> of.Estimate:
 
 _ATTENTION = (
     Finding(
-        "local-heads",
-        "The lowest layers have local heads.",
-        "Raghu et al. 2021, Sec. 5, Fig. 3; Dosovitskiy et al. 2021, Fig. 7 right",
-        "half of uniform attention's distance less the distance of the most local head of the two "
-        "lowest blocks",
-        "of uniform attention's distance",
-        ("vit",),
-        lambda f: of.below(0.5, of.nearest_head(f.distances("vit"))),
+        name="local-heads",
+        claim="The lowest layers have local heads.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 3; Dosovitskiy et al. 2021, Fig. 7 right",
+        statistic=(
+            "half of uniform attention's distance less the distance of the most local head of the"
+            " two lowest blocks"
+        ),
+        unit="of uniform attention's distance",
+        models=("vit",),
+        measure=lambda f: of.below(0.5, of.nearest_head(f.distances("vit"))),
     ),
     Finding(
-        "local-and-global",
-        "The lowest layers mix nearer and farther heads more than the highest do.",
-        "Raghu et al. 2021, Sec. 5, Fig. 3",
-        "farthest less nearest head of the two lowest blocks, less the same of the two highest",
-        "of uniform attention's distance",
-        ("vit",),
-        lambda f: of.head_range(f.distances("vit")),
+        name="local-and-global",
+        claim="The lowest layers mix nearer and farther heads more than the highest do.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 3",
+        statistic=(
+            "farthest less nearest head of the two lowest blocks, less the same of the two "
+            "highest"
+        ),
+        unit="of uniform attention's distance",
+        models=("vit",),
+        measure=lambda f: of.head_range(f.distances("vit")),
     ),
     Finding(
-        "upper-global",
-        "The most local heads are in the lowest layers, not in the highest.",
-        "Raghu et al. 2021, Sec. 5, Fig. 3",
-        "the most local head of the two highest blocks less that of the two lowest",
-        "of uniform attention's distance",
-        ("vit",),
-        lambda f: of.upper_is_global(f.distances("vit")),
+        name="upper-global",
+        claim="The most local heads are in the lowest layers, not in the highest.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 3",
+        statistic="the most local head of the two highest blocks less that of the two lowest",
+        unit="of uniform attention's distance",
+        models=("vit",),
+        measure=lambda f: of.upper_is_global(f.distances("vit")),
     ),
     Finding(
-        "distance-rises",
-        "Attention distance increases with depth.",
-        "Dosovitskiy et al. 2021, Sec. 4.5, App. D.6, Figs. 7 right, 10",
-        "mean distance of all heads of the upper half of the blocks less the lower half's",
-        "of uniform attention's distance",
-        ("vit",),
-        lambda f: of.rise(f.distances("vit")),
+        name="distance-rises",
+        claim="Attention distance increases with depth.",
+        source="Dosovitskiy et al. 2021, Sec. 4.5, App. D.6, Figs. 7 right, 10",
+        statistic=(
+            "mean distance of all heads of the upper half of the blocks less the lower half's"
+        ),
+        unit="of uniform attention's distance",
+        models=("vit",),
+        measure=lambda f: of.rise(f.distances("vit")),
     ),
     Finding(
-        "little-data",
-        "With less training data the lower layers do not learn to attend locally.",
-        "Raghu et al. 2021, Sec. 5, Fig. 4",
-        "the most local head of the two lowest blocks, trained on a tenth less trained on all",
-        "of uniform attention's distance",
-        ("vit-10pct", "vit"),
-        lambda f: (
+        name="little-data",
+        claim="With less training data the lower layers do not learn to attend locally.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 4",
+        statistic=(
+            "the most local head of the two lowest blocks, trained on a tenth less trained on all"
+        ),
+        unit="of uniform attention's distance",
+        models=("vit-10pct", "vit"),
+        measure=lambda f: (
             of.nearest_head(f.distances("vit-10pct"))
             - of.nearest_head(f.distances("vit"))
         ),
     ),
     Finding(
-        "local-heads-cnn",
-        "The lower ResNet layers resemble the local heads of the first block most.",
-        "Raghu et al. 2021, Sec. 5, Fig. 5",
-        "mean CKA with the ResNet's lower blocks, of the most local group of heads less the most "
-        "global",
-        "CKA",
-        ("vit", "resnet"),
-        lambda f: of.local_less_global(f.cnn_like("vit", "resnet")),
+        name="local-heads-cnn",
+        claim="The lower ResNet layers resemble the local heads of the first block most.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 5",
+        statistic=(
+            "mean CKA with the ResNet's lower blocks, of the most local group of heads less the "
+            "most global"
+        ),
+        unit="CKA",
+        models=("vit", "resnet"),
+        measure=lambda f: of.local_less_global(f.cnn_like("vit", "resnet")),
     ),
     Finding(
-        "offset-heads",
-        "There are heads that attend locally, to a place beside the query (offset local heads).",
-        "Walmer et al. 2023, Sec. 4.2, Figs. 3, 14",
-        "the largest share of a head's attention in 5 x 5 cells around a focus at least half a "
-        "cell off the query, less a half",
-        "share of attention",
-        ("vit",),
-        lambda f: of.above(0.5, of.offset_focus(f.heads("vit"))),
+        name="offset-heads",
+        claim=(
+            "There are heads that attend locally, to a place beside the query (offset local "
+            "heads)."
+        ),
+        source="Walmer et al. 2023, Sec. 4.2, Figs. 3, 14",
+        statistic=(
+            "the largest share of a head's attention in 5 x 5 cells around a focus at least half "
+            "a cell off the query, less a half"
+        ),
+        unit="share of attention",
+        models=("vit",),
+        measure=lambda f: of.above(0.5, of.offset_focus(f.heads("vit"))),
     ),
     Finding(
-        "repeating",
-        "With labels, queries attend more alike in the later layers than in the earlier.",
-        "Walmer et al. 2023, Sec. 4.1, Fig. 2",
-        "query_repetition (1: all queries attend to the same keys, 0: independently), mean of the "
-        "heads of the upper half of the blocks less the lower half's",
-        "query_repetition",
-        ("vit",),
-        lambda f: _repetition(f, "vit"),
+        name="repeating",
+        claim="With labels, queries attend more alike in the later layers than in the earlier.",
+        source="Walmer et al. 2023, Sec. 4.1, Fig. 2",
+        statistic=(
+            "query_repetition (1: all queries attend to the same keys, 0: independently), mean of"
+            " the heads of the upper half of the blocks less the lower half's"
+        ),
+        unit="query_repetition",
+        models=("vit",),
+        measure=lambda f: _repetition(f, "vit"),
     ),
     Finding(
-        "repeating-masked",
-        "The rise of `repeating` is larger with labels than by reconstruction.",
-        "Walmer et al. 2023, Sec. 4.1, Fig. 2",
-        "as `repeating`, of vit less vit-masked",
-        "query_repetition",
-        ("vit", "vit-masked"),
-        lambda f: _repetition(f, "vit") - _repetition(f, "vit-masked"),
+        name="repeating-masked",
+        claim="The rise of `repeating` is larger with labels than by reconstruction.",
+        source="Walmer et al. 2023, Sec. 4.1, Fig. 2",
+        statistic="as `repeating`, of vit less vit-masked",
+        unit="query_repetition",
+        models=("vit", "vit-masked"),
+        measure=lambda f: _repetition(f, "vit") - _repetition(f, "vit-masked"),
     ),
     Finding(
-        "order-masked",
-        "With labels distance rises further towards the last layers than by reconstruction.",
-        "Walmer et al. 2023, Sec. 4.3, Fig. 4 right",
-        "mean distance of the heads of the upper half of the blocks less the lower half's, of vit "
-        "less vit-masked",
-        "of uniform attention's distance",
-        ("vit", "vit-masked"),
-        lambda f: of.rise(f.distances("vit")) - of.rise(f.distances("vit-masked")),
+        name="order-masked",
+        claim=(
+            "With labels distance rises further towards the last layers than by reconstruction."
+        ),
+        source="Walmer et al. 2023, Sec. 4.3, Fig. 4 right",
+        statistic=(
+            "mean distance of the heads of the upper half of the blocks less the lower half's, of"
+            " vit less vit-masked"
+        ),
+        unit="of uniform attention's distance",
+        models=("vit", "vit-masked"),
+        measure=lambda f: (
+            of.rise(f.distances("vit")) - of.rise(f.distances("vit-masked"))
+        ),
     ),
 )
 
@@ -283,116 +346,147 @@ def _all_ratios(f: ModelTables) -> of.Estimate:
 
 _SKIPS = (
     Finding(
-        "skip-cls",
-        "In the first half the class token passes through the skips, later it is rewritten.",
-        "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
-        "mean log of the class token's norm ratio |z| / |f(z)|, lower less upper half of the "
-        "sublayers",
-        "log ratio",
-        ("vit",),
-        lambda f: of.log_fall(f.ratios("vit", "cls")),
+        name="skip-cls",
+        claim=(
+            "In the first half the class token passes through the skips, later it is rewritten."
+        ),
+        source="Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
+        statistic=(
+            "mean log of the class token's norm ratio |z| / |f(z)|, lower less upper half of the "
+            "sublayers"
+        ),
+        unit="log ratio",
+        models=("vit",),
+        measure=lambda f: of.log_fall(f.ratios("vit", "cls")),
     ),
     Finding(
-        "skip-patches",
-        "Patches are rewritten in the first half and pass through the skips later.",
-        "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
-        "mean log of the patches' norm ratio, upper less lower half of the sublayers",
-        "log ratio",
-        ("vit",),
-        lambda f: of.negative(of.log_fall(f.ratios("vit", "patches"))),
+        name="skip-patches",
+        claim="Patches are rewritten in the first half and pass through the skips later.",
+        source="Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
+        statistic="mean log of the patches' norm ratio, upper less lower half of the sublayers",
+        unit="log ratio",
+        models=("vit",),
+        measure=lambda f: of.negative(of.log_fall(f.ratios("vit", "patches"))),
     ),
     Finding(
-        "skip-vit-cnn",
-        "Skips carry more in a ViT than in a ResNet.",
-        "Raghu et al. 2021, Sec. 6, Fig. 7 right",
-        "mean log norm ratio of the patches over the sublayers of the ViT, less that of the "
-        "locations over the blocks of the ResNet",
-        "log ratio",
-        ("vit", "resnet"),
-        _all_ratios,
+        name="skip-vit-cnn",
+        claim="Skips carry more in a ViT than in a ResNet.",
+        source="Raghu et al. 2021, Sec. 6, Fig. 7 right",
+        statistic=(
+            "mean log norm ratio of the patches over the sublayers of the ViT, less that of the "
+            "locations over the blocks of the ResNet"
+        ),
+        unit="log ratio",
+        models=("vit", "resnet"),
+        measure=_all_ratios,
     ),
     Finding(
-        "skip-removed",
-        "Trained without the skips of one block, the layers before and after it are less alike.",
-        "Raghu et al. 2021, Sec. 6, Fig. 8",
-        f"mean CKA between layers before and behind {REMOVED}, of the whole ViT less the one "
-        "trained without that block's skips",
-        "CKA",
-        ("vit", "vit-noskip"),
-        lambda f: (
+        name="skip-removed",
+        claim=(
+            "Trained without the skips of one block, the layers before and after it are less "
+            "alike."
+        ),
+        source="Raghu et al. 2021, Sec. 6, Fig. 8",
+        statistic=(
+            f"mean CKA between layers before and behind {REMOVED}, of the whole ViT less the one "
+            "trained without that block's skips"
+        ),
+        unit="CKA",
+        models=("vit", "vit-noskip"),
+        measure=lambda f: (
             of.across(f.cka("vit"), REMOVED) - of.across(f.cka("vit-noskip"), REMOVED)
         ),
     ),
     Finding(
-        "skip-partition",
-        "The layers on each side of it stay alike: the similarity partitions.",
-        "Raghu et al. 2021, Sec. 6, Fig. 8",
-        f"mean CKA of layers on the same side of {REMOVED} less that across it, trained without "
-        "its skips less with them",
-        "CKA",
-        ("vit", "vit-noskip"),
-        _partition,
+        name="skip-partition",
+        claim="The layers on each side of it stay alike: the similarity partitions.",
+        source="Raghu et al. 2021, Sec. 6, Fig. 8",
+        statistic=(
+            f"mean CKA of layers on the same side of {REMOVED} less that across it, trained "
+            "without its skips less with them"
+        ),
+        unit="CKA",
+        models=("vit", "vit-noskip"),
+        measure=_partition,
     ),
     Finding(
-        "fields-low",
-        "The lowest layers of a ViT see farther than those of a ResNet.",
-        "Raghu et al. 2021, Sec. 5, Fig. 6",
-        "radius of half of the effective receptive field of the first block, ViT less ResNet "
-        "(whose stem alone makes 8 x 8 locations of 32 x 32 pixels)",
-        "pixels",
-        ("vit", "resnet"),
-        lambda f: (
+        name="fields-low",
+        claim="The lowest layers of a ViT see farther than those of a ResNet.",
+        source="Raghu et al. 2021, Sec. 5, Fig. 6",
+        statistic=(
+            "radius of half of the effective receptive field of the first block, ViT less ResNet "
+            "(whose stem alone makes 8 x 8 locations of 32 x 32 pixels)"
+        ),
+        unit="pixels",
+        models=("vit", "resnet"),
+        measure=lambda f: (
             of.first(f.radii("vit", "first")) - of.first(f.radii("resnet", "first"))
         ),
     ),
     Finding(
-        "fields-grow",
-        "A ResNet's fields grow gradually, a ViT's are global midway.",
-        "Raghu et al. 2021, Sec. 5, Figs. 6, C.1, C.2",
-        "radius at the middle of the depth over that at the end, ViT less ResNet",
-        "ratio of radii",
-        ("vit", "resnet"),
-        _fields_rise,
+        name="fields-grow",
+        claim="A ResNet's fields grow gradually, a ViT's are global midway.",
+        source="Raghu et al. 2021, Sec. 5, Figs. 6, C.1, C.2",
+        statistic="radius at the middle of the depth over that at the end, ViT less ResNet",
+        unit="ratio of radii",
+        models=("vit", "resnet"),
+        measure=_fields_rise,
     ),
     Finding(
-        "fields-branch",
-        "Before the skip is added, attention depends less on the own patch.",
-        "Raghu et al. 2021, Sec. 5, App. C, Fig. C.4",
-        "radius of half of the effective receptive field, mean over the blocks: attention's "
-        "branch less the stream behind it",
-        "pixels",
-        ("vit",),
-        _branches,
+        name="fields-branch",
+        claim="Before the skip is added, attention depends less on the own patch.",
+        source="Raghu et al. 2021, Sec. 5, App. C, Fig. C.4",
+        statistic=(
+            "radius of half of the effective receptive field, mean over the blocks: attention's "
+            "branch less the stream behind it"
+        ),
+        unit="pixels",
+        models=("vit",),
+        measure=_branches,
     ),
     Finding(
-        "place-gap",
-        "With a class token, the last patches represent their own place better than with GAP.",
-        "Raghu et al. 2021, Sec. 7, Figs. 9, 10",
-        "last block: CKA of a patch's token with the pixels in its own place less the mean CKA "
-        "with the pixels of other places, mean over tokens, vit less vit-gap",
-        "CKA",
-        ("vit", "vit-gap"),
-        lambda f: _place(f, "vit") - _place(f, "vit-gap"),
+        name="place-gap",
+        claim=(
+            "With a class token, the last patches represent their own place better than with GAP."
+        ),
+        source="Raghu et al. 2021, Sec. 7, Figs. 9, 10",
+        statistic=(
+            "last block: CKA of a patch's token with the pixels in its own place less the mean "
+            "CKA with the pixels of other places, mean over tokens, vit less vit-gap"
+        ),
+        unit="CKA",
+        models=("vit", "vit-gap"),
+        measure=lambda f: _place(f, "vit") - _place(f, "vit-gap"),
     ),
     Finding(
-        "place-resnet",
-        "The last patches of a ViT represent their own place better than a ResNet's locations.",
-        "Raghu et al. 2021, Sec. 7, Fig. 9",
-        "as `place-gap`, vit less ResNet, both at the places of the ResNet's last block with more "
-        "than one location (of the demo's 2 x 2, of 16 pixels): of the ViT the mean of a place's "
-        "tokens",
-        "CKA",
-        ("vit", "resnet"),
-        lambda f: f.equal_places("vit", "resnet"),
+        name="place-resnet",
+        claim=(
+            "The last patches of a ViT represent their own place better than a ResNet's "
+            "locations."
+        ),
+        source="Raghu et al. 2021, Sec. 7, Fig. 9",
+        statistic=(
+            "as `place-gap`, vit less ResNet, both at the places of the ResNet's last block with "
+            "more than one location (of the demo's 2 x 2, of 16 pixels): of the ViT the mean of a"
+            " place's tokens"
+        ),
+        unit="CKA",
+        models=("vit", "resnet"),
+        measure=lambda f: f.equal_places("vit", "resnet"),
     ),
     Finding(
-        "single-tokens",
-        "Single patches of the last block tell the class worse with a class token than with GAP.",
-        "Raghu et al. 2021, Sec. 7, Fig. 11 left",
-        "last block: mean top-1 of 10-shot probes of single patches, vit-gap less vit",
-        "accuracy",
-        ("vit-gap", "vit"),
-        lambda f: (
+        name="single-tokens",
+        claim=(
+            "Single patches of the last block tell the class worse with a class token than with "
+            "GAP."
+        ),
+        source="Raghu et al. 2021, Sec. 7, Fig. 11 left",
+        statistic=(
+            "last block: mean top-1 of 10-shot probes of single patches, vit-gap less vit"
+        ),
+        unit="accuracy",
+        models=("vit-gap", "vit"),
+        measure=lambda f: (
             of.at_depth(f.single_tokens("vit-gap"), 1)
             - of.at_depth(f.single_tokens("vit"), 1)
         ),
@@ -413,63 +507,71 @@ def _seeds(f: ModelTables) -> of.Estimate:
 
 _TRAINING = (
     Finding(
-        "more-data",
-        "With a tenth of the data the lower layers differ less than the upper ones.",
-        "Raghu et al. 2021, Sec. 8, Fig. 12",
-        "CKA of the same blocks of vit and vit-10pct, mean of the lower less the upper half "
-        "(vit and vit-10pct began with the same weights, vit-seed1 with others)",
-        "CKA",
-        ("vit", "vit-10pct"),
-        lambda f: of.lower_less_upper(f.cka("vit", "vit-10pct", "same-depth")),
+        name="more-data",
+        claim="With a tenth of the data the lower layers differ less than the upper ones.",
+        source="Raghu et al. 2021, Sec. 8, Fig. 12",
+        statistic=(
+            "CKA of the same blocks of vit and vit-10pct, mean of the lower less the upper half "
+            "(vit and vit-10pct began with the same weights, vit-seed1 with others)"
+        ),
+        unit="CKA",
+        models=("vit", "vit-10pct"),
+        measure=lambda f: of.lower_less_upper(f.cka("vit", "vit-10pct", "same-depth")),
     ),
     Finding(
-        "more-data-seed",
-        "More so than another seed on the same data does.",
-        "A control of Raghu et al. 2021, Fig. 12, not in the paper",
-        "as `more-data`, less the same of vit and vit-seed1",
-        "CKA",
-        ("vit", "vit-10pct", "vit-seed1"),
-        _seeds,
+        name="more-data-seed",
+        claim="More so than another seed on the same data does.",
+        source="A control of Raghu et al. 2021, Fig. 12, not in the paper",
+        statistic="as `more-data`, less the same of vit and vit-seed1",
+        unit="CKA",
+        models=("vit", "vit-10pct", "vit-seed1"),
+        measure=_seeds,
     ),
     Finding(
-        "alike-supervision",
-        "Like supervision makes like class tokens in the last layer.",
-        "Walmer et al. 2023, Sec. 5.1, Fig. 6 left",
-        "CKA of the class tokens of the last block of vit and vit-seed1, both trained with labels, "
-        "less that of vit and vit-masked",
-        "CKA",
-        ("vit", "vit-seed1", "vit-masked"),
-        lambda f: f.last_cls("vit", "vit-seed1") - f.last_cls("vit", "vit-masked"),
+        name="alike-supervision",
+        claim="Like supervision makes like class tokens in the last layer.",
+        source="Walmer et al. 2023, Sec. 5.1, Fig. 6 left",
+        statistic=(
+            "CKA of the class tokens of the last block of vit and vit-seed1, both trained with "
+            "labels, less that of vit and vit-masked"
+        ),
+        unit="CKA",
+        models=("vit", "vit-seed1", "vit-masked"),
+        measure=lambda f: (
+            f.last_cls("vit", "vit-seed1") - f.last_cls("vit", "vit-masked")
+        ),
     ),
     Finding(
-        "best-classes",
-        "For classes the last layer is best.",
-        "Walmer et al. 2023, Sec. 6.3, Table 1 (FS)",
-        "k-NN top-1 of the last block less that of the best other block",
-        "accuracy",
-        ("vit",),
-        lambda f: of.last_less_best(f.neighbours("vit")),
+        name="best-classes",
+        claim="For classes the last layer is best.",
+        source="Walmer et al. 2023, Sec. 6.3, Table 1 (FS)",
+        statistic="k-NN top-1 of the last block less that of the best other block",
+        unit="accuracy",
+        models=("vit",),
+        measure=lambda f: of.last_less_best(f.neighbours("vit")),
     ),
     Finding(
-        "best-keypoints",
-        "For keypoints a layer before the last is best.",
-        "Walmer et al. 2023, Sec. 6.2, 6.3, Table 1 (FS)",
-        "PCK at 0.1 of the middle block less that of the last, on the bundled miniature of "
-        "SPair-71k",
-        "share of keypoints",
-        ("vit",),
-        lambda f: (
+        name="best-keypoints",
+        claim="For keypoints a layer before the last is best.",
+        source="Walmer et al. 2023, Sec. 6.2, 6.3, Table 1 (FS)",
+        statistic=(
+            "PCK at 0.1 of the middle block less that of the last, on the bundled miniature of "
+            "SPair-71k"
+        ),
+        unit="share of keypoints",
+        models=("vit",),
+        measure=lambda f: (
             of.at_depth(f.keypoints("vit"), 0.5) - of.at_depth(f.keypoints("vit"), 1)
         ),
     ),
     Finding(
-        "best-supervision",
-        "By reconstruction the last layer is worse for classes than with labels.",
-        "Walmer et al. 2023, Sec. 6.3, Table 1 (FS, MAE)",
-        "k-NN top-1 of the last block, vit less vit-masked",
-        "accuracy",
-        ("vit", "vit-masked"),
-        lambda f: (
+        name="best-supervision",
+        claim="By reconstruction the last layer is worse for classes than with labels.",
+        source="Walmer et al. 2023, Sec. 6.3, Table 1 (FS, MAE)",
+        statistic="k-NN top-1 of the last block, vit less vit-masked",
+        unit="accuracy",
+        models=("vit", "vit-masked"),
+        measure=lambda f: (
             of.at_depth(f.neighbours("vit"), 1)
             - of.at_depth(f.neighbours("vit-masked"), 1)
         ),
@@ -497,43 +599,51 @@ def _median_loss(f: ModelTables) -> of.Estimate:
 
 _INTERVENTIONS = (
     Finding(
-        "zero-mean",
-        "To replace a token by zero costs more than by its mean.",
-        REPLACED,
-        "KL of the outputs from the whole model's, class token zero at the output of the block "
-        "halfway, less the same with its mean over images",
-        "nats",
-        ("vit",),
-        lambda f: _kl(f, "zero") - _kl(f, "mean"),
+        name="zero-mean",
+        claim="To replace a token by zero costs more than by its mean.",
+        source=REPLACED,
+        statistic=(
+            "KL of the outputs from the whole model's, class token zero at the output of the "
+            "block halfway, less the same with its mean over images"
+        ),
+        unit="nats",
+        models=("vit",),
+        measure=lambda f: _kl(f, "zero") - _kl(f, "mean"),
     ),
     Finding(
-        "zero-other",
-        "To replace a token by zero costs more than by that of another image.",
-        REPLACED,
-        "as `zero-mean`, less the same with the class token of another image",
-        "nats",
-        ("vit",),
-        lambda f: _kl(f, "zero") - _kl(f, "shuffle"),
+        name="zero-other",
+        claim="To replace a token by zero costs more than by that of another image.",
+        source=REPLACED,
+        statistic="as `zero-mean`, less the same with the class token of another image",
+        unit="nats",
+        models=("vit",),
+        measure=lambda f: _kl(f, "zero") - _kl(f, "shuffle"),
     ),
     Finding(
-        "heads-spare",
-        "Most heads can be left out one at a time at little cost.",
-        "Michel et al. 2019, Sec. 3.2 (there: language, heads at zero)",
-        f"{LITTLE:g} less the median over heads of the accuracy that is lost where one head's "
-        "output is its mean over images",
-        "accuracy",
-        ("vit",),
-        lambda f: of.below(LITTLE, _median_loss(f)),
+        name="heads-spare",
+        claim="Most heads can be left out one at a time at little cost.",
+        source="Michel et al. 2019, Sec. 3.2 (there: language, heads at zero)",
+        statistic=(
+            f"{LITTLE:g} less the median over heads of the accuracy that is lost where one "
+            "head's output is its mean over images"
+        ),
+        unit="accuracy",
+        models=("vit",),
+        measure=lambda f: of.below(LITTLE, _median_loss(f)),
     ),
     Finding(
-        "heads-far",
-        "Within a block, heads that attend farther are needed more.",
-        "Of no paper",
-        "rank correlation over heads, within blocks, of KL without the head's output with its mean "
-        "attention distance",
-        "rank correlation",
-        ("vit",),
-        lambda f: of.first(f.importance("vit").filter(metric="spearman_kl_within")),
+        name="heads-far",
+        claim="Within a block, heads that attend farther are needed more.",
+        source="Of no paper",
+        statistic=(
+            "rank correlation over heads, within blocks, of KL without the head's output with its"
+            " mean attention distance"
+        ),
+        unit="rank correlation",
+        models=("vit",),
+        measure=lambda f: of.first(
+            f.importance("vit").filter(metric="spearman_kl_within")
+        ),
     ),
 )
 

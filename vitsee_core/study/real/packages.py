@@ -18,12 +18,15 @@ from vitsee_stores.errors import VitseeError
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel.
+    """A wheel of a package on PyPI.
 
     Attributes:
-        size: of the wheel, in bytes.
-        sha256: "" where each platform has a wheel of its own; then its files are checked.
-        licence: of what is taken from it.
+        name: the package's name.
+        version: its version.
+        size: the wheel's size in bytes.
+        licence: licence of the files that are taken from it.
+        sha256: the wheel's hash; "" where each platform has a wheel of its own, whose files are
+            checked instead.
     """
 
     name: str

