@@ -23,38 +23,59 @@ FEWEST = 4  # patches that decide a rotation
 
 @dataclass(frozen=True)
 class Colours:
-    """Conversion of a layer's scores to colours."""
+    """The conversion of a layer's scores to colours.
 
-    rotation: Float  # (3, 3)
-    middle: Float  # (3,) the rotated scores that become 0.5
-    half: Float  # (3,) their distance to 0 and 1
-    n_aligned: int = 0  # patches that determined the rotation, 0 without one
+    Attributes:
+        rotation: (3, 3), multiplied from the right.
+        middle: (3,) the rotated scores that become 0.5.
+        half: (3,) distance in scores from the middle to the colours 0 and 1.
+        n_aligned: number of patches that determined the rotation, 0 without one.
+    """
+
+    rotation: Float
+    middle: Float
+    half: Float
+    n_aligned: int = 0
 
     @classmethod
     def of(
         cls, scores: Float, turned_by: Float | None = None, n_aligned: int = 0
     ) -> Colours:
+        """Return the conversion whose range is that of these scores.
+
+        Args:
+            scores: (tokens, 3) scores of the layer.
+            turned_by: rotation (3, 3) to a reference layer; None for no rotation.
+            n_aligned: number of patches that determined the rotation.
+        """
         rotation = np.eye(CHANNELS) if turned_by is None else turned_by
         turned = scores @ rotation
         middle = np.median(turned, axis=0)
+        # The median absolute deviation: a few outliers do not make all other tokens grey.
         half = SPREADS * np.median(np.abs(turned - middle), axis=0)
         return cls(rotation, middle, half, n_aligned)
 
     def __call__(self, scores: Float) -> Float:
-        """(..., 3) from 0 to 1; 0.5 in a channel whose scores are mostly equal."""
+        """Return the colours of scores (..., 3), from 0 to 1.
+
+        A channel whose scores are mostly equal is 0.5.
+        """
         offset = scores @ self.rotation - self.middle
         half = np.where(self.half > 0, self.half, np.inf)
         return np.clip(0.5 + offset / (2 * half), 0.0, 1.0)
 
     @classmethod
     def read(cls, notes: Mapping[str, Any]) -> Colours:
-        rotation, middle, half = (
-            np.array(notes[name], np.float64)
-            for name in ("rotation", "middle", "half_range")
+        """Return the conversion that `describe` has written into a table's notes."""
+        return cls(
+            rotation=np.array(notes["rotation"], np.float64),
+            middle=np.array(notes["middle"], np.float64),
+            half=np.array(notes["half_range"], np.float64),
+            n_aligned=int(notes["aligned_on_patches"]),
         )
-        return cls(rotation, middle, half, int(notes["aligned_on_patches"]))
 
     def describe(self) -> dict[str, Any]:
+        """Return the conversion as JSON, for a table's notes."""
         return {
             "rotation": self.rotation.tolist(),
             "middle": self.middle.tolist(),
@@ -64,8 +85,15 @@ class Colours:
 
 
 def rotation_to(scores: Float, reference: Float) -> Float:
-    """(channels, channels) the orthogonal matrix that rotates scores (tokens, channels) nearest to
-    the reference's of the same tokens, both about their means."""
+    """Return the rotation of scores to a reference, (channels, channels).
+
+    The solution of the orthogonal Procrustes problem (Schönemann 1966): of the singular value
+    decomposition U S V^T = Z^T Z_ref it is U V^T, both scores about their means.
+
+    Args:
+        scores: (tokens, channels).
+        reference: scores of the same tokens in the reference layer, (tokens, channels).
+    """
     a = scores - scores.mean(0)
     b = reference - reference.mean(0)
     left, _, right = np.linalg.svd(a.T @ b)
@@ -75,15 +103,18 @@ def rotation_to(scores: Float, reference: Float) -> Float:
 def matched(
     scores: Float, keep: Mask, at: Integers, reference: Float
 ) -> tuple[Float, Float]:
-    """Scores of two layers of one image, patch by patch.
+    """Return the scores of two layers of one image, patch by patch, for `rotation_to`.
 
     Args:
-        scores: (cells, channels) of the layer.
-        keep: (cells,) which of them count.
-        at: (reference's cells,) the layer's cell at that place, -1 for none.
-        reference: (reference's cells, channels), NaN where one does not count.
+        scores: scores of the layer, (cells, channels).
+        keep: which of its cells count, (cells,).
+        at: the layer's cell at the position of each cell of the reference, -1 for none.
+        reference: scores of the reference, (its cells, channels); NaN in cells that do not count.
+
+    Returns:
+        Two arrays (common patches, channels).
     """
-    both = (at >= 0) & ~np.isnan(reference).any(1)
-    cells = at[both]
-    counted = keep[cells]
-    return scores[cells[counted]], reference[both][counted]
+    has_both = (at >= 0) & ~np.isnan(reference).any(1)
+    cells = at[has_both]
+    counts = keep[cells]
+    return scores[cells[counts]], reference[has_both][counts]
