@@ -17,7 +17,7 @@ from tests.command_line import invoke, one_line
 from tests.extractions import extracted
 from tests.manifests import edited
 from vitsee_cli import console
-from vitsee_cli.commands.info import SHOWN_LABELS, _labels
+from vitsee_cli.commands.info import MAX_LABELS, _labels_text
 from vitsee_stores import describe
 from vitsee_stores.folder import Folder
 
@@ -99,10 +99,10 @@ def test_labels_and_their_counts(make_store: MakeStore) -> None:
 def test_many_labels_are_counted(each: tuple[int, int], said: str) -> None:
     labels = [
         {"label": i, "name": str(i), "n_images": each[i % 2]}
-        for i in range(SHOWN_LABELS + 1)
+        for i in range(MAX_LABELS + 1)
     ]
     assert (
-        _labels(labels, "images") == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
+        _labels_text(labels, "images") == f"{MAX_LABELS + 1} labels, {said} each (-f labels)"
     )
 
 

@@ -27,7 +27,7 @@ CURVES = (*attn_map.NUMBERS, "sink")
 
 
 def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
-    """`ROW,COL` of the token grid, or `FRAME,ROW,COL`."""
+    """Return the cell of `ROW,COL` of the token grid, or of `FRAME,ROW,COL`."""
     cell = text if isinstance(text, tuple) else parse_place(text)
     if cell is None:
         raise click.BadParameter(
@@ -131,13 +131,16 @@ def command(
     options.only_with(
         "a --kind that is drawn as maps", parameters["kind"] not in CURVES, "scale"
     )
+    # Left out (None), the picture is divided by the coverage, and the table is not.
+    divides_picture = coverage is None or coverage
+    divides_table = bool(coverage)
     run_analysis(
         attn_map.run,
         attn_map.ANALYSIS.draw,
         stores,
         outputs,
-        drawing={"scale": scale, "coverage": coverage is not False},
-        coverage=bool(coverage),
+        drawing={"scale": scale, "coverage": divides_picture},
+        coverage=divides_table,
         origin=Provenance(data, checkpoint, trust_store),
         **parameters,
     )

@@ -33,13 +33,14 @@ QUESTION = RESULTS
 def metrics_of_results(
     ctx: click.Context, _: click.Parameter, incomplete: str
 ) -> list[str]:
-    """The metrics in the RESULTS typed before, for the shell to complete."""
-    found: dict[str, None] = {}
-    for word in ctx.args:  # click has not named them yet: an option still lacks its value
+    """Return the metrics in the RESULTS typed before, for the shell to complete."""
+    metrics: dict[str, None] = {}  # as an ordered set
+    # While an option lacks its value, click has not given the arguments their names yet.
+    for word in ctx.args:
         with suppress(VitseeError, OSError, KeyError):
             path = parse_named_file.convert(word, None, ctx).path
-            found |= dict.fromkeys(read_result(path).table["metric"])
-    return [metric for metric in found if metric.startswith(incomplete)]
+            metrics.update(dict.fromkeys(read_result(path).table["metric"]))
+    return [metric for metric in metrics if metric.startswith(incomplete)]
 
 
 @click.command()
@@ -120,7 +121,9 @@ def command(
         raise click.UsageError(
             "--table prints the best layers; --paired has no such table"
         )
-    inputs = [p for r in results for p in Outputs(r.path, with_replicates=True).paths()]
+    inputs: list[Path] = []
+    for result in results:
+        inputs += Outputs(result.path, with_replicates=True).paths()
     if paired is not None and best_token:
         raise click.UsageError(
             "--best-token adds a task to the best layers; leave --paired out"
@@ -131,15 +134,25 @@ def command(
         check_new_files([*outputs.paths(), printed], force=outputs.force, inputs=inputs)
     if outputs.csv is None:
         console.require_stdout()
-    files = best_layer.read([r.path for r in results], [r.label for r in results])
+    files = best_layer.read(
+        [result.path for result in results], [result.label for result in results]
+    )
     parameters = {"metrics": metrics, "best_token": best_token, "paired": paired}
     sidecar = describe_run([], command=console.command_line(), parameters=parameters)
     sidecar["results"] = [
-        {"path": str(file.path.absolute()), "label": given.label, "made_by": file.sidecar}
-        for file, given in zip(files, results, strict=True)
+        {
+            "path": str(file.path.absolute()),
+            "label": result.label,
+            "made_by": file.sidecar,
+        }
+        for file, result in zip(files, results, strict=True)
     ]
-    is_printed = printed is None or printed.is_file()
-    if outputs.if_changed and is_printed and is_up_to_date(outputs, sidecar, inputs):
+    has_printed_table = printed is None or printed.is_file()
+    if (
+        outputs.if_changed
+        and has_printed_table
+        and is_up_to_date(outputs, sidecar, inputs)
+    ):
         touch(outputs)
         console.say(f"{outputs.csv} is up to date")
         return
@@ -147,13 +160,14 @@ def command(
         table = best_layer.run(files, metrics, best_token)
     else:
         table = best_layer.compare(files, metrics, paired)
+    further_files = {}
+    if printed is not None:
+        further_files[printed] = BestTable.from_result(table).written(printed)
     write_results(
         table,
         outputs,
         figure=lambda: best_layer.plot(table, files, metrics),
         sidecar=sidecar,
         stdout=sys.stdout,
-        more={}
-        if printed is None
-        else {printed: BestTable.from_result(table).written(printed)},
+        more=further_files,
     )

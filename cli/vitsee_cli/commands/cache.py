@@ -48,7 +48,7 @@ def ls(places: tuple[Place, ...]) -> None:
     from vitsee_core.tables.results import Table
 
     columns = ("folder", "store_id", "n_matrices", "size_bytes")
-    rows: list[dict[str, Any]] = [vars(found) for found in caches_of(places)]
+    rows: list[dict[str, Any]] = [vars(cache) for cache in caches_of(places)]
     Table.from_rows(rows, columns).to_csv(sys.stdout)
 
 
@@ -65,12 +65,15 @@ def rm(places: tuple[Place, ...]) -> None:
     from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.similarity.cache import caches_of
 
-    found = caches_of(places)
-    for cache in found:
+    caches = caches_of(places)
+    for cache in caches:
         cache.remove()
-    n = sum(c.n_matrices for c in found)
-    size = sum(c.size_bytes for c in found)
-    indexes = sum(not c.n_matrices for c in found)
-    freed = f"{plural(n, 'Gram matrices')} in {plural(len(found) - indexes, 'folders')}"
-    more = f", {plural(indexes, 'index files')} of tar files" if indexes else ""
-    console.say(f"removed {freed}{more}, {human_bytes(size)}")
+    n_matrices = sum(cache.n_matrices for cache in caches)
+    size_bytes = sum(cache.size_bytes for cache in caches)
+    # An index of tar files is a cache without matrices.
+    n_indexes = sum(cache.n_matrices == 0 for cache in caches)
+    folders = plural(len(caches) - n_indexes, "folders")
+    removed = f"{plural(n_matrices, 'Gram matrices')} in {folders}"
+    if n_indexes:
+        removed += f", {plural(n_indexes, 'index files')} of tar files"
+    console.say(f"removed {removed}, {human_bytes(size_bytes)}")

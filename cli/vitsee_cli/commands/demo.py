@@ -80,15 +80,16 @@ def command(
     """
     from vitsee_core.study.demo import demo_study, real_study, with_sets
 
-    others = real or pretrained
-    options.only_with("--real or --pretrained", others, "yes")
+    downloads = real or pretrained
+    options.only_with("--real or --pretrained", downloads, "yes")
     options.only_with(
-        "the bundled models (no --real, no --pretrained)", not others, "quick"
+        "the bundled models (no --real, no --pretrained)", not downloads, "quick"
     )
     options.only_with("--real alone", not real, "pretrained")
-    if others:
-        made = _real(output, yes, dry_run, weights=real)
-        run_study(ctx, real_study(output, *made), dry_run=dry_run, at_once=jobs)
+    if downloads:
+        models, photos = _real_models(output, yes, dry_run, weights=real)
+        study = real_study(output, models, photos)
+        run_study(ctx, study, dry_run=dry_run, at_once=jobs)
         return
 
     run_study(
@@ -100,13 +101,24 @@ def command(
     )
 
 
-def _real(
+def _real_models(
     folder: Path, yes: bool, dry_run: bool, *, weights: bool
 ) -> tuple[dict[str, Path], Path]:
-    """The models by name and the folder of photographs, made where they are missing."""
+    """Return name -> file of the models, and the folder of photographs, downloaded if missing.
+
+    Args:
+        folder: of the study.
+        yes: download without asking.
+        dry_run: download nothing.
+        weights: whether weights are downloaded, too; else timm's own are used.
+
+    Raises:
+        VitseeError: something is missing and the user does not want the download.
+    """
     from vitsee_core.study import real
 
-    if missing := real.missing(folder, weights=weights):
+    missing = real.missing(folder, weights=weights)
+    if missing:
         for line in missing:
             console.say(f"to download: {line}")
         if dry_run:

@@ -115,12 +115,19 @@ def command(
         ending_of(table, TABLE_ENDINGS, "the table")
         check_new_files([table], force=force)
     (opened,) = options.open_stores((store,))
-    chosen = for_sites(opened, files, sites, Overrides(**overrides))
-    made, found = encode_store(
+    # Site -> its dictionary, and the file that has it.
+    dictionaries = {}
+    file_names = {}
+    for site, (dictionary, path) in for_sites(
+        opened, files, sites, Overrides(**overrides)
+    ).items():
+        dictionaries[site] = dictionary
+        file_names[site] = path.name
+    code_store, metrics = encode_store(
         opened,
-        {site: one for site, (one, _) in chosen.items()},
+        dictionaries,
         output,
-        names={site: path.name for site, (_, path) in chosen.items()},
+        names=file_names,
         dtype=dtype,
         force=force,
         command=" ".join(console.command_line()),
@@ -129,10 +136,9 @@ def command(
         ),
     )
     if table is not None:
-        found.write(table, force=force)
-    console.out(f"{output}: {made.n_images} images")
-    for rows in found.frame.partition_by("site", maintain_order=True):
+        metrics.write(table, force=force)
+    console.out(f"{output}: {code_store.n_images} images")
+    for rows in metrics.frame.partition_by("site", maintain_order=True):
         values = rows.select("metric", "value").rows()
-        console.out(
-            f"{rows['site'][0]}: " + ", ".join(f"{name} {v:.4g}" for name, v in values)
-        )
+        texts = [f"{metric} {value:.4g}" for metric, value in values]
+        console.out(f"{rows['site'][0]}: {', '.join(texts)}")

@@ -110,28 +110,28 @@ def command(
     ending_of(output, (".html", ".htm"), "-o")
     check_new_files([output], force=force)
     check_place(output, images=data or "")
-    named = [
-        *image,
-        *(line for _, line in (read_only(ids, "--ids") if ids is not None else ())),
-    ]
+    image_names = [*image]
+    if ids is not None:
+        image_names += [line for _, line in read_only(ids, "--ids")]
     options.only_with(
-        "images that are picked (no --image, --ids)", not named, "images", "pick"
+        "images that are picked (no --image, --ids)", not image_names, "images", "pick"
     )
     options.only_with(
         "--recompute", chosen["recompute"], "checkpoint", "trust_store", "device"
     )
-    made = explore(
+    chosen["title"] = chosen["title"] or ""
+    page = explore(
         *options.open_stores(stores, allow_partial=allow_partial),
         output=output,
-        image=named,
+        image=image_names,
         origin=Provenance(data, checkpoint, trust_store),
         force=force,
         progress=console.Reporter("explore"),
-        **chosen | {"title": chosen["title"] or ""},
+        **chosen,
     )
     console.out(str(output))
     console.say(
-        f"{plural(made.n_images, made.examples)}, {plural(made.n_sites, 'layers')}, "
-        f"{human_bytes(output.stat().st_size)}; cosines are within {made.p99:.2g} of those of the "
-        f"stored features for 99 of 100 pairs of patches, within {made.largest:.2g} for all"
+        f"{plural(page.n_images, page.examples)}, {plural(page.n_sites, 'layers')}, "
+        f"{human_bytes(output.stat().st_size)}; cosines are within {page.p99:.2g} of those of the "
+        f"stored features for 99 of 100 pairs of patches, within {page.largest:.2g} for all"
     )

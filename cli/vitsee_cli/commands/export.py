@@ -78,7 +78,7 @@ def command(
     dtype: str,
     force: bool,
     allow_partial: bool,
-    **frame: Any,
+    **execution_fields: Any,
 ) -> None:
     """Write the features of a site to a plain file.
 
@@ -99,15 +99,17 @@ def command(
         raise VitseeError("--dtype float16 with --format saev; its shards are float32")
     if samples is not None:
         ending_of(samples, TABLE_ENDINGS, "the table")
-        check_new_files([samples, *([output] if kind == "file" else [])], force=force)
+        new_files = [samples]
+        if kind == "file":
+            new_files.append(output)
+        check_new_files(new_files, force=force)
     (opened,) = options.open_stores((store,), allow_partial=allow_partial)
-    execution = Execution(progress=console.Reporter("export"), **frame)
+    execution = Execution(progress=console.Reporter("export"), **execution_fields)
     if kind == "saev":
-        line = str(
-            export_saev(
-                opened, [site], output, tokens=tokens, force=force, execution=execution
-            )
+        shard_folder = export_saev(
+            opened, [site], output, tokens=tokens, force=force, execution=execution
         )
+        line = str(shard_folder)
     else:
         shape = export(
             opened,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ QUESTION = STORES
 @section("Data", data_options)
 @section("What to keep", store_output_option, keep_options)
 @section("Running", run_options)
-def command(model: ModelOptions, **given: Any) -> None:
+def command(model: ModelOptions, **values: Any) -> None:
     """Run a model over images and store what it computes.
 
     MODEL is a timm name, hf-hub:..., local-dir:..., demo:vit, transformers:OWNER/NAME,
@@ -68,35 +69,29 @@ def command(model: ModelOptions, **given: Any) -> None:
     """
     from vitsee_core.extraction.sharding import complete_plan, parse_shard
 
-    def take(cls: Any) -> Any:
-        names = [n for n in cls.__dataclass_fields__ if n in given]
-        return cls(**{n: given[n] if given[n] != () else None for n in names})
-
-    model = dataclasses.replace(
-        model, **{name: given.pop(name) for name in ("ablate_skip", *INTERVENTIONS)}
-    )
-
-    def asked() -> Request:
-        return Request(model, take(DataOptions), take(KeepOptions), take(RunOptions))
-
-    dask = given.pop("dask")
-    if given.pop("plan"):
+    interventions = {name: values.pop(name) for name in ("ablate_skip", *INTERVENTIONS)}
+    model = dataclasses.replace(model, **interventions)
+    dask = values.pop("dask")
+    if values.pop("plan"):
         if dask is not None:
             raise click.UsageError(
                 "--plan is of jobs that need no cluster: leave out --dask"
             )
-        show_script(asked(), given["shard"])
+        show_script(_request_of(model, values), values["shard"])
         return
-    if dask is not None and (given["shard"] is not None or given["dry_run"]):
+    if dask is not None and (values["shard"] is not None or values["dry_run"]):
         raise click.UsageError(
             "--dask gives the slabs out itself: leave out --shard and --dry-run"
         )
-    shard = parse_shard(given.pop("shard"), os.environ)
-    given["command"] = shlex.join(console.command_line())
-    request = asked()
+    shard = parse_shard(values.pop("shard"), os.environ)
+    values["command"] = shlex.join(console.command_line())
+    request = _request_of(model, values)
     run = request.run
-    again = not (run.dry_run or run.force)
-    if again and (plan := complete_plan(run.command, run.output)) is not None:
+    # The same command again is answered before torch, the model and the images are loaded.
+    plan = None
+    if not run.dry_run and not run.force:
+        plan = complete_plan(run.command, run.output)
+    if plan is not None:
         examples = plural(plan.n_images, plan.examples)
         console.say(
             f"{run.output} is complete ({examples}): nothing to do (this "
@@ -108,35 +103,55 @@ def command(model: ModelOptions, **given: Any) -> None:
         from vitsee_core.extraction.by_workers import extract_by_workers
         from vitsee_core.extraction.run import extract
     if run.dry_run:
-        each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
-        show_plan(dry_run(request), run, each)
+        is_verbose = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
+        show_plan(dry_run(request), run, each_array=is_verbose)
         return
     progress = SlabReporter(run.output.name)
     if dask is not None:
-        with spread_over(dask, progress) as own:
-            outcome = extract_by_workers(request, **own, progress=progress)
+        with spread_over(dask, progress) as map_keyword:
+            outcome = extract_by_workers(request, **map_keyword, progress=progress)
     else:
         outcome = extract(request, shard, progress)
     report(outcome, run.output)
 
 
-def show_script(asked: Request, shard: str | None) -> None:
-    """The script of an array job on stdout."""
+def _request_of(model: ModelOptions, values: Mapping[str, Any]) -> Request:
+    """Return the request: the model, and the values of the options in three groups."""
+
+    def options_from(kind: Any) -> Any:
+        """Return an instance of the dataclass; () is what click has for an option left out."""
+        fields = {}
+        for name in kind.__dataclass_fields__:
+            if name in values:
+                fields[name] = None if values[name] == () else values[name]
+        return kind(**fields)
+
+    return Request(
+        model,
+        options_from(DataOptions),
+        options_from(KeepOptions),
+        options_from(RunOptions),
+    )
+
+
+def show_script(request: Request, shard: str | None) -> None:
+    """Print the script of an array job on stdout."""
     from vitsee_core.extraction.ahead import plan_array
     from vitsee_core.runtime.command_lines import without_options
 
-    if shard not in (None, "slurm", "claims") or asked.run.dry_run:
+    if shard not in (None, "slurm", "claims") or request.run.dry_run:
         raise click.UsageError(
             "--plan numbers the shards itself: leave out --shard and --dry-run"
         )
     words = without_options(console.command_line(), ["--plan", "--shard"])
-    console.out(plan_array(words, asked, shard or "slurm").rstrip())
+    console.out(plan_array(words, request, shard or "slurm").rstrip())
 
 
 class SlabReporter(console.Reporter):
-    """Progress of the slabs. From its start on, committed slabs survive a signal."""
+    """Shows the progress of an extraction; once it starts, committed slabs survive a signal."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Begin a phase; with the images begin the slabs that a stopped command keeps."""
         if unit in ("images", "clips"):
             signals.keeps(
                 "at once: committed slabs are kept; repeat the command to resume"
@@ -144,8 +159,11 @@ class SlabReporter(console.Reporter):
         super().start(total, done, unit)
 
 
-def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
-    """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
+def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
+    """Print the sizes of a planned store as CSV on stdout, and remarks on stderr.
+
+    The sum stands first, then each folder, or each array.
+    """
     from vitsee_core.extraction.image_layout import describe
     from vitsee_core.extraction.plan import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.runtime.machine import free_disk_bytes, human_bytes, scratch_folder
@@ -153,8 +171,9 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
 
     plan = planned.plan
     total = total_size(plan)
+    sizes = array_sizes(plan) if each_array else folder_sizes(plan)
     console.out(HEADER)
-    for size in (total, *(array_sizes if each else folder_sizes)(plan)):
+    for size in (total, *sizes):
         console.out(size.row(plan.n_images))
     if planned.adds:
         console.say(planned.adds)
@@ -164,26 +183,29 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
         console.say(planned.cost)
     for line in by_reason(planned.left_out):
         console.say(f"left out: {line}")
-    if canvas := describe(plan.canvas):
-        console.say(canvas)
-    free = free_disk_bytes(scratch_folder(run.output))
-    left = f"; {human_bytes(free)} free" if isinstance(run.output, Path) else ""
-    console.say(
+    canvas_line = describe(plan.canvas)
+    if canvas_line:
+        console.say(canvas_line)
+    size_line = (
         f"{run.output}: {human_bytes(total.size_bytes)} in {plural(total.n_files, 'files')} for "
         f"{plural(plan.n_images, plan.examples)} in slabs of {plan.slab}, "
         f"{human_bytes(total.size_bytes / plan.n_images)} per {plan.examples[:-1]}"
-        f"{left}; nothing was written"
     )
+    if isinstance(run.output, Path):  # nobody knows how much an object store still takes
+        free = free_disk_bytes(scratch_folder(run.output))
+        size_line += f"; {human_bytes(free)} free"
+    console.say(f"{size_line}; nothing was written")
 
 
 def report(outcome: Outcome, output: Place) -> None:
-    """The last lines: unreadable images, where the time went, what is left to do."""
+    """Print the last lines: unreadable images, where the time went, what is left to do."""
     from vitsee_core.runtime.machine import human_bytes
 
     for line in outcome.remark_lines():
         console.warn(line)
-    if line := outcome.unreadable_line():
-        console.warn(line)
+    unreadable_line = outcome.unreadable_line()
+    if unreadable_line:
+        console.warn(unreadable_line)
     if outcome.n_images:
         console.say(
             f"{plural(outcome.n_images, outcome.examples)} in {outcome.seconds:.1f} s "

@@ -74,7 +74,7 @@ def command(
     like: StorePath | None,
     prefix: tuple[str, ...],
     grid: str | None,
-    **given: Any,
+    **import_options: Any,
 ) -> None:
     """Make a store of vectors or tokens that others computed.
 
@@ -91,13 +91,15 @@ def command(
     """
     from vitsee_core.features.imports import Tokens, import_arrays
 
-    (opened,) = options.open_stores((like,)) if like is not None else (None,)
+    like_store = None
+    if like is not None:
+        (like_store,) = options.open_stores((like,))
     store = import_arrays(
         files,
         output,
-        like=opened,
-        tokens=Tokens(prefix, _grid(grid)),
-        **given,
+        like=like_store,
+        tokens=Tokens(prefix, _parse_grid(grid)),
+        **import_options,
         command=" ".join(console.command_line()),
         progress=console.Reporter("import"),
     )
@@ -105,7 +107,8 @@ def command(
     console.out(f"{output}: {plural(store.n_images, 'images')}, {sites}")
 
 
-def _grid(text: str | None) -> tuple[int, int] | None:
+def _parse_grid(text: str | None) -> tuple[int, int] | None:
+    """Return rows and columns of `ROWSxCOLS`; None without a text."""
     if text is None:
         return None
     rows, _, cols = text.lower().partition("x")

@@ -26,10 +26,17 @@ from vitsee_stores.url import Place
 QUESTION = STORES
 
 FIELD_WIDTH = 100  # characters of JSON on one line
-SHOWN_LABELS = 6
-LOADED = ("source", "key", "layout", "assumed", "missing", "unexpected")  # of the weights
-CANVAS = ("size", "tiles", "min_pixels", "max_pixels", "own_grids")
-SHOWN_RUNS = 8  # of missing slabs
+MAX_LABELS = 6  # more are summed up
+WEIGHTS_KEYS = (
+    "source",
+    "key",
+    "layout",
+    "assumed",
+    "missing",
+    "unexpected",
+)  # of the weights
+CANVAS_KEYS = ("size", "tiles", "min_pixels", "max_pixels", "own_grids")
+MAX_RUNS = 8  # of missing slabs
 
 
 @click.command()
@@ -79,7 +86,7 @@ def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None
 
 
 def _field_text(value: Any) -> str:
-    """Text as it is; else JSON, indented where it is long."""
+    """Return a text as it is, and any other value as JSON, indented if it is long."""
     if isinstance(value, str):
         return value
     line = json.dumps(value)
@@ -89,34 +96,40 @@ def _field_text(value: Any) -> str:
 
 
 def find(record: Any, field: str) -> Any:
-    """The value at a dotted path; a key may hold dots itself (`sites.blocks.3.out`). Raises
-    VitseeError: there is none; names what is there."""
+    """Return the value at a dotted path.
+
+    A key may have dots itself: `sites.blocks.3.out` is the key `blocks.3.out` of `sites`.
+
+    Raises:
+        VitseeError: there is no such value; names the fields beside it.
+    """
     value = record
-    rest = field.split(".")
-    while rest:
-        for n in range(len(rest), 0, -1):
-            key = ".".join(rest[:n])
+    words = field.split(".")
+    while words:
+        # The longest key first, so that one with dots is found.
+        for n_words in range(len(words), 0, -1):
+            key = ".".join(words[:n_words])
             if isinstance(value, Mapping) and key in value:
                 value = value[key]
             elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
                 value = value[int(key)]
             else:
                 continue
-            rest = rest[n:]
+            words = words[n_words:]
             break
         else:
-            raise VitseeError(f"no field {field!r}; {_instead(value, rest[0])}")
+            raise VitseeError(f"no field {field!r}; {_available_fields(value, words[0])}")
     return value
 
 
-def _instead(value: Any, key: str) -> str:
+def _available_fields(value: Any, key: str) -> str:
+    """Return which fields a value has, for the message about an unknown key."""
     if isinstance(value, Mapping):
-        names = (
-            difflib.get_close_matches(key, list(map(str, value)), n=3) or list(value)[:20]
-        )
+        names = difflib.get_close_matches(key, [str(name) for name in value], n=3)
+        if not names:
+            names = [str(name) for name in value][:20]
         return (
-            f"there is: {', '.join(map(str, names)) or 'nothing'} (run: vitsee info "
-            "STORE --json)"
+            f"there is: {', '.join(names) or 'nothing'} (run: vitsee info STORE --json)"
         )
     if isinstance(value, list):
         return f"the list there has {len(value)} entries, counted from 0"
@@ -124,9 +137,10 @@ def _instead(value: Any, key: str) -> str:
 
 
 def show(record: Mapping[str, Any]) -> None:
+    """Print what `describe` says of a store: facts, a line each, and a table of its sites."""
     from rich.table import Table
 
-    for name, text in _facts(record):
+    for name, text in _fact_lines(record):
         console.out(f"{name:<10} {visible(text)}")
     console.out("")
     sites = Table(box=None, pad_edge=False, header_style="bold")
@@ -135,11 +149,12 @@ def show(record: Mapping[str, Any]) -> None:
     for title in ("depth", "size"):
         sites.add_column(title, justify="right")
     for name, site in record["sites"].items():
-        sites.add_row(*map(visible, _site_cells(name, site, record["arrays"])))
+        sites.add_row(*map(visible, _site_row(name, site, record["arrays"])))
     console.stdout().print(sites, markup=False)
 
 
 def show_together(records: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with a row per store."""
     from rich.table import Table
 
     lines = Table(box=None, pad_edge=False, header_style="bold")
@@ -149,17 +164,20 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
         lines.add_column(title, justify="right")
     for record in records:
         slabs = f"{record['n_committed']}/{record['n_slabs']}"
+        if not record["complete"]:
+            slabs += ", unfinished"
+        attention = "none"
+        if record["attention"]["groups"]:
+            attention = str(record["attention"]["level"])
         cells = (
             record["path"],
             str(record["model"].get("name", "")),
             record["weights"],
             str(record["info"].get("data", {}).get("data", "")),
-            str(record["attention"]["level"])
-            if record["attention"]["groups"]
-            else "none",
-            *(str(len(record[of] or ())) for of in ("class_names",)),
+            attention,
+            str(len(record["class_names"] or ())),
             str(record["n_images"]),
-            slabs if record["complete"] else f"{slabs}, unfinished",
+            slabs,
             str(len(record["sites"])),
             str(len(record["residual"])),
             console.human_bytes(record["size_bytes"]),
@@ -168,7 +186,8 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
     console.stdout().print(lines, markup=False)
 
 
-def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _fact_lines(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (title, text) of the lines about a store, without those that have nothing to say."""
     from vitsee_stores.manifest import by_reason
 
     model = record["model"]
@@ -177,142 +196,172 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     data = record["info"].get("data", {})
     transform = record["transform"]
     erf = record["erf"]
-    every = plural(record["n_slabs"], "slabs")
     examples = examples_of(record)
-    slabs = f"{record['n_committed']} of {every} of {plural(record['slab'], examples)}"
+    status = "complete" if record["complete"] else "unfinished"
+    n_slabs = plural(record["n_slabs"], "slabs")
+    slabs = f"{record['n_committed']} of {n_slabs} of {plural(record['slab'], examples)}"
     rows = plural(record["n_images"], examples)
     if record["n_valid"] is not None:
         rows += f", {record['n_valid']} of them stored and readable"
+    # `describe` has None for what a damaged file should have told.
+    damaged = ""
     unread = [name for name in ("n_valid", "labels") if record[name] is None]
-    damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
+    if unread:
+        damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
+    generations = [
+        ("generation", _generation_text(generation, record))
+        for generation in record["generations"][1:]  # the first one is the store itself
+    ]
+    claims = [("claimed", _claim_text(claim)) for claim in record["claimed"]]
+    grams = ""
+    if record["grams"]:
+        n_sites = _count_text(record["grams"], "sites")
+        grams = f"{n_sites}, within slabs of {record['slab']} {examples}"
+    erf_text = ""
+    if erf:
+        erf_text = f"{_count_text(erf['sites'], 'sites')}, first {erf['n_images']} images"
     facts = [
         (
             "store",
             f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})",
         ),
-        ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
-        ("damaged", damaged if unread else ""),
-        *(("generation", _generation(one, record)) for one in record["generations"][1:]),
-        ("missing", _missing(record["missing"])),
-        *(("claimed", _claim(claim)) for claim in record["claimed"]),
-        ("resumed by", "" if record["complete"] else _resumed_by(record)),
+        ("status", f"{status}: {slabs}"),
+        ("damaged", damaged),
+        *generations,
+        ("missing", _slab_runs_text(record["missing"])),
+        *claims,
+        ("resumed by", "" if record["complete"] else _resume_command(record)),
         (examples, rows),
-        ("data", _listed(data, ("data", "split", "per_class"))),
-        ("order", _listed(identity, ("order", "seed"))),
+        ("data", _entries_text(data, ("data", "split", "per_class"))),
+        ("order", _entries_text(identity, ("order", "seed"))),
         ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
         ("model", model.get("name", "")),
-        ("built as", _listed(model, ("architecture", "args", "input_size", "n_params"))),
+        (
+            "built as",
+            _entries_text(model, ("architecture", "args", "input_size", "n_params")),
+        ),
         ("weights", record["weights"]),
         ("no skip in", ", ".join(model.get("ablate_skip", ()))),
         ("changed", "; ".join(model.get("interventions", ()))),
-        ("loaded", _listed(weights, LOADED)),
-        ("transform", _listed(transform, [key for key in transform if key != "clip"])),
-        ("precision", str(identity.get("precision", ""))),
-        ("attention", _attention(record["attention"])),
-        ("residual", _count(record["residual"], "sublayers")),
-        ("canvas", _listed(record["canvas"] or {}, CANVAS)),
-        ("frames", _clips(record.get("clip"))),
-        ("inputs", "x".join(map(str, record["inputs"] or ()))),
-        ("grams", _grams(record)),
+        ("loaded", _entries_text(weights, WEIGHTS_KEYS)),
         (
-            "erf",
-            erf and f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images",
+            "transform",
+            _entries_text(transform, [key for key in transform if key != "clip"]),
         ),
-        ("classes", _count(record["class_names"] or (), "classes")),
-        ("labels", _labels(record["labels"] or (), examples)),
+        ("precision", str(identity.get("precision", ""))),
+        ("attention", _attention_text(record["attention"])),
+        ("residual", _count_text(record["residual"], "sublayers")),
+        ("canvas", _entries_text(record["canvas"] or {}, CANVAS_KEYS)),
+        ("frames", _clip_text(record.get("clip"))),
+        ("inputs", "x".join(map(str, record["inputs"] or ()))),
+        ("grams", grams),
+        ("erf", erf_text),
+        ("classes", _count_text(record["class_names"] or (), "classes")),
+        ("labels", _labels_text(record["labels"] or (), examples)),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
     for maker in record["made_by"]:
         command = str(maker.get("command", "unknown"))
-        where = _listed(maker, ("host", "device", "shard"))
-        facts.append(
-            (
-                "made by",
-                f"{command} ({plural(maker['n_slabs'], 'slabs')}{where and ', ' + where})",
-            )
-        )
+        details = plural(maker["n_slabs"], "slabs")
+        machine = _entries_text(maker, ("host", "device", "shard"))
+        if machine:
+            details += f", {machine}"
+        facts.append(("made by", f"{command} ({details})"))
     return [(name, text) for name, text in facts if text]
 
 
-def _clips(clip: Mapping[str, Any] | None) -> str:
-    """`16 frames of each, every 4, shuffled, one by one`."""
+def _clip_text(clip: Mapping[str, Any] | None) -> str:
+    """Return `16 frames of each, every 4, shuffled, one by one`; "" for a store of images."""
     if clip is None:
         return ""
-    every = "evenly spread" if clip["every"] is None else f"every {clip['every']}"
-    one_by_one = ", one by one" if clip["by_frame"] else ""
-    return (
-        f"{plural(clip['frames'], 'frames')} of each, {every}, {clip['time']}{one_by_one}"
-    )
+    frames = plural(clip["frames"], "frames")
+    stride = "evenly spread" if clip["every"] is None else f"every {clip['every']}"
+    text = f"{frames} of each, {stride}, {clip['time']}"
+    if clip["by_frame"]:
+        text += ", one by one"
+    return text
 
 
-def _missing(runs: Sequence[Sequence[int]]) -> str:
-    """`slabs 0, 3 to 7`, of runs (first, last); after some of them how many more there are."""
+def _slab_runs_text(runs: Sequence[Sequence[int]]) -> str:
+    """Return `slabs 0, 3 to 7`, of runs (first, last); after some runs, how many more there are."""
     if not runs:
         return ""
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs[:SHOWN_RUNS]]
-    left = sum(b - a + 1 for a, b in runs[SHOWN_RUNS:])
-    more = f" and {left} more (-f missing)" if left else ""
-    return f"slabs {', '.join(shown)}{more}"
+    texts = []
+    for first, last in runs[:MAX_RUNS]:
+        texts.append(str(first) if first == last else f"{first} to {last}")
+    n_more = sum(last - first + 1 for first, last in runs[MAX_RUNS:])
+    text = f"slabs {', '.join(texts)}"
+    if n_more:
+        text += f" and {n_more} more (-f missing)"
+    return text
 
 
-def _generation(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """`2 adds 7 sites (blocks.0.norm1, ...), 3.1 MB, 2026-01-01T00:00:00Z: vitsee extract ...`."""
+def _generation_text(generation: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """Return a line about what a later run of extract added to a complete store.
+
+    `2 adds 7 sites (blocks.0.norm1, ...), 3.1 MB, 2026-01-01T00:00:00Z: vitsee extract ...`
+    """
     from vitsee_stores.manifest import abbreviate
 
-    before = record["generations"][one["number"] - 2]["rows"][1]
-    first, last = one["rows"]
-    what = f"{_count(one['sites'], 'sites')} ({abbreviate(one['sites'])})"
-    if last > before:
-        again = f", and has rows {first} to {before} anew" if first <= before else ""
-        what = f"rows {before + 1} to {last}{again}"
-    when = one["committed"]
-    if not one["complete"]:
-        done = f"{one['n_committed']} of {plural(one['n_slabs'], 'slabs')}"
-        when = f"being added ({done}), not read yet"
-    size = console.human_bytes(one["size_bytes"])
-    return f"{one['number']} adds {what}, {size}, {when}: {one['command'] or 'unknown'}"
+    sites = generation["sites"]
+    # Generations are counted from 1.
+    last_row_before = record["generations"][generation["number"] - 2]["rows"][1]
+    first_row, last_row = generation["rows"]
+    added = f"{_count_text(sites, 'sites')} ({abbreviate(sites)})"
+    if last_row > last_row_before:
+        added = f"rows {last_row_before + 1} to {last_row}"
+        if first_row <= last_row_before:  # its first slab was not full
+            added += f", and has rows {first_row} to {last_row_before} anew"
+    status = generation["committed"]
+    if not generation["complete"]:
+        n_slabs = plural(generation["n_slabs"], "slabs")
+        status = f"being added ({generation['n_committed']} of {n_slabs}), not read yet"
+    size = console.human_bytes(generation["size_bytes"])
+    command = generation["command"] or "unknown"
+    return f"{generation['number']} adds {added}, {size}, {status}: {command}"
 
 
-def _claim(claim: Mapping[str, Any]) -> str:
-    """`slabs 3, 4 by process 812 on node7, last heard of 2026-01-01T00:00:00Z`."""
-    slabs = _missing([(slab, slab) for slab in claim["slabs"]])
+def _claim_text(claim: Mapping[str, Any]) -> str:
+    """Return `slabs 3, 4 by process 812 on node7, last heard of 2026-01-01T00:00:00Z`."""
+    slabs = _slab_runs_text([(slab, slab) for slab in claim["slabs"]])
     return f"{slabs} by process {claim['pid']} on {claim['host']}, last heard of {claim['time']}"
 
 
-def _resumed_by(record: Mapping[str, Any]) -> str:
-    """The command that makes the missing slabs, for the folder that this process is in."""
+def _resume_command(record: Mapping[str, Any]) -> str:
+    """Return the command that makes the missing slabs, to be typed in the current folder."""
     info = record["info"]
-    path = record["path"]
+    store = record["path"]
+    # Relative paths of the images refer to the folder in which extract was run.
     folder = info.get("data_folder")
-    here = os.getcwd()
-    elsewhere = isinstance(folder, str) and folder != here
-    store = os.path.abspath(path) if elsewhere and "://" not in path else path
+    must_change_folder = isinstance(folder, str) and folder != os.getcwd()
+    if must_change_folder and "://" not in store:
+        store = os.path.abspath(store)
     line = resuming(str(info.get("command", "")), store)
     if line is None:
         return "the same vitsee extract, or vitsee.extract, as before"
-    if elsewhere:
+    if must_change_folder:
         return f"cd {shlex.quote(folder)} && {line}"
     return line
 
 
-def _site_cells(
-    name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> list[str]:
+def _site_row(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a site's row: name, shape, grid, prefix, dtype, tokens, depth, size."""
     shape = "x".join(map(str, site["shape"]))
     if "alias_of" in site:
         return [name, shape, "", "", "", "", "", f"= {site['alias_of']}"]
-    below = tuple(f"{folder}/{name}/" for folder in ("acts", "pooled", "grams"))
-    whole = (f"vectors/{name}", f"erf/{name}")
+    # Each kind of token has an array in these folders; the others are single arrays.
+    folders = (f"acts/{name}/", f"pooled/{name}/", f"grams/{name}/")
+    single_arrays = (f"vectors/{name}", f"erf/{name}")
     size = sum(
-        a["size_bytes"]
-        for path, a in arrays.items()
-        if path.startswith(below) or path in whole
+        array["size_bytes"]
+        for path, array in arrays.items()
+        if path.startswith(folders) or path in single_arrays
     )
     return [
         name,
         shape,
-        _grid(site),
-        _prefix(site.get("prefix", ())),
+        _grid_text(site),
+        _prefix_text(site.get("prefix", ())),
         site["dtype"],
         site["tokens"],
         str(site["depth"]),
@@ -320,65 +369,70 @@ def _site_cells(
     ]
 
 
-def _grid(layout: Mapping[str, Any]) -> str:
-    """`14x14`, of clips with the cells in time before it: `8x14x14`."""
-    times = [layout["frames"]] if "frames" in layout else []
-    return "x".join(map(str, [*times, *(layout.get("grid") or ())]))
+def _grid_text(layout: Mapping[str, Any]) -> str:
+    """Return `14x14`, for clips with the number of cells in time before it: `8x14x14`."""
+    sizes = [*(layout.get("grid") or ())]
+    if "frames" in layout:
+        sizes.insert(0, layout["frames"])
+    return "x".join(map(str, sizes))
 
 
-def _prefix(names: Sequence[str]) -> str:
-    """`cls reg0`; of frames one by one `cls x 16`, with their number."""
+def _prefix_text(names: Sequence[str]) -> str:
+    """Return `cls reg0`; if frames were run one by one, with their number: `cls x 16`."""
     kinds = Counter(re.sub(r"\.[0-9]+$", "", name) for name in names)
     return " ".join(kind if n == 1 else f"{kind} x {n}" for kind, n in kinds.items())
 
 
-def _attention(attention: Mapping[str, Any]) -> str:
+def _attention_text(attention: Mapping[str, Any]) -> str:
+    """Return `rows, 12 blocks of 3 heads on a 14x14 grid, rollout`; "none" if none is stored."""
     if not attention["groups"]:
         return "none"
-    parts = [attention["level"]]
+    facts = [attention["level"]]
     for group in attention["groups"]:
+        # Numbers of heads of the group's blocks, each once: `3/6`.
         heads = "/".join(str(n) for n in dict.fromkeys(group["n_heads"]))
-        window = " x ".join(map(str, group.get("window", ())))
-        within = f", within windows of {window} cells" if window else ""
-        blocks = _count(group["blocks"], "blocks")
-        parts.append(f"{blocks} of {heads} heads on a {_grid(group)} grid{within}")
-    return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
+        blocks = _count_text(group["blocks"], "blocks")
+        facts.append(f"{blocks} of {heads} heads on a {_grid_text(group)} grid")
+        if group.get("window"):
+            window = " x ".join(map(str, group["window"]))
+            facts.append(f"within windows of {window} cells")
+    if attention["rollout"]:
+        facts.append("rollout")
+    return ", ".join(facts)
 
 
-def _labels(labels: Sequence[Mapping[str, Any]], examples: str) -> str:
-    """`even 5, odd 5`; for many labels the range of their counts."""
+def _labels_text(labels: Sequence[Mapping[str, Any]], examples: str) -> str:
+    """Return `even 5, odd 5`; for many labels the range of their counts; "" without labels."""
     if all(label["label"] is None for label in labels):
         return ""
-    named = [
-        f"{'none' if one['label'] is None else one['name'] or one['label']} {one['n_images']}"
-        for one in labels
-    ]
-    if len(named) <= SHOWN_LABELS:
-        return ", ".join(named)
-    counts = [one["n_images"] for one in labels]
+    if len(labels) <= MAX_LABELS:
+        texts = []
+        for label in labels:
+            name = "none" if label["label"] is None else label["name"] or label["label"]
+            texts.append(f"{name} {label['n_images']}")
+        return ", ".join(texts)
+    counts = [label["n_images"] for label in labels]
     low = min(counts)
     high = max(counts)
-    each = plural(low, examples) if low == high else f"{low} to {high} {examples}"
-    return f"{len(named)} labels, {each} each (-f labels)"
+    n_images = plural(low, examples) if low == high else f"{low} to {high} {examples}"
+    return f"{len(labels)} labels, {n_images} each (-f labels)"
 
 
-def _grams(record: Mapping[str, Any]) -> str:
-    if not record["grams"]:
-        return ""
-    slabs = f"{record['slab']} {examples_of(record)}"
-    return f"{_count(record['grams'], 'sites')}, within slabs of {slabs}"
+def _entries_text(record: Mapping[str, Any] | None, keys: Sequence[str]) -> str:
+    """Return `VALUE, KEY VALUE, KEY VALUE`: the first key's value alone, others with their keys.
+
+    Entries that are empty are left out.
+    """
+    texts = []
+    for key in keys:
+        value = (record or {}).get(key)
+        if value in (None, "", [], {}):
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        texts.append(text if key == keys[0] else f"{key} {text}")
+    return ", ".join(texts)
 
 
-def _listed(record: Mapping[str, Any] | None, keys: Sequence[str]) -> str:
-    """`key value, key value` of the entries that are not empty; the first without its key."""
-    record = record or {}
-    kept = [
-        (key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})
-    ]
-    texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
-    return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
-
-
-def _count(items: Any, nouns: str) -> str:
-    """`3 blocks`; empty for none."""
+def _count_text(items: Any, nouns: str) -> str:
+    """Return `3 blocks`; "" for none. nouns: a plural."""
     return plural(len(items), nouns) if items else ""

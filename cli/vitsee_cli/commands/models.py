@@ -75,4 +75,4 @@ def command(pattern: str, outputs: Outputs, as_json: bool, **parameters: Any) ->
         table = catalogue.run(pattern, **parameters, progress=progress)
         console.out(table_bytes(table.written, ".json").decode().rstrip())
         return
-    run_analysis(*(catalogue.run, None, (), outputs), pattern=pattern, **parameters)
+    run_analysis(catalogue.run, None, (), outputs, pattern=pattern, **parameters)

@@ -18,32 +18,33 @@ from vitsee_core.tables.files import check_new_files, is_stream, write_files
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, stem_of
 
 QUESTION = RESULTS
-MOST_INCHES = 200.0
+MAX_INCHES = 200.0
 
 
 def _two_numbers(text: Any, expected: str) -> tuple[float, float]:
-    if isinstance(text, tuple):
+    """Return the two finite numbers of `A,B`. Raises BadParameter: says what was expected."""
+    if isinstance(text, tuple):  # a default, which click passes on
         return text
+    words = text.split(",")
     try:
-        first, second = (
-            FiniteRange().convert(part, None, None) for part in text.split(",")
-        )
+        numbers = [FiniteRange().convert(word, None, None) for word in words]
+        first, second = numbers
     except (ValueError, click.UsageError):
         raise click.BadParameter(f"{text!r}; expected {expected}") from None
     return first, second
 
 
 def parse_size(text: Any) -> tuple[float, float]:
-    """`WIDTH,HEIGHT` in inches."""
-    expected = f"WIDTH,HEIGHT in inches, from 0.5 to {MOST_INCHES:g}, e.g. 6.5,4"
+    """Return width and height of `WIDTH,HEIGHT`, in inches."""
+    expected = f"WIDTH,HEIGHT in inches, from 0.5 to {MAX_INCHES:g}, e.g. 6.5,4"
     width, height = _two_numbers(text, expected)
-    if not (0.5 <= width <= MOST_INCHES and 0.5 <= height <= MOST_INCHES):
+    if not (0.5 <= width <= MAX_INCHES and 0.5 <= height <= MAX_INCHES):
         raise click.BadParameter(f"{text!r}; expected {expected}")
     return width, height
 
 
 def parse_range(text: Any) -> tuple[float, float]:
-    """`LOW,HIGH`, the first the smaller one."""
+    """Return the two numbers of `LOW,HIGH`, the first the smaller one."""
     low, high = _two_numbers(text, "LOW,HIGH, e.g. 0,0.5")
     if low >= high:
         raise click.BadParameter(f"{text!r}; expected LOW,HIGH with LOW below HIGH")
@@ -195,14 +196,14 @@ def command(
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
     if output is not None:
-        place = output
+        path = output
     elif is_stream(results[0]):
-        place = Path(f"plot{FIGURE_ENDINGS[0]}")
+        path = Path(f"plot{FIGURE_ENDINGS[0]}")
     else:
-        place = results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
-    ending = ending_of(place, FIGURE_ENDINGS, "-o")
-    check_new_files([place], force=force)
+        path = results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
+    ending = ending_of(path, FIGURE_ENDINGS, "-o")
+    check_new_files([path], force=force)
     look = Look(theme, cmap, limits, title, log)
     figure = redraw(results, look=look, **chosen)
-    write_files({place: figure_bytes(figure, ending, dpi)}, force=force)
-    console.say(f"{place} is written")
+    write_files({path: figure_bytes(figure, ending, dpi)}, force=force)
+    console.say(f"{path} is written")

@@ -31,7 +31,7 @@ WALMER = PRESETS["walmer"].settings
 
 
 def parse_radius(text: str) -> dict[str, float]:
-    """`12` tokens, `192px` or `none`, as the parameters of the analysis."""
+    """Return the parameter of the analysis for `12` (tokens), `192px` or `none`."""
     if text == "none":
         return {"radius": math.inf}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(px)?", text)
@@ -165,7 +165,7 @@ def command(
     save: Path | None,
     **parameters: Any,
 ) -> None:
-    """Carry the first mask of videos to the other frames.
+    """Propagate the first mask of each video to its other frames.
 
     The labels of a video's first mask go from frame to frame to the tokens that are most similar,
     and the masks that come out are compared with the annotation as DAVIS-2017 does: region
@@ -187,7 +187,9 @@ def command(
     std over objects, the 95 % interval low, high (jackknife over videos), n_objects, n_videos,
     n_images (frames scored), baseline.
     """
-    reach: dict[str, Any] = {"radius": None, "radius_px": None, **(radius or {})}
+    radii: dict[str, Any] = {"radius": None, "radius_px": None}
+    if radius is not None:
+        radii.update(radius)
     if "none" in baselines:
         if len(set(baselines)) > 1:
             raise click.UsageError("--baseline none excludes the other baselines")
@@ -199,6 +201,6 @@ def command(
         outputs,
         baselines=baselines,
         save=save,
-        **reach,
+        **radii,
         **parameters,
     )

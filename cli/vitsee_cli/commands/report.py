@@ -53,23 +53,25 @@ def command(
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
-    place = folder / "report.html" if output is None else output
-    ending_of(place, (".html", ".htm"), "-o")
-    shown = write_report(
+    page = folder / "report.html" if output is None else output
+    ending_of(page, (".html", ".htm"), "-o")
+    contents = write_report(
         folder,
-        place,
+        page,
         sections=commands_by_question(group.list_commands(ctx)),
         title=title or "",
         force=force,
         progress=console.Reporter("report"),
     )
-    if shown is None:
-        console.say(f"{place}: nothing has changed since it was written")
+    if contents is None:
+        console.say(f"{page}: nothing has changed since it was written")
         return
-    for path, reason in shown.left_out.items():
+    for path, reason in contents.left_out.items():
         console.say(f"left out: {path}: {reason}")
-    n_results = sum(result.file.path not in shown.left_out for result in shown.results)
+    n_results = sum(
+        result.file.path not in contents.left_out for result in contents.results
+    )
     console.say(
-        f"{place}: {plural(n_results, 'results')} and "
-        f"{plural(len(shown.stores), 'stores')}, {human_bytes(place.stat().st_size)}"
+        f"{page}: {plural(n_results, 'results')} and "
+        f"{plural(len(contents.stores), 'stores')}, {human_bytes(page.stat().st_size)}"
     )

@@ -33,7 +33,7 @@ QUESTION = RESULTS
 @options.force_option
 @click.pass_context
 def command(ctx: click.Context, sidecar: Path, output: Path | None, force: bool) -> None:
-    """Make a result again, by the command in its sidecar.
+    """Repeat the command that made a result.
 
     SIDECAR is the .json file beside a table (RESULT.json of RESULT), or the table itself. The
     command runs in the working folder, which its relative paths refer to, and is printed on stderr
@@ -55,34 +55,53 @@ def command(ctx: click.Context, sidecar: Path, output: Path | None, force: bool)
 
 
 # Whatever a stranger's sidecar says, nothing is written but the table and its figure.
-_OUTPUTS = ("-o", "--output", "--png", "--cache", "--save", "--table")
-_EXPORTS = ("--export-queries", "--export-truth")
+_OUTPUT_OPTIONS = ("-o", "--output", "--png", "--cache", "--save", "--table")
+_EXPORT_OPTIONS = ("--export-queries", "--export-truth")
 
 
 def command_again(
     sidecar: Path, output: Path | None, *, force: bool = False
 ) -> list[str]:
-    """The words behind `vitsee` that make the table beside a sidecar again, or at `output`. Without
-    an output it takes the place of the old table, and its figure that of the old figure."""
-    beside = sidecar.with_name(sidecar.name.removesuffix(".json"))
-    path = beside if sidecar.suffix == ".json" and beside.is_file() else sidecar
+    """Return the words behind `vitsee` that repeat the command in a sidecar.
+
+    Args:
+        sidecar: the sidecar, or its table.
+        output: where the new table goes. None: it replaces the old table, and its figure the old
+            figure.
+        force: whether the words have --force.
+
+    Raises:
+        VitseeError: the sidecar has no command that may be repeated.
+    """
+    path = sidecar
+    if sidecar.suffix == ".json":
+        table = sidecar.with_name(sidecar.name.removesuffix(".json"))
+        if table.is_file():
+            path = table
     result = open_result(path)
-    if call := result.file.sidecar.get(PYTHON):
+    python_call = result.file.sidecar.get(PYTHON)
+    if python_call:
         raise VitseeError(
-            f"{sidecar} was made in Python, by {visible(str(call))}; call that again"
+            f"{sidecar} was made in Python, by {visible(str(python_call))}; call that again"
         )
     words = [str(word) for word in result.file.sidecar["command"][1:]]
     if "--" in words:
         raise VitseeError(
             f"{sidecar}: a command with -- is not run again; copy it from there"
         )
-    words = [*without_options(words, (*_OUTPUTS, *_EXPORTS))]
+    words = [*without_options(words, (*_OUTPUT_OPTIONS, *_EXPORT_OPTIONS))]
     words = [word for word in words if word not in ("--force", "--trust-store")]
-    if named := [word for word in words if runs_code(word)]:
+    code_words = [word for word in words if runs_code(word)]
+    if code_words:
         raise VitseeError(
-            f"{sidecar}: a command that runs the code of {visible(named[0])} is not run again; "
-            "copy it from there"
+            f"{sidecar}: a command that runs the code of {visible(code_words[0])} is not run "
+            "again; copy it from there"
         )
-    picture = picture_beside(result.file.path) if output is None else None
-    drawn = ["--png", str(picture)] if picture is not None else []
-    return [*words, "-o", str(output or path), *drawn, *(["--force"] if force else [])]
+    words += ["-o", str(output or path)]
+    if output is None:
+        picture = picture_beside(result.file.path)
+        if picture is not None:
+            words += ["--png", str(picture)]
+    if force:
+        words.append("--force")
+    return words

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from vitsee_core.tables.results import Table
 
 QUESTION = KNOWLEDGE
+# Unlike `options.stores_argument` it may be empty, for --export-queries and --export-truth alone.
+_store_words = click.argument(
+    "stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store
+)
 
 
-def _stores_argument(command: Any) -> Any:
-    """The argument of `options.stores_argument`, except that there may be no stores."""
-    argument = click.argument(
-        "stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store
-    )
-    return argument(options.distinct_labels(command, "stores"))
+def _optional_stores(command: Any) -> Any:
+    """Add the argument for stores, which may be left out, with distinct labels."""
+    return _store_words(options.distinct_labels(command, "stores"))
 
 
 @click.command()
-@_stores_argument
+@_optional_stores
 @click.option(
     "--truth",
     metavar="FILE|labels",
@@ -53,7 +54,7 @@ def _stores_argument(command: Any) -> Any:
     metavar="STORE",
     type=parse_store,
     multiple=True,
-    help="More images to search, none of them right. Repeatable.  [default: none]",
+    help="More images to search, none of which is right. Repeatable.  [default: none]",
 )
 @options.output_options
 @options.replicates_option
@@ -161,13 +162,19 @@ def command(
     export(truth, export_queries, export_truth, force=outputs.force)
     if not stores:
         return
-    n = len(stores)
-    m = len(stores) + len(queries)
+    n_stores = len(stores)
+    n_queries = len(queries)
 
     def run(*opened: Any, **more: Any) -> Table:
+        """Run the analysis; opened: the stores, then those of queries, then of distractors."""
         return retrieve.run(
-            *opened[:n], queries=opened[n:m], distractors=opened[m:], **more
+            *opened[:n_stores],
+            queries=opened[n_stores : n_stores + n_queries],
+            distractors=opened[n_stores + n_queries :],
+            **more,
         )
 
-    every = (*stores, *queries, *distractors)
-    run_analysis(run, retrieve.ANALYSIS.draw, every, outputs, truth=truth, **parameters)
+    all_stores = (*stores, *queries, *distractors)
+    run_analysis(
+        run, retrieve.ANALYSIS.draw, all_stores, outputs, truth=truth, **parameters
+    )

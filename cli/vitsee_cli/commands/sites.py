@@ -71,102 +71,128 @@ def command(
     from vitsee_core.models.without_weights import list_sites
     from vitsee_stores.layout import select_names
 
-    found = list_sites(prove=prove, **vars(model) | interventions)
-    for note in found.notes:
+    listing = list_sites(prove=prove, **{**vars(model), **interventions})
+    for note in listing.notes:
         console.warn(note)
-    table = found.table
-    changed = interventions_of(model.name, table, interventions)
+    table = listing.table
+    intervention_lines = interventions_of(model.name, table, interventions)
     if sites:
         chosen: Sequence[SiteSpec] = select_names(sites, table.sites)
     else:
+        # Not the hundreds of single modules that are nothing else.
         chosen = [s for s in table.sites if not set(s.groups) <= {"modules", "all"}]
-    rows = [_row(site) for site in chosen]
+    rows = [_site_record(site) for site in chosen]
     if as_csv:
         writer = csv.DictWriter(
-            sys.stdout, list(_row(table.sites[0])), lineterminator="\n"
+            sys.stdout, list(_site_record(table.sites[0])), lineterminator="\n"
         )
         writer.writeheader()
         writer.writerows(rows)
     elif as_json:
-        size = list(found.input_size)
-        head = {"model": model.name, "input_size": size, "proven": found.proven}
-        head |= {"interventions": changed} if changed else {}
-        console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
+        record: dict[str, Any] = {
+            "model": model.name,
+            "input_size": list(listing.input_size),
+            "proven": listing.proven,
+        }
+        if intervention_lines:
+            record["interventions"] = intervention_lines
+        record["sites"] = rows
+        record.update(_availability(table))
+        console.out(json.dumps(record, indent=2))
     else:
         n_modules = 0 if sites else len(table.sites) - len(chosen)
-        # Whether the model calls its blocks otherwise than sites do.
-        renamed = any(
-            s.block and not (s.site_path or s.block).startswith(s.block) for s in chosen
+        # Whether the model's own names of its blocks differ from the names in sites.
+        shows_paths = any(
+            site.block and not (site.site_path or site.block).startswith(site.block)
+            for site in chosen
         )
-        _show(rows, table, n_modules, renamed=renamed)
-    for line in changed:
+        _print_listing(rows, table, n_modules, shows_paths=shows_paths)
+    for line in intervention_lines:
         console.say(f"extract runs the model with {line}")
-    for remark in found.table.remarks:
+    for remark in table.remarks:
         console.warn(remark)
-    if not found.proven:
+    if not listing.proven:
         console.say(
             "read from shapes; extract, or --prove, verifies branches and attention"
         )
 
 
-def _row(site: SiteSpec) -> dict[str, Any]:
+def _site_record(site: SiteSpec) -> dict[str, Any]:
+    """Return the columns of a site as --csv and --json have them; size_bytes is of one image."""
+    grid = ""
+    prefix = ""
+    if site.layout:
+        grid = "x".join(map(str, site.layout.grid or ()))
+        prefix = " ".join(site.layout.prefix)
+    # Vectors are kept as float32 by default, tokens as float16.
     item_bytes = 4 if site.kind == "vector" or site.dtype == "float32" else 2
+    size_bytes = math.prod(site.shape) * item_bytes
+    if site.alias_of:  # not stored: it equals another site
+        size_bytes = 0
     return {
         "site": site.name,
-        "groups": " ".join(g for g in site.groups if g != "all"),
+        "groups": " ".join(group for group in site.groups if group != "all"),
         "kind": site.kind,
         "shape": "x".join(map(str, site.shape)),
-        "grid": "x".join(map(str, site.layout.grid))
-        if site.layout and site.layout.grid
-        else "",
-        "prefix": " ".join(site.layout.prefix) if site.layout else "",
+        "grid": grid,
+        "prefix": prefix,
         "depth": site.depth,
         "rel_depth": round(site.rel_depth, 6),
-        "size_bytes": 0 if site.alias_of else math.prod(site.shape) * item_bytes,
+        "size_bytes": size_bytes,
         "alias_of": site.alias_of or "",
         "site_path": site.site_path or site.name,
     }
 
 
 def _availability(table: SiteTable) -> dict[str, Any]:
-    """For each option of an extraction beside the sites: what it can store, or the reason why it
-    cannot."""
+    """Return, for each option of an extraction beside the sites, what it can store.
+
+    A text is the reason why it can store nothing.
+    """
+    attention = [block.name for block in table.attention]
+    sublayers = [sublayer.name for sublayer in table.sublayers]
     return {
-        "attention": table.attention_refusal or [b.name for b in table.attention],
+        "attention": table.attention_refusal or attention,
         "rollout": table.rollout_refusal or True,
-        "residual": table.residual_refusal or [s.name for s in table.sublayers],
+        "residual": table.residual_refusal or sublayers,
         "left_out": dict(table.left_out),
     }
 
 
-def _show(
-    rows: list[dict[str, Any]], table: SiteTable, n_modules: int, *, renamed: bool = False
+def _print_listing(
+    rows: list[dict[str, Any]],
+    table: SiteTable,
+    n_modules: int,
+    *,
+    shows_paths: bool = False,
 ) -> None:
+    """Print the sites as a table, and below it what else can be stored.
+
+    Args:
+        rows: records of the sites.
+        table: all sites of the model.
+        n_modules: how many single modules are not in `rows`.
+        shows_paths: whether there is a column with the model's own names.
+    """
     from rich.table import Table
 
     from vitsee_stores.manifest import by_reason
 
     listing = Table(box=None, pad_edge=False, header_style="bold")
-    texts = (
-        "site",
-        *(("site_path",) if renamed else ()),
-        "groups",
-        "shape",
-        "grid",
-        "prefix",
-    )
-    for title in texts:
+    text_columns = ["site", "groups", "shape", "grid", "prefix"]
+    if shows_paths:
+        text_columns.insert(1, "site_path")
+    for title in text_columns:
         listing.add_column(title, overflow="fold")
     listing.add_column("depth", justify="right")
     listing.add_column("per image", justify="right")
     for row in rows:
-        cost = (
-            f"= {row['alias_of']}"
-            if row["alias_of"]
-            else console.human_bytes(row["size_bytes"])
-        )
-        cells = [str(row[c]) for c in (*texts, "depth")]
-        listing.add_row(*cells, cost)
+        if row["alias_of"]:
+            size = f"= {row['alias_of']}"
+        else:
+            size = console.human_bytes(row["size_bytes"])
+        cells = [str(row[column]) for column in text_columns]
+        listing.add_row(*cells, str(row["depth"]), size)
     console.stdout().print(listing)
     total = sum(row["size_bytes"] for row in rows)
     console.out(f"\n{len(rows)} sites, {console.human_bytes(total)} per image")
@@ -176,16 +202,21 @@ def _show(
         )
     attention = [block.name for block in table.attention]
     sublayers = [sublayer.name for sublayer in table.sublayers]
-    console.out(f"attention: {_range(attention, 'blocks', table.attention_refusal)}")
+    console.out(f"attention: {_range_text(attention, 'blocks', table.attention_refusal)}")
     if attention:
         console.out(f"rollout: {table.rollout_refusal or 'available'}")
-    console.out(f"residual: {_range(sublayers, 'sublayers', table.residual_refusal)}")
+    console.out(
+        f"residual: {_range_text(sublayers, 'sublayers', table.residual_refusal)}"
+    )
     for line in by_reason(table.left_out):
         console.out(f"left out: {line}")
 
 
-def _range(names: list[str], nouns: str, refusal: str | None) -> str:
+def _range_text(names: list[str], nouns: str, refusal: str | None) -> str:
+    """Return `12 blocks (blocks.0 to blocks.11)`; without names the refusal, or `none`."""
     if not names:
         return refusal or "none"
-    ends = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+    ends = names[0]
+    if len(names) > 1:
+        ends += f" to {names[-1]}"
     return f"{plural(len(names), nouns)} ({ends})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -47,41 +48,60 @@ def command(stores: tuple[Place, ...], deep: bool, as_json: bool) -> None:
     """
     from vitsee_stores.validation import remedy
 
-    alone = len(stores) == 1 and not as_json
-    found = {
-        store: _check(store, deep, alone, as_json) for store in dict.fromkeys(stores)
+    is_alone = len(stores) == 1 and not as_json
+    damage_of = {
+        store: _check_store(store, deep, is_alone, as_json)
+        for store in dict.fromkeys(stores)  # a store that is named twice is checked once
     }
     if as_json:
-        records = [
-            {"store": str(s), "ok": not d, "complete": _is_complete(s, d), "damage": d}
-            for s, d in found.items()
-        ]
+        records = [_json_record(store, damage) for store, damage in damage_of.items()]
         console.out(json.dumps(records, indent=2))
-    damaged = {store: damage for store, damage in found.items() if damage}
+    damaged = {store: damage for store, damage in damage_of.items() if damage}
     if not damaged:
         return
+    # The line on stderr is about the first damage.
     store, damage = next(iter(damaged.items()))
-    more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-    first = (
-        damage[0]
-        if damage[0].startswith(str(store))
-        else f"{store} is damaged: {damage[0]}"
-    )
-    others = (
-        f"; {len(damaged)} of {len(found)} stores are damaged" if len(found) > 1 else ""
-    )
-    help = remedy(damage) if len(found) == 1 else ""
-    raise StoreError(f"{first}{more}{others}{help and f' ({help})'}")
+    line = damage[0]
+    if not line.startswith(str(store)):
+        line = f"{store} is damaged: {line}"
+    if len(damage) > 1:
+        line += f", and {len(damage) - 1} more"
+    if len(damage_of) > 1:
+        line += f"; {len(damaged)} of {len(damage_of)} stores are damaged"
+    else:
+        advice = remedy(damage)
+        if advice:
+            line += f" ({advice})"
+    raise StoreError(line)
 
 
-def _is_complete(store: Place, damage: list[str]) -> bool | None:
+def _json_record(store: Place, damage: list[str]) -> dict[str, Any]:
+    """Return the object of --json about a store."""
     from vitsee_stores import describe
 
-    return None if damage else bool(describe(store)["complete"])
+    is_complete = None  # a damaged store cannot say it
+    if not damage:
+        is_complete = bool(describe(store)["complete"])
+    return {
+        "store": str(store),
+        "ok": not damage,
+        "complete": is_complete,
+        "damage": damage,
+    }
 
 
-def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
-    """Print the damage of a store, or that it has none, unless it goes into JSON; return it."""
+def _check_store(store: Place, deep: bool, is_alone: bool, as_json: bool) -> list[str]:
+    """Check a store, print its damage or that it has none, and return the damage, a line each.
+
+    Args:
+        store: folder or URL.
+        deep: read every byte.
+        is_alone: the only store, whose name need not stand before each line.
+        as_json: print nothing.
+
+    Raises:
+        StoreError: the only store cannot be opened.
+    """
     from vitsee_core.runtime.machine import plural
     from vitsee_stores import describe, validate
 
@@ -89,7 +109,7 @@ def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
         with console.slab_progress(f"validate {store}") as report:
             damage = validate(store, deep, report)
     except StoreError as error:
-        if alone:
+        if is_alone:
             raise
         if not as_json:
             console.out(str(error))
@@ -97,10 +117,11 @@ def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
     if as_json:
         return damage
     for line in damage:
-        console.out(line if alone else f"{store}: {line}")
+        console.out(line if is_alone else f"{store}: {line}")
     if not damage:
         record = describe(store)
-        unfinished = "" if record["complete"] else ", unfinished"
         slabs = f"{record['n_committed']} of {plural(record['n_slabs'], 'slabs')}"
-        console.out(f"ok: {store}: {slabs}{unfinished}")
+        if not record["complete"]:
+            slabs += ", unfinished"
+        console.out(f"ok: {store}: {slabs}")
     return damage

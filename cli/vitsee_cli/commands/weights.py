@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,18 +93,24 @@ def command(
                                    and all before; cosine; weight of a component or filter
                                    at a pixel
     """
-
-    found = [(text, _store(text)) for text in sources]
-    names = [text for text, store in found if store is None]
-    _check(names, {name: parameters[name] for name in _OF_MODELS})
-    given = {name: parameters.pop(name) for name in _OF_MODELS}
-    order = ["model" if store is None else "store" for _, store in found]
-    stores = tuple(store for _, store in found if store is not None)
-    models = [vars(_model(name, **given)) for name in names]
+    stores = []
+    model_names = []
+    kinds = []  # "store" or "model", in the order of the sources
+    for text in sources:
+        store = _store_path(text)
+        if store is None:
+            kinds.append("model")
+            model_names.append(text)
+        else:
+            kinds.append("store")
+            stores.append(store)
+    weight_options = {name: parameters.pop(name) for name in _MODEL_PARAMETERS}
+    _refuse_misplaced_options(model_names, weight_options)
+    models = [vars(_model_options(name, **weight_options)) for name in model_names]
     run_analysis(
-        partial(_run, order),
+        partial(_run_in_order, kinds),
         weights.ANALYSIS.draw,
-        stores,
+        tuple(stores),
         outputs,
         models=models,
         drawing={"scale": scale},
@@ -113,7 +118,7 @@ def command(
     )
 
 
-_OF_MODELS = (
+_MODEL_PARAMETERS = (
     "checkpoint",
     "checkpoint_key",
     "weights_size",
@@ -124,65 +129,94 @@ _OF_MODELS = (
 )
 
 
-def _check(models: list[str], given: dict[str, Any]) -> None:
-    """Refuse options of weights where no MODEL is given, or several are where one is meant."""
-    unset = (None, (), False)
-    chosen = [name for name, x in given.items() if not any(x is value for value in unset)]
-    used = [f"--{name.replace('_', '-')}" for name in chosen]
-    used = [name.replace("-args", "-arg") for name in used]
+def _refuse_misplaced_options(models: list[str], weight_options: dict[str, Any]) -> None:
+    """Refuse options of weights if no MODEL is given, or several are where one is meant.
+
+    Raises:
+        click.UsageError: names the options.
+    """
+    used = []
+    for name, value in weight_options.items():
+        # By identity: the seed 0 of --random-init equals False.
+        is_unset = value is None or value is False or value == ()
+        if not is_unset:
+            flag = (
+                "--model-arg" if name == "model_args" else f"--{name.replace('_', '-')}"
+            )
+            used.append(flag)
     if used and not models:
         raise click.UsageError(
             f"{', '.join(used)}: for a MODEL, and there are stores only"
         )
-    if len(models) > 1 and given["checkpoint"] is not None:
+    if len(models) > 1 and weight_options["checkpoint"] is not None:
         raise click.UsageError(f"--checkpoint is for one MODEL; here are {len(models)}")
-    check_weight_options(given)
+    check_weight_options(weight_options)
 
 
-def _store(text: str) -> StorePath | None:
-    """The store that an argument names: a path that exists, or that looks like one and is then
-    reported as missing."""
+def _store_path(text: str) -> StorePath | None:
+    """Return the store that an argument names; None if it is the name of a model.
+
+    A store is a path that exists, or that looks like one and is then reported as missing.
+    """
     store: StorePath = parse_store(text)
     if isinstance(store.place, Url):
         return store
-    named = text.endswith(".zarr") or (store.place.is_absolute() and ":" not in text)
-    return store if store.place.exists() or named else None
+    looks_like_path = text.endswith(".zarr")
+    looks_like_path = looks_like_path or (store.place.is_absolute() and ":" not in text)
+    if store.place.exists() or looks_like_path:
+        return store
+    return None
 
 
-def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
+def _model_options(name: str, model_args: Any, **weight_options: Any) -> ModelOptions:
+    """Return the options of a model: those in its name win over the command line's."""
     from vitsee_core.extraction.options import ModelOptions, options_in_name
 
-    name, own = options_in_name(name)
-    check_weight_options({**given, **own})
-    options = {
-        **given,
-        **own,
-        "model_args": {**dict(model_args), **own.get("model_args", {})},
+    name, options_of_name = options_in_name(name)
+    options = {**weight_options, **options_of_name}
+    check_weight_options(options)
+    options["model_args"] = {
+        **dict(model_args),
+        **options_of_name.get("model_args", {}),
     }
     return ModelOptions(name=name, **options)
 
 
-def _run(
-    order: list[str],
+def _run_in_order(
+    kinds: list[str],
     *stores: Store,
     models: list[dict[str, Any]],
     progress: Progress,
     keep: object = None,
     **parameters: Any,
 ) -> Table:
-    """The sources in the order given: stores and models mixed. keep: nothing is, of so little."""
+    """Run the analysis over stores and models in the order in which they were typed.
+
+    Args:
+        kinds: "store" or "model" of each source.
+        stores: the opened stores, in their order.
+        models: keywords of `load_model` for each model, in their order.
+        progress: counts sources.
+        keep: not used: this takes seconds.
+        parameters: keywords of the analysis.
+    """
     from vitsee_core.runtime.progress import counting
 
-    rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
-    sources = []
-    with counting(progress, len(order), "sources"):
-        for kind in order:
-            sources.append(next(rest[kind]))
+    remaining_stores = iter(stores)
+    remaining_models = iter(models)
+    sources: list[Any] = []
+    with counting(progress, len(kinds), "sources"):
+        for kind in kinds:
+            if kind == "store":
+                sources.append(next(remaining_stores))
+            else:
+                sources.append(_load_with_notes(next(remaining_models)))
             progress.advance(1)
     return weights.run(*sources, **parameters)
 
 
-def _load(model: dict[str, Any]) -> LoadedModel:
+def _load_with_notes(model: dict[str, Any]) -> LoadedModel:
+    """Load a model, and show the warnings about its weights. model: keywords of `load_model`."""
     from vitsee_core.models.load import load_model
 
     loaded = load_model(**model)
