@@ -102,7 +102,8 @@ def test_many_labels_are_counted(each: tuple[int, int], said: str) -> None:
         for i in range(MAX_LABELS + 1)
     ]
     assert (
-        _labels_text(labels, "images") == f"{MAX_LABELS + 1} labels, {said} each (-f labels)"
+        _labels_text(labels, "images")
+        == f"{MAX_LABELS + 1} labels, {said} each (-f labels)"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_core.extraction import loop
-from vitsee_core.runtime.machine import OF_THE_USER, freed_memory_kept
+from vitsee_core.runtime.machine import MALLOC_SETTINGS, freed_memory_kept
 
 pytestmark = pytest.mark.slow  # each in a process of its own that imports torch
 N_BYTES = 96 << 20  # more than glibc ever keeps by itself
@@ -35,7 +35,7 @@ def in_a_fresh_process(check: Callable[..., None], *args: object, **chosen: str)
         f"from {__name__} import {check.__name__} as check; check(*{[*map(str, args)]!r})"
     )
     variables = {
-        name: value for name, value in os.environ.items() if name not in OF_THE_USER
+        name: value for name, value in os.environ.items() if name not in MALLOC_SETTINGS
     }
     subprocess.run(
         [sys.executable, "-c", call], env=variables | chosen, check=True, timeout=600

@@ -195,16 +195,16 @@ def test_how_many_by_cores_and_memory(
 
 def test_together_they_take_no_more_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
-    for name in (*machine.THREADS, machine.SHARED):
+    for name in (*machine.THREADS, machine.SHARED_BY):
         monkeypatch.delenv(name, raising=False)
     environ = machine.shared_by(3, {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "16"})
     assert environ == {
         "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1",
-        "POLARS_MAX_THREADS": "2", machine.SHARED: "3",
+        "POLARS_MAX_THREADS": "2", machine.SHARED_BY: "3",
     }  # fmt: skip
-    monkeypatch.setenv(machine.SHARED, environ[machine.SHARED])
+    monkeypatch.setenv(machine.SHARED_BY, environ[machine.SHARED_BY])
     assert machine.n_cores() == 2
-    assert machine.shared_by(2, environ)[machine.SHARED] == "6"
+    assert machine.shared_by(2, environ)[machine.SHARED_BY] == "6"
 
 
 # ------------------------------------------------------------------------------------ processes

@@ -5,19 +5,24 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 
-# Of the command that began a store: what would repeat a part of the work only, or delete it.
-_NOT_AGAIN = ("--shard", "--plan")
+# Options of the command that began a store that would do only a part of the work, or none.
+_NOT_REPEATED = ("--shard", "--plan")
 
 
 def without_options(words: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
-    """The words without every `OPTION VALUE` and `OPTION=VALUE` of these options; for one-dash
-    options also `-oVALUE`."""
-    return tuple(word for word, option in _by_option(words, options) if option is None)
+    """Return the words without these options and their values.
+
+    An option may be written as `OPTION VALUE`, `OPTION=VALUE`, or, with one dash, `-oVALUE`.
+    """
+    return tuple(
+        word for word, option in _words_with_options(words, options) if option is None
+    )
 
 
 def resuming(command: str, store: str) -> str | None:
-    """The command line that completes a store, from the one that began it. Every word is quoted
-    anew: an untrusted store cannot smuggle in a second command.
+    """Return the command line that completes a store, from the one that began it.
+
+    Every word is quoted anew: an untrusted store cannot smuggle in a second command.
 
     Args:
         command: as recorded in the store.
@@ -34,14 +39,15 @@ def resuming(command: str, store: str) -> str | None:
         return None
     if "--" in words:  # positional arguments follow
         return None
-    kept = without_options(words, (*_NOT_AGAIN, "-o", "--output"))
-    return shlex.join((*(word for word in kept if word != "--force"), "-o", store))
+    kept_words = without_options(words, (*_NOT_REPEATED, "-o", "--output"))
+    kept_words = tuple(word for word in kept_words if word != "--force")
+    return shlex.join([*kept_words, "-o", store])
 
 
-def _by_option(
+def _words_with_options(
     words: Sequence[str], options: Collection[str]
 ) -> Iterator[tuple[str, str | None]]:
-    """Each word with the option that it belongs to."""
+    """Yield (word, option) for each word: the option that it is, or is the value of; else None."""
     rest = iter(words)
     for word in rest:
         name = word.partition("=")[0] if word.startswith("--") else word[:2]

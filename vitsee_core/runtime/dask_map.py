@@ -32,12 +32,13 @@ from vitsee_stores.errors import VitseeError
 
 R = TypeVar("R")
 
-WAIT_SECONDS = (
-    10.0  # for a scheduler's response, and before logging the wait for a worker
-)
+# For a scheduler's response, and before the wait for a worker is logged.
+WAIT_SECONDS = 10.0
 WORKER_SECONDS = 600.0  # for the first worker, which may still be queued
 RETRIES = 2  # after an unexpected error
-LARGE = 1 << 14  # bytes; larger functions are sent once per worker, not with every task
+LARGE_FUNCTION_BYTES = (
+    1 << 14
+)  # bytes; larger functions are sent once per worker, not with every task
 LOST = "the Dask cluster was lost"
 AHEAD = 4  # tasks per worker thread: running, waiting or not yet collected
 
@@ -69,17 +70,25 @@ class DaskMap:
     def __call__(
         self, function: Callable[[Any], R], items: Iterable[Any], /
     ) -> Iterator[R]:
-        """Apply `function` to each item, results in order. Raises VitseeError: a task raised it;
-        the cluster is gone; or a worker has other versions."""
+        """Apply `function` to each item, and yield the results in order.
+
+        Raises:
+            VitseeError: a task raised it; the cluster is gone; or a worker has other versions.
+        """
         import cloudpickle
 
-        work = cloudpickle.dumps(function)
-        with self._on_workers(work) as given:
+        # By value: pickle would send a function of a script by its name, which workers lack.
+        pickled_function = cloudpickle.dumps(function)
+        with self._function_on_workers(pickled_function) as function_or_name:
             modules = tuple(sorted(self.modules))
-            task = partial(done, worker_versions(modules), given, modules=modules)
+            versions = worker_versions(modules)
+            task = partial(done, versions, function_or_name, modules=modules)
 
             def submit(data: bytes) -> Any:
-                self.sent += len(data) + (len(given) if given is work else 0)
+                """Send a pickled item as a task, and return its future."""
+                self.sent += len(data)
+                if function_or_name is pickled_function:
+                    self.sent += len(pickled_function)
                 return self.client.submit(task, data, pure=False, retries=RETRIES)
 
             pickled = (pickle.dumps(item, protocol=5) for item in items)
@@ -88,11 +97,14 @@ class DaskMap:
             )
 
     @contextmanager
-    def _on_workers(self, work: bytes) -> Iterator[bytes | str]:
-        """A pickled function as tasks refer to it. A large one is sent once to each worker, also to
-        those that join later, as a plugin: a dependency would draw all tasks to the workers that
-        hold it, and be lost with them."""
-        if len(work) <= LARGE:
+    def _function_on_workers(self, work: bytes) -> Iterator[bytes | str]:
+        """Context with the function itself, if it is small, or the name of the plugin that has it.
+
+        A large function is sent once to each worker, also to those that join later, as a plugin:
+        a dependency of Dask's would draw all tasks to the workers that hold it, and be lost with
+        them.
+        """
+        if len(work) <= LARGE_FUNCTION_BYTES:
             yield work
             return
         from distributed import WorkerPlugin
@@ -104,7 +116,7 @@ class DaskMap:
         plugin = Work()
         name = f"vitsee-{secrets.token_hex(8)}"
         self.sent += len(work) * max(1, self.n_workers())
-        with _one_line(LOST):
+        with _errors_as_one_line(LOST):
             self.client.register_plugin(plugin, name)
         try:
             yield name
@@ -113,26 +125,30 @@ class DaskMap:
                 self.client.unregister_worker_plugin(name)
 
     def n_threads(self) -> int:
-        """Tasks that the cluster can run at a time, as of the last second; at least 1."""
-        return max(1, sum(self._now().values()))
+        """Return how many tasks the cluster can run at a time, as of the last second; 1 or more."""
+        return max(1, sum(self._threads_of_workers().values()))
 
     def n_workers(self) -> int:
-        """Number of workers, refreshed at most once per second."""
-        return len(self._now())
+        """Return the number of workers, as of the last second."""
+        return len(self._threads_of_workers())
 
-    def _now(self) -> dict[str, int]:
+    def _threads_of_workers(self) -> dict[str, int]:
+        """Return worker -> number of threads; the scheduler is asked once per second at most."""
         if time.monotonic() - self._asked > 1.0:
-            with _one_line(LOST):
+            with _errors_as_one_line(LOST):
                 self._threads = self.client.nthreads()
             self._asked = time.monotonic()
         return self._threads
 
     def _result(self, future: Any) -> Any:
-        """Wait for a task's result, or raise its error: a user's mistake, or other versions on a
-        worker."""
+        """Wait for a task's result and return it; its log lines are logged here.
+
+        Raises:
+            VitseeError: the task raised it, or the worker has other versions.
+        """
         try:
-            with _one_line(LOST, of_task=True):
-                data = self._waited_for(future)
+            with _errors_as_one_line(LOST, of_task=True):
+                data = self._wait_for(future)
         except VitseeError:
             raise
         except Exception:
@@ -146,7 +162,8 @@ class DaskMap:
             raise reply.error
         return reply.result
 
-    def _waited_for(self, future: Any) -> bytes:
+    def _wait_for(self, future: Any) -> bytes:
+        """Wait for a future; warn once while there is no worker that could do the task."""
         warned = False
         while True:
             try:
@@ -161,9 +178,13 @@ class DaskMap:
                     warned = True
 
     def check_versions(self) -> None:
-        """Raises DaskError: a worker has other versions, or no vitsee."""
+        """Refuse workers that would compute other numbers.
+
+        Raises:
+            DaskError: a worker has other versions, or no vitsee.
+        """
         modules = tuple(sorted(self.modules))
-        with _one_line(
+        with _errors_as_one_line(
             f"the Dask workers at {self.address} cannot be asked for their versions"
         ):
             answers: Mapping[str, Any] = self.client.run(
@@ -172,9 +193,11 @@ class DaskMap:
         for worker, theirs in answers.items():
             if not isinstance(theirs, dict):
                 raise DaskError(
-                    f"the Dask worker at {worker} cannot run vitsee ({_said(theirs)}); {REMEDY}"
+                    f"the Dask worker at {worker} cannot run vitsee "
+                    f"({_error_text(theirs)}); {REMEDY}"
                 )
-            if error := refusal(worker, theirs, worker_versions(modules)):
+            error = refusal(worker, theirs, worker_versions(modules))
+            if error is not None:
                 raise error
 
 
@@ -182,15 +205,18 @@ class DaskMap:
 
 
 def parse_address(text: str) -> str | int:
-    """The address of a scheduler, or the number of processes in `local:N`. Raises DaskError:
-    neither."""
+    """Return the address of a scheduler, or the number of processes in `local:N`.
+
+    Raises:
+        DaskError: the text is neither.
+    """
     if text == "local":
         return n_cores()
-    if match := re.fullmatch(r"local:([1-9]\d{0,3})", text):
+    match = re.fullmatch(r"local:([1-9]\d{0,3})", text)
+    if match is not None:
         return int(match[1])
-    if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith(
-        "local:"
-    ):
+    is_address = re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) is not None
+    if is_address and not text.startswith("local:"):
         return text
     raise DaskError(
         f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's address as "
@@ -200,10 +226,16 @@ def parse_address(text: str) -> str | int:
 
 @contextmanager
 def dask_map(address: str) -> Iterator[DaskMap]:
-    """A map over the workers of the cluster at `address`, or over N processes of this machine that
-    `local:N` starts and stops. Raises DaskError: a missing package, no response, no workers, or
-    other versions of vitsee, Python or Dask."""
-    where = parse_address(address)
+    """Context with a map over the workers of a cluster.
+
+    address: a scheduler's address, or `local:N` for N processes of this machine, which are started
+    and stopped.
+
+    Raises:
+        DaskError: a missing package, no response, no workers, or other versions of vitsee, Python
+            or Dask.
+    """
+    scheduler = parse_address(address)
     try:
         import distributed
     except ImportError:
@@ -215,42 +247,43 @@ def dask_map(address: str) -> Iterator[DaskMap]:
         warnings.filterwarnings(
             "ignore", category=distributed.versions.VersionMismatchWarning
         )
-        stack.enter_context(_quiet())
-        if isinstance(where, int):
+        stack.enter_context(_silent_logger())
+        if isinstance(scheduler, int):
             try:
-                cluster = stack.enter_context(_local(where))
-            except (
-                RuntimeError
-            ) as error:  # Dask wraps any error in this, even a full disk's
+                cluster = stack.enter_context(_local_cluster(scheduler))
+            except RuntimeError as error:
+                # Dask wraps any error in this, even that of a full disk.
                 raise DaskError(f"no Dask processes on this machine: {error}") from error
             client = stack.enter_context(
                 distributed.Client(cluster, set_as_default=False)
             )
-            made = DaskMap(client, address, where)
+            over_workers = DaskMap(client, address, local=scheduler)
         else:
-            with _one_line(f"no Dask scheduler answers at {where}"):
+            with _errors_as_one_line(f"no Dask scheduler answers at {scheduler}"):
                 client = distributed.Client(
-                    where, timeout=WAIT_SECONDS, set_as_default=False
+                    scheduler, timeout=WAIT_SECONDS, set_as_default=False
                 )
             stack.enter_context(client)
-            made = DaskMap(client, address)
-        _wait_for_workers(made)
-        made.check_versions()
+            over_workers = DaskMap(client, address)
+        _wait_for_workers(over_workers)
+        over_workers.check_versions()
         log.info(
             "Dask at %s: %s, %s in all",
-            *(address, plural(made.n_workers(), "workers")),
-            plural(made.n_threads(), "threads"),
+            address,
+            plural(over_workers.n_workers(), "workers"),
+            plural(over_workers.n_threads(), "threads"),
         )
-        yield made
+        yield over_workers
         log.debug(
             "to the workers went %s, from them came %s",
-            *(human_bytes(made.sent), human_bytes(made.received)),
+            human_bytes(over_workers.sent),
+            human_bytes(over_workers.received),
         )
 
 
 @contextmanager
-def _local(processes: int) -> Iterator[Any]:
-    """Single-threaded processes that share this process' cores."""
+def _local_cluster(processes: int) -> Iterator[Any]:
+    """Context with a cluster of single-threaded processes that share this process' cores."""
     import dask
     import distributed
 
@@ -284,12 +317,13 @@ def _local(processes: int) -> Iterator[Any]:
         yield cluster
 
 
-def _wait_for_workers(made: DaskMap) -> None:
+def _wait_for_workers(over_workers: DaskMap) -> None:
+    """Wait for the first worker. Raises DaskError: none comes in `WORKER_SECONDS`."""
     begun = time.monotonic()
     warned = False
-    address = made.address
-    with _one_line(f"the Dask scheduler at {address} does not answer"):
-        while not made.n_workers():
+    address = over_workers.address
+    with _errors_as_one_line(f"the Dask scheduler at {address} does not answer"):
+        while not over_workers.n_workers():
             waited = time.monotonic() - begun
             if waited > WORKER_SECONDS:
                 raise DaskError(
@@ -300,16 +334,19 @@ def _wait_for_workers(made: DaskMap) -> None:
                 log.warning(
                     "the Dask scheduler at %s has no workers yet (cluster.scale, dask worker): "
                     "waiting %.0f minutes at most",
-                    *(address, WORKER_SECONDS / 60),
+                    address,
+                    WORKER_SECONDS / 60,
                 )
                 warned = True
             time.sleep(0.2)
 
 
 @contextmanager
-def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
-    """Reraise Dask's own errors as one line, `what` and Dask's message; those of a task pass
-    unchanged."""
+def _errors_as_one_line(summary: str, *, of_task: bool = False) -> Iterator[None]:
+    """Context that raises Dask's own errors as a DaskError: a summary, then Dask's message.
+
+    of_task: errors that a task may raise itself pass unchanged.
+    """
     from distributed import KilledWorker
     from distributed.client import FutureCancelledError
     from distributed.comm.core import CommClosedError
@@ -327,15 +364,17 @@ def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
     except errors as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DaskError(f"{what} ({_said(error)})") from None
+        raise DaskError(f"{summary} ({_error_text(error)})") from None
 
 
-def _said(error: object) -> str:
+def _error_text(error: object) -> str:
+    """Return the type and message of an error in a line of 200 characters at most."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:200]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silent_logger() -> Iterator[None]:
+    """Context in which Dask's own log lines are not shown."""
     logger = logging.getLogger("distributed")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

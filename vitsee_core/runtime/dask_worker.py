@@ -38,13 +38,13 @@ def done(
     *,
     modules: tuple[str, ...] = (),
 ) -> bytes:
-    """The pickled `Done` of one task on this worker.
+    """Do one task on this worker, and return the pickled `Done`.
 
     Args:
         ours: the versions of the command's own process; nothing is unpickled if they differ.
         work: the pickled function, or the name of the worker plugin that holds it.
         item: the pickled item.
-        modules: of guests that do the work.
+        modules: modules of guests that do the work.
     """
     from distributed import get_worker
 
@@ -54,9 +54,9 @@ def done(
         return pickle.dumps(Done(None, error, []))
     function = worker.plugins[work].work if isinstance(work, str) else work
     result: Any = None
-    with _lines(modules) as lines:
+    with _collect_lines(modules) as lines:
         try:
-            result = _function(function)(pickle.loads(item))
+            result = _unpickled_function(function)(pickle.loads(item))
         except NoStore as unseen:  # the command's own process found it
             error = on_this_worker(unseen)
         except VitseeError as mistake:  # it would fail on any worker
@@ -67,19 +67,22 @@ def done(
 def refusal(
     worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]
 ) -> DaskError | None:
-    """The error for a worker with other versions, which would compute other numbers."""
-    other = [name for name in ours if theirs.get(name) != ours[name]]
-    if not other:
+    """Return the error for a worker with other versions, which would compute other numbers.
+
+    None if all versions are equal. worker: its address; theirs, ours: name -> version.
+    """
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if not differing:
         return None
-    there, here = (
-        ", ".join(f"{name} {versions.get(name, 'missing')}" for name in other)
-        for versions in (theirs, ours)
+    worker_text = ", ".join(f"{name} {theirs.get(name, 'missing')}" for name in differing)
+    text_here = ", ".join(f"{name} {ours[name]}" for name in differing)
+    return DaskError(
+        f"the Dask worker at {worker} has {worker_text}; here: {text_here} ({REMEDY})"
     )
-    return DaskError(f"the Dask worker at {worker} has {there}; here: {here} ({REMEDY})")
 
 
 def on_this_worker(error: VitseeError) -> DaskError:
-    """An error about something that this worker lacks and the command's own process has."""
+    """Return an error about something that this worker lacks and the command's process has."""
     first, _, _ = str(error).partition(" (")
     return DaskError(
         f"on the Dask worker at {socket.gethostname()}: {first} ({SAME_FILES})"
@@ -87,11 +90,11 @@ def on_this_worker(error: VitseeError) -> DaskError:
 
 
 @lru_cache(maxsize=4)
-def _function(work: bytes) -> Callable[[Any], Any]:
+def _unpickled_function(work: bytes) -> Callable[[Any], Any]:
     return pickle.loads(work)
 
 
-class _Kept(logging.Handler):
+class _LineCollector(logging.Handler):
     """Collects log records of the thread that created it."""
 
     def __init__(self) -> None:
@@ -105,16 +108,17 @@ class _Kept(logging.Handler):
 
 
 @contextmanager
-def _lines(modules: Iterable[str]) -> Iterator[list[tuple[str, int, str]]]:
-    kept = _Kept()
+def _collect_lines(modules: Iterable[str]) -> Iterator[list[tuple[str, int, str]]]:
+    """Context with the list of (logger, level, line) that this thread logs in it."""
+    collector = _LineCollector()
     names = dict.fromkeys((*PACKAGES, *(module.partition(".")[0] for module in modules)))
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         if logger.getEffectiveLevel() > logging.INFO:
             logger.setLevel(logging.INFO)
-        logger.addHandler(kept)
+        logger.addHandler(collector)
     try:
-        yield kept.lines
+        yield collector.lines
     finally:
         for logger in loggers:
-            logger.removeHandler(kept)
+            logger.removeHandler(collector)

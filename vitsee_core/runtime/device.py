@@ -13,18 +13,23 @@ from numpy.typing import NDArray
 
 from vitsee_stores.errors import VitseeError
 
-Switches = list[tuple[Any, str, Any]]  # object, attribute, value
+PrecisionSwitches = list[tuple[Any, str, Any]]  # (object, attribute, value), to be set
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(text: str) -> torch.device:
-    """The torch device for auto, cpu, cuda, cuda:i or mps; auto takes the first that exists. Raises
-    VitseeError: unknown, or not available on this machine or in this torch build."""
+    """Return the torch device for auto, cpu, cuda, cuda:i or mps.
+
+    auto is CUDA if there is a GPU, else Metal, else the CPU.
+
+    Raises:
+        VitseeError: the device is unknown, or not available here or in this build of torch.
+    """
     has_mps = torch.backends.mps.is_available()
     if text == "auto":
-        return torch.device(
-            "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
-        )
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if has_mps else "cpu")
     match = re.fullmatch(r"(cpu|mps|cuda)(?::(\d+))?", text)
     if match is None:
         raise VitseeError(
@@ -45,14 +50,18 @@ def resolve_device(text: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or the type of another device: cpu, mps."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to a device, through pinned memory for a GPU: a copy from pageable memory would
-    wait for all pending work there."""
+    """Copy an array to a device.
+
+    For a GPU through pinned memory: a copy from pageable memory would wait for all pending work
+    there.
+    """
     x = torch.from_numpy(values)
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
@@ -61,8 +70,10 @@ def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def precision_context(device: torch.device, precision: str) -> Iterator[None]:
-    """fp32 (exactly: no TF32, no bfloat16, no autocast, whatever the environment or the caller has
-    switched on), tf32 (CUDA), or autocast to bf16 or fp16.
+    """Context in which the arithmetic of products is fp32, tf32 (CUDA only), bf16 or fp16.
+
+    fp32 is exactly that: no TF32, no bfloat16 and no autocast, whatever the environment or the
+    caller has switched on; bf16 and fp16 are torch's autocast.
 
     Products of half precision are accumulated in float32 in all of them. The switches are
     process-wide: contexts may nest and may be entered by several threads at once, the latest
@@ -78,7 +89,7 @@ def precision_context(device: torch.device, precision: str) -> Iterator[None]:
         )
     half = AUTOCAST.get(precision, torch.bfloat16)
     with (
-        _OPEN.with_switches(_switches(tf32=precision == "tf32")),
+        _OPEN_CONTEXTS.with_switches(_precision_switches(tf32=precision == "tf32")),
         torch.autocast(device.type, half, enabled=precision in AUTOCAST),
     ):
         yield
@@ -89,58 +100,67 @@ class _OpenContexts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wanted: list[Switches] = []
-        self._before: Switches = []
+        self._open: list[
+            PrecisionSwitches
+        ] = []  # in the order in which they were entered
+        self._before: PrecisionSwitches = []
 
     @contextmanager
-    def with_switches(self, wanted: Switches) -> Iterator[None]:
+    def with_switches(self, switches: PrecisionSwitches) -> Iterator[None]:
         """Context in which these switches apply, unless a later context is open."""
         with self._lock:
-            if not self._wanted:
+            if not self._open:
                 self._before = [
-                    (place, name, getattr(place, name)) for place, name, _ in wanted
+                    (module, name, getattr(module, name)) for module, name, _ in switches
                 ]
-            self._wanted.append(wanted)
-            self._set(wanted)
+            self._open.append(switches)
+            self._set(switches)
         try:
             yield
         finally:
             with self._lock:
-                own = next(i for i, some in enumerate(self._wanted) if some is wanted)
-                del self._wanted[own]
-                self._set(self._wanted[-1] if self._wanted else self._before)
+                # By identity: other contexts may have equal switches, in another place.
+                self._open = [other for other in self._open if other is not switches]
+                self._set(self._open[-1] if self._open else self._before)
 
-    def _set(self, switches: Switches) -> None:
-        for place, name, value in switches:
-            setattr(place, name, value)
+    def _set(self, switches: PrecisionSwitches) -> None:
+        for module, name, value in switches:
+            setattr(module, name, value)
 
 
-_OPEN = _OpenContexts()
+_OPEN_CONTEXTS = _OpenContexts()
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Context in which products of float32 stay float32: autocast rounds their factors and their
-    result, undoing manual casts, wherever no `out` is given."""
+    """Context in which products of float32 stay float32.
+
+    Within torch's autocast it would round their factors and their result, undoing manual casts,
+    wherever no `out` is given.
+    """
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def current_precision(device: torch.device) -> str:
-    """The current precision of float32 products on this device: fp32, tf32, or half (autocast)."""
+    """Return the precision of float32 products now: fp32, tf32, or half (autocast)."""
     if torch.is_autocast_enabled(device.type):
         return "half"
     if device.type != "cuda":
         return "fp32"
-    place, name, rounded = _switches(tf32=True)[0]
-    return "tf32" if getattr(place, name) == rounded else "fp32"
+    module, name, tf32_value = _precision_switches(tf32=True)[0]
+    return "tf32" if getattr(module, name) == tf32_value else "fp32"
 
 
-def _switches(tf32: bool) -> Switches:
-    """The settings that decide the precision of float32 products: (object, attribute, value)."""
+def _precision_switches(tf32: bool) -> PrecisionSwitches:
+    """Return the settings that decide the precision of float32 products, with their values.
+
+    The first is that of CUDA's matrix products, which `current_precision` reads.
+    """
     backends = torch.backends
     matmul = backends.cuda.matmul
-    halves = [
+    # Half precision sums in float32.
+    half_sums = [
         (matmul, "allow_fp16_reduced_precision_reduction", False),
         (matmul, "allow_bf16_reduced_precision_reduction", False),
     ]
@@ -148,17 +168,18 @@ def _switches(tf32: bool) -> Switches:
         return [
             (matmul, "allow_tf32", tf32),
             (backends.cudnn, "allow_tf32", tf32),
-            *halves,
+            *half_sums,
         ]
     # The older names, of which there is none for the CPU, may not even be read once somebody has
     # used these.
-    cuda: Any = backends.cudnn
+    cudnn: Any = backends.cudnn
     cpu: Any = backends.mkldnn
+    cuda_precision = "tf32" if tf32 else "ieee"
     return [
-        *(
-            (place, "fp32_precision", "tf32" if tf32 else "ieee")
-            for place in (matmul, cuda.conv, cuda.rnn)
-        ),
-        *((place, "fp32_precision", "ieee") for place in (cpu.matmul, cpu.conv)),
-        *halves,
+        (matmul, "fp32_precision", cuda_precision),
+        (cudnn.conv, "fp32_precision", cuda_precision),
+        (cudnn.rnn, "fp32_precision", cuda_precision),
+        (cpu.matmul, "fp32_precision", "ieee"),
+        (cpu.conv, "fp32_precision", "ieee"),
+        *half_sums,
     ]

@@ -18,29 +18,31 @@ from vitsee_stores import Store
 T = TypeVar("T")
 R = TypeVar("R")
 
-# of `each`: batches per process, and items per batch
-PIECES = 4
-LONGEST = 64
+# For `each`: several batches per process, so that no process waits long for the last one.
+BATCHES_PER_PROCESS = 4
+MAX_BATCH = 64  # items per batch
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Which images an analysis uses, and on which resources. Results depend on `images` and `seed`,
-    in their last digits on `device`, and on nothing else here; an analysis may ignore fields."""
+    """Which images an analysis uses, and on which resources.
 
-    images: int | None = None  # number of images per store, see `choose_rows`; None: all
+    Results depend on `images` and `seed`, in their last digits on `device`, and on nothing else
+    here; an analysis may ignore fields.
+    """
+
+    images: int | None = None  # images per store, chosen by `choose_rows`; None: all
     seed: int = 0  # of everything random
     jobs: int = 1  # slabs (or probes, masks) processed in parallel
     memory: int | None = None  # bytes to stay within; None: a quarter of the machine's
     device: str = "auto"  # "auto" (a GPU if there is one), "cpu", "cuda", ...
-    # distributes work over processes instead of `jobs` threads, see `dask_map`
+    # distributes work over processes instead of `jobs` threads; `dask_map` gives one
     map: Map | None = None
     progress: Progress = SILENT  # receives progress reports
-    keep: FoldCheckpoints | None = (
-        None  # where half of long work is kept, and continued from
-    )
+    # where the sums of long work are kept, and continued from
+    keep: FoldCheckpoints | None = None
 
     @property
     def budget(self) -> int:
@@ -54,20 +56,28 @@ class Execution:
         return self.jobs if n_threads is None else int(n_threads())
 
     def check_device(self) -> None:
-        """Refuse a missing device before any work; the CPU always exists, and is accepted without
-        importing torch. Raises VitseeError: see `resolve_device`."""
+        """Refuse a missing device before any work.
+
+        The CPU always exists, and is accepted without importing torch.
+
+        Raises:
+            VitseeError: the device is unknown, or not available here.
+        """
         if self.device not in ("auto", "cpu"):
             from vitsee_core.runtime.device import resolve_device
 
             resolve_device(self.device)
 
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
-        """The images to use of a store, see `choose_rows`; remarks are logged. Raises VitseeError:
-        none of them could be read."""
-        chosen = choose_rows(store, self.images, self.seed, whole_slabs=whole_slabs)
-        for remark in chosen.remarks:
+        """Return the images to use of a store, as `choose_rows` does, and log its remarks.
+
+        Raises:
+            VitseeError: none of them could be read.
+        """
+        rows = choose_rows(store, self.images, self.seed, whole_slabs=whole_slabs)
+        for remark in rows.remarks:
             log.info("%s", remark)
-        return chosen
+        return rows
 
     def fold(
         self,
@@ -77,8 +87,16 @@ class Execution:
         *,
         slab_bytes: int = 0,
     ) -> A:
-        """`streaming.fold` over these rows, advancing `progress`, which the caller starts and
-        stops."""
+        """Return the accumulator of these rows of a store, or of a pair, filled slab by slab.
+
+        Args:
+            stores: one store, or a pair.
+            make: creates an empty accumulator.
+            rows: the images to use.
+            slab_bytes: memory of one slab during work.
+
+        `progress` is advanced; the caller starts and stops it.
+        """
         return fold(
             stores,
             make,
@@ -94,9 +112,11 @@ class Execution:
     def spread(
         self, work: Callable[[Execution, T], R], items: Iterable[T], *, unit: str = ""
     ) -> Iterator[R]:
-        """Apply `work(execution, item)` to every item, results in order. Runs serially here, or on
-        the workers of `map`, each single-threaded; progress is forwarded. With `keep`, results of
-        long work are kept, and those that a run before this one kept are not computed again.
+        """Apply `work(execution, item)` to every item, and yield the results in order.
+
+        The work runs here, one item after the other, or on the workers of `map`, each
+        single-threaded; progress is forwarded. With `keep`, results of long work are kept, and
+        those that an earlier run kept are not computed again.
 
         Args:
             work: picklable; returns something small.
@@ -114,11 +134,12 @@ class Execution:
     def _over_workers(
         self, work: Callable[[Execution, T], R], items: list[T], unit: str, done: int = 0
     ) -> Iterator[R]:
+        """Do `spread` on the workers of `map`; done: number of items done before these."""
         assert self.map is not None
         if unit:
             self.progress.start(done + len(items), done, unit)
         try:
-            for result, tally in self.map(partial(_alone, work, self), items):
+            for result, tally in self.map(partial(_run_on_worker, work, self), items):
                 self.progress.advance(1 if unit else tally.count, tally.size_bytes)
                 yield result
         finally:
@@ -128,29 +149,32 @@ class Execution:
     def _spread_kept(
         self, work: Callable[[Execution, T], R], items: list[T], unit: str
     ) -> Iterator[R]:
+        """Do `spread` with results that are kept on disk, and begin after those kept before."""
         assert self.keep is not None
-        kept = self.keep.next_sum([self.width], unit or "pieces", len(items))
-        resumed = kept.resume()
-        state: tuple[list[R], int] = ([], 0) if resumed is None else resumed[1]
-        results = state[0]
+        keep = self.keep
+        kept_results = keep.next_sum([self.width], unit or "pieces", len(items))
+        resumed = kept_results.resume()
+        results: list[R] = []
+        n_counted = 0  # what these results advanced the progress by
+        if resumed is not None:
+            _, (results, n_counted) = resumed
         progress = Forwarded(to=self.progress)
-        progress.skip(state[1])
-        own = replace(self, progress=progress)
+        progress.skip(n_counted)
+        execution = replace(self, progress=progress)
         yield from results
-        rest = items[len(results) :]
-        done = len(results)
+        n_done = len(results)
+        remaining = items[n_done:]
         if self.map is not None:
-            new = own._over_workers(work, rest, unit, done)
+            new_results = execution._over_workers(work, remaining, unit, n_done)
         else:
-            keep = self.keep
-            at = kept.number
-            new = (
-                work(replace(own, keep=keep.inside(at, i)), item)
-                for i, item in enumerate(rest, done)
+            # Folds within an item are kept, too, under the item's number.
+            new_results = (
+                work(replace(execution, keep=keep.inside(kept_results.number, i)), item)
+                for i, item in enumerate(remaining, n_done)
             )
-        for result in new:
+        for result in new_results:
             results.append(result)
-            kept.offer(
+            kept_results.offer(
                 len(results),
                 lambda: (results, progress.count),
                 last=len(results) == len(items),
@@ -158,20 +182,28 @@ class Execution:
             yield result
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-        """Apply `work(item)` to every item, results in order, for many items of milliseconds: on
-        `jobs` threads, or in batches on the workers of `map`. The caller reports progress. work:
-        picklable; returns something small. items: its arguments."""
+        """Apply `work(item)` to every item, and yield the results in order.
+
+        For many items that take milliseconds each: they run on `jobs` threads, or in batches on
+        the workers of `map`. The caller reports progress.
+
+        Args:
+            work: picklable; returns something small.
+            items: its arguments.
+        """
         if self.map is None:
             yield from thread_map(self.jobs)(work, items)
             return
-        size = max(1, min(LONGEST, len(items) // (PIECES * self.width)))
-        pieces = [items[at : at + size] for at in range(0, len(items), size)]
-        for results in self.map(partial(_piece, work), pieces):
+        size = max(1, min(MAX_BATCH, len(items) // (BATCHES_PER_PROCESS * self.width)))
+        batches = [items[first : first + size] for first in range(0, len(items), size)]
+        for results in self.map(partial(_run_batch, work), batches):
             yield from results
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Executions are pickled without map, progress and keep; if the map's processes share this
-        machine, with their share of the memory."""
+        """Pickle the execution for a worker, without map, progress and keep.
+
+        If the map's processes share this machine, each gets its share of the memory.
+        """
         if self.map is None:
             jobs = self.jobs
             memory = self.memory
@@ -181,17 +213,17 @@ class Execution:
         return Execution, (self.images, self.seed, jobs, memory, self.device)
 
 
-def _alone(
+def _run_on_worker(
     work: Callable[[Execution, T], R], execution: Execution, item: T
 ) -> tuple[R, Tally]:
-    """`work` in another process, with a tally of its progress."""
+    """Return the result of `work` in another process, and a tally of its progress."""
     tally = Tally()
     # This machine may be smaller than the one that the budget was chosen on.
     memory = min(execution.budget, memory_bytes() // 2)
     return work(replace(execution, memory=memory, progress=tally), item), tally
 
 
-def _piece(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+def _run_batch(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     return [work(item) for item in items]
 
 

@@ -46,9 +46,9 @@ from vitsee_stores.errors import reason
 EVERY = 30.0  # seconds of work before anything is written, and at least between two times
 COST = 0.01  # of the time, at most, that writing takes
 ENDING = ".sum"
-EARLIER = ".npz"  # of sums that earlier versions kept, which are not read
-OWN = "vitsee_core."  # modules whose classes are restored
-MOST_BYTES = 4 << 30
+OLD_ENDING = ".npz"  # of sums that earlier versions kept, which are not read
+RESTORED_MODULES = "vitsee_core."  # modules whose classes are restored
+MAX_BYTES = 4 << 30
 MAGIC = b"vitsee sum 1\n"
 SIZE = struct.Struct("<Q")
 CHECKSUM = struct.Struct("<I")
@@ -64,8 +64,9 @@ class FoldCheckpoints:
         folder: `r.csv.partial` for `-o r.csv`.
         command: makes the command's part of every key; called only where there is a file to read
             or to write, as it looks at the command's files and at vitsee's code.
-        within: numbers of the outer items, where an item of `Execution.spread` folds.
-        parent: the command's own, of an item's.
+        within: prefix of the numbers of sums: the numbers of the outer items, where an item of
+            `Execution.spread` folds itself.
+        parent: the checkpoints of the whole command; None if these are.
     """
 
     folder: Path
@@ -78,10 +79,10 @@ class FoldCheckpoints:
     _fails: bool = False
 
     def next_sum(self, about: Sequence[Any], unit: str, total: int) -> KeptSum:
-        """The next fold, or series of results, of this command.
+        """Return the next fold, or series of results, of this command.
 
         Args:
-            about: JSON; what tells it from those with the same number.
+            about: JSON values of its key, which tell it from one with the same number.
             unit: what it counts, a plural.
             total: how many of them.
         """
@@ -89,7 +90,7 @@ class FoldCheckpoints:
         return KeptSum(self, f"{self.within}{self._number}", [*about, total], unit, total)
 
     def inside(self, number: str, item: int) -> FoldCheckpoints:
-        """The kept sums for the folds of one item of the series `number`."""
+        """Return the checkpoints for the folds of one item of the series `number`."""
         return FoldCheckpoints(self.folder, self.command, f"{number}.{item}.", self.root)
 
     def remove(self) -> None:
@@ -100,17 +101,19 @@ class FoldCheckpoints:
 
     @property
     def root(self) -> FoldCheckpoints:
+        """The checkpoints of the whole command."""
         return self.parent or self
 
     def _files(self) -> list[Path]:
         return [
             path
             for path in self.folder.glob("*")
-            if path.suffix in (ENDING, EARLIER)
+            if path.suffix in (ENDING, OLD_ENDING)
             or (path.suffix == PARTIAL and is_left(path))
         ]
 
     def key(self, number: str, about: Sequence[Any]) -> str:
+        """Return the SHA-256 of everything that decides a sum."""
         root = self.root
         root._command = root._command or json.dumps(
             root.command(), sort_keys=True, default=str
@@ -119,10 +122,13 @@ class FoldCheckpoints:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, number: str, about: Sequence[Any]) -> tuple[int, Any, int] | None:
-        """How many are done, what they add up to, and the file's bytes; None without a file, or
-        with that of another key."""
+        """Return how many are done, what they add up to, and the size of the file in bytes.
+
+        None without a file, or with a file of another key or a damaged one, which is removed with
+        all others of the folder.
+        """
         path = self.folder / f"{number}{ENDING}"
-        why = "it is of another command, store, setting or version"
+        reason_to_refuse = "it is of another command, store, setting or version"
         if path.is_file():
             try:
                 with open(path, "rb") as file:
@@ -131,15 +137,24 @@ class FoldCheckpoints:
                 if key == self.key(number, about) and type(done) is int and done > 0:
                     return done, state, size
             except (NotPlain, OSError, TypeError, ValueError) as error:
-                why = f"{path.name} cannot be read ({error})"
-        elif not (self.folder / f"{number}{EARLIER}").is_file():
+                reason_to_refuse = f"{path.name} cannot be read ({error})"
+        elif not (self.folder / f"{number}{OLD_ENDING}").is_file():
             return None
-        log.warning("%s is not used: %s; the work begins anew", self.folder, why)
+        log.warning(
+            "%s is not used: %s; the work begins anew", self.folder, reason_to_refuse
+        )
         self.remove()
         return None
 
     def write(self, number: str, about: Sequence[Any], done: int, state: Any) -> bool:
-        """Whether it was written; what prevents it is logged once."""
+        """Write a sum, and return whether that worked; what prevents it is logged once.
+
+        Args:
+            number: of the sum.
+            about: JSON values of its key.
+            done: how many are in it.
+            state: what `write_plain` takes.
+        """
         root = self.root
         path = self.folder / f"{number}{ENDING}"
         temporary = partial_name(path)
@@ -147,6 +162,7 @@ class FoldCheckpoints:
             self.folder.mkdir(exist_ok=True)
             with open(temporary, "xb") as file:
                 write_plain(file, [self.key(number, about), done, state])
+            # On disk before it gets its name: after a crash a file of that name is whole.
             sync(temporary)
             os.replace(temporary, path)
             sync(self.folder)
@@ -164,7 +180,7 @@ class FoldCheckpoints:
 
 @dataclass
 class KeptSum:
-    """One fold or series of a command; see `FoldCheckpoints.next_sum`."""
+    """One fold or series of results of a command, which `FoldCheckpoints.next_sum` makes."""
 
     sums: FoldCheckpoints
     number: str
@@ -175,13 +191,15 @@ class KeptSum:
     _written: bool = False
 
     def resume(self) -> tuple[int, Any] | None:
-        """How many are done, and their state, if a run before this one kept some; the time until
-        the first writing begins."""
+        """Return how many are done, and their state; None if no earlier run kept any.
+
+        From now on the seconds until the first writing count.
+        """
         self._next = time.monotonic() + EVERY
-        found = self.sums.read(self.number, self.about)
-        if found is None:
+        checkpoint = self.sums.read(self.number, self.about)
+        if checkpoint is None:
             return None
-        done, state, size = found
+        done, state, size = checkpoint
         self._note(done, size)
         log.info("goes on after %s", self.sums.root.status)
         return done, state
@@ -199,18 +217,20 @@ class KeptSum:
         if began < self._next and not (last and self._written):
             return
         try:
-            wanted = state()
+            state_to_write = state()
         except NotPlain as error:
             log.debug("sum %s cannot be kept: %s", self.number, error)
             self._next = float("inf")
             return
-        if self.sums.write(self.number, self.about, done, wanted):
+        if self.sums.write(self.number, self.about, done, state_to_write):
             self._written = True
             path = self.sums.folder / f"{self.number}{ENDING}"
             self._note(done, path.stat().st_size)
-        self._next = time.monotonic() + max(EVERY, (time.monotonic() - began) / COST)
+        seconds_of_writing = time.monotonic() - began
+        self._next = time.monotonic() + max(EVERY, seconds_of_writing / COST)
 
     def _note(self, done: int, size: int) -> None:
+        """Set the status of the command: `slab 12 of 40 (r.csv.partial, 3.1 MB)`."""
         self.sums.root.status = (
             f"{self.unit.removesuffix('s')} {done} of {self.total} "
             f"({self.sums.folder}, {human_bytes(size)})"
@@ -238,34 +258,46 @@ class KeptFold:
     ) -> None:
         self._make = make
         kind = type(make())
-        images = hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
+        images_digest = hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()
         labels = [store.label for store in stores]
-        about = [f"{kind.__module__}:{kind.__qualname__}", labels, images]
-        self._kept = sums.next_sum(about, "slabs", n_slabs)
-        self._n = n_slabs
+        about = [f"{kind.__module__}:{kind.__qualname__}", labels, images_digest]
+        self._kept_sum = sums.next_sum(about, "slabs", n_slabs)
+        self._n_slabs = n_slabs
 
     def resume(self) -> tuple[int, Any]:
-        """How many slabs are merged already, and the accumulator; 0 and None to begin with."""
-        if (found := self._kept.resume()) is None:
+        """Return how many slabs are merged already, and the accumulator.
+
+        0 and None if no earlier run kept any.
+        """
+        resumed = self._kept_sum.resume()
+        if resumed is None:
             return 0, None
+        n_done, state = resumed
+        # Stores, functions and settings are not in the state: a new accumulator has them.
         total = self._make()
-        vars(total).update(found[1])
-        return found[0], total
+        vars(total).update(state)
+        return n_done, total
 
     def offer(self, done: int, total: Any) -> None:
         """Keep the sum of the first `done` slabs, if it is time to."""
-        self._kept.offer(done, lambda: self._state(total), last=done == self._n)
-
-    def _state(self, total: Any) -> dict[str, Any]:
-        return state_of(total, self._make(), self._make())
+        self._kept_sum.offer(
+            done,
+            lambda: state_of(total, self._make(), self._make()),
+            last=done == self._n_slabs,
+        )
 
 
 def state_of(total: Any, fresh: Any, other: Any) -> dict[str, Any]:
-    """The attributes of an accumulator that its slabs made.
+    """Return the attributes of an accumulator that its slabs made.
 
-    Left out is what `make` gives to every accumulator (stores, functions, settings): `fresh` and
-    `other`, two empty ones, share it, and `total` has the same object, or one that travelled from
-    another process and cannot be written.
+    Left out is what `make` gives to every accumulator (stores, functions, settings): two empty
+    accumulators share it, and `total` has the same object, or one that travelled from another
+    process and cannot be written.
+
+    Args:
+        total: the accumulator.
+        fresh: an empty one from `make`.
+        other: another empty one.
 
     Raises:
         NotPlain: it has no attributes.
@@ -274,9 +306,9 @@ def state_of(total: Any, fresh: Any, other: Any) -> dict[str, Any]:
         raise NotPlain(f"a {type(total).__name__}")
     state = {}
     for name, value in vars(total).items():
-        given = vars(fresh).get(name)
-        shared = name in vars(fresh) and given is vars(other)[name]
-        if shared and (value is given or not is_plain(given)):
+        initial = vars(fresh).get(name)
+        is_shared = name in vars(fresh) and initial is vars(other)[name]
+        if is_shared and (value is initial or not is_plain(initial)):
             continue
         state[name] = value
     return state
@@ -330,20 +362,20 @@ Node: TypeAlias = (
 )
 
 
-def write_plain(file: IO[bytes], value: Any, *, most: int = MOST_BYTES) -> None:
+def write_plain(file: IO[bytes], value: Any, *, most: int = MAX_BYTES) -> None:
     """Write `value` to an open file, for `read_plain`.
 
     Args:
         file: open for writing; arrays go there one after the other, without a copy of all.
         value: None, booleans, numbers, text, slices, lists, tuples, dicts, sets, arrays, and
             instances of vitsee's own classes made of these.
-        most: bytes of the file, about.
+        most: largest size of the file in bytes, about.
 
     Raises:
         NotPlain: it holds something else, or more bytes; nothing is written.
     """
     arrays: list[NDArray[Any]] = []
-    tree = msgpack.encode(_encoded(value, arrays))
+    tree = msgpack.encode(_encode_tree(value, arrays))
     size = len(tree) + sum(array.nbytes for array in arrays)
     if size > most:
         raise NotPlain(f"{human_bytes(size)}, of {human_bytes(most)} at most")
@@ -356,30 +388,34 @@ def write_plain(file: IO[bytes], value: Any, *, most: int = MOST_BYTES) -> None:
 
 
 def read_plain(file: IO[bytes]) -> Any:
-    """The value that `write_plain` wrote, in memory of a few times the file's size at most.
+    """Return the value that `write_plain` wrote, in memory of a few times the file's size at most.
 
     Raises:
-        NotPlain: damaged, or not written by it.
+        NotPlain: the file is damaged, or was not written by `write_plain`.
     """
 
     def read(buffer: Any) -> None:
+        """Fill a buffer from the file, and check it against the checksum behind it."""
         crc = file.read(CHECKSUM.size) if file.readinto(buffer) == buffer.size else b""  # type: ignore[attr-defined]
         if crc != CHECKSUM.pack(zlib.crc32(buffer)):
             raise NotPlain("it is damaged")
 
     def restore(node: Array) -> Any:
+        """Return the next array of the file, or the number of numpy's that it stands for."""
         dtype = np.dtype(node.dtype)
         shape = node.shape
         if dtype.hasobject or dtype.str != node.dtype:
             raise NotPlain(f"an array of {node.dtype}")
-        if math.prod(shape) * dtype.itemsize > left():
+        # Before the memory is taken: a damaged shape may ask for terabytes.
+        if math.prod(shape) * dtype.itemsize > n_bytes_left():
             raise NotPlain("it is cut short")
         array = np.empty(shape[::-1] if node.fortran else shape, dtype)
         read(array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8))
-        array = array.T if node.fortran else array
+        if node.fortran:
+            array = array.T
         return array[()] if node.scalar else array
 
-    def left() -> int:
+    def n_bytes_left() -> int:
         return end - file.tell()
 
     try:
@@ -388,12 +424,12 @@ def read_plain(file: IO[bytes]) -> Any:
         if file.read(len(MAGIC)) != MAGIC:
             raise NotPlain("it is no sum of this version")
         (size,) = SIZE.unpack(file.read(SIZE.size))
-        if size > left():
+        if size > n_bytes_left():
             raise NotPlain("it is cut short")
         tree: Any = np.empty(size, np.uint8)
         read(tree)
-        value = _decoded(msgpack.decode(tree, type=Node), restore)
-        if left():
+        value = _decode_tree(msgpack.decode(tree, type=Node), restore)
+        if n_bytes_left():
             raise NotPlain("it is longer than it says")
         return value
     except NotPlain:
@@ -403,9 +439,9 @@ def read_plain(file: IO[bytes]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `write_plain` can write a value, its size apart."""
+    """Return whether `write_plain` can write a value, its size apart."""
     try:
-        _encoded(value, [])
+        _encode_tree(value, [])
     except NotPlain:
         return False
     return True
@@ -415,9 +451,16 @@ def _is_fortran(array: NDArray[Any]) -> bool:
     return array.flags.f_contiguous and not array.flags.c_contiguous
 
 
-def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Node:
-    """The tree of a value. arrays: receives its arrays, in order."""
+def _encode_tree(value: Any, arrays: list[NDArray[Any]]) -> Node:
+    """Return the tree of a value.
+
+    arrays: receives the value's arrays, in the order in which the file has them.
+
+    Raises:
+        NotPlain: the value, or one within it, cannot be written.
+    """
     kind = type(value)
+    # By the exact type: a subclass could restore itself by running code.
     if value is None or kind in (bool, float):
         return value
     if kind is int:
@@ -425,58 +468,66 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Node:
             return value
         return Items("int", [str(value)])
     if kind is str:
-        plain = value.isascii() or value == value.encode(errors="ignore").decode()
-        raw = value if plain else value.encode("utf-8", "surrogatepass").decode("latin-1")
-        return raw if plain else Items("str", [raw])
+        # MessagePack holds Unicode; a file's name may have bytes that are none.
+        if value.isascii() or value == value.encode(errors="ignore").decode():
+            return value
+        return Items("str", [value.encode("utf-8", "surrogatepass").decode("latin-1")])
     if isinstance(value, np.generic) or (kind is np.ndarray and value.dtype != object):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.names:
             raise NotPlain("an array with fields")
         arrays.append(array)
-        scalar = isinstance(value, np.generic)
-        return Array(array.dtype.str, array.shape, _is_fortran(array), scalar)
+        return Array(
+            dtype=array.dtype.str,
+            shape=array.shape,
+            fortran=_is_fortran(array),
+            scalar=isinstance(value, np.generic),
+        )
     if kind is np.ndarray:
         return Objects(
-            value.shape, [_encoded(item, arrays) for item in value.ravel().tolist()]
+            value.shape, [_encode_tree(item, arrays) for item in value.ravel().tolist()]
         )
     if kind in (list, tuple, set, frozenset):
-        return Items(kind.__name__, [_encoded(item, arrays) for item in value])
+        return Items(kind.__name__, [_encode_tree(item, arrays) for item in value])
     if kind is slice:
-        parts = (value.start, value.stop, value.step)
-        return Items("slice", [_encoded(part, arrays) for part in parts])
+        bounds = (value.start, value.stop, value.step)
+        return Items("slice", [_encode_tree(bound, arrays) for bound in bounds])
     if kind is dict:
         return Pairs(
-            [(_encoded(k, arrays), _encoded(v, arrays)) for k, v in value.items()]
+            [(_encode_tree(k, arrays), _encode_tree(v, arrays)) for k, v in value.items()]
         )
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if not hasattr(value, "__dict__") or _class(name) is not kind:
+    if not hasattr(value, "__dict__") or _restorable_class(name) is not kind:
         raise NotPlain(f"a {name}")
-    return Instance(
-        name, {key: _encoded(own, arrays) for key, own in vars(value).items()}
-    )
+    state = {
+        key: _encode_tree(attribute, arrays) for key, attribute in vars(value).items()
+    }
+    return Instance(name, state)
 
 
-def _decoded(node: Node, restore: Callable[[Array], Any]) -> Any:
-    """The value of a tree. restore: reads the next array."""
+def _decode_tree(node: Node, restore: Callable[[Array], Any]) -> Any:
+    """Return the value of a tree; restore: reads the next array."""
     if isinstance(node, Array):
         return restore(node)
     if isinstance(node, Pairs):
-        return {_decoded(k, restore): _decoded(v, restore) for k, v in node.items}
+        return {_decode_tree(k, restore): _decode_tree(v, restore) for k, v in node.items}
     if isinstance(node, Instance):
-        if (found := _class(node.name)) is None:
+        kind = _restorable_class(node.name)
+        if kind is None:
             raise NotPlain(f"no class of vitsee's: {node.name}")
-        restored: Any = object.__new__(found)
-        vars(restored).update(
-            {key: _decoded(own, restore) for key, own in node.state.items()}
-        )
-        return restored
+        # Without `__init__`: reading a file runs none of a class' methods.
+        instance: Any = object.__new__(kind)
+        for key, attribute in node.state.items():
+            vars(instance)[key] = _decode_tree(attribute, restore)
+        return instance
     if not isinstance(node, (Items, Objects)):
         return node
-    items = [_decoded(item, restore) for item in node.items]
+    items = [_decode_tree(item, restore) for item in node.items]
     if isinstance(node, Objects):
+        # One by one: `np.array` would make an array of lists two-dimensional.
         array = np.empty(len(items), object)
-        for at, item in enumerate(items):
-            array[at] = item
+        for i, item in enumerate(items):
+            array[i] = item
         return array.reshape(node.shape)
     if node.kind == "int":
         return int(items[0])
@@ -489,22 +540,23 @@ def _decoded(node: Node, restore: Callable[[Array], Any]) -> Any:
 
 
 class _Attributes:
-    pass
+    """A class whose instances are attributes alone, for its size."""
 
 
-def _class(name: str) -> type | None:
-    """The class of this `module:name`, if it is one of vitsee's that is loaded, consists of its
-    attributes and does nothing when it is freed."""
-    module, _, qualified = name.partition(":")
-    if not module.startswith(OWN) or module not in sys.modules:
+def _restorable_class(name: str) -> type | None:
+    """Return the class of `module:name` if instances may be restored from a file; else None.
+
+    It has to be one of vitsee's that is loaded, consist of its attributes (no slots, no subclass
+    of a builtin), and do nothing when an instance is freed.
+    """
+    module, _, qualified_name = name.partition(":")
+    if not module.startswith(RESTORED_MODULES) or module not in sys.modules:
         return None
-    found = vars(sys.modules[module]).get(qualified)
-    if (
-        not isinstance(found, type)
-        or issubclass(found, enum.Enum)
-        or hasattr(found, "__del__")
-    ):
+    kind = vars(sys.modules[module]).get(qualified_name)
+    if not isinstance(kind, type) or issubclass(kind, enum.Enum):
         return None
-    if found.__basicsize__ == _Attributes.__basicsize__:
-        return found
-    return None
+    if hasattr(kind, "__del__"):
+        return None
+    if kind.__basicsize__ != _Attributes.__basicsize__:
+        return None
+    return kind

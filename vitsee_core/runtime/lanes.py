@@ -29,18 +29,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-# Of the estimated time of products:
-WORTH_SAYING = 5.0  # seconds
+# For the estimated time of products:
+WORTH_SAYING = 5.0  # seconds; shorter work is announced at debug level only
 SHARE = 0.6  # fraction of the rate of large products that analyses reach
-SIDE = 512  # of the matrices of the trial
+SIDE = 512  # rows and columns of the matrices of the trial
 
 log = logging.getLogger(__name__)
 
 
-def n_lanes(most: int | None = None) -> int:
-    """Number of worker threads: one per core, at most `most`."""
+def n_lanes(max_lanes: int | None = None) -> int:
+    """Return the number of worker threads: one per core, at most `max_lanes`, at least 1."""
     cores = machine.n_cores()
-    return cores if most is None else max(1, min(cores, most))
+    if max_lanes is None:
+        return cores
+    return max(1, min(cores, max_lanes))
 
 
 class Stopped(Exception):
@@ -48,17 +50,24 @@ class Stopped(Exception):
 
 
 class OrderedAccess:
-    """Orders access to shared things: piece k waits for piece k - 1."""
+    """Orders access to shared sums: piece k waits until piece k - 1 has added to them.
+
+    Sums of floats depend on their order; so they are the same for any number of threads.
+    """
 
     def __init__(self, n_things: int) -> None:
+        """n_things: number of sums, each with an order of its own."""
         self._done = [0] * n_things
         self._changed = threading.Condition()
         self._stopped = False
 
     @contextmanager
     def of(self, piece: int, thing: int) -> Iterator[None]:
-        """Context for the piece's turn; exiting it admits the next piece. Raises Stopped: `stop`
-        was called."""
+        """Context for the turn of a piece at a sum; exiting it admits the next piece.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._done[thing] == piece)
             if self._stopped:
@@ -81,22 +90,32 @@ def run_lanes(
     n: int,
     stop: Callable[[], None],
 ) -> None:
-    """Run `work(lane, take)` in each thread; `take()` returns the index of the next of n pieces,
-    None after the last. On an error `stop` is called, and the first error is raised once all
-    threads have ended."""
-    numbers = iter(range(n))
-    taking = threading.Lock()
+    """Run `work(lane, take)` in each of some threads, until all pieces are taken.
+
+    On an error `stop` is called, and the first error is raised once all threads have ended.
+
+    Args:
+        lanes: number of threads; 1 runs in the caller's.
+        work: gets its lane's number, and `take`, which returns the index of the next piece, None
+            after the last.
+        n: number of pieces.
+        stop: releases threads that wait for another.
+    """
+    piece_numbers = iter(range(n))
+    take_lock = threading.Lock()
     ended = False
 
     def take() -> int | None:
-        with taking:
-            return None if ended else next(numbers, None)
+        """Return the index of the next piece; None after the last, and after an error."""
+        with take_lock:
+            return None if ended else next(piece_numbers, None)
 
     def lane(k: int) -> None:
+        """Do the work of a thread."""
         nonlocal ended
         try:
             work(k, take)
-        except Stopped:
+        except Stopped:  # another thread raises the error that matters
             pass
         except BaseException:
             ended = True
@@ -123,8 +142,9 @@ def submitted(
     ahead: Callable[[], int],
     result: Callable[[Any], R] = Future.result,
 ) -> Iterator[R]:
-    """The results of all items in their order. No work continues after the end, also after an early
-    one.
+    """Yield the results of all items in their order; no work continues after the end.
+
+    This holds also if the caller stops early: futures are cancelled, or waited for.
 
     Args:
         submit: hands an item to a pool or a cluster and returns its future.
@@ -143,9 +163,8 @@ def submitted(
     finally:
         running = []
         for future in waiting:
-            with suppress(
-                Exception
-            ):  # of a lost cluster: the first error is the one to show
+            # A lost cluster raises here, too, but its first error is the one to show.
+            with suppress(Exception):
                 if future.cancel() is False:
                     running.append(future)
         for future in running:
@@ -158,8 +177,14 @@ def in_order(
     pool: ThreadPoolExecutor | None,
     ahead: int,
 ) -> Iterator[R]:
-    """Apply `work` to every item, results in order, on the threads of `pool` with at most `ahead`
-    items in flight; in the calling thread without a pool."""
+    """Apply `work` to every item, and yield the results in order.
+
+    Args:
+        work: the function.
+        items: its arguments.
+        pool: threads; None for the calling thread.
+        ahead: how many items may be in flight.
+    """
     if pool is None or len(items) < 2:
         yield from map(work, items)
         return
@@ -168,7 +193,7 @@ def in_order(
 
 @contextmanager
 def lane_pool(lanes: int) -> Iterator[ThreadPoolExecutor | None]:
-    """Threads for `in_order`, each with single-threaded BLAS; None for one lane."""
+    """Context with threads for `in_order`, each with single-threaded BLAS; None for one lane."""
     with one_blas_thread():
         if lanes == 1:
             yield None
@@ -186,53 +211,58 @@ def run_all(
             work(item)
         return
     futures = [pool.submit(work, item) for item in items]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+    # All are waited for before an error is raised: none continues in the background.
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 class _SharedLimit:
-    """Reference-counted process-wide limit: set by the first user, restored by the last. limit:
-    sets it, and returns what restores it."""
+    """A process-wide limit that is set by its first user and restored by its last."""
 
     def __init__(self, limit: Callable[[], Callable[[], object]]) -> None:
+        """limit: sets the limit, and returns the function that restores the state before."""
         self._limit = limit
         self._lock = threading.Lock()
-        self._inside = 0
-        self._restore: Callable[[], object] = bool
+        self._n_users = 0
+        self._restore: Callable[[], object] = bool  # does nothing
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
+        """Context in which the limit applies; may nest, and be entered by several threads."""
         with self._lock:
-            if self._inside == 0:
+            if self._n_users == 0:
                 self._restore = self._limit()
-            self._inside += 1
+            self._n_users += 1
         try:
             yield
         finally:
             with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
+                self._n_users -= 1
+                if self._n_users == 0:
                     self._restore()
 
 
 @lru_cache(maxsize=1)
-def _libraries(n_modules: int) -> ThreadpoolController:
-    """The loaded BLAS libraries; searched again once more modules are imported."""
+def _blas_libraries(n_modules: int) -> ThreadpoolController:
+    """Return the loaded BLAS libraries; n_modules: they are searched again once it changes."""
     return ThreadpoolController()
 
 
 def _limit_blas() -> Callable[[], object]:
-    limits: Any = _libraries(len(sys.modules)).limit(limits=1, user_api="blas")
+    """Let BLAS use one thread; return the function that undoes it."""
+    limits: Any = _blas_libraries(len(sys.modules)).limit(limits=1, user_api="blas")
     return limits.restore_original_limits
 
 
 def _limit_torch() -> Callable[[], object]:
+    """Let torch use one thread; return the function that undoes it."""
     import torch
 
-    before = torch.get_num_threads()
+    n_threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    return partial(torch.set_num_threads, before)
+    return partial(torch.set_num_threads, n_threads_before)
 
 
 _blas = _SharedLimit(_limit_blas)
@@ -241,41 +271,51 @@ _torch = _SharedLimit(_limit_torch)
 
 def one_blas_thread() -> AbstractContextManager[None]:
     """Context in which numpy's products run in the calling thread; may nest and overlap."""
-    return _blas.held()
+    return _blas.active()
 
 
 def one_torch_thread() -> AbstractContextManager[None]:
-    """The same for torch on the CPU."""
-    return _torch.held()
+    """Context in which torch's products on the CPU run in the calling thread."""
+    return _torch.active()
 
 
 def say_cost(label: str, n_images: int, multiplications: float) -> None:
-    """Log the estimated time of comparing this many images of a store, from a short trial, and how
-    it grows; silent if it is seconds."""
+    """Log the estimated time of comparing this many images of a store, and how it grows.
+
+    The estimate comes from a short trial; if it is seconds, it is logged at debug level only.
+    """
     seconds = multiplications / (SHARE * cpu_rate())
     log.log(
         logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG,
         "%s: %.1e multiplications for %d images, %s on %d cores; four times as long for twice the "
         "images (--images N takes fewer)",
-        *(label, multiplications, n_images, rough_time(seconds), n_lanes()),
+        label,
+        multiplications,
+        n_images,
+        rough_time(seconds),
+        n_lanes(),
     )
 
 
 def cpu_rate() -> float:
-    """Multiplications per second of large products on all cores, measured in milliseconds."""
+    """Return the multiplications per second of large products on all cores.
+
+    It is measured on one core, which takes milliseconds.
+    """
     x = np.ones((SIDE, SIDE), np.float32)
     out = np.empty_like(x)
-    best = np.inf
+    fastest = np.inf
     with one_blas_thread():
+        # The first product also pages in the memory; the fastest one is undisturbed.
         for _ in range(3):
             began = time.perf_counter()
             np.matmul(x, x, out=out)
-            best = min(best, time.perf_counter() - began)
-    return float(SIDE**3 / best * n_lanes())
+            fastest = min(fastest, time.perf_counter() - began)
+    return float(SIDE**3 / fastest * n_lanes())
 
 
 def rough_time(seconds: float) -> str:
-    """A rounded duration: about 40 s, about 12 min, about 3.5 h."""
+    """Return a rounded duration: about 40 s, about 12 min, about 3.5 h."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} s"
     if seconds < 90 * 60:

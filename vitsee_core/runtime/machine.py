@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # In the environment of a process that vitsee starts: how many share the cores that it has itself.
-SHARED = "VITSEE_SHARED_BY"
+SHARED_BY = "VITSEE_SHARED_BY"
 # Of the libraries' own threads, read as they are loaded.
 THREADS = (
     "OMP_NUM_THREADS",
@@ -28,56 +28,76 @@ THREADS = (
     "OPENBLAS_NUM_THREADS",
     "POLARS_MAX_THREADS",
 )
-# What drivers of GPUs put there: NVIDIA's, that of Windows' Linux, AMD's.
+# Files of the drivers of GPUs: NVIDIA's, that of Linux on Windows, AMD's.
 DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 # The parameters of glibc's mallopt (malloc.h).
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_MMAP_MAX = -4
-# glibc's own: what its thresholds, which follow the largest block that was freed, grow to.
+# glibc's own values: its thresholds follow the largest block that was freed, up to these.
 MMAP_MAX = 65536
 MMAP_THRESHOLD = 32 << 20
 TRIM_THRESHOLD = 64 << 20
-OF_THE_USER = {
+# Variables by which a user sets them.
+MALLOC_SETTINGS = {
     "GLIBC_TUNABLES",
-    *(f"MALLOC_{name}_" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD")),
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
 }
 
 
 def n_cores() -> int:
-    """Cores this process may run on (its affinity, not the machine's count); without an affinity,
-    its share among the job's processes on this machine; of these, its share among processes of
-    vitsee's own."""
-    every = os.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    cores = cores if cores != every else max(1, cores // local_processes(os.environ))
-    return max(1, cores // (_number(SHARED, os.environ) or 1))
+    """Return how many cores this process may use.
+
+    These are the cores of its affinity, not all of the machine's. Without an affinity it is its
+    share among the processes of the job on this machine. Either is divided among the processes
+    that vitsee itself started beside it.
+    """
+    machine_cores = os.cpu_count() or 1
+    cores = machine_cores
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    if cores == machine_cores:
+        cores = max(1, cores // local_processes(os.environ))
+    return max(1, cores // (_number_in_environment(SHARED_BY, os.environ) or 1))
 
 
 def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for each of so many processes, so that together they take no more cores
-    than this one may. A smaller number of threads that the user chose stays."""
+    """Return environment variables for each of so many processes.
+
+    With them they take no more cores together than this process may. A smaller number of threads
+    that the user chose stays.
+    """
     threads = max(1, n_cores() // processes)
-    chosen = {name: min(threads, _number(name, environ) or threads) for name in THREADS}
-    shared = processes * (_number(SHARED, environ) or 1)
-    return {name: str(number) for name, number in (chosen | {SHARED: shared}).items()}
+    variables = {}
+    for name in THREADS:
+        n_threads = min(threads, _number_in_environment(name, environ) or threads)
+        variables[name] = str(n_threads)
+    # Processes may start processes themselves: their cores are divided again.
+    n_sharing = processes * (_number_in_environment(SHARED_BY, environ) or 1)
+    variables[SHARED_BY] = str(n_sharing)
+    return variables
 
 
-def _number(name: str, environ: Mapping[str, str]) -> int:
-    """A whole number in the environment, 0 for none."""
+def _number_in_environment(name: str, environ: Mapping[str, str]) -> int:
+    """Return a whole number in the environment; 0 if there is none."""
     if environ.get(name, "").isdigit():
         return int(environ[name])
     return 0
 
 
 def may_have_gpu() -> bool:
-    """Whether a GPU's driver is loaded; torch, which knows more, takes seconds to import."""
-    return sys.platform == "darwin" or any(Path(place).exists() for place in DEVICES)
+    """Return whether a GPU's driver is loaded; torch, which knows more, takes seconds to import."""
+    return sys.platform == "darwin" or any(Path(path).exists() for path in DEVICES)
 
 
 def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or less if a cgroup or job limits it, divided
-    among the job's processes on this machine."""
+    """Return how much memory this process may use, in bytes.
+
+    It is the machine's, or less if a cgroup or job limits it, divided among the processes of the
+    job on this machine.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (
         Path("/sys/fs/cgroup/memory.max"),
@@ -91,8 +111,10 @@ def memory_bytes() -> int:
 
 
 def local_processes(environ: Mapping[str, str]) -> int:
-    """Number of processes of this job on this machine, according to torchrun, MPI or SLURM's srun;
-    1 if none says."""
+    """Return the number of processes of this job on this machine.
+
+    torchrun, MPI and SLURM's srun say it in the environment; 1 if none does.
+    """
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if environ.get(name, "").isdigit():
             return max(1, int(environ[name]))
@@ -110,8 +132,10 @@ def local_processes(environ: Mapping[str, str]) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a torch error means that a device or the host is out of memory; torch has several
-    such errors, recognised here without importing it."""
+    """Return whether a torch error means that a device or the host is out of memory.
+
+    torch has several such errors, recognised here without importing it.
+    """
     text = str(error)
     return (
         isinstance(error, MemoryError)
@@ -122,18 +146,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_limited_memory(error: BaseException) -> bool:
-    """Whether a library could not be loaded, or a mapping made, as the process may take no more
-    memory (`ulimit -v`): the loader's words for it, or the system's."""
-    text = str(error)
-    of_a_library = isinstance(error, ImportError) and (
-        "failed to map segment" in text or "cannot allocate memory" in text.lower()
-    )
-    return of_a_library or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    """Return whether the process was refused memory by a limit (`ulimit -v`).
+
+    A library could then not be loaded, or memory not be mapped.
+    """
+    if isinstance(error, ImportError):
+        # In the words of the loader.
+        text = str(error)
+        return "failed to map segment" in text or "cannot allocate memory" in text.lower()
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, means that the system refused a new thread or
-    process: of Python, of polars (a panic), or of fork."""
+    """Return whether an error, or one that led to it, is the refusal of a thread or process.
+
+    Python, polars (a panic) and fork each have words of their own for it.
+    """
     errors: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in errors:
@@ -143,35 +171,38 @@ def is_out_of_threads(error: BaseException) -> bool:
 
 
 def _refuses_thread(error: BaseException) -> bool:
+    """Return whether an error itself says that a thread or process was refused."""
     text = str(error)
-    if isinstance(
-        error, BlockingIOError
-    ):  # fork's EAGAIN; a full pipe's has another text
+    if isinstance(error, BlockingIOError):
+        # EAGAIN of fork; that of a full pipe has another text.
         return "Resource temporarily unavailable" in text
     refused = "WouldBlock" in text or "Resource temporarily unavailable" in text
     return "can't start new thread" in text or ("thread" in text and refused)
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Free bytes on the file system of `path`, which need not exist."""
-    return shutil.disk_usage(_existing(path)).free
+    """Return the free bytes on the file system of `path`, which need not exist."""
+    return shutil.disk_usage(_existing_parent(path)).free
 
 
 def disk_block_bytes(path: Path) -> int:
-    """Allocation unit of the file system of `path`, which need not exist; 4 kB if the file system
-    reports its transfer size instead, which may be a megabyte."""
-    return min(os.statvfs(_existing(path)).f_frsize, 4096)
+    """Return the allocation unit, in bytes, of the file system of `path`, which need not exist.
+
+    At most 4 kB: some file systems report their transfer size instead, which may be a megabyte.
+    """
+    return min(os.statvfs(_existing_parent(path)).f_frsize, 4096)
 
 
 TAR_INDEX = ".tars.npz"  # how the index of tar files ends, in that folder
 
 
 def user_caches() -> Path:
-    """The user's folder of what vitsee keeps between commands, which need not exist."""
+    """Return the user's folder for what vitsee keeps between commands; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitsee"
 
 
-def _existing(path: Path) -> Path:
+def _existing_parent(path: Path) -> Path:
+    """Return the path, or its closest parent that exists."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -179,25 +210,34 @@ def _existing(path: Path) -> Path:
 
 
 def scratch_folder(place: Place) -> Path:
-    """A folder on this machine for temporary data of a store: the store's own folder, or for a
-    store at a URL the system's folder for temporary files."""
+    """Return a folder on this machine for temporary data of a store.
+
+    It is the folder that the store is in, or for a store at a URL the system's folder for
+    temporary files.
+    """
     if isinstance(place, Path):
         return place.absolute().parent
     return Path(tempfile.gettempdir())
 
 
 def plural(n: int, noun: str) -> str:
-    """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
-    if n == 1:
-        # matrix, query, class, analysis, image
-        ends = {"ices": "ix", "ies": "y", "sses": "ss", "yses": "ysis", "s": ""}
-        end = next((end for end in ends if noun.endswith(end)), "")
-        noun = noun.removesuffix(end) + ends.get(end, "")
+    """Return a count with its noun: `1 image`, `2 images`, `1 Gram matrix`.
+
+    noun: the plural.
+    """
+    if n != 1:
+        return f"{n} {noun}"
+    # matrix, query, class, analysis, image: the longest ending first
+    singular_endings = {"ices": "ix", "ies": "y", "sses": "ss", "yses": "ysis", "s": ""}
+    for plural_ending, singular_ending in singular_endings.items():
+        if noun.endswith(plural_ending):
+            noun = noun.removesuffix(plural_ending) + singular_ending
+            break
     return f"{n} {noun}"
 
 
 def human_bytes(n: float) -> str:
-    """`n` bytes in powers of 1000: 3.6 MB."""
+    """Return a number of bytes in powers of 1000: 3.6 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(n) < 999.5:
             if unit == "B" or n >= 99.5:
@@ -218,7 +258,10 @@ def freed_memory_kept() -> Iterator[None]:
 
     Does nothing without glibc, or if the user set its parameters in the environment.
     """
-    if OF_THE_USER & os.environ.keys() or (glibc := _glibc()) is None:
+    glibc = None
+    if not MALLOC_SETTINGS & os.environ.keys():
+        glibc = _glibc()
+    if glibc is None:
         yield
         return
     glibc.mallopt(M_MMAP_MAX, 0)
@@ -234,9 +277,11 @@ def freed_memory_kept() -> Iterator[None]:
 
 @functools.cache
 def _glibc() -> Any:
-    """The C library of this process, None if it is another."""
+    """Return the C library of this process; None if it is not glibc."""
     import ctypes
 
-    library: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    glibc = hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")
-    return library if glibc else None
+    if os.name != "posix":
+        return None
+    library: Any = ctypes.CDLL(None)
+    is_glibc = hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")
+    return library if is_glibc else None

@@ -15,21 +15,26 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Receives progress. Between `start` and `stop` one phase of the work is counted; a run of
-    several phases starts each separately."""
+    """Receives the progress of a run.
+
+    Between `start` and `stop` one phase of the work is counted; a run of several phases starts
+    each separately.
+    """
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """`total` of `unit` (a plural) are to be done, `done` of them already are."""
+        """Begin a phase: `total` are to be done, `done` of them already are. unit: a plural."""
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """Count that many more as done, with this many bytes written or read; may be called from
-        any thread."""
+        """Count `count` more as done, and `size_bytes` as written or read.
+
+        May be called from any thread.
+        """
 
     def skip(self, count: int) -> None:
-        """Count that many as done before this run: they do not count for the rate."""
+        """Count `count` as done before this run: they do not count for the rate."""
 
     def stop(self) -> None:
-        """The phase ended, successfully or not."""
+        """End the phase, after success or failure."""
 
 
 class Silent:
@@ -45,7 +50,7 @@ class Silent:
 
 
 SILENT = Silent()
-SILENCE = 2.0  # seconds
+SILENT_SECONDS = 2.0  # shorter work is not announced
 SITE_IMAGES = "images x sites"  # the unit of analyses that read every image once a site
 
 log = logging.getLogger(__name__)
@@ -88,16 +93,16 @@ class Forwarded(Tally):
 
 @dataclass
 class OfClips(Forwarded):
-    """Progress of stores of clips: what counts images counts clips there."""
+    """Progress of an analysis of clips: a unit in the words of images is in those of clips."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         super().start(total, done, unit.replace("images", "clips"))
 
 
 @contextmanager
-def soon_said(what: str) -> Iterator[None]:
-    """Log `what` if the work inside takes more than `SILENCE` seconds."""
-    timer = threading.Timer(SILENCE, log.info, ("%s ...", what))
+def soon_said(text: str) -> Iterator[None]:
+    """Context that logs a text if the work inside takes more than `SILENT_SECONDS`."""
+    timer = threading.Timer(SILENT_SECONDS, log.info, ("%s ...", text))
     timer.daemon = True
     timer.start()
     try:
@@ -118,15 +123,19 @@ def counting(
         progress.stop()
 
 
-EVERY = 0.2  # seconds between renewals
+RENEWAL_SECONDS = 0.2  # seconds between renewals
 
 
 class NotebookProgress:
-    """`progress=NotebookProgress()` of an analysis or of `extract`: a bar in an IPython notebook,
-    lines of text on stderr elsewhere (at the end of each phase).
+    """Progress as a bar in an IPython notebook; elsewhere as a line on stderr after each phase.
 
     Args:
-        what: said before the numbers.
+        what: text before the numbers.
+
+    Example:
+        >>> import vitsee
+        >>> progress = vitsee.NotebookProgress()
+        >>> vitsee.knn("train.zarr", "vit.zarr", progress=progress)  # doctest: +SKIP
     """
 
     def __init__(self, what: str = "vitsee") -> None:
@@ -139,7 +148,7 @@ class NotebookProgress:
         self._display: Any = None
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """See `Progress`."""
+        """Begin a phase: `total` are to be done, `done` of them already are. unit: a plural."""
         with self._lock:
             self._total = total
             self._done = done
@@ -150,28 +159,29 @@ class NotebookProgress:
             self._show()
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """See `Progress`."""
+        """Count `count` more as done; the bar is renewed a few times a second."""
         with self._lock:
             self._done += count
-            if time.monotonic() - self._shown > EVERY:
+            if time.monotonic() - self._shown > RENEWAL_SECONDS:
                 self._show()
 
     def skip(self, count: int) -> None:
-        """See `Progress`."""
+        """Count `count` as done before this run."""
         self.advance(count)
 
     def stop(self) -> None:
-        """See `Progress`."""
+        """End the phase; the last state stays."""
         with self._lock:
             self._show(last=True)
 
     def line(self) -> str:
-        took = time.monotonic() - self._start
-        return (
-            f"{self.what}: {self._done:,} of {self._total:,} {self._unit}, {took:.0f} s"
-        )
+        """Return `vitsee: 120 of 1,000 images, 3 s`."""
+        seconds = time.monotonic() - self._start
+        count = f"{self._done:,} of {self._total:,} {self._unit}"
+        return f"{self.what}: {count}, {seconds:.0f} s"
 
     def _show(self, last: bool = False) -> None:
+        """Renew the bar; outside of a notebook print a line, if it is the last."""
         self._shown = time.monotonic()
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None or not hasattr(shell, "kernel"):
@@ -180,8 +190,8 @@ class NotebookProgress:
             return
         notebook = importlib.import_module("IPython.display")
         bar = f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress> '
-        shown = notebook.HTML(bar + html.escape(self.line()))
+        content = notebook.HTML(bar + html.escape(self.line()))
         if self._display is None:
-            self._display = notebook.display(shown, display_id=True)
+            self._display = notebook.display(content, display_id=True)
         else:
-            self._display.update(shown)
+            self._display.update(content)

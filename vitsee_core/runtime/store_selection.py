@@ -22,15 +22,14 @@ log = logging.getLogger(__name__)
 class StoreSelection(Generic[T]):
     """Result of a selection."""
 
-    members: list[
-        tuple[Store, list[T]]
-    ]  # each store that takes part, with its sites, blocks, ...
-    left_out: dict[str, str] = field(
-        default_factory=dict
-    )  # label of each other store -> reason
+    # each store that takes part, with its sites, blocks, ...
+    members: list[tuple[Store, list[T]]]
+    # label of each other store -> reason
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def stores(self) -> list[Store]:
+        """The stores that take part."""
         return [store for store, _ in self.members]
 
     @property
@@ -39,12 +38,12 @@ class StoreSelection(Generic[T]):
         return [chosen for _, chosen in self.members]
 
     def notes(self) -> dict[str, dict[str, str]]:
-        """The entry of a sidecar about the stores that were left out, if any."""
+        """Return the entry of a sidecar about the stores that were left out, if any."""
         return {"left_out": self.left_out} if self.left_out else {}
 
 
 def sites_of(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites of one store; see `selectors.select_names`."""
+    """Return the sites of one store that names, globs, groups and places in depth select."""
     return store.select(list(patterns))
 
 
@@ -53,7 +52,7 @@ def select_each(
     patterns: Sequence[str],
     select: Callable[[Store, Sequence[str]], list[T]],
 ) -> StoreSelection[T]:
-    """The sites or blocks that selectors choose in every store.
+    """Return the sites or blocks that selectors choose in every store.
 
     Each selector must match in at least one of the stores, and in every store at least one must
     match; missing ones are logged. A store without the required input (attention, residual
@@ -69,47 +68,53 @@ def select_each(
         MissingInput: no store has the input.
         SiteError: a pattern matches nothing in any store.
     """
-    parts = split_patterns(patterns)
-    single = len(parts) == 1 and not parts[0].startswith(NOT)
-    able: list[Store] = []
-    chosen: list[list[T]] = []  # by the last selector
+    selectors = split_patterns(patterns)
+    usable_stores: list[Store] = []
+    matched_selectors: list[list[str]] = []  # of each usable store
+    errors: list[dict[str, SiteError]] = []  # of each usable store, by selector
+    last_items: list[list[T]] = []  # of each usable store, for its last selector
     left_out: dict[str, MissingInput] = {}
-    matching: list[list[str]] = []
-    errors: list[dict[str, SiteError]] = []
     for store in stores:
         matched: list[str] = []
         failed: dict[str, SiteError] = {}
-        picked: list[T] = []
+        items: list[T] = []
         try:
-            for part in parts:
+            # One selector at a time, to know which of them match in this store.
+            for selector in selectors:
                 try:
-                    picked = select(store, [part.removeprefix(NOT)])
-                    matched.append(part)
-                except SiteError as unmatched:
-                    failed[part] = unmatched
-        except MissingInput as lacking:
-            left_out[store.label] = lacking
+                    items = select(store, [selector.removeprefix(NOT)])
+                    matched.append(selector)
+                except SiteError as error:
+                    failed[selector] = error
+        except MissingInput as missing:
+            left_out[store.label] = missing
             continue
-        able.append(store)
-        chosen.append(picked)
-        matching.append(matched)
+        usable_stores.append(store)
+        matched_selectors.append(matched)
         errors.append(failed)
-    if not able:
+        last_items.append(items)
+    if not usable_stores:
         raise next(iter(left_out.values()))
-    for store, matched, failed in zip(able, matching, errors, strict=True):
-        for part, error in failed.items():
-            alone = all(other.startswith(NOT) for other in matched)
-            if alone or not any(part in others for others in matching):
-                raise error
+    for store, matched, failed in zip(
+        usable_stores, matched_selectors, errors, strict=True
+    ):
+        only_exclusions_match = all(selector.startswith(NOT) for selector in matched)
+        for selector, site_error in failed.items():
+            matches_elsewhere = any(selector in others for others in matched_selectors)
+            if only_exclusions_match or not matches_elsewhere:
+                raise site_error
         if failed:
             log.info("%s: no site matches %s", store.label, ", ".join(failed))
     for reason in left_out.values():
         log.warning("left out: %s", reason)
-    if not single:
+    if len(selectors) == 1 and not selectors[0].startswith(NOT):
+        chosen = last_items  # already selected by the only selector
+    else:
         chosen = [
-            select(store, matched) for store, matched in zip(able, matching, strict=True)
+            select(store, matched)
+            for store, matched in zip(usable_stores, matched_selectors, strict=True)
         ]
     return StoreSelection(
-        list(zip(able, chosen, strict=True)),
-        {label: str(reason) for label, reason in left_out.items()},
+        members=list(zip(usable_stores, chosen, strict=True)),
+        left_out={label: str(reason) for label, reason in left_out.items()},
     )

@@ -2,7 +2,10 @@
 
     def fold(stores, make):
         total = make()
-        for slab in slabs:  part = make();  part.update(slab);  total.merge(part)
+        for slab in slabs:
+            accumulator = make()
+            accumulator.update(slab)
+            total.merge(accumulator)
 
 Each slab gets an accumulator of its own, and all are merged here in the order of the slabs. So the
 result is bitwise the same whether slabs are processed by this thread, by threads, by processes or
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,24 +79,30 @@ class Rows:
         """Number of rows, invalid ones included."""
         return int(self.mask.sum())
 
+    def n_in(self, rows: slice) -> int:
+        """Return how many of these rows of the store are used, invalid ones included."""
+        return int(self.mask[rows].sum())
+
     def describe(self) -> dict[str, Any]:
-        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
-        return {
+        """Return the entry of a sidecar about the images that were used."""
+        entry: dict[str, Any] = {
             "rows": self.n,
             "left_out_invalid": self.n_invalid,
             "chosen": self.how,
-            **remarks,
         }
+        if self.remarks:
+            entry["remarks"] = list(self.remarks)
+        return entry
 
 
 def choose_rows(
     store: Store, images: int | None = None, seed: int = 0, *, whole_slabs: bool = False
 ) -> Rows:
-    """Which rows an analysis of `images` images uses.
+    """Return the rows that an analysis of `images` images uses.
 
-    The first rows of a shuffled store, which are a random sample; a sample drawn with `seed` from a
-    store in the data set's order; all rows if `images` is None or more than there are. Paired
-    stores give the same rows. Only committed slabs count.
+    These are the first rows of a shuffled store, which are a random sample; a sample drawn with
+    `seed` from a store in the data set's order; all rows if `images` is None or more than there
+    are. Paired stores give the same rows. Only committed slabs count.
 
     Args:
         store: the store, or the first of a pair.
@@ -119,26 +128,28 @@ def choose_rows(
         shuffled = store.shuffled
         how = f"the first {images}" if shuffled else f"{images} drawn with seed {seed}"
         if whole_slabs:
-            order = _order(len(slabs), None if shuffled else seed)
-            reached = np.cumsum([len(slabs[k]) for k in order])
-            order = order[: np.searchsorted(reached, images) + 1]
+            order = _slab_or_row_order(len(slabs), None if shuffled else seed)
+            # As many slabs as hold `images` rows or more.
+            rows_so_far = np.cumsum([len(slabs[k]) for k in order])
+            order = order[: np.searchsorted(rows_so_far, images) + 1]
             rows = np.concatenate([slabs[k] for k in order])
             if len(rows) > images:
                 how += f", rounded up to {plural(len(order), 'whole slabs')}"
                 remarks.append(f"{store.label}: {how} ({len(rows)} images)")
         else:
-            rows = rows[_order(n, None if shuffled else seed)[:images]]
-    chosen = np.zeros(store.n_images, bool)
-    chosen[rows] = True
-    invalid = int((chosen & ~store.valid).sum())
-    if invalid == chosen.sum():
+            rows = rows[_slab_or_row_order(n, None if shuffled else seed)[:images]]
+    mask = np.zeros(store.n_images, bool)
+    mask[rows] = True
+    n_invalid = int((mask & ~store.valid).sum())
+    if n_invalid == mask.sum():
         raise VitseeError(
             f"{store.label} holds no readable image ({n} rows); extract it anew"
         )
-    return Rows(chosen, invalid, how, tuple(remarks))
+    return Rows(mask, n_invalid, how, tuple(remarks))
 
 
-def _order(n: int, seed: int | None) -> NDArray[np.int64]:
+def _slab_or_row_order(n: int, seed: int | None) -> NDArray[np.int64]:
+    """Return (n,) the order in which slabs or rows are taken; seed None: as they are stored."""
     if seed is None:
         return np.arange(n)
     return np.random.default_rng(seed).permutation(n)
@@ -156,7 +167,7 @@ def fold(
     progress: Progress = SILENT,
     keep: FoldCheckpoints | None = None,
 ) -> A:
-    """The accumulator of all slabs of a store, or of two paired stores in step.
+    """Return the accumulator of all slabs of a store, or of two paired stores in step.
 
     Memory: `jobs` slabs as far as the accumulator reads them, and up to twice as many accumulators.
 
@@ -175,31 +186,36 @@ def fold(
     Raises:
         StoreMismatch: a pair with different images.
     """
-    opened = _tuple(stores)
-    rows = rows if rows is not None else choose_rows(opened[0])
-    items = _pieces(opened, rows)
-    done = 0
+    store_tuple = _as_tuple(stores)
+    rows = rows if rows is not None else choose_rows(store_tuple[0])
+    slabs = _slabs_with_rows(store_tuple, rows)
+    n_done = 0
     total = None
-    kept = None
-    if keep is not None and items:
-        kept = KeptFold(keep, make, opened, rows.mask, len(items))
-        done, total = kept.resume()
-        progress.skip(sum(_n_chosen(rows, place) for place, _ in items[:done]))
-    width = (
-        jobs
-        if memory is None or not slab_bytes
-        else min(jobs, max(1, memory // slab_bytes))
+    kept_fold = None
+    if keep is not None and slabs:
+        kept_fold = KeptFold(keep, make, store_tuple, rows.mask, len(slabs))
+        n_done, total = kept_fold.resume()
+        progress.skip(sum(rows.n_in(slab.rows) for slab in slabs[:n_done]))
+    if memory is not None and slab_bytes:
+        jobs = min(jobs, max(1, memory // slab_bytes))
+    accumulators = _work_on(
+        store_tuple,
+        partial(_fill_accumulator, make),
+        slabs[n_done:],
+        rows,
+        jobs=jobs,
+        map=map,
+        progress=progress,
     )
-    for part in _work_on(
-        opened, partial(_filled, make), items[done:], rows, width, map, progress
-    ):
+    # In the slabs' order, whoever filled them: sums of floats depend on it.
+    for accumulator in accumulators:
         if total is None:
-            total = part
+            total = accumulator
         else:
-            total.merge(part)
-        done += 1
-        if kept is not None:
-            kept.offer(done, total)
+            total.merge(accumulator)
+        n_done += 1
+        if kept_fold is not None:
+            kept_fold.offer(n_done, total)
     return make() if total is None else total
 
 
@@ -212,54 +228,69 @@ def each_slab(
     map: Map | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[R]:
-    """Apply `work(slab)`, or `work(slab_a, slab_b)`, to every slab with a row that counts, in
-    order.
+    """Apply `work(slab)`, or `work(slab_a, slab_b)`, to every slab with a row that counts.
 
-    Arguments and errors as for `fold`, which adds the merge.
+    Yields the results in the slabs' order. Arguments and errors are those of `fold`, which adds
+    the merge.
     """
-    opened = _tuple(stores)
-    yield from _work_on(opened, work, _pieces(opened, rows), rows, jobs, map, progress)
-
-
-def _pieces(opened: tuple[Store, ...], rows: Rows) -> list[tuple[slice, Mask]]:
-    """The rows of each slab with a row that counts, and which of them do."""
-    counted = rows.mask & (
-        require_paired(*opened) if len(opened) == 2 else opened[0].valid
+    store_tuple = _as_tuple(stores)
+    slabs = _slabs_with_rows(store_tuple, rows)
+    yield from _work_on(
+        store_tuple, work, slabs, rows, jobs=jobs, map=map, progress=progress
     )
+
+
+class SlabRows(NamedTuple):
+    """The rows of a slab; what is sent to a thread or a worker."""
+
+    rows: slice  # of the store
+    counted: Mask  # (rows of the slab,) which of them count
+
+
+def _slabs_with_rows(stores: tuple[Store, ...], rows: Rows) -> list[SlabRows]:
+    """Return the slabs that have a row that counts: chosen, and valid in all stores."""
+    if len(stores) == 2:
+        counted = rows.mask & require_paired(*stores)
+    else:
+        counted = rows.mask & stores[0].valid
     # If slab sizes differ, pieces are the larger slabs: a chunk is read whole.
-    plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
-    places = [plan.rows(k) for k in range(plan.n_slabs)]
-    return [(place, counted[place]) for place in places if counted[place].any()]
+    plan = max((store.plan for store in stores), key=lambda plan: plan.slab)
+    slabs = []
+    for k in range(plan.n_slabs):
+        slab_rows = plan.rows(k)
+        if counted[slab_rows].any():
+            slabs.append(SlabRows(slab_rows, counted[slab_rows]))
+    return slabs
 
 
 def _work_on(
-    opened: tuple[Store, ...],
+    stores: tuple[Store, ...],
     work: Callable[..., R],
-    items: Sequence[tuple[slice, Mask]],
+    slabs: Sequence[SlabRows],
     rows: Rows,
+    *,
     jobs: int,
     map: Map | None,
     progress: Progress,
 ) -> Iterator[R]:
-    work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
-    results = work_on(partial(_on_slab, opened, work), items)
-    for (place, _), result in zip(items, results, strict=True):
+    """Yield the result of `work` for each slab, in order, and count its images."""
+    map_slabs: Map = map or thread_map(jobs if len(slabs) > 1 else 1)
+    results = map_slabs(partial(_call_on_slab, stores, work), slabs)
+    for slab, result in zip(slabs, results, strict=True):
         yield result
-        progress.advance(_n_chosen(rows, place))
+        progress.advance(rows.n_in(slab.rows))
 
 
-def _n_chosen(rows: Rows, place: slice) -> int:
-    return int(rows.mask[place].sum())
-
-
-def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
+def _as_tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
     return stores if isinstance(stores, tuple) else (stores,)
 
 
 @dataclass(frozen=True)
 class Piece(Slab):
-    """A slab of which only the rows in `plural` (rows,) count. If a pair has slabs of different
-    sizes, a piece has the rows of the larger one."""
+    """A slab of which only the rows in `counted` (rows,) count.
+
+    If a pair has slabs of different sizes, a piece has the rows of the larger one.
+    """
 
     counted: Mask
 
@@ -288,27 +319,32 @@ class Piece(Slab):
         return super().attention_sums(name, group)
 
 
-def _filled(make: Callable[[], A], *slabs: Slab) -> A:
+def _fill_accumulator(make: Callable[[], A], *slabs: Slab) -> A:
+    """Return a new accumulator that has seen a slab, or a pair of slabs."""
     accumulator = make()
     accumulator.update(*slabs)
     return accumulator
 
 
-def _on_slab(
-    stores: tuple[Store, ...], work: Callable[..., R], item: tuple[slice, Mask]
-) -> R:
-    rows, counted = item
-    pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in stores)
+def _call_on_slab(stores: tuple[Store, ...], work: Callable[..., R], slab: SlabRows) -> R:
+    """Return the result of `work` for a slab of each store."""
+    pieces = [
+        Piece(store, slab.rows.start // store.plan.slab, slab.rows, slab.counted)
+        for store in stores
+    ]
     return work(*pieces)
 
 
 def thread_map(jobs: int) -> Map:
-    """A `map` on threads, with a bounded number of results waiting; products of each are its own
-    thread's, of one job, too."""
-    return partial(_on_threads, jobs)
+    """Return a `map` on threads, with a bounded number of results waiting.
+
+    Products of matrices run in the thread that asks for them, even if there is one job alone:
+    results then do not depend on the number of threads.
+    """
+    return partial(_map_on_threads, jobs)
 
 
-def _on_threads(
+def _map_on_threads(
     jobs: int, function: Callable[[Any], R], items: Iterable[Any], /
 ) -> Iterator[R]:
     with one_blas_thread():

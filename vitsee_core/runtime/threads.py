@@ -65,10 +65,19 @@ def by_chunks(
     *,
     at_once: bool = False,
 ) -> None:
-    """Call `function(images)` for chunks of a batch that stay in a core's cache over several
-    passes, each thread with its own images; on a GPU once, for all. With `at_once` each thread's
-    images are one chunk, and nothing may use torch (`plain` of `run_split`): for a single compiled
-    pass, which gains nothing from chunks."""
+    """Call `function(images)` for chunks of a batch, each thread with its own images.
+
+    A chunk stays in a core's cache over several passes. On a GPU the function is called once, for
+    all images.
+
+    Args:
+        function: gets the images as a slice.
+        n_images: size of the batch.
+        image_bytes: memory of one image.
+        device: where the images are.
+        at_once: each thread's images are one chunk, and the function does not use torch: for a
+            single compiled pass, which gains nothing from chunks.
+    """
     if device.type != "cpu":
         function(slice(0, n_images))
         return
@@ -85,7 +94,8 @@ def by_chunks(
 
 @functools.lru_cache(maxsize=1)
 def _pool(n_threads: int, process: int) -> ThreadPoolExecutor:
-    before = torch.get_num_threads()
+    """Return threads in each of which torch uses one core; process: the id of this process."""
+    n_threads_before = torch.get_num_threads()
     pool = ThreadPoolExecutor(n_threads, "one core", _use_one_core)
     started = threading.Barrier(n_threads + 1)
     for _ in range(n_threads):
@@ -93,7 +103,7 @@ def _pool(n_threads: int, process: int) -> ThreadPoolExecutor:
     started.wait()
     # The setting holds for the thread that makes it and for threads that start later: for those
     # it is taken back once all of the pool have started.
-    torch.set_num_threads(before)
+    torch.set_num_threads(n_threads_before)
     return pool
 
 

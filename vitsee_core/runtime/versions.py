@@ -24,31 +24,42 @@ RESULT_PACKAGES = (
 # What workers of a cluster must share beside the package's code: how they talk, and what decides
 # numbers.
 WORKER_PACKAGES = (
-    *("dask", "distributed", "numpy", "scipy", "torch"),
-    *("timm", "numba", "scikit-learn", "pillow"),
+    "dask",
+    "distributed",
+    "numpy",
+    "scipy",
+    "torch",
+    "timm",
+    "numba",
+    "scikit-learn",
+    "pillow",
 )
 DECODERS = ("pillow", "libjpeg", "timm")
 
 
 def store_versions() -> dict[str, str]:
-    """Versions of Python, the packages that make a store, and the library that decodes JPEG."""
+    """Return versions of Python, of the packages that make a store, and of the JPEG decoder."""
     from PIL import features
 
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    return {**_installed(STORE_PACKAGES), "libjpeg": libjpeg or "none"}
+    return {**_installed_versions(STORE_PACKAGES), "libjpeg": libjpeg or "none"}
 
 
 def result_versions() -> dict[str, str]:
-    """Versions of Python and the packages that make a table or a figure; none of them is
-    imported."""
-    return _installed(RESULT_PACKAGES)
+    """Return versions of Python and of the packages that make a table or a figure.
+
+    None of them is imported.
+    """
+    return _installed_versions(RESULT_PACKAGES)
 
 
 @functools.cache
 def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
-    """Versions of the package's code (a digest of its source files), `WORKER_PACKAGES` and Python
-    (major and minor), as of the first call in this process. modules: those of guests, whose code
-    counts, too."""
+    """Return versions of all that a worker's numbers depend on, as of the first call here.
+
+    These are vitsee's code (a digest of its source files), `WORKER_PACKAGES`, and Python (major
+    and minor). modules: modules of guests, whose code counts, too.
+    """
     import vitsee_core
     import vitsee_stores
 
@@ -59,7 +70,7 @@ def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
             code.update(
                 f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes()
             )
-    installed = _installed(WORKER_PACKAGES)
+    installed = _installed_versions(WORKER_PACKAGES)
     minor = installed["python"].rpartition(".")[0]
     guests = {f"the code of {module}": code_digest(module) for module in modules}
     return {
@@ -70,7 +81,8 @@ def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
     }
 
 
-def _installed(packages: Iterable[str]) -> dict[str, str]:
+def _installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python and of these packages, without those not installed."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:
