@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import studentized_range
 
 from vitsee_core.statistics.jackknife import (
-    MOST_PAIRED,
+    MAX_PAIRED_ROWS,
     block_sums,
     largest_t,
     means_without,
@@ -44,7 +44,7 @@ def test_independent_rows_by_simulation() -> None:
 
 
 def test_of_many_rows_it_is_bonferronis() -> None:
-    n = MOST_PAIRED + 1
+    n = MAX_PAIRED_ROWS + 1
     found = largest_t(np.random.default_rng(0).normal(size=(n, 20)))
     assert found == t_quantile(19, 1 - 0.05 / (n * (n - 1) / 2))
 

@@ -81,38 +81,52 @@ class Statistic:
 def estimates_of(
     value: Float, trace: Float, present: Mask, jackknife: bool, labels: Integers
 ) -> Estimates:
-    """Spread and interval of entries with these traces (entries, ...); see `Statistic`."""
+    """Return spread and interval of entries with these traces.
+
+    Args:
+        value: (entries,).
+        trace: (entries, blocks) the statistic without each block, if `jackknife`; else (entries,
+            images) each image's share in its error.
+        present: (entries, images) which images have a value.
+        jackknife: which of the two the trace is.
+        labels: (images,) the blocks.
+    """
     n = present.sum(1)
-    without = trace if jackknife else _means_without(value, trace, present, labels)
     if jackknife:
+        without = trace
         m = trace.shape[1]
-        error = np.sqrt(
-            (m - 1) / m * ((trace - trace.mean(1, keepdims=True)) ** 2).sum(1)
-        )
+        deviations = trace - trace.mean(1, keepdims=True)
+        error = np.sqrt((m - 1) / m * (deviations**2).sum(1))
         quantile = np.full(len(value), t_quantile(m - 1) if m > 1 else np.nan)
     else:
+        without = _means_without(value, trace, present, labels)
+        # Shares (x - mean) / n: the sum of their squares is (n - 1) / n of the error squared.
         error = np.sqrt((trace**2).sum(1) * n / np.maximum(n - 1, 1))
-        counts, which = np.unique(n, return_inverse=True)
-        quantile = np.array(
-            [t_quantile(int(k) - 1) if k > 1 else np.nan for k in counts]
-        )[which]
+        counts, inverse = np.unique(n, return_inverse=True)
+        quantiles = [t_quantile(int(k) - 1) if k > 1 else np.nan for k in counts]
+        quantile = np.array(quantiles)[inverse]
     error = np.where(n > 1, error, np.nan)
     half = quantile * error
     return Estimates(value, error * np.sqrt(n), value - half, value + half, n, without)
 
 
 def _means_without(value: Float, shares: Float, present: Mask, labels: Integers) -> Float:
-    """(entries, blocks) means without each block, from each image's share (x - mean) / n."""
+    """Return (entries, blocks) means without each block, from each image's share (x - mean) / n."""
     counts = _block_sums(present, labels)
     n = counts.sum(1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        moved = n / (n - counts) * _block_sums(shares, labels)
-        return np.where(n > counts, value[:, np.newaxis] - moved, np.nan)
+        # mean - (n / (n - count of the block)) * sum of the block's shares
+        change = n / (n - counts) * _block_sums(shares, labels)
+        return np.where(n > counts, value[:, np.newaxis] - change, np.nan)
 
 
 def block_labels(n: int, seed: int | None) -> Integers:
-    """(images,) the jackknife's block of each image: runs of rows, which in a shuffled store are
-    random samples; otherwise assigned with `seed`."""
+    """Return (images,) the jackknife's block of each of n images.
+
+    Blocks are runs of rows, which in a shuffled store are random samples.
+
+    seed: assigns the images of another store; None for a shuffled one.
+    """
     labels = np.arange(n) * min(n, BLOCKS) // n
     if seed is None:
         return labels
@@ -120,7 +134,7 @@ def block_labels(n: int, seed: int | None) -> Integers:
 
 
 def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
-    """A statistic over images of each token.
+    """Return a statistic over images of each token.
 
     The geometric mean is exp(mean(log x)), 0 where an x is 0; the median of an even number of
     images is the mean of the middle two, exact.
@@ -133,10 +147,12 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
     present = ~np.isnan(x)
     if estimator == "mean":
         n = present.sum(1)
-        total = _filled(x, present, 0.0).sum(1)
+        total = _replace_missing(x, present, 0.0).sum(1)
         value = np.where(n > 0, total / np.maximum(n, 1), np.nan)
         share = (x - value[:, np.newaxis]) / np.maximum(n, 1)[:, np.newaxis]
-        return Statistic(value, _filled(share, present, 0.0), present, False, labels)
+        return Statistic(
+            value, _replace_missing(share, present, 0.0), present, False, labels
+        )
     if estimator == "median":
         medians = medians_over_images(x, present)
         return median_statistic(medians, present, labels)
@@ -145,7 +161,13 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
 
 
 def median_statistic(medians: Medians, present: Mask, labels: Integers) -> Statistic:
-    """The statistic of medians with intervals of their own. present, labels: see `Statistic`."""
+    """Return the statistic of medians, which have intervals of their own.
+
+    Args:
+        medians: of each token.
+        present: (tokens, images) which images have a value.
+        labels: (images,) the blocks of the jackknife.
+    """
     return Statistic(
         medians.value,
         trace=medians.shares,
@@ -157,13 +179,16 @@ def median_statistic(medians: Medians, present: Mask, labels: Integers) -> Stati
     )
 
 
-def _filled(x: Float, present: Mask, value: float) -> Float:
-    """`x` with NaN replaced."""
-    return x if present.all() else np.where(present, x, value)
+def _replace_missing(x: Float, present: Mask, value: float) -> Float:
+    """Return `x` with another value where none is present; itself, without a copy, if all are."""
+    if present.all():
+        return x
+    return np.where(present, x, value)
 
 
 def _block_sums(x: NDArray[np.generic], labels: Integers) -> Float:
-    """(rows, blocks) sums over each block's columns."""
+    """Return (rows, blocks) sums over each block's columns of x (rows, images)."""
+    # Columns sorted by block, so that each block is a run; they mostly are runs already.
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
     in_runs = x if (np.diff(order) == 1).all() else x[:, order]
@@ -171,9 +196,9 @@ def _block_sums(x: NDArray[np.generic], labels: Integers) -> Float:
 
 
 def _geomeans(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
-    """(tokens,) over all images, and (tokens, blocks) without each block."""
+    """Return geometric means, (tokens,) over all images and (tokens, blocks) without each block."""
     with np.errstate(divide="ignore"):
-        logs = np.log(_filled(x, present, 1.0))
+        logs = np.log(_replace_missing(x, present, 1.0))
     sums = _block_sums(logs, labels)
     counts = _block_sums(present, labels)
     # Sums of the other blocks, not the total minus one: log 0 would give inf - inf.

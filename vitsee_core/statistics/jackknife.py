@@ -33,13 +33,13 @@ METHOD = (
 )
 DRAWS = 4_000
 # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
-MOST_PAIRED = 100
+MAX_PAIRED_ROWS = 100
 SIMULTANEOUS = (
     "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
     "rows of which the best was chosen lie in such intervals, so that the choice on the same "
     "images needs no further correction. q: 0.95 quantile of the largest |t| of all pairs "
     f"(n_blocks - 1 degrees of freedom, correlated as the replicates; {DRAWS:,} draws with seed 0; "
-    f"Bonferroni's of more than {MOST_PAIRED} rows)"
+    f"Bonferroni's of more than {MAX_PAIRED_ROWS} rows)"
 )
 Cells = dict[str, Any]
 
@@ -54,7 +54,15 @@ class Blocks:
 
     @classmethod
     def of(cls, store: Store, mask: Mask, seed: int) -> Blocks:
-        """`BLOCKS` runs of the rows in `mask` (all images,), or one per row if there are fewer."""
+        """Return the blocks of a store's images.
+
+        They are `BLOCKS` runs of the rows that count, or one per row if there are fewer.
+
+        Args:
+            store: the store.
+            mask: (all images,) which of them count.
+            seed: deals out the rows of a store that is not shuffled.
+        """
         shuffled = store.shuffled
         labels = block_labels(int(mask.sum()), None if shuffled else seed)
         of_rows = np.full(len(mask), -1, np.int64)
@@ -66,32 +74,38 @@ class Blocks:
 
     @property
     def n(self) -> int:
+        """Number of blocks."""
         return int(self.labels.max(initial=-1)) + 1
 
     def sums(self, values: NDArray[Any]) -> Float:
-        """(..., blocks) sums over each block of (images that count, ...)."""
+        """Return (..., blocks) sums over each block of values (images that count, ...)."""
         return block_sums(values, self.labels, self.n)
 
     def means_without(self, values: NDArray[Any], among: Mask | None = None) -> Float:
-        """(blocks,) the mean of (images that count,) without each block; among: restrict to
-        these."""
+        """Return (blocks,) the mean of values (images that count,) without each block.
+
+        among: (images that count,) those to take the mean of; None for all.
+        """
         counted = np.ones(len(self.labels)) if among is None else among.astype(np.float64)
         return means_without(self.sums(values * counted), self.sums(counted))
 
     def describe(self) -> dict[str, Any]:
+        """Return the entry of a sidecar about the blocks."""
         return {"n_blocks": self.n, "digest": self.digest, "method": METHOD}
 
 
 def block_sums(values: NDArray[Any], labels: Integers, n: int) -> Float:
-    """(..., n) sums of (images, ...) over the images of each of n blocks."""
+    """Return (..., n) sums of values (images, ...) over the images of each of n blocks."""
     sums = np.zeros((n, *np.shape(values)[1:]))
     np.add.at(sums, labels, np.asarray(values, np.float64))
     return np.moveaxis(sums, 0, -1)
 
 
 def means_without(sums: Float, counts: Float) -> Float:
-    """(..., blocks) means without each block, from its sums and counts (..., blocks); NaN where
-    nothing is left."""
+    """Return (..., blocks) means without each block; NaN where no image is left.
+
+    sums, counts: (..., blocks) of each block.
+    """
     left = counts.sum(-1, keepdims=True) - counts
     with np.errstate(invalid="ignore", divide="ignore"):
         # Sums of the other blocks, not the total minus one: a mean of equal values is exact.
@@ -102,7 +116,10 @@ def means_without(sums: Float, counts: Float) -> Float:
 
 
 def standard_error(replicates: Float, axis: int = -1) -> Float:
-    """sqrt((m - 1) / m sum of squared deviations of the m replicates from their mean)."""
+    """Return the jackknife's standard error of a value with these replicates.
+
+    It is sqrt((m - 1) / m * sum of squared deviations of the m replicates from their mean).
+    """
     m = replicates.shape[axis]
     deviation = replicates - replicates.mean(axis, keepdims=True)
     return np.sqrt((m - 1) / m * (deviation**2).sum(axis))
@@ -111,34 +128,39 @@ def standard_error(replicates: Float, axis: int = -1) -> Float:
 def interval(
     value: Float, replicates: Float, limits: Limits = UNLIMITED
 ) -> tuple[Float, Float, Float]:
-    """Standard error, low and high of the 95 % interval: value -+ t(0.975, m - 1) * error; NaN with
-    fewer than two replicates, or a missing one.
+    """Return standard error, low and high of the 95 % interval, value -+ t(0.975, m - 1) * error.
+
+    All are NaN with fewer than two replicates, or a missing one.
 
     Args:
         value: (...).
         replicates: (..., m).
-        limits: least and largest possible value, which bound the interval.
+        limits: smallest and largest possible value, which bound the interval.
     """
     m = replicates.shape[-1]
     if m < 2:
-        nothing = np.full(np.shape(value), np.nan)
-        return nothing, nothing, nothing
+        nans = np.full(np.shape(value), np.nan)
+        return nans, nans, nans
     error = standard_error(replicates)
     half = t_quantile(m - 1) * error
-    return error, *cut(value, value - half, value + half, limits)
+    low, high = cut(value, value - half, value + half, limits)
+    return error, low, high
 
 
 def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, Float]:
-    """Low and high of an interval, clipped to the limits as far as the value is within them."""
-    least, most = limits
+    """Return low and high of an interval, clipped to the limits.
+
+    A value beyond a limit, by rounding, stays inside of its interval.
+    """
+    smallest, largest = limits
     return (
-        np.maximum(low, np.minimum(value, least)),
-        np.minimum(high, np.maximum(value, most)),
+        np.maximum(low, np.minimum(value, smallest)),
+        np.minimum(high, np.maximum(value, largest)),
     )
 
 
 def largest_t(replicates: Float) -> float:
-    """The q with P(max over pairs |difference| / error > q) = 0.05 if no two rows differ.
+    """Return the q with P(max over pairs |difference| / error > q) = 0.05 if no two rows differ.
 
     Blocks are drawn from a normal distribution with the rows' covariance; each pair is divided by
     its own error from these blocks, as the differences are. With one error for all pairs, as in
@@ -150,26 +172,30 @@ def largest_t(replicates: Float) -> float:
             out.
     """
     x = replicates[np.isfinite(replicates).all(1)]
-    n, m = x.shape
-    pairs = n * (n - 1) // 2
-    if pairs <= 1 or n > MOST_PAIRED:
-        return t_quantile(m - 1, 1 - (1 - LEVEL) / max(pairs, 1))
+    n_rows, m = x.shape
+    n_pairs = n_rows * (n_rows - 1) // 2
+    if n_pairs <= 1 or n_rows > MAX_PAIRED_ROWS:
+        # Bonferroni's bound.
+        return t_quantile(m - 1, 1 - (1 - LEVEL) / max(n_pairs, 1))
     x = x - x.mean(1, keepdims=True)
+    # m blocks of each draw, with the covariance of the rows: (rows, blocks, draws).
     normal = np.random.default_rng(0).standard_normal((m, m * DRAWS))
-    drawn = (x @ normal).reshape(n, m, DRAWS)
+    drawn = (x @ normal).reshape(n_rows, m, DRAWS)
     largest = np.zeros(DRAWS)
-    for i in range(n - 1):
+    for i in range(n_rows - 1):
+        # Equal rows have no error to divide by.
         differs = (x[i + 1 :] != x[i]).any(1)
         if differs.any():
-            gap = drawn[i + 1 :][differs] - drawn[i]
-            t = np.abs(gap.mean(1)) / (gap.std(1, ddof=1) / np.sqrt(m))
+            differences = drawn[i + 1 :][differs] - drawn[i]  # (pairs, blocks, draws)
+            errors = differences.std(1, ddof=1) / np.sqrt(m)
+            t = np.abs(differences.mean(1)) / errors
             largest = np.maximum(largest, t.max(0))
-    # Rows that never differ leave the one pair's quantile.
+    # If no rows differ, this is the quantile of a single pair.
     return max(float(np.quantile(largest, LEVEL)), t_quantile(m - 1))
 
 
 def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
-    """Cells of a mean over images; see `image_statistics.METHODS`.
+    """Return the cells of a mean over images; its interval is that of `image_statistics.METHODS`.
 
     Args:
         values: (images,), NaN for missing, which are left out.
@@ -182,42 +208,56 @@ def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
 def jackknife_cells(
     value: float, without: Float, n: int, limits: Limits = UNLIMITED
 ) -> Cells:
-    """Cells of a statistic other than a mean: its 95 % interval by the delete-a-block jackknife;
-    std is sqrt(n) times the standard error. without: (blocks,) the value of the n images without
-    each block of them; limits: least and largest possible value."""
+    """Return the cells of a statistic other than a mean, with a delete-a-block jackknife.
+
+    `std` is sqrt(n) times the standard error.
+
+    Args:
+        value: the statistic of n images.
+        without: (blocks,) the statistic without each block of them.
+        n: number of images.
+        limits: smallest and largest possible value.
+    """
     error, low, high = interval(np.array(value), without, limits)
     return {
-        **{"value": float(value), "std": float(error) * np.sqrt(n)},
-        **{"low": float(low), "high": float(high), "n_images": n, WORD: without},
+        "value": float(value),
+        "std": float(error) * np.sqrt(n),
+        "low": float(low),
+        "high": float(high),
+        "n_images": n,
+        WORD: without,
     }
 
 
 def interval_cells(value: ArrayLike, without: Float, limits: Limits = UNLIMITED) -> Cells:
-    """Cells of a value whose rows have no std; see `jackknife_cells`."""
+    """Return the cells of a value whose rows have no std; arguments as of `jackknife_cells`."""
     value = np.asarray(value, np.float64)
     _, low, high = interval(value, without, limits)
     return {"value": float(value), "low": float(low), "high": float(high), WORD: without}
 
 
 def columns_of(estimates: Estimates) -> Cells:
-    """Value columns of a block of rows, one per entry of the estimates."""
-    of = estimates
+    """Return the value columns of a block of rows, one row per entry of the estimates."""
     columns = {
-        "value": of.value,
-        "std": of.std,
-        "low": of.low,
-        "high": of.high,
-        "n_images": of.n,
+        "value": estimates.value,
+        "std": estimates.std,
+        "low": estimates.low,
+        "high": estimates.high,
+        "n_images": estimates.n,
     }
-    if of.without is None:
-        return columns
-    return columns | {WORD: of.without}
+    if estimates.without is not None:
+        columns[WORD] = estimates.without
+    return columns
 
 
 def cells_of(estimates: Estimates, i: int) -> Cells:
-    of = estimates
+    """Return the cells of the row about entry i of the estimates."""
+    without = None if estimates.without is None else estimates.without[i]
     return {
-        **{"value": float(of.value[i]), "std": float(of.std[i])},
-        **{"low": float(of.low[i]), "high": float(of.high[i]), "n_images": int(of.n[i])},
-        WORD: None if of.without is None else of.without[i],
+        "value": float(estimates.value[i]),
+        "std": float(estimates.std[i]),
+        "low": float(estimates.low[i]),
+        "high": float(estimates.high[i]),
+        "n_images": int(estimates.n[i]),
+        WORD: without,
     }

@@ -44,15 +44,17 @@ class Ranks(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def median_ranks(n: int) -> Ranks | None:
-    """The ranks of a median's interval of n independent values; None for fewer than 6."""
+    """Return the ranks of the interval of a median of n independent values; None for n < 6."""
     if n < MIN_IMAGES:
         return None
-    chosen = np.arange(1, n + 1)
-    # log C(n, k) = sum over i <= k of log((n + 1 - i) / i)
-    log_counts = np.concatenate([[0.0], np.cumsum(np.log((n + 1 - chosen) / chosen))])
-    below = np.cumsum(np.exp(log_counts - n * math.log(2)))  # P(Binomial(n, 1/2) <= k)
-    low = int(np.searchsorted(below, TAIL, "right")) - 1
-    return Ranks(low=low, high=n - 1 - low, confidence=1 - 2 * float(below[low]))
+    i = np.arange(1, n + 1)
+    # log C(n, k) = sum over i <= k of log((n + 1 - i) / i): the numbers themselves overflow.
+    log_counts = np.concatenate([[0.0], np.cumsum(np.log((n + 1 - i) / i))])
+    cumulative = np.cumsum(
+        np.exp(log_counts - n * math.log(2))
+    )  # P(Binomial(n, 1/2) <= k)
+    low = int(np.searchsorted(cumulative, TAIL, "right")) - 1
+    return Ranks(low=low, high=n - 1 - low, confidence=1 - 2 * float(cumulative[low]))
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Medians:
 
 
 def medians_over_images(x: Float, present: Mask) -> Medians:
-    """The median of each row over its images, one value an image.
+    """Return the median of each row over its images, where an image has one value.
 
     The median of an even number of images is the mean of the middle two.
 
@@ -82,14 +84,16 @@ def medians_over_images(x: Float, present: Mask) -> Medians:
     high = np.full(n_rows, np.nan)
     shares = np.where(present, np.nan, 0.0)
     counts = present.sum(1)
-    for n in np.unique(
-        counts[counts > 0]
-    ).tolist():  # one count, unless images lack values
+    # Rows with the same number of values together: all rows, unless images lack values.
+    for n in np.unique(counts[counts > 0]).tolist():
         rows = np.flatnonzero(counts == n)
         ranks = median_ranks(n)
         middle = [(n - 1) // 2, n // 2]
-        ends = [] if ranks is None else [ranks.low, ranks.high]
-        ordered = np.partition(x[rows], [*middle, *ends], axis=1)  # NaN sort last
+        partition_ranks = [*middle]
+        if ranks is not None:
+            partition_ranks += [ranks.low, ranks.high]
+        # Only these ranks are sorted into their places; NaN sort last.
+        ordered = np.partition(x[rows], partition_ranks, axis=1)
         value[rows] = ordered[:, middle].sum(1) / 2
         if ranks is None:
             continue
@@ -97,45 +101,56 @@ def medians_over_images(x: Float, present: Mask) -> Medians:
         high[rows] = ordered[:, ranks.high]
         z = NormalDist().inv_cdf((1 + ranks.confidence) / 2)
         error = (high[rows] - low[rows]) / (2 * z)
-        side = np.where(present[rows], np.sign(x[rows] - value[rows, np.newaxis]), 0.0)
-        shares[rows] = _scaled_to(error, side, n)
+        # The influence function of a median: the side on which a value lies.
+        influence = np.where(
+            present[rows], np.sign(x[rows] - value[rows, np.newaxis]), 0.0
+        )
+        shares[rows] = _scale_to_error(error, influence, n)
     return Medians(value, low, high, shares)
 
 
 def pooled_median(values: Float) -> Medians:
-    """The median of all values of all images, as one row.
+    """Return the median of all values of all images, as one row, with Woodruff's interval (1952).
 
     Args:
         values: (images, values of an image), without NaN.
     """
-    n_images, n_each = values.shape
-    if n_each == 1:
+    n_images, n_values_each = values.shape
+    if n_values_each == 1:
         return medians_over_images(values.T, np.ones((1, n_images), bool))
     pooled = np.sort(values, axis=None)
     n = len(pooled)
     value = (pooled[(n - 1) // 2] + pooled[n // 2]) / 2
-    nothing = np.full(1, np.nan)
+    nan_row = np.full(1, np.nan)
     no_interval = Medians(
-        np.array([value]), nothing, nothing, np.full((1, n_images), np.nan)
+        np.array([value]), nan_row, nan_row, np.full((1, n_images), np.nan)
     )
     if n_images < 2:
         return no_interval
-    # Values that equal the median count half, on either side.
-    below = ((values < value).mean(1) + (values <= value).mean(1)) / 2
-    error_of_share = below.std(ddof=1) / math.sqrt(n_images)
+    # p_i, each image's share below the median; values that equal it count half.
+    shares_below = ((values < value).mean(1) + (values <= value).mean(1)) / 2
+    error_of_share = shares_below.std(ddof=1) / math.sqrt(n_images)
     t = t_quantile(n_images - 1)
-    reach = t * error_of_share
-    if reach >= 0.5:
+    # The interval's ends are the pooled quantiles at 1/2 -+ t times that error.
+    half_level = t * error_of_share
+    if half_level >= 0.5:
         return no_interval
-    low = min(pooled[math.floor(n * (0.5 - reach))], value)
-    high = max(pooled[math.ceil(n * (0.5 + reach)) - 1], value)
+    low = min(pooled[math.floor(n * (0.5 - half_level))], value)
+    high = max(pooled[math.ceil(n * (0.5 + half_level)) - 1], value)
     error = np.array([(high - low) / (2 * t)])
-    shares = _scaled_to(error, below.mean() - below[np.newaxis], n_images)
+    influence = shares_below.mean() - shares_below[np.newaxis]
+    shares = _scale_to_error(error, influence, n_images)
     return Medians(np.array([value]), np.array([low]), np.array([high]), shares)
 
 
-def _scaled_to(error: Float, influence: Float, n: int) -> Float:
-    """(rows, images) the influence of each image, scaled so that its standard error is `error`."""
+def _scale_to_error(error: Float, influence: Float, n: int) -> Float:
+    """Return the influence of images, (rows, images), scaled so that it has a standard error.
+
+    Args:
+        error: (rows,) the standard error.
+        influence: (rows, images), with mean 0.
+        n: images with a value.
+    """
     squares = (influence**2).sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = np.where(squares > 0, error * np.sqrt((n - 1) / n / squares), 0.0)

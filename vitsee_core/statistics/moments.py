@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 LEVEL = 0.95
-OF_19 = (
-    2.0930240544083087  # t(0.975, 19), of the 20 blocks of a jackknife, as scipy has it
-)
+# t(0.975, 19), for the 20 blocks of a jackknife, as scipy has it: importing scipy takes a second.
+T_QUANTILE_OF_19 = 2.0930240544083087
 INTERVAL_METHOD = (
     "95 % interval of the mean over images: mean -+ t(0.975, n - 1) * std / sqrt(n), std the "
     "sample standard deviation over images (n - 1); for a plain mean this standard error is the "
@@ -28,7 +27,7 @@ INTERVAL_METHOD = (
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean of a sample with its uncertainty, one number per entry (shape: an example's)."""
+    """Mean of a sample with its uncertainty; arrays of the shape of an example."""
 
     mean: Float  # NaN where n = 0
     std: Float  # sample standard deviation (n - 1), NaN where n < 2
@@ -37,22 +36,24 @@ class Summary:
     n: NDArray[np.int64]  # examples counted
 
     def cells(self, at: int | tuple[int, ...] = ()) -> dict[str, float | int]:
-        """The columns value, std, low, high and n_images of a row about one entry."""
-        numbers = {
-            "value": self.mean,
-            "std": self.std,
-            "low": self.low,
-            "high": self.high,
+        """Return the columns value, std, low, high and n_images of a row about one entry.
+
+        at: index of the entry.
+        """
+        return {
+            "value": float(self.mean[at]),
+            "std": float(self.std[at]),
+            "low": float(self.low[at]),
+            "high": float(self.high[at]),
+            "n_images": int(self.n[at]),
         }
-        cells: dict[str, float | int] = {
-            name: float(of[at]) for name, of in numbers.items()
-        }
-        return cells | {"n_images": int(self.n[at])}
 
 
 def mean_over_tokens(values: ArrayLike) -> Float:
-    """(images,) each image's mean over its tokens; a token that is NaN is left out, and an image
-    of which all are has NaN, where `numpy.nanmean` warns. values: (images, tokens).
+    """Return (images,) the mean of each image over its tokens.
+
+    A token that is NaN is left out; an image without any other has NaN, where `numpy.nanmean`
+    warns. values: (images, tokens).
 
     >>> mean_over_tokens([[1.0, float("nan"), 3.0], [float("nan")] * 3])
     array([ 2., nan])
@@ -79,7 +80,7 @@ class Moments:
         self._m2: Any = np.float64(0.0)
 
     def add(self, examples: ArrayLike) -> None:
-        """Count these examples: (examples, ...), every later call with the same `...`."""
+        """Count examples: an array (examples, ...), with the same `...` at every call."""
         x = np.asarray(examples, np.float64)
         if len(x) == 0:
             return
@@ -98,6 +99,8 @@ class Moments:
         self._join(other._n, other._mean, other._m2)
 
     def _join(self, n: Any, mean: Any, m2: Any) -> None:
+        """Add a piece: its counts, means, and sums of squared deviations from these."""
+        # With d = mean - self.mean: M2 += m2 + d^2 N n / (N + n), mean += d n / (N + n).
         total = self._n + n
         share = n / np.maximum(total, 1)
         delta = mean - self._mean
@@ -107,7 +110,7 @@ class Moments:
         self._n = total
 
     def summary(self) -> Summary:
-        """Mean, spread and interval of everything counted so far."""
+        """Return mean, spread and interval of everything counted so far."""
         n = np.asarray(self._n, np.int64)
         mean = np.where(n > 0, self._mean, np.nan)
         std = np.sqrt(np.where(n > 1, self._m2, np.nan) / np.maximum(n - 1, 1))
@@ -127,29 +130,33 @@ class SlabMoments:
         self._moments: dict[Any, Moments] = {}
 
     def update(self, slab: Slab) -> None:
+        """Count the images of a slab."""
         for key, values in self._read(slab).items():
             self._moments.setdefault(key, Moments()).add(values)
 
     def merge(self, other: SlabMoments) -> None:
+        """Add the counts of later slabs."""
         for key, moments in other._moments.items():
             self._moments.setdefault(key, Moments()).merge(moments)
 
     def result(self) -> dict[Any, Summary]:
+        """Return key -> mean, spread and interval."""
         return {key: moments.summary() for key, moments in self._moments.items()}
 
 
 def _quantiles(df: NDArray[np.int64]) -> Float:
-    """Two-sided 95 % Student quantiles; NaN where df < 1."""
-    values, where = np.unique(df, return_inverse=True)
-    table = np.array([t_quantile(int(v)) if v > 0 else np.nan for v in values])
-    return table[where].reshape(df.shape)
+    """Return two-sided 95 % quantiles of Student's t for degrees of freedom; NaN where df < 1."""
+    # Each once: a quantile takes microseconds, and most entries have the same number of images.
+    unique_dfs, inverse = np.unique(df, return_inverse=True)
+    quantiles = [t_quantile(int(k)) if k > 0 else np.nan for k in unique_dfs]
+    return np.array(quantiles)[inverse].reshape(df.shape)
 
 
 @lru_cache(maxsize=4096)
 def t_quantile(df: int, level: float = LEVEL) -> float:
-    """The t with P(|T| < t) = `level` for Student's T with `df` >= 1 degrees of freedom."""
+    """Return the t with P(|T| < t) = `level` for Student's T with `df` >= 1 degrees of freedom."""
     if (df, level) == (19, LEVEL):
-        return OF_19  # scipy takes longer to import than a small analysis takes
+        return T_QUANTILE_OF_19
     from scipy.special import stdtrit
 
     return float(stdtrit(df, (1 + level) / 2))

@@ -44,10 +44,22 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, Float]:
-    """Low and high of Wilson's interval for shares of n; NaN where n is 0."""
+    """Return low and high of Wilson's score interval (1927) of proportions; NaN where n is 0.
+
+    Args:
+        share: proportions, 0 to 1, of any shape.
+        n: numbers of independent answers, of that shape.
+        quantile: of the standard normal distribution; by default for 95 %.
+
+    Example:
+        >>> low, high = wilson(0.0, 10)
+        >>> float(low), round(float(high), 3)
+        (0.0, 0.278)
+    """
     p = np.asarray(share, np.float64)
     n = np.asarray(n, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
+        # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
         scale = 1 + quantile**2 / n
         centre = (p + quantile**2 / (2 * n)) / scale
         half = quantile * np.sqrt(p * (1 - p) / n + quantile**2 / (4 * n**2)) / scale
@@ -58,35 +70,45 @@ def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, 
 def share_interval(
     share: ArrayLike, error: ArrayLike, n: ArrayLike, quantile: float = Z
 ) -> tuple[Float, Float]:
-    """Low and high of the interval of shares with these standard errors.
+    """Return low and high of the interval of proportions with these standard errors.
 
     Args:
-        share: 0 to 1.
-        error: its standard error; NaN gives no interval.
-        n: images.
+        share: proportions, 0 to 1.
+        error: their standard errors; NaN gives no interval.
+        n: numbers of images.
         quantile: of the standard normal distribution, or of Student's for an error from few
             replicates.
     """
     p = np.asarray(share, np.float64)
     error = np.asarray(error, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        effective = np.where(p * (1 - p) > 0, p * (1 - p) / error**2 + 1, n)
-    return wilson(p, np.where(np.isnan(error), np.nan, effective), quantile)
+        # The effective sample size of Dean and Pagano (2015), see the head of this file.
+        n_effective = np.where(p * (1 - p) > 0, p * (1 - p) / error**2 + 1, n)
+    return wilson(p, np.where(np.isnan(error), np.nan, n_effective), quantile)
 
 
 def jackknife_share(share: float, replicates: Float, n: int) -> tuple[float, float]:
-    """Low and high of the interval of a share of n images with these replicates (blocks,); NaN with
-    fewer than two of them."""
-    m = len(replicates)
-    if m < 2:
+    """Return low and high of the interval of a proportion whose error is a jackknife's.
+
+    Args:
+        share: the proportion.
+        replicates: (blocks,) the proportion without each block; fewer than two give NaN.
+        n: number of images.
+    """
+    n_blocks = len(replicates)
+    if n_blocks < 2:
         return np.nan, np.nan
-    low, high = share_interval(share, standard_error(replicates), n, t_quantile(m - 1))
+    low, high = share_interval(
+        share, standard_error(replicates), n, t_quantile(n_blocks - 1)
+    )
     return float(low), float(high)
 
 
 def as_share(cells: Cells) -> Cells:
-    """The cells of a proportion, or the columns of several, with their Wilson intervals; std:
-    sqrt(n_images) times the standard error."""
+    """Return the cells of a proportion, or the columns of several, with Wilson intervals.
+
+    Their `std` is sqrt(n_images) times the standard error.
+    """
     n = np.asarray(cells["n_images"])
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.where(n > 0, cells["std"] / np.sqrt(n), np.nan)
@@ -102,7 +124,14 @@ PAIRED_TEST = "McNemar's exact test (1947), two-sided: binomial, of the discorda
 
 
 def difference_interval(more: int, fewer: int, n: int) -> tuple[float, float]:
-    """Low and high of the 95 % interval of (more - fewer) / n, within -1 and 1."""
+    """Return low and high of the 95 % interval of (more - fewer) / n, within -1 and 1.
+
+    Bonett and Price (2012). Args:
+        more: images that are right in the first only.
+        fewer: images that are right in the second only.
+        n: all images.
+    """
+    # 1 is added to both counts, and 2 to n: the head of this file has the formula.
     p = (more + 1) / (n + 2)
     q = (fewer + 1) / (n + 2)
     d = p - q
@@ -111,8 +140,13 @@ def difference_interval(more: int, fewer: int, n: int) -> tuple[float, float]:
 
 
 def mcnemar(more: int, fewer: int) -> float:
-    """The p-value that both directions are equally likely; 1 without a discordant image."""
+    """Return the p-value of McNemar's exact test; 1 without a discordant image.
+
+    The null hypothesis is that an image is as likely right in the first only as in the second.
+    """
     from scipy.stats import binomtest
 
-    n = more + fewer
-    return float(binomtest(more, n, 0.5).pvalue) if n else 1.0
+    n_discordant = more + fewer
+    if n_discordant == 0:
+        return 1.0
+    return float(binomtest(more, n_discordant, 0.5).pvalue)

@@ -47,8 +47,11 @@ ROUNDING = 2.0**-22
 
 @dataclass(frozen=True)
 class StoredSublayer(StoredPart):
+    """A residual sublayer whose dot products a store keeps."""
+
     @property
     def block(self) -> str:
+        """The block that it is in."""
         return block_of_sublayer(self.site)
 
 
@@ -68,7 +71,7 @@ class TokenPlace:
 def quantities(
     products: NDArray[np.floating], names: Sequence[str] = QUANTITIES
 ) -> dict[str, Float]:
-    """Ratio, cosines and norms of each image and token, in float64, shape (...) each.
+    """Return name -> ratio, cosine or norm of each image and token, in float64, (...) each.
 
     NaN: `norm_ratio` where f = 0; `cos_branch` where z or f is 0; `cos_out` where z is 0 or z + f
     is 0 to within the rounding of the products. Where f = 0, `cos_out` is 1: the sublayer passes z
@@ -83,22 +86,25 @@ def quantities(
 
 
 def _cos_out(zz: Float, ff: Float, zf: Float) -> Float:
-    total = zz + 2 * zf + ff
-    total[total <= ROUNDING * (zz + ff)] = 0
-    return np.clip(_over(zz + zf, np.sqrt(zz * total)), -1, 1)
+    """Return the cosine of z and z + f; NaN where either is 0."""
+    # |z + f|^2 = z.z + 2 z.f + f.f, which rounds to something else than 0 where f = -z.
+    output_squared = zz + 2 * zf + ff
+    output_squared[output_squared <= ROUNDING * (zz + ff)] = 0
+    # z.(z + f) / (|z| |z + f|)
+    return np.clip(_divide(zz + zf, np.sqrt(zz * output_squared)), -1, 1)
 
 
 _QUANTITY: dict[str, Callable[[Float, Float, Float], Float]] = {
-    "norm_ratio": lambda zz, ff, zf: np.sqrt(_over(zz, ff)),
-    "cos_branch": lambda zz, ff, zf: np.clip(_over(zf, np.sqrt(zz * ff)), -1, 1),
+    "norm_ratio": lambda zz, ff, zf: np.sqrt(_divide(zz, ff)),
+    "cos_branch": lambda zz, ff, zf: np.clip(_divide(zf, np.sqrt(zz * ff)), -1, 1),
     "cos_out": _cos_out,
     "skip_norm": lambda zz, ff, zf: np.sqrt(zz),
     "branch_norm": lambda zz, ff, zf: np.sqrt(ff),
 }
 
 
-def _over(a: Float, b: Float) -> Float:
-    """a / b, NaN where b is 0."""
+def _divide(a: Float, b: Float) -> Float:
+    """Return a / b, NaN where b is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio: Float = a / b
     ratio[b == 0] = np.nan
@@ -107,25 +113,30 @@ def _over(a: Float, b: Float) -> Float:
 
 @dataclass(frozen=True)
 class ReadQuantities:
-    """Reads the quantities of one slab: a sublayer's tokens in this order (`FLAT` first), for the
-    images that count."""
+    """Reads the quantities of a sublayer's tokens from a slab, for the images that count.
+
+    Attributes:
+        site: name of the sublayer.
+        tokens: indices of the tokens, in this order; `FLAT`, if wanted, first.
+        names: some of `QUANTITIES`.
+    """
 
     site: str
     tokens: tuple[int, ...]
     names: tuple[str, ...]
 
     def __call__(self, slab: Slab) -> tuple[dict[str, Float], int]:
-        """Name -> (tokens, images) of a quantity; and the number of tokens of images with f = 0.
-        Only the dot products of one sublayer are read."""
-        products = slab.residual(self.site)[slab.valid]
-        if self.tokens != tuple(range(products.shape[1])):
-            flat = (
-                products.sum(1, dtype=np.float64, keepdims=True)
-                if FLAT in self.tokens
-                else None
-            )
-            products = products[:, [token for token in self.tokens if token != FLAT]]
-            if flat is not None:
+        """Return name -> (tokens, images) of a quantity, and how many tokens have f = 0.
+
+        Only the dot products of one sublayer are read.
+        """
+        all_products = slab.residual(self.site)[slab.valid]  # (images, tokens, 3)
+        products = all_products
+        if self.tokens != tuple(range(all_products.shape[1])):
+            products = all_products[:, [token for token in self.tokens if token != FLAT]]
+            if FLAT in self.tokens:
+                # Dot products of flattened tokens are sums over tokens.
+                flat = all_products.sum(1, dtype=np.float64, keepdims=True)
                 products = np.concatenate([flat, products], axis=1)
         n_zero = int((products[..., 1] == 0).sum())
         by_name = quantities(products, self.names)
@@ -135,74 +146,88 @@ class ReadQuantities:
 def choose_sublayers(
     stores: Sequence[Store], patterns: Sequence[str]
 ) -> StoreSelection[StoredSublayer]:
-    """The sublayers of each store that the patterns name, in the model's order.
+    """Return the sublayers of each store that the patterns name, in the model's order.
 
     A pattern is a sublayer's name (`blocks.3.attn`, `layer1.0`, `blocks.-1.mlp`), a glob, a kind
     (`attn`, `mlp`, `token`, `channel`), `blocks` for all, or a place in depth (`last`: the last
-    block's). It need not match in every store; see `select_each`.
+    block's). It need not match in every store.
 
     Raises:
         MissingInput: no store has dot products.
         SiteError: a pattern that matches in no store, or a store where none matches.
     """
-    return select_each(stores, patterns, _select)
+    return select_each(stores, patterns, _select_sublayers)
 
 
 def _sublayers(store: Store) -> list[StoredSublayer]:
+    """Return all sublayers of a store. Raises MissingInput: it keeps no dot products."""
     plan = store.manifest.plan
     if not plan.sublayers:
         reason = store.manifest.left_out.get("residual")
         why = reason or "it was extracted with --no-residual (expected --residual)"
         raise MissingInput(f"{store.label} has no products of skips and branches: {why}")
-    places = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
+    depths = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
     return [
-        StoredSublayer(name, *places[name], layout) for name, layout in plan.sublayers
+        StoredSublayer(name, *depths[name], layout) for name, layout in plan.sublayers
     ]
 
 
-def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
+def _select_sublayers(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
+    """Return the sublayers of one store that the patterns name.
+
+    Raises:
+        MissingInput: the store keeps no dot products.
+        SiteError: a pattern matches nothing.
+    """
     sublayers = _sublayers(store)
-    kinds = {s.site.rpartition(".")[2] for s in sublayers}
-    wanted = []
-    for part in split_patterns(patterns):
-        kind = part.removeprefix(NOT)
-        of_kind = kind in kinds and not kind.isdigit()
-        wanted.append(f"{part.removesuffix(kind)}*.{kind}" if of_kind else part)
-    hint = f"vitsee info {store.place}"
+    kinds = {sublayer.site.rpartition(".")[2] for sublayer in sublayers}
+    expanded_patterns = []
+    for pattern in split_patterns(patterns):
+        kind = pattern.removeprefix(NOT)
+        # `attn` stands for `*.attn`; `layer1.0` is a name whose last word is no kind.
+        if kind in kinds and not kind.isdigit():
+            pattern = f"{pattern.removesuffix(kind)}*.{kind}"
+        expanded_patterns.append(pattern)
     sites = [sublayer.as_site("blocks", "residual") for sublayer in sublayers]
-    names = {
-        s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)
-    }
+    chosen = select_names(
+        expanded_patterns,
+        sites,
+        what="store's sublayers",
+        hint=f"vitsee info {store.place}",
+    )
+    names = {site.name for site in chosen}
     return [sublayer for sublayer in sublayers if sublayer.site in names]
 
 
 def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
-    """The places selected by values of --tokens, each once; none for tokens that the layout lacks.
+    """Return the places that values of --tokens select, each once.
+
+    There are none for tokens that the layout lacks.
 
     `each`: every token alone. `cls`: the class token. `prefix`: the prefix tokens, one place per
     kind, registers as their mean. `patches`: the mean over the grid (or over rows without a grid).
     `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
     """
     places: dict[TokenPlace, None] = {}
-    singles = _singles(layout)
+    singles = _single_tokens(layout)
     for word in words:
         if word == "flat":
             places[TokenPlace("flat", None, None, (FLAT,))] = None
         elif word in ("prefix", "patches", "all"):
-            kinds = [] if word == "patches" else _prefix_kinds(layout)
-            body = TokenPlace(
-                "patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens))
-            )
-            places |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
+            if word != "patches":
+                places.update(dict.fromkeys(_prefix_kinds(layout)))
+            if word != "prefix":
+                body = tuple(range(layout.n_prefix, layout.n_tokens))
+                places[TokenPlace("patches", None, None, body)] = None
         else:
             members = TokenSelection.parse(word, TOKENS).members(layout)
-            places |= dict.fromkeys(singles[i] for i in members)
+            places.update(dict.fromkeys(singles[i] for i in members))
     return list(places)
 
 
 @lru_cache(maxsize=32)
-def _singles(layout: TokenLayout) -> tuple[TokenPlace, ...]:
-    """Each token by itself."""
+def _single_tokens(layout: TokenLayout) -> tuple[TokenPlace, ...]:
+    """Return the place of each token by itself, in the tokens' order."""
     return tuple(
         TokenPlace(
             token.name if token.row is None else None,
@@ -216,13 +241,22 @@ def _singles(layout: TokenLayout) -> tuple[TokenPlace, ...]:
 
 
 def place_columns(places: Sequence[TokenPlace]) -> dict[str, list[str | int | None]]:
-    """The columns `token`, `row` and `col` of rows about these places, of clips `frame`, too."""
-    in_time = any(place.frame is not None for place in places)
-    names = ("token", *(("frame",) if in_time else ()), "row", "col")
-    return {name: [getattr(place, name) for place in places] for name in names}
+    """Return the columns `token`, `row` and `col` of rows about these places.
+
+    Clips have a column `frame`, too.
+    """
+    columns: dict[str, list[str | int | None]] = {
+        "token": [place.token for place in places]
+    }
+    if any(place.frame is not None for place in places):
+        columns["frame"] = [place.frame for place in places]
+    columns["row"] = [place.row for place in places]
+    columns["col"] = [place.col for place in places]
+    return columns
 
 
 def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:
+    """Return a place per kind of prefix token: each token alone, but the mean of the registers."""
     kinds: dict[str, list[int]] = {}
     for i, name in enumerate(layout.prefix):
         kinds.setdefault("registers" if name.startswith("reg") else name, []).append(i)
@@ -234,13 +268,17 @@ def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:
 def missing_tokens(
     label: str, sublayers: Sequence[StoredSublayer], word: str
 ) -> str | None:
-    """A remark if a value of --tokens matches no token in some sublayers of a store; None if it
-    matches in all."""
-    without = [s for s in sublayers if not places_of(s.layout, [word])]
-    if not without:
+    """Return a remark if a value of --tokens matches no token in some sublayers of a store.
+
+    None if it matches in all. label: of the store; word: the value.
+    """
+    lacking = [s for s in sublayers if not places_of(s.layout, [word])]
+    if not lacking:
         return None
-    names = ", ".join(s.site for s in without[:4]) + (", ..." if len(without) > 4 else "")
+    names = ", ".join(sublayer.site for sublayer in lacking[:4])
+    if len(lacking) > 4:
+        names += ", ..."
     return (
-        f"{label} has no tokens {word!r} in {len(without)} of {len(sublayers)} sublayers ({names}: "
-        f"{describe_layout(without[0].layout)})"
+        f"{label} has no tokens {word!r} in {len(lacking)} of {len(sublayers)} sublayers ({names}: "
+        f"{describe_layout(lacking[0].layout)})"
     )
