@@ -82,7 +82,7 @@ def interruptible() -> None:
 def nothing_said_of_slow_starts() -> Iterator[None]:
     """What a command says on stderr does not depend on the machine's load."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "SILENCE", 3600.0)
+        patch.setattr(progress, "SILENT_SECONDS", 3600.0)
         yield
 
 

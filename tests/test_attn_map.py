@@ -380,7 +380,7 @@ def test_stored_attention_is_read_in_bounded_batches(
 ) -> None:
     made = random_attention(layout(), 11, [2])
     store = write(tmp_path / "a.zarr", [made], slab=4, level="full")
-    monkeypatch.setattr(recompute, "MOST_IMAGES", 3)
+    monkeypatch.setattr(recompute, "MAX_IMAGES", 3)
     rows = np.array([9, 0, 1, 2, 3, 8, 5])
     batches = list(attention_of_images(store, rows, lambda _, a: {"all": a}))
     assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3], [5], [8, 9]]

@@ -136,7 +136,7 @@ def test_only_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "level", logging.INFO)
     with progress.soon_said("loading the model"):  # within an hour, see conftest.py
         pass
-    monkeypatch.setattr(progress, "SILENCE", 0.0)
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
     with progress.soon_said("listing the images"):
         assert said.wait(60)
     assert lines == ["listing the images ..."]

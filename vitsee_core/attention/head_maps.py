@@ -39,9 +39,8 @@ Key = tuple[str, str]  # array and group
 
 log = logging.getLogger(__name__)
 
-LEFT_OUT = (
-    " attention"  # follows a block's name in the manifest's list of what was left out
-)
+# Follows a block's name in the manifest's list of what was left out.
+LEFT_OUT_SUFFIX = " attention"
 SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 ALIGNED_FRAMES = "aligned_frames"  # of clips, by the offset in time
 
@@ -60,8 +59,9 @@ class SlabSums:
 def sum_slabs(
     store: Store, keys: Sequence[Key], rows: Rows, execution: Execution, *, parts: int = 1
 ) -> SlabSums:
-    """The stored sums of these slabs, added in float64 to at most `parts` parts; for arrays stored
-    per image, their sums over the valid images.
+    """Return the stored sums of some slabs, added in float64 to at most `parts` parts.
+
+    Of arrays that are stored per image, they are the sums over the valid images.
 
     Memory: `parts` times the arrays, and `jobs` slabs of them (fewer if `memory` is short). `rows`
     must be whole slabs; they are counted in the execution's progress.
@@ -72,7 +72,7 @@ def sum_slabs(
     parts = max(1, min(parts, n_slabs))
     sums: dict[Key, Float] = {}
     n_images = np.zeros(parts, np.int64)
-    work = partial(_read, tuple(keys))
+    work = partial(_read_slab_sums, tuple(keys))
     slab_bytes = sum(store.attention(*key).size_bytes for key in keys) // store.n_slabs
     jobs = execution.jobs
     if execution.memory is not None:
@@ -90,7 +90,7 @@ def sum_slabs(
     return SlabSums(sums, n_images)
 
 
-def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
+def _read_slab_sums(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
     sums = []
     for name, group in keys:
         if name in (*SUMS.values(), ALIGNED_FRAMES):
@@ -110,7 +110,7 @@ def spatial(per_token: Float, layout: TokenLayout) -> Float:
 def mean_maps(
     sums: Float, n_images: int, layout: TokenLayout, kind: str
 ) -> tuple[Float, NDArray[np.int64]]:
-    """Means over images of one block's heads, and the number of images in each.
+    """Return the means over images of one block's heads, and the number of images in each.
 
     sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention
     without renormalisation, so that a map's total is 1 minus the mass on prefix tokens. `aligned`:
@@ -129,25 +129,37 @@ def mean_maps(
 
 
 def query_coverage(grid: Grid, window: Grid | None = None) -> Float:
-    """The share of queries that have a key at each offset, in their window if there are any:
-    (2 rows - 1, 2 cols - 1), 1 in the middle, 1 / cells in the corners."""
+    """Return the share of queries that have a key at each offset, in their window if any.
+
+    (2 rows - 1, 2 cols - 1): 1 in the middle, 1 / cells in the corners.
+    """
     return _over_windows(grid, window, offset_pairs)
 
 
 def uniform_map(grid: Grid, window: Grid | None = None) -> Float:
-    """The aligned map of uniform attention, (2 rows - 1, 2 cols - 1) of mass 1: `query_coverage`
-    divided by its sum, where all windows have one size."""
-    return _over_windows(grid, window, lambda own: offset_pairs(own) / (own[0] * own[1]))
+    """Return the aligned map of uniform attention, (2 rows - 1, 2 cols - 1) of mass 1.
+
+    It is `query_coverage` divided by its sum if all windows have one size.
+    """
+    return _over_windows(
+        grid, window, lambda size: offset_pairs(size) / (size[0] * size[1])
+    )
 
 
 def _over_windows(
     grid: Grid, window: Grid | None, each: Callable[[Grid], Float]
 ) -> Float:
-    """The sum of maps by offset of all windows of a grid, over its cells."""
+    """Return the sum of maps by offset of all windows of a grid, divided by its cells.
+
+    each: size of a window -> its map by offset, (2 rows - 1, 2 cols - 1).
+    """
     gh, gw = grid
     total = np.zeros((2 * gh - 1, 2 * gw - 1))
-    for (a, b), n in window_sizes(grid, window).items():
-        total[gh - a : gh + a - 1, gw - b : gw + b - 1] += n * each((a, b))
+    for (height, width), n_windows in window_sizes(grid, window).items():
+        # The offset (0, 0) is at [gh - 1, gw - 1] of the grid's map.
+        rows = slice(gh - height, gh + height - 1)
+        cols = slice(gw - width, gw + width - 1)
+        total[rows, cols] += n_windows * each((height, width))
     return total / (gh * gw)
 
 
@@ -172,7 +184,7 @@ def blocks_of_each(
         MissingInput: no store has attention.
         SiteError: a pattern matches no block, or one without attention.
     """
-    selection = select_each(stores, sites, _blocks)
+    selection = select_each(stores, sites, _select_attention_blocks)
     for store in selection.stores:
         for line in by_reason(_without_attention(store)):
             log.info("%s lacks the attention of %s", store.label, line)
@@ -180,10 +192,11 @@ def blocks_of_each(
 
 
 def chosen_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
+    """Return the blocks of one store that `sites` choose; errors are those of `blocks_of_each`."""
     return blocks_of_each([store], sites).chosen[0]
 
 
-def _blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
+def _select_attention_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
     left_out = _without_attention(store)
     for site in sites:
         if site in left_out:
@@ -192,23 +205,27 @@ def _blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
 
 
 def _without_attention(store: Store) -> dict[str, str]:
-    """The blocks whose attention extract left out -> why."""
+    """Return block -> why extract left out its attention."""
     return {
-        name.removesuffix(LEFT_OUT): reason
+        name.removesuffix(LEFT_OUT_SUFFIX): reason
         for name, reason in store.manifest.left_out.items()
-        if name.endswith(LEFT_OUT)
+        if name.endswith(LEFT_OUT_SUFFIX)
     }
 
 
 def check_class_token(
     store: Store, blocks: Sequence[StoredAttention], instead: str
 ) -> None:
-    """Raises MissingInput if a block has no class token; `instead` names an alternative."""
+    """Refuse blocks without a class token.
+
+    Raises:
+        MissingInput: names the block; `instead` says what to run in place of this.
+    """
     for block in blocks:
         if block.layout.cls is None:
-            held = ", ".join(block.layout.prefix) or "none"
+            prefix_names = ", ".join(block.layout.prefix) or "none"
             raise MissingInput(
-                f"{store.label} has no class token in {block.site} (prefix tokens: {held}); "
+                f"{store.label} has no class token in {block.site} (prefix tokens: {prefix_names}); "
                 f"{instead}"
             )
 
@@ -216,7 +233,7 @@ def check_class_token(
 def check_heads(
     store: Store, blocks: Sequence[StoredAttention], heads: Sequence[int]
 ) -> list[NDArray[np.int64]]:
-    """The chosen heads of each block, by default all.
+    """Return the chosen heads of each block; without a choice all.
 
     Raises:
         VitseeError: a head that some block does not have.

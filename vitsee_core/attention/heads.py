@@ -32,10 +32,15 @@ WINDOW_OF_CLIPS = "; of clips so many times x rows x columns"
 
 @dataclass(frozen=True)
 class StoredAttention(StoredPart):
-    """The stored attention of one block: its place in the store's attention arrays (`group`, `row`
-    of the block axis), its heads and their tokens, and the windows (rows, cols of cells) in which
-    its queries see keys, None where they see all. times: of clips, the cells in time that a window
-    has; None where it has all."""
+    """The stored attention of one block.
+
+    Attributes:
+        group: name of the group of arrays that has it.
+        row: index on the block axis of these arrays.
+        n_heads: number of heads.
+        window: (rows, cols) of cells in which a query sees keys; None if it sees all.
+        times: for clips, the cells in time that a window has; None if it has all.
+    """
 
     group: str
     row: int
@@ -55,9 +60,11 @@ class StoredAttention(StoredPart):
         return " x ".join(map(str, (*in_time, *sides)))
 
 
-def _windows(group: AttentionGroup) -> tuple[Grid | None, int | None]:
-    """The rows and columns of a group's windows, and their cells in time; None where they cover
-    the grid, and all of its times."""
+def _window_of_group(group: AttentionGroup) -> tuple[Grid | None, int | None]:
+    """Return (rows, cols) and the cells in time of a group's windows.
+
+    None stands for windows that cover the grid, and all of its times.
+    """
     layout = group.layout
     window = group.window
     if window is None:
@@ -74,7 +81,7 @@ def _windows(group: AttentionGroup) -> tuple[Grid | None, int | None]:
 def attention_blocks(
     store: Store, patterns: Sequence[str] = ("blocks",)
 ) -> list[StoredAttention]:
-    """The blocks of a store that have attention summaries, in the model's order.
+    """Return the blocks of a store that have attention summaries, in the model's order.
 
     Raises:
         MissingInput: there are none.
@@ -93,7 +100,13 @@ def attention_blocks(
     }
     blocks = [
         StoredAttention(
-            name, *depths[name], group.layout, group.prefix, row, heads, *_windows(group)
+            name,
+            *depths[name],
+            group.layout,
+            group.prefix,
+            row,
+            heads,
+            *_window_of_group(group),
         )
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
@@ -110,31 +123,45 @@ def attention_blocks(
 
 
 def read_heads(arrays: Sequence[Array], slab: Slab) -> dict[Array, NDArray[Any]]:
-    """Stored arrays (name, group) -> (images, blocks, heads) of a slab's valid images, for
-    `SlabMoments`; NaN for a head without spatial mass in an image, or beyond its block's heads."""
+    """Return (name, group) -> (images, blocks, heads) of a slab's valid images.
+
+    For `SlabMoments`. NaN for a head without spatial mass in an image, or beyond its block's
+    heads.
+    """
     return {array: slab.attention(*array)[slab.valid] for array in arrays}
 
 
 def uniform_distance(layout: TokenLayout, window: Grid | None = None) -> float:
-    """The distance in pixels of uniform attention over the grid, or within its windows: 116.5 on
-    14 x 14 cells of 16 px; 0 on a single cell. Every offset is weighted by the number of pairs that
-    have it."""
+    """Return the mean distance, in pixels, of attention that is uniform over the grid.
+
+    116.5 on 14 x 14 cells of 16 px; 0 on a single cell; NaN without a grid or its stride.
+
+    Args:
+        layout: positions of the tokens.
+        window: (rows, cols) of cells within which attention is uniform; None for the grid.
+    """
     if layout.grid is None or layout.stride_px is None:
         return np.nan
-    total, (step_y, step_x) = 0.0, layout.stride_px
-    for (gh, gw), n in window_sizes(layout.grid, window).items():
+    step_y, step_x = layout.stride_px
+    total = 0.0
+    for (gh, gw), n_windows in window_sizes(layout.grid, window).items():
         dy = np.arange(1 - gh, gh)
         dx = np.arange(1 - gw, gw)
         lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
-        total += n * float((offset_pairs((gh, gw)) * lengths).sum() / (gh * gw))
+        # Every offset counts by the number of pairs (query, key) that have it.
+        sum_of_pairs = (offset_pairs((gh, gw)) * lengths).sum()
+        # A query spreads its attention over the gh * gw keys of its window.
+        total += n_windows * float(sum_of_pairs / (gh * gw))
     return total / math.prod(layout.grid)
 
 
 def uniform_in_time(block: StoredAttention) -> tuple[float, float]:
-    """(distance, share) of attention spread evenly over what a query sees of a clip: the mean
-    distance in time, in sampled frames, and the share of the keys with the query's own place in
-    time. Of T times that is (T^2 - 1) / (3 T) times the frames between times, and 1 / T; within a
-    frame 0 and 1. NaN for images."""
+    """Return (distance, share) in time of attention spread evenly over what a query sees.
+
+    The distance is the mean one in sampled frames, the share that of the keys at the query's own
+    time. For T times they are (T^2 - 1) / (3 T) times the frames between times, and 1 / T; within
+    a frame 0 and 1. NaN for images.
+    """
     layout = block.layout
     if layout.frames is None or layout.stride_frames is None:
         return math.nan, math.nan
@@ -149,7 +176,10 @@ def uniform_in_time(block: StoredAttention) -> tuple[float, float]:
 
 
 def offset_pairs(grid: Grid) -> Float:
-    """The pairs of cells of a grid at each offset key minus query: (2 rows - 1, 2 cols - 1)."""
+    """Return the number of pairs of cells at each offset key minus query.
+
+    (2 rows - 1, 2 cols - 1), the offset (0, 0) in the middle.
+    """
     (gh, gw) = grid
     dy = np.arange(1 - gh, gh)
     dx = np.arange(1 - gw, gw)
@@ -157,8 +187,10 @@ def offset_pairs(grid: Grid) -> Float:
 
 
 def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
-    """How many windows of each size tile a grid, the last ones cut; the grid itself without
-    windows."""
+    """Return size -> how many windows of that size tile a grid.
+
+    The last ones of a row or column are cut. Without windows it is the grid itself, once.
+    """
     sides = [
         Counter(min(side, n - start) for start in range(0, n, side))
         for n, side in zip(grid, window or grid, strict=True)
@@ -169,7 +201,7 @@ def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
 
 
 def keys_seen(block: StoredAttention) -> float:
-    """Spatial keys that a query sees, their mean over queries: all without windows."""
+    """Return how many spatial keys a query sees, on average over queries."""
     layout = block.layout
     grid = layout.grid or (1, layout.n_body)
     times = layout.frames or 1
@@ -179,9 +211,11 @@ def keys_seen(block: StoredAttention) -> float:
 
 
 def even_shares(block: StoredAttention) -> NDArray[np.float64]:
-    """(tokens,) the attention that each token gets, the mean over spatial queries, where every
-    query spreads its own evenly over what it sees: 1 / tokens without windows. Prefix tokens are
-    seen from all windows."""
+    """Return (tokens,) the attention that each token gets if every query spreads its own evenly.
+
+    It is the mean over spatial queries: 1 / tokens without windows. Prefix tokens are seen from
+    all windows.
+    """
     layout = block.layout
     n_prefix = block.layout.n_prefix
     body = layout.frames or 1, *(layout.grid or (1, layout.n_body))
@@ -198,23 +232,31 @@ def even_shares(block: StoredAttention) -> NDArray[np.float64]:
 def with_windows(
     table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]
 ) -> Table:
-    """The table of blocks of stores with the column `window` ("8 x 8", null where a query sees all
-    keys) and the note of that name, where any block has windows; else as it is."""
-    found = [
+    """Return a table with the column `window` and its note, if any block has windows.
+
+    The column is "8 x 8", null where a query sees all keys. Without windows the table is
+    unchanged.
+
+    Args:
+        table: with rows about blocks.
+        members: each store with its blocks.
+    """
+    window_rows = [
         {"store": store.label, "site": block.site, "window": block.window_text}
         for store, blocks in members
         for block in blocks
         if block.window_text is not None
     ]
-    if not found:
+    if not window_rows:
         return table
     frame = table.frame
-    before = table.frame.columns.index("metric")
-    windows = pl.DataFrame(found).with_columns(
+    metric_index = frame.columns.index("metric")
+    windows = pl.DataFrame(window_rows).with_columns(
         pl.col("store", "site").cast(pl.Categorical())
     )
     joined = frame.join(windows, on=["store", "site"], how="left", maintain_order="left")
-    columns = [*frame.columns[:before], "window", *frame.columns[before:]]
-    of_clips = any(" x " in one["window"].partition(" x ")[2] for one in found)
-    table.notes["window"] = WINDOW + (WINDOW_OF_CLIPS if of_clips else "")
+    columns = [*frame.columns[:metric_index], "window", *frame.columns[metric_index:]]
+    # Windows of clips have three sides: "2 x 8 x 8".
+    has_clips = any(row["window"].count(" x ") > 1 for row in window_rows)
+    table.notes["window"] = WINDOW + (WINDOW_OF_CLIPS if has_clips else "")
     return table.with_frame(joined.select(columns))

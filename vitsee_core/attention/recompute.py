@@ -44,7 +44,7 @@ Take = Callable[[StoredAttention, "Tensor"], Mapping[str, "Tensor"]]
 TakeCall = Callable[[StoredAttention, "AttentionCall"], Mapping[str, "Tensor"]]
 
 BATCH_BYTES = 256 << 20  # attention of one block over one batch
-MOST_IMAGES = 32
+MAX_IMAGES = 32
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,27 @@ class Attended:
 
 
 def find_rows(store: Store, names: Sequence[str]) -> Integers:
-    """The rows of these images, each named by its id, its row number in the store, or by its id
-    without folder or ending if that is unique.
+    """Return the rows of some images, each named by its id or its row number in the store.
+
+    An id may be given without its folder or ending if it is still unique.
 
     Raises:
         VitseeError: no such image, or it could not be read when the store was made.
     """
     ids = store.samples.id
-    places = []
+    row_indices = []
     for name in names:
         rows = np.flatnonzero(ids == name)
         if not len(rows) and name.isdigit() and int(name) < len(ids):
             rows = np.array([int(name)])
         elif not len(rows):
-            rows = np.flatnonzero([name in shorter_ids(str(own)) for own in ids])
+            rows = np.flatnonzero(
+                [name in shorter_ids(str(image_id)) for image_id in ids]
+            )
         if len(rows) > 1:
             raise VitseeError(
                 f"{store.label} has {len(rows)} images {name!r}; expected an id, as "
-                f"{' or '.join(repr(str(own)) for own in ids[rows[:2]])}"
+                f"{' or '.join(repr(str(image_id)) for image_id in ids[rows[:2]])}"
             )
         if not len(rows):
             raise VitseeError(
@@ -84,18 +87,22 @@ def find_rows(store: Store, names: Sequence[str]) -> Integers:
             other = str(ids[int(name)])
             log.info(
                 "%s: %r is read as an image's id (row %d of the store); the image in row %s is %r",
-                *(store.label, name, rows[0], name, other),
+                store.label,
+                name,
+                rows[0],
+                name,
+                other,
             )
         if not store.valid[rows[0]]:
             raise VitseeError(
                 f"{store.label} holds nothing of the image {name!r}: it is not valid"
             )
-        places.append(int(rows[0]))
-    return np.array(places, np.int64)
+        row_indices.append(int(rows[0]))
+    return np.array(row_indices, np.int64)
 
 
 def has_full(store: Store, blocks: Sequence[StoredAttention]) -> bool:
-    """Whether the store contains the full attention of these blocks."""
+    """Return whether the store contains the full attention of these blocks."""
     return all(store.has(f"attention/full/{block.site}") for block in blocks)
 
 
@@ -109,7 +116,7 @@ def attention_of_images(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Iterator[Attended]:
-    """The results of `take` for each block's attention, one batch of images at a time.
+    """Yield the results of `take` for each block's attention, one batch of images at a time.
 
     `take(block, a)` gets (images, heads, tokens, tokens) float32: softmax attention as it is,
     queries by keys, prefix tokens first. Read from a store of `extract --attention full` (float16
@@ -121,8 +128,8 @@ def attention_of_images(
         rows: valid rows of the store, each once.
         take: computes what to keep.
         blocks: by default all with stored attention.
-        origin: see `Provenance`.
-        device: as --device; not used for stored attention.
+        origin: where weights and images are now; None: where extract read them.
+        device: auto, cpu, cuda, cuda:i or mps; not used for stored attention.
         progress: advanced by the images done.
 
     Raises:
@@ -135,12 +142,12 @@ def attention_of_images(
     try:
         stored = has_full(store, chosen)
         parts = (
-            _stored(store, rows, take, chosen)
+            _from_stored_attention(store, rows, take, chosen)
             if stored
             else recomputed_calls(
                 store,
                 rows,
-                partial(_softmaxed, take),
+                partial(_take_of_softmax, take),
                 chosen,
                 origin or Provenance(),
                 device,
@@ -154,16 +161,17 @@ def attention_of_images(
 
 
 def _batch_size(blocks: Sequence[StoredAttention]) -> int:
+    """Return how many images' attention of one block, in float32, fits `BATCH_BYTES`."""
     image_bytes = max(4 * block.n_heads * block.layout.n_tokens**2 for block in blocks)
-    return max(1, min(MOST_IMAGES, BATCH_BYTES // image_bytes))
+    return max(1, min(MAX_IMAGES, BATCH_BYTES // image_bytes))
 
 
-def _keep(taken: Mapping[str, Tensor]) -> dict[str, Array]:
+def _copy_to_host(taken: Mapping[str, Tensor]) -> dict[str, Array]:
     # Copies: `take` may give views of a tensor that the next block overwrites.
     return {name: value.float().cpu().numpy().copy() for name, value in taken.items()}
 
 
-def _stored(
+def _from_stored_attention(
     store: Store, rows: Integers, take: Take, blocks: Sequence[StoredAttention]
 ) -> Iterator[Attended]:
     import torch
@@ -182,13 +190,13 @@ def _stored(
         for block in blocks:
             array = store.attention(f"full/{block.site}")
             wide = array[int(part[0]) : int(part[-1]) + 1][part - part[0]]
-            values[block.site] = _keep(
+            values[block.site] = _copy_to_host(
                 take(block, torch.from_numpy(wide.astype(np.float32)))
             )
         yield Attended(part, values)
 
 
-def _softmaxed(
+def _take_of_softmax(
     take: Take, block: StoredAttention, call: AttentionCall
 ) -> Mapping[str, Tensor]:
     import torch
@@ -248,7 +256,7 @@ def recomputed_calls(
 
     class Taker(Observer):
         def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-            values[block.name] = _keep(take(by_name[block.name], call))
+            values[block.name] = _copy_to_host(take(by_name[block.name], call))
 
     capture = Capture(
         model, table, sites=[], attention=[known[block.site] for block in blocks]

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Multiplications above which a GPU, or torch's faster cast, is worth importing torch, which takes
-# seconds; and above which compiled loops are worth loading, which takes a second.
+# seconds.
 LARGE = 1e11
-HUGE = 5e11
+# Multiplications above which compiled loops are worth loading, which takes a second.
+WORTH_COMPILING = 5e11
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
 GOOD_WIDTH = 1024
 N_WIDTHS = 8
@@ -39,7 +40,7 @@ Cast = Callable[[NDArray[Any], NDArray[Any]], None]
 
 
 def choose_device(text: str, work: float) -> str:
-    """cpu, cuda or cuda:i for a user's `--device`.
+    """Return cpu, cuda or cuda:i for a user's `--device`.
 
     `auto` is the CPU if the work, in multiplications, is too small to import torch for. Devices
     differ in rounding only.
@@ -60,9 +61,11 @@ def choose_device(text: str, work: float) -> str:
 
 
 def is_worth_compiling(work: float) -> bool:
-    """Whether compiled loops save more time than loading them takes, for this many multiplications
-    on the CPU."""
-    return work > HUGE
+    """Return whether compiled loops save more time than loading them takes.
+
+    work: multiplications on the CPU.
+    """
+    return work > WORTH_COMPILING
 
 
 def full_precision(device: str) -> AbstractContextManager[None]:
@@ -115,7 +118,7 @@ class MatmulBackend(Protocol):
 
 
 def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
-    """The backend of a device, as `choose_device` names it."""
+    """Return the backend of a device, as `choose_device` names it; precision: of `PRECISIONS`."""
     if device == "cpu":
         return Cpu()
     if precision == "bf16":
@@ -124,8 +127,11 @@ def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
 
 
 def require_bfloat16(device: str) -> None:
-    """Refuse a device on which bfloat16 products are slower than float32. Raises VitseeError: names
-    it."""
+    """Refuse a device on which bfloat16 products are slower than float32.
+
+    Raises:
+        VitseeError: names the device.
+    """
     if device == "cpu":
         raise VitseeError(
             "--precision bf16 is slower than fp32 on a CPU; leave it out, or give --device cuda"
@@ -140,12 +146,12 @@ def require_bfloat16(device: str) -> None:
 
 
 def product_size(rows: int, others: int) -> int:
-    """Number of elements that `product_in` needs."""
+    """Return the number of elements of the memory that `product_in` needs."""
     return rows * (others + GAP)
 
 
 def product_in(memory: Any, rows: int, others: int) -> Any:
-    """(rows, others) memory for a product, in an array or a tensor (n,)."""
+    """Return (rows, others) memory for a product, a view of an array or a tensor (n,)."""
     return memory[: product_size(rows, others)].reshape(rows, others + GAP)[:, :others]
 
 
@@ -248,14 +254,13 @@ class Cuda:
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """A symmetric product a few columns at a time, each from the diagonal down."""
-        width = (
-            len(right)
-            if left is not right
-            else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
-        )
-        for at in range(0, len(right), width):
-            first = at if left is right else 0
-            columns = slice(at, at + width)
+        is_symmetric = left is right
+        width = len(right)
+        if is_symmetric:
+            width = max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
+        for start in range(0, len(right), width):
+            first = start if is_symmetric else 0
+            columns = slice(start, start + width)
             self._torch.mm(left[first:], right[columns].T, out=out[first:, columns])
 
     def add(self, total: Tensor, product: Tensor) -> None:
@@ -311,6 +316,7 @@ class Buffers:
         self._kept: dict[str, Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of this shape in the memory of that name, with arbitrary contents."""
         size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:

@@ -58,8 +58,10 @@ class SufficientStats:
             self.count(self.sums_of(piece))
 
     def wait(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
-        """Queue these images; returns the queued images once they are worth processing. Their sums
-        must then go to `count`, in the pieces' order."""
+        """Queue these images, and return all queued images once they are worth processing.
+
+        None before that. The sums of what is returned must go to `count`, in the pieces' order.
+        """
         if len(x) == 0:
             return None
         self.n += len(x)
@@ -71,7 +73,7 @@ class SufficientStats:
         return None
 
     def joined(self, other: SufficientStats) -> SufficientStats:
-        """The statistics of both sets of images."""
+        """Return the statistics of both sets of images; neither is changed."""
         out = SufficientStats(self.dim, self.n_classes)
         for part in (self, other):
             if part._scatter is not None and part._shift is not None:
@@ -102,13 +104,19 @@ class SufficientStats:
         return x, mean + shift, labels
 
     def moments(self) -> tuple[Float, Float, Float]:
-        """Scatter matrix of the centred features (dim, dim), X'Y (dim, classes) and the mean
-        (dim,), if not `by_rows`."""
+        """Return the scatter matrix (dim, dim), X'Y (dim, classes) and the mean (dim,).
+
+        The first two are of centred features.
+
+        Raises:
+            ValueError: the images are kept as rows (`by_rows`).
+        """
         if self.by_rows:
             raise ValueError("these images are kept as rows")
         if self._waiting:
             self._flush()
         assert self._scatter is not None and self._shift is not None
+        # About the mean: sum (x - s)(x - s)' - n o o', with o the mean minus the shift s.
         offset = self._sums / self.n
         scatter = self._scatter - self.n * np.outer(offset, offset)
         class_sums = self._class_sums - self.counts[:, np.newaxis] * offset
@@ -141,6 +149,7 @@ class SufficientStats:
         return piece
 
     def _flush(self) -> None:
+        """Add the images that wait to the sums."""
         self.count(self.sums_of(self._ready()))
 
     def _start(self) -> None:
@@ -159,6 +168,7 @@ class SufficientStats:
         n = part.n - part._n_waiting
         waiting = (np.bincount(y, minlength=self.n_classes) for _, y in part._waiting)
         counts = part.counts - sum(waiting, np.zeros(self.n_classes, np.int64))
+        # x - s = (x - s') + d with d = s' - s: sums of products get the terms in d.
         delta = part._shift - self._shift
         cross = np.outer(delta, part._sums)
         self._scatter += part._scatter + cross + cross.T + n * np.outer(delta, delta)
@@ -167,7 +177,7 @@ class SufficientStats:
 
 
 def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
-    """(classes, dim) sums of the rows of x (n, dim) over each class."""
+    """Return (classes, dim) sums of the rows of x (n, dim) over each class."""
     from scipy.sparse import csc_array
 
     ones = np.ones(len(labels))
@@ -178,11 +188,17 @@ def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
 
 
 def n_bytes(n: int, dim: int, n_classes: int) -> int:
-    """Approximate memory of one probe while it is collected and solved: three times the smaller of
-    rows and scatter matrix (kept, centred, factors); right-hand sides, weights, and up to a dozen
-    components of the weights at all l2, in float32."""
-    small = min(n, dim)
-    return 8 * math.ceil(3 * small * dim + small * small + (4 + 12 / 2) * n_classes * dim)
+    """Return the approximate memory, in bytes, of one probe while it is collected and solved.
+
+    n: images; dim: channels.
+    """
+    smaller = min(n, dim)
+    # In float64: rows or scatter matrix as they are, centred, and as factors; the kernel matrix;
+    # right-hand sides and weights. The 12 components of the weights at all l2 are float32.
+    features = 3 * smaller * dim
+    kernel = smaller * smaller
+    weights = (4 + 12 / 2) * n_classes * dim
+    return 8 * math.ceil(features + kernel + weights)
 
 
 @dataclass(frozen=True)
@@ -312,12 +328,12 @@ class Factors:
 def _by_dual(x: Float, y: Float) -> tuple[Float, Float, Float]:
     """Basis, values and right-hand sides of centred features (n, dim) and targets (n, columns), by
     the matrix of inner products."""
-    values, vectors = _decomposed(x @ x.T)
+    values, vectors = _eigendecomposition(x @ x.T)
     roots = np.sqrt(values)
     return x.T @ (vectors / roots), values, roots[:, np.newaxis] * (vectors.T @ y)
 
 
-def _decomposed(kernel: Float) -> tuple[Float, Float]:
+def _eigendecomposition(kernel: Float) -> tuple[Float, Float]:
     """Eigenvalues that are above rounding, and their eigenvectors."""
     values, vectors = np.linalg.eigh(kernel)
     kept = values > max(values[-1], 0) * len(kernel) * np.finfo(np.float64).eps
@@ -337,7 +353,7 @@ def from_kernel(
         n_classes: number of classes.
         algebra: treatment of the intercept.
     """
-    values, vectors = _decomposed(kernel)
+    values, vectors = _eigendecomposition(kernel)
     roots = np.sqrt(values)
     rhs = roots[:, np.newaxis] * (vectors.T @ targets(labels, n_classes))
     target = mean_target(np.bincount(labels, minlength=n_classes))
