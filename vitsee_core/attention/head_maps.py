@@ -225,8 +225,8 @@ def check_class_token(
         if block.layout.cls is None:
             prefix_names = ", ".join(block.layout.prefix) or "none"
             raise MissingInput(
-                f"{store.label} has no class token in {block.site} (prefix tokens: {prefix_names}); "
-                f"{instead}"
+                f"{store.label} has no class token in {block.site} "
+                f"(prefix tokens: {prefix_names}); {instead}"
             )
 
 
