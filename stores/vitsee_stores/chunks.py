@@ -41,7 +41,10 @@ def chunk_name(spec: ArraySpec, index: Sequence[int]) -> str:
 
 
 def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint8]]:
-    """The bytes of one whole chunk, as pieces to be written in order."""
+    """Return the bytes of one chunk, as pieces to be written in order.
+
+    The pieces are the values, compressed by the array's codec, and their crc32c.
+    """
     data: Any = block.reshape(-1).view(np.uint8)
     if (compressor := _compressor(spec.codec, block.dtype.itemsize)) is not None:
         data = np.frombuffer(compressor.encode(data), np.uint8)
@@ -49,8 +52,11 @@ def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint
 
 
 def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
-    """The chunk that `encode` turned into `data`. Raises ValueError: wrong checksum or length; says
-    which."""
+    """Return the chunk that `encode` turned into `data`.
+
+    Raises:
+        ValueError: wrong checksum or length; says which.
+    """
     check_length(len(data), spec)
     body = np.frombuffer(data, np.uint8, len(data) - CHECKSUM_BYTES)
     if int(google_crc32c.value(body)) != checksum(data):
@@ -73,35 +79,51 @@ def checksum(data: bytes | memoryview[int]) -> int:
 
 
 def check_length(size: int, spec: ArraySpec) -> None:
-    """Refuse a size that no file of such a chunk can have. Raises ValueError: too short or too
-    long."""
-    whole = spec.chunk_bytes + CHECKSUM_BYTES
+    """Refuse a size that no file of such a chunk can have.
+
+    Raises:
+        ValueError: too short or too long.
+    """
+    plain_size = spec.chunk_bytes + CHECKSUM_BYTES
     if size <= CHECKSUM_BYTES:
         raise ValueError(f"is cut short: it has {size} bytes")
-    if spec.codec == "none" and size != whole:
-        raise ValueError(f"has {size} bytes, expected {whole}")
+    if spec.codec == "none" and size != plain_size:
+        raise ValueError(f"has {size} bytes, expected {plain_size}")
     # Incompressible data grow by less than a 64th and a header.
-    if size > (longest := whole + spec.chunk_bytes // 64 + 4096):
-        raise ValueError(f"has {size} bytes, expected at most {longest}")
+    max_size = plain_size + spec.chunk_bytes // 64 + 4096
+    if size > max_size:
+        raise ValueError(f"has {size} bytes, expected at most {max_size}")
 
 
 def _zstd_size(body: NDArray[np.uint8]) -> int:
-    """Unpacked size stated by a zstd frame header (RFC 8878, 3.1.1.1); -1 if it states none."""
-    head = body[:18].tobytes()
+    """Return the unpacked size that a zstd frame header states; -1 if it states none.
+
+    The header is that of RFC 8878, section 3.1.1.1: magic number, descriptor, window
+    descriptor, dictionary id, frame content size.
+    """
+    head = body[:18].tobytes()  # the longest header
     if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
         return -1
-    flags = head[4]
-    single = flags >> 5 & 1
-    length = (1 if single else 0, 2, 4, 8)[flags >> 6]
-    begin = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
+    descriptor = head[4]
+    is_single_segment = bool(descriptor >> 5 & 1)
+    # Frame_Content_Size_Flag and Dictionary_ID_Flag are codes of field lengths.
+    length = (0, 2, 4, 8)[descriptor >> 6]
+    begin = 5 + (0, 1, 2, 4)[descriptor & 3]
+    if is_single_segment:
+        length = max(1, length)
+    else:
+        begin += 1  # the window descriptor, which only several segments have
     field = head[begin : begin + length]
     if not length or len(field) < length:
         return -1
-    return int.from_bytes(field, "little") + (256 if length == 2 else 0)
+    size = int.from_bytes(field, "little")
+    if length == 2:  # which counts from 256
+        size += 256
+    return size
 
 
 def _blosc_size(body: NDArray[np.uint8]) -> int:
-    """Unpacked size stated by a Blosc header; -1 if its packed length is not the body's."""
+    """Return the unpacked size that a Blosc header states; -1 if it is of another length."""
     if len(body) < 16 or int.from_bytes(body[12:16].tobytes(), "little") != len(body):
         return -1
     return int.from_bytes(body[4:8].tobytes(), "little")
@@ -112,6 +134,7 @@ _SIZE_OF = {"zstd": _zstd_size, "lz4": _blosc_size}
 
 @lru_cache
 def _compressor(codec: str, item: int) -> Any:
+    """Return the numcodecs compressor of a codec for items of this size; None for "none"."""
     if codec == "zstd":
         from numcodecs.zstd import Zstd
 
@@ -124,8 +147,9 @@ def _compressor(codec: str, item: int) -> Any:
 
 
 def padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
-    """A contiguous chunk with `values` in its first corner and the fill value elsewhere; `values`
-    itself if it is one already.
+    """Return a whole chunk with `values` in its first corner and the fill value elsewhere.
+
+    `values` itself is returned if it is a contiguous whole chunk.
 
     A copy is made in a per-thread buffer that the next call reuses: page faults of fresh memory
     cost more than the copy.
@@ -143,8 +167,11 @@ def padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
 
 
 def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ...], Box]]:
-    """Each chunk's index and the part of the array it holds; if `first` is given, only chunks at
-    that place along the first axis."""
+    """Return each chunk's index and its box of the array.
+
+    Args:
+        first: index along the first axis of the returned chunks; None for all.
+    """
     ranges: list[Sequence[int]] = [range(n) for n in spec.grid]
     if first is not None:
         ranges[0] = [first]
@@ -163,23 +190,31 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
 def read_chunk(
     files: Files, spec: ArraySpec, index: Sequence[int]
 ) -> tuple[NDArray[Any], int]:
-    """One whole chunk, padding included, and its checksum. An uncompressed chunk is in memory that
-    this thread's next read may reuse. Raises StoreError: missing, unreadable or damaged; names the
-    array and, if there is one, the slab."""
+    """Read one chunk, padding included, and its checksum.
+
+    An uncompressed chunk is in memory that this thread's next read may reuse.
+
+    Raises:
+        StoreError: the chunk is missing, unreadable or damaged; names the array and, if there
+            is one, the slab.
+    """
     name = chunk_name(spec, index)
     try:
         data = files.read_chunk(name, lambda size: check_length(size, spec))
         return decode(data, spec), checksum(data)
     except (OSError, ValueError) as error:
-        what = defect(files, name, error)
-    except RuntimeError as error:
-        what = f"cannot be unpacked: {error}"
-    raise damage(files, spec, index, what)
+        problem = defect(files, name, error)
+    except RuntimeError as error:  # of the decompressor
+        problem = f"cannot be unpacked: {error}"
+    raise damage(files, spec, index, problem)
 
 
 def defect(files: Files, name: str, error: OSError | ValueError) -> str:
-    """Describes the damage of a file that could not be read. Raises Unreachable: it could not be
-    requested, which is not damage."""
+    """Describe the damage of a file that could not be read.
+
+    Raises:
+        Unreachable: the file could not be requested, which is not damage.
+    """
     if isinstance(error, NoAnswer):
         raise no_answer(files, name, error) from None
     if isinstance(error, FileNotFoundError):
@@ -194,15 +229,18 @@ def no_answer(files: Files, name: str, error: OSError) -> Unreachable:
     return Unreachable(f"{files} cannot be read: {name}: {reason(error)}")
 
 
-def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:
-    """The error for a damaged chunk."""
+def damage(
+    files: Files, spec: ArraySpec, index: Sequence[int], problem: str
+) -> StoreError:
+    """Return the error for a damaged chunk; `problem` is the end of the sentence."""
     return StoreError(
-        f"{files} is damaged: {where(spec, index)}: {file_name(index)} {what} "
+        f"{files} is damaged: {where(spec, index)}: {file_name(index)} {problem} "
         f"(run: vitsee validate {files} --deep)"
     )
 
 
 def where(spec: ArraySpec, index: Sequence[int]) -> str:
+    """Return the words for an array, and its slab if it has slabs."""
     if spec.per == "once":
         return spec.path
     return f"{spec.path}, slab {index[0]}"

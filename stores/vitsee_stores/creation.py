@@ -46,8 +46,16 @@ def remove_store(path: str | os.PathLike[str] | Url) -> None:
 def contents(
     manifest: Manifest, once: Mapping[str, NDArray[Any]]
 ) -> tuple[list[tuple[str, Pieces]], Manifest]:
-    """The files of an empty store (all metadata and the write-once arrays, the root's zarr.json
-    last), and the manifest with these arrays' checksums."""
+    """Return the files of a store without slabs.
+
+    Args:
+        manifest: manifest of the store.
+        once: path -> values of every write-once array.
+
+    Returns:
+        (name, bytes) of all metadata files and write-once arrays, the root's zarr.json last;
+        and the manifest with the checksums of these arrays.
+    """
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
@@ -78,59 +86,67 @@ def contents(
 
 # Order of keys in the files, independent of the zarr version.
 KEYS = (
-    *(
-        "zarr_format",
-        "node_type",
-        "shape",
-        "data_type",
-        "chunk_grid",
-        "chunk_key_encoding",
-    ),
-    *("fill_value", "codecs", "attributes", "dimension_names", "storage_transformers"),
+    "zarr_format",
+    "node_type",
+    "shape",
+    "data_type",
+    "chunk_grid",
+    "chunk_key_encoding",
+    "fill_value",
+    "codecs",
+    "attributes",
+    "dimension_names",
+    "storage_transformers",
 )
 
 
 def documents(specs: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
-    """The zarr.json of every group and array below the root, by path: all groups, then the arrays
-    in their order. Raises StoreError: zarr cannot make such an array."""
-    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {
-        "."
-    }
-    made = {path: _group() for path in sorted(groups)}
+    """Return the zarr.json of every group and array below the root, by path.
+
+    All groups come first, then the arrays in their order.
+
+    Raises:
+        StoreError: zarr cannot make such an array.
+    """
+    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
+    groups.discard(".")  # the root, which has the manifest
+    by_path = {path: _group_document() for path in sorted(groups)}
     for path, spec in specs.items():
         try:
-            made[path] = _array(
+            by_path[path] = _array_document(
                 spec.shape, spec.chunks, spec.dtype, spec.codec, spec.axes
             )
         except (ValueError, TypeError, OverflowError) as error:
             raise StoreError(f"zarr makes no array {path}: {error}") from None
-    return made
+    return by_path
 
 
 @lru_cache
-def _group() -> dict[str, Any]:
+def _group_document() -> dict[str, Any]:
+    """Return the zarr.json of a group, as zarr makes it in memory."""
     import zarr
     from zarr.storage import MemoryStore
 
-    held: dict[str, Any] = {}
-    zarr.create_group(MemoryStore(held))
-    return _document(held)
+    contents: dict[str, Any] = {}
+    zarr.create_group(MemoryStore(contents))
+    return _document(contents)
 
 
 @lru_cache(maxsize=1024)  # a store has few distinct kinds of arrays
-def _array(
+def _array_document(
     shape: tuple[int, ...],
     chunks: tuple[int, ...],
     dtype: str,
     codec: str,
     axes: tuple[str, ...],
 ) -> dict[str, Any]:
+    """Return the zarr.json of an array, as zarr makes it in memory."""
     import zarr
     from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
 
     item = np.dtype(dtype).itemsize
-    held = dict[str, Any]()
+    contents: dict[str, Any] = {}
     compressors: dict[str, list[Any]] = {
         "none": [],
         "zstd": [ZstdCodec(level=ZSTD_LEVEL, checksum=False)],
@@ -139,7 +155,7 @@ def _array(
         ],
     }
     zarr.create_array(
-        MemoryStore(held),
+        MemoryStore(contents),
         shape=shape,
         chunks=chunks,
         dtype=dtype,
@@ -150,12 +166,13 @@ def _array(
         chunk_key_encoding={"name": "default", "separator": "."},
         dimension_names=axes,
     )
-    return _document(held)
+    return _document(contents)
 
 
-def _document(held: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(held["zarr.json"].to_bytes())
-    order = {key: place for place, key in enumerate(KEYS)}
+def _document(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the zarr.json in a store in memory, its keys in the order of `KEYS`."""
+    fields: dict[str, Any] = json.loads(contents["zarr.json"].to_bytes())
+    order = {key: position for position, key in enumerate(KEYS)}
     return {
         key: fields[key]
         for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))
@@ -169,33 +186,39 @@ SEALED_BYTES = 32  # of an array's checksum in the manifest, beside the array's 
 
 
 def max_disk_bytes(manifest: Manifest, block: int) -> int:
-    """Upper bound on a store's disk usage, on a file system that allocates whole blocks of `block`
-    bytes: every chunk with its padding, at the length of incompressible data, and all metadata; the
-    manifest counts twice because it is rewritten at the end."""
+    """Return an upper bound on the disk usage of a full store.
+
+    It counts every chunk with its padding, at the length of incompressible data, and all
+    metadata; the manifest twice, because it is rewritten at the end.
+
+    Args:
+        manifest: manifest of the store.
+        block: bytes of a block of the file system, which allocates whole blocks.
+    """
     specs = arrays(manifest.plan)
-    made = documents(specs)
+    metadata_files = documents(specs)
     root = len(to_text(root_document(manifest, complete=False)))
     root += sum(
         SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once"
     )
-    n_files = Counter(
-        str(PurePosixPath(path).parent) for path in made
-    )  # starting with folders
-    total = 2 * _blocks(root, block)
-    for path, document in made.items():
-        total += _blocks(len(to_text(document)), block)
+    # entries of each folder: its folders here, its chunks below
+    n_entries = Counter(str(PurePosixPath(path).parent) for path in metadata_files)
+    total = 2 * _round_up(root, block)
+    for path, document in metadata_files.items():
+        total += _round_up(len(to_text(document)), block)
         if path in specs:
             spec = specs[path]
-            n_files[path], longest = (
-                math.prod(spec.grid),
-                spec.chunk_bytes + CHECKSUM_BYTES,
-            )
-            # zstd and lz4 in Blosc add less than this to incompressible data (ZSTD_COMPRESSBOUND;
-            # BLOSC_MAX_OVERHEAD).
-            longest += 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
-            total += n_files[path] * _blocks(longest, block)
-    return total + sum(_blocks((2 + n) * ENTRY_BYTES, block) for n in n_files.values())
+            n_entries[path] = math.prod(spec.grid)
+            max_chunk_bytes = spec.chunk_bytes + CHECKSUM_BYTES
+            if spec.codec != "none":
+                # zstd and lz4 in Blosc add less than this to incompressible data
+                # (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD).
+                max_chunk_bytes += spec.chunk_bytes // 256 + 64
+            total += n_entries[path] * _round_up(max_chunk_bytes, block)
+    for n in n_entries.values():
+        total += _round_up((2 + n) * ENTRY_BYTES, block)
+    return total
 
 
-def _blocks(n: int, block: int) -> int:
+def _round_up(n: int, block: int) -> int:
     return math.ceil(n / block) * block

@@ -1,5 +1,7 @@
-"""Images of which a sound model gives NaN or inf: found one by one once a slab has failed, and left
-out as unreadable images are."""
+"""Images that make a sound model give NaN or inf.
+
+They are found one by one once a slab has failed, and left out as unreadable images are.
+"""
 
 from __future__ import annotations
 
@@ -66,21 +68,24 @@ def without_broken(
     failure: NotFinite,
     fail: bool,
 ) -> tuple[list[Batch], list[LeftOut]]:
-    """The batches of a slab, the images that break the model invalid in them, and those images.
+    """Mark the images that break the model as invalid in the batches of a slab.
 
-    In place of their pixels come those of an image that does not, so that sums over a slab stay
-    finite; their hashes stay, as their files are readable.
+    Their pixels are replaced by those of a sound image, so that sums over the slab stay
+    finite. Their hashes stay, as their files are readable.
 
     Args:
-        batches: of the slab, loaded anew.
-        look: runs the model on a batch.
-        ids: of all rows.
-        failure: what was raised for the slab.
+        batches: batches of the slab, loaded anew.
+        look: function that runs the model on a batch.
+        ids: ids of all rows of the store.
+        failure: the error that was raised for the slab.
         fail: whether one such image is to end the run.
 
+    Returns:
+        The batches, and the images that break the model.
+
     Raises:
-        NotFinite: with `fail`, names the first; without, the given one, where all images of the
-            slab break the model, or none does by itself.
+        NotFinite: with `fail`, names the first such image. Else `failure` is raised if all
+            images of the slab break the model, or none does by itself.
     """
     loaded: list[tuple[Batch, NDArray[np.bool_]]] = []
     left_out: list[LeftOut] = []
@@ -91,8 +96,8 @@ def without_broken(
         broken[list(watch.first_sites)] = True
         loaded.append((batch, broken))
         for row in np.flatnonzero(broken & batch.valid).tolist():
-            place = batch.rows.start + row
-            left_out.append(LeftOut(place, ids[place], watch.first_sites[row]))
+            store_row = batch.rows.start + row
+            left_out.append(LeftOut(store_row, ids[store_row], watch.first_sites[row]))
         if left_out and fail:
             first = left_out[0]
             raise NotFinite(f"{first.name}: {first.reason} ({failure})")
@@ -101,7 +106,7 @@ def without_broken(
     if sound_pixels is None or not left_out:
         raise failure
     for batch, broken in loaded:
-        # Of an unreadable image the zeros may break the model, too.
+        # The zeros of an unreadable image may break the model, too.
         batch.pixels[torch.from_numpy(broken)] = sound_pixels
         batch.valid[broken] = False
     return [batch for batch, _ in loaded], left_out

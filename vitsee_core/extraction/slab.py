@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,11 +52,10 @@ class Overflow(VitseeError):
 class SlabObserver:
     """Writes what `Capture` observes into a slab's buffers.
 
-    Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
-    `finish()`. Memory: the buffers, plus on the device the attention sums of one slab, the head
-    means of one batch, and that of `HostCopies` and `grams`. precision: what the model runs in.
-    clock: gets the time of the reductions, which the model's pass includes; None on an asynchronous
-    device, whose calls return before the work is done.
+    For each slab the order of calls is `start(buffers)`; for each batch `begin_batch`, a
+    captured forward pass, `end_batch`; then `finish()`. Memory: the buffers, and on the device
+    the attention sums of one slab, the head means of one batch, and the memory of `HostCopies`
+    and `grams`.
     """
 
     def __init__(
@@ -67,6 +66,16 @@ class SlabObserver:
         precision: str = "fp32",
         clock: Clock | None = None,
     ):
+        """Prepare an observer for the slabs of a plan.
+
+        Args:
+            plan: contents of the store.
+            device: where the model runs.
+            grams: computes the Gram matrices of a slab.
+            precision: precision of the model's forward passes.
+            clock: gets the time of the reductions, which is within the model's pass; None on
+                an asynchronous device, whose calls return before the work is done.
+        """
         self._plan = plan
         self._device = device
         self._grams = grams
@@ -90,6 +99,7 @@ class SlabObserver:
         }
 
     def _reducer(self, group: AttentionGroup) -> AttentionReducer:
+        """Return the reducer of the attention of a group's blocks."""
         level = self._plan.attention_level
         return AttentionReducer(
             group.layout,
@@ -100,6 +110,7 @@ class SlabObserver:
         )
 
     def start(self, buffers: SlabBuffers) -> None:
+        """Begin a slab in these buffers, with sums of 0."""
         buffers.begin()
         self._buffers = buffers
         self._sums = {
@@ -109,13 +120,13 @@ class SlabObserver:
         self._peaks: dict[str, Tensor] = {}
 
     def begin_batch(self, first: int, batch: Batch) -> None:
-        """`first`: the batch's first row within the slab."""
+        """Begin a batch, whose first row within the slab is `first`."""
         self._rows = slice(first, first + len(batch.valid))
         self._images: Any = slice(None)  # of the batch, that values are staged for
         self._batch = batch
         self._valid = torch.from_numpy(batch.valid)
-        # Where all images count the mask stays on the host and nothing waits for the device; else
-        # it is copied there once, and not once per block.
+        # If all images count the mask stays on the host, and nothing waits for the device; else
+        # it is copied there once, and not once for each block.
         all_valid = bool(batch.valid.all())
         self._mask = self._valid if all_valid else to_device(batch.valid, self._device)
         self._head_means: dict[str, Tensor] = {}
@@ -130,8 +141,7 @@ class SlabObserver:
             self._keep("seconds", torch.from_numpy(batch.seconds))
 
     def end_batch(self) -> None:
-        """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis.
-        What the device need not wait for comes last."""
+        """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis."""
         with self._exactly():
             if self._plan.rollout:
                 group = self._plan.attention[0]
@@ -141,6 +151,7 @@ class SlabObserver:
                 self._keep(path, value)
         self._head_means = {}
         self._staged = {}
+        # Last, as the device need not wait for pixels, which are on the host.
         if self._plan.inputs is not None:
             self._keep("input", self._batch.pixels)
         self._copies.end_batch()
@@ -168,6 +179,13 @@ class SlabObserver:
             self._site(site, prefix, body)
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Store one site of a batch.
+
+        Args:
+            site: the site as it was captured.
+            prefix: (images, prefix tokens, dim), None without prefix tokens.
+            body: (images, ..., dim) grid or rows; (images, dim) of a vector.
+        """
         stored = self._stored[site.name]
         if stored.kind == "vector":
             self._note_peak(site.name, largest_magnitude(body))
@@ -182,21 +200,23 @@ class SlabObserver:
             return
 
         def take(images: slice) -> None:
-            some = [part[images] for part in parts]
+            """Store some of the batch's images."""
+            image_parts = [part[images] for part in parts]
             if layout is None:
                 self._note_peak(
-                    site.name, *map(largest_magnitude, filter(Tensor.numel, some))
+                    site.name, *map(largest_magnitude, filter(Tensor.numel, image_parts))
                 )
             else:
-                summary = pass_over(None if prefix is None else some[0], some[-1], layout)
+                image_prefix = None if prefix is None else image_parts[0]
+                summary = pass_over(image_prefix, image_parts[-1], layout)
                 self._note_peak(site.name, summary.peak)
                 if summary.cls is not None:
                     self._keep(f"pooled/{site.name}/cls", summary.cls, images)
                 self._keep(f"pooled/{site.name}/mean", summary.mean, images)
-            for path, value in zip(paths, some, strict=bool(paths)):
+            for path, value in zip(paths, image_parts, strict=bool(paths)):
                 self._keep(path, value, images)
 
-        image_bytes = sum(part[:1].numel() for part in parts) * 4
+        image_bytes = sum(part[:1].numel() for part in parts) * 4  # in float32
         by_chunks(take, len(body), image_bytes, self._device)
 
     def _paths(self, site: SiteSpec) -> list[str]:
@@ -213,10 +233,12 @@ class SlabObserver:
         layout: TokenLayout,
         paths: Sequence[str],
     ) -> None:
-        """Store a site's tokens in one compiled pass."""
-        places = [self._buffers[path][self._rows] for path in paths]
+        """Store a site's tokens, their mean and their largest value in one compiled pass."""
+        out = None
+        if paths:
+            out = self._buffers[paths[-1]][self._rows]
         mean = self._buffers[f"pooled/{name}/mean"][self._rows]
-        self._note_peak(name, take_tokens(body, mean, places[-1] if places else None))
+        self._note_peak(name, take_tokens(body, mean, out))
         if prefix is not None and prefix.numel():
             self._note_peak(name, largest_magnitude(prefix))
             if layout.cls is not None:
@@ -237,23 +259,23 @@ class SlabObserver:
     @contextmanager
     def _exactly(self) -> Iterator[None]:
         """Context of float32 precision, whatever the model runs in, and of the time it takes."""
-        timed = nullcontext() if self._clock is None else self._clock("reductions")
-        model_is = self._precision
-        exact = (
-            nullcontext()
-            if model_is == "fp32"
-            else precision_context(self._device, "fp32")
-        )
-        with timed, exact:
+        with ExitStack() as stack:
+            if self._clock is not None:
+                stack.enter_context(self._clock("reductions"))
+            if self._precision != "fp32":
+                stack.enter_context(precision_context(self._device, "fp32"))
             yield
 
     def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Reduce one call of a block's attention, and stage its numbers of each image."""
         group, reducer, row = self._place[block.name]
         folder = group.folder
         heads = slice(0, block.n_heads)
         summary = reducer.reduce(call, self._mask)
-        in_time = PER_CLIP if block.layout.frames is not None else ()
-        for name in (*PER_HEAD, *in_time):
+        names = [*PER_HEAD]
+        if block.layout.frames is not None:
+            names += PER_CLIP
+        for name in names:
             self._stage(folder + name, getattr(summary, name), row, heads)
         self._stage(folder + "head_std", summary.head_std, row)
         for name in SUMS:
@@ -269,18 +291,26 @@ class SlabObserver:
         if summary.head_mean is not None:
             self._head_means[block.name] = summary.head_mean
 
-    def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
-        """Collect one block's numbers with the others' on the device, to be copied together: a copy
-        into strided host memory would wait for the device."""
+    def _stage(self, path: str, value: Tensor, *index: int | slice) -> None:
+        """Collect one block's numbers with those of the others, on the device.
+
+        They are copied together at the end of the batch: a copy into strided host memory would
+        wait for the device.
+
+        Args:
+            path: array of the numbers, (images, blocks, ...).
+            value: (images, ...) numbers of one block.
+            index: position of the block, and of its heads, along the axes after the first.
+        """
         if path not in self._staged:
             out = self._buffers.arrays[path][self._rows]
             self._staged[path] = torch.empty(
                 out.shape, dtype=out.dtype, device=self._device
             )
-        self._staged[path][(self._images, *place)] = value.to(self._staged[path].dtype)
+        self._staged[path][(self._images, *index)] = value.to(self._staged[path].dtype)
 
     def _keep(self, path: str, value: Tensor, images: slice = slice(None)) -> None:
-        """Copy the values of some of the batch's images to their place."""
+        """Copy the values of some of the batch's images to their rows of the buffers."""
         self._copies.copy(self._buffers[path][self._rows][images], value)
 
     def _note_peak(self, name: str, *peaks: Tensor) -> None:
@@ -299,25 +329,35 @@ def check_peaks(
     kept: Collection[str],
     precision: str = "fp32",
 ) -> None:
-    """Stop at the first site whose values did not fit; `kept`: names of the sites whose tokens went
-    to host memory in their stored type; `precision`: what the model ran in. Raises Overflow: names
-    the site, its largest |x| and the option that stores it; NotFinite: the site is NaN or inf."""
+    """Stop at the first site whose values were not finite or did not fit their stored type.
+
+    Args:
+        peaks: site -> its largest |x|.
+        sites: sites in the order of the model.
+        where: rows of the slab, in words.
+        kept: names of the sites whose tokens went to host memory in their stored type.
+        precision: precision of the model's forward passes.
+
+    Raises:
+        Overflow: names the site, its largest |x| and the option that stores it.
+        NotFinite: the site is NaN or inf.
+    """
     for site in sites:
         if site.name not in peaks:
             continue
         peak = float(peaks[site.name])
         stored_half = site.name in kept and site.dtype == "float16"
         if not np.isfinite(peak):
-            way_on = "; try --precision bf16 or fp32" if precision == "fp16" else ""
+            way_on = ""
+            if precision == "fp16":
+                way_on = "; try --precision bf16 or fp32"
             raise NotFinite(
                 f"{site.name} has {peak} in {where}: the model's own output is broken{way_on}"
             )
         if stored_half and peak > FLOAT16_MAX:
-            way_on = (
-                ""
-                if site.tokens == "all"
-                else ", or go on with whole slabs as --batch-size"
-            )
+            way_on = ""
+            if site.tokens != "all":  # kept for Gram matrices alone
+                way_on = ", or go on with whole slabs as --batch-size"
             raise Overflow(
                 f"{site.name} reaches |x| = {peak:.6g} in {where}, more than float16 holds "
                 "(65504); nothing was clipped: extract anew with --dtype "

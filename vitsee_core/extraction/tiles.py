@@ -29,41 +29,41 @@ TILED = "the model runs on tiles, which do not see each other"
 class Tile:
     """One tile of an image."""
 
-    image: int  # its place in the batch
+    image: int  # index of the image in the batch
     top: int  # first pixel row
     left: int  # first pixel column
     new: Size  # (row, col) within it of its first pixel that no earlier tile has
 
 
 def starts(length: int, side: int) -> list[tuple[int, int]]:
-    """Starts of the tiles along one axis, and the first new pixel within each."""
-    first = [min(k, length - side) for k in range(0, length, side)]
-    return [(at, k * side - at) for k, at in enumerate(first)]
+    """Return the start of each tile along one axis, and the first new pixel within it."""
+    tile_starts = [min(start, length - side) for start in range(0, length, side)]
+    return [(start, k * side - start) for k, start in enumerate(tile_starts)]
 
 
 def n_tiles(size: Size, side: Size) -> int:
-    """Number of tiles that cover an image of this size on the canvas."""
+    """Return the number of tiles that cover an image of this size on the canvas."""
     return len(starts(size[0], side[0])) * len(starts(size[1], side[1]))
 
 
 def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
-    """The tiles of a batch, image by image and row by row.
+    """Return the tiles of a batch, image by image and row by row.
 
     Args:
-        sizes: (height, width) of the original images, 0 for an unreadable one: it has none.
-        canvas: with tiles.
+        sizes: (height, width) of the original images, 0 for an unreadable one, which has no
+            tiles.
+        canvas: a canvas with tiles.
     """
     assert canvas.tiles is not None
     tiles = []
     for image, size in enumerate(sizes):
         if min(size) < 1:
             continue
-        rows, cols = (
-            starts(*axis) for axis in zip(canvas.image(size), canvas.tiles, strict=True)
-        )
-        tiles += [
-            Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols
-        ]
+        height, width = canvas.image(size)
+        col_starts = starts(width, canvas.tiles[1])
+        for top, new_row in starts(height, canvas.tiles[0]):
+            for left, new_col in col_starts:
+                tiles.append(Tile(image, top, left, new=(new_row, new_col)))
     return tiles
 
 
