@@ -1,8 +1,8 @@
 """Clips in place of images: videos and folders of frames, as samples of a data set.
 
-A clip is loaded as an image is: an opener gives it with the hash of its bytes, a recipe makes
-pixels of it. Its frames are decoded one after another while they are brought to size, so that one
-frame is in memory, whatever the clip. Loading workers run this module.
+A clip is loaded as an image is: an opener opens it and hashes its bytes, and a recipe turns it into
+pixels. Its frames are decoded one after another while they are resized, so that a single decoded
+frame is in memory, however long the clip is. Loading workers import this module.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _HASH_BYTES = 8
 
 @dataclass
 class OpenClip:
-    """A clip whose frames are decoded as they are asked for; height, width and seconds are known
-    once a recipe was applied.
+    """A clip whose frames are decoded when a recipe needs them.
 
     Attributes:
-        sample: its id.
-        seconds: between neighbouring sampled frames.
+        sample: the sample's id.
+        moving: the video, or the folder of frames.
+        height, width: the frames' size; 0 until a recipe was applied.
+        seconds: seconds between sampled frames; NaN until a recipe was applied.
     """
 
     sample: str
@@ -52,28 +53,40 @@ class OpenClip:
 
 @dataclass(frozen=True)
 class ClipRecipe:
-    """Frames of a clip, each by a recipe for images, as uint8 pixels of `shape` (frames, channels,
-    height, width)."""
+    """The steps from a clip to a model's pixels.
 
-    each: Recipe
+    Attributes:
+        frame_recipe: the steps for each frame.
+        sampling: which frames the model sees, and in which order.
+    """
+
+    frame_recipe: Recipe
     sampling: Sampling
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.sampling.frames, *self.each.shape
+        """(frames, channels, height, width) of the pixels."""
+        return self.sampling.frames, *self.frame_recipe.shape
 
     def apply(self, clip: OpenClip) -> NDArray[np.uint8]:
-        """Pixels (frames, channels, height, width) in the order that the model sees. Raises
-        ImageError: fewer frames than are asked for, or one that cannot be decoded."""
+        """Return (frames, channels, height, width) pixels in the order that the model sees.
+
+        The clip is closed.
+
+        Raises:
+            ImageError: the clip has too few frames, frames of several sizes, or a frame that cannot
+                be decoded.
+        """
         sampling = self.sampling
         moving = clip.moving
         try:
-            places = sampling.chosen(clip.sample, moving.line)
+            frame_numbers = sampling.chosen(clip.sample, moving.line)
             order = sampling.order(clip.sample)
-            seen = sorted(set(order))
+            # Still clips have the same frame several times: each is decoded once.
+            distinct = sorted(set(order))
             out = np.empty(self.shape, np.uint8)
-            frames = moving.frames([places[k] for k in seen])
-            for k, image in zip(seen, frames, strict=True):
+            frames = moving.frames([frame_numbers[k] for k in distinct])
+            for k, image in zip(distinct, frames, strict=True):
                 size = image.height, image.width
                 if clip.height and size != (clip.height, clip.width):
                     raise ImageError(
@@ -83,9 +96,8 @@ class ClipRecipe:
                     )
                 clip.height, clip.width = size
                 keep_clip_remarks(clip, remarks_on(image))
-                out[[at for at, place in enumerate(order) if place == k]] = (
-                    self.each.apply(image)
-                )
+                positions = [i for i, sampled in enumerate(order) if sampled == k]
+                out[positions] = self.frame_recipe.apply(image)
             clip.seconds = sampling.seconds(moving.line)
             return out
         finally:
@@ -94,44 +106,53 @@ class ClipRecipe:
 
 @dataclass(frozen=True)
 class ClipOpener(Opener):
-    """Clips of another opener's files; a location is (sample's id, that opener's location). Where
-    that is a folder, its images are the frames."""
+    """Opens clips; a location is (the sample's id, the location of its file or folder of frames).
+
+    Attributes:
+        files: reads these files and folders.
+    """
 
     files: Opener
 
     def upright(self) -> Opener:
-        """The same clips, with frames in folders turned upright; videos always are."""
+        """Return an opener that turns frames in folders upright; those of videos always are."""
         return ClipOpener(self.files.upright())
 
     @property
     def at_once(self) -> int:
+        """The number of clips that are worth loading together."""
         return self.files.at_once
 
     def each(self, work: Callable[[int], None], n: int) -> None:
+        """Call `work` with each number below n, possibly in several threads."""
         self.files.each(work, n)
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
+        """Return an opener to pickle for a worker, and the descriptors that it must inherit."""
         heir, descriptors = self.files.inherit()
         return ClipOpener(heir), descriptors
 
     def _load(self, location: tuple[str, Any]) -> tuple[Any, int]:
-        sample, place = location
-        if (folder := self.files.folder(place)) is not None:
+        """Return the open clip and the hash of its bytes; a recipe closes the clip."""
+        sample, file_location = location
+        folder = self.files.folder(file_location)
+        if folder is not None:
             frames = FrameFolder(sample, folder, self.files.exif)
             return OpenClip(sample, frames), frames.hash()
-        file = self.files.file(place)
+        file = self.files.file(file_location)
         try:
-            value = hash64_of(file)
-            return OpenClip(sample, Video(sample, file)), value
-        except BaseException:
+            encoded_hash = hash64_of(file)
+            return OpenClip(sample, Video(sample, file)), encoded_hash
+        except BaseException:  # the caller has no clip to close
             file.close()
             raise
 
     def _hash(self, location: tuple[str, Any]) -> int:
-        sample, place = location
-        if (folder := self.files.folder(place)) is not None:
+        sample, file_location = location
+        folder = self.files.folder(file_location)
+        if folder is not None:
             return FrameFolder(sample, folder).hash()
-        with self.files.file(place) as file:
+        with self.files.file(file_location) as file:
             return hash64_of(file)
 
     def _bytes(self, location: tuple[str, Any]) -> bytes:
@@ -145,22 +166,25 @@ class ClipOpener(Opener):
 
 
 @dataclass(frozen=True)
-class _Located:
-    """The locations of a `ClipOpener`, made when they are asked for."""
+class _ClipLocations:
+    """The locations of a `ClipOpener`, each made when it is indexed."""
 
     ids: Sequence[str]
-    places: Sequence[Any]
+    file_locations: Sequence[Any]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, row: int) -> tuple[str, Any]:
-        return str(self.ids[row]), self.places[row]
+        return str(self.ids[row]), self.file_locations[row]
 
 
 def as_clips(source: ImageSource) -> ImageSource:
-    """The source with each of its files, or folders, as a clip. Raises DataError: its samples are
-    parts of files, or PyAV is not installed."""
+    """Return the source with each of its files or folders as a clip.
+
+    Raises:
+        DataError: its samples are parts of files, or PyAV is not installed.
+    """
     if source.boxes is not None:
         raise DataError(
             f"{source.name} has boxes, which clips do not have; leave the column out"
@@ -168,20 +192,28 @@ def as_clips(source: ImageSource) -> ImageSource:
     first = source.locations[0] if len(source) else None
     if importlib.util.find_spec("av") is None and source.opener.folder(first) is None:
         raise DataError(MISSING)
-    locations = cast(Sequence[Any], _Located(source.ids, source.locations))
+    locations = cast(Sequence[Any], _ClipLocations(source.ids, source.locations))
     return replace(source, opener=ClipOpener(source.opener), locations=locations)
 
 
 def has_clips(source: ImageSource) -> bool:
-    """Whether the samples are clips."""
+    """Return whether the samples are clips."""
     return isinstance(source.opener, ClipOpener)
 
 
 class FrameFolder:
-    """The images of one folder as frames, in the natural order of their names (2 before 10)."""
+    """The images of a folder as frames, in the natural order of their names (2 before 10).
+
+    Args:
+        sample: the sample's id, for messages.
+        folder: the folder's path.
+        exif: whether frames are turned upright by their EXIF orientation.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
 
     def __init__(self, sample: str, folder: str, exif: bool = False) -> None:
-        """exif: whether frames are turned upright. Raises OSError: the folder cannot be read."""
         names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
         self.sample = sample
         self.folder = folder
@@ -190,19 +222,19 @@ class FrameFolder:
         self.line = Timeline(range(len(self.names)), len(self.names))
 
     def close(self) -> None:
-        return
+        """Do nothing: no file is open. `Video` has one."""
 
     def hash(self) -> int:
-        """The hash of the frames' hashes, in their order."""
+        """Return the hash of the frames' hashes, in their order."""
         digest = hashlib.blake2b(digest_size=_HASH_BYTES)
         for name in self.names:
             digest.update(hash64(self._bytes(name)).to_bytes(_HASH_BYTES, "little"))
         return int.from_bytes(digest.digest(), "little") or 1
 
-    def frames(self, places: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames at these places. Raises ImageError: one cannot be decoded."""
-        for place in places:
-            name = self.names[place]
+    def frames(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
+        """Yield the frames with these numbers; raise ImageError if one cannot be decoded."""
+        for number in numbers:
+            name = self.names[number]
             try:
                 yield decode(name, self._bytes(name), self.exif)[0]
             except ImageError as error:

@@ -38,9 +38,9 @@ class Timeline:
     """When each frame of a clip is shown.
 
     Attributes:
-        starts: (frames,) in ticks, ascending.
-        end: of the last frame, in ticks.
-        tick_seconds: None where the clip does not say.
+        starts: (frames,) when each frame begins to be shown, in ticks, ascending.
+        end: when the last frame ends to be shown, in ticks.
+        tick_seconds: the length of a tick; None if the clip does not say.
     """
 
     starts: Sequence[int]
@@ -56,7 +56,11 @@ class Sampling:
     """The frames that a model sees of a clip, see `Clip` in vitsee_stores.
 
     Attributes:
-        seed: of the orders of shuffled frames.
+        frames: the number of frames.
+        every: the distance between frames, in mean frame intervals; None spreads the frames over
+            the whole clip.
+        time: the order in which the model sees them, one of `TIMES`.
+        seed: the seed of the orders of shuffled frames.
     """
 
     frames: int
@@ -65,38 +69,54 @@ class Sampling:
     seed: int = 0
 
     def chosen(self, name: str, line: Timeline) -> list[int]:
-        """The sampled frames in the order of time, as places in the timeline. Raises ImageError:
-        the clip has no frames, or fewer than are asked for."""
+        """Return the sampled frames' numbers in the timeline, in the order of time.
+
+        Args:
+            name: the clip's name, for messages.
+            line: when the clip's frames are shown.
+
+        Raises:
+            ImageError: the clip has no frames, or fewer than are needed.
+        """
         n = len(line)
-        asked = self.frames
+        n_sampled = self.frames
         if not n:
             raise ImageError(name, "it has no frames")
-        reach = asked if self.every is None else (asked - 1) * self.every + 1
+        reach = n_sampled
+        distance = ""
+        if self.every is not None:
+            reach = (n_sampled - 1) * self.every + 1
+            distance = f" every {self.every} reach over {reach} and"
         if reach > n:
-            how = (
-                ""
-                if self.every is None
-                else f" every {self.every} reach over {reach} and"
-            )
             has = f"{n} frame{'' if n == 1 else 's'}"
-            raise ImageError(name, f"it has {has}; {asked} frames{how} were asked for")
+            raise ImageError(
+                name, f"it has {has}; {n_sampled} frames{distance} were asked for"
+            )
         begin = line.starts[0]
         length = line.end - begin
-        if self.every is None:
-            ticks = [begin + (2 * k + 1) * length // (2 * asked) for k in range(asked)]
-        else:
-            ticks = [
-                begin
-                + (length * n + (2 * k + 1 - asked) * self.every * length) // (2 * n)
-                for k in range(asked)
-            ]
-        places = np.searchsorted(np.array(line.starts, np.int64), ticks, side="right") - 1
-        return [int(place) for place in places]
+        # In whole numbers, so that no rounding moves a time across the border of two frames.
+        ticks = []
+        for k in range(n_sampled):
+            if self.every is None:
+                # The middle of part k of T equal ones: (k + 1/2) length / T.
+                offset = (2 * k + 1) * length // (2 * n_sampled)
+            else:
+                # length / 2 + (k + (1 - T) / 2) K length / n, around the clip's middle.
+                steps = (2 * k + 1 - n_sampled) * self.every
+                offset = (length * n + steps * length) // (2 * n)
+            ticks.append(begin + offset)
+        starts = np.array(line.starts, np.int64)
+        # The frame that is shown at a tick is the last one that starts at or before it.
+        numbers = np.searchsorted(starts, ticks, side="right") - 1
+        return [int(number) for number in numbers]
 
     def order(self, sample: str) -> list[int]:
-        """For each frame that the model sees its place among the sampled ones: 0, 1, 2, ...; of
-        shuffled ones a permutation that depends on the sample's id and the seed and is never the
-        order of time (if there are two frames at least); of still ones the middle frame alone."""
+        """Return, for each frame that the model sees, its position among the sampled frames.
+
+        Ordered frames have 0, 1, 2, ...; still ones the middle frame throughout; shuffled ones a
+        permutation that depends on the sample's id and the seed alone, and that is never the order
+        of time (if there are at least two frames).
+        """
         if self.time == STILL:
             return [self.frames // 2] * self.frames
         if self.time == ORDERED or self.frames == 1:
@@ -109,11 +129,13 @@ class Sampling:
                 draws.random_raw(self.frames), kind="stable"
             )
             if (order != np.arange(self.frames)).any():
-                return [int(place) for place in order]
+                return [int(position) for position in order]
 
     def seconds(self, line: Timeline) -> float:
-        """The time between neighbouring sampled frames; NaN of one frame, or where the clip does
-        not say."""
+        """Return the seconds between neighbouring sampled frames.
+
+        NaN is returned for a single frame, and if the clip does not say how long a tick is.
+        """
         if line.tick_seconds is None or self.frames == 1:
             return float("nan")
         length = (line.end - line.starts[0]) * line.tick_seconds
@@ -128,7 +150,7 @@ FORMATS = "mov,matroska,webm,avi,gif"
 MISSING = (
     "videos are read by PyAV, which is not installed; run: pip install 'vitsee[video]'"
 )
-# A container that says it lasts longer than what it holds by more than this share is cut short.
+# A container that lasts this fraction less than it says is cut short.
 _CUT_SHARE = Fraction(1, 20)
 _GIF_END = b";"
 _GIF_TAIL = 64

@@ -82,8 +82,11 @@ class SeveralMaps(Several[ClassMaps]):
 
 
 def join_maps(sources: Sequence[ClassMaps]) -> ClassMaps:
-    """One source, or several as one. Raises VitseeError: their classes differ, or an image is in
-    two of them."""
+    """Return several sources of class maps as a single one.
+
+    Raises:
+        VitseeError: their classes differ, or an image is in two of them.
+    """
     first, *others = sources
     for other in others:
         if list(other.classes) != list(first.classes):
@@ -100,10 +103,14 @@ BACKGROUND = "background"
 
 @dataclass(frozen=True)
 class SegmentMaps:
-    """The segments of a COCO file painted over one another in the file's order; see `ClassMaps`.
+    """Class maps of a COCO file: its segments painted over one another in the file's order.
 
-    Of a panoptic file, pixels of no segment have no class; of one of objects or stuff they are the
-    class `background`, the first. Crowds have no class where no object lies over them.
+    Pixels of no segment have no class in a panoptic file; in a file of objects or stuff they are
+    of the class `background`, the first. Crowds have no class where no object lies over them.
+
+    Attributes:
+        source: the segments.
+        ignore: names of categories whose pixels have no class.
     """
 
     source: MaskSource
@@ -120,7 +127,7 @@ class SegmentMaps:
     @cached_property
     def classes(self) -> list[str]:
         """The categories that are not ignored, with the background first where there is one."""
-        return [name for name in self._every if name not in self.ignore]
+        return [name for name in self._all_classes if name not in self.ignore]
 
     @property
     def layout(self) -> str:
@@ -142,51 +149,67 @@ class SegmentMaps:
         return self.source.where(i)
 
     def read(self, i: int) -> ClassMap:
-        numbers = {name: number for number, name in enumerate(self.classes)}
+        """Return (height, width) classes of an image, `IGNORED` for pixels without a class."""
+        class_number = {name: number for number, name in enumerate(self.classes)}
         segments = self.source.segments(i)
         shape = segments[0].mask.shape if segments else self.source.read(i).shape
-        rest = IGNORED if self._panoptic else numbers.get(BACKGROUND, IGNORED)
-        found = np.full(shape, rest, np.uint8)
-        for crowd in (True, False):  # objects lie over crowds
-            for one in segments:
-                if one.crowd == crowd:
-                    found[one.mask] = (
-                        IGNORED if crowd else numbers.get(one.category, IGNORED)
-                    )
-        return found
+        unannotated = IGNORED
+        if not self._panoptic:
+            unannotated = class_number.get(BACKGROUND, IGNORED)
+        class_map = np.full(shape, unannotated, np.uint8)
+        # Crowds first: objects lie over them.
+        for segment in segments:
+            if segment.crowd:
+                class_map[segment.mask] = IGNORED
+        for segment in segments:
+            if not segment.crowd:
+                class_map[segment.mask] = class_number.get(segment.category, IGNORED)
+        return class_map
 
     @property
     def _panoptic(self) -> bool:
         return isinstance(self.source, PanopticMasks)
 
     @cached_property
-    def _every(self) -> list[str]:
-        return [*([] if self._panoptic else [BACKGROUND]), *self.source.categories]
+    def _all_classes(self) -> list[str]:
+        """The categories, ignored ones among them, with the background first if there is one."""
+        categories = list(self.source.categories)
+        if self._panoptic:
+            return categories
+        return [BACKGROUND, *categories]
 
 
 def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
-    """The class maps of a COCO file; ignore: names of categories. Raises VitseeError: it names no
-    categories or too many, or an ignored one is none of them."""
-    found = SegmentMaps(source, tuple(ignore))
+    """Return the class maps of a COCO file.
+
+    Args:
+        source: the file's segments.
+        ignore: names of categories whose pixels do not count.
+
+    Raises:
+        VitseeError: the file names no categories or too many, or lacks an ignored one.
+    """
+    maps = SegmentMaps(source, tuple(ignore))
     if not source.categories:
         raise VitseeError(
             f"{source.name} names no categories; expected a COCO file with them"
         )
-    if unknown := [word for word in ignore if word not in found._every]:
+    all_classes = maps._all_classes
+    unknown = [name for name in ignore if name not in all_classes]
+    if unknown:
         raise VitseeError(
             f"--ignore {unknown[0]}: no category of {source.name}; expected a name like "
-            f"{found._every[0]} or {found._every[-1]}"
+            f"{all_classes[0]} or {all_classes[-1]}"
         )
-    if len(found.classes) > IGNORED:
+    if len(maps.classes) > IGNORED:
         raise VitseeError(
-            f"{source.name} has {len(found.classes)} categories; at most {IGNORED} are read"
+            f"{source.name} has {len(maps.classes)} categories; at most {IGNORED} are read"
         )
-    return found
+    return maps
 
 
-REFUSED = (
-    -1
-)  # in a table of values: a file with this one is damaged, or of another data set
+# In a table of values: a file with this value is damaged, or belongs to another data set.
+REFUSED = -1
 VALUES = 256
 # The second is that of Hariharan et al.'s additional annotations, as they are commonly distributed.
 VOC_FOLDERS = ("SegmentationClass", "SegmentationClassAug")
@@ -243,8 +266,18 @@ ADE_NAMES = "objectInfo150.txt"
 
 @dataclass(frozen=True)
 class PngMaps:
-    """PNG files below a folder; see `ClassMaps`. files: paths below it. table: (256,) the class of
-    each value, `IGNORED` or `REFUSED`. exif: see `oriented_as`."""
+    """Class maps that are PNG files below a folder.
+
+    Attributes:
+        name: the folder as the user named it, for messages.
+        folder: the folder's path.
+        files: paths of the PNG files below it.
+        keys: the name of each file's image.
+        table: (256,) the class of each value, `IGNORED` or `REFUSED`.
+        classes: the classes' names.
+        layout: the data set whose layout the folder has, in words.
+        exif: whether maps are turned as their images are, see `oriented_as`.
+    """
 
     name: str
     folder: str
@@ -257,7 +290,11 @@ class PngMaps:
 
     @property
     def rules(self) -> dict[str, str]:
-        ignored = [str(value) for value, own in enumerate(self.table) if own == IGNORED]
+        ignored = [
+            str(value)
+            for value, class_number in enumerate(self.table)
+            if class_number == IGNORED
+        ]
         return {"layout": self.layout, "ignored values": ", ".join(ignored)}
 
     def where(self, i: int) -> str:
@@ -271,18 +308,19 @@ class PngMaps:
                 f"{self.where(i)} has the value {int(values.max())}; expected classes up to "
                 f"{VALUES - 1}"
             )
-        found = np.array(self.table)[values.astype(np.intp)]
-        if (found == REFUSED).any():
-            wrong = int(values[found == REFUSED].min())
+        class_map = np.array(self.table)[values.astype(np.intp)]
+        refused = class_map == REFUSED
+        if refused.any():
+            wrong = int(values[refused].min())
             raise VitseeError(
                 f"{self.where(i)} has the value {wrong}, which is no class of {self.layout} (of "
                 f"its {len(self.classes)}); give --ignore {wrong} if these pixels do not count"
             )
-        return found.astype(np.uint8)
+        return class_map.astype(np.uint8)
 
 
 def open_png_maps(path: Path, ignore: Sequence[str]) -> PngMaps:
-    """The PNG files below a folder, in the layout that its structure shows.
+    """Return the PNG files below a folder, in the layout that its structure shows.
 
     Args:
         path: the folder, or the root of a data set.
@@ -291,17 +329,21 @@ def open_png_maps(path: Path, ignore: Sequence[str]) -> PngMaps:
     Raises:
         VitseeError: there are none, or an ignored class that is none.
     """
-    found = _cityscapes(path) or _ade20k(path) or _voc(path)
-    if found is None:
-        found = _maps(path, path, range(VALUES - 1), (), "a folder of PNG files")
-    ignored = {_value_of(word, found) for word in ignore}
-    table = (
-        IGNORED if value in ignored else own for value, own in enumerate(found.table)
-    )
-    return replace(found, table=tuple(table))
+    maps = _open_cityscapes(path) or _open_ade20k(path) or _open_voc(path)
+    if maps is None:
+        maps = _png_maps(path, path, range(VALUES - 1), (), "a folder of PNG files")
+    table = list(maps.table)
+    for word in ignore:
+        table[_value_of(word, maps)] = IGNORED
+    return replace(maps, table=tuple(table))
 
 
 def _value_of(word: str, maps: PngMaps) -> int:
+    """Return the pixel value that a word names: a number, or a class's name.
+
+    Raises:
+        VitseeError: it is neither.
+    """
     if word.isdigit() and int(word) < VALUES:
         return int(word)
     if word in maps.classes:
@@ -312,9 +354,15 @@ def _value_of(word: str, maps: PngMaps) -> int:
     )
 
 
-def _voc(path: Path) -> PngMaps | None:
+def _open_voc(path: Path) -> PngMaps | None:
+    """Return the class maps of Pascal VOC in its root or a folder of it, None for another folder.
+
+    Raises:
+        VitseeError: it is VOC's folder of objects, not of classes.
+    """
     folder = path / "SegmentationClass"
-    folder = folder if folder.is_dir() else path
+    if not folder.is_dir():
+        folder = path
     name = folder.absolute().name
     if name == VOC_OBJECTS:
         raise VitseeError(
@@ -323,10 +371,11 @@ def _voc(path: Path) -> PngMaps | None:
         )
     if name not in VOC_FOLDERS:
         return None
-    return _maps(path, folder, range(len(VOC_CLASSES)), VOC_CLASSES, "Pascal VOC")
+    return _png_maps(path, folder, range(len(VOC_CLASSES)), VOC_CLASSES, "Pascal VOC")
 
 
-def _ade20k(path: Path) -> PngMaps | None:
+def _open_ade20k(path: Path) -> PngMaps | None:
+    """Return the class maps of ADE20K in its root or a folder of it, None for another folder."""
     # The root, its annotations/, or one of the folders below that.
     folder_by_root = {
         path: path / "annotations",
@@ -337,17 +386,21 @@ def _ade20k(path: Path) -> PngMaps | None:
         if (root / ADE_NAMES).is_file() and folder.is_dir():
             names = _ade20k_names(root / ADE_NAMES)
             values = (IGNORED, *range(len(names)))
-            return _maps(path, folder, values, names, "ADE20K (SceneParsing)")
+            return _png_maps(path, folder, values, names, "ADE20K (SceneParsing)")
     return None
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
-    """The names in the table that comes with the data: number, share, counts, name."""
+    """Return the names in the table that comes with the data: number, ratio, counts, name.
+
+    Raises:
+        VitseeError: the file cannot be read, or is not that table.
+    """
     try:
         lines = path.read_text("utf-8-sig").splitlines()[1:]
     except (OSError, UnicodeDecodeError) as error:
-        what = reason(error) if isinstance(error, OSError) else str(error)
-        raise VitseeError(f"cannot read {path}: {what}") from None
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise VitseeError(f"cannot read {path}: {why}") from None
     rows = [
         line.split("\t") if "\t" in line else line.split(None, 5)
         for line in lines
@@ -364,8 +417,11 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
     return tuple(row[-1].strip() for row in rows)
 
 
-def _cityscapes(path: Path) -> PngMaps | None:
-    folder = path / "gtFine" if (path / "gtFine").is_dir() else path
+def _open_cityscapes(path: Path) -> PngMaps | None:
+    """Return the class maps of Cityscapes in its root or a folder of it, None for another one."""
+    folder = path / "gtFine"
+    if not folder.is_dir():
+        folder = path
     order = {value: number for number, value in enumerate(CITYSCAPES)}
     values_by_kind: dict[str, Sequence[int]] = {
         "labelIds": [order.get(value, IGNORED) for value in range(CITYSCAPES_VALUES)],
@@ -375,7 +431,7 @@ def _cityscapes(path: Path) -> PngMaps | None:
         file_name = re.compile(rf"_gt(Fine|Coarse)_{kind}\.png$")
         if not _any_called(folder, file_name):
             continue
-        maps = _maps(path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes")
+        maps = _png_maps(path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes")
         files = tuple(filter(file_name.search, maps.files))
         keys = tuple(file_name.sub("_leftImg8bit.png", name) for name in files)
         return replace(maps, files=files, keys=keys)
@@ -383,20 +439,39 @@ def _cityscapes(path: Path) -> PngMaps | None:
 
 
 def _any_called(folder: Path, file_name: re.Pattern[str]) -> bool:
-    """Whether the first PNG files that are met have such names (of a city all are alike)."""
+    """Return whether the PNG files of the first folder that has any match a pattern.
+
+    One folder is enough, since all cities have the same kinds of files.
+    """
     for _, _, names in os.walk(folder):
         if any(name.lower().endswith(".png") for name in names):
             return any(map(file_name.search, names))
     return False
 
 
-def _maps(
+def _png_maps(
     path: Path, folder: Path, values: Sequence[int], classes: tuple[str, ...], layout: str
 ) -> PngMaps:
-    """The class maps below a folder. values: the classes of 0, 1, ...; further ones are refused."""
+    """Return the class maps below a folder.
+
+    Args:
+        path: the folder as the user named it.
+        folder: the folder with the PNG files.
+        values: the class of each pixel value 0, 1, ...; further values are refused, 255 is ignored.
+        classes: the classes' names.
+        layout: the data set, in words.
+    """
     files = tuple(png_files(folder, "class map"))
     table = (*values, *[REFUSED] * (VALUES - 1 - len(values)), IGNORED)
-    return PngMaps(str(path), str(folder), files, files, table, classes, layout)
+    return PngMaps(
+        name=str(path),
+        folder=str(folder),
+        files=files,
+        keys=files,
+        table=table,
+        classes=classes,
+        layout=layout,
+    )
 
 
 _EXPECTED = (
@@ -407,11 +482,10 @@ _EXPECTED = (
 def open_class_maps(
     paths: Path | Sequence[Path], ignore: Sequence[str] = ()
 ) -> ClassMaps:
-    """One or several sources of the same classes: folders of PNG files, roots of data sets, or COCO
-    files.
+    """Return class maps from folders of PNG files, roots of data sets, or COCO files.
 
     Args:
-        paths: of them.
+        paths: a source, or several sources of the same classes.
         ignore: pixel values, or names of classes, that do not count.
 
     Raises:
@@ -420,10 +494,11 @@ def open_class_maps(
     paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not paths:
         raise VitseeError(f"no masks were given; expected {_EXPECTED}")
-    return join_maps([_open(Path(path), ignore) for path in paths])
+    return join_maps([_open_maps_at(Path(path), ignore) for path in paths])
 
 
-def _open(path: Path, ignore: Sequence[str]) -> ClassMaps:
+def _open_maps_at(path: Path, ignore: Sequence[str]) -> ClassMaps:
+    """Return the class maps of a folder or a COCO file; raise VitseeError if there is none."""
     if not path.exists():
         raise VitseeError(f"no file or folder {path}; expected {_EXPECTED}")
     if path.is_dir():
