@@ -33,7 +33,7 @@ def dot_products(
     tokens: tuple[int, int],
     out: NDArray[np.float32],
 ) -> None:
-    """z.z, f.f and z.f of the tokens from `tokens[0]` to `tokens[1]` - 1, in one pass.
+    """Compute z.z, f.f and z.f of the tokens from `tokens[0]` to `tokens[1]` - 1, in one pass.
 
     Args:
         z: (tokens dim,).
@@ -63,7 +63,7 @@ def means_and_peak(
     images: tuple[int, int],
     means: NDArray[np.float32],
 ) -> np.float32:
-    """The mean over tokens of every image; returns the largest |x| of all, NaN if any is NaN.
+    """Fill the mean over tokens of every image, and return the largest |x|, NaN if any is NaN.
 
     Args:
         memory: contains the tokens, the channels of each contiguous.
@@ -96,7 +96,7 @@ def means_and_peak(
 
 
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
-    """The dot products z.z, f.f and z.f of every token, summed over channels in float32.
+    """Return the dot products z.z, f.f and z.f of every token, summed over channels in float32.
 
     `z`, the skip input, and `f`, the branch: (images, tokens, dim), of any strides and float dtype.
     Returns (images, tokens, 3) float32, from which the norm ratio |z| / |f| and the cosines of z
@@ -106,30 +106,39 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
     if z.device.type != "cpu":
         _multiply_at_once(z, f, out)
         return out
-    plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in (z, f))
-
-    if plain:
-        flat = [x.detach().numpy().reshape(-1) for x in (z, f, out)]
+    n_tokens, n_channels = z.shape[1:]
+    # The compiled loop reads contiguous float32 alone.
+    can_compile = z.dtype == f.dtype == torch.float32
+    can_compile = can_compile and z.is_contiguous() and f.is_contiguous()
+    if can_compile:
+        flat_z = z.detach().numpy().reshape(-1)
+        flat_f = f.detach().numpy().reshape(-1)
+        flat_out = out.numpy().reshape(-1)
 
     def multiply(images: slice) -> None:
-        if plain:
-            tokens = images.start * z.shape[1], images.stop * z.shape[1]
-            dot_products(flat[0], flat[1], z.shape[2], tokens, flat[2])
+        """Fill the products of some images."""
+        if can_compile:
+            tokens = images.start * n_tokens, images.stop * n_tokens
+            dot_products(flat_z, flat_f, n_channels, tokens, flat_out)
             return
         # Channels-first views keep their order.
         x = z[images].float()
         y = f[images].float()
-        here = out[images]
-        for column, (a, b) in enumerate(((x, x), (y, y), (x, y))):
-            torch.linalg.vecdot(a, b, out=here[..., column])
+        products = out[images]
+        torch.linalg.vecdot(x, x, out=products[..., 0])
+        torch.linalg.vecdot(y, y, out=products[..., 1])
+        torch.linalg.vecdot(x, y, out=products[..., 2])
 
-    by_chunks(multiply, len(z), 4 * z.shape[1] * z.shape[2], z.device, at_once=plain)
+    image_bytes = 4 * n_tokens * n_channels
+    by_chunks(multiply, len(z), image_bytes, z.device, at_once=can_compile)
     return out
 
 
 def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
-    """`residual_products` on a GPU: one kernel per product, which reads the stored type and sums in
-    float32."""
+    """Fill `residual_products` on a GPU.
+
+    There is one kernel per product, which reads the stored type and sums in float32.
+    """
     for column, x in enumerate((z, f)):
         norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         torch.square(norm, out=out[..., column])
@@ -138,18 +147,18 @@ def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
 
 
 class SitePass(NamedTuple):
-    """Results of one pass over a site's tokens; copies, so they stay valid when the model
-    overwrites its tensors."""
+    """Results of one pass over a site's tokens.
 
-    cls: (
-        Tensor | None
-    )  # (images, dim) float32, the class token, None if the layout has none
+    They are copies, which stay valid when the model overwrites its tensors.
+    """
+
+    cls: Tensor | None  # (images, dim) float32, the class token; None without one
     mean: Tensor  # (images, dim) float32, over grid cells or rows, without prefix tokens
     peak: Tensor  # the largest |x|, prefix included, a float32 scalar, NaN if any is NaN
 
 
 def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SitePass:
-    """Pooled vectors and the largest value of a site.
+    """Return the pooled vectors and the largest value of a site.
 
     `prefix`: (images, prefix tokens, dim) or None; `body`: (images, rows, cols, dim) or (images,
     rows, dim). Sums are in float32.
@@ -169,7 +178,9 @@ def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SiteP
 
 
 def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
-    """One pass over the tokens of a site, which must satisfy `is_by_token`.
+    """Fill means and copies of a site's tokens in one pass, and return their largest |x|.
+
+    The tokens must satisfy `is_by_token`.
 
     `mean`: (images, dim) float32, filled with means over cells or rows; `kept`: of the body's
     shape, filled with the tokens in its own dtype, or None. Both are contiguous. Returns the
@@ -195,8 +206,10 @@ def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def is_by_token(body: Tensor) -> bool:
-    """Whether a compiled pass can process the tokens: float32 on a CPU, channels of a token
-    contiguous, and tokens in order."""
+    """Return whether a compiled pass can process the tokens.
+
+    They have to be float32 on a CPU, the channels of a token contiguous, and tokens in order.
+    """
     if body.device.type != "cpu" or body.dtype != torch.float32 or body.stride(-1) != 1:
         return False
     steps = list(zip(body.shape, body.stride(), strict=True))[1:-1]
@@ -206,10 +219,11 @@ def is_by_token(body: Tensor) -> bool:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest |x|, a float32 scalar, NaN if x has one. Strided tensors are read in place:
-    `aminmax` would copy them first."""
-    if (
-        x.device.type == "cuda"
-    ):  # one pass; on a CPU it takes ten times as long as two of these
+    """Return the largest |x|, a float32 scalar, NaN if x has one.
+
+    Strided tensors are read in place: `aminmax` would copy them first.
+    """
+    if x.device.type == "cuda":
+        # One pass; on a CPU it takes ten times as long as the two below.
         return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     return torch.maximum(-x.amin(), x.amax()).float()

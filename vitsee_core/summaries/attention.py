@@ -85,7 +85,7 @@ class AttentionReducer:
 
     @torch.no_grad()
     def reduce(self, call: AttentionScores, valid: Tensor) -> AttentionSummary:
-        """The summary of one call; `valid` (images,) bool says which images enter the sums.
+        """Return the summary of one call; `valid` (images,) bool: which images enter the sums.
 
         Rows of an invalid image contain whatever the model computed from its pixels, including NaN.
         With `valid` on the host a GPU skips the pass that excludes invalid images. The host never
@@ -105,12 +105,13 @@ class AttentionReducer:
         bounds = [call.n_images * part // n_parts for part in range(n_parts + 1)]
         self._passes.reduce(call, bounds, kept, out, sums, (n_threads, n_sharing))
         # Always in the same order: bitwise equal whatever else runs at the same time.
-        total = {
-            name: parts[0]
-            if len(parts) == 1
-            else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
-            for name, parts in sums.items()
-        }
+        total = {}
+        for name, sums_of_parts in sums.items():
+            if len(sums_of_parts) == 1:
+                total[name] = sums_of_parts[0]
+            else:
+                added = np.add.reduce(sums_of_parts.numpy(), axis=0)
+                total[name] = torch.from_numpy(added)
         return AttentionSummary(
             **dict(zip(self._numbers, out["numbers"], strict=True)),
             **dict(zip(COUNTS, out["counts"], strict=True)),
@@ -126,7 +127,7 @@ class AttentionReducer:
         )
 
     def _mask(self, valid: Tensor) -> Tensor | None:
-        """Which images count, on the reducing device; on a GPU None if all are known to."""
+        """Return which images count, on the reducing device; on a GPU None if all are known to."""
         if is_cpu(self.device):
             return valid.cpu()
         # Only a host tensor can be read without waiting for the device.
@@ -134,8 +135,7 @@ class AttentionReducer:
         return None if all_valid else valid.to(self.device)
 
     def _empty(self, n_images: int, n_heads: int) -> dict[str, Tensor]:
-        """Memory for the results per image: the output of `DevicePasses.reduce`, and copies of
-        A."""
+        """Return memory for the results of every image, by name, and for copies of A."""
         t = self.layout.n_tokens
         shapes: dict[str, tuple[int, ...]] = {
             "numbers": (len(self._numbers), n_images, n_heads),
@@ -164,13 +164,12 @@ class AttentionReducer:
         }
 
     def _no_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
-        """Zeros for each part's sums over its images, by name."""
-        names = (
-            ["received_rows"]
-            if self.layout.cls is None
-            else ["received_rows", "cls_rows"]
-        )
-        names += [] if self.layout.frames is None else ["in_time"]
+        """Return zeros for the sums of each part over its images, by name."""
+        names = ["received_rows"]
+        if self.layout.cls is not None:
+            names.append("cls_rows")
+        if self.layout.frames is not None:
+            names.append("in_time")
         dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(
             names, self._sum_dtype
         )
@@ -185,8 +184,10 @@ class AttentionReducer:
         }
 
     def _split(self, call: AttentionScores) -> tuple[int, int, int]:
-        """The number of parts (runs of images with their own sums), of threads that process them,
-        and of threads that share an image."""
+        """Return the numbers of parts, of threads, and of threads that share an image.
+
+        A part is a run of images with sums of its own; threads process one part after the other.
+        """
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if not is_cpu(self.device) or image_bytes > THREAD_BYTES:
             # Two even for one thread: shared images have separate loops.
@@ -199,7 +200,7 @@ class AttentionReducer:
 def rollout(
     head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = True
 ) -> Tensor:
-    """The class token's row of A_L ... A_1 with A = 0.5 (mean over heads) + 0.5 I.
+    """Return the class token's row of A_L ... A_1 with A = 0.5 (mean over heads) + 0.5 I.
 
     `head_means`: one (images, tokens, tokens) tensor per block, first block first. Rows are
     renormalised, so a result sums to 1 over its tokens; `residual=False` omits the identity.

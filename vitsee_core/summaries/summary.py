@@ -106,7 +106,9 @@ class AttentionSummary:
 
 
 def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
-    """Euclidean distance between all pairs of cells: (cells, cells) float64, cells row-major.
+    """Return the Euclidean distance between all pairs of cells, (cells, cells) float64.
+
+    Cells are in row-major order.
 
     `grid`: (rows, cols); `step`: the distance between neighbouring cells, (y, x).
     """
@@ -153,17 +155,18 @@ class GridDistances:
 
     px: Tensor  # in pixels
     unit: Tensor  # on the unit square
-    unit_per_px: (
-        float | None
-    )  # their ratio, None if it is not constant (non-square grids or cells)
+    # their ratio; None if it is not constant (grids or cells that are not square)
+    unit_per_px: float | None
 
 
 def grid_distances(
     grid: tuple[int, int], stride_px: tuple[float, float]
 ) -> GridDistances:
-    """Distances in a grid whose cells are `stride_px` pixels (y, x) apart; on the unit square x =
-    col / (gw - 1) and y = row / (gh - 1), as in the code of Walmer et al. 2023, and 0 along an axis
-    of length 1."""
+    """Return the distances in a grid whose cells are `stride_px` pixels (y, x) apart.
+
+    On the unit square x = col / (gw - 1) and y = row / (gh - 1), as in the code of Walmer et al.
+    2023, and 0 along an axis of length 1.
+    """
     gh, gw = grid
     unit = distances(grid, (1.0 / max(gh - 1, 1), 1.0 / max(gw - 1, 1)))
     px = distances(grid, stride_px)
