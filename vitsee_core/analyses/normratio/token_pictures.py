@@ -1,4 +1,5 @@
-"""Figures of a quantity of tokens in sublayers: tokens against sublayers, and means against depth.
+"""The figures of a quantity of tokens in sublayers: tokens against sublayers, and means against
+depth.
 
 Drawn from the columns of `vitsee normratio`'s table: store, site, depth, rel_depth, token, row,
 col, metric, value, low, high.
@@ -58,7 +59,7 @@ METRICS = (
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 NOTHING = "no value: f(z) = 0"
 SYMBOLS = "z: skip connection; f(z): the branch that a sublayer adds to it"
-MOST_STORES = 6  # in one panel, with all their tokens and sublayers
+MAX_STORES = 6  # in one panel, with all their tokens and sublayers
 FEW_CELLS = 6  # up to this many patches are drawn as curves, more as a map
 Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
 CURVE = ("store", "curve", "kind")  # its columns
@@ -66,63 +67,70 @@ CURVE = ("store", "curve", "kind")  # its columns
 
 @styled
 def draw_norm_ratios(table: Table) -> Figure:
-    """Maps of each metric, and its curves, from the table alone.
+    """Draw maps of each metric, and its curves, from the table alone.
 
-    Where the table has a store's tokens one by one: tokens against sublayers, one panel per store
-    and kind of sublayer, prefix tokens named and drawn large on top (Raghu et al. 2021, Figs. 7
-    left, E.1). Of a CNN, whose grids differ, each block's locations fill the height. All panels of
-    a metric have one colour scale, logarithmic where a ratio spans more than a factor of 10.
+    If the table has a store's tokens one by one, maps have tokens against sublayers, one panel per
+    store and kind of sublayer, with prefix tokens named and drawn large on top (Raghu et al. 2021,
+    Figs. 7 left, E.1). Of a CNN, whose grids differ, each block's locations fill the height. All
+    panels of a metric have one colour scale, logarithmic if a ratio spans more than a factor of 10.
 
-    Then class token, registers and the mean over patches against depth, all stores together, with
-    the 95 % interval as a band where the table has it (Figs. 7 right, E.2); of more than
-    `MOST_STORES` stores, or of groups, these alone, of the first metric, a panel per kind of token
-    and sublayer. The legend says what z and f(z) are.
+    Curves have class token, registers and the mean over patches against depth, all stores together,
+    with the 95 % interval as a band if the table has it (Figs. 7 right, E.2). More than
+    `MAX_STORES` stores, or groups of stores, have curves alone, of the first metric, a panel per
+    kind of token and sublayer. The legend says what z and f(z) are.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    rows = _placed(table.frame)
-    metrics = [m for m in METRICS if m in rows["metric"]]
-    # Three means of one ratio look alike: the first stands for them.
-    metrics = [m for m in metrics if m not in METRICS[1:3] or METRICS[0] not in metrics]
+    rows = _with_curve_columns(table.frame)
+    metrics = [metric for metric in METRICS if metric in rows["metric"]]
+    if "norm_ratio" in metrics:
+        # Three means of one ratio look alike: the first stands for them.
+        repeated = ("norm_ratio_median", "norm_ratio_geomean")
+        metrics = [metric for metric in metrics if metric not in repeated]
     stores = rows.partition_by("store", maintain_order=True)
-    if len(stores) > MOST_STORES or len(groups_of(own["store"][0] for own in stores)) > 1:
+    groups = groups_of(store_rows["store"][0] for store_rows in stores)
+    if len(stores) > MAX_STORES or len(groups) > 1:
         return _draw_many(rows.filter(metric=metrics[0]), metrics[0])
-    maps = {
-        metric: [p for own in stores for p in _map_panels(own, metric)]
-        for metric in metrics
-    }
-    lines = [metric for metric in metrics if maps[metric]]
-    grids = [
-        PanelGrid(len(maps[metric]), width=15, height=18, widest=22) for metric in lines
+    maps: dict[str, list[MapPanel]] = {}  # of the metrics that have any
+    for metric in metrics:
+        panels = []
+        for store_rows in stores:
+            panels += _map_panels(store_rows, metric)
+        if panels:
+            maps[metric] = panels
+    map_grids = [
+        PanelGrid(len(panels), width=15, height=18, widest=22) for panels in maps.values()
     ]
-    figure, parts = stack(*grids, PanelGrid(len(metrics)))
-    found: dict[str, Any] = {SYMBOLS: Line2D([], [], linestyle="none")}
-    for metric, grid, part in zip(lines, grids, parts, strict=False):
-        panels = maps[metric]
-        every = grid.axes(part)
+    curve_grid = PanelGrid(len(metrics))
+    figure, boxes = stack(*map_grids, curve_grid)
+    legend: dict[str, Any] = {SYMBOLS: Line2D([], [], linestyle="none")}
+    for (metric, panels), grid, box in zip(
+        maps.items(), map_grids, boxes[:-1], strict=True
+    ):
+        map_axes = grid.axes(box)
         scale = colour_scale(metric, _on_one_scale(rows, metric))
-        images = [
-            draw_map(axes, panel, scale)
-            for axes, panel in zip(every, panels, strict=True)
-        ]
-        if any(np.isnan(panel.all_values()).any() for panel in panels):
-            found[NOTHING] = Patch(facecolor=NO_VALUE)
-        if not all(np.isnan(panel.all_values()).all() for panel in panels):
-            bars_at_ends(grid, every, images[-1], metric_words(metric))
-            for bar in [bar for axes in every for bar in axes.child_axes]:
-                value_ticks(bar.yaxis, scale)
-    every = PanelGrid(len(metrics)).axes(parts[-1])
-    for axes, metric in zip(every, metrics, strict=True):
+        for axes, panel in zip(map_axes, panels, strict=True):
+            image = draw_map(axes, panel, scale)
+        is_missing = [np.isnan(panel.all_values()) for panel in panels]
+        if any(missing.any() for missing in is_missing):
+            legend[NOTHING] = Patch(facecolor=NO_VALUE)
+        if not all(missing.all() for missing in is_missing):
+            bars_at_ends(grid, map_axes, image, metric_words(metric))
+            for axes in map_axes:
+                for bar in axes.child_axes:
+                    value_ticks(bar.yaxis, scale)
+    curve_axes = curve_grid.axes(boxes[-1])
+    for axes, metric in zip(curve_axes, metrics, strict=True):
         _draw_curves(axes, rows, metric)
         note_count(axes, rows)
-    legend_below(figure, handles_of(every) | found, handlelength=HANDLE)
+    legend_below(figure, handles_of(curve_axes) | legend, handlelength=HANDLE)
     return figure
 
 
-def _placed(rows: pl.DataFrame) -> pl.DataFrame:
-    """The rows with three columns: `name`, of the token (`0,4` of a cell); `curve`, the token or
-    kind of token whose curve it belongs to; and `kind`, of its sublayer."""
+def _with_curve_columns(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows with three more columns: `name`, of the token (`0,4` of a cell); `curve`, the
+    token or kind of token whose curve it belongs to; and `kind`, of its sublayer."""
     token = pl.col("token").cast(pl.String)
     rows = with_kinds(rows).with_columns(
         name=pl.coalesce(token, pl.concat_str(places_in(rows), separator=",")),
@@ -137,29 +145,28 @@ def _placed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
-    """The curves of one metric, a panel per kind of token and sublayer: of more than `MOST_STORES`
-    stores, or of groups."""
-    parts: dict[str, list[pl.DataFrame]] = {}
-    for (store, token, kind), own in rows.group_by(
+    """Draw the curves of one metric, a panel per kind of token and sublayer, for more than
+    `MAX_STORES` stores or for groups."""
+    curves_by_title: dict[str, list[pl.DataFrame]] = {}
+    for (store, token, kind), curve_rows in rows.group_by(
         "store", "curve", "kind", maintain_order=True
     ):
-        points = _curve(own, "rel_depth").with_columns(
+        points = _curve(curve_rows, "rel_depth").with_columns(
             site=pl.format("blocks.{}.out", pl.int_range(pl.len())),
             store=pl.lit(store),
             metric=pl.lit(metric),
-            n_images=pl.lit(own["n_images"][0]),
+            n_images=pl.lit(curve_rows["n_images"][0]),
         )
-        parts.setdefault(f"{token_words(token)}, {PARTS.get(kind, kind)}", []).append(
-            points
-        )
-    of_kinds = [(name, pl.concat(found)) for name, found in parts.items()]
-    among = pl.concat([lines for _, lines in of_kinds])
-    grid = CurveGrid.of(len(of_kinds), among)
+        title = f"{token_words(token)}, {PARTS.get(kind, kind)}"
+        curves_by_title.setdefault(title, []).append(points)
+    contents = [(title, pl.concat(curves)) for title, curves in curves_by_title.items()]
+    all_curves = pl.concat([curves for _, curves in contents])
+    grid = CurveGrid.of(len(contents), all_curves)
     figure, (box,) = stack(grid)
-    panels = grid.panels(box, of_kinds)
-    for axes, name, lines in panels:
-        draw_depth_curves(axes, lines, among=among)
-        axes.set_title(name)
+    panels = grid.panels(box, contents)
+    for axes, title, curves in panels:
+        draw_depth_curves(axes, curves, among=all_curves)
+        axes.set_title(title)
         if metric.startswith("norm_ratio"):
             reference_line(axes, 1, "skip = branch")
     panels[-1][0].plot([], [], linestyle="none", label=SYMBOLS)
