@@ -140,7 +140,10 @@ def _of_a_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def _read_onnx(path: Path) -> dict[str, Tensor]:
-    """Initialisers by name, and those that a node multiplies with by the node's name."""
+    """Return the tensors of an ONNX file: name -> tensor.
+
+    Matrices that a node multiplies with have the node's name too, as exporters drop their own.
+    """
     try:
         import onnx
         from onnx import numpy_helper
@@ -202,27 +205,30 @@ def _from_transformers(found: Mapping[str, Tensor], expected: State) -> State:
 
 
 def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
-    """The table of positions at the model's size, resampled as the file's graph does it, so that
-    tokens are the file's."""
+    """Return the position embeddings at the model's size, (1, 1 + patches, dim).
+
+    They are resampled as the file's graph resamples them, so that tokens equal the file's.
+    """
     import torch
     from torch.nn import functional
 
     dim = expected.shape[2]
-    tables = [
+    # The graph has the class token's embedding and the grid's as constants without a name: they
+    # are recognised by their shapes, (1, 1, dim) and (1, cells, dim).
+    embeddings = [
         t for t in found.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim
     ]
-    rows = [
-        t
-        for t in tables
-        if t.shape[1] == 1 and t is not found["backbone.embeddings.cls_token"]
-    ]
-    (grid,) = (t for t in tables if t.shape[1] > 1)
-    (first,) = rows
-    side = math.isqrt(grid.shape[1])
-    wanted = SIDE // PATCH
-    table = grid.reshape(1, side, side, dim).permute(0, 3, 1, 2)
-    small = functional.interpolate(table, size=(wanted, wanted), mode="bicubic")
-    return torch.cat([first, small.flatten(2).mT], 1)
+    cls_token = found["backbone.embeddings.cls_token"]
+    (grid,) = (t for t in embeddings if t.shape[1] > 1)
+    (cls_position,) = (t for t in embeddings if t.shape[1] == 1 and t is not cls_token)
+    file_side = math.isqrt(grid.shape[1])
+    model_side = SIDE // PATCH
+    # (1, dim, rows, cols), as interpolate expects
+    grid = grid.reshape(1, file_side, file_side, dim).permute(0, 3, 1, 2)
+    resampled = functional.interpolate(
+        grid, size=(model_side, model_side), mode="bicubic"
+    )
+    return torch.cat([cls_position, resampled.flatten(2).mT], 1)
 
 
 MODELS = (
