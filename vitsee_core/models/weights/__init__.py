@@ -13,7 +13,7 @@ Where a model works like this it can be read on any tokens of the same width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -91,63 +91,71 @@ class HeadWeights:
         return {name: getattr(self, name) for name in names}
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
-        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
-        tokens = self.normalised(tokens) if self.norm_first else tokens
+        """Return (images, classes) for tokens (images, tokens, dim), prefix tokens first."""
+        if self.norm_first:
+            tokens = self.normalised(tokens)
         pooled = pool(np.asarray(tokens, np.float64), layout, self.pool)
-        return self.classify(pooled if self.norm_first else self.normalised(pooled))
+        if not self.norm_first:
+            pooled = self.normalised(pooled)
+        return self.classify(pooled)
 
     def of_tokens(self, tokens: NDArray[Any]) -> Float:
-        """(..., classes) of tokens (..., dim), each for itself."""
+        """Return (..., classes) for tokens (..., dim), each by itself, as if it were pooled."""
         return self.classify(self.normalised(tokens))
 
     def normalised(self, x: NDArray[Any]) -> Float:
-        """`x` (..., dim) through the norm."""
+        """Return vectors (..., dim) after the norm, in float64."""
         x = np.asarray(x, np.float64)
         if self.norm == "layer":
             x = x - x.mean(-1, keepdims=True)
         if self.norm in ("layer", "rms"):
             x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.eps)
-        for name, combine in (
-            ("head_norm_scale", np.multiply),
-            ("head_norm_bias", np.add),
-        ):
-            if name in self.arrays:
-                x = combine(x, self.arrays[name].astype(np.float64))
+        if "head_norm_scale" in self.arrays:
+            x = x * self.arrays["head_norm_scale"].astype(np.float64)
+        if "head_norm_bias" in self.arrays:
+            x = x + self.arrays["head_norm_bias"].astype(np.float64)
         return x
 
     def classify(self, x: NDArray[Any]) -> Float:
-        """(..., classes) of vectors (..., dim) that have been through the norm."""
+        """Return (..., classes) for vectors (..., dim) after the norm."""
         kernel = self.arrays["head_kernel"].astype(np.float64)
-        found: Float = np.asarray(x, np.float64) @ kernel.T
+        logits: Float = np.asarray(x, np.float64) @ kernel.T
         if "head_bias" in self.arrays:
-            return found + self.arrays["head_bias"]
-        return found
+            logits = logits + self.arrays["head_bias"]
+        return logits
 
 
 Classifier: TypeAlias = "HeadWeights | AttentionPooled"
 
 
 def pool(tokens: Float, layout: TokenLayout, how: str) -> Float:
-    """(images, dim) of tokens (images, tokens, dim), prefix tokens first.
+    """Return tokens pooled over an image, (images, dim).
+
+    Args:
+        tokens: (images, tokens, dim), prefix tokens first.
+        layout: prefix tokens and grid.
+        how: "cls", "mean", "mean-all" or "max", as in `HeadWeights`.
 
     Raises:
         ValueError: the class token of a layout without one.
     """
-    body = tokens[:, layout.n_prefix :]
     if how == "cls":
         if layout.cls is None:
             raise ValueError("no class token")
         return tokens[:, layout.cls]
-    if how != "max":
-        return (tokens if how == "mean-all" else body).mean(1)
-    return body.max(1)
+    if how == "mean-all":
+        return tokens.mean(1)
+    body = tokens[:, layout.n_prefix :]
+    if how == "max":
+        return body.max(1)
+    return body.mean(1)
 
 
 def stored_classifier(store: Store) -> HeadWeights:
-    """The classifier that a store keeps.
+    """Return the classifier that a store keeps.
 
     Raises:
-        MissingInput: it keeps none; with the reason.
+        MissingInput: the store does not keep one; with the reason.
     """
     record = store.manifest.info.get("head_weights") or {}
     if "site" not in record:
@@ -161,12 +169,17 @@ def stored_classifier(store: Store) -> HeadWeights:
 
 @dataclass(frozen=True)
 class InputWeights:
-    """Arrays of float32 by name, `FILTERS` (filters, channels, height, width) and `POSITIONS`
-    (rows, cols, dim).
+    """The first weights that an image meets.
 
-    store: the label of the store they come from, "" where they come from a model. weights: see
-    `weights_name`. sites: name -> the layer or tensor. kind: of the positions, see
-    `weights.input`. absent: name -> why the model has none.
+    Attributes:
+        store: the label of the store that they come from, "" where they come from a model.
+        model: the model's name.
+        weights: the name of its weights.
+        arrays: float32, `FILTERS` (filters, channels, height, width) and `POSITIONS` (rows, cols,
+            dim).
+        sites: name of an array -> the layer or tensor.
+        kind: how positions come about: "learned", "fixed", "sine-cosine" or "computed".
+        absent: name of an array -> why the model has none.
     """
 
     store: str
@@ -183,27 +196,28 @@ class InputWeights:
 
 
 def input_weights_of(model: LoadedModel) -> InputWeights:
-    """The input weights of a model on the CPU, read from parts of a forward pass."""
+    """Return the input weights of a model on the CPU, read from parts of a forward pass."""
     from vitsee_core.models.weights.input import find_filters, find_positions
 
     filters = find_filters(model)
     positions = find_positions(model)
-    found = {FILTERS: filters, POSITIONS: positions}
-    return InputWeights(
-        store="",
-        model=model.name,
-        weights=weights_name(
-            {"weights": model.weights, "ablate_skip": model.ablate_skip}
-        ),
-        arrays={name: f.values for name, f in found.items() if not isinstance(f, str)},
-        sites={name: f.site for name, f in found.items() if not isinstance(f, str)},
-        kind="" if isinstance(positions, str) else positions.kind,
-        absent={name: f for name, f in found.items() if isinstance(f, str)},
+    record = {"weights": model.weights, "ablate_skip": model.ablate_skip}
+    weights = InputWeights(
+        store="", model=model.name, weights=weights_name(record), arrays={}
     )
+    for name, array_or_reason in {FILTERS: filters, POSITIONS: positions}.items():
+        if isinstance(array_or_reason, str):
+            weights.absent[name] = array_or_reason
+        else:
+            weights.arrays[name] = array_or_reason.values
+            weights.sites[name] = array_or_reason.site
+    if not isinstance(positions, str):
+        weights = replace(weights, kind=positions.kind)
+    return weights
 
 
 def stored_input_weights(store: Store) -> InputWeights:
-    """The input weights of a store's model, as stored.
+    """Return the input weights of a store's model, as stored.
 
     Raises:
         MissingInput: the store was made without.
@@ -219,4 +233,6 @@ def stored_input_weights(store: Store) -> InputWeights:
     model = store.manifest.model
     name = model.get("name", "")
     weights = weights_name(model)
-    return InputWeights(store.label, name, weights, arrays, **record)
+    return InputWeights(
+        store=store.label, model=name, weights=weights, arrays=arrays, **record
+    )

@@ -40,13 +40,16 @@ COMPUTED = "computed"
 
 @dataclass(frozen=True)
 class InputArray:
-    """values: float32, of filters (filters, channels, height, width), a weight for each pixel as
-    the layer uses it (standardised where the layer standardises its weights); of positions (rows,
-    cols, dim), what each patch gets, on the grid of the model's input. site: the name of the layer,
-    or of the tensor, of several that add up, or of the module that makes it.
+    """Filters or positions of a model.
 
-    kind: of positions "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values of
-    that formula, so not learned) or "computed" (by a module).
+    Attributes:
+        site: the name of the layer, of the tensor, of several tensors that add up, or of the module
+            that computes it.
+        values: float32. Filters are (filters, channels, height, width), a weight for each pixel as
+            the layer uses it (standardised where the layer standardises its weights). Positions are
+            (rows, cols, dim), what each patch gets, on the grid of the model's input.
+        kind: of positions "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values
+            of that formula, so not learned) or "computed" (by a module).
     """
 
     site: str
@@ -55,7 +58,7 @@ class InputArray:
 
 
 def find_filters(model: LoadedModel) -> InputArray | str:
-    """The filters of the model's first layer, or why it has none over single pixels.
+    """Return the filters of the model's first layer, or why it has none over single pixels.
 
     A convolution over the image, a linear layer over cut patches, and either of them over pixels
     in another order (space to depth) alike: which pixel each weight meets is read from an image
@@ -75,20 +78,21 @@ def find_filters(model: LoadedModel) -> InputArray | str:
     hooks = hooked(model.module, enter, leave)
     with hooks, torch.no_grad(), suppress(ForwardEnded), first:
         model.module(numbers.reshape(1, *model.input_size))
-    if not first.found:
+    if not first.layers:
         if first.refused:
             return f"its first layer, {first.refused}, does not work on single pixels"
         return "no convolution or linear layer works on its pixels"
     # Of parallel branches (RepVGG) the one that sees most.
-    return max(first.found, key=lambda filters: filters.values[0].size)
+    return max(first.layers, key=lambda filters: filters.values[0].size)
 
 
 class _FirstLayers(TorchFunctionMode):
-    """Keeps the filters of layers that are given pixels, and ends the pass at the first other."""
+    """A mode that keeps the filters of layers whose input is the pixels, and ends the forward pass
+    at the first other layer."""
 
     def __init__(self, inside: list[str], size: tuple[int, int, int]) -> None:
         super().__init__()
-        self.found: list[InputArray] = []
+        self.layers: list[InputArray] = []
         self.refused = ""
         self._inside = inside
         self._size = size
@@ -96,47 +100,61 @@ class _FirstLayers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func in _LAYERS:
-            named = dict(zip(_ARGUMENTS, args, strict=False)) | given
-            weight = named["weight"]
-            dilation = named.get("dilation", 1)
-            apart = (dilation, dilation) if isinstance(dilation, int) else tuple(dilation)
-            pixels = _cells(named["input"], weight.shape, apart)
+            arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+            weight = arguments["weight"]
+            dilation = arguments.get("dilation", 1)
+            if isinstance(dilation, int):
+                dilation = (dilation, dilation)
+            pixels = _receptive_field(arguments["input"], weight.shape, dilation)
             values = _over_pixels(weight.flatten(1), pixels, self._size)
             if values is None:
                 self.refused = self._inside[-1]
                 raise ForwardEnded
-            self.found.append(InputArray(self._inside[-1], values))
-        return func(*args, **given)
+            self.layers.append(InputArray(self._inside[-1], values))
+        return func(*args, **kwargs)
 
 
-def _cells(x: Tensor, shape: Sequence[int], apart: tuple[int, ...]) -> Tensor:
-    """The part of a layer's input `x` that one output depends on: away from the border, where a
-    convolution has padding. shape: of the weights. apart: cells between the convolution's weights.
+def _receptive_field(
+    x: Tensor, weight_shape: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return the numbers of a layer's input that one of its outputs depends on, (inputs,).
+
+    The output is one in the middle: at the border a convolution has padding.
+
+    Args:
+        x: the layer's input.
+        weight_shape: (outputs, inputs) of a linear layer, or a convolution's.
+        dilation: the convolution's, for rows and columns.
     """
-    if len(shape) == 2:
+    if len(weight_shape) == 2:
         tokens = x.reshape(-1, x.shape[-1])
         return tokens[len(tokens) // 2]
     windows = []
-    for n, k, step in zip(x.shape[2:], shape[2:], apart, strict=True):
-        start = max(n - (k - 1) * step - 1, 0) // 2
-        windows.append(slice(start, start + k * step, step))
-    return x[0, :, windows[0], windows[1]].flatten()
+    for n, kernel, step in zip(x.shape[2:], weight_shape[2:], dilation, strict=True):
+        start = max(n - (kernel - 1) * step - 1, 0) // 2
+        windows.append(slice(start, start + kernel * step, step))
+    rows, cols = windows
+    return x[0, :, rows, cols].flatten()
 
 
 def _over_pixels(
     weight: Tensor, pixels: Tensor, size: tuple[int, int, int]
 ) -> NDArray[np.float32] | None:
-    """(filters, channels, height, width): weights (filters, inputs) put where each input's pixel
-    is; None unless the inputs are the numbers of a rectangle's pixels, each once."""
+    """Return the weights as filters, (filters, channels, height, width), each weight where its
+    input's pixel is; None unless the inputs are the pixels of a rectangle, each once.
+
+    Args:
+        weight: (filters, inputs).
+        pixels: (inputs,), the number of each input's pixel in the image, if it is a pixel.
+        size: (channels, rows, cols) of the image.
+    """
     numbers = pixels.double().numpy()
-    whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
-    if (
-        not whole
-        or len(numbers) != weight.shape[1]
-        or len(np.unique(numbers)) != len(numbers)
-    ):
+    are_integers = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
+    if not are_integers or len(numbers) != weight.shape[1]:
+        return None
+    if len(np.unique(numbers)) != len(numbers):
         return None
     if numbers.min() < 0 or numbers.max() >= np.prod(size):
         return None
@@ -152,7 +170,7 @@ def _over_pixels(
 
 
 def find_positions(model: LoadedModel) -> InputArray | str:
-    """The position embedding of the model's patches, or why it has none.
+    """Return the position embedding of the model's patches, or why it has none.
 
     The parts of prefix tokens are left out. Of several that are added at different depths it is
     the first. A float32 forward pass of two images, and for each tensor that may be it the part
@@ -195,29 +213,38 @@ def find_positions(model: LoadedModel) -> InputArray | str:
 
 
 def is_sine_cosine(values: NDArray[np.floating[Any]]) -> bool:
-    """Whether a table (rows, cols, dim) is the two-dimensional sine-cosine embedding of MAE and
-    MoCo v3 (temperature 10,000), in any order of its channels.
+    """Return whether a table (rows, cols, dim) is the two-dimensional sine-cosine embedding of MAE
+    and MoCo v3 (temperature 10,000), in any order of its channels.
 
     Products of its vectors are sums of cosines of the distances: sum_i cos(w_i dy) + cos(w_i dx),
-    w_i = 10000^(-4 i / dim), i < dim / 4. A resampled table is not recognised.
+    w_i = 10000^(-4 i / dim), i < dim / 4 (He et al. 2022; Chen et al. 2021). A resampled table is
+    not recognised.
     """
     rows, cols, dim = values.shape
     if dim % 4:
         return False
-    waves = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
-    down, across = (
-        np.cos(np.multiply.outer(np.arange(n), waves)).sum(-1) for n in (rows, cols)
-    )
-    lines = np.abs(np.subtract.outer(np.arange(rows), np.arange(rows)))
-    columns = np.abs(np.subtract.outer(np.arange(cols), np.arange(cols)))
-    wanted = down[lines][:, None, :, None] + across[columns][None, :, None, :]
+    frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))  # w_i
+    # (rows, rows) and (cols, cols): the sum of cosines for each pair of rows, and of columns
+    row_products = _cosine_sums(rows, frequencies)
+    col_products = _cosine_sums(cols, frequencies)
+    expected = row_products[:, None, :, None] + col_products[None, :, None, :]
     flat = values.reshape(-1, dim).astype(np.float64)
-    found = (flat @ flat.T).reshape(rows, cols, rows, cols)
-    return bool(np.abs(found - wanted).max() <= _SINE_COSINE_TOLERANCE * dim / 2)
+    products = (flat @ flat.T).reshape(rows, cols, rows, cols)
+    # dim / 2 is the squared length of each vector.
+    return bool(np.abs(products - expected).max() <= _SINE_COSINE_TOLERANCE * dim / 2)
+
+
+def _cosine_sums(n: int, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return sum_i cos(w_i |a - b|) for each pair of n positions, (n, n)."""
+    by_distance = np.cos(np.multiply.outer(np.arange(n), frequencies)).sum(-1)
+    distances = np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
+    sums: NDArray[np.float64] = by_distance[distances]
+    return sums
 
 
 def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
-    """One image's features as (rows, cols, dim) without prefix tokens; None if they are no grid."""
+    """Return one image's features as (rows, cols, dim) without prefix tokens; None if they do not
+    lie on a grid."""
     geometry = tokens_of(model.module, model.input_size)
     if values.ndim == 2:
         layout = geometry.token_layout(len(values))
@@ -240,8 +267,8 @@ def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
 def _in_order(
     runner: PerturbationRunner, call: int, shape: tuple[int, ...], model: LoadedModel
 ) -> bool:
-    """Whether what goes in at a call lies on the grid as in the image: a change in the top right
-    patch and one in the bottom left patch are seen most in those quarters."""
+    """Return whether the input of a call lies on the grid as in the image: a change in the top right
+    patch, and one in the bottom left patch, are largest in those quarters."""
     channels, height, width = model.input_size
     rows, cols = shape[:2]
     down = max(height // rows, 1)
