@@ -267,8 +267,8 @@ def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
 def _in_order(
     runner: PerturbationRunner, call: int, shape: tuple[int, ...], model: LoadedModel
 ) -> bool:
-    """Return whether the input of a call lies on the grid as in the image: a change in the top right
-    patch, and one in the bottom left patch, are largest in those quarters."""
+    """Return whether the input of a call lies on the grid as in the image: a change in the top
+    right patch, and one in the bottom left patch, are largest in those quarters."""
     channels, height, width = model.input_size
     rows, cols = shape[:2]
     down = max(height // rows, 1)
