@@ -169,7 +169,15 @@ class TableBuilder:
         received = self.trace.left("") if is_language_input(self.model) else None
         if received is not None and received.grid is not None:
             view = View("tokens", self.geometry.layout(received.grid))
-            yield SiteDraft(PART, PART, None, {"head"}, (HookPoint(""),), received, view)
+            yield SiteDraft(
+                name=PART,
+                part=PART,
+                block=None,
+                groups={"head"},
+                hook_points=(HookPoint(""),),
+                seen=received,
+                view=view,
+            )
 
     def _between_blocks(self, outside: Sequence[str]) -> list[list[str]]:
         """Return the modules outside of blocks that come before the first block, behind it, and so
@@ -211,7 +219,13 @@ class TableBuilder:
             return None
         self.entered.add(name)
         return SiteDraft(
-            name, name, None, {"blocks"}, (HookPoint(path, "in"),), seen, view
+            name=name,
+            part=name,
+            block=None,
+            groups={"blocks"},
+            hook_points=(HookPoint(path, "in"),),
+            seen=seen,
+            view=view,
         )
 
     def _block_drafts(self, path: str, leaves: list[str]) -> Iterator[SiteDraft]:
@@ -367,7 +381,15 @@ class TableBuilder:
                 view = self.read.token_view(self.blocks[-1], seen)
         if len(hook_points) > 1:
             seen = self._with_new_key(seen)
-        yield SiteDraft(part, part, None, groups, hook_points, seen, view)
+        yield SiteDraft(
+            name=part,
+            part=part,
+            block=None,
+            groups=groups,
+            hook_points=hook_points,
+            seen=seen,
+            view=view,
+        )
 
     def _is_site(self, name: str) -> bool:
         """Return whether a module's output is a site: a module without children that computes

@@ -341,23 +341,32 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
 def count_prefix_tokens(
     geometry: ModelGeometry, module: nn.Module, trace: Trace, blocks: Sequence[str]
 ) -> ModelGeometry:
-    """The geometry with prefix and grid, where the model states neither and both can be counted:
-    the grid is that of the last map before the blocks with no more cells than there are tokens, or
-    of the patches whose size the model states, or the one that as few tokens as possible leave
-    over."""
-    stated = isinstance(getattr(module, "num_prefix_tokens", None), int)
-    if stated or geometry.grid is not None or not blocks:
+    """Return the geometry with prefix and grid counted, where the model states neither.
+
+    The grid is that of the last map before the blocks with no more cells than there are tokens, or
+    else that of the patches whose size the model states, or else the one that leaves as few tokens
+    over as possible.
+
+    Args:
+        geometry: the tokens as the model states them.
+        module: the model.
+        trace: a forward pass of it.
+        blocks: paths of its blocks.
+    """
+    states_prefix = isinstance(getattr(module, "num_prefix_tokens", None), int)
+    if states_prefix or geometry.grid is not None or not blocks:
         return geometry
-    entered = trace.by_image(trace.entered(blocks[0])) or trace.by_image(
-        trace.left(blocks[0])
-    )
+    entered = trace.by_image(trace.entered(blocks[0]))
+    if entered is None:
+        entered = trace.by_image(trace.left(blocks[0]))
     if entered is None or len(entered.shape) != 3:
         return geometry
     n_tokens = entered.shape[1]
-    grid = _map_before(trace, entered.key, n_tokens) or _of_patches(
-        module, geometry, n_tokens
+    grid = (
+        _map_before(trace, entered.key, n_tokens)
+        or _of_patches(module, geometry, n_tokens)
+        or _of_number(geometry, n_tokens)
     )
-    grid = grid or _of_number(geometry, n_tokens)
     if grid is None:
         return geometry
     n_prefix = n_tokens - math.prod(grid)

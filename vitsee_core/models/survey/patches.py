@@ -175,15 +175,16 @@ def packed_patches(
     """The patches of a tower that takes them packed, where a module first gives one token for each;
     whether they are these is for `disproof` to say."""
     grid = packing.grid((size[1], size[2]))
-    passages = [
-        (call.left.key, HookPoint(name, "out", i, len(calls)))
+    keys_and_points = [
+        (call.left.key, HookPoint(name, "out", call=i, calls=len(calls)))
         for name, calls in trace.calls.items()
         for i, call in enumerate(calls)
         if name and call.left is not None and call.left.grid == grid
     ]
-    if not passages:
+    if not keys_and_points:
         return None
-    hook_point = min(passages, key=lambda one: one[0])[1]
+    # The first tensor on this grid is the embedding's output.
+    _, hook_point = min(keys_and_points, key=lambda pair: pair[0])
     step = float(packing.patch)
     window = (0, packing.patch), (0, packing.patch)
     covered = (0, size[1]), (0, size[2])

@@ -192,7 +192,8 @@ def is_torchscript(path: Path) -> bool:
 
 
 def read_torchscript(path: Path) -> dict[str, Any]:
-    """The module's state dict; numbers among its attributes (`input_resolution`) as they are.
+    """Return the state dict of a module that torch.jit.save wrote, with the numbers among the
+    module's attributes (`input_resolution`).
 
     Raises:
         pickle.UnpicklingError: it has objects besides tensors, plain values and modules.
@@ -203,19 +204,30 @@ def read_torchscript(path: Path) -> dict[str, Any]:
         root = name.removesuffix("/constants.pkl")
         with archive.open(f"{root}/data.pkl") as file:
             module = _ScriptUnpickler(file, Archive(archive, root).storage).load()
-    found: dict[str, Any] = {}
-    _collect(module, "", found, set())
-    return found
+    state: dict[str, Any] = {}
+    _collect_attributes(module, prefix="", state=state, visited=set())
+    return state
 
 
-def _collect(module: Any, prefix: str, found: dict[str, Any], seen: set[int]) -> None:
-    if not isinstance(module, _Module) or id(module) in seen:
+def _collect_attributes(
+    module: Any, *, prefix: str, state: dict[str, Any], visited: set[int]
+) -> None:
+    """Add the tensors and numbers of a module, and of the modules in it, to a state dict.
+
+    Args:
+        module: the module; other objects are passed over.
+        prefix: what stands before the names of its attributes.
+        state: the state dict, changed in place.
+        visited: ids of the modules so far, as a module may hold itself.
+    """
+    if not isinstance(module, _Module) or id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     for name, value in module.attributes.items():
-        if isinstance(value, Tensor) or (
-            isinstance(value, int) and not isinstance(value, bool)
-        ):
-            found[f"{prefix}{name}"] = value
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, Tensor) or is_number:
+            state[f"{prefix}{name}"] = value
         else:
-            _collect(value, f"{prefix}{name}.", found, seen)
+            _collect_attributes(
+                value, prefix=f"{prefix}{name}.", state=state, visited=visited
+            )
