@@ -142,7 +142,7 @@ def _of_a_checkpoint(path: Path) -> dict[str, Tensor]:
 def _read_onnx(path: Path) -> dict[str, Tensor]:
     """Return the tensors of an ONNX file: name -> tensor.
 
-    Matrices that a node multiplies with have the node's name too, as exporters drop their own.
+    A matrix that a node multiplies with is there by the node's name too.
     """
     try:
         import onnx
@@ -213,8 +213,8 @@ def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
     from torch.nn import functional
 
     dim = expected.shape[2]
-    # The graph has the class token's embedding and the grid's as constants without a name: they
-    # are recognised by their shapes, (1, 1, dim) and (1, cells, dim).
+    # The position embeddings of the class token, (1, 1, dim), and of the grid, (1, cells, dim), are
+    # recognised by their shapes.
     embeddings = [
         t for t in found.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim
     ]
