@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHOWN = 4  # images, where none is named
-MOST_PIXELS = 640  # along a photograph's longer side in a sidecar
-FRAME_PIXELS = 160  # the same of a frame of a clip
-MOST_FRAMES = 13  # of a clip that are shown
+SHOWN = 4  # images that are shown where none is named
+MAX_PIXELS = 640  # along a photograph's longer side in a sidecar
+FRAME_PIXELS = 160  # along the longer side of a clip's frame in a sidecar
+MAX_FRAMES = 13  # frames of a clip that are shown
 
 
 @dataclass(frozen=True)
 class SheetImages:
-    """One store's part of a sheet of maps. rows: (images,) those shown, the same images in every
-    store. sites: those mapped. times: of a page that shows the places in time of clips one by one,
-    how many there are: each row stands for so many in a row; 1 for everything else."""
+    """The images that a sheet of maps shows, in one store.
+
+    Attributes:
+        store: the store.
+        view: how its model saw the images.
+        rows: the images' rows, in the same order in every store.
+        sites: the sites that are mapped.
+        times: number of times of each clip on a page that shows them one by one: each row is
+            repeated so often. 1 for images, and for everything else.
+    """
 
     store: Store
     view: View
@@ -47,20 +54,20 @@ class SheetImages:
 
     @property
     def once(self) -> list[int]:
-        """The rows, each once."""
+        """The rows without repetitions for the times of a clip."""
         return self.rows[:: self.times]
 
 
 def shown_rows(
     store: Store, names: Sequence[str], first: SheetImages | None, execution: Execution
 ) -> list[int]:
-    """The rows of the images to show.
+    """Return the rows of the images to show.
 
     Args:
-        store: where.
-        names: ids or row numbers; the first `SHOWN` of the chosen images by default.
-        first: what another store shows: the images of these ids, whatever `names` are.
-        execution: which images are chosen.
+        store: an open store.
+        names: ids or row numbers; by default the first `SHOWN` of the chosen images.
+        first: what another store shows; if given, the same images are shown, whatever `names` are.
+        execution: says which images are chosen.
 
     Raises:
         VitseeError: the store has no such image.
@@ -75,7 +82,7 @@ def shown_rows(
 def describe_sheet(
     parts: Sequence[SheetImages], data: str | None, times: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The notes that a sheet of maps needs beside its table.
+    """Return the notes that a sheet of maps needs beside its table.
 
     `images`: name -> `frame` (the part of the image that is drawn, what any of the models saw of
     it), `aspect` (the frame's height over its width), `picture` and the `edges` it lies at;
@@ -106,15 +113,17 @@ def describe_sheet(
 def _grids(
     parts: Sequence[SheetImages], names: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
+    """Return store -> site -> `shape` of its grid, and its `edges` on each image."""
     grids: dict[str, dict[str, Any]] = {}
     for part in parts:
-        own = grids[part.store.label] = {}
+        store_grids: dict[str, Any] = {}
+        grids[part.store.label] = store_grids
         for site in part.sites:
             layout = part.store.site(site.name).layout
             assert layout is not None and layout.grid is not None
             edges = [list(part.view.grid_edges(layout, row)) for row in part.rows]
-            places = dict(zip(names, edges, strict=True))
-            own[site.name] = {"shape": list(layout.body), "edges": places}
+            edges_of_image = dict(zip(names, edges, strict=True))
+            store_grids[site.name] = {"shape": list(layout.body), "edges": edges_of_image}
     return grids
 
 
@@ -125,7 +134,7 @@ def describe_clips(
     data: str | None,
     times: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """The notes that strips of clips need beside their table: `clip` and `images`.
+    """Return the notes that strips of clips need beside their table: `clip` and `images`.
 
     `clip`: how many `frames` were sampled and in which `time`; `shown`: places in time of the
     coarsest of the grids, `of` them. `images`: clip -> `pictures`, sampled frame -> PNG in base64,
@@ -133,55 +142,73 @@ def describe_clips(
     any more, which is logged); `seconds` between sampled frames, where the store knows them.
 
     Args:
-        store: of clips.
-        rows: of it.
-        layouts: of all that is drawn.
+        store: a store of clips.
+        rows: the clips' rows.
+        layouts: tokens of all sites that are drawn.
         data: where the clips are now, by default where extract read them.
-        times: shares of the sampled frames whose places are shown in any case.
+        times: times that are shown in any case, as shares of the sampled frames.
     """
     clip = store.plan.clip
     assert clip is not None
-    of = min(layout.frames for layout in layouts if layout is not None and layout.frames)
-    kept = {min(int(share * of), of - 1) for share in times}
-    shown = evenly_with(range(of), MOST_FRAMES, kept)
-    frames = {(2 * cell + 1) * clip.frames // (2 * of) for cell in shown}
+    # Spans of time of the coarsest grid: all grids have a cell at each.
+    n_spans = min(
+        layout.frames for layout in layouts if layout is not None and layout.frames
+    )
+    required = {min(int(share * n_spans), n_spans - 1) for share in times}
+    shown = evenly_with(range(n_spans), MAX_FRAMES, required)
+    # The sampled frame in the middle of each span, (2 k + 1) / (2 n_spans) of the time.
+    frames = {(2 * span + 1) * clip.frames // (2 * n_spans) for span in shown}
     inputs = model_inputs(store, rows, data)
     seconds = store.array("seconds") if store.has("seconds") else None
     images: dict[str, dict[str, Any]] = {}
     for row in rows:
-        own = images[str(store.samples.id[row])] = {}
+        clip_notes: dict[str, Any] = {}
+        images[str(store.samples.id[row])] = clip_notes
         if row in inputs:
             pictures = {str(k): encode(_small(inputs[row][k])) for k in sorted(frames)}
-            own["pictures"] = pictures
-        if seconds is not None and np.isfinite(step := float(seconds[row])):
-            own["seconds"] = step
-    return {"clip": {**frames_seen(store), "shown": shown, "of": of}, "images": images}
+            clip_notes["pictures"] = pictures
+        if seconds is not None:
+            step = float(seconds[row])
+            if np.isfinite(step):
+                clip_notes["seconds"] = step
+    time_notes = {**frames_seen(store), "shown": shown, "of": n_spans}
+    return {"clip": time_notes, "images": images}
 
 
 def frames_seen(store: Store) -> dict[str, Any]:
-    """The number of `frames` that a store of clips samples, and in which `time`: for the notes of
-    tables with a column `frame`; nothing of images."""
+    """Return the number of `frames` that a store of clips samples, and their order, `time`.
+
+    For the notes of tables with a column `frame`; empty for a store of images.
+    """
     clip = store.plan.clip
     if clip is None:
         return {}
     return {"frames": clip.frames, "time": clip.time}
 
 
-def evenly_with(items: Sequence[int], most: int, kept: Collection[int]) -> list[int]:
-    """At most so many of the items, evenly spaced with the first and the last, and those that must
-    be kept in place of their nearest ones."""
-    places = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
-    chosen = [items[k] for k in places]
-    for item in sorted(kept):
+def evenly_with(items: Sequence[int], limit: int, required: Collection[int]) -> list[int]:
+    """Return evenly spaced items, the required ones among them.
+
+    Each required item takes the place of the nearest one that is not required.
+
+    Args:
+        items: numbers in order.
+        limit: largest number of items that are returned.
+        required: items that must be among them.
+    """
+    n = min(len(items), limit)
+    indices = np.linspace(0, len(items) - 1, n).round().astype(int)
+    chosen = [items[k] for k in indices]
+    for item in sorted(required):
         if item in items and item not in chosen:
-            free = [k for k, other in enumerate(chosen) if other not in kept]
+            free = [k for k, other in enumerate(chosen) if other not in required]
             if free:
                 chosen[min(free, key=lambda k: abs(chosen[k] - item))] = item
     return sorted(chosen)
 
 
 def _small(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A frame with at most `FRAME_PIXELS` along its longer side."""
+    """Return a frame with at most `FRAME_PIXELS` along its longer side."""
     from PIL import Image
 
     if max(pixels.shape[:2]) <= FRAME_PIXELS:
@@ -192,13 +219,19 @@ def _small(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def frames_of(parts: Sequence[SheetImages]) -> list[Edges]:
-    """The part of each image that is drawn: what any of the models saw of it."""
+    """Return the part of each image that is drawn: what any of the models saw of it."""
     n = len(parts[0].rows)
     return [union([part.view.seen(part.rows[k]) for part in parts]) for k in range(n)]
 
 
 def aspect_of(view: View, row: int, frame: Edges) -> float:
-    """The frame's height over its width, in pixels of the image."""
+    """Return the height over the width of a part of an image, in pixels of the image.
+
+    Args:
+        view: how a store's model saw its images.
+        row: the image's row.
+        frame: edges of the part, as shares of the image.
+    """
     height, width = view.size(row)
     top, left, bottom, right = frame
     return (bottom - top) * height / ((right - left) * width)
@@ -206,7 +239,12 @@ def aspect_of(view: View, row: int, frame: Edges) -> float:
 
 @dataclass(frozen=True)
 class Photograph:
-    """pixels: (height, width, 3), or without the last axis. edges: where they lie on the image."""
+    """A picture of an image, or of a part of it.
+
+    Attributes:
+        pixels: (height, width, 3), or (height, width) in grey.
+        edges: edges of the picture, as shares of the image.
+    """
 
     pixels: NDArray[np.uint8]
     edges: Edges
@@ -216,15 +254,18 @@ def photographs(
     part: SheetImages,
     frames: Sequence[Edges],
     data: str | None,
-    most_pixels: int = MOST_PIXELS,
+    most_pixels: int = MAX_PIXELS,
 ) -> Mapping[int, Photograph]:
-    """Row -> picture; without those that cannot be read any more, which is logged.
+    """Return row -> picture of the images.
+
+    The pictures are the originals; if any of them cannot be read any more, or is another one now,
+    they are the model's inputs, and none at all if these cannot be had either, which is logged.
 
     Args:
-        part: whose images.
-        frames: of each image the part to show.
+        part: the images.
+        frames: edges of the part of each image to show.
         data: where the images are now, by default where extract read them.
-        most_pixels: along the longer side of a picture.
+        most_pixels: largest number of pixels along the longer side of a picture.
     """
     store = part.store
     view = part.view
@@ -232,27 +273,28 @@ def photographs(
         if view.sizes is None:
             raise VitseeError("the originals have no known place on the model's input")
         source = source_of(store, data)
-        places = {name: k for k, name in enumerate(source.ids)}
-        found = {}
+        index_of = {name: k for k, name in enumerate(source.ids)}
+        pictures = {}
         for row, frame in zip(part.rows, frames, strict=True):
             name = str(store.samples.id[row])
-            if name not in places:
+            if name not in index_of:
                 raise VitseeError(f"{source.name} no longer has the image {name!r}")
-            image, value = source.read(places[name])
-            if value != store.samples.hash[row]:
+            image, content_hash = source.read(index_of[name])
+            if content_hash != store.samples.hash[row]:
                 raise VitseeError(f"{name!r} in {source.name} is another picture now")
-            found[row] = _cut(image, frame, most_pixels)
-        return found
+            pictures[row] = _cut(image, frame, most_pixels)
+        return pictures
     except VitseeError as error:
         log.debug("%s: %s", store.label, error)
         inputs = model_inputs(store, part.rows, data)
         return {
-            row: Photograph(own, view.input_edges(row)) for row, own in inputs.items()
+            row: Photograph(pixels, view.input_edges(row))
+            for row, pixels in inputs.items()
         }
 
 
 def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
-    """The part of an original within a frame, in whole pixels."""
+    """Return the part of an original within a frame, widened to whole pixels."""
     height = image.height
     width = image.width
     top = math.floor(frame[0] * height)
@@ -268,9 +310,16 @@ def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
 def model_inputs(
     store: Store, rows: Sequence[int], data: str | None
 ) -> dict[int, NDArray[np.uint8]]:
-    """Row -> (height, width, 3), or without the last axis, of clips (frames, height, width, 3): the
-    pixels that the model saw; empty where these cannot be had any more, which is logged. data:
-    where the images are now."""
+    """Return the pixels that the model saw; empty if they cannot be had, which is logged.
+
+    Args:
+        store: an open store.
+        rows: rows of the images.
+        data: where the images are now, by default where extract read them.
+
+    Returns:
+        Row -> (height, width, 3), in grey without the last axis; of clips (frames, height, ...).
+    """
     try:
         pixels = Pictures(store, data)(np.array(rows, np.int64))
     except VitseeError as error:
@@ -280,24 +329,39 @@ def model_inputs(
 
 
 def clip_frames(
-    store: Store, wanted: Collection[tuple[int, int]], data: str | None
+    store: Store, keys: Collection[tuple[int, int]], data: str | None
 ) -> dict[tuple[int, int], NDArray[np.uint8]]:
-    """(row, sampled frame) -> the frame's pixels as `model_inputs` gives them, of many clips: one
-    of them is in memory at a time."""
+    """Return single frames of many clips, of which one is in memory at a time.
+
+    Args:
+        store: a store of clips.
+        keys: (row, sampled frame) of each frame.
+        data: where the clips are now, by default where extract read them.
+
+    Returns:
+        (row, sampled frame) -> pixels, as `model_inputs` gives them; empty if they cannot be had,
+        which is logged.
+    """
     pictures = Pictures(store, data)
-    found: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    frames: dict[tuple[int, int], NDArray[np.uint8]] = {}
     try:
-        for row in sorted({row for row, _ in wanted}):
+        for row in sorted({row for row, _ in keys}):
             pixels = _channels_last(pictures(np.array([row]))[0])
-            found |= {(row, k): pixels[k].copy() for other, k in wanted if other == row}
+            for key_row, k in keys:
+                if key_row == row:
+                    # A copy: a view would keep the whole clip in memory.
+                    frames[row, k] = pixels[k].copy()
     except VitseeError as error:
         log.warning("the figure will lack the pictures: %s", error)
         return {}
-    return found
+    return frames
 
 
 def _channels_last(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pixels with channels behind rows and columns, or without the one channel."""
+    """Return pixels (..., channels, height, width) as (..., height, width, channels).
+
+    A single channel is left out.
+    """
     if pixels.shape[-3] == 1:
         return pixels[..., 0, :, :]
     return np.moveaxis(pixels, -3, -1)
