@@ -559,6 +559,16 @@ def test_figure_of_two_stores(folder: Path) -> None:
     assert [text.get_text() for text in axes.get_yticklabels()] == ["embedding", "0", "1"]
     assert not axes.lines
     assert flat(title(axes)) == "mean over patches, n = 24"
+    # Each cell shows its own row of the table: rows are the first store's sites, upwards.
+    (image,) = axes.images
+    shown = np.asarray(image.get_array())
+    rows = table.frame.select("site_a", "site_b", "value").rows()
+    sites_a = ["embed", "blocks.0.out", "blocks.1.out"]
+    sites_b = ["stem", "layer1.0.out", "layer1.1.out"]
+    assert len(rows) == 9 and image.origin == "lower"
+    for site_a, site_b, value in rows:
+        assert shown[sites_a.index(site_a), sites_b.index(site_b)] == pytest.approx(value)
+    assert not np.allclose(shown, shown.T)
 
 
 def test_figure_of_many_stores(folder: Path) -> None:

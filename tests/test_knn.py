@@ -242,6 +242,24 @@ def pair(path: Path, n: int = 40, m: int = 23, **kwargs: Any) -> tuple[Store, St
     return made[0], made[1]
 
 
+def test_the_temperature_decides_between_one_near_and_two_farther(tmp_path: Path) -> None:
+    """Class 0 has one neighbour of cosine 0.99, class 1 two of 0.9: exp(99) > 2 exp(90), and
+    exp(0.99) < 2 exp(0.9)."""
+    cosines = np.array([0.99, 0.9, 0.9])
+    train = np.stack([cosines, np.sqrt(1 - cosines**2)], axis=1)
+    query = np.array([[1.0, 0.0]])
+    sites = {"pooled": train}, {"pooled": query}
+    stores = [
+        write_labelled(tmp_path / "train.zarr", sites[0], [0, 1, 1]),
+        write_labelled(tmp_path / "test.zarr", sites[1], [1], hash_offset=100),
+    ]
+    tops = {}
+    for temperature in (0.01, 1.0):
+        table = run(*stores, sites=["pooled"], ks=[3], temperature=temperature)
+        (tops[temperature],) = table["value"].tolist()
+    assert tops == {0.01: 0.0, 1.0: 1.0}
+
+
 @pytest.mark.parametrize("vote", VOTES)
 def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
     valid = [i not in (3, 11) for i in range(40)]

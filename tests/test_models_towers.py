@@ -375,6 +375,17 @@ def test_windows_are_tiles() -> None:
     assert window_of(labels) is None
 
 
+def test_tokens_come_into_the_order_of_the_grid_by_hand() -> None:
+    """Cell i holds token index[i]: a cycle of three, whose inverse is another order."""
+    order = Order((2, 2), torch.tensor([1, 2, 0, 3]), 0)
+    tokens = torch.tensor(
+        [[10.0], [11.0], [12.0], [13.0], [20.0], [21.0], [22.0], [23.0]]
+    )
+    cells = order.to_grid_order(tokens)
+    assert cells[..., 0].tolist() == [[11, 12, 10, 13], [21, 22, 20, 23]]
+    assert not order.plain
+
+
 def test_calls_that_are_no_images_are_not_joined() -> None:
     order = Order((1, 4), torch.arange(4), 0)
 
