@@ -105,6 +105,7 @@ EXCEPTIONS = {
     ): "the same of patches: tests/test_models_weights_rule.py",
 }
 
+Lines = dict[str, str | tuple[str, str]]
 FEW = "vit.zarr --estimator minibatch --examples 8"
 FEW_HEADS = "vit.zarr cnn.zarr --block blocks.0 --estimator minibatch --batch 4"
 FEW_OWN = "vit.zarr --sites blocks.0.out --summary site --estimator minibatch"
@@ -120,7 +121,7 @@ VIDEO = "videos.zarr --masks videos --sites blocks.0.out"
 LABELS = "vit.zarr --truth labels --sites blocks.0.out"
 FIT = "vit.zarr --sites blocks.0.out --k 3"
 KEYS = "vit.zarr --sites blocks.0.out"
-MINIBATCH = {
+MINIBATCH: Lines = {
     "--estimator": "--estimator biased",
     "--batch": (f"{FEW} --batch 4", f"{FEW} --batch 8"),
     "--examples": (
@@ -129,13 +130,12 @@ MINIBATCH = {
     ),
     "--repeats": (f"{FEW} --batch 4", f"{FEW} --batch 4 --repeats 3"),
 }
-SUBSET = {
+SUBSET: Lines = {
     "--images": "--images 6",
     "--seed": ("ordered.zarr --images 4", "ordered.zarr --images 4 --seed 1"),
 }
 # Command -> the words of a command line, and option -> the words that are added to it, or two
 # command lines that differ in the option alone.
-Lines = dict[str, str | tuple[str, str]]
 EFFECTS: dict[str, tuple[str, Lines]] = {
     "attn-dist": (
         "vit.zarr",
@@ -655,7 +655,7 @@ def analysis_options(command: str) -> list[str]:
     return [option for option in options if option not in passed_over]
 
 
-COMMANDS = [name.replace("_", "-") for name in registry.own_names()]
+COMMANDS = [name.replace("_", "-") for name in registry.builtin_names()]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
