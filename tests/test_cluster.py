@@ -26,11 +26,11 @@ from vitsee_core.analyses.cluster import (
     BASELINES,
     COLUMNS,
     METRICS,
-    agreement,
-    k_means,
     plot,
     run,
 )
+from vitsee_core.analyses.cluster.agreement import agreement
+from vitsee_core.analyses.cluster.clustering import k_means
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 

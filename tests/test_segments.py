@@ -18,12 +18,11 @@ from tests.stores import write_labelled
 from tests.tables import having, unique
 from vitsee_core.analyses.cluster import (
     SEGMENT_COLUMNS,
-    agreement,
-    agreement_without,
-    k_means,
     plot,
     run,
 )
+from vitsee_core.analyses.cluster.agreement import agreement, agreement_without
+from vitsee_core.analyses.cluster.clustering import k_means
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
 from vitsee_core.runtime.execution import Execution
