@@ -1,17 +1,17 @@
 """Principal components of patches: which patches have like features, layer by layer?
 
-The axes of a layer are those of its patch tokens over all chosen images together (Pearson 1901): as
-they are, or normalised to length 1 each. One pass over the tokens makes their covariance, a second
-one the scores of some of the images. Conventions, all of them in the sidecar:
+The axes of a layer are the principal components of its patch tokens over all chosen images together
+(Pearson 1901), of the tokens as they are or normalised to length 1. One pass over the tokens makes
+their covariance, a second one the scores of some of the images. All conventions are in the sidecar:
 
-- sign: an axis' entry of largest magnitude is positive (as scikit-learn's PCA from 1.5 on);
+- sign: an axis' entry of largest magnitude is positive (as in scikit-learn's PCA from 1.5 on);
 - `score`: coordinates along the axes, about the mean;
-- colours: red, green, blue are the first three scores, turned to be nearest to those of one
+- colours: red, green and blue are the first three scores, rotated to be nearest to those of one
   reference layer (orthogonal Procrustes), so that the same things have like colours in all layers
-  and models; dark to bright over median -+ 3 MAD of each layer; see `patch_maps.colours`;
-- foreground, if asked for: patches on one side of the first axis, and new axes of these alone
+  and models; dark to bright over median -+ 3 MAD of each layer (`patch_maps.colours`);
+- foreground, if asked for: the patches on one side of the first axis, and new axes of these alone
   (Oquab et al. 2024, DINOv2, Fig. 1, where the threshold was set by hand; here it is the mean);
-- cells whose middle is beside the image (padding) do not count.
+- cells whose middle lies beside the image (padding) do not count.
 
 `explained_variance` is an axis' share of the variance of the patches; `axis_agreement` the absolute
 cosine of an axis between two halves of the images: low where two axes explain about equally much
@@ -101,7 +101,8 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
 )
 plot = draw_colours
-SAMPLE = 256  # images whose scores decide ranges and rotations of colours
+# So many images decide ranges and rotations of colours.
+MAX_SAMPLE_IMAGES = 256
 
 
 @analysis
@@ -150,28 +151,37 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """Rows about the axes of each site, and about each patch of the images that are shown.
+    """Return a table of the axes of each site, and of the scores of the patches that are shown.
 
-    Columns: see `COLUMNS`; `component`: 1 the first axis.
-    `explained_variance` with `half_a`, `half_b` (the value of every second block of images, and of
-    the others) and the 95 % interval over images by the jackknife; `n_examples` the patches.
-    `score` has `image`, `row`, `col`; patches that do not count have no row.
-    NaN: all patches alike. The notes hold the photographs (PNG in base64) and where maps lie on
-    them, each site's rotation and range of colours, under `sheet`, `colours`.
+    The columns are `COLUMNS`; `component` 1 is the first axis. `explained_variance` has the 95 %
+    interval over images by the jackknife, and in `half_a` and `half_b` its value on every second
+    block of images and on the others; `n_examples` counts the patches. `score` has `image`, `row`
+    and `col`; patches that do not count have no row. A value is NaN if all patches are alike. The
+    notes hold the photographs (PNG in base64) and where maps lie on them (`sheet`), and each site's
+    rotation and range of colours (`colours`).
 
-    Memory: a D x D matrix in float64 for each of 20 blocks of images, and the scores of at most
-    `SAMPLE` images and those shown; nothing grows with the number of images. Time: n D^2 for n
-    patches, twice with a foreground, once more for `SAMPLE` images each.
+    Memory: a D x D matrix in float64 for each of 20 blocks of images, and the scores of the images
+    shown and of at most `MAX_SAMPLE_IMAGES` others; nothing grows with the number of images. Time:
+    n D^2 for n patches, twice with a foreground, and once more for the sample.
 
     Args:
-        stores: with all tokens of sites with a grid; every one has the images that are shown.
+        stores: stores with all tokens of sites with a grid; every one has the images shown.
+        image: names of the images shown; by default the first ones.
+        sites: patterns of the sites.
+        components: the number of axes in the table, 3 or more.
+        normalise: bring every token to length 1 first.
+        foreground: one of `FOREGROUND`, the patches that are kept.
+        fit_shown: axes of the images shown alone.
+        align: turn the colours of all sites to be nearest to the reference's.
+        reference: the site of the first store that the others are turned to; by default the last.
         origin: where the data is now, for the photographs.
+        execution: images, seed and parallel work.
 
     Raises:
         MissingInput: a site is stored pooled only.
-        SiteError: no such site, none with a grid, more components than channels.
-        VitseeError: no such image, in one of the stores; unknown foreground, or none found; or
-            more than fits the memory.
+        SiteError: no site matches, none has a grid, or more components than channels.
+        VitseeError: a store does not have an image; the foreground is unknown or empty; or the
+            work does not fit the memory.
     """
     if foreground not in FOREGROUND:
         raise VitseeError(
@@ -184,32 +194,37 @@ def run(
     if reference is not None and not align:
         raise VitseeError("a reference is for aligned colours: leave it out, or align")
     selected = select_each(stores, sites, grid_sites)
-    choice = _Choice(components, normalise, foreground, fit_shown)
-    parts: list[_Store] = []
-    for store, chosen in selected.members:
-        first = parts[0] if parts else None
-        shown = shown_rows(
-            store, image, None if first is None else first.shown, execution
-        )
-        parts.append(_Store(store, chosen, shown, choice, execution))
-    first = parts[0]
-    lead = _reference(first, reference)
+    options = ComponentOptions(components, normalise, foreground, fit_shown)
+    works: list[StoreComponents] = []
+    for store, store_sites in selected.members:
+        # All stores show the images of the first one.
+        first_sheet = works[0].shown if works else None
+        image_rows = shown_rows(store, image, first_sheet, execution)
+        works.append(StoreComponents(store, store_sites, image_rows, options, execution))
+    first = works[0]
+    guide_site = _reference_site(first, reference)
     passes = 2 if foreground != "none" else 1
-    count = passes * sum(part.rows.n * len(part.sites) for part in parts)
-    products = {p.store.label: passes * p.say_cost() for p in parts}
-    with counting(execution.progress, count, SITE_IMAGES):
-        guide = first.measure(lead)
-        rows: list[dict[str, Any]] = []
-        colours: dict[str, dict[str, Any]] = {}
-        for part in parts:
-            own = colours[part.store.label] = {}
-            for site in part.sites:
-                of_site = guide if (part, site) == (first, lead) else part.measure(site)
+    n_images = passes * sum(work.rows.n * len(work.sites) for work in works)
+    products = {work.store.label: passes * work.say_cost() for work in works}
+    rows: list[dict[str, Any]] = []
+    colours: dict[str, dict[str, Any]] = {}
+    with counting(execution.progress, n_images, SITE_IMAGES):
+        # The guide comes first, as all other sites are turned to it.
+        guide = first.measure(guide_site)
+        for work in works:
+            colours[work.store.label] = {}
+            for site in work.sites:
+                measured = guide
+                if (work, site) != (first, guide_site):
+                    measured = work.measure(site)
                 if align:
-                    of_site.align(guide)
-                rows += of_site.parts()
-                own[site.name] = of_site.describe()
+                    measured.align(guide)
+                rows += measured.parts()
+                colours[work.store.label][site.name] = measured.describe()
     data = None if origin is None else origin.data
+    aligned_to = None
+    if align:
+        aligned_to = {"store": first.store.label, "site": guide_site.name}
     notes = {
         "interval": METHODS["jackknife"],
         "std": METHODS["std"],
@@ -218,85 +233,110 @@ def run(
         "normalise": normalise,
         "foreground": foreground,
         "fitted_on": "the images shown" if fit_shown else "all images",
-        "aligned_to": {"store": first.store.label, "site": lead.name} if align else None,
+        "aligned_to": aligned_to,
         "colours": colours,
         "colour_range": "median -+ 3 MAD of each turned score",
         "multiply_adds": products,
         "seed": execution.seed,
-        "images": {part.store.label: part.rows.describe() for part in parts},
-        "sheet": describe_sheet([part.shown for part in parts], data),
+        "images": {work.store.label: work.rows.describe() for work in works},
+        "sheet": describe_sheet([work.shown for work in works], data),
         **selected.notes(),
     }
-    layouts = [features.layout for part in parts for features in part.features.values()]
+    layouts = [features.layout for work in works for features in work.features.values()]
     return Table.concat(rows, in_time(COLUMNS, layouts), notes)
 
 
-def _reference(first: _Store, name: str | None) -> SiteSpec:
-    """The site whose colours are the reference. Raises SiteError: not exactly one site of the first
-    store."""
+def _reference_site(store_work: StoreComponents, name: str | None) -> SiteSpec:
+    """Return the site whose colours are the reference: the named one, or the last of the store.
+
+    Raises:
+        SiteError: the name does not match exactly one of the store's chosen sites.
+    """
     if name is None:
-        return first.sites[-1]
-    found = [site for site in grid_sites(first.store, [name]) if site in first.sites]
-    if len(found) != 1:
+        return store_work.sites[-1]
+    matches = [
+        site for site in grid_sites(store_work.store, [name]) if site in store_work.sites
+    ]
+    if len(matches) != 1:
         raise SiteError(
-            f"the reference {name!r} is {len(found)} of the sites mapped of {first.store.label}; "
-            "expected one of them"
+            f"the reference {name!r} is {len(matches)} of the sites mapped of "
+            f"{store_work.store.label}; expected one of them"
         )
-    return found[0]
+    return matches[0]
 
 
 @dataclass(frozen=True)
-class _Choice:
+class ComponentOptions:
+    """How axes are fitted: the options of `run` that each site needs."""
+
     components: int
     normalise: bool
     foreground: str
     fit_shown: bool
 
 
-class _Store:
-    """The sites of one store, as they are fitted."""
+class StoreComponents:
+    """The work on one store: fits axes for each of its sites.
+
+    Attributes:
+        rows: the images that axes are fitted on.
+        blocks: the blocks of images that the jackknife leaves out one by one.
+        shown: the images shown, with where their patches lie.
+        features: site -> its patches.
+        sample: rows of the images whose scores decide the colours, and of those shown; ascending.
+    """
 
     def __init__(
         self,
         store: Store,
         sites: list[SiteSpec],
         shown: list[int],
-        choice: _Choice,
+        options: ComponentOptions,
         execution: Execution,
     ) -> None:
         self.store = store
         self.sites = sites
-        self.choice = choice
+        self.options = options
         self.execution = execution
         self.rows = execution.rows(store)
-        if choice.fit_shown:
+        if options.fit_shown:
             mask = np.zeros(store.n_images, bool)
             mask[shown] = True
             self.rows = Rows(mask, 0, "those shown")
-        counted = self.rows.mask & store.valid
-        self.blocks = Blocks.of(store, counted, execution.seed)
+        is_counted = self.rows.mask & store.valid
+        self.blocks = Blocks.of(store, is_counted, execution.seed)
         self.shown = SheetImages(store, View.of(store, sites), shown, sites)
         self.features = {
             site.name: choose_features(store, site, "patches", partial=True)
             for site in sites
         }
         for features in self.features.values():
-            self._check(features)
-        own = np.flatnonzero(counted)
+            self._require_possible(features)
+        row_indices = np.flatnonzero(is_counted)
+        # Images in the order of their classes would make a sample of the first classes alone.
         if not store.shuffled:
-            own = own[np.random.default_rng(execution.seed).permutation(len(own))]
-        self.sample: Integers = np.union1d(own[:SAMPLE], np.array(shown, np.int64))
+            rng = np.random.default_rng(execution.seed)
+            row_indices = row_indices[rng.permutation(len(row_indices))]
+        self.sample: Integers = np.union1d(
+            row_indices[:MAX_SAMPLE_IMAGES], np.array(shown, np.int64)
+        )
 
-    def _check(self, features: SiteFeatures) -> None:
-        """Refuse, before any work, what is not available."""
+    def _require_possible(self, features: SiteFeatures) -> None:
+        """Refuse, before any work, more components than channels and more than fits the memory.
+
+        Raises:
+            SiteError: the site has fewer channels than components were asked for.
+            VitseeError: the second moments do not fit the memory.
+        """
         label = self.store.label
         dim = features.dim
         name = features.site.name
-        if self.choice.components > dim:
+        if self.options.components > dim:
             raise SiteError(
                 f"{name} of {label} has {dim} channels and so no more components; "
-                f"{self.choice.components} were asked for"
+                f"{self.options.components} were asked for"
             )
+        # A float64 matrix per block, their sum, and what the eigendecomposition takes.
         need = 8 * dim**2 * (self.blocks.n + 4)
         if need > self.execution.budget:
             raise VitseeError(
@@ -305,131 +345,170 @@ class _Store:
             )
 
     def say_cost(self) -> float:
+        """Log what a pass over all sites costs; return its multiply-adds."""
         return say_cost(list(self.features.values()), self.rows.n)
 
-    def measure(self, site: SiteSpec) -> _Site:
-        """The axes of a site and the scores of the sample."""
+    def measure(self, site: SiteSpec) -> SiteComponents:
+        """Return the axes of a site and the scores of the sample."""
         features = self.features[site.name]
-        use = self.execution
         view = self.shown.view
         layout = self.store.site(site.name).layout
         assert layout is not None
-        patches = Patches(view, layout, self.choice.normalise)
-        sums = self._sums(features, patches)
-        axes = principal_axes(total(sums), self.choice.components)
-        found = project(features, patches, axes, self.sample, use)
+        k = self.options.components
+        patches = Patches(view, layout, self.options.normalise)
+        sums = self._second_moments(features, patches)
+        axes = principal_axes(total(sums), k)
+        projected = project(features, patches, axes, self.sample, self.execution)
         side = None
-        if self.choice.foreground != "none":
-            side = SIDES.get(self.choice.foreground) or centre_side(found, view, layout)
+        if self.options.foreground != "none":
+            # DINOv2, Fig. 1: the first axis of all patches tells the object from the background,
+            # and the axes of the object's patches alone are then computed anew.
+            side = SIDES.get(self.options.foreground)
+            if side is None:
+                side = centre_side(projected, view, layout)
             patches = replace(patches, on=axes, side=side)
-            sums = self._sums(features, patches)
-            axes = principal_axes(total(sums), self.choice.components)
-            found = project(features, patches, axes, self.sample, use)
-        return _Site(self, site, layout, sums, axes, found, side)
+            sums = self._second_moments(features, patches)
+            axes = principal_axes(total(sums), k)
+            projected = project(features, patches, axes, self.sample, self.execution)
+        return SiteComponents(self, site, layout, axes, projected, sums=sums, side=side)
 
-    def _sums(self, features: SiteFeatures, patches: Patches) -> list[CovarianceSums]:
-        found = block_sums(
+    def _second_moments(
+        self, features: SiteFeatures, patches: Patches
+    ) -> list[CovarianceSums]:
+        """Return the sums of each block of images, over the patches that count.
+
+        Raises:
+            VitseeError: fewer than two patches count.
+        """
+        sums = block_sums(
             features, self.rows, self.blocks.of_rows, self.execution, patches
         )
-        n = sum(part.n for part in found)
+        n = sum(block.n for block in sums)
         if n < 2:
             raise VitseeError(
                 f"{features.site.name} of {self.store.label} has {n} patches that count: no axes"
             )
-        return found
+        return sums
 
 
-class _Site:
-    """Measurements of one site. side: of the foreground, if there is one."""
+class SiteComponents:
+    """The axes of one site, the scores of the sample, and their colours.
+
+    Args:
+        work: the site's store.
+        site: the site.
+        layout: where its tokens lie.
+        axes: the axes of all patches that count.
+        projected: the scores of the sample.
+        sums: second moments of each block of images.
+        side: the sign of the foreground's first scores, None without a foreground.
+    """
 
     def __init__(
         self,
-        part: _Store,
+        work: StoreComponents,
         site: SiteSpec,
         layout: TokenLayout,
-        sums: Sequence[CovarianceSums],
         axes: PrincipalAxes,
-        found: Projected,
+        projected: Projected,
+        *,
+        sums: Sequence[CovarianceSums],
         side: int | None,
     ) -> None:
-        self.part = part
+        self.work = work
         self.site = site
         self.layout = layout
         self.axes = axes
-        self.found = found
+        self.projected = projected
         self.side = side
         # Now, so that no site's second moments outlive it.
-        counted = part.rows.mask & part.store.valid
-        self.of_axes = axis_rows(sums, axes, int(counted.sum()), part.execution.jobs)
-        self.colours = Colours.of(found.counted[:, :CHANNELS])
+        n_images = int((work.rows.mask & work.store.valid).sum())
+        self.axis_rows = axis_rows(sums, axes, n_images, work.execution.jobs)
+        self.colours = Colours.of(projected.counted[:, :CHANNELS])
 
     @cached_property
     def ids(self) -> list[str]:
-        return [str(name) for name in self.part.store.samples.id[self.found.rows]]
+        """The names of the sample's images."""
+        return [str(name) for name in self.work.store.samples.id[self.projected.rows]]
 
-    def align(self, guide: _Site) -> None:
-        """Rotate the colours to those of another site, by the patches of the images of both."""
+    def align(self, guide: SiteComponents) -> None:
+        """Rotate the colours to those of another site, by the patches of images in both samples."""
         if guide is self:
             return
-        rows = dict(zip(self.ids, self.found.rows.tolist(), strict=True))
-        pairs = []
-        for name, other in zip(guide.ids, guide.found.rows.tolist(), strict=True):
+        view = self.work.shown.view
+        guide_view = guide.work.shown.view
+        rows = dict(zip(self.ids, self.projected.rows.tolist(), strict=True))
+        matched_scores = []
+        guide_rows = guide.projected.rows.tolist()
+        for name, guide_row in zip(guide.ids, guide_rows, strict=True):
             if name not in rows:
                 continue
-            view = self.part.shown.view
-            guides = guide.part.shown.view
-            at = view.cells_like(self.layout, rows[name], guides, guide.layout, other)
-            own = self.found.of(rows[name])[:, :CHANNELS]
-            keep = ~np.isnan(own[:, 0])
-            pairs.append(matched(own, keep, at, guide.found.of(other)[:, :CHANNELS]))
-        own, lead = (np.concatenate(some) for some in zip(*pairs, strict=True))
-        if len(own) < FEWEST:
+            row = rows[name]
+            # The guide's patches that lie where this site's patches lie on the photograph.
+            cells = view.cells_like(self.layout, row, guide_view, guide.layout, guide_row)
+            scores = self.projected.of(row)[:, :CHANNELS]
+            guide_scores = guide.projected.of(guide_row)[:, :CHANNELS]
+            is_counted = ~np.isnan(scores[:, 0])
+            matched_scores.append(matched(scores, is_counted, cells, guide_scores))
+        own_scores = np.concatenate([pair[0] for pair in matched_scores])
+        target_scores = np.concatenate([pair[1] for pair in matched_scores])
+        n_matched = len(own_scores)
+        if n_matched < FEWEST:
             log.warning(
                 "%s: colours of %s are not aligned: %d patches in common with the reference",
-                *(self.part.store.label, self.site.name, len(own)),
+                self.work.store.label,
+                self.site.name,
+                n_matched,
             )
             return
-        scores = self.found.counted[:, :CHANNELS]
-        self.colours = Colours.of(scores, rotation_to(own, lead), len(own))
+        rotation = rotation_to(own_scores, target_scores)
+        counted = self.projected.counted[:, :CHANNELS]
+        self.colours = Colours.of(counted, rotation, n_matched)
 
     def describe(self) -> dict[str, Any]:
-        side = {} if self.side is None else {"foreground_side": self.side}
-        return self.colours.describe() | side
+        """Return rotation and range of the colours, and the side of the foreground, as a note."""
+        note = self.colours.describe()
+        if self.side is not None:
+            note["foreground_side"] = self.side
+        return note
 
     def parts(self) -> list[dict[str, Any]]:
-        """Rows about the axes, and a row per component and patch of each image that is shown."""
-        place = site_columns(self.part.store, self.site)
-        parts = [place | row for row in self.of_axes]
-        for image in self.part.shown.rows:
-            scores = self.found.of(image)
+        """Return rows about the axes, then for each image shown a block of rows: a score per
+        component and patch."""
+        about_site = site_columns(self.work.store, self.site)
+        blocks = [{**about_site, **row} for row in self.axis_rows]
+        for image_row in self.work.shown.rows:
+            # (cells, k)
+            scores = self.projected.of(image_row)
             cells = np.flatnonzero(~np.isnan(scores[:, 0]))
-            n = len(cells)
             k = scores.shape[1]
-            about: dict[str, Any] = {"image": str(self.part.store.samples.id[image])}
-            about |= cell_columns(self.layout, np.tile(cells, k))
-            component = np.repeat(np.arange(1, k + 1), n)
-            of_patches = {"component": component, "metric": METRICS[-1]}
-            parts.append(
-                {**place, **about, **of_patches, "value": scores[cells].T.ravel()}
+            blocks.append(
+                {
+                    **about_site,
+                    "image": str(self.work.store.samples.id[image_row]),
+                    # Component by component, as `scores.T` is laid out.
+                    **cell_columns(self.layout, np.tile(cells, k)),
+                    "component": np.repeat(np.arange(1, k + 1), len(cells)),
+                    "metric": METRICS[-1],
+                    "value": scores[cells].T.ravel(),
+                }
             )
-        return parts
+        return blocks
 
 
 def at_a_glance(table: Table) -> Table:
-    """The photograph whose patches differ most at the first model's last layer, in the colours of
-    three layers of each model."""
+    """Return the photograph whose patches differ most at the first model's last layer, in the
+    colours of three layers of each model."""
     scores = table.frame.filter(metric="score", component=1)
-    first = scores.filter(pl.col("store") == scores["store"][0])
-    image = most_varied(first.filter(pl.col("site") == first["site"][-1]), "image")[
-        "image"
-    ][0]
-    return some_of(
-        table.filter(pl.col("image").is_null() | (pl.col("image") == image)), site=3
-    )
+    first_store = scores.filter(pl.col("store") == scores["store"][0])
+    last_site = first_store.filter(pl.col("site") == first_store["site"][-1])
+    image = most_varied(last_site, "image")["image"][0]
+    is_kept = pl.col("image").is_null() | (pl.col("image") == image)
+    return some_of(table.filter(is_kept), site=3)
 
 
 def headline(table: Table) -> list[Answer]:
-    """The first component's share at the first and at the last site."""
+    """Return per store the first component's share at the first and at the last site."""
     return [
         (store, f"share of the first component: {first_and_last(rows)}")
         for store, rows in by_store(table, metric="explained_variance", component=1)

@@ -1,4 +1,4 @@
-"""Sheets of principal components as colours. From the columns of `vitsee pca`'s table and its
+"""Sheets of principal components as colours, drawn from the columns of `vitsee pca`'s table and its
 notes."""
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
 
 @styled
 def draw_colours(table: Table) -> Figure:
-    """One line per image: the photograph, and each layer's patches in the colours of the first
-    three principal components, models below one another; above them the layer and how much of the
-    variance these three explain. Of clips a line of frames, and one of each layer below it. Patches
-    left out as background are black."""
+    """Draw a line per image: the photograph, then each layer's patches as colours.
+
+    Red, green and blue are the first three principal components. Models stand below one another;
+    above each map stand the layer and the share of the variance that these three explain. A clip
+    has a line of frames, and below it one per layer. Patches left out as background are black.
+    """
     scores = table.frame.filter(metric="score")
     sheet = table.notes.get("sheet", {})
-    of_object = table.notes.get("foreground", "none") != "none"
-    explained = _explained(table.frame)
+    has_foreground = table.notes.get("foreground", "none") != "none"
+    explained = _explained_shares(table.frame)
     clips = of_clips(scores)
     sites = shown_layers(scores) if clips else shown_sites(scores, bar=False)
-    shown = of_sites(scores.filter(pl.col("component") <= CHANNELS), sites)
+    colour_scores = of_sites(scores.filter(pl.col("component") <= CHANNELS), sites)
     colours = {
-        (store, site): _colours(table.notes, shown, store, site)
+        (store, site): _site_colours(table.notes, colour_scores, store, site)
         for store in sites
         for site in sites[store]
     }
-    cells = shown.partition_by("store", "site", "image", as_dict=True)
+    cells = colour_scores.partition_by("store", "site", "image", as_dict=True)
     lines = []
     clip_lines = []
     for image in scores["image"].unique(maintain_order=True):
@@ -57,15 +59,18 @@ def draw_colours(table: Table) -> Figure:
         for store in sites:
             tiles = []
             for site in sites[store]:
-                own = cells.get((store, site, image), shown.clear())
+                patches = cells.get((store, site, image), colour_scores.clear())
                 title = layer_name(site)
-                if share := explained.get((store, site)):
+                share = explained.get((store, site))
+                if share:
                     title += f"\n{100 * share:.0f} %"
-                # An image without a patch of the foreground has an empty tile.
-                known = own if len(own) else shown.filter(store=store, site=site)
-                shape, edges = grid_of(known, sheet, site, image)
-                values = _rgb(own, shape, colours[store, site], of_object)
-                tiles.append(Map(title, values, edges))
+                # An image without a patch of the foreground has an empty tile, as large as others'.
+                grid_rows = patches
+                if len(patches) == 0:
+                    grid_rows = colour_scores.filter(store=store, site=site)
+                shape, edges = grid_of(grid_rows, sheet, site, image)
+                rgba = _rgba(patches, shape, colours[store, site], has_foreground)
+                tiles.append(Map(title, rgba, edges))
             maps.append((store, tiles))
         lines.append(SheetLine(image, image, maps))
         strips = [
@@ -79,41 +84,50 @@ def draw_colours(table: Table) -> Figure:
     return Sheet(lines, sheet.get("images", {}), _caption(table, sites)).draw()
 
 
-def _colours(
+def _site_colours(
     notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str
 ) -> Colours:
-    """The colours of a layer: from the notes, else from the scores in the table."""
-    said = notes.get("colours", {}).get(store, {}).get(site)
-    if said is not None:
-        return Colours.read(said)
-    own = rows.filter(store=store, site=site)
-    by_channel = [own.filter(component=c)["value"].to_numpy() for c in (1, 2, 3)]
-    return Colours.of(np.stack(by_channel, 1))
+    """Return the colours of a layer, from the notes, or else from the scores in the table."""
+    note = notes.get("colours", {}).get(store, {}).get(site)
+    if note is not None:
+        return Colours.read(note)
+    scores = rows.filter(store=store, site=site)
+    components = range(1, CHANNELS + 1)
+    channels = [scores.filter(component=c)["value"].to_numpy() for c in components]
+    return Colours.of(np.stack(channels, 1))
 
 
-def _rgb(
-    rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool
+def _rgba(
+    rows: pl.DataFrame, shape: Sequence[int], colours: Colours, has_foreground: bool
 ) -> Float:
-    """(rows, cols, 4), of clips (frames, rows, cols, 4): what does not count is black, or nothing
-    where all patches should."""
+    """Return the map of an image, (rows, cols, 4), of a clip (frames, rows, cols, 4).
+
+    Args:
+        rows: the scores of its patches.
+        shape: of the grid.
+        colours: how scores become colours.
+        has_foreground: patches without a score are background, and black; else they are
+            transparent.
+    """
     scores = np.full((*shape, CHANNELS), np.nan)
-    at = [rows[name].to_numpy() for name in places_in(rows)]
-    scores[*at, rows["component"].to_numpy() - 1] = rows["value"].to_numpy()
-    there = ~np.isnan(scores[..., 0])
-    found = np.zeros((*shape, 4))
-    found[..., 3] = there | of_object
-    found[there, :3] = colours(scores[there])
-    return found
+    indices = [rows[name].to_numpy() for name in places_in(rows)]
+    scores[*indices, rows["component"].to_numpy() - 1] = rows["value"].to_numpy()
+    has_score = ~np.isnan(scores[..., 0])
+    rgba = np.zeros((*shape, 4))
+    rgba[..., 3] = has_score | has_foreground
+    rgba[has_score, :3] = colours(scores[has_score])
+    return rgba
 
 
-def _explained(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
-    """(store, site) -> share of the variance of the first three axes."""
+def _explained_shares(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
+    """Return (store, site) -> the share of the variance of the first three axes."""
     first = rows.filter(pl.col("component") <= 3, metric="explained_variance")
     shares = first.group_by("store", "site").agg(pl.col("value").sum())
     return {(store, site): value for store, site, value in shares.rows()}
 
 
 def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines below the sheet: what the colours mean, and which layers are left out."""
     notes = table.notes
     text = (
         "red, green, blue: the first three principal components of each layer's patches"
@@ -121,9 +135,10 @@ def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
     if notes.get("normalise"):
         text += ", normalised"
     lines = [f"{text}; %: their share of the variance"]
-    if aligned := notes.get("aligned_to"):
-        of = f"{shorten(aligned['store'], 20)} {layer_name(aligned['site'])}"
-        lines.append(f"turned to be nearest to {of}")
+    reference = notes.get("aligned_to")
+    if reference:
+        name = f"{shorten(reference['store'], 20)} {layer_name(reference['site'])}"
+        lines.append(f"turned to be nearest to {name}")
     if notes.get("foreground", "none") != "none":
         lines.append(
             "black: background, on the other side of the first component of all patches"

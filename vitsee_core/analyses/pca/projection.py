@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
     from vitsee_stores.layout import TokenLayout
 
-CENTRE = (0.25, 0.75)  # shares of height and width: the middle of an image
+# The middle of an image, in shares of its height and width.
+CENTRE = (0.25, 0.75)
 SIDES = {"positive": 1, "negative": -1}
 FOREGROUND = ("none", *SIDES, "centre")
 OF_AXES = ("explained_variance", "axis_agreement")
@@ -36,10 +37,14 @@ OF_AXES = ("explained_variance", "axis_agreement")
 
 @dataclass(frozen=True)
 class Patches:
-    """Selects and transforms a site's patches; see `covariance.sums.Examples`.
+    """Selects and transforms a site's patches, as an `Examples` of `statistics.covariance`.
 
-    normalise: to length 1 (those of length 0 do not count). on, side: only those whose score on the
-    first of these axes has this sign.
+    Attributes:
+        view: where the images lie on the model's input.
+        layout: where the site's tokens lie.
+        normalise: bring patches to length 1; those of length 0 do not count.
+        on: axes of all patches; None if there is no foreground.
+        side: 1 or -1, the sign that the foreground's score on the first of these axes has.
     """
 
     view: View
@@ -49,7 +54,7 @@ class Patches:
     side: int = 1
 
     def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
-        """(images, cells, dim) and (images, cells), see above."""
+        """Return the patches, (images, cells, dim), and which of them count, (images, cells)."""
         keep = self.view.on_image(self.layout, rows)
         if self.normalise:
             length = np.sqrt(np.einsum("ntd,ntd->nt", x, x, dtype=np.float64))
@@ -57,26 +62,33 @@ class Patches:
             inverse = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)
             x = x * inverse[..., np.newaxis].astype(np.float32)
         if self.on is not None:
-            for one, counts in zip(x, keep, strict=True):
-                counts &= self.side * self.on.scores(one)[:, 0] > 0
+            # Image by image: scores are in float64.
+            for patches, patches_kept in zip(x, keep, strict=True):
+                first_scores = self.on.scores(patches)[:, 0]
+                patches_kept &= self.side * first_scores > 0
         return x, keep
 
 
 @dataclass(frozen=True)
 class Projected:
-    """Scores of some images."""
+    """The scores of some images' patches.
 
-    rows: Integers  # (images,) of the store, ascending
-    scores: Float  # (images, cells, k), NaN where a patch does not count
+    Attributes:
+        rows: (images,) rows of the store, ascending.
+        scores: (images, cells, k), NaN where a patch does not count.
+    """
+
+    rows: Integers
+    scores: Float
 
     @property
     def counted(self) -> Float:
-        """(patches, k) of those that count."""
+        """The scores of all patches that count, (patches, k)."""
         flat = self.scores.reshape(-1, self.scores.shape[-1])
         return flat[~np.isnan(flat[:, 0])]
 
     def of(self, row: int) -> Float:
-        """(cells, k) of one image."""
+        """Return the scores of the image in this row of the store, (cells, k)."""
         return self.scores[np.searchsorted(self.rows, row)]
 
 
@@ -85,93 +97,138 @@ def project(
     patches: Patches,
     axes: PrincipalAxes,
     rows: Integers,
-    use: Execution,
+    execution: Execution,
 ) -> Projected:
-    """Scores of the site's patches that count, one slab at a time. rows: (images,) of the store,
-    valid ones."""
+    """Return the scores of some images' patches, computed one slab at a time.
+
+    Args:
+        features: the site's patches.
+        patches: which of them count.
+        axes: the axes that scores are along.
+        rows: (images,) valid rows of the store.
+        execution: jobs, memory and the map of a cluster.
+    """
     mask = np.zeros(features.store.n_images, bool)
     mask[rows] = True
-    jobs = max(1, min(use.jobs, use.budget // features.slab_bytes))
-    work = _Project(features, patches, axes)
-    parts = list(
-        each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs, map=use.map)
+    # As many slabs at a time as fit into memory.
+    jobs = max(1, min(execution.jobs, execution.budget // features.slab_bytes))
+    slab_scores = each_slab(
+        features.store,
+        ReadScores(features, patches, axes),
+        rows=Rows(mask, 0, ""),
+        jobs=jobs,
+        map=execution.map,
     )
-    return Projected(np.flatnonzero(mask & features.store.valid), np.concatenate(parts))
+    valid_rows = np.flatnonzero(mask & features.store.valid)
+    return Projected(valid_rows, np.concatenate(list(slab_scores)))
 
 
 @dataclass(frozen=True)
-class _Project:
+class ReadScores:
+    """The work on one slab: the scores of its patches. A class, as it is sent to other machines."""
+
     features: SiteFeatures
     patches: Patches
     axes: PrincipalAxes
 
     def __call__(self, slab: Slab) -> Float:
+        """Return (images, cells, k), NaN where a patch does not count."""
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
         x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
         x, keep = self.patches(x, rows)
         # Image by image, so that no slab stands in double precision.
-        scores = np.stack([self.axes.scores(one) for one in x])
+        scores = np.stack([self.axes.scores(patches) for patches in x])
         return np.where(keep[..., np.newaxis], scores, np.nan)
 
 
-def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
-    """The sign of the first score that is more frequent in the middle of the images: 1 if the mean
-    over cells in it is above the mean over the others, else -1."""
+def centre_side(projected: Projected, view: View, layout: TokenLayout) -> int:
+    """Return the sign of the first score that is more frequent in the middle of the images.
+
+    It is 1 if the mean over the cells in the middle is at least the mean over the others, else -1.
+    """
+    # The sums and counts of the cells in the middle, and of the others.
     sums = np.zeros(2)
     counts = np.zeros(2)
     low, high = CENTRE
-    for row, scores in zip(found.rows.tolist(), found.scores[..., 0], strict=True):
-        at = view.centres(layout, row)
-        within = np.tile(((at >= low) & (at <= high)).all(1), layout.frames or 1)
-        for k, part in enumerate((within, ~within)):
-            there = part & ~np.isnan(scores)
-            sums[k] += scores[there].sum()
-            counts[k] += there.sum()
-    middle, rest = sums / np.maximum(counts, 1)
-    return 1 if middle >= rest else -1
+    first_scores = projected.scores[..., 0]
+    for row, scores in zip(projected.rows.tolist(), first_scores, strict=True):
+        centres = view.centres(layout, row)
+        is_central = ((centres >= low) & (centres <= high)).all(1)
+        # Frames of a clip have the same cells.
+        is_central = np.tile(is_central, layout.frames or 1)
+        is_counted = ~np.isnan(scores)
+        for k, region in enumerate((is_central, ~is_central)):
+            cells = region & is_counted
+            sums[k] += scores[cells].sum()
+            counts[k] += cells.sum()
+    central_mean, outer_mean = sums / np.maximum(counts, 1)
+    return 1 if central_mean >= outer_mean else -1
 
 
 def axis_rows(
     sums: Sequence[CovarianceSums], axes: PrincipalAxes, n_images: int, jobs: int
 ) -> list[dict[str, Any]]:
-    """For each axis its share of the variance, with the jackknife's interval and the value of two
-    halves; then for each the absolute cosine between the halves' axes. sums: of each block of
-    images, axes and n_images: of all of them."""
-    m = len(sums)
+    """Return rows of each axis' share of the variance, then of its agreement between two halves.
+
+    Shares have the jackknife's interval and the values of the two halves. The agreement is the
+    absolute cosine between the axes of the halves.
+
+    Args:
+        sums: second moments of each block of images.
+        axes: the axes of all images.
+        n_images: the number of images.
+        jobs: threads.
+    """
     k = len(axes.shares)
-    first, second = (_axes_of(sums[start::2], k) for start in (0, 1))
-    work = partial(_shares_without, total(sums), axes)
-    left = np.array([*thread_map(jobs)(work, sums)]) if m > 1 else np.empty((0, k))
-    shares: list[dict[str, Any]] = []
-    agreements: list[dict[str, Any]] = []
+    half_a = _axes_unless_too_few(sums[0::2], k)
+    half_b = _axes_unless_too_few(sums[1::2], k)
+    # (blocks, k) the shares without each block of images
+    replicates = np.empty((0, k))
+    if len(sums) > 1:
+        shares_without = partial(_shares_without_block, total(sums), axes)
+        replicates = np.array([*thread_map(jobs)(shares_without, sums)])
+    share_rows: list[dict[str, Any]] = []
+    agreement_rows: list[dict[str, Any]] = []
     for i in range(k):
-        about = {"component": i + 1, "n_examples": axes.n}
-        a, b = (
-            np.nan if one is None else float(one.shares[i]) for one in (first, second)
+        share = float(axes.shares[i])
+        about_axis = {"component": i + 1, "n_examples": axes.n}
+        share_rows.append(
+            {
+                **about_axis,
+                "metric": OF_AXES[0],
+                "half_a": np.nan if half_a is None else float(half_a.shares[i]),
+                "half_b": np.nan if half_b is None else float(half_b.shares[i]),
+                **jackknife_cells(share, replicates[:, i], n_images, SHARE),
+            }
         )
-        cells = jackknife_cells(float(axes.shares[i]), left[:, i], n_images, SHARE)
-        shares.append({**about, "metric": OF_AXES[0], "half_a": a, "half_b": b, **cells})
         agreement = np.nan
-        if first is not None and second is not None and np.isfinite(axes.shares[i]):
-            agreement = abs(float(first.axes[i] @ second.axes[i]))
-        numbers = {"value": agreement, "n_images": n_images}
-        agreements.append({**about, "metric": OF_AXES[1], **numbers})
-    return shares + agreements
+        if half_a is not None and half_b is not None and np.isfinite(share):
+            agreement = abs(float(half_a.axes[i] @ half_b.axes[i]))
+        agreement_rows.append(
+            {
+                **about_axis,
+                "metric": OF_AXES[1],
+                "value": agreement,
+                "n_images": n_images,
+            }
+        )
+    return share_rows + agreement_rows
 
 
-def _axes_of(sums: Sequence[CovarianceSums], k: int) -> PrincipalAxes | None:
-    """Axes of some blocks; None if these have too few patches."""
-    if sum(part.n for part in sums) > 1:
+def _axes_unless_too_few(sums: Sequence[CovarianceSums], k: int) -> PrincipalAxes | None:
+    """Return the first k axes of some blocks; None if the blocks have fewer than two patches."""
+    if sum(block.n for block in sums) > 1:
         return principal_axes(total(sums), k)
     return None
 
 
-def _shares_without(
-    whole: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums
+def _shares_without_block(
+    all_sums: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums
 ) -> Float:
-    """(k,) shares of the axes of all patches but a block's; NaN if these are too few."""
-    left = total([whole])
-    left.add(block, -1)
-    if left.n > 1:
-        return leading_shares(left, axes)
+    """Return the (k,) shares of variance without a block of images; NaN if too few are left."""
+    # A copy, from which the block is subtracted: adding up the other blocks would take longer.
+    rest = total([all_sums])
+    rest.add(block, -1)
+    if rest.n > 1:
+        return leading_shares(rest, axes)
     return np.full(len(axes.shares), np.nan)
