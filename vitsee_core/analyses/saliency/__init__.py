@@ -6,11 +6,12 @@ Per image, block and head, over spatial keys k (prefix tokens dropped, the rest 
     keep = the smallest set of top tokens with 60 % of the mass: sorted ascending, cumsum p > 0.4
     iou = |keep & truth| / |keep | truth|,  truth = the union of all ground-truth masks, by tokens
 
-as Walmer et al. 2023 do (Figs. 5, 16). The table has its mean over images, per head. Their
-best head of a block is the one with the highest such mean (`best` = `head`). Their released code
-takes the best head of every image before averaging: an oracle, which is far higher (0.50 instead of
-0.30 for 12 equal heads); `best="image"` adds rows for it. Their code calls a token foreground that
-a mask touches at all (`foreground="any"`); `half` requires half of its pixels.
+as in Walmer et al. 2023 (Figs. 5, 16). The table has its mean over images for each head. In the
+paper the best head of a block is the one with the highest such mean (`best` = `head`). The released
+code takes the best head of every image before averaging: an oracle, which is far higher (0.50
+instead of 0.30 for 12 equal heads); `best="image"` adds rows for it. The released code calls a
+token foreground if a mask touches it at all (`foreground="any"`); `half` requires half of its
+pixels.
 
 Attention is read in float16, as it is stored; recomputed attention is rounded to it, so that both
 agree. Rounded to 11 bits, nearly equal tokens at the cut may swap places: compared with float32 the
@@ -33,7 +34,7 @@ from vitsee_core.analyses.saliency.scoring import (
     BASELINES,
     TOKENS,
     Overlaps,
-    Wanted,
+    ScoredAttention,
     blind_overlaps,
     overlaps,
 )
@@ -138,36 +139,51 @@ def run(
         Execution, Offers("images seed device jobs memory", dask="masks and slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, block, token and head, and one per block and baseline.
+    """Return a table of how well each head's attention covers the objects.
 
-    Columns: `COLUMNS`. `token`: whose attention, `cls` or `mean` (over patches). `best`: `head` in
-    the row of the block's best head, `image` in rows without a head (see `best` below). `value`:
-    intersection over union, 0 to 1; NaN where no image is used, `std`, `low`, `high` where fewer
-    than two are. An image is left out without a mask or a foreground token, and for a head that
-    attends to prefix tokens only.
+    It has a row per store, block, token and head, and one per block and baseline. The columns are
+    `COLUMNS`. `token` says whose attention it is, that of the class token (`cls`) or the mean over
+    patches (`mean`). `best` is `head` in the row of the block's best head, and `image` in the rows
+    about each image's best head. `value` is the intersection over union, 0 to 1; it is NaN if no
+    image is used, and `std`, `low` and `high` are NaN with fewer than two. Images without a mask or
+    a foreground token are left out, and for a head those in which it attends to prefix tokens only.
 
     Args:
-        stores: with attention summaries; rows of attention (extract --attention rows) are
-            recomputed where a store has none.
-        origin: where data and weights are now.
+        stores: stores with attention summaries. Where a store has no rows of attention
+            (extract --attention rows), the attention is computed again with its model.
+        masks: the ground truth: a folder of PNG masks or COCO files.
+        tokens: whose attention, some of "cls" and "mean"; by default all that a store has.
+        mass: keep the most attended tokens with this share of the attention.
+        foreground: "half" or "any", the part of a token's pixels that makes it foreground.
+        background: numbers of PNG masks that are background.
+        void: the number of PNG masks that is void.
+        panoptic: folder of the PNG files of a COCO panoptic file.
+        best: "image" adds the mean of each image's best head.
+        sites: patterns of the blocks.
+        origin: where images and weights are now.
+        execution: images, seed, device and parallel work.
 
     Raises:
         MissingInput: no store has attention summaries, or the class token that was asked for.
         SiteError: a pattern matches no block.
-        VitseeError: see `open_masks`, `ground_truth`; images or weights are gone.
+        VitseeError: an option has an unknown value, masks cannot be read or belong to none of the
+            images, or images or weights are gone.
     """
-    _check(tokens, mass, foreground, best)
+    validate_options(tokens, mass, foreground, best)
     selected = blocks_of_each(stores, sites)
-    plans = [_wanted(store, blocks, tokens) for store, blocks in selected.members]
+    # Before masks are read: whether a store has a class token takes no time to find out.
+    plans = [
+        attention_to_score(store, blocks, tokens) for store, blocks in selected.members
+    ]
     source = open_masks(masks, background, void, panoptic)
     origin = origin or Provenance()
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
     partitions: dict[str, Any] = {}
-    for store, wanted in zip(selected.stores, plans, strict=True):
+    for store, scored in zip(selected.stores, plans, strict=True):
         chosen = execution.rows(store)
-        layouts = {block.group: block.layout for block, _ in wanted}
-        truth = ground_truth(
+        layouts = {block.group: block.layout for block, _ in scored}
+        mask_truth = ground_truth(
             store,
             source,
             chosen,
@@ -175,14 +191,29 @@ def run(
             foreground=foreground,
             execution=execution,
         )
-        counts[store.label] = {**chosen.describe(), **truth.counts}
-        used = Rows(truth.mask, chosen.n_invalid, chosen.how)
-        blocks = Blocks.of(store, truth.mask, execution.seed)
-        found = overlaps(
-            store, wanted, truth.labels, used, mass, blocks, execution, origin=origin
+        counts[store.label] = {**chosen.describe(), **mask_truth.counts}
+        used = Rows(mask_truth.mask, chosen.n_invalid, chosen.how)
+        blocks = Blocks.of(store, mask_truth.mask, execution.seed)
+        scores = overlaps(
+            store,
+            scored,
+            labels=mask_truth.labels,
+            rows=used,
+            mass=mass,
+            blocks=blocks,
+            execution=execution,
+            origin=origin,
         )
         partitions[store.label] = blocks.describe()
-        rows += _rows(store, wanted, found, truth, mass, best, execution.seed)
+        rows += _overlap_rows(
+            store,
+            scored,
+            scores,
+            mask_truth,
+            mass=mass,
+            adds_oracle=best == "image",
+            seed=execution.seed,
+        )
     least = "at least half" if foreground == "half" else "any"
     notes = {
         "interval": INTERVAL_METHOD,
@@ -201,144 +232,186 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _check(tokens: Sequence[str], mass: float, foreground: str, best: str) -> None:
-    for what, values, known in (
-        ("token", tokens, TOKENS),
-        ("foreground", [foreground], RULES),
-        ("best", [best], BESTS),
-    ):
-        for value in values:
-            if value not in known:
-                raise VitseeError(
-                    f"no {what} {value!r}; expected one of: {', '.join(known)}"
-                )
+def validate_options(
+    tokens: Sequence[str], mass: float, foreground: str, best: str
+) -> None:
+    """Refuse values of options that do not exist.
+
+    Raises:
+        VitseeError: names the option, the value and what was expected.
+    """
+    for token in tokens:
+        _require_choice("token", token, TOKENS)
+    _require_choice("foreground", foreground, RULES)
+    _require_choice("best", best, BESTS)
     if not 0 < mass < 1:
         raise VitseeError(
             f"a mass of {mass:g} was asked for; expected one between 0 and 1"
         )
 
 
-def _wanted(
+def _require_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Raise a VitseeError if the value is not one of the choices."""
+    if value not in choices:
+        raise VitseeError(f"no {option} {value!r}; expected one of: {', '.join(choices)}")
+
+
+def attention_to_score(
     store: Store, blocks: Sequence[StoredAttention], tokens: Sequence[str]
-) -> Wanted:
-    """The blocks, and the tokens whose attention is scored in each."""
+) -> ScoredAttention:
+    """Return each block with the tokens whose attention is scored there.
+
+    Raises:
+        MissingInput: the class token is asked for and the store does not have one.
+    """
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
-    asked = [token for token in TOKENS if token in (tokens or TOKENS)]
+    requested = [token for token in TOKENS if token in (tokens or TOKENS)]
     if any(block.layout.cls is None for block in blocks) and not tokens:
         log.info("%s has no class token: only the mean over patches", store.label)
     return tuple(
-        (block, tuple(t for t in asked if t != "cls" or block.layout.cls is not None))
+        (
+            block,
+            tuple(
+                token
+                for token in requested
+                if token != "cls" or block.layout.cls is not None
+            ),
+        )
         for block in blocks
     )
 
 
-def _rows(
+def _overlap_rows(
     store: Store,
-    wanted: Wanted,
-    found: Overlaps,
+    scored: ScoredAttention,
+    scores: Overlaps,
     truth: MaskTruth,
+    *,
     mass: float,
-    best: str,
+    adds_oracle: bool,
     seed: int,
 ) -> list[dict[str, Any]]:
-    blind = {
-        block.group: _blind(store, block, truth, mass, seed)
-        for block in {block.group: block for block, _ in wanted}.values()
+    """Return one store's rows, block by block: heads, the oracle, then baselines.
+
+    Args:
+        store: the store.
+        scored: its blocks, with the tokens whose attention was scored.
+        scores: the overlaps of all images.
+        truth: the masks by tokens, for the baselines.
+        mass: the share of the attention that is kept.
+        adds_oracle: whether to add a row about each image's best head.
+        seed: the seed of the baselines.
+    """
+    # Blocks of one group have one grid of tokens, and so the same baselines.
+    block_of_group = {block.group: block for block, _ in scored}
+    baselines = {
+        group: _baseline_summaries(store, block, truth, mass, seed)
+        for group, block in block_of_group.items()
     }
-    out = []
-    for block, tokens in wanted:
+    rows = []
+    for block, tokens in scored:
         for token in tokens:
-            summary = found.heads[block.site, token].summary()
-            known = np.where(np.isnan(summary.mean), -1, summary.mean)
-            top = int(known.argmax()) if known.max() >= 0 else None
-            without = found.without("heads", block.site, token)
+            summary = scores.heads[block.site, token].summary()
+            # NaN loses against every value; if all are NaN, no head is the best.
+            means = np.where(np.isnan(summary.mean), -1, summary.mean)
+            best_head = int(means.argmax()) if means.max() >= 0 else None
+            replicates = scores.without("heads", block.site, token)
             for head in range(block.n_heads):
-                own = {
-                    "token": token,
-                    "head": head,
-                    "best": "head" if head == top else "",
-                }
-                own[WORD] = None if without is None else without[head]
-                out.append(_row(store, block, summary, head, **own))
-            if best == "image":
-                oracle = found.oracle[block.site, token].summary()
-                own = {"token": token, "best": "image"}
-                own[WORD] = found.without("oracle", block.site, token)
-                out.append(_row(store, block, oracle, (), **own))
+                row = _overlap_row(store, block, summary, head)
+                row.update(token=token, head=head)
+                if head == best_head:
+                    row["best"] = "head"
+                row[WORD] = None if replicates is None else replicates[head]
+                rows.append(row)
+            if adds_oracle:
+                oracle = scores.oracle[block.site, token].summary()
+                row = _overlap_row(store, block, oracle, ())
+                row.update(token=token, best="image")
+                row[WORD] = scores.without("oracle", block.site, token)
+                rows.append(row)
         for name in BASELINES:
-            out.append(_row(store, block, blind[block.group][name], (), baseline=name))
-    return out
+            row = _overlap_row(store, block, baselines[block.group][name], ())
+            row["baseline"] = name
+            rows.append(row)
+    return rows
 
 
-def _blind(
+def _baseline_summaries(
     store: Store, block: StoredAttention, truth: MaskTruth, mass: float, seed: int
 ) -> dict[str, Summary]:
+    """Return baseline -> its mean over images, on the block's grid of tokens."""
     assert block.layout.grid is not None
     labels = truth.labels[block.group][truth.mask]
+    # An image's index in its data set seeds its noise, so that it is the same in every store.
     index = store.samples.index[truth.mask]
-    found = {}
-    for name, iou in blind_overlaps(labels, block.layout.grid, index, mass, seed).items():
+    ious = blind_overlaps(labels, block.layout.grid, index, mass, seed)
+    summaries = {}
+    for name, iou in ious.items():
         moments = Moments()
         moments.add(iou)
-        found[name] = moments.summary()
-    return found
+        summaries[name] = moments.summary()
+    return summaries
 
 
-def _row(
-    store: Store,
-    block: StoredAttention,
-    summary: Summary,
-    at: int | tuple[()],
-    **own: Any,
+def _overlap_row(
+    store: Store, block: StoredAttention, summary: Summary, index: int | tuple[()]
 ) -> dict[str, Any]:
-    plain = {"token": "", "metric": "iou", "baseline": "", "best": ""}
-    return site_columns(store, block) | plain | summary.cells(at) | own
+    """Return a row about a block with one entry of a summary; token, baseline and best are ""."""
+    row = site_columns(store, block)
+    row.update(token="", metric="iou", baseline="", best="")
+    row.update(summary.cells(index))
+    return row
 
 
 def headline(table: Table) -> list[Answer]:
-    """The best of the blocks' best heads, beside the best map that ignores the image."""
-    found = []
+    """Return per store the best of the blocks' best heads, beside the best map that ignores the
+    image."""
+    answers = []
     for store, rows in by_store(table, metric="iou", best="head", baseline=None):
         i = extremes(rows)[1]
         text = f"the best head covers them to an IoU of {measured(rows, i)}, in {rows['site'][i]}"
-        blind = [
-            (float(own["value"][at]), str(own["baseline"][at]))
-            for _, own in by_store(table, store=store, metric="iou", baseline=BASELINES)
-            for at in range(len(own))
-        ]
-        if blind:
-            value, name = max(blind)
+        baselines = []
+        baseline_groups = by_store(table, store=store, metric="iou", baseline=BASELINES)
+        for _, baseline_rows in baseline_groups:
+            values = baseline_rows.select("value", "baseline").rows()
+            baselines += [(float(value), str(name)) for value, name in values]
+        if baselines:
+            value, name = max(baselines)
             text += f"; without looking ({name}) {number(value)}"
-        found.append((store, text))
-    return found
+        answers.append((store, text))
+    return answers
 
 
 WHOSE = {"cls": "class token", "mean": "mean over patches"}
 ORACLE = "each image's best head (oracle)"
-SPREAD = 0.03  # of the x axis, over which the stores' heads lie beside each other
-ALIKE = 0.01  # baselines this near to one another are drawn once, for all stores
+# The heads of stores lie beside each other over this share of the x axis.
+SPREAD = 0.03
+# Baselines this near to one another are drawn once, for all stores.
+ALIKE = 0.01
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """Two panels for the class token and two for the mean over patches: each store's best heads
-    against relative depth, with the 95 % interval as a band and baselines dashed (Walmer et al.
-    2023, Figs. 5, 16), and all heads."""
-    every_row = table.frame
-    tokens = [token for token in WHOSE if token in every_row["token"]]
-    if len(groups_of(every_row["store"].unique())) > 1:
-        return _draw_groups(every_row, tokens)
-    figure, every = panels(2 * len(tokens), most=2, widest=26)
-    heads = of_models(every_row)
-    for left, right, token in zip(every[::2], every[1::2], tokens, strict=True):
+    """Draw two panels for the class token and two for the mean over patches.
+
+    The left one has each store's best heads against relative depth, with the 95 % interval as a
+    band and baselines dashed (Walmer et al. 2023, Figs. 5, 16), the right one all heads.
+    """
+    frame = table.frame
+    tokens = [token for token in WHOSE if token in frame["token"]]
+    if len(groups_of(frame["store"].unique())) > 1:
+        return _draw_groups(frame, tokens)
+    figure, all_axes = panels(2 * len(tokens), most=2, widest=26)
+    heads = of_models(frame)
+    for left, right, token in zip(all_axes[::2], all_axes[1::2], tokens, strict=True):
         rows = heads.filter(token=token)
-        _draw_best(left, rows, every_row)
-        _draw_heads(right, rows, every_row)
+        _draw_best(left, rows, frame)
+        _draw_heads(right, rows, frame)
         left.set_title(f"{WHOSE[token]}: best head")
         right.set_title(f"{WHOSE[token]}: all heads")
     if "image" in heads["best"]:
-        every[-2].plot(
+        all_axes[-2].plot(
             [],
             [],
             color=GREY,
@@ -347,31 +420,38 @@ def plot(table: Table) -> Figure:
             linewidth=0.8,
             label=ORACLE,
         )
-    top = 1.06 * max(axes.dataLim.y1 for axes in every)
-    for axes in every:
+    top = 1.06 * max(axes.dataLim.y1 for axes in all_axes)
+    for axes in all_axes:
         axes.set_ylim(0, top)
-    add_curve_legend(figure, every[::2])
+    add_curve_legend(figure, all_axes[::2])
     return figure
 
 
-def _draw_groups(every_row: pl.DataFrame, tokens: Sequence[str]) -> Figure:
-    """The best heads alone, a panel per group of stores and token."""
-    heads = of_models(every_row)
-    grid = CurveGrid.of(len(tokens), every_row)
+def _draw_groups(frame: pl.DataFrame, tokens: Sequence[str]) -> Figure:
+    """Draw the best heads alone, with a panel per group of stores and token."""
+    heads = of_models(frame)
+    grid = CurveGrid.of(len(tokens), frame)
     figure, (box,) = stack(grid)
     panels = grid.panels(box, [(token, heads.filter(token=token)) for token in tokens])
     for axes, token, rows in panels:
-        _draw_best(axes, rows, every_row)
+        _draw_best(axes, rows, frame)
         axes.set_title(WHOSE[token])
-    every = [axes for axes, *_ in panels]
+    all_axes = [axes for axes, *_ in panels]
     grid.finish(panels)
-    add_curve_legend(figure, every)
+    add_curve_legend(figure, all_axes)
     return figure
 
 
-def _draw_best(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
-    best = every_row.filter(best="head")
-    looks = _looks(every_row)
+def _draw_best(axes: Axes, rows: pl.DataFrame, frame: pl.DataFrame) -> None:
+    """Draw the curves of best heads, thinner those of each image's best head, and baselines.
+
+    Args:
+        axes: the panel.
+        rows: the rows of models about the panel's token.
+        frame: all rows of the table, which decide colours and baselines.
+    """
+    best = frame.filter(best="head")
+    looks = _store_colours(frame)
     draw_depth_curves(axes, rows.filter(best="head"), among=best)
     for oracle in rows.filter(best="image").partition_by("store", maintain_order=True):
         axes.plot(
@@ -381,42 +461,43 @@ def _draw_best(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
             markerfacecolor="white",
             linewidth=0.8,
         )
-    _draw_blind(axes, rows, every_row)
+    _draw_baselines(axes, rows, frame)
 
 
-def _draw_heads(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
-    n = every_row["store"].n_unique()
-    looks = _looks(every_row)
+def _draw_heads(axes: Axes, rows: pl.DataFrame, frame: pl.DataFrame) -> None:
+    """Draw a dot per head, and baselines; arguments as for `_draw_best`."""
+    n = frame["store"].n_unique()
+    looks = _store_colours(frame)
     heads = rows.filter(pl.col("best").is_null() | (pl.col("best") == "head"))
-    for i, own in enumerate(heads.partition_by("store", maintain_order=True)):
+    for i, store_heads in enumerate(heads.partition_by("store", maintain_order=True)):
         axes.scatter(
-            own["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n,
-            own["value"],
+            store_heads["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n,
+            store_heads["value"],
             s=em(72) ** 2 * 0.2,
-            **looks[own["store"][0]],
+            **looks[store_heads["store"][0]],
             alpha=0.5,
             linewidth=0,
         )
-    _draw_blind(axes, rows, every_row)
+    _draw_baselines(axes, rows, frame)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     axes.set_xlabel(DEPTH_LABEL)
     note_count(axes, rows)
 
 
-def _draw_blind(axes: Axes, drawn: pl.DataFrame, every_row: pl.DataFrame) -> None:
-    """Each baseline of the stores that are drawn, in grey where it is the same for all of them,
-    else in their colours."""
-    looks = _looks(every_row)
-    blind = baselines_of(every_row.filter(pl.col("store").is_in([*drawn["store"]])))
-    for (name, rows), dashes in zip(blind.items(), DASHES, strict=False):
+def _draw_baselines(axes: Axes, drawn: pl.DataFrame, frame: pl.DataFrame) -> None:
+    """Draw the baselines of the drawn stores, in grey if a baseline is the same for all stores,
+    else in the stores' colours."""
+    looks = _store_colours(frame)
+    baselines = baselines_of(frame.filter(pl.col("store").is_in([*drawn["store"]])))
+    for (name, rows), dashes in zip(baselines.items(), DASHES, strict=False):
         values = rows["value"].drop_nulls().to_numpy()
         shared = np.ptp(values) < ALIKE if len(values) else True
-        for own in rows.partition_by("store", maintain_order=True):
-            own = own.sort("rel_depth", maintain_order=True)
-            tint = GREY if shared else looks[own["store"][0]]["color"]
+        for store_rows in rows.partition_by("store", maintain_order=True):
+            store_rows = store_rows.sort("rel_depth", maintain_order=True)
+            tint = GREY if shared else looks[store_rows["store"][0]]["color"]
             axes.plot(
-                own["rel_depth"],
-                own["value"],
+                store_rows["rel_depth"],
+                store_rows["value"],
                 color=tint,
                 linestyle=dashes,
                 linewidth=1,
@@ -434,12 +515,12 @@ def _draw_blind(axes: Axes, drawn: pl.DataFrame, every_row: pl.DataFrame) -> Non
         )
 
 
-def _looks(every_row: pl.DataFrame) -> dict[str, dict[str, Any]]:
-    """Store -> colour and marker, those of its best heads' curve."""
-    found = store_looks(every_row.filter(best="head"))
+def _store_colours(frame: pl.DataFrame) -> dict[str, dict[str, Any]]:
+    """Return store -> the colour and marker of its best heads' curve."""
+    looks = store_looks(frame.filter(best="head"))
     return {
         store: {name: look[name] for name in ("color", "marker")}
-        for store, look in found.items()
+        for store, look in looks.items()
     }
 
 

@@ -27,21 +27,24 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
 
 BASELINES = ("uniform", "centre", "random")
-CENTRE_STD = 0.25  # of the centred map, in sides of the grid
+# The standard deviation of the centred map, in sides of the grid.
+CENTRE_STD = 0.25
 # Sums within a billionth of the threshold are on it: whether an even map keeps 6 or 7 of its 10
 # tokens does not depend on rounding.
 SLACK = 1e-9
 
 
 def top_mass(maps: NDArray[Any], mass: float) -> Mask:
-    """(..., tokens) the smallest set of top tokens that holds the share `mass` of a map.
+    """Return the smallest set of top tokens that holds the share `mass` of a map, (..., tokens).
 
     Sorted ascending, the tokens are kept whose cumulated share is above 1 - mass (Walmer et al.
     2023 with 0.6, as in their code). Of equal tokens the later ones are kept. Maps are non-negative
     and need not sum to 1; a map without mass, or with NaN, keeps nothing.
     """
-    # The bits of non-negative float16 sort as its values do, seven times as fast.
-    keys = maps.view(np.int16) if maps.dtype == np.float16 else maps
+    keys = maps
+    if maps.dtype == np.float16:
+        # The bits of non-negative float16 sort as its values do, seven times as fast.
+        keys = maps.view(np.int16)
     order = np.argsort(keys, axis=-1, kind="stable")
     summed = np.take_along_axis(maps, order, -1).cumsum(-1, dtype=np.float64)
     kept = np.zeros(maps.shape, bool)
@@ -50,17 +53,22 @@ def top_mass(maps: NDArray[Any], mass: float) -> Mask:
 
 
 def overlap(kept: Mask, labels: Labels) -> Float:
-    """Intersection over union with the foreground, void tokens left out on both sides.
+    """Return the intersection over union of kept tokens with the foreground, (images, ...).
 
-    kept: (images, ..., tokens); labels: (images, tokens). NaN where nothing is kept at all or
-    nothing is foreground.
+    Void tokens are left out on both sides. It is NaN if nothing is kept, or nothing is foreground.
+
+    Args:
+        kept: (images, ..., tokens).
+        labels: (images, tokens).
     """
-    labels = labels.reshape(len(labels), *(1,) * (kept.ndim - 2), labels.shape[-1])
-    on = labels == FOREGROUND
-    both = (kept & on).sum(-1)
-    either = ((kept & (labels != VOID)) | on).sum(-1)
-    iou = both / np.maximum(either, 1)
-    return np.where(kept.any(-1) & on.any(-1), iou, np.nan)
+    # The same labels for every head: axes of length 1 between images and tokens.
+    n_middle_axes = kept.ndim - 2
+    labels = labels.reshape(len(labels), *(1,) * n_middle_axes, labels.shape[-1])
+    is_foreground = labels == FOREGROUND
+    intersection = (kept & is_foreground).sum(-1)
+    union = ((kept & (labels != VOID)) | is_foreground).sum(-1)
+    iou = intersection / np.maximum(union, 1)
+    return np.where(kept.any(-1) & is_foreground.any(-1), iou, np.nan)
 
 
 def blind_overlaps(
@@ -70,12 +78,19 @@ def blind_overlaps(
     mass: float,
     seed: int,
 ) -> dict[str, Float]:
-    """Baseline -> (images,): the IoU of maps that do not depend on the image.
+    """Return baseline -> (images,) the IoU of maps that do not depend on the image.
 
-    `uniform`: even attention, where chance decides which of the equal tokens are kept. `centre`: a
-    Gaussian about the middle, of a quarter of the grid's sides. `random`: noise, every distribution
-    over the tokens being equally likely. Drawn for each image with `seed` and its `index` in the
-    data set, whatever the store's order.
+    `uniform` is even attention, where chance decides which of the equal tokens are kept. `centre`
+    is a Gaussian about the middle, whose standard deviation is a quarter of the grid's sides.
+    `random` is noise that makes every distribution over the tokens equally likely.
+
+    Args:
+        labels: (images, tokens).
+        grid: rows and columns of tokens.
+        index: (images,) each image's index in its data set; with the seed it decides the image's
+            draws, whatever the store's order.
+        mass: the share of each map that is kept.
+        seed: the seed of the draws.
     """
     n, n_tokens = labels.shape
     even = top_mass(np.ones(n_tokens), mass)
@@ -84,13 +99,15 @@ def blind_overlaps(
     for i in range(n):
         rng = np.random.default_rng([seed, int(index[i])])
         uniform[i] = rng.permutation(even)
+        # Exponential variates over their sum are uniform on the simplex.
         noise[i] = rng.exponential(size=n_tokens)
-    centre = np.broadcast_to(top_mass(_centred(grid), mass), labels.shape)
+    centre = np.broadcast_to(top_mass(_centred_map(grid), mass), labels.shape)
     kept = {"uniform": uniform, "centre": centre, "random": top_mass(noise, mass)}
     return {name: overlap(kept[name], labels) for name in BASELINES}
 
 
-def _centred(grid: tuple[int, int]) -> Float:
+def _centred_map(grid: tuple[int, int]) -> Float:
+    """Return a Gaussian about the middle of the grid, (tokens,)."""
     y, x = ((np.arange(n) + 0.5) / n - 0.5 for n in grid)
     squares = np.add.outer(y**2, x**2)
     return np.exp(-squares / (2 * CENTRE_STD**2)).ravel()
@@ -100,12 +117,13 @@ log = logging.getLogger(__name__)
 
 ARRAYS = {"cls": "cls_rows", "mean": "received_rows"}
 TOKENS = tuple(ARRAYS)
-Wanted = tuple[tuple[StoredAttention, tuple[str, ...]], ...]
+# Blocks, each with the tokens whose attention is scored there.
+ScoredAttention = tuple[tuple[StoredAttention, tuple[str, ...]], ...]
 
 
 def overlaps(
     store: Store,
-    wanted: Wanted,
+    scored: ScoredAttention,
     labels: Mapping[str, Labels],
     rows: Rows,
     mass: float,
@@ -114,99 +132,131 @@ def overlaps(
     *,
     origin: Provenance | None = None,
 ) -> Overlaps:
-    """The moments over these rows, from the store's rows of attention; where it has none, the
-    attention is recomputed.
+    """Return the moments of overlaps over some images.
+
+    The store's rows of attention are read; if it has none, the attention is computed again.
 
     Args:
-        store: with attention summaries.
-        wanted: blocks, and some of `TOKENS` for each.
-        labels: group -> (images, tokens), as `MaskTruth` has them.
+        store: a store with attention summaries.
+        scored: blocks, and some of `TOKENS` for each.
+        labels: group of blocks -> (images, tokens), as `MaskTruth` has them.
         rows: the images that count.
-        mass: see `top_mass`.
-        blocks: of these images.
-        execution: what the work may use.
-        origin: where data and weights are now.
+        mass: the share of the attention that is kept, as for `top_mass`.
+        blocks: the blocks of these images that the jackknife leaves out.
+        execution: device and parallel work.
+        origin: where images and weights are now.
 
     Raises:
         VitseeError: attention must be recomputed, and images or weights are gone.
     """
-    make = partial(Overlaps, wanted, labels, mass, blocks.of_rows)
+    make = partial(Overlaps, scored, labels, mass, blocks.of_rows)
     folders = [
-        (f"attention/{b.group}/" if b.group else "attention/", own) for b, own in wanted
+        (f"attention/{block.group}/" if block.group else "attention/", tokens)
+        for block, tokens in scored
     ]
-    if not all(store.has(f"{f}{ARRAYS[t]}") for f, tokens in folders for t in tokens):
-        found = make()
-        _compute(store, found, wanted, rows, origin or Provenance(), execution)
-        return found
-    slab_bytes = _slab_bytes(store, wanted)
+    if not all(
+        store.has(f"{folder}{ARRAYS[token]}")
+        for folder, tokens in folders
+        for token in tokens
+    ):
+        recomputed = make()
+        _add_recomputed(
+            store, recomputed, scored, rows, origin or Provenance(), execution
+        )
+        return recomputed
+    slab_bytes = _slab_bytes(store, scored)
     with counting(execution.progress, rows.n):
         return execution.fold(store, make, rows, slab_bytes=slab_bytes)
 
 
 class Overlaps:
     """Moments over images of each block's IoUs, and their means without each of the jackknife's
-    blocks of images; to be filled by `streaming.fold` or with `add`."""
+    blocks of images. Filled by `streaming.fold`, or with `add`.
+
+    Attributes:
+        heads: (block, token) -> moments of entries (heads,).
+        oracle: (block, token) -> moments of each image's best head.
+    """
 
     def __init__(
         self,
-        wanted: Wanted,
+        scored: ScoredAttention,
         labels: Mapping[str, Labels],
         mass: float,
         block_of: NDArray[np.int64],
     ) -> None:
         """labels: group -> (images, tokens), as `MaskTruth` has them; block_of: (images,)."""
-        self._wanted = wanted
+        self._wanted = scored
         self._labels = labels
         self._mass = mass
         self._block_of = block_of
         self._n_blocks = int(block_of.max(initial=-1)) + 1
         # (heads, blocks) of the heads, (blocks,) of the oracle: sums, and how many images in them.
         self._sums: dict[tuple[str, str, str], list[NDArray[np.float64]]] = {}
-        keys = [(block.site, token) for block, tokens in wanted for token in tokens]
+        keys = [(block.site, token) for block, tokens in scored for token in tokens]
         self.heads = {key: Moments() for key in keys}
         self.oracle = {key: Moments() for key in keys}
 
     def update(self, slab: Slab) -> None:
         valid = slab.valid
         rows = np.arange(slab.rows.start, slab.rows.stop)[valid]
-        held: dict[tuple[str, str], NDArray[Any]] = {}
+        arrays: dict[tuple[str, str], NDArray[Any]] = {}
         for block, tokens in self._wanted:
             for token in tokens:
                 array = ARRAYS[token], block.group
-                if array not in held:
+                if array not in arrays:
                     # One group at a time: for a model with several grids, a slab may be large.
-                    held = {k: v for k, v in held.items() if k[1] == block.group}
-                    held[array] = slab.attention(*array)[valid]
-                self.add(block, token, held[array][:, block.row, : block.n_heads], rows)
+                    arrays = {k: v for k, v in arrays.items() if k[1] == block.group}
+                    arrays[array] = slab.attention(*array)[valid]
+                self.add(block, token, arrays[array][:, block.row, : block.n_heads], rows)
 
     def add(
         self, block: StoredAttention, token: str, a: NDArray[Any], rows: NDArray[np.int64]
     ) -> None:
-        """Add some images' attention over all keys, (images, heads, keys), rows of the store."""
+        """Add some images' attention.
+
+        Args:
+            block: the block.
+            token: whose attention it is, one of `TOKENS`.
+            a: (images, heads, keys) attention over all keys.
+            rows: (images,) rows of the store.
+        """
         kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
+        # (images, heads)
         iou = overlap(kept, self._labels[block.group][rows])
-        highest = np.where(np.isnan(iou), -np.inf, iou).max(1)
-        highest = np.where(np.isneginf(highest), np.nan, highest)
-        for kind, values in (("heads", iou), ("oracle", highest)):
-            getattr(self, kind)[block.site, token].add(values)
-            there = ~np.isnan(values)
-            parts = [
-                block_sums(part, self._block_of[rows], self._n_blocks)
-                for part in (np.where(there, values, 0.0), there)
-            ]
-            self._add_sums((kind, block.site, token), parts)
+        # Not nanmax, which warns of images in which no head has a value.
+        best = np.where(np.isnan(iou), -np.inf, iou).max(1)
+        best = np.where(np.isneginf(best), np.nan, best)
+        self.heads[block.site, token].add(iou)
+        self._add_block_sums(("heads", block.site, token), iou, rows)
+        self.oracle[block.site, token].add(best)
+        self._add_block_sums(("oracle", block.site, token), best, rows)
+
+    def _add_block_sums(
+        self, key: tuple[str, str, str], values: Float, rows: NDArray[np.int64]
+    ) -> None:
+        """Add the values of some images, (images, ...), to the sums of their blocks."""
+        has_value = ~np.isnan(values)
+        block_of = self._block_of[rows]
+        sums = block_sums(np.where(has_value, values, 0.0), block_of, self._n_blocks)
+        counts = block_sums(has_value, block_of, self._n_blocks)
+        self._add_sums(key, [sums, counts])
 
     def _add_sums(
-        self, key: tuple[str, str, str], parts: list[NDArray[np.float64]]
+        self, key: tuple[str, str, str], sums: list[NDArray[np.float64]]
     ) -> None:
-        own = self._sums.get(key)
-        self._sums[key] = (
-            parts if own is None else [a + b for a, b in zip(own, parts, strict=True)]
-        )
+        """Add sums and counts by block to those that the key has."""
+        earlier = self._sums.get(key)
+        if earlier is None:
+            self._sums[key] = sums
+        else:
+            self._sums[key] = [a + b for a, b in zip(earlier, sums, strict=True)]
 
     def without(self, kind: str, site: str, token: str) -> NDArray[np.float64] | None:
-        """(heads, blocks) of the kind "heads", (blocks,) of "oracle": means without each block of
-        images; None where no image counts."""
+        """Return the means without each block of images; None if no image counts.
+
+        They are (heads, blocks) for the kind "heads" and (blocks,) for "oracle".
+        """
         key = (kind, site, token)
         if key in self._sums:
             return means_without(*self._sums[key])
@@ -220,35 +270,37 @@ class Overlaps:
             self._add_sums(sums_key, parts)
 
     def result(self) -> Overlaps:
-        """The moments themselves: `heads` has entries (heads,), `oracle` scalars."""
+        """Return this object itself: its moments are the result."""
         return self
 
 
-def _slab_bytes(store: Store, wanted: Wanted) -> int:
-    """A slab's rows of a group, and what one block takes while its maps are sorted."""
+def _slab_bytes(store: Store, scored: ScoredAttention) -> int:
+    """Return the memory of a slab's rows of a group, and of one block while its maps are sorted."""
     largest = 0
-    for block, tokens in wanted:
+    for block, tokens in scored:
         stored = (
             store.attention(ARRAYS[tokens[0]], block.group).size_bytes // store.n_slabs
         )
-        one = store.plan.slab * block.n_heads * block.layout.n_tokens
-        largest = max(largest, stored + 40 * one)
+        n_weights = store.plan.slab * block.n_heads * block.layout.n_tokens
+        # Per weight: keys, order and gathered values in 8 bytes each, float64 sums, masks.
+        largest = max(largest, stored + 40 * n_weights)
     return largest
 
 
-def _compute(
+def _add_recomputed(
     store: Store,
-    found: Overlaps,
-    wanted: Wanted,
+    overlaps_: Overlaps,
+    scored: ScoredAttention,
     used: Rows,
     origin: Provenance,
     execution: Execution,
 ) -> None:
-    """Add the overlaps of a store without rows of attention."""
+    """Compute the attention of a store without rows of attention, and add its overlaps."""
     log.info("%s has no rows of attention (extract --attention rows does)", store.label)
-    tokens_of = {block.site: tokens for block, tokens in wanted}
+    tokens_of = {block.site: tokens for block, tokens in scored}
 
     def take(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
+        """Return token -> (images, heads, keys) out of attention (images, heads, n, n)."""
         maps = {}
         if "cls" in tokens_of[block.site]:
             maps["cls"] = a[:, :, block.layout.cls]
@@ -256,18 +308,18 @@ def _compute(
             maps["mean"] = a[:, :, block.layout.n_prefix :].mean(2)
         return maps
 
-    parts = attention_of_images(
+    batches = attention_of_images(
         store,
         np.flatnonzero(used.mask),
         take,
-        blocks=[block for block, _ in wanted],
+        blocks=[block for block, _ in scored],
         origin=origin,
         device=execution.device,
         progress=execution.progress,
     )
-    for part in parts:
-        for block, tokens in wanted:
+    for batch in batches:
+        for block, tokens in scored:
             for token in tokens:
                 # Rounded as in a store: stored rows give the same result.
-                maps = part.values[block.site][token].astype(np.float16)
-                found.add(block, token, maps, part.rows)
+                maps = batch.values[block.site][token].astype(np.float16)
+                overlaps_.add(block, token, maps, batch.rows)
