@@ -89,8 +89,8 @@ def test_it_is_found_by_its_file_alone() -> None:
 
 
 def test_its_page_begins_as_the_others() -> None:
-    others = (ROOT / "docs" / "analyses" / "knn.md").read_text()
-    own = RECIPES[1].replace("token-norm", "knn").replace("token_norm", "knn")
+    others = (ROOT / "docs" / "analyses" / "cka.md").read_text()
+    own = RECIPES[1].replace("token-norm", "cka").replace("token_norm", "cka")
     assert own.split("\n\n")[:2] == others.split("\n\n")[:2]
     assert re.findall("^## (.*)", own, re.MULTILINE) == ["Recipes", "Traps"]
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import collections
 import pickle
+import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -242,6 +243,19 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
         self.skipped.append(f"{module}.{name}")
         return type("Skipped", (Skipped,), {"name": f"{module}.{name}"})
+
+    def load_bytearray8(self) -> None:
+        """Append a bytearray of the length that the file states, read before it is set aside: the
+        standard library's own first makes one of that length, which may be 8 GB in a small file."""
+        (length,) = struct.unpack("<Q", self.read(8))
+        if length > sys.maxsize:
+            raise pickle.UnpicklingError(f"a bytearray of {length} bytes")
+        self.append(bytearray(self.read(length)))
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **pickle._Unpickler.dispatch,  # type: ignore[attr-defined]
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
 
     def persistent_load(self, pid: Any) -> Any:
         """The storage of a tensor."""
