@@ -185,6 +185,7 @@ def test_undisturbed_restores_what_it_changes() -> None:
 # ------------------------------------------------------------------------------ the numbers
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_extraction_and_command(
     vit: nn.Module, photos: Path, tmp_path: Path
 ) -> None:

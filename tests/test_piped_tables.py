@@ -33,6 +33,7 @@ def test_which_paths_are_streams() -> None:
         assert not is_stream(Path(path)) or path == "./-"  # Path drops the ./
 
 
+@pytest.mark.slow
 def test_a_table_from_a_pipe_is_drawn(
     make_store: Callable[..., Path], tmp_path: Path
 ) -> None:

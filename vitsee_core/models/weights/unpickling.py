@@ -247,10 +247,10 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def load_bytearray8(self) -> None:
         """Append a bytearray of the length that the file states, read before it is set aside: the
         standard library's own first makes one of that length, which may be 8 GB in a small file."""
-        (length,) = struct.unpack("<Q", self.read(8))
+        (length,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]
         if length > sys.maxsize:
             raise pickle.UnpicklingError(f"a bytearray of {length} bytes")
-        self.append(bytearray(self.read(length)))
+        self.append(bytearray(self.read(length)))  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **pickle._Unpickler.dispatch,  # type: ignore[attr-defined]
