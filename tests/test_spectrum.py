@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.stores import write_labelled, write_sites
-from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, _Classes, plot, run
+from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, ClassMeasures, plot, run
 from vitsee_core.analyses.spectrum.measures import (
     TwoNearest,
     collapse,
@@ -311,7 +311,9 @@ def test_collapse_of_a_simplex_and_of_noise() -> None:
 @pytest.mark.parametrize(("n", "said"), [(0, ""), (1, "1 pair of"), (3, "3 pairs of")])
 def test_pairs_of_classes_that_are_left_out_are_counted(n: int, said: str) -> None:
     x, labels = np.zeros((4, 2), np.float32), np.arange(4)
-    remarks = _Classes(x, labels, labels, None, ["cdnv"], left_out=n).remarks("a pooled")
+    remarks = ClassMeasures(x, labels, labels, None, ["cdnv"], left_out=n).remarks(
+        "a pooled"
+    )
     assert len(remarks) == bool(n)
     assert all(
         f"a pooled: cdnv is without {said} classes that" in line for line in remarks

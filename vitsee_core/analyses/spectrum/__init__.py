@@ -10,8 +10,8 @@ cap, and the value of two halves of the images. Halves that are far from the who
 images would give another number. One channel with a large mean takes RankMe to 1 whatever the
 others do (massive activations): read it with the effective rank, which is centred.
 
-Tokens of one image are no independent sample: for tokens the unbiased participation ratio is one
-of tokens, intervals are over images.
+Tokens of one image are not an independent sample: with tokens as examples, the unbiased
+participation ratio is that of tokens, but intervals are over images.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ COLUMNS = (
     *(*SITE, "token", "cap", "half_a", "half_b"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
 )
-MOST_NEIGHBOURS = 4096  # images of twonn: n x n distances in memory
+MAX_NEIGHBOUR_IMAGES = 4096  # images of twonn: n x n distances in memory
 
-Measured = dict[str, float]
+MetricValues = dict[str, float]
 
 TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all")
 
@@ -106,45 +106,52 @@ def run(
         Execution, Offers("images seed jobs memory", dask="sites")
     ] = DEFAULT,
 ) -> Table:
-    """One row per store, site and metric.
+    """Return a table with one row per store, site and metric.
 
-    Columns: see `COLUMNS`; `token` which tokens are examples; `cap` the largest value possible;
-    `half_a`, `half_b` the value of every second block of images, and of the others; `low`, `high`
-    the 95 % interval over images by the jackknife; `n_examples` the vectors or tokens. NaN: a value
-    that is not defined (all examples alike, too few).
+    The columns are `COLUMNS`. `token` says which tokens are examples, `n_examples` counts them.
+    `cap` is the largest value possible. `half_a` and `half_b` are the values on every second block
+    of images and on the others; `low` and `high` are the 95 % interval over images by the
+    jackknife. NaN is a value that is not defined (all examples alike, or too few).
 
     Memory: the vectors of one site in float32, with labels twice more in float64, and a D x D
-    matrix in float64 for each of 20 blocks; of tokens these matrices only. Refused where that is
-    more than the memory. Time: n D^2 once, and 23 eigendecompositions of min(n, D) per site.
+    matrix in float64 for each of 20 blocks; for tokens the matrices only. More than the budget is
+    refused. Time: n D^2 once, and 23 eigendecompositions of min(n, D) per site.
 
     Args:
-        stores: they may have different images; labels are needed for `OF_CLASSES` only.
+        stores: stores, perhaps of different images; `OF_CLASSES` need labels.
+        metrics: names out of `METRICS`; empty for all that the stores allow.
+        sites: patterns of the sites.
+        tokens: which tokens are examples.
+        execution: images, seed and parallel work.
 
     Raises:
         MissingInput: the site is stored pooled only.
-        SiteError: no such site or tokens.
-        VitseeError: unknown metric, metrics that need one vector per image, labels or logits, or
-            more than fits the memory.
+        SiteError: no site matches, or it does not have these tokens.
+        VitseeError: a metric is unknown or needs one vector per image, labels or logits that are
+            missing; or the work does not fit the memory.
     """
     asked_for(metrics, METRICS, "spectrum")
     selected = select_each(stores, sites, sites_of)
     plans = []
     for store, chosen in selected.members:
-        read = [choose_features(store, site, tokens) for site in chosen]
-        work = _Store(store, execution.rows(store), execution.seed, metrics)
-        for features in read:
+        all_features = [choose_features(store, site, tokens) for site in chosen]
+        work = SpectrumWork(store, execution.rows(store), execution.seed, metrics)
+        for features in all_features:
             work.check(features, execution.budget)
-        plans.append((work, list(zip(chosen, read, strict=True))))
-    for work, own in plans:
-        say_cost([features for _, features in own if features.has_tokens], work.rows.n)
+        plans.append((work, list(zip(chosen, all_features, strict=True))))
+    for work, site_features in plans:
+        say_cost(
+            [features for _, features in site_features if features.has_tokens],
+            work.rows.n,
+        )
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
-    counts = [2 * work.rows.n * len(own) for work, own in plans]
+    counts = [2 * work.rows.n * len(site_features) for work, site_features in plans]
     with counting(execution.progress, sum(counts), SITE_IMAGES):
-        for work, own in plans:
-            for of_site, said in execution.spread(work, own):
-                rows += of_site
-                remarks += said
+        for work, site_features in plans:
+            for site_rows, site_remarks in execution.spread(work, site_features):
+                rows += site_rows
+                remarks += site_remarks
     for remark in remarks:
         log.info("%s", remark)
     notes = {
@@ -156,7 +163,7 @@ def run(
         "std": METHODS["std"],
         "halves": "half_a, half_b: of the blocks of images 0, 2, 4, ... and 1, 3, 5, ...",
         "cap": "the largest value that the metric can have with these examples and channels",
-        "twonn_images": f"at most {MOST_NEIGHBOURS}",
+        "twonn_images": f"at most {MAX_NEIGHBOUR_IMAGES}",
         "remarks": remarks,
         "seed": execution.seed,
         "images": {work.store.label: work.rows.describe() for work, _ in plans},
@@ -165,8 +172,16 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-class _Store:
-    """The rows of one store's sites."""
+class SpectrumWork:
+    """The work on one store: measures its sites and makes rows of them.
+
+    Attributes:
+        asked: the metrics that were named; without them a store has to refuse nothing.
+        metrics: the metrics that are measured if possible.
+        mask: (rows of the store,) the images that count.
+        labels: (images,) their labels, -1 for none.
+        predicted: (images,) the classes of the model's logits, None without usable logits.
+    """
 
     def __init__(
         self, store: Store, rows: Rows, seed: int, metrics: Sequence[str]
@@ -182,7 +197,8 @@ class _Store:
         self.predicted = self._predicted()
 
     def _predicted(self) -> Integers | None:
-        """(images,) class of the model's logits; None if they are not of the labels' classes."""
+        """Return (images,) the class of the model's logits; None unless they are of the labels'
+        classes."""
         classes = max(
             len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1
         )
@@ -194,7 +210,11 @@ class _Store:
         return np.concatenate([x.argmax(1) for x in features.vectors(self.mask)])
 
     def check(self, features: SiteFeatures, budget: int) -> None:
-        """Refuse, before any work, requests that cannot be met."""
+        """Refuse, before any work, requests that cannot be met.
+
+        Raises:
+            VitseeError: a named metric needs what the store does not have, or memory is too small.
+        """
         label = self.store.label
         n = len(self.labels)
         dim = features.dim
@@ -220,121 +240,176 @@ class _Store:
             )
 
     def _of_classes(self) -> list[str]:
-        """The metrics of classes that are possible."""
+        """Return the metrics of classes that the labels and logits allow."""
         if len(np.unique(self.labels[self.labels >= 0])) < 2:
             return []
         metrics = [metric for metric in measures.METRICS if metric in self.metrics]
-        return metrics + ([measures.FOURTH] if self.predicted is not None else [])
+        if self.predicted is not None:
+            metrics.append(measures.FOURTH)
+        return metrics
 
     def __call__(
-        self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
+        self, execution: Execution, site_features: tuple[SiteSpec, SiteFeatures]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The rows of a site, and remarks."""
-        site, features = of
-        make = self._of_tokens if features.has_tokens else self._of_vectors
-        measure = make(features, execution)
-        m = self.blocks.n
-        every = np.ones(m, bool)
-        even = np.arange(m) % 2 == 0
-        left = [np.arange(m) != b for b in range(m)] if m > 1 else []
-        # The whole comes first: it collects the remarks.
-        whole, caps = measure.of(every)
-        of_masks = thread_map(execution.jobs)(measure.values, [even, ~even, *left])
-        first, second, *without = of_masks
-        remarks = measure.remarks(f"{self.store.label} {site.name}")
+        """Return the rows of a site, and remarks about it."""
+        site, features = site_features
+        if features.has_tokens:
+            site_measures = self._of_tokens(features, execution)
+        else:
+            site_measures = self._of_vectors(features, execution)
+        n_blocks = self.blocks.n
+        n_images = len(self.labels)
+        all_blocks = np.ones(n_blocks, bool)
+        even = np.arange(n_blocks) % 2 == 0
+        without_one = []
+        if n_blocks > 1:
+            without_one = [np.arange(n_blocks) != b for b in range(n_blocks)]
+        # All images come first: their measurement collects the remarks.
+        values, caps = site_measures.of(all_blocks)
+        half_a, half_b, *values_without = thread_map(execution.jobs)(
+            site_measures.values, [even, ~even, *without_one]
+        )
+        remarks = site_measures.remarks(f"{self.store.label} {site.name}")
         execution.progress.advance(self.rows.n)
-        place = site_columns(self.store, site)
-        place |= {
-            "token": str(features.selection) if features.site.layout is not None else None
-        }
+        about_site = site_columns(self.store, site)
+        about_site["token"] = None
+        if features.site.layout is not None:
+            about_site["token"] = str(features.selection)
         rows = []
         for metric in METRICS:
-            if metric not in whole or metric not in self.metrics:
+            if metric not in values or metric not in self.metrics:
                 continue
-            replicates = np.array([one[metric] for one in without])
-            replicates = measure.replicates.get(metric, replicates)
-            about = {
-                **{"metric": metric, "cap": caps.get(metric, math.nan)},
-                **{"half_a": first[metric], "half_b": second[metric]},
-                "n_examples": len(self.labels) * len(features.tokens),
-            }
+            value = values[metric]
+            replicates = np.array([sample[metric] for sample in values_without])
+            replicates = site_measures.replicates.get(metric, replicates)
             limits = UNLIMITED if metric in ("alpha", "anisotropy") else (0.0, np.inf)
-            cells = jackknife_cells(whole[metric], replicates, len(self.labels), limits)
+            row = {
+                **about_site,
+                "metric": metric,
+                "cap": caps.get(metric, math.nan),
+                "half_a": half_a[metric],
+                "half_b": half_b[metric],
+                "n_examples": n_images * len(features.tokens),
+                **jackknife_cells(value, replicates, n_images, limits),
+            }
             if metric == measures.FOURTH:
-                ends = jackknife_share(whole[metric], replicates, len(self.labels))
-                cells |= dict(zip(("low", "high"), ends, strict=True))
-            rows.append(place | about | cells)
+                # A share near 0 or 1 has an interval that is not symmetric.
+                row["low"], row["high"] = jackknife_share(value, replicates, n_images)
+            rows.append(row)
         return rows, remarks
 
-    def _of_tokens(self, features: SiteFeatures, use: Execution) -> _Measure:
-        of_rows = self.blocks.of_rows
-        parts = block_sums(features, self.rows, of_rows, use)
-        return _Measure(partial(_of_sums, parts, total(parts)), [], {})
+    def _of_tokens(self, features: SiteFeatures, execution: Execution) -> SiteMeasures:
+        """Return the measures of all tokens: spectra of their second moments."""
+        sums = block_sums(features, self.rows, self.blocks.of_rows, execution)
+        return SiteMeasures(partial(spectrum_of_blocks, sums, total(sums)), [], {})
 
-    def _of_vectors(self, features: SiteFeatures, use: Execution) -> _Measure:
-        """Spectra from D x D, or from n x n if that is smaller."""
-        vectors = features.vectors(self.mask, jobs=use.jobs, memory=use.budget)
+    def _of_vectors(self, features: SiteFeatures, execution: Execution) -> SiteMeasures:
+        """Return the measures of one vector per image."""
+        vectors = features.vectors(
+            self.mask, jobs=execution.jobs, memory=execution.budget
+        )
+        # (images, dim)
         x = np.concatenate(list(vectors))
-        use.progress.advance(self.rows.n)
-        labels = self.blocks.labels
+        execution.progress.advance(self.rows.n)
+        block_of = self.blocks.labels
         spectrum: Callable[[Mask], Spectrum]
+        # The spectrum of D x D second moments, or of n x n products if these are fewer.
         if len(x) > x.shape[1]:
+            # Sums of x - x_0 lose fewer digits than sums of x if the mean is large.
             shift = x[0].astype(np.float64)
-            parts = [
-                CovarianceSums.of(x[labels == b], shift) for b in range(self.blocks.n)
+            sums = [
+                CovarianceSums.of(x[block_of == b], shift) for b in range(self.blocks.n)
             ]
-            spectrum = partial(_of_sums, parts, total(parts))
+            spectrum = partial(spectrum_of_blocks, sums, total(sums))
         else:
-            spectrum = partial(_of_examples, x, labels)
-        others: list[_Neighbours | _Classes] = []
+            spectrum = partial(spectrum_of_examples, x, block_of)
+        others: list[NeighbourMeasure | ClassMeasures] = []
         replicates: dict[str, Float] = {}
         if "twonn" in self.metrics:
-            neighbours = _Neighbours(x, labels, self.seed)
-            replicates["twonn"] = neighbours.found.replicates()
+            neighbours = NeighbourMeasure(x, block_of, self.seed)
+            replicates["twonn"] = neighbours.nearest.replicates()
             others.append(neighbours)
-        if names := self._of_classes():
-            others.append(_Classes(x, labels, self.labels, self.predicted, names))
-        return _Measure(spectrum, others, replicates)
+        names = self._of_classes()
+        if names:
+            others.append(
+                ClassMeasures(
+                    x,
+                    blocks=block_of,
+                    labels=self.labels,
+                    predicted=self.predicted,
+                    names=names,
+                )
+            )
+        return SiteMeasures(spectrum, others, replicates)
 
 
-def _of_sums(
-    parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask
+def spectrum_of_blocks(
+    sums_by_block: Sequence[CovarianceSums], all_sums: CovarianceSums, included: Mask
 ) -> Spectrum:
-    """The sums of the blocks in `among`: the whole minus the others if these are few."""
-    if among.sum() * 2 <= len(parts):
+    """Return the spectrum of some blocks of images, from each block's sums.
+
+    Args:
+        sums_by_block: second moments of each block.
+        all_sums: those of all blocks together.
+        included: (blocks,) the blocks that count.
+    """
+    if included.sum() * 2 <= len(sums_by_block):
         return Spectrum.of_sums(
-            total([part for part, use in zip(parts, among, strict=True) if use])
+            total([sums_by_block[b] for b in np.flatnonzero(included).tolist()])
         )
-    sums = total([whole])
-    for b in np.flatnonzero(~among).tolist():
-        sums.add(parts[b], -1)
+    # If most blocks are included, subtracting the others takes less time than adding up.
+    sums = total([all_sums])
+    for b in np.flatnonzero(~included).tolist():
+        sums.add(sums_by_block[b], -1)
     return Spectrum.of_sums(sums)
 
 
-def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
-    return Spectrum.of_examples(x[among[labels]].astype(np.float64))
+def spectrum_of_examples(x: Float32, labels: Integers, included: Mask) -> Spectrum:
+    """Return the spectrum of the examples in some blocks.
+
+    Args:
+        x: (examples, dim).
+        labels: (examples,) their blocks.
+        included: (blocks,) the blocks that count.
+    """
+    return Spectrum.of_examples(x[included[labels]].astype(np.float64))
 
 
-class _Neighbours:
+class NeighbourMeasure:
+    """The intrinsic dimension from nearest neighbours, of at most `MAX_NEIGHBOUR_IMAGES`."""
+
     def __init__(self, x: Float32, labels: Integers, seed: int) -> None:
-        n = min(len(x), MOST_NEIGHBOURS)
+        n = min(len(x), MAX_NEIGHBOUR_IMAGES)
         # Drawn from all blocks of images, each of which gives a replicate.
-        some = np.sort(np.random.default_rng(seed).permutation(len(x))[:n])
+        drawn = np.sort(np.random.default_rng(seed).permutation(len(x))[:n])
         self.n = n
-        self.found = TwoNearest(x[some].astype(np.float64), labels[some])
+        self.nearest = TwoNearest(x[drawn].astype(np.float64), labels[drawn])
 
-    def values(self, among: Mask) -> Measured:
-        return {"twonn": self.found.dimension(among[self.found.blocks])}
+    def values(self, included: Mask) -> MetricValues:
+        """Return `twonn` of the blocks in a mask (blocks,)."""
+        return {"twonn": self.nearest.dimension(included[self.nearest.blocks])}
 
     def remarks(self, where: str) -> list[str]:
-        equal = self.found.n_equal
-        return [
-            f"{where}: {equal} of {self.n} vectors equal another: not in twonn"
-        ] * bool(equal)
+        """Return a remark if some vectors are equal; where: store and site."""
+        n_equal = self.nearest.n_equal
+        if not n_equal:
+            return []
+        return [f"{where}: {n_equal} of {self.n} vectors equal another: not in twonn"]
 
 
 @dataclass
-class _Classes:
+class ClassMeasures:
+    """Neural collapse of vectors with labels.
+
+    Attributes:
+        x: (images, dim).
+        blocks: (images,) the images' blocks.
+        labels: (images,) -1 for none.
+        predicted: (images,) the classes of the model's logits, None without usable logits.
+        names: the metrics that are measured.
+        left_out: pairs of classes without a `cdnv`; known after all images were measured.
+    """
+
     x: Float32
     blocks: Integers
     labels: Integers
@@ -342,79 +417,97 @@ class _Classes:
     names: Sequence[str]
     left_out: int = 0
 
-    def values(self, among: Mask) -> Measured:
-        keep = among[self.blocks] & (self.labels >= 0)
+    def values(self, included: Mask) -> MetricValues:
+        """Return the metrics of the images in some blocks, a mask (blocks,)."""
+        keep = included[self.blocks] & (self.labels >= 0)
         x = self.x[keep].astype(np.float64)
         labels = self.labels[keep]
-        values: Measured = {}
+        values: MetricValues = {}
         if {*self.names} & {*measures.METRICS}:
             values, left_out = measures.collapse(x, labels)
-            if among.all():
+            if included.all():
                 self.left_out = left_out
         if self.predicted is not None:
             # One division into halves, whichever images are left out.
             predicted = self.predicted[keep]
             half = measures.halves(self.labels)[keep]
             differs = measures.nearest_mean_disagrees(x, labels, predicted, half)
-            there = differs[~np.isnan(differs)]
-            values[measures.FOURTH] = float(there.mean()) if len(there) else math.nan
+            defined = differs[~np.isnan(differs)]
+            values[measures.FOURTH] = float(defined.mean()) if len(defined) else math.nan
         return values
 
     def remarks(self, where: str) -> list[str]:
+        """Return a remark if `cdnv` leaves out pairs of classes; where: store and site."""
+        if not self.left_out:
+            return []
         pairs = plural(self.left_out, "pairs")
-        said = f"{where}: cdnv is without {pairs} of classes that are nearer than their noise"
-        return [said] * bool(self.left_out)
-
-
-@dataclass
-class _Measure:
-    """All metrics of one site."""
-
-    spectrum: Callable[[Mask], Spectrum]  # of the blocks in a mask (blocks,)
-    others: Sequence[_Neighbours | _Classes]  # metrics that no spectrum gives
-    # metric -> (blocks,), if its replicates are not its values without each block
-    replicates: dict[str, Float]
-    whole: Spectrum | None = None
-
-    def of(self, among: Mask) -> tuple[Measured, Measured]:
-        self.whole = self.spectrum(among)
-        return self._values(self.whole, among), self.whole.caps() | {measures.FOURTH: 1.0}
-
-    def values(self, among: Mask) -> Measured:
-        """The measures by name, over the blocks in `among` (blocks,); NaN if no image is left."""
-        if not among.any():
-            return dict.fromkeys(METRICS, math.nan)
-        return self._values(self.spectrum(among), among)
-
-    def _values(self, spectrum: Spectrum, among: Mask) -> Measured:
-        values = spectrum.metrics()
-        for other in self.others:
-            values |= other.values(among)
-        return values
-
-    def remarks(self, where: str) -> list[str]:
-        assert self.whole is not None
-        remarks = [
-            f"{where}: all examples are alike, so they have no spectrum"
-        ] * self.whole.alike
-        if zeros := self.whole.n - self.whole.n_long:
-            remarks.append(f"{where}: {zeros} examples are 0: not in anisotropy")
-        return remarks + [
-            remark for other in self.others for remark in other.remarks(where)
+        return [
+            f"{where}: cdnv is without {pairs} of classes that are nearer than their noise"
         ]
 
 
+@dataclass
+class SiteMeasures:
+    """All metrics of one site.
+
+    Attributes:
+        spectrum: gives the spectrum of the blocks in a mask (blocks,).
+        others: give the metrics that a spectrum does not.
+        replicates: metric -> (blocks,), for metrics whose replicates are not their values without
+            each block.
+        whole: the spectrum of all images, once `of` was called.
+    """
+
+    spectrum: Callable[[Mask], Spectrum]
+    others: Sequence[NeighbourMeasure | ClassMeasures]
+    replicates: dict[str, Float]
+    whole: Spectrum | None = None
+
+    def of(self, included: Mask) -> tuple[MetricValues, MetricValues]:
+        """Return the metrics and their largest possible values, and keep the spectrum."""
+        self.whole = self.spectrum(included)
+        return self._values(self.whole, included), self.whole.caps() | {
+            measures.FOURTH: 1.0
+        }
+
+    def values(self, included: Mask) -> MetricValues:
+        """Return the metrics of the blocks in a mask (blocks,); NaN if no image is left."""
+        if not included.any():
+            return dict.fromkeys(METRICS, math.nan)
+        return self._values(self.spectrum(included), included)
+
+    def _values(self, spectrum: Spectrum, included: Mask) -> MetricValues:
+        """Return the spectrum's metrics and all others."""
+        values = spectrum.metrics()
+        for other in self.others:
+            values |= other.values(included)
+        return values
+
+    def remarks(self, where: str) -> list[str]:
+        """Return the remarks of all measures; where: store and site."""
+        assert self.whole is not None
+        remarks = []
+        if self.whole.alike:
+            remarks.append(f"{where}: all examples are alike, so they have no spectrum")
+        n_zero = self.whole.n - self.whole.n_long
+        if n_zero:
+            remarks.append(f"{where}: {n_zero} examples are 0: not in anisotropy")
+        for other in self.others:
+            remarks += other.remarks(where)
+        return remarks
+
+
 def headline(table: Table) -> list[Answer]:
-    """The effective rank of the last site and the largest one, with the cap."""
+    """Return per store the effective rank of the last site with its cap, and the largest one."""
     answers = []
     for store, rows in by_store(table, metric="effective_rank"):
         rows = picked(rows, token=rows["token"][0])
         last = len(rows) - 1
-        most = extremes(rows)[1]
+        largest = extremes(rows)[1]
         text = f"{measured(rows, last)} of at most {float(rows['cap'][last]):g} at "
         text += f"{rows['site'][last]} (effective rank)"
-        if most != last:
-            text += f"; most at {rows['site'][most]}, {measured(rows, most)}"
+        if largest != last:
+            text += f"; most at {rows['site'][largest]}, {measured(rows, largest)}"
         answers.append((store, text))
     return answers
 
@@ -425,28 +518,35 @@ LOGARITHMIC = (*RANKS, "nc1", "cdnv")
 
 @styled
 def plot(table: Table) -> Figure:
-    """One panel per metric, one curve per store with the 95 % interval as a band, and the values of
-    two halves of the images as dots; dotted lines are the caps of ranks, on logarithmic axes."""
-    every_row = table.frame
-    there = [metric for metric in METRICS if metric in every_row["metric"]]
+    """Draw a panel per metric: a curve per store over depth, with the 95 % interval as a band.
+
+    Dots are the values of two halves of the images. Dotted lines are the caps of ranks, which have
+    logarithmic axes.
+    """
+    frame = table.frame
+    present = [metric for metric in METRICS if metric in frame["metric"]]
     # A metric without a value (alpha of fewer than 100 channels) needs no panel beside others.
-    lowest = dict(every_row.group_by("metric").agg(pl.col("value").min()).rows())
-    metrics = [metric for metric in there if lowest[metric] is not None] or there
+    lowest = dict(frame.group_by("metric").agg(pl.col("value").min()).rows())
+    metrics = [metric for metric in present if lowest[metric] is not None] or present
 
     def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
+        """Add halves and caps to a panel that has its curves."""
         for half in ("half_a", "half_b"):
-            draw_marks(axes, rows, every_row, half, DOTS, "half of the images")
+            draw_marks(axes, rows, frame, half, DOTS, "half of the images")
         if metric in RANKS:
-            draw_marks(axes, rows, every_row, "cap", DOTTED, "largest possible")
+            draw_marks(axes, rows, frame, "cap", DOTTED, "largest possible")
         if metric in LOGARITHMIC and (lowest[metric] or 0) > 0:
-            _logarithmic(axes, rows, caps=metric in RANKS)
+            _use_log_axis(axes, rows, caps=metric in RANKS)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
 
-    return draw_depth_panels(every_row, metrics, finish)
+    return draw_depth_panels(frame, metrics, finish)
 
 
-def _logarithmic(axes: Axes, rows: pl.DataFrame, *, caps: bool) -> None:
-    names = ["value", "half_a", "half_b", *(["cap"] if caps else [])]
+def _use_log_axis(axes: Axes, rows: pl.DataFrame, *, caps: bool) -> None:
+    """Give a panel a logarithmic axis that shows all values, and the caps if there are any."""
+    names = ["value", "half_a", "half_b"]
+    if caps:
+        names.append("cap")
     values = rows.select(names).to_numpy()
     values = values[values > 0]
     axes.set_yscale("log")

@@ -43,35 +43,51 @@ FOURTH = "nc4"
 
 
 def collapse(x: Float, labels: Integers) -> tuple[dict[str, float], int]:
-    """Each of `METRICS`, NaN with fewer than two classes, and how many pairs of classes `cdnv`
-    leaves out.
+    """Return each of `METRICS`, and how many pairs of classes `cdnv` leaves out.
+
+    The metrics are NaN with fewer than two classes of two examples.
 
     Args:
-        x: (n, dim).
-        labels: (n,) classes.
+        x: (n, dim) examples.
+        labels: (n,) their classes.
     """
-    names, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    keep = (counts >= 2)[place]
+    names, class_index, counts = np.unique(
+        labels, return_inverse=True, return_counts=True
+    )
+    keep = (counts >= 2)[class_index]
     if (counts >= 2).sum() < 2:
         return dict.fromkeys(METRICS, math.nan), 0
     x = x[keep]
     labels = labels[keep]
-    names, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    names, class_index, counts = np.unique(
+        labels, return_inverse=True, return_counts=True
+    )
     c = len(names)
-    means = _sums_of(x, place, c) / counts[:, np.newaxis]
-    within = x - means[place]
-    variance = np.bincount(place, np.einsum("nd,nd->n", within, within)) / (counts - 1)
+    means = _class_sums(x, class_index, c) / counts[:, np.newaxis]
+    within = x - means[class_index]
+    variance = np.bincount(class_index, np.einsum("nd,nd->n", within, within)) / (
+        counts - 1
+    )
     centred = means - means.mean(0)
-    values = dict(_geometry(centred))
-    values["cdnv"], left_out = _distances(means, variance, counts)
-    values["nc1"] = _first(within, centred)
+    values = dict(_nc2(centred))
+    values["cdnv"], left_out = _cdnv(means, variance, counts)
+    values["nc1"] = _nc1(within, centred)
     return values, left_out
 
 
-def _first(within: Float, centred: Float) -> float:
+def _nc1(within: Float, centred: Float) -> float:
+    """Return tr(S_W S_B^+) / C without making the D x D matrices.
+
+    Args:
+        within: (n, dim) examples less their class means.
+        centred: (classes, dim) class means less their mean.
+    """
     c = len(centred)
     _, size, directions = np.linalg.svd(centred, full_matrices=False)
-    keep = size[: c - 1] > 1e-10 * size[0] if size[0] > 0 else np.zeros(0, bool)
+    # S_B has rank C - 1 at most; smaller singular values are rounding.
+    keep = np.zeros(0, bool)
+    if size[0] > 0:
+        keep = size[: c - 1] > 1e-10 * size[0]
     if not keep.any():
         return math.nan
     size = size[: c - 1][keep]
@@ -80,20 +96,29 @@ def _first(within: Float, centred: Float) -> float:
     return float((spread / (size**2 / c)).sum() / c)
 
 
-def _distances(means: Float, variance: Float, counts: Integers) -> tuple[float, int]:
+def _cdnv(means: Float, variance: Float, counts: Integers) -> tuple[float, int]:
+    """Return the mean of (s_i^2 + s_j^2) / (2 d_ij^2) over pairs of classes, and the number of
+    pairs left out.
+
+    Args:
+        means: (classes, dim).
+        variance: (classes,) s^2, the sum over channels of the variances.
+        counts: (classes,) examples.
+    """
     i, j = np.triu_indices(len(means), 1)
     size = np.einsum("cd,cd->c", means, means)
     squared = np.maximum(size[:, np.newaxis] + size - 2 * means @ means.T, 0)[i, j]
-    share = variance / counts
-    squared = squared - share[i] - share[j]
-    there = squared > 0
-    if not there.any():
+    variance_of_mean = variance / counts
+    squared = squared - variance_of_mean[i] - variance_of_mean[j]
+    positive = squared > 0
+    if not positive.any():
         return math.nan, len(i)
-    ratio = (variance[i] + variance[j])[there] / (2 * squared[there])
-    return float(ratio.mean()), int((~there).sum())
+    ratio = (variance[i] + variance[j])[positive] / (2 * squared[positive])
+    return float(ratio.mean()), int((~positive).sum())
 
 
-def _geometry(centred: Float) -> dict[str, float]:
+def _nc2(centred: Float) -> dict[str, float]:
+    """Return `nc2_norms` and `nc2_angles` of class means less their mean, (classes, dim)."""
     c = len(centred)
     norms = np.linalg.norm(centred, axis=1)
     if not norms.min() > 0:
@@ -107,7 +132,7 @@ def _geometry(centred: Float) -> dict[str, float]:
 
 
 def halves(labels: Integers) -> Integers:
-    """(n,) which half of its class an example is in, 0 or 1, alternating in order."""
+    """Return the half of its class that each example is in, (n,): 0 or 1, alternating in order."""
     half = np.zeros(len(labels), np.int64)
     for c in np.unique(labels):
         of_class = np.flatnonzero(labels == c)
@@ -118,28 +143,40 @@ def halves(labels: Integers) -> Integers:
 def nearest_mean_disagrees(
     x: Float, labels: Integers, predicted: Integers, half: Integers
 ) -> Float:
-    """(n,) 1 if the nearest class mean is not the class that the model predicts, else 0; NaN for
-    classes that are not in both halves. Means are of the half without the example. x: (n, dim);
-    half: (n,) from `halves`, of these examples and others."""
+    """Return 1 if the nearest class mean is not the class that the model predicts, else 0: (n,).
+
+    It is NaN for classes that are not in both halves. Means are of the half without the example.
+
+    Args:
+        x: (n, dim) examples.
+        labels: (n,) their classes.
+        predicted: (n,) the classes that the model predicts.
+        half: (n,) the examples' halves from `halves`, which may have divided others with them.
+    """
     disagrees = np.full(len(x), np.nan)
-    known = np.intersect1d(labels[half == 0], labels[half == 1])
-    if len(known) < 2:
+    classes = np.intersect1d(labels[half == 0], labels[half == 1])
+    if len(classes) < 2:
         return disagrees
-    for side in (0, 1):
-        means = np.stack([x[(labels == c) & (half != side)].mean(0) for c in known])
-        test = np.flatnonzero((half == side) & np.isin(labels, known))
-        squared = np.einsum("cd,cd->c", means, means) - 2 * x[test] @ means.T
-        disagrees[test] = known[squared.argmin(1)] != predicted[test]
+    for tested_half in (0, 1):
+        is_tested = half == tested_half
+        means = np.stack([x[(labels == c) & ~is_tested].mean(0) for c in classes])
+        tested = np.flatnonzero(is_tested & np.isin(labels, classes))
+        # |x - m|^2 less |x|^2, which is the same for all classes.
+        squared = np.einsum("cd,cd->c", means, means) - 2 * x[tested] @ means.T
+        disagrees[tested] = classes[squared.argmin(1)] != predicted[tested]
     return disagrees
 
 
-def _sums_of(x: Float, place: Integers, n: int) -> Float:
-    order = np.argsort(place, kind="stable")
-    starts = np.searchsorted(place[order], np.arange(n))
+def _class_sums(x: Float, class_index: Integers, n: int) -> Float:
+    """Return the sum of each class's examples, (n, dim); no class may be empty."""
+    # Sorted by class: reduceat adds up runs, many times as fast as np.add.at.
+    order = np.argsort(class_index, kind="stable")
+    starts = np.searchsorted(class_index[order], np.arange(n))
     return np.add.reduceat(x[order], starts, axis=0)
 
 
-KEPT = 0.9
+# The share of examples that the slope is fitted to (Facco et al. 2017 leave out the largest mu).
+KEPT_SHARE = 0.9
 # Squared distances below this part of the largest are rounding: the examples are equal.
 EQUAL = 1e-12
 
@@ -147,7 +184,14 @@ EQUAL = 1e-12
 class TwoNearest:
     """The two nearest neighbours of each example within each block of images.
 
-    x: (n, dim); of equal examples the first is kept. labels: (n,) blocks.
+    Args:
+        x: (n, dim) examples; of equal ones the first is kept.
+        labels: (n,) their blocks.
+
+    Attributes:
+        n_equal: examples that were left out because they equal another.
+        blocks: the blocks' numbers.
+        nearest: (examples, blocks, 2) squared distances to the two nearest examples of a block.
     """
 
     def __init__(self, x: Float, labels: Integers) -> None:
@@ -163,34 +207,40 @@ class TwoNearest:
         self.n_equal = int((~first).sum())
         self.blocks = np.unique(labels)
         self.nearest = np.stack(
-            [_two(squared[:, self.labels == b]) for b in self.blocks], 1
+            [_two_smallest(squared[:, self.labels == b]) for b in self.blocks], 1
         )
 
     def dimension(self, among: Mask) -> float:
-        """The dimension estimated from the examples in these blocks (blocks,) alone; NaN for fewer
-        than three."""
+        """Return the dimension estimated from the examples in some blocks, a mask (blocks,).
+
+        It is NaN for fewer than three examples.
+        """
         keep = np.isin(self.labels, self.blocks[among])
         if keep.sum() < 3:
             return math.nan
         near = self.nearest[keep][:, among].reshape(int(keep.sum()), -1)
         near = np.sort(near, axis=1)[:, :2]
+        # log(r2 / r1), half of the logarithm for squared distances.
         log_mu = np.sort(np.log(near[:, 1] / near[:, 0]) / 2)
         n = len(log_mu)
-        x = log_mu[: int(n * KEPT)]
+        # The slope through the origin of y = -log(1 - i / n) on log mu.
+        x = log_mu[: int(n * KEPT_SHARE)]
         y = -np.log1p(-np.arange(1, len(x) + 1) / n)
         return float(x @ y / (x @ x)) if x @ x > 0 else math.nan
 
     def replicates(self) -> Float:
-        """(blocks,) the dimension moved as much as a mean over the blocks moves without each: their
-        jackknife's standard error is that of batch means. NaN if a block has no dimension (fewer
-        than three examples)."""
-        every = np.ones(len(self.blocks), bool)
+        """Return replicates whose jackknife standard error is that of batch means, (blocks,).
+
+        Each is the dimension, moved as much as a mean over the blocks moves without that block.
+        They are NaN if a block has no dimension (fewer than three examples).
+        """
+        all_blocks = np.ones(len(self.blocks), bool)
         alone = np.array([self.dimension(self.blocks == b) for b in self.blocks])
         moved: Float = 1 + (1 - alone / alone.mean()) / max(len(alone) - 1, 1)
-        return self.dimension(every) * moved
+        return self.dimension(all_blocks) * moved
 
 
-def _two(squared: Float) -> Float:
-    """(n, 2) the two smallest of each row, inf if there are fewer."""
+def _two_smallest(squared: Float) -> Float:
+    """Return the two smallest of each row, (n, 2); inf if there are fewer."""
     squared = np.pad(squared, ((0, 0), (0, 2)), constant_values=np.inf)
     return np.partition(squared, 1, axis=1)[:, :2]
