@@ -231,7 +231,7 @@ def test_an_embedding_of_waves_looks_alike_from_everywhere() -> None:
 def test_large_grids_are_thinned_and_that_is_said(
     made: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "MOST_ROWS", 1000)
+    monkeypatch.setattr(weights, "MAX_ROWS", 1000)
     positions = np.random.default_rng(0).normal(size=(8, 8, 3))
     with caplog.at_level("INFO", logger="vitsee_core"):
         table = made(None, positions)
@@ -239,7 +239,7 @@ def test_large_grids_are_thinned_and_that_is_said(
     assert len(table) == 9 * 64
     assert table.notes["sources"]["tiny"]["positions"] == {"kind": "learned", "every": 3}
     assert "one row and column in 3" in caplog.text
-    monkeypatch.setattr(weights, "MOST_ROWS", 1)
+    monkeypatch.setattr(weights, "MAX_ROWS", 1)
     assert len(made(None, positions)) == 64
 
 

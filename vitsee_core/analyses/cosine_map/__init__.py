@@ -1,9 +1,9 @@
 """Cosine maps: which patches does a chosen patch resemble, layer by layer?
 
-For a chosen patch q of an image (a cell of the grid, or the one at a pixel of the original image,
-which is the same place whatever the model's grid): the cosine x_q . x_t / (|x_q| |x_t|) with every
-patch t of that image, and of other images where these are asked for (the maps of Siméoni et al.
-2025, DINOv3, Fig. 3). Of each query:
+A patch q of an image is chosen by a cell of the grid, or by a pixel of the original image, which is
+the same position whatever the model's grid. Its map is the cosine x_q . x_t / (|x_q| |x_t|) with
+every patch t of that image, and of other images if these are named (the maps of Siméoni et al.
+2025, DINOv3, Fig. 3). Each query has three statistics:
 
 - `cosine_mean`: mean over the other patches of its image;
 - `cosine_neighbours`: mean over its up to eight neighbours;
@@ -126,24 +126,31 @@ def run(
         Offers("images seed jobs memory", dask="slabs (of --offsets)", replicates=False),
     ] = DEFAULT,
 ) -> Table:
-    """A row per patch of each map, and one per query and statistic; or a row per offset.
+    """Return a table with a row per patch of each map and a row per query and statistic, or with
+    `offsets` a row per offset.
 
-    Columns: `COLUMNS`, or with `offsets` `OFFSET_COLUMNS`. `query`: the image that the chosen patch
-    lies in; `token`: that patch in the site's grid; `at`: as it was asked for; `image`: the one
-    whose patches are mapped, at `row`, `col` (of offsets key minus query, signed). Statistics have
-    no row and col. The notes hold the photographs and where maps lie on them, under `sheet`. NaN:
-    no value is defined.
+    The columns are `COLUMNS`, or with `offsets` `OFFSET_COLUMNS`. `query` is the image that the
+    chosen patch lies in, `token` is that patch in the site's grid, and `at` is how it was named.
+    `image` is the image whose patches are mapped, at `row` and `col` (of offsets: key minus query,
+    signed). Statistics have no row and col. NaN is a value that is not defined. The notes hold the
+    photographs and where maps lie on them, under `sheet`.
 
-    Memory: one image's patches at a time; with `offsets` a slab's.
+    Memory: the patches of one image at a time; with `offsets` those of a slab.
 
     Args:
-        stores: with all tokens of sites with a grid; every one has the images named.
+        stores: stores with all tokens of sites with a grid; every one has the images named.
+        image: names of the images in which patches are chosen; by default the first ones.
+        at: the chosen patches, as `Spot.parse` reads them; by default the one in the middle.
+        to: names of other images whose patches are mapped, too.
+        offsets: means over all images by offset, in place of single images.
+        sites: patterns of the sites.
         origin: where the data is now, for the photographs.
+        execution: images, seed and parallel work.
 
     Raises:
         MissingInput: a site is stored pooled only.
-        SiteError: no such site, none with a grid, a patch outside of the grid or of the image.
-        VitseeError: no such image or pixel, options that do not go together.
+        SiteError: no site matches, none has a grid, or a patch lies outside of grid or image.
+        VitseeError: a store does not have an image or a pixel, or options exclude each other.
     """
     if offsets and (image or at or to):
         raise VitseeError(
@@ -151,34 +158,37 @@ def run(
         )
     spots = [Spot.parse(text) for text in dict.fromkeys(at or (MIDDLE,))]
     selected = select_each(stores, sites, grid_sites)
-    parts = [_Store(store, own, execution) for store, own in selected.members]
+    works = [
+        CosineMaps(store, store_sites, execution)
+        for store, store_sites in selected.members
+    ]
     if offsets:
-        return _offsets(parts, selected, execution)
-    for part in parts:
-        first = None if part is parts[0] else parts[0].queries
-        part.queries = part.shown(image, first)
-        targets = None if part is parts[0] else parts[0].targets
-        part.targets = part.shown(to, targets) if to else part.shown_rows([])
-        part.choose(spots)
+        return _offsets_result_table(works, selected, execution)
+    for work in works:
+        first = None if work is works[0] else works[0].queries
+        work.queries = work.shown(image, first)
+        targets = None if work is works[0] else works[0].targets
+        work.targets = work.shown(to, targets) if to else work.shown_rows([])
+        work.choose(spots)
     n_maps = sum(
-        len(part.sites) * len(part.chosen) * (1 + len(part.targets.rows))
-        for part in parts
+        len(work.sites) * len(work.chosen) * (1 + len(work.targets.rows))
+        for work in works
     )
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, n_maps, "maps"):
-        for part in parts:
-            for site in part.sites:
-                rows += part.rows(site)
-            if part.empty:
+        for work in works:
+            for site in work.sites:
+                rows += work.rows(site)
+            if work.empty:
                 log.info(
                     "%s: no cosine of a patch of length 0: %s",
-                    part.store.label,
-                    abbreviate(part.empty),
+                    work.store.label,
+                    abbreviate(work.empty),
                 )
-    lead = parts[0]
+    lead = works[0]
     everything = [
-        part.shown_rows([*dict.fromkeys(part.queries.rows + part.targets.rows)])
-        for part in parts
+        work.shown_rows([*dict.fromkeys(work.queries.rows + work.targets.rows)])
+        for work in works
     ]
     notes = {
         "marks": [
@@ -189,26 +199,26 @@ def run(
             for (row, spot), place in lead.places().items()
         ],
         "images": {
-            part.store.label: [
-                str(name) for name in part.store.samples.id[part.queries.rows]
+            work.store.label: [
+                str(name) for name in work.store.samples.id[work.queries.rows]
             ]
-            for part in parts
+            for work in works
         },
         "sheet": describe_sheet(
             everything, None if origin is None else origin.data, lead.times()
         ),
         **selected.notes(),
     }
-    layouts = [features.layout for part in parts for features in part.features.values()]
+    layouts = [features.layout for work in works for features in work.features.values()]
     return Table.concat(rows, in_time(COLUMNS, layouts), notes)
 
 
 def at_a_glance(table: Table) -> Table:
-    """The patch whose cosines differ most within its own image, in three layers of each model."""
+    """Return the patch whose cosines differ most within its image, in three layers per model."""
     rows = table.frame
     if "query" in rows.columns:
-        own = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
-        table = some_of(table.with_frame(most_varied(own, "query")), at=1)
+        own_maps = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
+        table = some_of(table.with_frame(most_varied(own_maps, "query")), at=1)
     return some_of(table, site=3)
 
 
@@ -222,7 +232,7 @@ def plot(
         ),
     ] = SCALES[0],
 ) -> Figure:
-    """A sheet of cosine maps, drawn from the table alone; see `cosine_sheets.draw_cosines`.
+    """Draw a sheet of cosine maps from the table alone.
 
     Args:
         table: from `run`.
@@ -232,14 +242,29 @@ def plot(
 
 
 @dataclass(frozen=True)
-class _Query:
-    row: int  # of its image
-    spot: Spot  # as requested
-    cell: dict[str, int]  # by site
+class ChosenPatch:
+    """A chosen patch of one image.
+
+    Attributes:
+        row: the image's row in the store.
+        spot: how the patch was named.
+        cell: site -> the index of the patch in the site's grid.
+    """
+
+    row: int
+    spot: Spot
+    cell: dict[str, int]
 
 
-class _Store:
-    """One store's maps. empty: where a selected patch has length 0."""
+class CosineMaps:
+    """The work on one store: its images, its chosen patches, and their maps.
+
+    Attributes:
+        queries: the images in which patches are chosen.
+        targets: the other images whose patches are mapped.
+        chosen: the chosen patches of all query images.
+        empty: site, image and spot of chosen patches of length 0, which have no cosines.
+    """
 
     queries: SheetImages
     targets: SheetImages
@@ -253,39 +278,46 @@ class _Store:
             site.name: choose_features(store, site, "patches", partial=True)
             for site in sites
         }
-        self.chosen: list[_Query] = []
+        self.chosen: list[ChosenPatch] = []
         self.empty: list[str] = []
 
     def shown(self, names: Sequence[str], first: SheetImages | None) -> SheetImages:
-        """The images of these names, or those that another store shows."""
+        """Return the images of these names, or by default those that another store shows."""
         return self.shown_rows(shown_rows(self.store, names, first, self.execution))
 
     def shown_rows(self, rows: list[int]) -> SheetImages:
+        """Return the images in these rows of the store, with where their patches lie."""
         return SheetImages(self.store, self.view, rows, self.sites)
 
     def choose(self, spots: Sequence[Spot]) -> None:
-        """The selected patches in every site's grid; errors are raised here rather than during the
-        work."""
+        """Find the chosen patches in every site's grid.
+
+        Raises:
+            SiteError, VitseeError: a patch lies outside; here rather than during the long work.
+        """
         for row in self.queries.rows:
             for spot in spots:
                 cell = {
                     site.name: spot.index(self.store, site, self.view, row)
                     for site in self.sites
                 }
-                self.chosen.append(_Query(row, spot, cell))
+                self.chosen.append(ChosenPatch(row, spot, cell))
 
     def places(self) -> dict[tuple[int, Spot], tuple[float, float]]:
-        """The position of each selected patch on its image; of a cell, in the first site's grid."""
+        """Return (row, spot) -> (y, x), the chosen patch's position on its image as fractions.
+
+        A cell's position is that in the first site's grid.
+        """
         return {
-            (one.row, one.spot): one.spot.place(
-                self.store, self.sites[0], self.view, one.row
+            (query.row, query.spot): query.spot.place(
+                self.store, self.sites[0], self.view, query.row
             )
-            for one in self.chosen
+            for query in self.chosen
         }
 
     def time_of(self, spot: Spot) -> dict[str, float]:
-        """`time`, the middle of a selected patch's place in time in the first site's grid, as a
-        share of the sampled frames; nothing of images."""
+        """Return `time` of a chosen patch of a clip: the middle of its cell in time, in the first
+        site's grid, as a share of the sampled frames. Images have an empty dict."""
         layout = self.features[self.sites[0].name].site.layout
         assert layout is not None
         if layout.frames is None:
@@ -293,15 +325,15 @@ class _Store:
         return {"time": (spot.frame(layout) + 0.5) / layout.frames}
 
     def times(self) -> list[float]:
-        """The times of all selected patches, see `time_of`."""
-        spots = dict.fromkeys(one.spot for one in self.chosen)
+        """Return the times of all chosen patches; empty for images."""
+        spots = dict.fromkeys(query.spot for query in self.chosen)
         return [time for spot in spots for time in self.time_of(spot).values()]
 
     def rows(self, site: SiteSpec) -> list[dict[str, Any]]:
-        """The maps of one site, then the statistics."""
+        """Return blocks of rows: the maps of one site, then the statistics of its queries."""
         layout = self.features[site.name].site.layout
         assert layout is not None and layout.grid is not None
-        place = site_columns(self.store, site)
+        about_site = site_columns(self.store, site)
         ids = self.store.samples.id
         maps: list[dict[str, Any]] = []
         numbers: list[dict[str, Any]] = []
@@ -309,23 +341,25 @@ class _Store:
             cell = query.cell[site.name]
             token = ",".join(str(int(i)) for i in np.unravel_index(cell, layout.body))
             about = {
-                **{**place, "token": token, "query": str(ids[query.row])},
+                **about_site,
+                "token": token,
+                "query": str(ids[query.row]),
                 "at": query.spot.text,
             }
-            own = self._units(site, query.row)
-            if np.isnan(own[cell, 0]):
+            query_units = self._units(site, query.row)
+            if np.isnan(query_units[cell, 0]):
                 self.empty.append(f"{site.name} {about['query']} {query.spot.text}")
             for other in [query.row, *(r for r in self.targets.rows if r != query.row)]:
-                units = own if other == query.row else self._units(site, other)
-                cosines = np.clip(units @ own[cell], -1, 1)
+                units = query_units if other == query.row else self._units(site, other)
+                cosines = np.clip(units @ query_units[cell], -1, 1)
                 if other == query.row:
-                    found = map_statistics(cosines, cell, layout.body)
+                    statistics = map_statistics(cosines, cell, layout.body)
                     numbers += [
                         {
                             **about,
                             "image": about["query"],
                             "metric": name,
-                            "value": found[name],
+                            "value": statistics[name],
                         }
                         for name in STATISTICS
                     ]
@@ -343,6 +377,11 @@ class _Store:
         return maps + numbers
 
     def _units(self, site: SiteSpec, row: int) -> Float:
+        """Return an image's patches as vectors of length 1, (cells, dim).
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
         features = self.features[site.name]
         assert features.layout is not None
         x = features.load(slice(row, row + 1), slice(0, len(features.tokens)))[0]
@@ -351,34 +390,44 @@ class _Store:
         return unit_vectors(x, self.view.on_image(features.layout, np.array([row]))[0])
 
 
-def _offsets(
-    parts: Sequence[_Store], selected: StoreSelection[SiteSpec], execution: Execution
+def _offsets_result_table(
+    works: Sequence[CosineMaps], selected: StoreSelection[SiteSpec], execution: Execution
 ) -> Table:
-    rows = [execution.rows(part.store) for part in parts]
+    """Return the table of mean cosines by offset, over all images of each store."""
+    rows_by_store = [execution.rows(work.store) for work in works]
     tables = []
-    with counting(execution.progress, sum(one.n for one in rows)):
-        for part, own in zip(parts, rows, strict=True):
-            read = ReadOffsets(tuple(part.features.values()), part.view)
-            size = sum(features.slab_bytes for features in part.features.values())
-            make = partial(SlabMoments, read)
-            found = execution.fold(part.store, make, own, slab_bytes=size).result()
-            for site in part.sites:
-                place = site_columns(part.store, site) | {"metric": "cosine_offset"}
-                summary = found[part.features[site.name].site.name]
-                tables.append(_offset_table(place, summary))
+    with counting(execution.progress, sum(rows.n for rows in rows_by_store)):
+        for work, rows in zip(works, rows_by_store, strict=True):
+            read = ReadOffsets(tuple(work.features.values()), work.view)
+            # One slab of every site is in memory at a time.
+            slab_bytes = sum(features.slab_bytes for features in work.features.values())
+            summaries = execution.fold(
+                work.store, partial(SlabMoments, read), rows, slab_bytes=slab_bytes
+            ).result()
+            for site in work.sites:
+                about_site = site_columns(work.store, site)
+                about_site["metric"] = "cosine_offset"
+                summary = summaries[work.features[site.name].site.name]
+                tables.append(_offset_rows(about_site, summary))
     notes = {
         "interval": INTERVAL_METHOD,
         "seed": execution.seed,
         "images": {
-            part.store.label: own.describe()
-            for part, own in zip(parts, rows, strict=True)
+            work.store.label: rows.describe()
+            for work, rows in zip(works, rows_by_store, strict=True)
         },
         **selected.notes(),
     }
     return Table.concat(tables, notes=notes)
 
 
-def _offset_table(place: dict[str, Any], summary: Summary) -> Table:
+def _offset_rows(place: dict[str, Any], summary: Summary) -> Table:
+    """Return one site's rows: a mean, its spread and interval for each offset.
+
+    Args:
+        place: the columns that all rows share.
+        summary: moments of entries (2 rows - 1, 2 cols - 1).
+    """
     down, across = (np.arange(n) - n // 2 for n in summary.mean.shape)
     rows, cols = np.meshgrid(down, across, indexing="ij")
     spread = {name: getattr(summary, name).ravel() for name in ("std", "low", "high")}

@@ -35,13 +35,17 @@ STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
 
 @dataclass(frozen=True)
 class Spot:
-    """A patch named by a user; without cell and pixel the middle."""
+    """A patch named by a user: a cell, a pixel, or without both the middle.
 
-    text: str  # as given
-    cell: tuple[int, ...] | None = (
-        None  # (row, col) of the grid, of clips (frame, row, col), too
-    )
-    pixel: tuple[int, int] | None = None  # (x, y) of the original image
+    Attributes:
+        text: the name in its normal form.
+        cell: (row, col) of the grid; of clips also (frame, row, col).
+        pixel: (x, y) of the original image.
+    """
+
+    text: str
+    cell: tuple[int, ...] | None = None
+    pixel: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, text: str | tuple[int, ...]) -> Spot:
@@ -49,7 +53,7 @@ class Spot:
         `middle`.
 
         Raises:
-            VitseeError: none of them.
+            VitseeError: the text is none of them.
         """
         if isinstance(text, tuple):
             return cls(",".join(map(str, text)), cell=text)
@@ -66,7 +70,9 @@ class Spot:
     def place(
         self, store: Store, site: SiteSpec, view: View, row: int
     ) -> tuple[float, float]:
-        """(y, x) on an image, as fractions of it; the middle of a cell.
+        """Return (y, x) on an image, as fractions of its height and width.
+
+        A cell's position is its middle.
 
         Raises:
             SiteError: the grid has no such cell.
@@ -93,40 +99,42 @@ class Spot:
         return (top + bottom) / 2, (left + right) / 2
 
     def _cell_in(self, layout: TokenLayout) -> tuple[int, ...]:
-        """The cell with the frame before it where the grid is a clip's and none was named."""
+        """Return the cell; in a clip with the middle frame before it if no frame was named."""
         assert self.cell is not None
         if layout.frames is None or len(self.cell) == 3:
             return self.cell
         return (layout.frames // 2, *self.cell)
 
     def frame(self, layout: TokenLayout) -> int:
-        """The place in time, 0 of images; the middle one where none was named."""
+        """Return the index in time, 0 for images; the middle one if no frame was named."""
         if self.cell is not None and len(self.cell) == 3:
             return self.cell[0]
         return (layout.frames or 1) // 2
 
     def index(self, store: Store, site: SiteSpec, view: View, row: int) -> int:
-        """The patch that contains it, counted row by row, of clips frame by frame.
+        """Return the index of the patch, counted row by row, in clips frame by frame.
 
         Raises:
             SiteError, VitseeError: as `place`; or no patch of the image is there.
         """
         layout = store.site(site.name).layout
         assert layout is not None
-        at = np.array([self.place(store, site, view, row)])
-        cell = int(view.cells_at(layout, row, at)[0])
-        of_frame = layout.n_body // (layout.frames or 1)
+        positions = np.array([self.place(store, site, view, row)])
+        cell = int(view.cells_at(layout, row, positions)[0])
+        cells_per_frame = layout.n_body // (layout.frames or 1)
         if cell < 0 or not view.on_image(layout, np.array([row]))[0, cell]:
             name = str(store.samples.id[row])
             raise SiteError(
                 f"{site.name} of {store.label} has no patch of {name!r} at {self.text}: it lies "
                 "outside of what the model saw, or beside the image"
             )
-        return self.frame(layout) * of_frame + cell
+        return self.frame(layout) * cells_per_frame + cell
 
 
 def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
-    """(cells, dim) of length 1 in float64; NaN if a patch has length 0 or does not count.
+    """Return patches scaled to length 1 in float64, (cells, dim).
+
+    A patch that has length 0 or does not count is NaN.
 
     Args:
         x: (cells, dim).
@@ -134,47 +142,47 @@ def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
     """
     values = x.astype(np.float64)
     length = np.linalg.norm(values, axis=1)
-    there = keep & (length > 0)
+    has_direction = keep & (length > 0)
     return np.where(
-        there[:, np.newaxis],
+        has_direction[:, np.newaxis],
         values / np.where(length > 0, length, 1)[:, np.newaxis],
         np.nan,
     )
 
 
 def map_statistics(cosines: Float, query: int, body: tuple[int, ...]) -> dict[str, float]:
-    """How far one patch's similarity extends over the other patches of its image, or its clip.
+    """Return how far one patch's similarity extends over the other patches of its image or clip.
 
-    `cosine_mean`: mean over them. `cosine_neighbours`: mean over its up to eight neighbours, in its
-    own frame.
-    `cosine_area`: share of them whose cosine is above the midpoint between that mean and 1. NaN
-    where there is none.
+    `cosine_mean` is the mean over them, `cosine_neighbours` the mean over its up to eight
+    neighbours in its own frame. `cosine_area` is the share of them whose cosine is above the middle
+    between that mean and 1. A statistic is NaN if it is over no patch.
 
     Args:
         cosines: (cells,) with the query, NaN where a patch does not count.
         query: its place.
         body: (rows, cols), of clips (frames, rows, cols).
     """
-    there = ~np.isnan(cosines)
-    there[query] = False
-    places = np.stack(np.unravel_index(np.arange(len(cosines)), body))
-    *other_time, down, across = np.abs(places - places[:, query : query + 1])
-    near = there & (np.maximum(down, across) == 1)
-    for apart in other_time:
-        near &= apart == 0
-    found = dict.fromkeys(STATISTICS, np.nan)
-    if there.any():
-        mean = float(cosines[there].mean())
-        found["cosine_mean"] = mean
-        found["cosine_area"] = float((cosines[there] > (mean + 1) / 2).mean())
-    if near.any():
-        found["cosine_neighbours"] = float(cosines[near].mean())
-    return found
+    others = ~np.isnan(cosines)
+    others[query] = False
+    positions = np.stack(np.unravel_index(np.arange(len(cosines)), body))
+    *frame_distance, down, across = np.abs(positions - positions[:, query : query + 1])
+    neighbours = others & (np.maximum(down, across) == 1)
+    for apart in frame_distance:
+        neighbours &= apart == 0
+    statistics = dict.fromkeys(STATISTICS, np.nan)
+    if others.any():
+        mean = float(cosines[others].mean())
+        statistics["cosine_mean"] = mean
+        statistics["cosine_area"] = float((cosines[others] > (mean + 1) / 2).mean())
+    if neighbours.any():
+        statistics["cosine_neighbours"] = float(cosines[neighbours].mean())
+    return statistics
 
 
 def offset_means(units: Float, grid: tuple[int, int]) -> Float:
-    """(2 rows - 1, 2 cols - 1) mean cosine of the pairs of patches at each offset (dy, dx),
-    starting at -(rows - 1), -(cols - 1); NaN without a pair.
+    """Return the mean cosine of the pairs of patches at each offset, (2 rows - 1, 2 cols - 1).
+
+    Offsets (dy, dx) start at -(rows - 1), -(cols - 1). An offset without a pair is NaN.
 
     By autocorrelation over the grid: T log T instead of T^2 for all pairs. Of clips pairs within
     one frame.
@@ -185,42 +193,44 @@ def offset_means(units: Float, grid: tuple[int, int]) -> Float:
     """
     frames = units.reshape(-1, grid[0] * grid[1], units.shape[-1])
     sums, pairs = (
-        sum(parts) for parts in zip(*(_sums(one, grid) for one in frames), strict=True)
+        sum(parts)
+        for parts in zip(*(_sums(frame, grid) for frame in frames), strict=True)
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(pairs > 0, sums / pairs, np.nan)
-    at = [np.arange(-n + 1, n) for n in grid]
-    return means[np.ix_(*at)]
+    offsets = [np.arange(-n + 1, n) for n in grid]
+    return means[np.ix_(*offsets)]
 
 
 def _sums(units: Float, grid: tuple[int, int]) -> tuple[Float, Float]:
-    """The sums of cosines at each offset within one frame, and the numbers of pairs."""
+    """Return the sums of cosines at each offset within one frame, and the numbers of pairs."""
     rows, cols = grid
-    there = ~np.isnan(units[:, 0])
-    known = np.where(there[:, np.newaxis], units, 0).reshape(rows, cols, -1)
-    pairs = np.rint(autocorrelation(there.astype(np.float64).reshape(rows, cols, 1)))
-    return autocorrelation(known), pairs
+    is_counted = ~np.isnan(units[:, 0])
+    counted_units = np.where(is_counted[:, np.newaxis], units, 0).reshape(rows, cols, -1)
+    pairs = np.rint(autocorrelation(is_counted.astype(np.float64).reshape(rows, cols, 1)))
+    return autocorrelation(counted_units), pairs
 
 
 @dataclass(frozen=True)
 class ReadOffsets:
-    """Site -> (images, 2 rows - 1, 2 cols - 1) of a slab; see `offset_means`."""
+    """A reader of one slab: mean cosines by offset, for `SlabMoments`."""
 
     features: tuple[SiteFeatures, ...]
     view: View
 
     def __call__(self, slab: Slab) -> dict[str, Float]:
+        """Return site -> (images, 2 rows - 1, 2 cols - 1) mean cosines of the valid images."""
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
-        found = {}
+        means = {}
         for features in self.features:
             layout = features.site.layout
             assert layout is not None and layout.grid is not None
             x = features.of_slab(slab, slice(0, len(features.tokens)))
             keep = self.view.on_image(layout, rows)
-            found[features.site.name] = np.stack(
+            means[features.site.name] = np.stack(
                 [
                     offset_means(unit_vectors(one, on), layout.grid)
                     for one, on in zip(x, keep, strict=True)
                 ]
             )
-        return found
+        return means

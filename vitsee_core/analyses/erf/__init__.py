@@ -79,11 +79,11 @@ log = logging.getLogger(__name__)
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
 METRICS = (*RADII, "offset_px", "gradient")
 COLUMNS = (*(*SITE, "row", "col"), *("metric", "value", "std", "low", "high", "n_images"))
-MOST_CELLS = 56  # of a map's side in the table
-LEAST_SLABS = 10
+MAX_CELLS = 56  # of a map's side in the table
+MIN_SLABS = 10
 INTERVAL = (
     "95 % interval over images of radii and offsets: value -+ t(0.975, slabs - 1) * standard "
-    f"error, from a delete-a-slab jackknife; empty below {LEAST_SLABS} slabs with images (extract "
+    f"error, from a delete-a-slab jackknife; empty below {MIN_SLABS} slabs with images (extract "
     "with a smaller --slab), and for gradient. std: sqrt(n_images) * standard error"
 )
 
@@ -105,53 +105,57 @@ def run(
     ),
     execution: Annotated[Execution, Offers("images seed")] = DEFAULT,
 ) -> Table:
-    """One row per store, metric and site; for `gradient` one per square of the map.
+    """Return a table with one row per store, metric and site; for `gradient` one per square.
 
-    Columns: see `COLUMNS`; `row`, `col` are empty but for `gradient`; `n_images` the images
-    averaged over. NaN: the gradient is 0 everywhere (a freshly initialised branch), named on
-    stderr; `std`, `low`, `high` as in `INTERVAL`. The stores may have different images.
+    The columns are `COLUMNS`. `row` and `col` are empty but for `gradient`; `n_images` counts the
+    images averaged over. A radius is NaN if the gradient is 0 everywhere (a freshly initialised
+    branch), which is also said on stderr. `std`, `low` and `high` are those of `INTERVAL`.
 
     Args:
-        stores: made with --erf; others are left out where one has receptive fields.
+        stores: stores made with --erf, perhaps of different images. Others are left out, as long
+            as one has receptive fields.
+        metrics: names out of `METRICS`.
+        sites: patterns of the sites.
+        execution: images and seed.
 
     Raises:
-        MissingInput: no store has receptive fields, or those of the sites asked for.
+        MissingInput: no store has receptive fields, or none of the sites has them.
         SiteError: a pattern matches no site.
-        VitseeError: unknown metric, or no valid image.
+        VitseeError: a metric is unknown, or no image is valid.
     """
-    wanted = asked_for(metrics, METRICS, "erf")
+    requested = asked_for(metrics, METRICS, "erf")
     selected = select_each(stores, sites, _with_fields)
-    for store, chosen in selected.members:
-        if not chosen:
+    for store, store_sites in selected.members:
+        if not store_sites:
             # Refuses with the reason.
             store.erf(
                 min(site.alias_of or site.name for site in store.select(list(sites)))
             )
-    blocks: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
     n_sites = sum(map(len, selected.chosen))
     with counting(execution.progress, n_sites, "sites") as progress:
-        for store, chosen in selected.members:
+        for store, store_sites in selected.members:
             slabs, used[store.label] = choose_slabs(
                 store, execution.images, execution.seed
             )
             counts = np.asarray(store.erf_counts())[slabs]
-            zero = []
-            for site in chosen:
+            zero_sites = []
+            for site in store_sites:
                 field = Field(
                     np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts
                 )
                 if not field.mean.any():
-                    zero.append(site.name)
+                    zero_sites.append(site.name)
                 about = site_columns(store, site) | {"n_images": int(counts.sum())}
-                blocks += [about | {"metric": m} | _values(field, m) for m in wanted]
+                rows += [about | {"metric": m} | _values(field, m) for m in requested]
                 progress.advance(1)
-            if zero:
-                named = abbreviate(zero)
+            if zero_sites:
+                names = abbreviate(zero_sites)
                 log.warning(
                     "%s: the gradient is 0 everywhere at %s: no radius",
                     store.label,
-                    named,
+                    names,
                 )
     notes = {
         "interval": INTERVAL,
@@ -160,30 +164,37 @@ def run(
         "images": used,
         **selected.notes(),
     }
-    return Table.concat(blocks, COLUMNS, notes)
+    return Table.concat(rows, COLUMNS, notes)
 
 
 def at_a_glance(table: Table) -> Table:
-    """The fields of three sites of each model."""
+    """Return the fields of three sites of each model."""
     fields = table.filter(metric="gradient")
     return some_of(fields, site=3) if len(fields) else table
 
 
 def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """Return the sites that match a pattern and have a receptive field.
+
+    Raises:
+        MissingInput: the store has no receptive fields at all.
+    """
     if store.plan.erf is None:
         raise MissingInput(
             f"{store.label} holds no receptive fields (extract it with --erf 256 -o NEW.zarr)"
         )
-    asked = {site.alias_of or site.name for site in store.select(list(patterns))}
+    requested = {site.alias_of or site.name for site in store.select(list(patterns))}
     return [
-        s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites
+        site
+        for site in store.plan.sites
+        if site.name in requested and site.name in store.plan.erf.sites
     ]
 
 
 def choose_slabs(
     store: Store, images: int | None, seed: int
 ) -> tuple[NDArray[np.bool_], dict[str, Any]]:
-    """(erf slabs,) which are used, and how they were chosen, for the sidecar.
+    """Return which slabs are used, (erf slabs,), and how they were chosen, for the sidecar.
 
     Raises:
         VitseeError: none of their images is valid, or none was requested.
@@ -210,18 +221,19 @@ def choose_slabs(
 
 @dataclass(frozen=True)
 class Field:
-    """One site's sums of slabs (slabs, H, W), and the images in each (slabs,)."""
+    """One site's field: sums over each slab's images (slabs, H, W), and their number (slabs,)."""
 
     sums: Float
     counts: NDArray[np.int64]
 
     @property
     def mean(self) -> Float:
+        """The mean map over all images, (H, W)."""
         return self.sums.sum(0) / self.counts.sum()
 
 
 def centre_of_mass(field: Float) -> tuple[float, float]:
-    """(y, x) in pixels, the centre of the first pixel being 0; NaN without mass."""
+    """Return (y, x) in pixels from the centre of the first pixel; NaN without mass."""
     total = field.sum()
     if not total > 0:
         return np.nan, np.nan
@@ -231,7 +243,9 @@ def centre_of_mass(field: Float) -> tuple[float, float]:
 
 
 def radius(field: Float, share: float) -> float:
-    """Radius in pixels around the centre of mass that holds this share of it; NaN without mass.
+    """Return the radius in pixels around the centre of mass that holds this share of the mass.
+
+    It is NaN without mass.
 
     The mass within r counts the pixels whose centres are at most r away; between one pixel's
     distance and the next it grows linearly, from 0 at r = 0.
@@ -253,14 +267,17 @@ def radius(field: Float, share: float) -> float:
 
 
 def offset(field: Float) -> float:
-    """Distance in pixels of the centre of mass from the middle of the image."""
+    """Return the distance in pixels of the centre of mass from the middle of the image."""
     y, x = centre_of_mass(field)
     return float(np.hypot(y - (field.shape[0] - 1) / 2, x - (field.shape[1] - 1) / 2))
 
 
 def squares(field: Float) -> tuple[int, Float]:
-    """Pixels along a square's side, and the map's mean in each square; the last may be cut."""
-    step = -(-max(field.shape) // MOST_CELLS)
+    """Return the pixels along a square's side, and the map's mean in each square.
+
+    The last squares of a line may be cut off by the edge of the map.
+    """
+    step = -(-max(field.shape) // MAX_CELLS)
     for axis, length in enumerate(field.shape):
         starts = np.arange(0, length, step)
         size = np.diff(np.append(starts, length))
@@ -269,16 +286,16 @@ def squares(field: Float) -> tuple[int, Float]:
 
 
 def _values(field: Field, metric: str) -> dict[str, Any]:
-    """value, std, low, high; for `gradient` row, col and value of every square."""
+    """Return value, std, low and high of a metric; for `gradient` row, col and value of squares."""
     if metric == "gradient":
         step, cells = squares(field.mean)
-        row, col = (step * at.ravel() for at in np.indices(cells.shape))
-        return {"row": row, "col": col, "value": cells.ravel()}
+        rows, cols = (step * at.ravel() for at in np.indices(cells.shape))
+        return {"row": rows, "col": cols, "value": cells.ravel()}
     value = _number(field.mean, metric)
-    there = field.sums[field.counts > 0]
-    if len(there) < LEAST_SLABS:
+    with_images = field.sums[field.counts > 0]
+    if len(with_images) < MIN_SLABS:
         return {"value": value}
-    others = (np.delete(there, k, axis=0).sum(0) for k in range(len(there)))
+    others = (np.delete(with_images, k, axis=0).sum(0) for k in range(len(with_images)))
     without = np.array([_number(other, metric) for other in others])
     error = float(standard_error(without))
     half = t_quantile(len(without) - 1) * error
@@ -294,7 +311,7 @@ def _number(field: Float, metric: str) -> float:
 
 
 def headline(table: Table) -> list[Answer]:
-    """The radius of half the response at the first and at the last site."""
+    """Return per store the radius of half the response at the first and at the last site."""
     return [
         (store, f"half of the response within {first_and_last(rows, 'px')}")
         for store, rows in by_store(table, metric="radius50_px")
@@ -302,8 +319,9 @@ def headline(table: Table) -> list[Answer]:
 
 
 CURVES = ("radius50_px", "radius90_px", "offset_px")
-MOST_DOWN = 6
-FLOOR = 1e-3  # of a field's largest value: the lower end of the scale
+MAX_LINES = 6
+# The lower end of the scale of colours, of a field's largest value.
+FLOOR = 1e-3
 MARK = "#FF3B30"
 
 
@@ -317,6 +335,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
         return self.cells.shape[0] * self.step, self.cells.shape[1] * self.step
 
 
@@ -332,7 +351,7 @@ class Line:
 
 @styled
 def plot(table: Table) -> Figure:
-    """A line of fields for each kind of site, and curves of radii below.
+    """Draw a line of fields for each kind of site, and curves of radii below.
 
     Each field is divided by its largest value; all share one logarithmic scale over three decades;
     a field that is 0 everywhere is white, with a 0. A cross marks the centre of mass, a circle the
@@ -343,29 +362,30 @@ def plot(table: Table) -> Figure:
     lines = _lines(rows)
     metrics = [metric for metric in CURVES if metric in rows["metric"]]
     grids = [small_maps(len(_shown(line)), 4) for line in lines]
-    below = CurveGrid.of(max(len(metrics), 1), rows)
-    figure, parts = stack(*grids, *([below] if metrics else []))
-    for line, grid, part in zip(lines, grids, parts, strict=False):
-        _draw_line(line, grid, part)
+    curve_grid = CurveGrid.of(max(len(metrics), 1), rows)
+    figure, boxes = stack(*grids, *([curve_grid] if metrics else []))
+    for line, grid, box in zip(lines, grids, boxes, strict=False):
+        _draw_line(line, grid, box)
     if metrics:
         curves = rows.filter(pl.col("metric").is_in(metrics))
-        panels = below.panels(parts[-1], of_metrics(rows, metrics))
-        for axes, _, own in panels:
-            draw_depth_curves(axes, own, among=curves)
-        below.finish(panels)
+        panels = curve_grid.panels(boxes[-1], of_metrics(rows, metrics))
+        for axes, _, metric_rows in panels:
+            draw_depth_curves(axes, metric_rows, among=curves)
+        curve_grid.finish(panels)
         add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
 def _lines(rows: pl.DataFrame) -> list[Line]:
+    """Return the lines of fields, store by store, at most `MAX_LINES` of a store."""
     lines = []
-    for of_store in rows.partition_by("store", maintain_order=True):
-        store = of_store["store"][0]
-        fields = of_store.filter(metric="gradient")
+    for store_rows in rows.partition_by("store", maintain_order=True):
+        store = store_rows["store"][0]
+        fields = store_rows.filter(metric="gradient")
         if fields.is_empty():
             continue
         radii = dict(
-            of_store.filter(metric="radius50_px").select("site", "value").iter_rows()
+            store_rows.filter(metric="radius50_px").select("site", "value").iter_rows()
         )
         by_kind: dict[str, dict[str, Picture]] = {}
         for cells in fields.partition_by("site", maintain_order=True):
@@ -376,12 +396,13 @@ def _lines(rows: pl.DataFrame) -> list[Line]:
             by_kind.setdefault("out" if kind == "head" else kind, {})[block] = picture
         count = fields["n_images"][0]
         lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][
-            :MOST_DOWN
+            :MAX_LINES
         ]
     return lines
 
 
 def _picture(rows: pl.DataFrame, radius: float | None) -> Picture:
+    """Return the field of one site, from its rows of `gradient` and its `radius50_px`."""
     y, x = (rows[name].to_numpy() for name in ("row", "col"))
     steps = np.diff(np.unique(np.concatenate([y, x])))
     step = int(steps[0]) if len(steps) else 1

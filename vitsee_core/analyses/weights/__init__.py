@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,10 @@ COLUMNS = (
     *("other_row", "other_col", "metric", "value"),
 )
 NEEDS_ARRAY = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
-MOST_FILTERS = 128  # shown unless they were asked for
-MOST_ROWS = 1 << 20  # 32 x 32 patches with one another; half a GiB
+# More filters are left out unless they are asked for.
+MAX_FILTERS = 128
+# Rows of cosines: 32 x 32 patches with one another, half a GiB.
+MAX_ROWS = 1 << 20
 _TIED = 1e-6
 GLANCED = 6  # components on a card of the report
 _KINDS = {
@@ -87,22 +90,24 @@ def run(
     components: int = 28,
     every: int | None = None,
 ) -> Table:
-    """One row per component (`variance_share`, and `variance_cumulative` of it and all before), a
-    weight of a component or of a filter, or a pair of patches (`cosine`).
+    """Return a table of a model's input weights: a row per component (its `variance_share`, and
+    `variance_cumulative` with all before it), per weight of a component or of a filter, and per
+    pair of patches (`cosine`).
 
-    Columns: `COLUMNS`. `component`, `filter`, `channel` count from 0. In rows of weights `row`,
-    `col` are pixels of the filter; of a cosine the query's patch, `other_row`, `other_col` the
-    other one. NaN: filters that are all alike have no components, zeros no direction.
+    The columns are `COLUMNS`. `component`, `filter` and `channel` count from 0. In rows of weights
+    `row` and `col` are pixels of the filter; in those of a cosine they are the query's patch, and
+    `other_row` and `other_col` the other one. Filters that are all alike have components of NaN, a
+    vector of zeros cosines of NaN.
 
     Args:
-        sources: open stores, or models on the CPU. One that lacks what others have is named.
-        what: some of `WHAT`; by default what the model has, filters up to `MOST_FILTERS`.
-        components: how many have their weights in the table.
-        every: cosines of every n-th row and column of queries, centred on the grid; by default the
-            smallest n that gives at most `MOST_ROWS` rows.
+        sources: open stores, or models on the CPU. What a source lacks is said on stderr.
+        what: some of `WHAT`; by default all that the model has, filters if they are few.
+        components: the number of components whose weights are in the table.
+        every: take every n-th row and column of queries, centred on the grid; by default the
+            smallest n that gives few enough rows.
 
     Raises:
-        VitseeError: no source has what was asked for, a store has no weights, or two sources have
+        VitseeError: no source has what is asked for, a store has no weights, or two sources have
             one name.
     """
     from vitsee_stores import Store
@@ -112,91 +117,108 @@ def run(
             raise VitseeError(
                 f"no {name!r} in weights; expected some of {', '.join(WHAT)}"
             )
-    owns = [
-        stored_input_weights(x) if isinstance(x, Store) else input_weights_of(x)
-        for x in sources
-    ]
-    models = [own.model for own in owns if not own.store]
-    owns = [
-        replace(own, store=f"{own.model} ({own.weights})")
-        if not own.store and models.count(own.model) > 1
-        else own
-        for own in owns
-    ]
-    by_label = {own.store or own.model: own for own in owns}
-    if len(by_label) < len(owns):
-        named = ", ".join(own.store or own.model for own in owns)
-        raise VitseeError(
-            f"two of these have one name: {named}; give stores others with NAME=STORE"
-        )
+    opened = []
+    for source in sources:
+        if isinstance(source, Store):
+            opened.append(stored_input_weights(source))
+        else:
+            opened.append(input_weights_of(source))
+    by_label = _by_distinct_label(opened)
     for name in what:
-        lacking = [own for own in owns if NEEDS_ARRAY[name] in own.absent]
-        if len(lacking) == len(owns):
-            own = lacking[0]
+        array = NEEDS_ARRAY[name]
+        if all(array in input_weights.absent for input_weights in opened):
+            first = opened[0]
             raise VitseeError(
-                f"{own.model} has no {name} to show: {own.absent[NEEDS_ARRAY[name]]}"
+                f"{first.model} has no {name} to show: {first.absent[array]}"
             )
-    parts = []
+    blocks = []
     notes = {}
-    for label, own in by_label.items():
-        prefix = f"{label}: " if len(owns) > 1 else ""
-        rows, notes[label] = _of(own, what, components, every, prefix)
-        parts += rows
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    for label, input_weights in by_label.items():
+        prefix = f"{label}: " if len(by_label) > 1 else ""
+        rows, notes[label] = _source_rows(input_weights, what, components, every, prefix)
+        blocks += rows
+    columns = {
+        name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS
+    }
     return Table(columns, {"sources": notes})
 
 
-def _of(
-    own: InputWeights,
+def _by_distinct_label(opened: Sequence[InputWeights]) -> dict[str, InputWeights]:
+    """Return the label of each source -> its weights: a store's name, or a model's.
+
+    Raises:
+        VitseeError: two sources have one label.
+    """
+    models = [weights.model for weights in opened if not weights.store]
+    by_label = {}
+    labels = []
+    for weights in opened:
+        # The same model twice, with other weights: these go into the label.
+        if not weights.store and models.count(weights.model) > 1:
+            weights = replace(weights, store=f"{weights.model} ({weights.weights})")
+        label = weights.store or weights.model
+        labels.append(label)
+        by_label[label] = weights
+    if len(by_label) < len(labels):
+        raise VitseeError(
+            f"two of these have one name: {', '.join(labels)}; give stores others with NAME=STORE"
+        )
+    return by_label
+
+
+def _source_rows(
+    input_weights: InputWeights,
     what: Sequence[str],
     components: int,
     every: int | None,
     prefix: str,
 ) -> tuple[list[dict[str, NDArray[Any]]], dict[str, Any]]:
-    """One source's rows and notes; remarks begin with `prefix`."""
-    notes: dict[str, Any] = {"sites": own.sites, "absent": {}}
-    for name, reason in own.absent.items():
+    """Return one source's rows and notes; remarks that are logged begin with `prefix`."""
+    notes: dict[str, Any] = {"sites": input_weights.sites, "absent": {}}
+    for name, reason in input_weights.absent.items():
         if not what or name in {NEEDS_ARRAY[asked] for asked in what}:
             log.info("%s%s: n/a: %s", prefix, name, reason)
             notes["absent"][name] = reason
-    parts = [_rows(own, "", 0)]
-    if (filters := own.arrays.get(FILTERS)) is not None:
+    parts = [_filled_columns(input_weights, "", 0)]
+    if (filters := input_weights.arrays.get(FILTERS)) is not None:
         if not what or "components" in what:
-            parts.append(_component_rows(own, filters, components))
+            parts.append(_component_rows(input_weights, filters, components))
             notes["components"] = (
                 f"of {len(filters)} filters, mean filter subtracted, norm 1"
             )
-        if "filters" in what or (not what and len(filters) <= MOST_FILTERS):
-            parts.append(_weight_rows(own, "filter", filters.astype(np.float64)))
+        if "filters" in what or (not what and len(filters) <= MAX_FILTERS):
+            parts.append(
+                _weight_rows(input_weights, "filter", filters.astype(np.float64))
+            )
         elif not what:
             log.info(
                 "%s%d filters: more than are shown without --what filters",
                 prefix,
                 len(filters),
             )
-    if (positions := own.arrays.get(POSITIONS)) is not None and (
+    if (positions := input_weights.arrays.get(POSITIONS)) is not None and (
         not what or "positions" in what
     ):
-        step = every if every is not None else _step(positions.shape[:2])
+        step = every if every is not None else _query_step(positions.shape[:2])
         if step > 1:
             log.info(
                 "%sposition embeddings: cosines of one row and column in %d with all",
                 prefix,
                 step,
             )
-        parts.append(_cosine_rows(own, positions, step))
-        notes["positions"] = {"kind": _KINDS[own.kind], "every": step}
+        parts.append(_cosine_rows(input_weights, positions, step))
+        notes["positions"] = {"kind": _KINDS[input_weights.kind], "every": step}
         log.info(
             "%sposition embeddings (%s): %s",
             prefix,
-            own.sites[POSITIONS],
-            _KINDS[own.kind],
+            input_weights.sites[POSITIONS],
+            _KINDS[input_weights.kind],
         )
     return parts, notes
 
 
 def at_a_glance(table: Table) -> Table:
-    """One panel of the first model: its first components, else filters or positions."""
+    """Return one panel of the first model: its first components, else filters or positions."""
     name = labels(table)[0]
     rows = table.frame.filter(name == named_by())
     panels = ("component", "filter", "cosine")
@@ -213,8 +235,9 @@ def at_a_glance(table: Table) -> Table:
 
 @styled
 def plot(table: Table, scale: str = "shared") -> Figure:
-    """Components with their shares of variance, filters, and a grid of grids of cosines, as far as
-    the table has them, side by side; one store or model below the other.
+    """Draw components with their shares of variance, filters, and a grid of grids of cosines.
+
+    Those that the table has stand side by side, one store or model below the other.
 
     Args:
         table: from `run`.
@@ -225,8 +248,13 @@ def plot(table: Table, scale: str = "shared") -> Figure:
 
 
 def principal_components(filters: NDArray[Any]) -> tuple[Float, Float]:
-    """Shares of variance (components,) and components (components, ...) of filters (n, ...), at
-    most n - 1 of them; NaN where all filters are alike."""
+    """Return the shares of variance, (components,), and the components, (components, ...).
+
+    There are at most n - 1 of them. All are NaN if all filters are alike.
+
+    Args:
+        filters: (n, ...).
+    """
     flat = filters.reshape(len(filters), -1).astype(np.float64)
     _, sizes, vectors = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     count = min(max(len(flat) - 1, 1), len(sizes))
@@ -236,6 +264,8 @@ def principal_components(filters: NDArray[Any]) -> tuple[Float, Float]:
     # Rounding leaves a trace of variance among equal filters.
     if total <= (1e-12 * np.abs(flat).max()) ** 2 * flat.size:
         return np.full(count, np.nan), np.full((count, *filters.shape[1:]), np.nan)
+    # The sign makes the largest weight positive; among weights that are equal but for rounding it
+    # is the first one, so that the sign is the same on every machine.
     size = np.abs(vectors)
     largest = np.argmax(size >= size.max(1, keepdims=True) * (1 - _TIED), axis=1)
     signs = np.sign(vectors[np.arange(count), largest])
@@ -244,8 +274,16 @@ def principal_components(filters: NDArray[Any]) -> tuple[Float, Float]:
 
 
 def cosines(positions: NDArray[Any], step: int = 1) -> tuple[NDArray[np.int64], Float]:
-    """Queries (queries, 2), their row and column, and cosines (queries, rows, cols) of positions
-    (rows, cols, dim); NaN with a vector of zeros."""
+    """Return queries and the cosines of their position embeddings with those of all patches.
+
+    Args:
+        positions: (rows, cols, dim) position embeddings.
+        step: take every n-th row and column of queries.
+
+    Returns:
+        (queries, 2) row and column of each query, and (queries, rows, cols) cosines, NaN with a
+        vector of zeros.
+    """
     rows, cols, dim = positions.shape
     flat = positions.reshape(-1, dim).astype(np.float64)
     norms = np.linalg.norm(flat, axis=1, keepdims=True)
@@ -257,47 +295,50 @@ def cosines(positions: NDArray[Any], step: int = 1) -> tuple[NDArray[np.int64], 
     return queries, values.reshape(-1, rows, cols)
 
 
-def _step(grid: tuple[int, ...]) -> int:
+def _query_step(grid: tuple[int, ...]) -> int:
+    """Return the smallest step between queries that gives at most `MAX_ROWS` rows."""
     rows, cols = grid
-    return next(
-        step
-        for step in range(1, rows + cols)
-        if -(-rows // step) * -(-cols // step) * rows * cols <= MOST_ROWS
-        or step > max(rows, cols)
-    )
+    step = 1
+    while step <= max(rows, cols):
+        n_queries = math.ceil(rows / step) * math.ceil(cols / step)
+        if n_queries * rows * cols <= MAX_ROWS:
+            break
+        step += 1
+    return step
 
 
-def _rows(
-    own: InputWeights, site: str, n: int, **columns: Any
+def _filled_columns(
+    input_weights: InputWeights, site: str, n: int, **columns: Any
 ) -> dict[str, NDArray[Any]]:
-    """`n` rows with these columns; the others are empty."""
+    """Return column -> values of `n` rows; columns that are not given are empty."""
     names = {
-        "store": own.store or None,
-        "model": own.model,
-        "weights": own.weights,
+        "store": input_weights.store or None,
+        "model": input_weights.model,
+        "weights": input_weights.weights,
         "site": site,
     }
     by_name = {}
     for name in COLUMNS:
-        given = columns.get(name, names.get(name))
+        values = columns.get(name, names.get(name))
         number = name == "value"
         empty = np.nan if number else None
         # Whole numbers beside empty cells stay whole in the CSV.
         column = np.empty(n, np.float64 if number else object)
-        column[:] = empty if given is None else given
+        column[:] = empty if values is None else values
         by_name[name] = column
     return by_name
 
 
 def _component_rows(
-    own: InputWeights, filters: NDArray[Any], count: int
+    input_weights: InputWeights, filters: NDArray[Any], count: int
 ) -> dict[str, NDArray[Any]]:
+    """Return rows of the components' shares of variance, then the weights of the first ones."""
     shares, vectors = principal_components(filters)
     n = len(shares)
-    parts = [
-        _rows(
-            own,
-            own.sites[FILTERS],
+    blocks = [
+        _filled_columns(
+            input_weights,
+            input_weights.sites[FILTERS],
             n,
             metric=metric,
             component=np.arange(n),
@@ -308,27 +349,36 @@ def _component_rows(
             ("variance_cumulative", np.cumsum(shares)),
         )
     ]
-    parts.append(_weight_rows(own, "component", vectors[:count]))
-    return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    blocks.append(_weight_rows(input_weights, "component", vectors[:count]))
+    return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
 
 def _weight_rows(
-    own: InputWeights, metric: str, values: Float
+    input_weights: InputWeights, metric: str, values: Float
 ) -> dict[str, NDArray[Any]]:
+    """Return a row per weight of values (filters or components, channels, height, width)."""
     index, channel, row, col = (axis.ravel() for axis in np.indices(values.shape))
-    of = {metric: index, "channel": channel, "row": row, "col": col}
-    return _rows(
-        own, own.sites[FILTERS], values.size, metric=metric, value=values.ravel(), **of
+    indices = {metric: index, "channel": channel, "row": row, "col": col}
+    return _filled_columns(
+        input_weights,
+        input_weights.sites[FILTERS],
+        values.size,
+        metric=metric,
+        value=values.ravel(),
+        **indices,
     )
 
 
 def _cosine_rows(
-    own: InputWeights, positions: NDArray[Any], step: int
+    input_weights: InputWeights, positions: NDArray[Any], step: int
 ) -> dict[str, NDArray[Any]]:
+    """Return a row per query and patch with the cosine of their position embeddings."""
     queries, values = cosines(positions, step)
     query, row, col = (axis.ravel() for axis in np.indices(values.shape))
-    return _rows(
-        *(own, own.sites[POSITIONS], values.size),
+    return _filled_columns(
+        input_weights,
+        input_weights.sites[POSITIONS],
+        values.size,
         metric="cosine",
         row=queries[query, 0],
         col=queries[query, 1],
@@ -339,7 +389,7 @@ def _cosine_rows(
 
 
 def headline(table: Table) -> list[Answer]:
-    """The number of components that hold most of the variance of the first layer's filters."""
+    """Return per store the number of components that hold most of the filters' variance."""
     answers = []
     cumulative = picked(table, metric="variance_cumulative")
     for (store,), rows in cumulative.group_by("store", maintain_order=True):
