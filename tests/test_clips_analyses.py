@@ -49,7 +49,7 @@ ONE: dict[str, dict[str, Any]] = {
 TWO: dict[str, dict[str, Any]] = {
     "cka": {"tokens": "mean"},
     "similarity": {},
-    "effect": {},
+    "effect": {"other_transform": True},
 }
 
 

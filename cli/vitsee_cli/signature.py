@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,6 @@ from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.declared import flag, option_of, without_none
 from vitsee_cli.values import parse_store
-from vitsee_core.declaration import Analysis
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.options import Gather, Offers, Option
 from vitsee_core.runtime.parameters import (
@@ -21,6 +20,10 @@ from vitsee_core.runtime.parameters import (
     options_of,
     parameters_of,
 )
+
+if TYPE_CHECKING:
+    # A declaration imports NumPy, which commands that are not analyses do without.
+    from vitsee_core.declaration import Analysis
 
 _EXECUTION = {
     "images": options.images_option,

@@ -13,7 +13,6 @@ import click
 from vitsee_cli import console, signals
 from vitsee_cli.declared import a_number
 from vitsee_cli.performing import RESUME_LINE, Performer, Workers, n_workers
-from vitsee_cli.recipe_steps import check_steps
 from vitsee_cli.study_settings import commands_of
 from vitsee_stores.errors import VitseeError
 
@@ -136,6 +135,8 @@ def run_recipe(
         VitseeError: an unknown model, foreign files would be replaced, the recipe needs other
             data, or some steps failed (all others were done).
     """
+    # Both import NumPy, which `demo --help` does without.
+    from vitsee_cli.recipe_steps import check_steps
     from vitsee_core.study import cost, planning, recipe_plan, running
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
