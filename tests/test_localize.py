@@ -784,6 +784,7 @@ def fine(tmp_path: Path) -> tuple[Store, Array, Array]:
     return write(tmp_path / "f.zarr", {"b.0.out": (acts, layout)}, pixels), acts, pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_tokens", "every", "rows", "cols"),
     [
@@ -889,6 +890,7 @@ def test_a_figure_of_minibatches_names_their_size(store: Store) -> None:
     assert any("batches of 10" in " ".join(label.split()) for label in labels)
 
 
+@pytest.mark.slow
 def test_a_mosaic_draws_every_token_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -700,6 +700,7 @@ def test_distances_of_a_store_are_those_of_the_librarys_attention(
             assert found.to_list() == pytest.approx(mine.tolist(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_sites_without_values_are_those_of_the_trial() -> None:
     """From shapes alone: the same sites, layouts and attention as the proven table has."""
     for name in CLASSES:

@@ -295,6 +295,7 @@ def test_names_of_classes() -> None:
         source_of("transformers:Nothing*").matching()
 
 
+@pytest.mark.slow
 def test_names_of_towers() -> None:
     """A class of images and text stands for its towers, whatever the case of the letters."""
     found = source_of("transformers:*qwen2vl*").matching()

@@ -79,6 +79,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.pytorch", pytorch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "expected"), [(False, [0, 2, 4, 6]), (True, [0, 2])])
 def test_lightning(
     photos: Path, tmp_path: Path, lightning: None, epochs: bool, expected: list[int]

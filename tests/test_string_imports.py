@@ -54,6 +54,7 @@ def sources() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
+@pytest.mark.slow
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
     files = sources()
     assert len(files) > 400
