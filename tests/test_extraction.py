@@ -348,12 +348,12 @@ def test_weights_and_pixels_that_are_not_used_are_named(
     state = {
         k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")
     }
-    torch.save({**state, "extra.weight": torch.zeros(3)}, tmp_path / "headless.pt")
+    torch.save({**state, "decoder_embed.weight": torch.zeros(3)}, tmp_path / "headless.pt")
     data = ["--data", folder, "--images", 2, "--sites", "embed", "-o"]
     headless = [VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:]]
     said = extracted(*headless, *data, tmp_path / "a.zarr").stderr
     assert "not in these weights, so random: head.weight, head.bias" in said
-    assert "left over: extra.weight" in said
+    assert "left over: decoder_embed.weight" in said
     assert "never seen" not in said
     uneven = ["vit_tiny_patch16_224", "--random-init", "0", "--img-size", "34x48"]
     uneven += ["--model-arg", "patch_size=8", "--model-arg", "depth=1"]
