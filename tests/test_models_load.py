@@ -271,7 +271,7 @@ def test_the_ways_out_are_open_again() -> None:
 def test_pretrained_weights_fitted_to_other_arguments_are_named(tmp_path: Path) -> None:
     fixed: dict[str, Any] = {"input_size": [3, 160, 160], "fixed_input_size": True}
     name = folder(tmp_path / "own", **fixed, num_classes=1000, classifier="head")
-    assert load_model(name).weights.keys() == {"source", "sha256"}
+    assert load_model(name).weights.keys() == {"source", "sha256", "folder"}
     same = load_model(name, img_size=160)
     assert same.notes() == [] and "missing" not in same.weights
     other = load_model(name, img_size=96, model_args={"num_classes": 3})

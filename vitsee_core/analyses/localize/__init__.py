@@ -525,6 +525,7 @@ ANALYSIS = Analysis(
     other_columns=(SITE_COLUMNS,),
     meanings={"token": "ROW,COL or cls", "col": "row, col of the patch", "high": ""},
     metrics=("cka", *SITE_METRICS),
+    may_lack_values=True,  # constant patches have none
     run=run,
     plot=plot,
     headline=headline,
