@@ -253,7 +253,7 @@ def test_a_key_of_a_checkpoint_is_remembered(tmp_path: Path) -> None:
     said = extracted(
         "test_vit", *chosen, *size, "--data", data, "-o", tmp_path / "s.zarr"
     ).stderr
-    assert "w.pth: taken: model_ema; other weights in the file: model" in said
+    assert "taken: model_ema; other copies: model (--checkpoint-key model)" in said
     store = open_store(tmp_path / "s.zarr")
     assert model_of(store).weights["key"] == "model_ema"
 

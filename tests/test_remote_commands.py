@@ -158,7 +158,7 @@ def test_a_half_made_store_is_finished_by_the_command(
     place = f"{URL}/half.zarr"
     words = f"{EXTRACT} --images 8 -o {place}".split()
     with monkeypatch.context() as patch:
-        patch.setattr(extraction, "fill", lambda *args: Outcome(False))
+        patch.setattr(extraction, "fill", lambda *_, **__: Outcome(False))
         call(*words)
     client = from_url(place)
     obstore.delete(
