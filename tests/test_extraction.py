@@ -348,7 +348,9 @@ def test_weights_and_pixels_that_are_not_used_are_named(
     state = {
         k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")
     }
-    torch.save({**state, "decoder_embed.weight": torch.zeros(3)}, tmp_path / "headless.pt")
+    torch.save(
+        {**state, "decoder_embed.weight": torch.zeros(3)}, tmp_path / "headless.pt"
+    )
     data = ["--data", folder, "--images", 2, "--sites", "embed", "-o"]
     headless = [VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:]]
     said = extracted(*headless, *data, tmp_path / "a.zarr").stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import shlex
@@ -400,7 +401,7 @@ def test_a_study_shows_the_heads_of_a_model_in_a_folder(
     save_for_hf(timm.create_model("test_vit"), "mine", safe_serialization=True)
     words = [
         "study",
-        "local-dir:mine?img-size=32&model-arg=patch_size=8",
+        "local-dir:mine?img-size=32&model-arg=patch_size=8&resample-patches=true",
         "--data",
         "demo:test",
     ]
@@ -505,7 +506,8 @@ def test_a_signal_or_a_bug_in_a_step(
     def fail(*stores: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(attn_dist, "run", fail)
+    failing = dataclasses.replace(attn_dist.ANALYSIS, run=fail)
+    monkeypatch.setattr(attn_dist, "ANALYSIS", failing)
     words = ["study", "demo:vit", "--data", "demo:test", "--images", "8", "-o", tmp_path / "out",
              "--analyses", "attn-dist", "--analyses", "weights", "--jobs", 1]  # fmt: skip
     done = vitsee(*words)

@@ -428,6 +428,7 @@ ANALYSIS = Analysis(
     columns=COLUMNS,
     meanings={"heads": "from the most local on", "distance_px": "their mean", "high": ""},
     metrics=("cka",),
+    may_lack_values=True,  # a warning names what has no CKA
     run=run,
     plot=plot,
     headline=headline,

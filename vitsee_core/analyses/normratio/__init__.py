@@ -532,6 +532,7 @@ ANALYSIS = Analysis(
         "token": "cls, reg0, registers, patches, flat; empty for a patch",
     },
     metrics=tuple(METRICS),
+    may_lack_values=True,  # a warning names branches that are 0
     run=run,
     plot=plot,
     headline=headline,

@@ -558,6 +558,7 @@ ANALYSIS = Analysis(
         "high": "",
     },
     metrics=MEASURES,
+    may_lack_values=True,  # a remark names constant sites
     run=run,
     plot=plot,
     headline=headline,
