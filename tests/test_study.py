@@ -48,6 +48,7 @@ from vitsee_core.study.running import (
     make_folders,
 )
 from vitsee_core.study.steps import Plan, Step
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
@@ -503,7 +504,7 @@ def test_a_signal_or_a_bug_in_a_step(
     """The one ends the study, resumable; the other only the step."""
 
     @functools.wraps(attn_dist.run)
-    def fail(*stores: object, **options: object) -> None:
+    def fail(*stores: object, **options: object) -> Table:
         raise error
 
     failing = dataclasses.replace(attn_dist.ANALYSIS, run=fail)
