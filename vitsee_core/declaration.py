@@ -1,4 +1,4 @@
-"""What an analysis is: one declaration, which is checked as soon as it is made.
+"""The declaration of an analysis, which is checked as soon as it is made.
 
     ANALYSIS = Analysis(
         module=__name__,

@@ -136,7 +136,7 @@ class Performer:
 
 @dataclass(frozen=True)
 class _WorkerSettings:
-    """What a worker process has to know of the study; sent to it once, pickled."""
+    """The facts about a study that a worker process needs; sent to it once, pickled."""
 
     command: str  # the study's command, `study` or `demo`
     verbosity: int

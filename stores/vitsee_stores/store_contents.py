@@ -26,7 +26,7 @@ from vitsee_stores.url import folder_of
 
 
 class StoreContents:
-    """What a store contains: its images, sites and arrays.
+    """The contents of a store: its images, sites and arrays.
 
     `Store` adds the methods that return arrays by their meaning.
 

@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -105,20 +106,20 @@ NAMES = (
 )
 
 
-class Foreign(Changes):
+class Foreign(Changes, ABC):
     """Variants of one kind of file in a folder; `variant` writes one, `read` reads it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(seed)
         self.folder = folder
 
+    @abstractmethod
     def variant(self) -> Path:
         """Write a variant."""
-        raise NotImplementedError
 
+    @abstractmethod
     def readers(self) -> dict[str, Callable[[Path], object]]:
-        """What reads a variant, by name."""
-        raise NotImplementedError
+        """Return the functions that read a variant, by name."""
 
     def run(self, n: int) -> Counter[str]:
         """How `n` variants ended, by reader; those with a fault are kept and printed."""

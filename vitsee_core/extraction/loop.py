@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class _SlabTools(NamedTuple):
-    """What every slab of a run is made with."""
+    """The model, images and buffers that all slabs of a run share."""
 
     observer: SlabObserver
     capture: Capture | NativeCapture

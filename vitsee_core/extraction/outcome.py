@@ -86,7 +86,7 @@ class Outcome:
         return "; ".join(lines)
 
     def remark_lines(self) -> list[str]:
-        """What was done to images that are not plain RGB, a line each."""
+        """Remarks on images that were made plain RGB, a line for each kind of change."""
         return remark_lines(self.remarks, plural(self.n_images, self.examples))
 
 

@@ -148,7 +148,7 @@ def check_output(request: Request) -> None:
 
 
 class SameModel(NamedTuple):
-    """What an existing store is continued with."""
+    """The plan and checks with which an existing store is continued."""
 
     device: torch.device
     selection: Selection
@@ -358,7 +358,7 @@ def _model_record(model: LoadedModel, changes: Changes) -> dict[str, Any]:
 
 
 class PlannedContents(NamedTuple):
-    """What a new store will contain."""
+    """The contents of a store that is about to be made."""
 
     choices: Choices
     plan: StorePlan

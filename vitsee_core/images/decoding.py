@@ -478,7 +478,7 @@ def hash64_of(file: IO[bytes]) -> int:
 
 @dataclass
 class Facts:
-    """What is known of loaded images beside their pixels.
+    """Facts about loaded images beside their pixels.
 
     Attributes:
         valid: (images,) False for an unreadable image, which has zeros, hash 0 and size 0.

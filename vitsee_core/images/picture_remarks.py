@@ -1,4 +1,4 @@
-"""What is done to images that are not plain RGB before a model sees them, for a remark with the
+"""Changes of images that are not plain RGB before a model sees them, for a remark with the
 count of each at the end of a run; and EXIF orientation, by which cameras say how they were held."""
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def has_wide_channels(image: Image.Image) -> bool:
 
 
 def describe_loaded(image: Image.Image) -> list[str]:
-    """What becomes of a loaded image on its way to RGB, as keys of remarks."""
+    """Return the changes of a loaded image on its way to RGB, as keys of remarks."""
     done = []
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         done.append(ALPHA)
@@ -131,7 +131,7 @@ def keep_clip_remarks(clip: Any, remarks: Collection[str]) -> None:
 
 
 def remarks_on(image: Any) -> tuple[str, ...]:
-    """What `keep_remarks` laid beside an image, or a clip's loader beside a clip."""
+    """Return the remarks that `keep_remarks`, or a clip's loader, attached to an image."""
     about = image.info if isinstance(image, Image.Image) else vars(image)
     remarks: tuple[str, ...] = tuple(about.get(_KEY, ()))
     return remarks

@@ -1,4 +1,4 @@
-"""What Pillow and libtiff say about an image while it is read, heard instead of printed.
+"""Warnings of Pillow and libtiff about an image, collected while it is read instead of printed.
 
 Pillow warns by Python's `warnings`, a line for each damaged tag, and logs what is wrong with a
 TIFF; libtiff, inside it, writes to stderr. All are heard for the thread that reads an image alone:

@@ -343,7 +343,7 @@ def changing(module: nn.Module, images: Tensor) -> str | None:
 
 
 class Dependence(NamedTuple):
-    """What a module's output for an image owes to the other images of its batch.
+    """The change of a module's output for an image when the other images of its batch change.
 
     Attributes:
         module: the first module whose output depends on the batch, with its class; None where

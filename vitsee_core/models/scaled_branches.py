@@ -144,7 +144,7 @@ class ScaledBranches(TorchFunctionMode):
         return result
 
     def _followed(self, x: Any) -> _Followed | None:
-        """What is known of this very tensor."""
+        """Return the record of this very tensor."""
         followed = self.followed.get(id(x))
         if followed is not None and followed.tensor is x:
             return followed

@@ -166,7 +166,7 @@ def shapes(stacks: Sequence[Stack]) -> list[Shape]:
 
 @dataclass(frozen=True)
 class _WorkDivision:
-    """What is in memory at a time."""
+    """The parts of the work that are in memory at a time."""
 
     rows: list[list[Stack]]  # groups of stacks that are processed together
     cols: list[list[Stack]]

@@ -1,1 +1,1 @@
-"""What is known of images: labels of whole images, and masks of objects and parts."""
+"""Ground truth of images: labels of whole images, and masks of objects and parts."""

@@ -198,7 +198,7 @@ def run(
 
 
 class SpaceMeasurement(NamedTuple):
-    """What is measured on a head's aligned map, over some blocks of images."""
+    """Scores of a head's aligned map, over some blocks of images."""
 
     map: Float
     """(2 rows - 1, 2 cols - 1) attention by offset from query to key, of mass 1."""
@@ -209,7 +209,7 @@ class SpaceMeasurement(NamedTuple):
 
 
 class TimeMeasurement(NamedTuple):
-    """What is measured of a clip's head over its frames."""
+    """Scores of a head over the frames of clips."""
 
     shares: Float
     """(2 times - 1,) share of attention by offset in time."""

@@ -52,7 +52,7 @@ PREDICTED = "predicted"
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What a row is about if it is not a site of the store: a sublayer, or the whole model.
+    """The subject of a row that is not a site of the store: a sublayer, or the whole model.
 
     It has the attributes of a site that `site_columns` reads.
     """
@@ -228,7 +228,7 @@ class ExplainedStore:
 
 
 class Entry(NamedTuple):
-    """What some rows of the table are about."""
+    """The subject of some rows of the table."""
 
     key: Key
     """Key of the result."""

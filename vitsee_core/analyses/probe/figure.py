@@ -150,7 +150,7 @@ class _ProbeKey(NamedTuple):
 def _draw_against_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
     """Draw accuracy against l2, a curve per site from dark (early) to light (late).
 
-    Stores, tokens and shots are told apart by markers, baselines are dashed.
+    Markers distinguish stores, tokens and shots; baselines are dashed.
     """
     import matplotlib
 

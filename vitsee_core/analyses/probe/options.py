@@ -61,7 +61,7 @@ class SplitOptions:
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What is predicted in place of classes, and how that is tested."""
+    """The responses that are predicted in place of classes, and how predictions are tested."""
 
     response: Annotated[Path | None, responses.RESPONSE] = None
     response_ids: Annotated[Path | None, responses.RESPONSE_IDS] = None

@@ -385,7 +385,7 @@ class SpatialMeasures:
 
 
 class SlabMeasures(NamedTuple):
-    """What one slab contributes."""
+    """Return the sums that one slab contributes."""
 
     structure: ImageStructure  # of each image that counts
     token_sums: dict[int, TokenSums]  # block of images -> its sums

@@ -1,4 +1,4 @@
-"""What all sources of images share.
+"""Requests, files and records that all sources of images share.
 
 `SourceRequest` is `--data` with its options, `MatchedFiles` the files that it stands for, and
 `expand_braces` expands patterns with braces as a shell does (`in1k-{0000..0063}.tar`,

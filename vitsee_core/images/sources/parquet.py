@@ -70,7 +70,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _ParquetIndex:
-    """What is read of a parquet file when the data set is opened: everything but the images.
+    """The columns that are read when a data set is opened: all but the images.
 
     Attributes:
         columns: the columns of images and labels.

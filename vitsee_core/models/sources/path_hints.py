@@ -1,4 +1,4 @@
-"""What a path is that was given in place of a model's name, and the name by which it is taken."""
+"""Hints for a path that was given in place of a model's name: what it is, and the name to give."""
 
 from __future__ import annotations
 

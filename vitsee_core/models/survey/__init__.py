@@ -54,7 +54,7 @@ from vitsee_stores.layout import TokenLayout
 
 @dataclass(frozen=True)
 class Survey:
-    """What a few forward passes show of a model.
+    """The structure of a model as a few forward passes show it.
 
     Attributes:
         trace: every call of a forward pass.

@@ -1,7 +1,7 @@
 """Checkpoint files read without running code of theirs, among them TorchScript archives, such as
 OpenAI publishes CLIP in.
 
-What a file is, is told by its first bytes (`file_kinds`). Torch reads its own files itself, with
+The first bytes of a file say what it is (`file_kinds`). Torch reads its own files itself, with
 `weights_only`; where that refuses objects beside the tensors they are skipped (`unpickling`).
 `torch.jit.save` writes a zip file: the module as a pickle (`NAME/data.pkl`), the bytes of its
 tensors (`NAME/data/0`, ...) and its code. The pickle is read with an allow-list: tensors, plain
@@ -173,7 +173,7 @@ class _ScriptUnpickler(Unpickler):
     """Makes tensors, plain values and `_Module`s, and refuses all else."""
 
     def other(self, module: str, name: str) -> Any:
-        """What stands for a class of the archive, or a function that gives a list its type."""
+        """Return the stand-in for a class of the archive, or for a function that types a list."""
         if module.split(".")[0] == "__torch__":
             return _Module
         if any(module == where and name.startswith(prefix) for where, prefix in _TAGS):

@@ -208,7 +208,7 @@ def _candidates(
 
 
 class _NormReading(NamedTuple):
-    """What a norm may compute; the fields are those of `HeadWeights`."""
+    """The kinds of norm before a classifier; the fields are those of `HeadWeights`."""
 
     kind: str
     eps: float

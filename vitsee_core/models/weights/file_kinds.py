@@ -94,7 +94,7 @@ def _pointer(head: bytes) -> str:
 
 
 def _zip(path: Path) -> str:
-    """What a zip archive is; "" for those of torch.save and torch.jit.save."""
+    """Return the kind of a zip archive in words; "" for those of torch.save and torch.jit.save."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     if any(name.endswith(("/data.pkl", "/constants.pkl")) for name in names):

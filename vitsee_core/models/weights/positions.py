@@ -46,7 +46,7 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a file's tensors.
+    """The tensors of a file after conversion, and which of them were resampled.
 
     Attributes:
         stored: the file's tensors, by names without prefix.

@@ -223,7 +223,11 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
         self.skipped: list[str] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for. Raises UnpicklingError: a name that no checkpoint needs."""
+        """Return the function or class that a name stands for.
+
+        Raises:
+            UnpicklingError: a name that no checkpoint needs.
+        """
         if (module, name) in KNOWN:
             return KNOWN[module, name]
         if module in ("torch", "torch.cuda", "torch.storage") and name in DTYPES:
@@ -234,7 +238,7 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
         return self.other(module, name)
 
     def other(self, module: str, name: str) -> Any:
-        """What stands for a name that is none of tensors' own."""
+        """Return the class that stands for a name that is not one of torch's for tensors."""
         package = module.partition(".")[0]
         is_data = module in ("builtins", "__builtin__") and name in BUILTIN_DATA
         is_data = is_data or (package in DATA_MODULES and "." not in name)
@@ -346,7 +350,7 @@ class _LegacyStorages:
 
 
 def _read_legacy(file: IO[bytes], file_bytes: int) -> tuple[Any, list[str]]:
-    """As `read_skipping`, of a file of torch before 1.6: five pickles, then the storages."""
+    """Read a file of torch before 1.6, five pickles and then storages, as `read_skipping` does."""
     if Unpickler(file, refused).load() != LEGACY_MAGIC:
         raise ValueError("it is not of torch.save")
     if Unpickler(file, refused).load() != LEGACY_PROTOCOL:

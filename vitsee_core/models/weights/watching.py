@@ -29,7 +29,7 @@ EXPECTED = (
 
 @dataclass
 class Loads:
-    """What calls of `load_state_dict` left as it was.
+    """The parameters that calls of `load_state_dict` left as they were.
 
     Attributes:
         left: (parameter, copy of its values at the call) of those that the weights lacked.
