@@ -41,6 +41,7 @@ from vitsee_core.analyses import (
     pca,
     spectrum,
 )
+from vitsee_core.analyses.concepts.figure import make_crops
 from vitsee_core.analyses.norms.stream_norms import neighbour_cosines
 from vitsee_core.attention.head_maps import per_query
 from vitsee_core.attention.heads import StoredAttention, even_shares
@@ -399,7 +400,7 @@ def test_concepts_are_shown_in_their_frames(tmp_path: Path) -> None:
     at = [(clip, time, *path_of(clip)[time]) for clip, time in ((1, 2), (0, 0), (2, 3))]
     rows = np.array([[clip for clip, *_ in at]])
     cells = np.array([[(time * SIDE + row) * SIDE + col for _, time, row, col in at]])
-    (line,) = concepts.crops(store, site, rows, cells, None)
+    (line,) = make_crops(store, site, rows, cells, None)
     for text, (_, _, row, col) in zip(line, at, strict=True):
         expected = np.full((3 * CELL, 3 * CELL), 255)
         for y, x in np.ndindex(3, 3):

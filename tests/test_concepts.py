@@ -17,8 +17,8 @@ from tests.stores import Site, write_model
 from tests.tables import check_chosen_metrics, having
 from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
-from vitsee_core.analyses.concepts import _crop
-from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
+from vitsee_core.analyses.concepts.figure import _cut
+from vitsee_core.analyses.concepts.fitting import FittedDictionaries, matched_cosine
 from vitsee_core.figures.patch_maps.photos import Photograph
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.sae.dictionary import Dictionary, read_dictionary
@@ -164,7 +164,7 @@ def cosine(a: Any, b: Any, kind: str = "nnls", mean: float = 0) -> float:
             Dictionary(kind, rows, zeros, rows.T, np.zeros(len(rows), np.float32))
         )
     return matched_cosine(
-        Fitted(halves[0], (halves[0], halves[1]), zeros + np.float32(mean))
+        FittedDictionaries(halves[0], (halves[0], halves[1]), zeros + np.float32(mean))
     )
 
 
@@ -212,13 +212,13 @@ def test_equal_seeds_give_equal_tables(tmp_path: Path) -> None:
 def test_crops_are_white_beyond_the_image() -> None:
     pixels = np.arange(16, dtype=np.uint8).reshape(4, 4)
     whole = Photograph(pixels, (0.0, 0.0, 1.0, 1.0))
-    crop = _crop(whole, (-0.25, 0.25, 0.5, 1.0))
+    crop = _cut(whole, (-0.25, 0.25, 0.5, 1.0))
     assert crop.shape == (48, 48, 3)
     small = crop[::16, ::16, 0]
     np.testing.assert_array_equal(small, [[255] * 3, [1, 2, 3], [5, 6, 7]])
     half = Photograph(pixels, (0.0, 0.5, 1.0, 1.0))  # the right half of an image
-    np.testing.assert_array_equal(_crop(half, (0, 0.5, 1, 1))[::12, ::12, 0], pixels)
-    assert (_crop(half, (0, 0, 1, 0.5)) == 255).all()
+    np.testing.assert_array_equal(_cut(half, (0, 0.5, 1, 1))[::12, ::12, 0], pixels)
+    assert (_cut(half, (0, 0, 1, 0.5)) == 255).all()
 
 
 @pytest.mark.parametrize(

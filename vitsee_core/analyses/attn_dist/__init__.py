@@ -96,9 +96,9 @@ def run(
         metrics_option(
             (*METRICS, *IN_TIME),
             "all",
-            "distance_px in pixels; _raw without renormalising over patches; _unit on a unit "
-            "square; _relative to uniform attention; of clips distance_frames and "
-            "distance_seconds in time, frame_mass within the query's own frame.",
+            "distance_px in pixels; _raw without renormalising over patches; _unit on "
+            "a unit square; _relative to uniform attention; of clips distance_frames "
+            "and distance_seconds in time, frame_mass within the query's own frame.",
         ),
     ] = (),
     sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
@@ -168,8 +168,8 @@ def _why_no_time_metrics(store: Store, requested: Sequence[str]) -> str:
     """Return why a store has none of the requested metrics, which are all in time."""
     if store.plan.clip is None:
         return (
-            f"{store.label} holds images, which have no {', '.join(requested)}; expected a store "
-            "of clips"
+            f"{store.label} holds images, which have no {', '.join(requested)}; "
+            "expected a store of clips"
         )
     return f"the clips of {store.label} do not say their frame rate; expected distance_frames"
 
@@ -364,33 +364,34 @@ ANALYSIS = Analysis(
     help="""
     Measure how far each attention head looks.
 
-    The mean distance between a patch and the patches it attends to, weighted by the attention,
-    averaged over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs.
-    4, 15; Dosovitskiy et al. 2021, Figs. 7, 10). One row per head; class and register tokens
-    are left out. Reads the summaries that extract stores by default; takes seconds. The figure
-    shows the heads of the lowest and highest blocks, all heads against depth, and the means of
-    all stores.
+    The mean distance between a patch and the patches it attends to, weighted by the
+    attention, averaged over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et
+    al. 2023, Figs. 4, 15; Dosovitskiy et al. 2021, Figs. 7, 10). One row per head; class
+    and register tokens are left out. Reads the summaries that extract stores by default;
+    takes seconds. The figure shows the heads of the lowest and highest blocks, all heads
+    against depth, and the means of all stores.
 
       $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
       $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
       $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k10 -g
 
-    Of clips also the distance in time and the share of attention within a query's own frame,
-    beside what attention spread evenly would give.
+    Of clips also the distance in time and the share of attention within a query's own
+    frame, beside what attention spread evenly would give.
 
       $ vitsee attn-dist videomae.zarr shuffled=shuffled.zarr -o dist.csv --png dist.png
     """,
     needs=("attention",),
     reading=(
-        "Left, each line is one block: its heads, sorted by how far they attend on average. "
-        "Right, every dot is a head, against its block. Heads near 0 look at their neighbours, "
-        "heads near the dashed line (attention spread evenly) at the whole image. A model that "
-        "has learnt to look locally has some low heads in its first blocks; bands are 95 % "
-        "intervals over images. Panels below, of clips, show the same in time."
+        "Left, each line is one block: its heads, sorted by how far they attend on "
+        "average. Right, every dot is a head, against its block. Heads near 0 look at "
+        "their neighbours, heads near the dashed line (attention spread evenly) at the "
+        "whole image. A model that has learnt to look locally has some low heads in "
+        "its first blocks; bands are 95 % intervals over images. Panels below, of "
+        "clips, show the same in time."
     ),
     source=(
-        "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et "
-        "al. 2023, Figs. 4, 15"
+        "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; "
+        "Walmer et al. 2023, Figs. 4, 15"
     ),
     columns=COLUMNS,
     other_columns=(CLIP_COLUMNS,),

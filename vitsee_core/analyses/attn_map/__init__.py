@@ -479,8 +479,8 @@ def _share_of_middle(rows: pl.DataFrame) -> str:
     share = values[inside].sum() / values.sum()
     even = inside.mean()
     return (
-        f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of the attention "
-        f"to patches, by its size {number(float(even))}"
+        f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of "
+        f"the attention to patches, by its size {number(float(even))}"
     )
 
 
@@ -493,40 +493,41 @@ ANALYSIS = Analysis(
     ),
     readings={
         "mean_cls": (
-            "One tile per head: where the class token attends, averaged over images. Heads of "
-            "one block differ; in late blocks they agree on the middle of the image, where "
-            "objects are."
+            "One tile per head: where the class token attends, averaged over images. "
+            "Heads of one block differ; in late blocks they agree on the middle of the "
+            "image, where objects are."
         ),
         "mean_spatial": (
-            "One tile per head: where patches attend on average. A flat tile attends evenly; "
-            "bright single cells are the same for all patches and images."
+            "One tile per head: where patches attend on average. A flat tile attends "
+            "evenly; bright single cells are the same for all patches and images."
         ),
         "aligned": (
-            "One tile per head: attention by offset from the patch that looks, which is at the "
-            "centre (the lines). A spot at the centre is a local head, a spot beside it an "
-            "offset head, a line an axial one; flat tiles look everywhere alike."
+            "One tile per head: attention by offset from the patch that looks, which "
+            "is at the centre (the lines). A spot at the centre is a local head, a "
+            "spot beside it an offset head, a line an axial one; flat tiles look "
+            "everywhere alike."
         ),
         "rollout": (
-            "Attention multiplied through all blocks: how much each patch can have contributed "
-            "to the class token, averaged over images."
+            "Attention multiplied through all blocks: how much each patch can have "
+            "contributed to the class token, averaged over images."
         ),
         "prefix_mass": (
-            "How much of the patches' attention goes to the class token and registers, per "
-            "head, against depth."
+            "How much of the patches' attention goes to the class token and registers, "
+            "per head, against depth."
         ),
         "entropy": (
-            "How spread the patches' attention is, per head, against depth: low is attention to "
-            "few keys, high attention to many."
+            "How spread the patches' attention is, per head, against depth: low is "
+            "attention to few keys, high attention to many."
         ),
         "sink": (
-            "Keys that draw far more attention than their share, against depth: how much the "
-            "strongest one gets, and in how many images and heads there is one. Sinks on "
-            "patches of background are where outlier tokens are (norms)."
+            "Keys that draw far more attention than their share, against depth: how "
+            "much the strongest one gets, and in how many images and heads there is "
+            "one. Sinks on patches of background are where outlier tokens are (norms)."
         ),
     },
     source=(
-        "Walmer et al. 2023, Figs. 1 to 3, 11 to 14, 17, 18; Dosovitskiy et al. 2021, Figs. 6, "
-        "13; Abnar and Zuidema 2020"
+        "Walmer et al. 2023, Figs. 1 to 3, 11 to 14, 17, 18; Dosovitskiy et al. 2021, "
+        "Figs. 6, 13; Abnar and Zuidema 2020"
     ),
     columns=MAP_COLUMNS,
     other_columns=(

@@ -186,7 +186,8 @@ def sink_rows(
     for block in blocks:
         if not _can_sink(block.layout):
             log.info(
-                "%s: no sink_share for %s: of %d tokens none can get more than %g times its share",
+                "%s: no sink_share for %s: of %d tokens none can get more than %g "
+                "times its share",
                 store.label,
                 block.site,
                 block.layout.n_tokens,
@@ -197,8 +198,8 @@ def sink_rows(
         for block in blocks:
             if block.group in even:
                 log.info(
-                    "%s: no scores of %s, whose windows all see the prefix tokens (extract it with "
-                    "--attention rows)",
+                    "%s: no scores of %s, whose windows all see the prefix tokens "
+                    "(extract it with --attention rows)",
                     store.label,
                     block.site,
                 )

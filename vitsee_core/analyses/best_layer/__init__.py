@@ -83,8 +83,8 @@ LAYER_COLUMNS = (
     *("std", "low", "high", "n_images"),
 )
 RULE = (
-    "the largest value (the smallest where lower is better) over sites (and heads, tokens), of "
-    "equal ones the first; chosen on the images that are reported"
+    "the largest value (the smallest where lower is better) over sites (and heads, "
+    "tokens), of equal ones the first; chosen on the images that are reported"
 )
 
 
@@ -115,14 +115,15 @@ def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultF
             others = {*file.table["store_a"]} ^ {*file.table["store_b"]}
             if others or not any(file.table["store_a"] == file.table["store_b"]):
                 raise VitseeError(
-                    f"{file.path} compares {', '.join(sorted(others)) or 'stores'} with each "
-                    "other; expected a comparison of a store with itself (vitsee cka STORE)"
+                    f"{file.path} compares {', '.join(sorted(others)) or 'stores'} with "
+                    "each other; expected a comparison of a store with itself (vitsee "
+                    "cka STORE)"
                 )
         elif not file.has(RESULT):
             raise VitseeError(
-                f"{file.path} is not a result with one value per layer: it has the columns "
-                f"{file.describe_columns()}; expected {', '.join(RESULT)} (probe, knn, cluster, "
-                f"...) or {', '.join(PAIRS)} (cka)"
+                f"{file.path} is not a result with one value per layer: it has the "
+                f"columns {file.describe_columns()}; expected {', '.join(RESULT)} "
+                f"(probe, knn, cluster, ...) or {', '.join(PAIRS)} (cka)"
             )
     if all(file.has(PAIRS) for file in files):
         raise VitseeError(
@@ -175,8 +176,8 @@ def run(
     n_token_rows = sum(len(frame) for frame in token_rows)
     if n_token_rows and not best_token:
         remarks.append(
-            f"left out: {plural(n_token_rows, 'rows')} about single tokens, as their mean stands "
-            "for the layer (--best-token adds the best token)"
+            f"left out: {plural(n_token_rows, 'rows')} about single tokens, as their "
+            "mean stands for the layer (--best-token adds the best token)"
         )
     undirected = [name for name in known_metrics(files) if direction(name) == "none"]
     if undirected and not metrics:
@@ -254,7 +255,8 @@ def compare(
             )
     if not rows:
         raise VitseeError(
-            f"there is nothing to compare: the results are of one {among.removesuffix('s')} only"
+            "there is nothing to compare: the results are of one "
+            f"{among.removesuffix('s')} only"
         )
     names = []
     for name in PAIRED:
@@ -278,8 +280,8 @@ def _remarks_on_choice(row: Mapping[str, Any], candidates: pl.DataFrame) -> Iter
         yield f"{_describe_layer(row)} is the first of equal ones: {row['ties']}"
     if row["n_overlap"]:
         yield (
-            f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} layers "
-            f"overlap that of {row['site']}"
+            f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} "
+            f"layers overlap that of {row['site']}"
         )
 
 
@@ -369,8 +371,8 @@ def plot(
         return draw_differences(table.frame)
     if not files:
         raise VitseeError(
-            "best-layer draws the curves of the results that it compared: give them too, as "
-            "plot(table, files=read(paths))"
+            "best-layer draws the curves of the results that it compared: give them "
+            "too, as plot(table, files=read(paths))"
         )
     files = tell_apart(files)
     redundancy: list[LastLayerCka] = []
@@ -407,11 +409,11 @@ ANALYSIS = Analysis(
     module=__name__,
     needs=None,
     reading=(
-        "One panel per task: its score against relative depth, the best layer of each model as "
-        "a star, baselines dashed. The best layer of many is chosen on the same images that are "
-        "reported, so that its score is a little too high; the number of layers whose intervals "
-        "overlap it says how far it stands out. Differences have intervals that allow for the "
-        "choice."
+        "One panel per task: its score against relative depth, the best layer of each "
+        "model as a star, baselines dashed. The best layer of many is chosen on the "
+        "same images that are reported, so that its score is a little too high; the "
+        "number of layers whose intervals overlap it says how far it stands out. "
+        "Differences have intervals that allow for the choice."
     ),
     source="Walmer et al. 2023, Tables 1, 5; Kornblith et al. 2019",
     columns=COLUMNS,

@@ -349,8 +349,8 @@ CONTROLS = {
     "central": "a blob in the centre of the image",
 }
 _NOTE = (
-    "In brackets the best layer, counted from 1 for the first block (0: what enters it). Bold: the "
-    "best model, where its 95 % interval lies apart from all others'."
+    "In brackets the best layer, counted from 1 for the first block (0: what enters "
+    "it). Bold: the best model, where its 95 % interval lies apart from all others'."
 )
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},

@@ -81,8 +81,8 @@ PAIRED_COLUMNS = (
     *("task", "k", "shots", *PENALTIES, "class", *VALUES, "n_images", "n_blocks"),
 )
 METHOD = (
-    "value: row a less row b; std: standard error of a delete-a-block jackknife over the blocks of "
-    f"images that both rows share; {SIMULTANEOUS}"
+    "value: row a less row b; std: standard error of a delete-a-block jackknife over "
+    f"the blocks of images that both rows share; {SIMULTANEOUS}"
 )
 
 
@@ -119,12 +119,13 @@ def tasks(
             )
         if direction(metric) == "none":
             raise VitseeError(
-                f"no layer is the best by {metric}: neither a higher nor a lower value is better"
+                f"no layer is the best by {metric}: neither a higher nor a lower value "
+                "is better"
             )
     if all(direction(metric) == "none" for metric in available):
         raise VitseeError(
-            "no result has a metric of which one side is better (accuracies, purity, iou, ...); "
-            f"they have {', '.join(available)}"
+            "no result has a metric of which one side is better (accuracies, purity, "
+            f"iou, ...); they have {', '.join(available)}"
         )
     frames: dict[str, list[pl.DataFrame]] = {}
     for file in files:
@@ -298,8 +299,9 @@ def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
         table = read_replicates(file)
         if not isinstance(table.notes.get("replicates"), dict):
             raise VitseeError(
-                f"{file.path} does not say over which images its replicates are; expected the "
-                f"sidecar {file.path.name}.json of knn, probe, retrieve or saliency beside it"
+                f"{file.path} does not say over which images its replicates are; "
+                f"expected the sidecar {file.path.name}.json of knn, probe, retrieve or "
+                "saliency beside it"
             )
         results.append(replace(file, table=table))
     return results
@@ -375,9 +377,9 @@ def _difference(
     other_blocks = _blocks_record(notes[second["file"]], second["store"])
     if blocks["digest"] != other_blocks["digest"]:
         raise StoreMismatch(
-            f"{first['store']} ({first['file']}) and {second['store']} ({second['file']}) were not "
-            "tested on the same images in the same order; extract and test them on the same data, "
-            "with the same --images and --seed"
+            f"{first['store']} ({first['file']}) and {second['store']} "
+            f"({second['file']}) were not tested on the same images in the same order; "
+            "extract and test them on the same data, with the same --images and --seed"
         )
     n_blocks = int(blocks["n_blocks"])
     # d_b = r_b(x) - r_b(y): both rows leave out the same block, so that what they share cancels.

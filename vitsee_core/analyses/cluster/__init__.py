@@ -105,8 +105,8 @@ PRESETS = ("walmer",)
 WALMER_K = 80
 WALMER_IMAGES = 999
 METHOD = (
-    f"scikit-learn KMeans, init k-means++, n_init {N_INIT}, float32, random_state seed, seed + 1, "
-    "...; nmi normalised by the arithmetic mean of the entropies"
+    f"scikit-learn KMeans, init k-means++, n_init {N_INIT}, float32, random_state seed, "
+    "seed + 1, ...; nmi normalised by the arithmetic mean of the entropies"
 )
 SPREAD = "std: standard deviation (n - 1) over the seeds of k-means; empty with one seed"
 
@@ -120,8 +120,8 @@ def run(
     preset: Annotated[
         str | None,
         Option(
-            "walmer: k = 80, vit_analysis weights, crowds too, of the first 999 images of the "
-            "masks. Options given beside it win.",
+            "walmer: k = 80, vit_analysis weights, crowds too, of the first 999 images "
+            "of the masks. Options given beside it win.",
             choices=tuple(PRESETS),
             default="none",
         ),
@@ -146,15 +146,16 @@ def run(
         metrics_option(
             (*METRICS, *SEGMENT_METRICS),
             "all three",
-            "How clusters and classes agree; of segments purity is segment_purity, and so on.",
+            "How clusters and classes agree; of segments purity is segment_purity, and "
+            "so on.",
         ),
     ] = (),
     baselines: Annotated[
         Sequence[str] | None,
         Option(
-            "shuffled: the same clusters against shuffled labels; random: clusters of Gaussian "
-            "features of the same shape; image: of segments, clusters of the mean over all "
-            "patches of their image.",
+            "shuffled: the same clusters against shuffled labels; random: clusters of "
+            "Gaussian features of the same shape; image: of segments, clusters of the "
+            "mean over all patches of their image.",
             "--baseline",
             choices=SEGMENT_BASELINES,
             or_none=True,
@@ -375,11 +376,11 @@ ANALYSIS = Analysis(
     help="""
     Cluster images, objects or parts; compare with classes.
 
-    k-means on one vector per image; the clusters are compared with the labels by purity, NMI and
-    ARI (Walmer et al. 2023, Figs. 7, 24, 25). With --masks on one vector per segment, the mean of
-    the patches it lies on, weighted by its area in each (Figs. 8, 26, 27). k-means is
-    scikit-learn's (k-means++, best of 10 starts, float32); each value is the mean over seeds.
-    Labels are not used for clustering.
+    k-means on one vector per image; the clusters are compared with the labels by purity,
+    NMI and ARI (Walmer et al. 2023, Figs. 7, 24, 25). With --masks on one vector per
+    segment, the mean of the patches it lies on, weighted by its area in each (Figs. 8,
+    26, 27). k-means is scikit-learn's (k-means++, best of 10 starts, float32); each value
+    is the mean over seeds. Labels are not used for clustering.
 
       $ vitsee cluster b16.zarr -o cluster.csv --png cluster.png
       $ vitsee cluster b16.zarr dino=vits16-dino.zarr --k 50 --images 5000 --png both.png
@@ -389,13 +390,15 @@ ANALYSIS = Analysis(
       $ vitsee cluster parts.zarr --masks masks/ --background 40 --void none --segments 5000
 
     With --masks the metrics are segment_purity, segment_nmi, segment_ari, with the 95 %
-    interval over images and the column n_segments. The figure shows the three against depth.
+    interval over images and the column n_segments. The figure shows the three against
+    depth.
     """,
     needs=("sites",),
     reading=(
-        "How well clusters found without labels agree with the classes, layer by layer. Purity "
-        "grows with the number of clusters by itself: read it against the dashed lines, which "
-        "are the same clusters with shuffled labels, and clusters of noise."
+        "How well clusters found without labels agree with the classes, layer by "
+        "layer. Purity grows with the number of clusters by itself: read it against "
+        "the dashed lines, which are the same clusters with shuffled labels, and "
+        "clusters of noise."
     ),
     source="Walmer et al. 2023, Figs. 7, 8, 24 to 27",
     columns=COLUMNS,

@@ -67,8 +67,9 @@ def require_clusterable(
         )
     if isinstance(data, LabelledSegments) and len(np.unique(data.labels)) == 1:
         raise VitseeError(
-            f"all {n} segments of {label} are of one category, {data.classes[data.labels[0]]}: "
-            "every clustering agrees with it; expected several"
+            f"all {n} segments of {label} are of one category, "
+            f"{data.classes[data.labels[0]]}: every clustering agrees with it; expected "
+            "several"
         )
     widest = max(sites, key=lambda site: site.dim)
     # float32: the vectors, and scikit-learn's copies while it centres and assigns them.
@@ -76,9 +77,10 @@ def require_clusterable(
     n_bytes = n * bytes_per_example
     if memory is not None and n_bytes > memory:
         raise VitseeError(
-            f"k-means of {n} {data.WHAT} of {label} at {widest.name} ({widest.dim} channels) takes "
-            f"{human_bytes(n_bytes)} of memory; --memory is {human_bytes(memory)} (use fewer "
-            f"--images, {memory // bytes_per_example} fit, or give more --memory)"
+            f"k-means of {n} {data.WHAT} of {label} at {widest.name} ({widest.dim} "
+            f"channels) takes {human_bytes(n_bytes)} of memory; --memory is "
+            f"{human_bytes(memory)} (use fewer --images, {memory // bytes_per_example} "
+            "fit, or give more --memory)"
         )
 
 
@@ -155,8 +157,8 @@ class StoreClusters:
             if self.blocks is None and features.site.layout is not None:
                 which = f"{features.selection} "
             remark = (
-                f"{data.store.label} {item}: the {which}vector of every {data.NOUN} is the same, "
-                "so all are one cluster"
+                f"{data.store.label} {item}: the {which}vector of every {data.NOUN} is "
+                "the same, so all are one cluster"
             )
         clusters = self._clusters(repeat(vectors), progress)
         scores = {"": self._scores(clusters)}

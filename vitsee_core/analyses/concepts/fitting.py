@@ -22,15 +22,23 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 METHODS = ("kmeans", "nmf", "pca")
-BATCH = 4096  # tokens, or 16 for each concept where that is more
-STARTS = 4  # of k-means on the first batch
-HALVES = 2
+BATCH = 4096  # tokens of a step, or 16 for each concept if that is more
+N_STARTS = 4  # of k-means on the first batch
+N_HALVES = 2
+TOKENS_AT_ONCE = 4096  # encoded at once while measuring, so that codes fit the memory
 
 
 @dataclass(frozen=True)
-class Choice:
-    """method: of `METHODS`; k: concepts; epochs: passes over the tokens of kmeans and nmf; clamp:
-    negative numbers are taken as 0; seed: of the solver and the tokens' order."""
+class SolverOptions:
+    """How dictionaries are fitted.
+
+    Attributes:
+        method: one of `METHODS`.
+        k: number of concepts.
+        epochs: passes over the tokens, for kmeans and nmf.
+        clamp: whether negative numbers are taken as 0.
+        seed: of the solvers and of the tokens' order.
+    """
 
     method: str
     k: int
@@ -39,191 +47,236 @@ class Choice:
     seed: int
 
     @property
-    def passes(self) -> int:
+    def n_passes(self) -> int:
+        """Number of passes over the tokens; one for pca, whose sums are exact after it."""
         return 1 if self.method == "pca" else self.epochs
 
 
-class Fitted(NamedTuple):
-    """Dictionaries of the same patches."""
+class FittedDictionaries(NamedTuple):
+    """Dictionaries of one site's patches."""
 
-    whole: Dictionary  # of all images
-    halves: tuple[Dictionary, ...]
-    mean: Float32  # (D,) of all patches
+    full: Dictionary  # fitted on all images
+    halves: tuple[Dictionary, ...]  # fitted on each half of the images
+    mean: Float32  # (D,) mean of all patches
 
 
 def fit(
-    features: SiteFeatures, groups: Integers, choice: Choice, progress: Progress
-) -> Fitted:
-    """The dictionaries of all images and of each half of a site's patches. groups: (images,) half
-    of each image, -1 for those that do not count; progress is advanced by the images of each pass.
+    features: SiteFeatures, halves: Integers, options: SolverOptions, progress: Progress
+) -> FittedDictionaries:
+    """Fit the dictionaries of all images and of each half of the images, in the same passes.
+
+    Args:
+        features: reads the site's patch tokens.
+        halves: (images,) half of each image, -1 for images that do not count.
+        options: method, number of concepts, passes, seed.
+        progress: advanced by the images of each pass.
 
     Raises:
-        VitseeError: too few tokens in a half, or negative numbers in nmf.
+        VitseeError: fewer patches in a half than concepts, or negative numbers in nmf.
     """
     name = f"{features.site.name} of {features.store.label}"
-    counts = [
-        int((groups == half).sum()) * len(features.tokens) for half in range(HALVES)
-    ]
-    if min(counts) < choice.k:
+    n_patches = len(features.tokens)
+    counts = [int((halves == half).sum()) * n_patches for half in range(N_HALVES)]
+    if min(counts) < options.k:
         raise VitseeError(
-            f"{choice.k} concepts were asked for, but half of the images of {name} has "
+            f"{options.k} concepts were asked for, but half of the images of {name} has "
             f"{min(counts)} patches; expected --k of at most that"
         )
-    solvers = [_Solver(choice) for _ in range(1 + HALVES)]
-    for epoch in range(choice.passes):
-        for x, halves in _tokens(features, groups, choice, epoch):
-            if choice.method == "nmf" and (x < 0).any():
+    full_solver = _Solver(options)
+    half_solvers = [_Solver(options) for _ in range(N_HALVES)]
+    for epoch in range(options.n_passes):
+        for x, token_halves in _shuffled_tokens(features, halves, options, epoch):
+            if options.method == "nmf" and (x < 0).any():
                 raise VitseeError(
-                    f"{name} has negative numbers ({x.min():.3g}), and nmf is of numbers without: "
-                    "give --clamp to take them as 0 (CRAFT's activations come from a ReLU), or "
-                    "another --method"
+                    f"{name} has negative numbers ({x.min():.3g}), and nmf is of numbers "
+                    "without: give --clamp to take them as 0 (CRAFT's activations come "
+                    "from a ReLU), or another --method"
                 )
-            solvers[0].add(x)
-            for half in range(HALVES):
-                solvers[1 + half].add(x[halves == half])
-            progress.advance(len(x) // len(features.tokens))
-        for solver in solvers:
+            full_solver.add(x)
+            for half, solver in enumerate(half_solvers):
+                solver.add(x[token_halves == half])
+            progress.advance(len(x) // n_patches)
+        for solver in (full_solver, *half_solvers):
             solver.flush()
-    whole, *halves_of_it = (solver.dictionary(features.site.name) for solver in solvers)
-    mean = (solvers[0].total / solvers[0].n).astype(np.float32)
-    return Fitted(whole, tuple(halves_of_it), mean)
+    site = features.site.name
+    return FittedDictionaries(
+        full=full_solver.dictionary(site),
+        halves=tuple(solver.dictionary(site) for solver in half_solvers),
+        mean=(full_solver.total / full_solver.n).astype(np.float32),
+    )
 
 
-def _tokens(
-    features: SiteFeatures, groups: Integers, choice: Choice, epoch: int
+def _shuffled_tokens(
+    features: SiteFeatures, halves: Integers, options: SolverOptions, epoch: int
 ) -> Iterator[tuple[Float32, Integers]]:
-    """Tokens (n, D) of a slab in random order, and their halves; the slabs in random order."""
+    """Yield the tokens of one slab after another, both in random order.
+
+    halves: (images,) as in `fit`. Yields (n, D) tokens and (n,) the half of each.
+    """
     store = features.store
-    rng = np.random.default_rng([choice.seed, epoch])
-    for k in rng.permutation(store.plan.n_slabs).tolist():
-        rows = store.plan.rows(k)
-        counted = groups[rows] >= 0
+    all_patches = slice(0, len(features.tokens))
+    rng = np.random.default_rng([options.seed, epoch])
+    for slab_index in rng.permutation(store.plan.n_slabs).tolist():
+        rows = store.plan.rows(slab_index)
+        counted = halves[rows] >= 0
         if not counted.any():
             continue
-        x = features.of_slab(
-            Piece(store, k, rows, counted), slice(0, len(features.tokens))
-        )
-        halves = np.repeat(groups[rows][counted], x.shape[1])
-        order = rng.permutation(len(halves))
-        flat = x.reshape(-1, x.shape[-1])[order]
-        yield np.maximum(flat, 0) if choice.clamp else flat, halves[order]
+        # (images, patches, D)
+        x = features.of_slab(Piece(store, slab_index, rows, counted), all_patches)
+        token_halves = np.repeat(halves[rows][counted], x.shape[1])
+        # Minibatch solvers expect batches that are alike: a slab's images are mixed.
+        order = rng.permutation(len(token_halves))
+        tokens = x.reshape(-1, x.shape[-1])[order]
+        if options.clamp:
+            tokens = np.maximum(tokens, 0)
+        yield tokens, token_halves[order]
 
 
 class _Solver:
-    """One model, given its tokens in batches of between `size` and twice as many."""
+    """One model of scikit-learn, fitted on batches of `size` to 2 x `size` tokens.
 
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-        self.model: Any = None
-        self.size = max(BATCH, 16 * choice.k)
-        self.waiting: list[Float32] = []
-        self.total: Any = 0.0
-        self.n = 0
+    Batches are cut anew, so that they do not depend on the slabs' sizes.
+    """
+
+    def __init__(self, options: SolverOptions) -> None:
+        self.options = options
+        self.model: Any = None  # made on the first batch
+        self.size = max(BATCH, 16 * options.k)
+        self.pending: list[Float32] = []  # tokens that wait for a full batch
+        self.total: Any = 0.0  # (D,) float64 sum of all tokens
+        self.n = 0  # number of tokens
 
     def add(self, x: Float32) -> None:
+        """Add tokens (n, D), and take the steps for which there are enough of them."""
         self.total = self.total + x.sum(0, dtype=np.float64)
         self.n += len(x)
-        self.waiting.append(x)
-        if sum(map(len, self.waiting)) < 2 * self.size:
+        self.pending.append(x)
+        if sum(map(len, self.pending)) < 2 * self.size:
             return
-        pool = np.concatenate(self.waiting)
-        stop = len(pool) // self.size * self.size - self.size
+        tokens = np.concatenate(self.pending)
+        # One batch always stays, so that the last of a pass is never smaller than `size`.
+        stop = len(tokens) // self.size * self.size - self.size
         for start in range(0, stop, self.size):
-            self._step(pool[start : start + self.size])
-        self.waiting = [pool[stop:]]
+            self._step(tokens[start : start + self.size])
+        self.pending = [tokens[stop:]]
 
     def flush(self) -> None:
-        """Take the step of the rows that wait for a full batch at the end of a pass."""
-        if self.waiting:
-            self._step(np.concatenate(self.waiting))
-        self.waiting = []
+        """Take the step of the tokens that wait for a full batch at the end of a pass."""
+        if self.pending:
+            self._step(np.concatenate(self.pending))
+        self.pending = []
 
     def _step(self, x: Float32) -> None:
+        """Update the model with one batch (n, D)."""
         from sklearn.exceptions import ConvergenceWarning
 
         with warnings.catch_warnings():
             # Fewer distinct tokens than concepts; few iterations on one batch.
             warnings.simplefilter("ignore", ConvergenceWarning)
             if self.model is None:
-                self.model = self._new(x)
+                self.model = self._make_model(x)
             self.model.partial_fit(x)
 
-    def _new(self, x: Float32) -> Any:
+    def _make_model(self, x: Float32) -> Any:
+        """Return the estimator; of kmeans with the centres of the first batch x (n, D)."""
         from sklearn.cluster import KMeans, MiniBatchKMeans
         from sklearn.decomposition import IncrementalPCA, MiniBatchNMF
 
-        k = self.choice.k
-        seed = self.choice.seed
-        if self.choice.method == "pca":
+        k = self.options.k
+        seed = self.options.seed
+        if self.options.method == "pca":
             return IncrementalPCA(k)
-        if self.choice.method == "nmf":
+        if self.options.method == "nmf":
             # All batches count alike, as the data are finite.
             return MiniBatchNMF(k, random_state=seed, forget_factor=1.0)
-        first = KMeans(k, n_init=STARTS, random_state=seed).fit(x)
+        # partial_fit tries one start only; k-means on the first batch tries several.
+        first_batch = KMeans(k, n_init=N_STARTS, random_state=seed).fit(x)
         return MiniBatchKMeans(
-            k, init=first.cluster_centers_, n_init=1, random_state=seed
+            k, init=first_batch.cluster_centers_, n_init=1, random_state=seed
         )
 
     def dictionary(self, site: str) -> Dictionary:
-        told: dict[str, Any] = {"clamp": self.choice.clamp, "site": site}
-        nothing = np.zeros(len(self.total), np.float32)
-        if self.choice.method == "kmeans":
-            rows = self.model.cluster_centers_.astype(np.float32)
-            return Dictionary("nearest", rows, nothing, **told)
-        rows = self.model.components_.astype(np.float32)
-        if self.choice.method == "nmf":
-            return Dictionary("nnls", rows, nothing, **told)
-        signs = np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(1)])
-        rows = rows * np.where(signs == 0, 1, signs)[:, None].astype(np.float32)
-        centre = self.model.mean_.astype(np.float32)
-        zeros = np.zeros(len(rows), np.float32)
+        """Return the fitted directions and their encoder, in float32."""
+        clamp = self.options.clamp
+        zero_bias = np.zeros(len(self.total), np.float32)
+        if self.options.method == "kmeans":
+            centres = self.model.cluster_centers_.astype(np.float32)
+            return Dictionary("nearest", centres, zero_bias, clamp=clamp, site=site)
+        components = self.model.components_.astype(np.float32)  # (K, D)
+        if self.options.method == "nmf":
+            return Dictionary("nnls", components, zero_bias, clamp=clamp, site=site)
+        # A principal axis has no sign: its largest entry is made positive.
+        largest = np.abs(components).argmax(1)
+        signs = np.sign(components[np.arange(len(components)), largest])
+        signs = np.where(signs == 0, 1, signs)  # an axis of zeros
+        axes = components * signs[:, np.newaxis].astype(np.float32)
         return Dictionary(
-            "linear", rows, centre, rows.T.copy(), zeros, centre=True, **told
+            "linear",
+            w_dec=axes,
+            b_dec=self.model.mean_.astype(np.float32),
+            w_enc=axes.T.copy(),
+            b_enc=np.zeros(len(axes), np.float32),
+            centre=True,
+            clamp=clamp,
+            site=site,
         )
 
 
-def matched_cosine(fitted: Fitted, shuffled: np.random.Generator | None = None) -> float:
-    """The mean cosine of the two halves' concepts, each matched with one of the other so that the
-    sum is largest (Hungarian assignment).
+def matched_cosine(
+    fitted: FittedDictionaries, shuffle_rng: np.random.Generator | None = None
+) -> float:
+    """Return the mean cosine of the two halves' concepts, matched one to one.
 
-    Of k-means, concepts are centres about the mean of all patches, which they otherwise share; of
-    principal axes the cosine's magnitude counts, as their sign is arbitrary. shuffled: permutes the
-    second one's channels, for what matching alone gives.
+    The matching has the largest sum of cosines (Hungarian assignment). Of k-means, concepts are
+    centres about the mean of all patches, which they otherwise share; of principal axes the
+    cosine's magnitude counts, as their sign is arbitrary.
+
+    Args:
+        fitted: the dictionaries.
+        shuffle_rng: permutes the second half's channels, for what matching alone gives.
     """
     from scipy.optimize import linear_sum_assignment
 
-    first, second = (_directions(one, fitted.mean) for one in fitted.halves)
-    if shuffled is not None:
-        second = second[:, shuffled.permutation(second.shape[1])]
-    cosines = first @ second.T
-    if fitted.whole.kind == "linear":
+    first, second = (_unit_directions(half, fitted.mean) for half in fitted.halves)
+    if shuffle_rng is not None:
+        second = second[:, shuffle_rng.permutation(second.shape[1])]
+    cosines = first @ second.T  # (K, K)
+    if fitted.full.kind == "linear":
         cosines = np.abs(cosines)
     rows, columns = linear_sum_assignment(cosines, maximize=True)
     return float(cosines[rows, columns].mean())
 
 
-def _directions(dictionary: Dictionary, mean: Float32) -> Any:
-    """(K, D) float64 of length 1, or 0."""
-    rows = dictionary.w_dec.astype(np.float64)
+def _unit_directions(dictionary: Dictionary, mean: Float32) -> Float:
+    """Return (K, D) the directions in float64, of length 1; a direction of zeros stays so."""
+    directions = dictionary.w_dec.astype(np.float64)
     if dictionary.kind == "nearest":
-        rows = rows - mean
-    length = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.where(length > 0, length, 1)
+        directions = directions - mean
+    length = np.linalg.norm(directions, axis=1, keepdims=True)
+    unit: Float = directions / np.where(length > 0, length, 1)
+    return unit
 
 
-def halves_of(of_rows: Integers) -> Integers:
-    """(images,) 0 for those in even blocks, 1 in odd ones, -1 for those in none (of_rows: -1)."""
-    return np.where(of_rows < 0, -1, of_rows % HALVES)
+def assign_halves(blocks: Integers) -> Integers:
+    """Return (images,) 0 for images of even blocks, 1 for odd ones, -1 for those in none.
 
-
-AT_ONCE = 4096  # tokens
+    blocks: (images,) block of each image, -1 for none.
+    """
+    return np.where(blocks < 0, -1, blocks % N_HALVES)
 
 
 @dataclass(frozen=True)
-class Task:
-    """features: patches; blocks: (images,) block of the jackknife, -1 for none; labels: (draws,
-    images) classes, the own ones and shuffled ones, without any draw where there are none; n_top:
-    patches kept of each concept."""
+class ConceptTask:
+    """What is measured of one dictionary. The fold calls it for the accumulator of each slab.
+
+    Attributes:
+        features: reads the site's patch tokens.
+        dictionary: encodes them.
+        blocks: (images,) block of the jackknife, -1 for none.
+        labels: (draws, images) classes: the images' labels, then shuffled ones; no draw if there
+            are no classes.
+        n_top: number of patches kept for each concept.
+    """
 
     features: SiteFeatures
     dictionary: Dictionary
@@ -232,122 +285,169 @@ class Task:
     n_top: int
 
     def __call__(self) -> ConceptSums:
-        """An empty accumulator."""
+        """Return an empty accumulator."""
         return ConceptSums(self)
 
     @property
     def n_blocks(self) -> int:
+        """Number of blocks."""
         return int(self.blocks.max()) + 1
 
 
-class Top(NamedTuple):
-    """The patches of each concept with the highest activation, of one image each: (K, n) values,
-    rows of the store, and cells."""
+class StrongestPatches(NamedTuple):
+    """The patches of each concept with the highest activation, one per image: (K, n) each."""
 
     values: Float
-    rows: Integers
-    cells: Integers
+    rows: Integers  # of the store
+    cells: Integers  # of the site's grid
 
 
 @dataclass
 class ConceptSums:
-    """An accumulator (see `streaming`) of what is measured of a dictionary."""
+    """Accumulator, for the streaming fold, of what is measured of a dictionary."""
 
-    task: Task
+    task: ConceptTask
     n: NDArray[Any] = field(init=False)  # (blocks,) patches
     error: Float = field(init=False)  # (blocks,) sum of |x - x'|^2
     squares: Float = field(init=False)  # (blocks,) sum of |x|^2
     total: Float = field(init=False)  # (blocks, D) sum of x
-    counts: Integers = field(init=False)  # (K,) patches assigned
-    classes: Integers = field(
-        init=False
-    )  # (draws, blocks, K, classes) of them, with a label
-    top: Top = field(init=False)
+    counts: Integers = field(init=False)  # (K,) assigned patches
+    # (draws, blocks, K, classes) assigned patches of images with a label
+    classes: Integers = field(init=False)
+    top: StrongestPatches = field(init=False)
 
     def __post_init__(self) -> None:
-        d = self.task.dictionary
-        m = self.task.n_blocks
+        n_concepts = self.task.dictionary.n
+        n_blocks = self.task.n_blocks
         labels = self.task.labels
-        self.n = np.zeros(m, np.int64)
-        self.error = np.zeros(m)
-        self.squares = np.zeros(m)
-        self.total = np.zeros((m, d.dim))
-        self.counts = np.zeros(d.n, np.int64)
         n_classes = int(labels.max(initial=-1)) + 1
-        self.classes = np.zeros((len(labels), m, d.n, n_classes), np.int64)
-        nothing = np.zeros((d.n, 0), np.int64)
-        self.top = Top(np.zeros((d.n, 0)), nothing, nothing)
+        self.n = np.zeros(n_blocks, np.int64)
+        self.error = np.zeros(n_blocks)
+        self.squares = np.zeros(n_blocks)
+        self.total = np.zeros((n_blocks, self.task.dictionary.dim))
+        self.counts = np.zeros(n_concepts, np.int64)
+        self.classes = np.zeros((len(labels), n_blocks, n_concepts, n_classes), np.int64)
+        no_patches = np.zeros((n_concepts, 0), np.int64)
+        self.top = StrongestPatches(np.zeros((n_concepts, 0)), no_patches, no_patches)
 
     def update(self, slab: Slab) -> None:
-        """Count a slab."""
+        """Add the patches of a slab's valid images."""
         task = self.task
-        d = self.task.dictionary
+        dictionary = task.dictionary
+        # (images, patches, D)
         tokens = task.features.of_slab(slab, slice(0, len(task.features.tokens)))
+        n_patches = tokens.shape[1]
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
-        step = max(1, AT_ONCE // tokens.shape[1])
+        step = max(1, TOKENS_AT_ONCE // n_patches)  # images
         for start in range(0, len(rows), step):
-            own = rows[start : start + step]
-            x = d.target(tokens[start : start + step].reshape(-1, d.dim))
-            codes = d.encode(x)
-            wide = x.astype(np.float64)
-            block = task.blocks[own]
-            shape = (len(own), -1)
-            np.add.at(self.n, block, tokens.shape[1])
-            np.add.at(
-                self.error, block, ((wide - d.decode(codes)) ** 2).reshape(shape).sum(1)
+            step_rows = rows[start : start + step]
+            step_blocks = task.blocks[step_rows]
+            n_images = len(step_rows)
+            x = dictionary.target(
+                tokens[start : start + step].reshape(-1, dictionary.dim)
             )
-            np.add.at(self.squares, block, (wide**2).reshape(shape).sum(1))
-            np.add.at(self.total, block, wide.reshape(len(own), -1, d.dim).sum(1))
-            self._assign(codes, own, np.repeat(block, tokens.shape[1]))
-            self._strongest(d.activation(x, codes), own)
+            codes = dictionary.encode(x)  # (images x patches, K)
+            # Float64, for sums whose difference r2 is.
+            x64 = x.astype(np.float64)
+            squared_error = (x64 - dictionary.decode(codes)) ** 2
+            image_error = squared_error.reshape(n_images, -1).sum(1)
+            image_squares = (x64**2).reshape(n_images, -1).sum(1)
+            image_total = x64.reshape(n_images, -1, dictionary.dim).sum(1)
+            np.add.at(self.n, step_blocks, n_patches)
+            np.add.at(self.error, step_blocks, image_error)
+            np.add.at(self.squares, step_blocks, image_squares)
+            np.add.at(self.total, step_blocks, image_total)
+            self._count_assigned(codes, step_rows, n_patches)
+            self._keep_strongest(dictionary.activation(x, codes), step_rows)
 
-    def _assign(self, codes: Any, own: Integers, block: Integers) -> None:
-        """Each patch to the concept with the largest code, in magnitude; none with codes of 0."""
-        size = np.abs(codes)
-        concept = size.argmax(1)
-        counted = size[np.arange(len(size)), concept] > 0
-        np.add.at(self.counts, concept[counted], 1)
-        for draw, labels in enumerate(self.task.labels):
-            label = np.repeat(labels[own], len(block) // len(own))
-            use = counted & (label >= 0)
-            np.add.at(self.classes[draw], (block[use], concept[use], label[use]), 1)
+    def _count_assigned(self, codes: Any, rows: Integers, n_patches: int) -> None:
+        """Count each patch at the concept with its largest code, in magnitude.
 
-    def _strongest(self, activation: Any, own: Integers) -> None:
-        """Keep for each concept its best images so far, an image counting by its strongest
-        patch."""
-        by_image = activation.reshape(len(own), -1, activation.shape[-1])
+        Patches whose codes are all 0 are not counted. codes: (images x patches, K); rows: (images,)
+        of the store.
+        """
+        magnitudes = np.abs(codes)
+        concepts = magnitudes.argmax(1)
+        is_assigned = magnitudes[np.arange(len(magnitudes)), concepts] > 0
+        np.add.at(self.counts, concepts[is_assigned], 1)
+        blocks = np.repeat(self.task.blocks[rows], n_patches)
+        for draw, image_labels in enumerate(self.task.labels):
+            labels = np.repeat(image_labels[rows], n_patches)
+            counted = is_assigned & (labels >= 0)
+            cells = (blocks[counted], concepts[counted], labels[counted])
+            np.add.at(self.classes[draw], cells, 1)
+
+    def _keep_strongest(self, activation: Any, rows: Integers) -> None:
+        """Keep the best images so far of each concept; an image counts by its strongest patch.
+
+        activation: (images x patches, K); rows: (images,) of the store.
+        """
+        by_image = activation.reshape(len(rows), -1, activation.shape[-1])
         cells = by_image.argmax(1)  # (images, K)
-        values = np.take_along_axis(by_image, cells[:, None], 1)[:, 0].astype(np.float64)
-        rows = np.broadcast_to(own[:, None], cells.shape)
-        self.top = _best([self.top, Top(values.T, rows.T, cells.T)], self.task.n_top)
+        values = np.take_along_axis(by_image, cells[:, np.newaxis], 1)[:, 0]
+        candidates = StrongestPatches(
+            values=values.astype(np.float64).T,  # (K, images)
+            rows=np.broadcast_to(rows[:, np.newaxis], cells.shape).T,
+            cells=cells.T,
+        )
+        self.top = _join_strongest(self.top, candidates, self.task.n_top)
 
     def merge(self, other: ConceptSums) -> None:
         """Add another accumulator."""
         for name in ("n", "error", "squares", "total", "counts", "classes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.top = _best([self.top, other.top], self.task.n_top)
+        self.top = _join_strongest(self.top, other.top, self.task.n_top)
 
     def result(self) -> ConceptSums:
-        """The accumulator itself."""
+        """Return the accumulator itself."""
         return self
 
     def r2(self, without: int | None = None) -> float:
-        """The share that is explained, see `dictionary.explained`; without: a block of images."""
-        keep = np.arange(len(self.n)) != (-1 if without is None else without)
-        sums = (self.n, self.error, self.squares, self.total)
-        return explained(*(of_blocks[keep].sum(0) for of_blocks in sums))
+        """Return r2 = 1 - |x - x'|^2 / |x - mean|^2 over all patches.
+
+        without: a block of images to leave out.
+        """
+        blocks = self._blocks_except(without)
+        return explained(
+            n=self.n[blocks].sum(),
+            error=self.error[blocks].sum(),
+            squares=self.squares[blocks].sum(),
+            total=self.total[blocks].sum(0),
+        )
 
     def purity(self, draw: int, without: int | None = None) -> float:
-        """(1 / n) sum over concepts of the largest number of patches of images of one class."""
-        keep = np.arange(len(self.n)) != (-1 if without is None else without)
-        table = self.classes[draw, keep].sum(0)
-        if table.sum():
-            return float(table.max(1).sum() / table.sum())
-        return np.nan
+        """Return (1 / n) sum over concepts of the largest number of patches of one class.
+
+        It is NaN if no patch is counted.
+
+        Args:
+            draw: which labels, as `ConceptTask.labels` counts them.
+            without: a block of images to leave out.
+        """
+        # (K, classes)
+        patch_counts = self.classes[draw, self._blocks_except(without)].sum(0)
+        n = patch_counts.sum()
+        if not n:
+            return np.nan
+        return float(patch_counts.max(1).sum() / n)
+
+    def _blocks_except(self, without: int | None) -> NDArray[np.bool_]:
+        """Return (blocks,) whether each block is used: all except `without`."""
+        is_used = np.ones(len(self.n), bool)
+        if without is not None:
+            is_used[without] = False
+        return is_used
 
 
-def _best(parts: list[Top], n: int) -> Top:
-    """The highest of each concept, the first rows of equal ones."""
-    values, rows, cells = (np.concatenate(some, 1) for some in zip(*parts, strict=True))
+def _join_strongest(a: StrongestPatches, b: StrongestPatches, n: int) -> StrongestPatches:
+    """Return the n highest of both for each concept; of equal ones the first rows of the store."""
+    values = np.concatenate([a.values, b.values], axis=1)
+    rows = np.concatenate([a.rows, b.rows], axis=1)
+    cells = np.concatenate([a.cells, b.cells], axis=1)
+    # lexsort's last key is the first to be sorted by. (K, n)
     order = np.lexsort((rows, -values), axis=1)[:, :n]
-    return Top(*(np.take_along_axis(some, order, 1) for some in (values, rows, cells)))
+    return StrongestPatches(
+        values=np.take_along_axis(values, order, axis=1),
+        rows=np.take_along_axis(rows, order, axis=1),
+        cells=np.take_along_axis(cells, order, axis=1),
+    )

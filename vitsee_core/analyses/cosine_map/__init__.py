@@ -101,9 +101,9 @@ def run(
     at: Annotated[
         Sequence[str],
         Option(
-            "The patch at ROW,COL of the token grid (3,5), at X,Ypx of the original image "
-            "(120,80px: the same place in every grid), or in the middle; of clips in the middle "
-            "frame, or at FRAME,ROW,COL.",
+            "The patch at ROW,COL of the token grid (3,5), at X,Ypx of the original "
+            "image (120,80px: the same place in every grid), or in the middle; of "
+            "clips in the middle frame, or at FRAME,ROW,COL.",
             metavar="PATCH",
             default=MIDDLE,
             parse=lambda text: Spot.parse(text).text,
@@ -116,7 +116,8 @@ def run(
     offsets: Annotated[
         bool,
         Option(
-            "Means over all images by the offset between two patches, in place of single images."
+            "Means over all images by the offset between two patches, in place of "
+            "single images."
         ),
     ] = False,
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
@@ -227,7 +228,8 @@ def plot(
     scale: Annotated[
         str,
         Option(
-            "Colours of the figure: one scale for all maps, or each map over its own range.",
+            "Colours of the figure: one scale for all maps, or each map over its own "
+            "range.",
             choices=SCALES,
         ),
     ] = SCALES[0],
@@ -443,26 +445,27 @@ ANALYSIS = Analysis(
     help="""
     Map which patches a chosen patch resembles.
 
-    The cosine of one patch's features with those of every patch, in its image and in others,
-    layer by layer and model by model, beside the photograph with the patch marked.
+    The cosine of one patch's features with those of every patch, in its image and in
+    others, layer by layer and model by model, beside the photograph with the patch
+    marked.
 
       $ vitsee cosine-map b16.zarr --image cat.jpg --at 120,80px --png cat.png > cat.csv
       $ vitsee cosine-map a.zarr b.zarr --image cat.jpg --to dog.jpg --png both.png > both.csv
       $ vitsee cosine-map b16.zarr --offsets --png offsets.png > offsets.csv
 
     Metrics: cosine; of each chosen patch cosine_mean over the others of its image,
-    cosine_neighbours, and cosine_area, the share of patches above the middle between that mean
-    and 1. With --offsets the columns are row, col (signed, key minus query), value, std and the
-    95 % interval low, high over images, n_images. Of clips the maps have a column frame, the
-    patch's place in time.
+    cosine_neighbours, and cosine_area, the share of patches above the middle between that
+    mean and 1. With --offsets the columns are row, col (signed, key minus query), value,
+    std and the 95 % interval low, high over images, n_images. Of clips the maps have a
+    column frame, the patch's place in time.
     """,
     needs=("grid",),
     reading=(
-        "The framed patch of the photograph (red cross) against every patch: bright where "
-        "features point the same way. A layer that knows objects lights up the object and "
-        "little else, one that knows places lights up around the patch, one that is uniform "
-        "everything. Cosines are not centred: read them within a layer, and by their statistics "
-        "across layers."
+        "The framed patch of the photograph (red cross) against every patch: bright "
+        "where features point the same way. A layer that knows objects lights up the "
+        "object and little else, one that knows places lights up around the patch, one "
+        "that is uniform everything. Cosines are not centred: read them within a "
+        "layer, and by their statistics across layers."
     ),
     source="Siméoni et al. 2025 (DINOv3), Fig. 3",
     columns=COLUMNS,

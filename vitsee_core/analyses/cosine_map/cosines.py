@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MIDDLE = "middle"
 EXPECTED = (
-    "ROW,COL of the token grid (3,5; of clips FRAME,ROW,COL, too), X,Ypx of the original image "
-    f"(120,80px), or {MIDDLE} of what the model saw"
+    "ROW,COL of the token grid (3,5; of clips FRAME,ROW,COL, too), X,Ypx of the "
+    f"original image (120,80px), or {MIDDLE} of what the model saw"
 )
 _PIXEL = re.compile(r"([0-9]+) *, *([0-9]+) *px")
 STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
@@ -91,8 +91,8 @@ class Spot:
             if self.pixel[0] >= width or self.pixel[1] >= height:
                 name = str(store.samples.id[row])
                 raise VitseeError(
-                    f"{name!r} of {store.label} has {width} x {height} pixels, counted from 0: no "
-                    f"pixel {self.text.removesuffix('px')}"
+                    f"{name!r} of {store.label} has {width} x {height} pixels, counted "
+                    f"from 0: no pixel {self.text.removesuffix('px')}"
                 )
             return (self.pixel[1] + 0.5) / height, (self.pixel[0] + 0.5) / width
         top, left, bottom, right = view.seen(row)
@@ -125,8 +125,8 @@ class Spot:
         if cell < 0 or not view.on_image(layout, np.array([row]))[0, cell]:
             name = str(store.samples.id[row])
             raise SiteError(
-                f"{site.name} of {store.label} has no patch of {name!r} at {self.text}: it lies "
-                "outside of what the model saw, or beside the image"
+                f"{site.name} of {store.label} has no patch of {name!r} at {self.text}: "
+                "it lies outside of what the model saw, or beside the image"
             )
         return self.frame(layout) * cells_per_frame + cell
 

@@ -116,8 +116,8 @@ def run(
     other_transform: Annotated[
         bool,
         Option(
-            "Measure what other preprocessing does (size, crop, frames, time), where nothing else "
-            "differs.  [default: refuse]"
+            "Measure what other preprocessing does (size, crop, frames, time), where "
+            "nothing else differs.  [default: refuse]"
         ),
     ] = False,
     cache: Annotated[Path | None, pairwise.CACHE] = None,
@@ -277,8 +277,9 @@ def _require_distinct_stores(stores: Sequence[Store]) -> None:
         other = seen.setdefault(store.manifest.store_id, store)
         if other is not store:
             raise VitseeError(
-                f"{other.place} and {store.place} are one store, so nothing changed between them; "
-                "expected a store of the unchanged model, then stores of changed ones"
+                f"{other.place} and {store.place} are one store, so nothing changed "
+                "between them; expected a store of the unchanged model, then stores of "
+                "changed ones"
             )
 
 
@@ -288,8 +289,8 @@ def _remarks_on_base(base: Store) -> list[str]:
     if not record.get("ablate_skip") and not record.get("interventions"):
         return []
     return [
-        f"the base {base.label} is itself a changed model ({weights_name(record)}): effects are "
-        "differences from it, not from the whole model"
+        f"the base {base.label} is itself a changed model ({weights_name(record)}): "
+        "effects are differences from it, not from the whole model"
     ]
 
 
@@ -410,26 +411,27 @@ ANALYSIS = Analysis(
     Measure what a change does to a model, over all images.
 
     BASE and each CHANGED are stores of the same images: of a model, and of the same model
-    without a layer, with an intervention, or with other weights. What it costs: top-1 of the
-    model's own head, with McNemar's exact test of the paired difference; images with the same
-    answer; KL(base || changed) of the outputs. Where it shows: at each site CKA and the mean
-    cosine of tokens with the base.
+    without a layer, with an intervention, or with other weights. What it costs: top-1 of
+    the model's own head, with McNemar's exact test of the paired difference; images with
+    the same answer; KL(base || changed) of the outputs. Where it shows: at each site CKA
+    and the mean cosine of tokens with the base.
 
       $ vitsee extract vit_base_patch16_224 --data val --images 2000 -o b16.zarr
       $ vitsee extract vit_base_patch16_224 --data val --images 2000 --ablate-skip 5 -o skip5.zarr
       $ vitsee effect b16.zarr skip5.zarr -o effect.csv --png effect.png
       $ vitsee effect b16.zarr skip*.zarr --sites none > outputs.csv
 
-    --sites none: outputs alone. All stores must have the base's preprocessing; --other-transform
-    measures what another one does. Top-1 is left out where labels are not the classes of the head.
+    --sites none: outputs alone. All stores must have the base's preprocessing;
+    --other-transform measures what another one does. Top-1 is left out where labels are
+    not the classes of the head.
     """,
     needs=("sites",),
     reading=(
-        "What each change does, beside each other. Above, the outputs: accuracy lost or gained, "
-        "images with the same answer, divergence of the predicted probabilities. Below, how far "
-        "each layer still resembles the unchanged model's: layers before the change have 1, and "
-        "a curve that recovers says that later layers repair it. A large effect needs a control "
-        "of the same size."
+        "What each change does, beside each other. Above, the outputs: accuracy lost "
+        "or gained, images with the same answer, divergence of the predicted "
+        "probabilities. Below, how far each layer still resembles the unchanged "
+        "model's: layers before the change have 1, and a curve that recovers says that "
+        "later layers repair it. A large effect needs a control of the same size."
     ),
     source="McNemar 1947; Kornblith et al. 2019",
     columns=COLUMNS,

@@ -232,8 +232,8 @@ def alike_sites(
             left_out.append(site.name)
     if left_out:
         remarks.append(
-            f"{changed.label}: no cosine at {abbreviate(left_out)}, whose tokens or channels "
-            f"are not those of {base.label}"
+            f"{changed.label}: no cosine at {abbreviate(left_out)}, whose tokens or "
+            f"channels are not those of {base.label}"
         )
     return tuple(alike)
 

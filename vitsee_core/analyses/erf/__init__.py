@@ -82,9 +82,10 @@ COLUMNS = (*(*SITE, "row", "col"), *("metric", "value", "std", "low", "high", "n
 MAX_CELLS = 56  # of a map's side in the table
 MIN_SLABS = 10
 INTERVAL = (
-    "95 % interval over images of radii and offsets: value -+ t(0.975, slabs - 1) * standard "
-    f"error, from a delete-a-slab jackknife; empty below {MIN_SLABS} slabs with images (extract "
-    "with a smaller --slab), and for gradient. std: sqrt(n_images) * standard error"
+    "95 % interval over images of radii and offsets: value -+ t(0.975, slabs - 1) * "
+    f"standard error, from a delete-a-slab jackknife; empty below {MIN_SLABS} slabs "
+    "with images (extract with a smaller --slab), and for gradient. std: "
+    "sqrt(n_images) * standard error"
 )
 
 
@@ -96,8 +97,9 @@ def run(
         metrics_option(
             METRICS,
             "all",
-            "radius50_px, radius90_px: circle with half and 90 % of the field's mass, in pixels; "
-            "offset_px: its centre from the image's; gradient: the field itself.",
+            "radius50_px, radius90_px: circle with half and 90 % of the field's mass, "
+            "in pixels; offset_px: its centre from the image's; gradient: the field "
+            "itself.",
         ),
     ] = METRICS,
     sites: Annotated[Sequence[str], sites_option("every site with a receptive field")] = (
@@ -181,7 +183,8 @@ def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     """
     if store.plan.erf is None:
         raise MissingInput(
-            f"{store.label} holds no receptive fields (extract it with --erf 256 -o NEW.zarr)"
+            f"{store.label} holds no receptive fields (extract it with --erf 256 -o "
+            "NEW.zarr)"
         )
     requested = {site.alias_of or site.name for site in store.select(list(patterns))}
     return [
@@ -469,25 +472,25 @@ ANALYSIS = Analysis(
     help="""
     Measure effective receptive fields.
 
-    How far the centre of a layer sees: its gradient with respect to the input pixels, in absolute
-    value, averaged over images (Raghu et al. 2021, Figs. 6, C.1 to C.4). Needs `vitsee extract
-    --erf 256`; sites after the residual sum (blocks) and before it (the branches of residual) are
-    just different sites.
+    How far the centre of a layer sees: its gradient with respect to the input pixels, in
+    absolute value, averaged over images (Raghu et al. 2021, Figs. 6, C.1 to C.4). Needs
+    `vitsee extract --erf 256`; sites after the residual sum (blocks) and before it (the
+    branches of residual) are just different sites.
 
       $ vitsee extract vit_base_patch16_224 --data photos --erf 256 --sites residual -o b16.zarr
       $ vitsee erf b16.zarr -o erf.csv --png erf.png
       $ vitsee erf b16.zarr r50.zarr --sites blocks --png both.png > both.csv
       $ vitsee erf b16.zarr --metric radius50_px --sites '*.attn.branch'
 
-    --images rounds up to whole slabs, as fields are kept as their sums. The figure shows each
-    site's field, and the radii against depth.
+    --images rounds up to whole slabs, as fields are kept as their sums. The figure shows
+    each site's field, and the radii against depth.
     """,
     needs=("grid", "images"),
     reading=(
-        "Top, which pixels the middle of each feature map responds to: the circle holds half of "
-        "the mass, the cross is its centre. Below, that circle's radius against depth. A ViT's "
-        "field is wide from the first block on, a CNN's grows; sites after a residual sum keep "
-        "a peak of their own place, branches do not."
+        "Top, which pixels the middle of each feature map responds to: the circle "
+        "holds half of the mass, the cross is its centre. Below, that circle's radius "
+        "against depth. A ViT's field is wide from the first block on, a CNN's grows; "
+        "sites after a residual sum keep a peak of their own place, branches do not."
     ),
     source="Luo et al. 2016; Raghu et al. 2021, Figs. 6, C.1 to C.4",
     columns=COLUMNS,

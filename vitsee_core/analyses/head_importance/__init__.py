@@ -80,8 +80,8 @@ METRICS = ("top1_difference", "agreement", KL)
 WAYS = ("mean", "zero")
 DISTANCE = "distance_px"
 SPEARMAN = (
-    "Spearman's rank correlation with distance_px over heads, within: of ranks within blocks less "
-    "their mean; 95 % interval over images by the jackknife of both"
+    "Spearman's rank correlation with distance_px over heads, within: of ranks within "
+    "blocks less their mean; 95 % interval over images by the jackknife of both"
 )
 CORRELATIONS = (-1.0, 1.0)
 
@@ -479,10 +479,11 @@ ANALYSIS = Analysis(
     help="""
     Measure which attention heads the model's answer needs.
 
-    Each head's output is replaced by its mean over images (or by zero) while the others stay
-    (Michel et al. 2019): accuracy lost, with McNemar's exact test, and KL(model || without the
-    head). Beside it how far the head looks, and the rank correlation of both. The model runs
-    again, once for each head: of ViT-B 146 forward passes of every image, so take few.
+    Each head's output is replaced by its mean over images (or by zero) while the others
+    stay (Michel et al. 2019): accuracy lost, with McNemar's exact test, and KL(model ||
+    without the head). Beside it how far the head looks, and the rank correlation of both.
+    The model runs again, once for each head: of ViT-B 146 forward passes of every image,
+    so take few.
 
       $ vitsee extract vit_base_patch16_224 --data val --images 500 -o b16.zarr
       $ vitsee head-importance b16.zarr --images 200 -o heads.csv --png heads.png
@@ -492,10 +493,11 @@ ANALYSIS = Analysis(
     """,
     needs=("attention", "heads", "images"),
     reading=(
-        "Every dot is a head: how far it attends on average against what the answer loses "
-        "without it, coloured by its block. Most heads cost little alone, because others do the "
-        "same; a rank correlation says whether far or near heads matter more, and within blocks "
-        "whether that is more than a matter of depth. Bars are 95 % intervals over images."
+        "Every dot is a head: how far it attends on average against what the answer "
+        "loses without it, coloured by its block. Most heads cost little alone, "
+        "because others do the same; a rank correlation says whether far or near heads "
+        "matter more, and within blocks whether that is more than a matter of depth. "
+        "Bars are 95 % intervals over images."
     ),
     source="Michel et al. 2019",
     columns=COLUMNS,

@@ -93,8 +93,8 @@ class AblatedRuns:
             now = model_blocks.get(block.site)
             if now is None or (now.n_heads, now.layout) != (block.n_heads, block.layout):
                 raise VitseeError(
-                    f"{self.model.name} has no attention like the store's in {block.site} any "
-                    f"more; extract {store.label} anew"
+                    f"{self.model.name} has no attention like the store's in "
+                    f"{block.site} any more; extract {store.label} anew"
                 )
         self.blocks = [
             block for block in blocks if _heads_site(block.site) in self.table.points

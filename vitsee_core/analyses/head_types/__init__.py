@@ -95,9 +95,9 @@ NO_SPREAD = dict.fromkeys(("std", "low", "high"), math.nan)
 MAX_BLOCKS = 20
 MIN_BLOCKS = 10
 INTERVAL = (
-    f"delete-a-block jackknife over up to {MAX_BLOCKS} runs of slabs: std its standard error, low "
-    f"and high value -+ t(0.975, runs - 1) * std; empty where there are fewer than {MIN_BLOCKS} "
-    "slabs"
+    f"delete-a-block jackknife over up to {MAX_BLOCKS} runs of slabs: std its standard "
+    "error, low and high value -+ t(0.975, runs - 1) * std; empty where there are "
+    f"fewer than {MIN_BLOCKS} slabs"
 )
 
 
@@ -524,28 +524,28 @@ ANALYSIS = Analysis(
     help="""
     Classify attention heads by what they attend to.
 
-    Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where their
-    aligned maps have their mass, offset ones with direction and distance; repeating ones (their
-    sparse repeating patterns) by the few keys that all queries share; the rest are global. Shares
-    of mass are measured as their excess over uniform attention: 0 is as uniform, 1 is all of it.
-    Reads the summaries that extract stores by default.
+    Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where
+    their aligned maps have their mass, offset ones with direction and distance; repeating
+    ones (their sparse repeating patterns) by the few keys that all queries share; the
+    rest are global. Shares of mass are measured as their excess over uniform attention: 0
+    is as uniform, 1 is all of it. Reads the summaries that extract stores by default.
 
       $ vitsee head-types b16.zarr -o types.csv --png types.png
       $ vitsee head-types mae=a.zarr dino=b.zarr --png both.png > both.csv
       $ vitsee head-types b16.zarr --strict 0.4 | grep same_type_thresholds
 
-    One row per head and score; same_type_thresholds is the share of other thresholds (each one
-    times 0.8 and times 1.25) that give the same type, same_type_slabs the share of jackknife
-    samples (the images without one slab) that do. Rows of the metric aligned are the map of one
-    head of each type, row and col the offset from the query. The figure shows counts by block
-    and these maps.
+    One row per head and score; same_type_thresholds is the share of other thresholds
+    (each one times 0.8 and times 1.25) that give the same type, same_type_slabs the share
+    of jackknife samples (the images without one slab) that do. Rows of the metric aligned
+    are the map of one head of each type, row and col the offset from the query. The
+    figure shows counts by block and these maps.
     """,
     needs=("attention",),
     reading=(
-        "How many heads of each block are local, axial, offset, global or otherwise, by stated "
-        "thresholds on their mean maps, with an example of each kind. A head's class is about "
-        "its mean over images, and is worth what same_type_thresholds and same_type_slabs in "
-        "the table say."
+        "How many heads of each block are local, axial, offset, global or otherwise, "
+        "by stated thresholds on their mean maps, with an example of each kind. A "
+        "head's class is about its mean over images, and is worth what "
+        "same_type_thresholds and same_type_slabs in the table say."
     ),
     source="Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14",
     columns=COLUMNS,
