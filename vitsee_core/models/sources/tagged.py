@@ -5,6 +5,8 @@ towers of open_clip, `open_clip:ViT-B-32/laion2b_s34b_b79k`, and torchvision's c
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -22,8 +24,13 @@ from vitsee_core.models.sources.base import (
     one_line,
     quiet,
 )
+from vitsee_core.models.sources.open_clip_weights import by_the_rule, refuse_loading
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair, stated
+from vitsee_core.models.weights.fitting import Fit
+from vitsee_core.models.weights.positions import Resampling
 from vitsee_core.models.weights.watching import watched_loads
+
+QUICK = "-quickgelu"  # of open_clip's architectures that compute QuickGELU
 
 
 class TaggedSource(Source):
@@ -91,11 +98,22 @@ class TaggedSource(Source):
 
 
 class OpenClipSource(TaggedSource):
-    """The visual tower of an architecture of open_clip, and the tag of its weights."""
+    """The visual tower of an architecture of open_clip, and the tag of its weights.
+
+    fit: how the tag's weights were fitted; None before, and for random ones.
+    """
 
     library = "open_clip"
     what = "model"
     all_names = " --names"
+    fit: Fit | None = None
+
+    def check_arguments(self, args: Mapping[str, Any]) -> None:
+        refuse_loading(args)
+
+    def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Whether OpenAI's files ask for QuickGELU, in open_clip's word."""
+        return {"quick_gelu": True} if args.get("act_layer") == "quick_gelu" else {}
 
     def known(self) -> list[str]:
         return list(library().list_models())
@@ -125,7 +143,9 @@ class OpenClipSource(TaggedSource):
             given["force_image_size"] = rows if rows == cols else (rows, cols)
 
         def made() -> Any:
-            with quiet():
+            with quiet(), warnings.catch_warnings():
+                # It does not know of `quick_gelu` among the arguments; asked above.
+                warnings.filterwarnings("ignore", message="QuickGELU mismatch")
                 weights = tag if pretrained else None
                 return (
                     library()
@@ -133,15 +153,54 @@ class OpenClipSource(TaggedSource):
                     .visual
                 )
 
+        config = library().get_model_config(architecture) or {}
+        if pretrained:
+            self._require_activation({**config, **given})
+        # A tag's weights are for the architecture's own images, whatever size is asked for.
+        side = config.get("vision_cfg", {}).get("image_size")
+        resampling = dataclasses.replace(
+            self.resampling or Resampling(),
+            stated_size=None if side is None else pair(side),
+        )
         try:
-            with watched_loads(self.name) as loads:
+            with (
+                watched_loads(self.name) as loads,
+                by_the_rule(self.name, resampling) as fits,
+            ):
                 module = drawn(seed, made, self.name)
             loads.require_all(module, self.name)
+            self.fit = fits[-1] if fits else None
             return module
         except ModelError as error:
             if pretrained and isinstance(error.__cause__, OSError | RuntimeError):
                 raise self.not_fetched(error.__cause__) from error
             raise
+
+    def _require_activation(self, config: Mapping[str, Any]) -> None:
+        """Refuse a tag whose weights were trained with another activation than the model computes:
+        open_clip itself warns alone.
+
+        config: the architecture's configuration with the user's arguments.
+
+        Raises:
+            ModelError: names the architecture that has it.
+        """
+        architecture, tag = self.parts
+        trained = bool(
+            library().get_pretrained_cfg(architecture, tag).get("quick_gelu", False)
+        )
+        computed = bool(config.get("quick_gelu") or config.get("force_quick_gelu"))
+        if trained == computed:
+            return
+        other = f"{architecture}{QUICK}" if trained else architecture.removesuffix(QUICK)
+        expected = f"{self.name}?quick_gelu={str(trained).lower()}"
+        if other != architecture and other in self.known():
+            expected = f"{self.library}:{other}/{tag}"
+        names = {True: "QuickGELU", False: "GELU"}
+        raise ModelError(
+            f"{self.name}: these weights were trained with {names[trained]}, the model computes "
+            f"{names[computed]}; expected {expected}"
+        )
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
         """The model with random weights: open_clip moves what it makes to a device, so that it
@@ -170,7 +229,8 @@ class OpenClipSource(TaggedSource):
     def pretrained_record(
         self, module: nn.Module, wanted: dict[str, Any]
     ) -> dict[str, Any]:
-        return {"source": "pretrained", "pretrained": ".".join(self.parts)}
+        record = {"source": "pretrained", "pretrained": ".".join(self.parts)}
+        return {**record, **({} if self.fit is None else self.fit.record())}
 
     def origin(self) -> dict[str, Any]:
         return {"library": "open_clip", "version": library().__version__}

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,17 @@ class Fit:
     left_over: list[str] = field(default_factory=list)
     resampled: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of `LoadedModel.weights` about the fit, without empty ones."""
+        entries = {
+            "missing": self.missing,
+            "unexpected": self.left_over,
+            "other_keys": self.copies,
+            "resampled": self.resampled,
+            "notes": self.notes,
+        }
+        return {key: values for key, values in entries.items() if values}
 
 
 def fit(

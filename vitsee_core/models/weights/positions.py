@@ -25,6 +25,8 @@ POSITION_NAMES = (
     "pos_embedding",
 )
 MAX_PREFIX_TOKENS = 64
+# Names of the module that cuts images into patches, in timm and in transformers.
+_PATCH_EMBEDDINGS = ("patch_embed", "patch_embeddings", "patch_embedding")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class Conversion:
         return self.stored[names[0]]
 
 
+@dataclass(frozen=True)
+class _Patches:
+    """The patches of a model's input, as it states them.
+
+    Attributes:
+        grid: rows and columns of patches.
+        size: rows and columns of a patch in pixels; None where it is not stated.
+    """
+
+    grid: tuple[int, int]
+    size: tuple[int, int] | None
+
+
 def fit_positions(
     model: nn.Module, conversion: Conversion, resampling: Resampling, who: str
 ) -> tuple[list[str], list[str]]:
@@ -88,20 +103,20 @@ def fit_positions(
         ModelError: a table has another number of positions than images of the size that the user
             says have patches.
     """
-    size = resampling.size
     resampled: list[str] = []
     notes: list[str] = []
-    grid = _grid_of(model)
-    if grid is None:
-        return resampled, notes
     for name, parameter in model.state_dict().items():
         table = conversion.tensors.get(name)
-        if table is None or not _is_position_table(name, table, parameter, grid):
+        patches = None if table is None else _patches_below(model, name)
+        if table is None or patches is None:
             continue
+        if not _is_position_table(name, table, parameter, patches.grid):
+            continue
+        grid = patches.grid
         n_prefix = parameter.shape[-2] - math.prod(grid)
         interpolated = conversion.origins.is_interpolated(table)
-        if size is not None:
-            stored_grid = _stated_grid(model, conversion, size)
+        if resampling.size is not None:
+            stored_grid = _stated_grid(conversion, resampling.size, patches)
             stored = conversion.only_source(name)
             if interpolated and stored is not None and stored.ndim == table.ndim:
                 # The library's conversion took the table for square: start from the file's.
@@ -113,13 +128,20 @@ def fit_positions(
                     f"{stored_grid[0]} x {stored_grid[1]} patches; expected the size in pixels "
                     "that the weights were trained with"
                 )
+        elif interpolated:  # by the library's own conversion
+            resampled.append(f"{name} to {grid[0]} x {grid[1]}")
+            continue
         else:
             n_positions = table.shape[-2] - n_prefix
-            if interpolated or grid[0] == grid[1] or n_positions != math.prod(grid):
-                if interpolated:  # by the library's own conversion
-                    resampled.append(f"{name} to {grid[0]} x {grid[1]}")
+            is_same_size = n_positions == math.prod(grid)
+            if is_same_size and grid[0] == grid[1]:
                 continue
-            stored_grid = _likely_grid(model, conversion, resampling.stated_size, grid)
+            likely_grid = _likely_grid(
+                conversion, resampling.stated_size, patches, n_positions
+            )
+            if likely_grid is None:
+                continue  # `require_fit` refuses its size
+            stored_grid = likely_grid
             if resampling.stated_size is None:
                 notes.append(
                     f"{name} does not say its grid, assumed is {stored_grid[0]} x {stored_grid[1]} "
@@ -171,36 +193,72 @@ def _resampled_table(
     return resampled if table.ndim == 3 else resampled[0]
 
 
-def _grid_of(model: nn.Module) -> tuple[int, int] | None:
-    """Return rows and columns of patches of a model's input; None where it does not state them."""
-    for holder in (getattr(model, "patch_embed", None), model):
-        grid = getattr(holder, "grid_size", None)
-        if isinstance(grid, tuple | list) and len(grid) == 2:
-            rows, cols = grid
-            if isinstance(rows, int) and isinstance(cols, int):
-                return rows, cols
+def _patches_below(model: nn.Module, name: str) -> _Patches | None:
+    """Return the patches that a table has positions of: those stated by the nearest module around
+    the table; None where none states them.
+
+    Libraries state them in the patch embedding beside the table (timm, transformers) or in the
+    module that holds the table (open_clip, torchvision).
+    """
+    words = name.split(".")[:-1]
+    for n in range(len(words), -1, -1):
+        holder = model.get_submodule(".".join(words[:n]))
+        for child in _PATCH_EMBEDDINGS:
+            patches = _stated_patches(getattr(holder, child, None))
+            if patches is not None:
+                return patches
+        patches = _stated_patches(holder)
+        if patches is not None:
+            return patches
     return None
 
 
+def _stated_patches(module: Any) -> _Patches | None:
+    """Return the patches that a module states, as `grid_size` or as the sizes of images and
+    patches; None where it states neither."""
+    patch = _pair(getattr(module, "patch_size", None))
+    grid = getattr(module, "grid_size", None)
+    if isinstance(grid, tuple | list):  # a number may count something else
+        sides = _pair(grid)
+        return None if sides is None else _Patches(sides, patch)
+    image = _pair(getattr(module, "image_size", None))
+    if image is None or patch is None:
+        return None
+    return _Patches((image[0] // patch[0], image[1] // patch[1]), patch)
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    """Return two positive numbers, rows and columns, of one number or two; None for anything
+    else."""
+    sides = (value, value) if isinstance(value, int) else value
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        return None
+    rows, cols = sides
+    if not isinstance(rows, int) or not isinstance(cols, int) or min(rows, cols) < 1:
+        return None
+    return rows, cols
+
+
 def _likely_grid(
-    model: nn.Module,
     conversion: Conversion,
     stated_size: tuple[int, int] | None,
-    grid: tuple[int, int],
-) -> tuple[int, int]:
-    """Return the grid of a table with as many positions as the model's grid has: the stated one, a
-    square one, or else the model's."""
-    n_positions = math.prod(grid)
+    patches: _Patches,
+    n_positions: int,
+) -> tuple[int, int] | None:
+    """Return the grid of a table with this many positions: the stated one, a square one, or the
+    model's; None where none of them has as many positions."""
     if stated_size is not None:
-        stated_grid = _stated_grid(model, conversion, stated_size)
+        stated_grid = _stated_grid(conversion, stated_size, patches)
         if math.prod(stated_grid) == n_positions:
             return stated_grid
-    side = math.isqrt(n_positions)
-    return (side, side) if side * side == n_positions else grid
+    side = math.isqrt(max(n_positions, 0))
+    if side > 0 and side * side == n_positions:
+        return side, side
+    return patches.grid if math.prod(patches.grid) == n_positions else None
 
 
 def _stated_grid(
-    model: nn.Module, conversion: Conversion, size: tuple[int, int]
+    conversion: Conversion, size: tuple[int, int], patches: _Patches
 ) -> tuple[int, int]:
     """Return rows and columns of patches in images of this size, with the weights' patch size, or
     the model's where the weights do not show it."""
@@ -208,10 +266,8 @@ def _stated_grid(
         filters = conversion.only_source(name)
         if "patch_embed" in name and filters is not None and filters.ndim == 4:
             return size[0] // filters.shape[2], size[1] // filters.shape[3]
-    patch: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if not isinstance(patch, tuple | list):
-        patch = (patch, patch) if isinstance(patch, int) else (1, 1)
-    return size[0] // int(patch[0]), size[1] // int(patch[1])
+    rows, cols = patches.size or (1, 1)
+    return size[0] // rows, size[1] // cols
 
 
 def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
