@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of maps and of the statistics of their queries, and of offsets.
 COLUMNS = (*SITE, "token", "row", "col", "query", "image", "at", "metric", "value")
 OFFSET_COLUMNS = (
     *SITE,
@@ -153,28 +153,27 @@ def run(
         SiteError: no site matches, none has a grid, or a patch lies outside of grid or image.
         VitseeError: a store does not have an image or a pixel, or options exclude each other.
     """
+    # Refused rather than ignored: the command would otherwise seem to use them.
     if offsets and (image or at or to):
         raise VitseeError(
             "offsets are means over all images: leave single images and patches out"
         )
     spots = [Spot.parse(text) for text in dict.fromkeys(at or (MIDDLE,))]
-    selected = select_each(stores, sites, grid_sites)
+    selection = select_each(stores, sites, grid_sites)
     works = [
         CosineMaps(store, store_sites, execution)
-        for store, store_sites in selected.members
+        for store, store_sites in selection.members
     ]
     if offsets:
-        return _offsets_result_table(works, selected, execution)
+        return _offsets_result_table(works, selection, execution)
+    # Names and the default images are resolved in the first store; the others show the same.
     for work in works:
-        first = None if work is works[0] else works[0].queries
-        work.queries = work.shown(image, first)
-        targets = None if work is works[0] else works[0].targets
-        work.targets = work.shown(to, targets) if to else work.shown_rows([])
+        first_queries = None if work is works[0] else works[0].queries
+        first_targets = None if work is works[0] else works[0].targets
+        work.queries = work.shown(image, first_queries)
+        work.targets = work.shown(to, first_targets) if to else work.shown_rows([])
         work.choose(spots)
-    n_maps = sum(
-        len(work.sites) * len(work.chosen) * (1 + len(work.targets.rows))
-        for work in works
-    )
+    n_maps = sum(work.n_maps for work in works)
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, n_maps, "maps"):
         for work in works:
@@ -186,40 +185,41 @@ def run(
                     work.store.label,
                     abbreviate(work.empty),
                 )
-    lead = works[0]
-    everything = [
-        work.shown_rows([*dict.fromkeys(work.queries.rows + work.targets.rows)])
-        for work in works
-    ]
-    notes = {
-        "marks": [
-            {
-                **{"query": str(lead.store.samples.id[row]), "at": spot.text},
-                **{"place": list(place), **lead.time_of(spot)},
-            }
-            for (row, spot), place in lead.places().items()
-        ],
-        "images": {
-            work.store.label: [
-                str(name) for name in work.store.samples.id[work.queries.rows]
-            ]
-            for work in works
-        },
-        "sheet": describe_sheet(
-            everything, None if origin is None else origin.data, lead.times()
-        ),
-        **selected.notes(),
-    }
+    data = None if origin is None else origin.data
+    notes = _sheet_notes(works, data) | selection.notes()
     layouts = [features.layout for work in works for features in work.features.values()]
     return Table.concat(rows, in_time(COLUMNS, layouts), notes)
+
+
+def _sheet_notes(works: Sequence[CosineMaps], data: str | None) -> dict[str, Any]:
+    """Return the notes that the figure needs: the chosen patches, the images and photographs.
+
+    data: where the images are now; by default where extract read them.
+    """
+    first = works[0]
+    ids = first.store.samples.id
+    marks = []
+    for (row, spot), position in first.positions().items():
+        mark = {"query": str(ids[row]), "at": spot.text, "place": list(position)}
+        marks.append(mark | first.time_of(spot))
+    images = {}
+    sheet_images = []
+    for work in works:
+        query_ids = work.store.samples.id[work.queries.rows]
+        images[work.store.label] = [str(name) for name in query_ids]
+        rows = dict.fromkeys(work.queries.rows + work.targets.rows)
+        sheet_images.append(work.shown_rows([*rows]))
+    sheet = describe_sheet(sheet_images, data, first.times())
+    return {"marks": marks, "images": images, "sheet": sheet}
 
 
 def at_a_glance(table: Table) -> Table:
     """Return the patch whose cosines differ most within its image, in three layers per model."""
     rows = table.frame
     if "query" in rows.columns:
-        own_maps = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
-        table = some_of(table.with_frame(most_varied(own_maps, "query")), at=1)
+        # Maps of other images vary with what is in them.
+        query_maps = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
+        table = some_of(table.with_frame(most_varied(query_maps, "query")), at=1)
     return some_of(table, site=3)
 
 
@@ -243,8 +243,7 @@ def plot(
     return draw_cosines(table, scale)
 
 
-@dataclass(frozen=True)
-class ChosenPatch:
+class ChosenPatch(NamedTuple):
     """A chosen patch of one image.
 
     Attributes:
@@ -305,13 +304,18 @@ class CosineMaps:
                 }
                 self.chosen.append(ChosenPatch(row, spot, cell))
 
-    def places(self) -> dict[tuple[int, Spot], tuple[float, float]]:
+    @property
+    def n_maps(self) -> int:
+        """Number of maps: one per site, chosen patch, and image."""
+        return len(self.sites) * len(self.chosen) * (1 + len(self.targets.rows))
+
+    def positions(self) -> dict[tuple[int, Spot], tuple[float, float]]:
         """Return (row, spot) -> (y, x), the chosen patch's position on its image as fractions.
 
         A cell's position is that in the first site's grid.
         """
         return {
-            (query.row, query.spot): query.spot.place(
+            (query.row, query.spot): query.spot.position(
                 self.store, self.sites[0], self.view, query.row
             )
             for query in self.chosen
@@ -337,8 +341,8 @@ class CosineMaps:
         assert layout is not None and layout.grid is not None
         about_site = site_columns(self.store, site)
         ids = self.store.samples.id
-        maps: list[dict[str, Any]] = []
-        numbers: list[dict[str, Any]] = []
+        map_rows: list[dict[str, Any]] = []
+        statistic_rows: list[dict[str, Any]] = []
         for query in self.chosen:
             cell = query.cell[site.name]
             token = ",".join(str(int(i)) for i in np.unravel_index(cell, layout.body))
@@ -348,35 +352,33 @@ class CosineMaps:
                 "query": str(ids[query.row]),
                 "at": query.spot.text,
             }
-            query_units = self._units(site, query.row)
+            query_units = self._units(site, query.row)  # (cells, dim)
             if np.isnan(query_units[cell, 0]):
                 self.empty.append(f"{site.name} {about['query']} {query.spot.text}")
-            for other in [query.row, *(r for r in self.targets.rows if r != query.row)]:
-                units = query_units if other == query.row else self._units(site, other)
+            for row in [query.row, *(r for r in self.targets.rows if r != query.row)]:
+                units = query_units if row == query.row else self._units(site, row)
+                # Rounding may leave a cosine slightly beyond 1.
                 cosines = np.clip(units @ query_units[cell], -1, 1)
-                if other == query.row:
+                if row == query.row:
                     statistics = map_statistics(cosines, cell, layout.body)
-                    numbers += [
-                        {
-                            **about,
-                            "image": about["query"],
-                            "metric": name,
-                            "value": statistics[name],
-                        }
-                        for name in STATISTICS
-                    ]
-                # Where the query has no length every patch that counts has an empty value.
-                counts = self.view.on_image(layout, np.array([other]))[0]
-                cells = np.flatnonzero(counts)
-                on_grid = cell_columns(layout, cells)
-                of_map = {
-                    "image": str(ids[other]),
-                    "metric": "cosine",
-                    "value": cosines[cells],
-                }
-                maps.append({**about, **on_grid, **of_map})
+                    for name in STATISTICS:
+                        cells = {"image": about["query"], "metric": name}
+                        cells["value"] = statistics[name]
+                        statistic_rows.append(about | cells)
+                # A query of length 0 leaves every patch of the image, with an empty value.
+                on_image = np.flatnonzero(self.view.on_image(layout, np.array([row]))[0])
+                map_rows.append(
+                    {
+                        **about,
+                        **cell_columns(layout, on_image),
+                        "image": str(ids[row]),
+                        "metric": "cosine",
+                        "value": cosines[on_image],
+                    }
+                )
+            # One image is read per map, so that progress counts maps.
             self.execution.progress.advance(1 + len(self.targets.rows))
-        return maps + numbers
+        return map_rows + statistic_rows
 
     def _units(self, site: SiteSpec, row: int) -> Float:
         """Return an image's patches as vectors of length 1, (cells, dim).
@@ -386,6 +388,7 @@ class CosineMaps:
         """
         features = self.features[site.name]
         assert features.layout is not None
+        # One image alone: a slab of all tokens may not fit the memory.
         x = features.load(slice(row, row + 1), slice(0, len(features.tokens)))[0]
         if not np.isfinite(x).all():
             raise not_finite(self.store, site.name, row)
@@ -393,7 +396,9 @@ class CosineMaps:
 
 
 def _offsets_result_table(
-    works: Sequence[CosineMaps], selected: StoreSelection[SiteSpec], execution: Execution
+    works: Sequence[CosineMaps],
+    selection: StoreSelection[SiteSpec],
+    execution: Execution,
 ) -> Table:
     """Return the table of mean cosines by offset, over all images of each store."""
     rows_by_store = [execution.rows(work.store) for work in works]
@@ -418,25 +423,31 @@ def _offsets_result_table(
             work.store.label: rows.describe()
             for work, rows in zip(works, rows_by_store, strict=True)
         },
-        **selected.notes(),
+        **selection.notes(),
     }
     return Table.concat(tables, notes=notes)
 
 
-def _offset_rows(place: dict[str, Any], summary: Summary) -> Table:
+def _offset_rows(about_site: dict[str, Any], summary: Summary) -> Table:
     """Return one site's rows: a mean, its spread and interval for each offset.
 
     Args:
-        place: the columns that all rows share.
+        about_site: the columns that all rows share.
         summary: moments of entries (2 rows - 1, 2 cols - 1).
     """
-    down, across = (np.arange(n) - n // 2 for n in summary.mean.shape)
-    rows, cols = np.meshgrid(down, across, indexing="ij")
-    spread = {name: getattr(summary, name).ravel() for name in ("std", "low", "high")}
-    values = {"value": summary.mean.ravel(), **spread, "n_images": summary.n.ravel()}
-    return Table.concat(
-        [{**place, "row": rows.ravel(), "col": cols.ravel(), **values}], OFFSET_COLUMNS
-    )
+    # Entry i of n is offset i - n // 2, so that offset 0 is in the middle.
+    rows, cols = np.indices(summary.mean.shape)
+    cells = {
+        **about_site,
+        "row": rows.ravel() - summary.mean.shape[0] // 2,
+        "col": cols.ravel() - summary.mean.shape[1] // 2,
+        "value": summary.mean.ravel(),
+        "std": summary.std.ravel(),
+        "low": summary.low.ravel(),
+        "high": summary.high.ravel(),
+        "n_images": summary.n.ravel(),
+    }
+    return Table.concat([cells], OFFSET_COLUMNS)
 
 
 ANALYSIS = Analysis(

@@ -67,7 +67,7 @@ class Spot:
             raise VitseeError(f"no patch {text!r}; expected {EXPECTED}")
         return cls(text)
 
-    def place(
+    def position(
         self, store: Store, site: SiteSpec, view: View, row: int
     ) -> tuple[float, float]:
         """Return (y, x) on an image, as fractions of its height and width.
@@ -82,7 +82,11 @@ class Spot:
         assert layout is not None
         if self.cell is not None:
             owner = f"{store.label}: {site.name}"
-            (token,) = TokenSelection.parse(self._cell_in(layout)).require(layout, owner)
+            cell = self.cell
+            if layout.frames is not None and len(cell) == 2:
+                cell = (self.frame(layout), *cell)
+            (token,) = TokenSelection.parse(cell).require(layout, owner)
+            # Centres are those of one frame, whichever the patch is in.
             centres = view.centres(layout, row)
             y, x = centres[(token - layout.n_prefix) % len(centres)]
             return float(y), float(x)
@@ -98,13 +102,6 @@ class Spot:
         top, left, bottom, right = view.seen(row)
         return (top + bottom) / 2, (left + right) / 2
 
-    def _cell_in(self, layout: TokenLayout) -> tuple[int, ...]:
-        """Return the cell; in a clip with the middle frame before it if no frame was named."""
-        assert self.cell is not None
-        if layout.frames is None or len(self.cell) == 3:
-            return self.cell
-        return (layout.frames // 2, *self.cell)
-
     def frame(self, layout: TokenLayout) -> int:
         """Return the index in time, 0 for images; the middle one if no frame was named."""
         if self.cell is not None and len(self.cell) == 3:
@@ -115,11 +112,12 @@ class Spot:
         """Return the index of the patch, counted row by row, in clips frame by frame.
 
         Raises:
-            SiteError, VitseeError: as `place`; or no patch of the image is there.
+            SiteError: the grid has no such cell, or no patch of the image is there.
+            VitseeError: the image has no such pixel.
         """
         layout = store.site(site.name).layout
         assert layout is not None
-        positions = np.array([self.place(store, site, view, row)])
+        positions = np.array([self.position(store, site, view, row)])
         cell = int(view.cells_at(layout, row, positions)[0])
         cells_per_frame = layout.n_body // (layout.frames or 1)
         if cell < 0 or not view.on_image(layout, np.array([row]))[0, cell]:
@@ -131,23 +129,19 @@ class Spot:
         return self.frame(layout) * cells_per_frame + cell
 
 
-def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
+def unit_vectors(x: NDArray[np.floating], is_counted: Mask) -> Float:
     """Return patches scaled to length 1 in float64, (cells, dim).
 
     A patch that has length 0 or does not count is NaN.
 
     Args:
-        x: (cells, dim).
-        keep: (cells,) which count.
+        x: (cells, dim) features.
+        is_counted: (cells,) whether each patch counts; one beside the image does not.
     """
     values = x.astype(np.float64)
-    length = np.linalg.norm(values, axis=1)
-    has_direction = keep & (length > 0)
-    return np.where(
-        has_direction[:, np.newaxis],
-        values / np.where(length > 0, length, 1)[:, np.newaxis],
-        np.nan,
-    )
+    length = np.linalg.norm(values, axis=1, keepdims=True)
+    has_direction = is_counted[:, np.newaxis] & (length > 0)
+    return np.where(has_direction, values / np.where(length > 0, length, 1), np.nan)
 
 
 def map_statistics(cosines: Float, query: int, body: tuple[int, ...]) -> dict[str, float]:
@@ -159,21 +153,23 @@ def map_statistics(cosines: Float, query: int, body: tuple[int, ...]) -> dict[st
 
     Args:
         cosines: (cells,) with the query, NaN where a patch does not count.
-        query: its place.
+        query: index of the query's cell.
         body: (rows, cols), of clips (frames, rows, cols).
     """
     others = ~np.isnan(cosines)
     others[query] = False
+    # (axes, cells)
     positions = np.stack(np.unravel_index(np.arange(len(cosines)), body))
     *frame_distance, down, across = np.abs(positions - positions[:, query : query + 1])
     neighbours = others & (np.maximum(down, across) == 1)
-    for apart in frame_distance:
-        neighbours &= apart == 0
+    for distance in frame_distance:  # of clips alone
+        neighbours &= distance == 0
     statistics = dict.fromkeys(STATISTICS, np.nan)
     if others.any():
         mean = float(cosines[others].mean())
         statistics["cosine_mean"] = mean
-        statistics["cosine_area"] = float((cosines[others] > (mean + 1) / 2).mean())
+        is_alike = cosines[others] > (mean + 1) / 2
+        statistics["cosine_area"] = float(is_alike.mean())
     if neighbours.any():
         statistics["cosine_neighbours"] = float(cosines[neighbours].mean())
     return statistics
@@ -192,21 +188,26 @@ def offset_means(units: Float, grid: tuple[int, int]) -> Float:
         grid: (rows, cols).
     """
     frames = units.reshape(-1, grid[0] * grid[1], units.shape[-1])
-    sums, pairs = (
-        sum(parts)
-        for parts in zip(*(_sums(frame, grid) for frame in frames), strict=True)
-    )
+    sums: Float = np.zeros(())
+    pairs: Float = np.zeros(())
+    for frame in frames:
+        frame_sums, frame_pairs = _sum_pairs(frame, grid)
+        sums = sums + frame_sums
+        pairs = pairs + frame_pairs
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(pairs > 0, sums / pairs, np.nan)
-    offsets = [np.arange(-n + 1, n) for n in grid]
-    return means[np.ix_(*offsets)]
+    # The autocorrelation has offset d at index d modulo its length.
+    offsets = np.ix_(np.arange(-grid[0] + 1, grid[0]), np.arange(-grid[1] + 1, grid[1]))
+    return means[offsets]
 
 
-def _sums(units: Float, grid: tuple[int, int]) -> tuple[Float, Float]:
+def _sum_pairs(units: Float, grid: tuple[int, int]) -> tuple[Float, Float]:
     """Return the sums of cosines at each offset within one frame, and the numbers of pairs."""
     rows, cols = grid
+    # A patch that does not count is a vector of zeros, and so adds nothing.
     is_counted = ~np.isnan(units[:, 0])
     counted_units = np.where(is_counted[:, np.newaxis], units, 0).reshape(rows, cols, -1)
+    # Counts of pairs are whole numbers, up to the rounding of the Fourier transform.
     pairs = np.rint(autocorrelation(is_counted.astype(np.float64).reshape(rows, cols, 1)))
     return autocorrelation(counted_units), pairs
 
@@ -225,12 +226,12 @@ class ReadOffsets:
         for features in self.features:
             layout = features.site.layout
             assert layout is not None and layout.grid is not None
+            # (images, cells, dim) and (images, cells)
             x = features.of_slab(slab, slice(0, len(features.tokens)))
-            keep = self.view.on_image(layout, rows)
-            means[features.site.name] = np.stack(
-                [
-                    offset_means(unit_vectors(one, on), layout.grid)
-                    for one, on in zip(x, keep, strict=True)
-                ]
-            )
+            on_image = self.view.on_image(layout, rows)
+            image_means = [
+                offset_means(unit_vectors(patches, is_counted), layout.grid)
+                for patches, is_counted in zip(x, on_image, strict=True)
+            ]
+            means[features.site.name] = np.stack(image_means)
         return means

@@ -23,28 +23,15 @@ a constant: the field there is rounding noise, as its size in `gradient` shows.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.analyses.erf.figure import plot
 from vitsee_core.declaration import Analysis
-from vitsee_core.figures.curve_looks import site_kind
-from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.panels import (
-    PanelGrid,
-    bars_at_ends,
-    evenly,
-    map_axes,
-    map_title,
-    name_part,
-    small_maps,
-    stack,
-)
-from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import plural
@@ -59,28 +46,23 @@ from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, site_words
-from vitsee_core.types import Float, pl
+from vitsee_core.types import Float
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import abbreviate
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
-
     from vitsee_stores.layout import SiteSpec
+
+__all__ = ["COLUMNS", "METRICS", "plot", "run"]
 
 log = logging.getLogger(__name__)
 
-
-RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
+RADII = {"radius50_px": 0.5, "radius90_px": 0.9}  # metric -> share of the mass
 METRICS = (*RADII, "offset_px", "gradient")
 COLUMNS = (*(*SITE, "row", "col"), *("metric", "value", "std", "low", "high", "n_images"))
 MAX_CELLS = 56  # of a map's side in the table
-MIN_SLABS = 10
+MIN_SLABS = 10  # with images, for an interval
 INTERVAL = (
     "95 % interval over images of radii and offsets: value -+ t(0.975, slabs - 1) * "
     f"standard error, from a delete-a-slab jackknife; empty below {MIN_SLABS} slabs "
@@ -125,46 +107,43 @@ def run(
         SiteError: a pattern matches no site.
         VitseeError: a metric is unknown, or no image is valid.
     """
-    requested = asked_for(metrics, METRICS, "erf")
-    selected = select_each(stores, sites, _with_fields)
-    for store, store_sites in selected.members:
+    row_metrics = asked_for(metrics, METRICS, "erf")
+    selection = select_each(stores, sites, _select_with_fields)
+    for store, store_sites in selection.members:
         if not store_sites:
-            # Refuses with the reason.
-            store.erf(
-                min(site.alias_of or site.name for site in store.select(list(sites)))
-            )
+            _refuse_sites(store, sites)
     rows: list[dict[str, Any]] = []
-    used: dict[str, Any] = {}
-    n_sites = sum(map(len, selected.chosen))
+    image_notes: dict[str, Any] = {}
+    n_sites = sum(map(len, selection.chosen))
     with counting(execution.progress, n_sites, "sites") as progress:
-        for store, store_sites in selected.members:
-            slabs, used[store.label] = choose_slabs(
+        for store, store_sites in selection.members:
+            slabs, image_notes[store.label] = choose_slabs(
                 store, execution.images, execution.seed
             )
             counts = np.asarray(store.erf_counts())[slabs]
             zero_sites = []
             for site in store_sites:
-                field = Field(
-                    np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts
-                )
-                if not field.mean.any():
+                # (slabs, H, W), the sum over the images of each slab
+                sums = np.asarray(store.erf(site.name))[slabs].astype(np.float64)
+                if not sums.any():
                     zero_sites.append(site.name)
-                about = site_columns(store, site) | {"n_images": int(counts.sum())}
-                rows += [about | {"metric": m} | _values(field, m) for m in requested]
+                site_cells = site_columns(store, site) | {"n_images": int(counts.sum())}
+                for metric in row_metrics:
+                    cells = {"metric": metric} | _measure(sums, counts, metric)
+                    rows.append(site_cells | cells)
                 progress.advance(1)
             if zero_sites:
-                names = abbreviate(zero_sites)
                 log.warning(
                     "%s: the gradient is 0 everywhere at %s: no radius",
                     store.label,
-                    names,
+                    abbreviate(zero_sites),
                 )
     notes = {
         "interval": INTERVAL,
         "radius": "around the centre of mass, pixels at their centres, interpolated",
         "seed": execution.seed,
-        "images": used,
-        **selected.notes(),
+        "images": image_notes,
+        **selection.notes(),
     }
     return Table.concat(rows, COLUMNS, notes)
 
@@ -172,10 +151,12 @@ def run(
 def at_a_glance(table: Table) -> Table:
     """Return the fields of three sites of each model."""
     fields = table.filter(metric="gradient")
-    return some_of(fields, site=3) if len(fields) else table
+    if len(fields) == 0:
+        return table
+    return some_of(fields, site=3)
 
 
-def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+def _select_with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     """Return the sites that match a pattern and have a receptive field.
 
     Raises:
@@ -194,10 +175,21 @@ def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     ]
 
 
+def _refuse_sites(store: Store, patterns: Sequence[str]) -> None:
+    """Raise MissingInput with the reason why the first of these sites has no receptive field."""
+    names = [site.alias_of or site.name for site in store.select(list(patterns))]
+    store.erf(min(names))
+
+
 def choose_slabs(
     store: Store, images: int | None, seed: int
 ) -> tuple[NDArray[np.bool_], dict[str, Any]]:
-    """Return which slabs are used, (erf slabs,), and how they were chosen, for the sidecar.
+    """Choose the slabs whose fields are averaged.
+
+    A field is kept as one sum for each slab, so that `images` is rounded up to whole slabs.
+
+    Returns:
+        (erf slabs,) whether each is used, and how they were chosen, for the sidecar.
 
     Raises:
         VitseeError: none of their images is valid, or none was requested.
@@ -208,31 +200,21 @@ def choose_slabs(
     order = np.flatnonzero(store.committed[: len(counts)])
     how = "all"
     if images is not None and images < counts.sum():
+        # The first slabs of a shuffled store are a random choice already.
         if not store.shuffled:
             order = np.random.default_rng(seed).permutation(order)
-        order = order[: int(np.searchsorted(np.cumsum(counts[order]), images)) + 1]
+        n_slabs = int(np.searchsorted(np.cumsum(counts[order]), images)) + 1
+        order = order[:n_slabs]
         how = f"{images}, rounded up to {plural(len(order), 'whole slabs')}"
-        if (used := int(counts[order].sum())) > images:
-            log.info("%s: %s (%d images)", store.label, how, used)
-    chosen = np.zeros(len(counts), bool)
-    chosen[order] = True
-    total = int(counts[chosen].sum())
+        n_images = int(counts[order].sum())
+        if n_images > images:
+            log.info("%s: %s (%d images)", store.label, how, n_images)
+    is_used = np.zeros(len(counts), bool)
+    is_used[order] = True
+    total = int(counts[is_used].sum())
     if not total:
         raise VitseeError(f"{store.label} has no readable image in its receptive fields")
-    return chosen, {"images": total, "slabs": int(chosen.sum()), "chosen": how}
-
-
-@dataclass(frozen=True)
-class Field:
-    """One site's field: sums over each slab's images (slabs, H, W), and their number (slabs,)."""
-
-    sums: Float
-    counts: NDArray[np.int64]
-
-    @property
-    def mean(self) -> Float:
-        """The mean map over all images, (H, W)."""
-        return self.sums.sum(0) / self.counts.sum()
+    return is_used, {"images": total, "slabs": int(is_used.sum()), "chosen": how}
 
 
 def centre_of_mass(field: Float) -> tuple[float, float]:
@@ -259,14 +241,15 @@ def radius(field: Float, share: float) -> float:
     y = np.arange(field.shape[0])
     x = np.arange(field.shape[1])
     distance = np.hypot(y[:, np.newaxis] - y0, x - x0).ravel()
+    # Pixels from the centre outwards, those without mass left out.
     order = np.argsort(distance, kind="stable")
     order = order[field.ravel()[order] > 0]
     mass = np.cumsum(field.ravel()[order])
-    # Pixels at equal distances are added together.
-    last = np.append(np.diff(distance[order]) > 1e-9 * len(y), True)
-    return float(
-        np.interp(share * mass[-1], [0, *mass[last]], [0, *distance[order][last]])
-    )
+    # Pixels at equal distances are added together; sums in different order differ by rounding.
+    is_last = np.append(np.diff(distance[order]) > 1e-9 * len(y), True)
+    masses = [0, *mass[is_last]]
+    distances = [0, *distance[order][is_last]]
+    return float(np.interp(share * mass[-1], masses, distances))
 
 
 def offset(field: Float) -> float:
@@ -276,38 +259,60 @@ def offset(field: Float) -> float:
 
 
 def squares(field: Float) -> tuple[int, Float]:
-    """Return the pixels along a square's side, and the map's mean in each square.
+    """Return the pixels along a square's side, and (rows, cols) the map's mean in each square.
 
     The last squares of a line may be cut off by the edge of the map.
     """
-    step = -(-max(field.shape) // MAX_CELLS)
+    step = math.ceil(max(field.shape) / MAX_CELLS)
+    # Rows, then columns: (H, W) -> (rows, W) -> (rows, cols).
     for axis, length in enumerate(field.shape):
         starts = np.arange(0, length, step)
-        size = np.diff(np.append(starts, length))
-        field = np.add.reduceat(field, starts, axis) / np.expand_dims(size, 1 - axis)
+        sizes = np.diff(np.append(starts, length))
+        sums = np.add.reduceat(field, starts, axis)
+        field = sums / np.expand_dims(sizes, 1 - axis)
     return step, field
 
 
-def _values(field: Field, metric: str) -> dict[str, Any]:
-    """Return value, std, low and high of a metric; for `gradient` row, col and value of squares."""
+def _measure(sums: Float, counts: NDArray[np.int64], metric: str) -> dict[str, Any]:
+    """Return the cells of a metric's row: value, std, low, high; of `gradient` columns of squares.
+
+    Args:
+        sums: (slabs, H, W) sums of a site's field over the images of each slab.
+        counts: (slabs,) the number of these images.
+        metric: one of `METRICS`.
+    """
+    mean = sums.sum(0) / counts.sum()
     if metric == "gradient":
-        step, cells = squares(field.mean)
-        rows, cols = (step * at.ravel() for at in np.indices(cells.shape))
-        return {"row": rows, "col": cols, "value": cells.ravel()}
-    value = _number(field.mean, metric)
-    with_images = field.sums[field.counts > 0]
-    if len(with_images) < MIN_SLABS:
+        step, cells = squares(mean)
+        rows, cols = np.indices(cells.shape)
+        return {
+            "row": step * rows.ravel(),
+            "col": step * cols.ravel(),
+            "value": cells.ravel(),
+        }
+    value = _summarise(mean, metric)
+    slab_sums = sums[counts > 0]
+    if len(slab_sums) < MIN_SLABS:
         return {"value": value}
-    others = (np.delete(with_images, k, axis=0).sum(0) for k in range(len(with_images)))
-    without = np.array([_number(other, metric) for other in others])
+    # A radius does not change with the field's scale: sums stand for means.
+    replicates = [
+        _summarise(np.delete(slab_sums, k, axis=0).sum(0), metric)
+        for k in range(len(slab_sums))
+    ]
+    without = np.array(replicates)
     error = float(standard_error(without))
     half = t_quantile(len(without) - 1) * error
-    std = error * float(np.sqrt(field.counts.sum()))
-    ends = {"low": value - half, "high": value + half}
-    return {"value": value, "std": std, **ends, WORD: without}
+    return {
+        "value": value,
+        "std": error * float(np.sqrt(counts.sum())),
+        "low": value - half,
+        "high": value + half,
+        WORD: without,
+    }
 
 
-def _number(field: Float, metric: str) -> float:
+def _summarise(field: Float, metric: str) -> float:
+    """Return a radius or the offset of a field (H, W), in pixels."""
     if metric == "offset_px":
         return offset(field)
     return radius(field, RADII[metric])
@@ -319,151 +324,6 @@ def headline(table: Table) -> list[Answer]:
         (store, f"half of the response within {first_and_last(rows, 'px')}")
         for store, rows in by_store(table, metric="radius50_px")
     ]
-
-
-CURVES = ("radius50_px", "radius90_px", "offset_px")
-MAX_LINES = 6
-# The lower end of the scale of colours, of a field's largest value.
-FLOOR = 1e-3
-MARK = "#FF3B30"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A field in squares of `step` pixels, and the radius that holds half of it (NaN: unknown)."""
-
-    cells: Float
-    step: int
-    radius: float
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return self.cells.shape[0] * self.step, self.cells.shape[1] * self.step
-
-
-@dataclass(frozen=True)
-class Line:
-    """The fields of one store and kind of site, by block (or by site outside blocks)."""
-
-    store: str
-    kind: str
-    n_images: int
-    pictures: dict[str, Picture]
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """Draw a line of fields for each kind of site, and curves of radii below.
-
-    Each field is divided by its largest value; all share one logarithmic scale over three decades;
-    a field that is 0 everywhere is white, with a 0. A cross marks the centre of mass, a circle the
-    radius that holds half of it. Of many sites, evenly chosen blocks are shown; the curves show
-    all.
-    """
-    rows = table.frame
-    lines = _lines(rows)
-    metrics = [metric for metric in CURVES if metric in rows["metric"]]
-    grids = [small_maps(len(_shown(line)), 4) for line in lines]
-    curve_grid = CurveGrid.of(max(len(metrics), 1), rows)
-    figure, boxes = stack(*grids, *([curve_grid] if metrics else []))
-    for line, grid, box in zip(lines, grids, boxes, strict=False):
-        _draw_line(line, grid, box)
-    if metrics:
-        curves = rows.filter(pl.col("metric").is_in(metrics))
-        panels = curve_grid.panels(boxes[-1], of_metrics(rows, metrics))
-        for axes, _, metric_rows in panels:
-            draw_depth_curves(axes, metric_rows, among=curves)
-        curve_grid.finish(panels)
-        add_curve_legend(figure, [axes for axes, *_ in panels])
-    return figure
-
-
-def _lines(rows: pl.DataFrame) -> list[Line]:
-    """Return the lines of fields, store by store, at most `MAX_LINES` of a store."""
-    lines = []
-    for store_rows in rows.partition_by("store", maintain_order=True):
-        store = store_rows["store"][0]
-        fields = store_rows.filter(metric="gradient")
-        if fields.is_empty():
-            continue
-        radii = dict(
-            store_rows.filter(metric="radius50_px").select("site", "value").iter_rows()
-        )
-        by_kind: dict[str, dict[str, Picture]] = {}
-        for cells in fields.partition_by("site", maintain_order=True):
-            site = cells["site"][0]
-            kind = site_kind(site)
-            block = site.removesuffix(f".{kind}")
-            picture = _picture(cells, radii.get(site))
-            by_kind.setdefault("out" if kind == "head" else kind, {})[block] = picture
-        count = fields["n_images"][0]
-        lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][
-            :MAX_LINES
-        ]
-    return lines
-
-
-def _picture(rows: pl.DataFrame, radius: float | None) -> Picture:
-    """Return the field of one site, from its rows of `gradient` and its `radius50_px`."""
-    y, x = (rows[name].to_numpy() for name in ("row", "col"))
-    steps = np.diff(np.unique(np.concatenate([y, x])))
-    step = int(steps[0]) if len(steps) else 1
-    cells = np.full((y.max() // step + 1, x.max() // step + 1), np.nan)
-    cells[y // step, x // step] = rows["value"].to_numpy()
-    return Picture(cells, step, np.nan if radius is None else radius)
-
-
-def _shown(line: Line) -> list[str]:
-    return evenly(list(line.pictures), small_maps(99).across)
-
-
-def _draw_line(line: Line, grid: PanelGrid, part: Any) -> None:
-    shown = _shown(line)
-    panels = grid.axes(part)
-    for axes, block in zip(panels, shown, strict=True):
-        image = _draw(axes, line.pictures[block])
-        map_title(axes, grid, site_words(block))
-    kind = PARTS.get(line.kind, line.kind)
-    n = len(line.pictures)
-    some = f"; {len(shown)} of {n} blocks" if len(shown) < n else ""
-    about = f"{shorten(line.store, 28)}{kind and ', '}{kind} (n = {line.n_images}{some})"
-    name_part(part, f"{about}: gradient as a share of each map's largest")
-    bars_at_ends(grid, panels, image, "")  # a label is longer than the bar
-
-
-def _draw(axes: Axes, picture: Picture) -> AxesImage:
-    from matplotlib.colors import LogNorm
-    from matplotlib.patches import Circle
-
-    height, width = picture.size
-    largest = np.nanmax(picture.cells)
-    relative: Any = (
-        picture.cells / largest if largest > 0 else np.full_like(picture.cells, np.nan)
-    )
-    image = axes.imshow(
-        np.clip(relative, FLOOR / 2, None),
-        norm=LogNorm(FLOOR, 1),
-        origin="upper",
-        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
-    )
-    # A circle that reaches beyond the image is clipped.
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-    map_axes(axes)
-    if not largest > 0:
-        axes.text(width / 2, height / 2, "0", ha="center", va="center", color=GREY)
-    else:
-        whole = np.nan_to_num(picture.cells)  # squares count as whole
-        along = [whole.sum(1), whole.sum(0)]
-        centre = (np.average(np.arange(len(one)), weights=one) for one in along)
-        y, x = ((at + 0.5) * picture.step - 0.5 for at in centre)
-        axes.plot(x, y, "+", color=MARK, markersize=4, markeredgewidth=0.7)
-        if np.isfinite(picture.radius):
-            circle = Circle(
-                (x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7
-            )
-            axes.add_patch(circle)
-    return image
 
 
 ANALYSIS = Analysis(

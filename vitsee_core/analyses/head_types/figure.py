@@ -66,6 +66,7 @@ def plot(table: Table) -> Figure:
     """
     from matplotlib.patches import Patch
 
+    # Sizes first, as a figure is made for all its panels; then the panels, in the same order.
     stores = table.frame.partition_by("store", maintain_order=True)
     grids = []
     for rows in stores:
@@ -123,6 +124,7 @@ def _draw_counts(
     for kind, tint in tints.items():
         for is_steady, hatch in ((True, ""), (False, _HATCH)):
             counted = heads.filter(pl.col(column) == kind, is_steady=is_steady)
+            # (depths,)
             counts = (counted["depth"].to_numpy() == depths[:, np.newaxis]).sum(1)
             if not counts.any():
                 continue
@@ -140,13 +142,14 @@ def _draw_counts(
     axes.set_title(title)
     note_count(axes, heads)
     axes.grid(False, axis="x")
-    layer_ticks(axes, names, 13)
+    layer_ticks(axes, names, 13)  # labels that fit the width
     axes.set_ylabel("heads")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _draw_time_examples(all_axes: Sequence[Axes], rows: pl.DataFrame) -> None:
     """Draw for each class in time the example's shares by offset, all panels on one scale."""
+    # 1e-9: a scale needs a height, though all shares be 0 or missing.
     highest = float(np.nanmax([1e-9, *rows["value"].drop_nulls().to_list()]))
     for axes, kind in zip(all_axes, TIME_TYPES, strict=True):
         example = rows.filter(time=kind)

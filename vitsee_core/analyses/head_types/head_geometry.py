@@ -71,7 +71,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,8 +195,7 @@ class Thresholds:
                 yield f"{field.name} x {factor:g}", replace(self, **changed)
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """A head's scores from its aligned map.
 
     Attributes:
@@ -416,8 +415,7 @@ def direction(dy: float, dx: float) -> str:
     return DIRECTIONS[round(math.atan2(dy, dx) / eighth_turn) % 8]
 
 
-@dataclass(frozen=True)
-class TimeScores:
+class TimeScores(NamedTuple):
     """A head's scores in time.
 
     Attributes:
