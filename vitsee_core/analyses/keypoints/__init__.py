@@ -107,8 +107,8 @@ def run(
     pairs: Annotated[
         str | Path,
         Option(
-            "The folder SPair-71k (or any with PairAnnotation/SPLIT/*.json in its form), or a "
-            "list of pairs in it (Layout/large/test.txt)."
+            "The folder SPair-71k (or any with PairAnnotation/SPLIT/*.json in its form), "
+            "or a list of pairs in it (Layout/large/test.txt)."
         ),
     ],
     split: Annotated[
@@ -131,8 +131,8 @@ def run(
     match: Annotated[
         str | None,
         Option(
-            "smooth: features at pixels, between tokens; token: of tokens; vit_analysis: those of "
-            "the released code, which lie on the token grid.",
+            "smooth: features at pixels, between tokens; token: of tokens; "
+            "vit_analysis: those of the released code, which lie on the token grid.",
             choices=MATCHES,
             default="smooth",
         ),
@@ -148,8 +148,8 @@ def run(
     candidates: Annotated[
         str | None,
         Option(
-            "Where the target may lie: on the image, anywhere on the input (canvas), in the "
-            "object's box.",
+            "Where the target may lie: on the image, anywhere on the input (canvas), in "
+            "the object's box.",
             choices=CANDIDATES,
             default="image",
         ),
@@ -307,8 +307,8 @@ def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     ]
     if not with_grid:
         raise SiteError(
-            f"{store.label}: {', '.join(site.name for site in chosen[:3])} has no tokens on the "
-            "image's grid; keypoints need sites that have (vitsee info lists them)"
+            f"{store.label}: {', '.join(site.name for site in chosen[:3])} has no tokens "
+            "on the image's grid; keypoints need sites that have (vitsee info lists them)"
         )
     for site in with_grid:
         store.acts(site.name, "patches", partial=True)
@@ -437,9 +437,10 @@ ANALYSIS = Analysis(
     help="""
     Find keypoints again in other images of a class.
 
-    A keypoint of one image is looked for in another by the cosine of dense features; PCK is the
-    share found near enough (Walmer et al. 2023, Figs. 10 right, 31; SPair-71k). The stores hold
-    the pairs' images, whole: with --crop-mode border and --crop-pct 1.
+    A keypoint of one image is looked for in another by the cosine of dense features;
+    PCK is the share found near enough (Walmer et al. 2023, Figs. 10 right, 31;
+    SPair-71k). The stores hold the pairs' images, whole: with --crop-mode border and
+    --crop-pct 1.
 
       $ vitsee extract vit_base_patch16_224 --data SPair-71k/JPEGImages \\
             --crop-mode border --fill black --crop-pct 1 -o b16.zarr
@@ -447,21 +448,21 @@ ANALYSIS = Analysis(
       $ vitsee keypoints b16.zarr dino.zarr --pairs SPair-71k --preset walmer --png both.png
       $ vitsee keypoints b16.zarr --pairs SPair-71k/Layout/small/test.txt --by class --alpha 0.1
 
-    Features are bilinear between tokens, and scaled to unit length after that; the released
-    code does not scale, so that what it finds lies on the token grid: --match vit_analysis.
-    Pairs whose images the store lacks are left out and counted.
+    Features are bilinear between tokens, and scaled to unit length after that; the
+    released code does not scale, so that what it finds lies on the token grid: --match
+    vit_analysis. Pairs whose images the store lacks are left out and counted.
 
-    Metrics: pck@A: the mean over classes; pck_point@A: over points; pck_image@A: over pairs.
-    Rows with a baseline need no features: chance, still (the same place in the image), grid
-    (the nearest possible place, a ceiling); --baseline random searches random features (Walmer
-    et al. 2023, B.3).
+    Metrics: pck@A: the mean over classes; pck_point@A: over points; pck_image@A: over
+    pairs. Rows with a baseline need no features: chance, still (the same place in the
+    image), grid (the nearest possible place, a ceiling); --baseline random searches
+    random features (Walmer et al. 2023, B.3).
     """,
     needs=("grid", "images"),
     reading=(
-        "The share of keypoints found in another image of the class, against depth. Grey lines: "
-        "a guess at random, the same place in the image, and the nearest place that the grid of "
-        "tokens allows, above which no model can be. Intervals are over images, of which pairs "
-        "are no independent sample."
+        "The share of keypoints found in another image of the class, against depth. Grey "
+        "lines: a guess at random, the same place in the image, and the nearest place "
+        "that the grid of tokens allows, above which no model can be. Intervals are over "
+        "images, of which pairs are no independent sample."
     ),
     source="Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5",
     columns=COLUMNS,

@@ -238,8 +238,9 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
         ):
             if tuple(sizes[row].tolist()) != size:
                 raise VitseeError(
-                    f"{image} has {sizes[row][1]} x {sizes[row][0]} pixels in {store.label}, "
-                    f"{size[1]} x {size[0]} in the pair {pair.name}; expected the same images"
+                    f"{image} has {sizes[row][1]} x {sizes[row][0]} pixels in "
+                    f"{store.label}, {size[1]} x {size[0]} in the pair {pair.name}; "
+                    "expected the same images"
                 )
     transform = store.manifest.transform
     size = int(transform["input_size"][1]), int(transform["input_size"][2])
@@ -252,8 +253,8 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
     outside = columns.pop("outside") > 0
     if outside.any():
         raise MissingInput(
-            f"{int(outside.sum())} of {len(outside)} keypoints lie outside of what the model of "
-            f"{store.label} saw of its images; {RECIPE}"
+            f"{int(outside.sum())} of {len(outside)} keypoints lie outside of what the "
+            f"model of {store.label} saw of its images; {RECIPE}"
         )
     return Located(
         pairs=kept,
@@ -293,20 +294,21 @@ def _matched(
     ]
     if 2 * len(missing) > len(images):
         raise VitseeError(
-            f"{len(missing)} of the {len(images)} images of the pairs are not in {store.label} "
-            f"({abbreviate(missing, _NAMES_SHOWN)}); its images are called "
-            f"{abbreviate(store.samples.id.tolist(), _NAMES_SHOWN)}; expected those below "
-            "JPEGImages"
+            f"{len(missing)} of the {len(images)} images of the pairs are not in "
+            f"{store.label} ({abbreviate(missing, _NAMES_SHOWN)}); its images are called "
+            f"{abbreviate(store.samples.id.tolist(), _NAMES_SHOWN)}; expected those "
+            "below JPEGImages"
         )
     if not kept:
         raise VitseeError(
-            f"none of the {len(pairs)} pairs has both images in {store.label} and a keypoint"
+            f"none of the {len(pairs)} pairs has both images in {store.label} and a "
+            "keypoint"
         )
     n_left = len(pairs) - len(kept) - n_empty
     if missing:
         log.warning(
-            "%s: %d of the pairs' %d images are missing or could not be read (%s): %d of %d pairs "
-            "are left out",
+            "%s: %d of the pairs' %d images are missing or could not be read (%s): %d "
+            "of %d pairs are left out",
             store.label,
             len(missing),
             len(images),
@@ -429,7 +431,7 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
     scale = float(extent.max() / max(size))
     if np.abs(extent - scale * np.array(size)).max() > 1:
         raise MissingInput(
-            f"the images of the pair {pair.name} were squashed; matches vit_analysis are of images "
-            f"that keep their shape: {RECIPE}"
+            f"the images of the pair {pair.name} were squashed; matches vit_analysis are "
+            f"of images that keep their shape: {RECIPE}"
         )
     return scale

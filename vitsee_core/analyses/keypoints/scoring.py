@@ -90,10 +90,10 @@ def within(located: Located, found: Float, alphas: Sequence[float]) -> Float:
 METRICS = ("pck", "pck_point", "pck_image")
 SPREAD = "jackknife"
 INTERVAL_METHOD = (
-    "delete-one-image jackknife within categories: v_i is the value without an image and all of "
-    "its pairs; std^2 = sum over categories of (n - 1) / n sum_i (v_i - mean v)^2; empty where "
-    "leaving out an image leaves a category without pairs; low, high, with t(0.975, images - "
-    f"categories) in place of 1.96: {SHARES}"
+    "delete-one-image jackknife within categories: v_i is the value without an image and "
+    "all of its pairs; std^2 = sum over categories of (n - 1) / n sum_i (v_i - mean "
+    "v)^2; empty where leaving out an image leaves a category without pairs; low, high, "
+    f"with t(0.975, images - categories) in place of 1.96: {SHARES}"
 )
 REPLICATES_METHOD = "value without one image of a category and all of its pairs"
 

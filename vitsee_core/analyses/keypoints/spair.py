@@ -151,8 +151,8 @@ def _files(folder: Path, split: str | None) -> list[Path]:
         )
         splits = f"; it has the splits {', '.join(known)}" if known else ""
         raise VitseeError(
-            f"no pairs of the split {split or DEFAULT_SPLIT} below {folder}{splits}; expected "
-            f"{LAYOUT}"
+            f"no pairs of the split {split or DEFAULT_SPLIT} below {folder}{splits}; "
+            f"expected {LAYOUT}"
         )
     return files
 
@@ -172,7 +172,8 @@ def _listed(path: Path, split: str | None) -> list[Path]:
     above = next((p for p in path.resolve().parents if (p / ANNOTATIONS).is_dir()), None)
     if above is None:
         raise VitseeError(
-            f"{path} lies in no folder with {ANNOTATIONS}; expected SPair-71k/Layout/SIZE/SPLIT.txt"
+            f"{path} lies in no folder with {ANNOTATIONS}; expected "
+            "SPair-71k/Layout/SIZE/SPLIT.txt"
         )
     known = above / ANNOTATIONS / path.stem
     folder = (
@@ -221,8 +222,8 @@ def _pair(stem: str, data: Annotation) -> Pair:
     sizes = [(height, width) for width, height, *_ in (data.src_imsize, data.trg_imsize)]
     if len(data.src_kps) != len(data.trg_kps):
         raise ValueError(
-            f"src_kps has {len(data.src_kps)} keypoints and trg_kps {len(data.trg_kps)}; expected "
-            "those seen in both images"
+            f"src_kps has {len(data.src_kps)} keypoints and trg_kps {len(data.trg_kps)}; "
+            "expected those seen in both images"
         )
     box = data.trg_bndbox
     if len(box) != 4 or box[0] >= box[2] or box[1] >= box[3]:
@@ -254,8 +255,8 @@ def _points(key: str, points: Points, size: tuple[int, int]) -> Float:
     for i, (x, y) in enumerate(points):
         if not (-RIM <= x <= size[1] - 1 + RIM and -RIM <= y <= size[0] - 1 + RIM):
             raise ValueError(
-                f"{key}[{i}] is ({x:g}, {y:g}), outside of the image of {size[1]} x {size[0]} "
-                "pixels"
+                f"{key}[{i}] is ({x:g}, {y:g}), outside of the image of {size[1]} x "
+                f"{size[0]} pixels"
             )
     return np.array(points, np.float64).reshape(-1, 2)
 
@@ -271,8 +272,9 @@ GROUPS = (*VARIATIONS, CLASS)
 ALPHAS = (0.1, 0.05, 0.01)
 PRESETS = {
     "walmer": (
-        "Walmer et al. 2023, appendix E: 20 pairs of each class, here drawn without replacement "
-        "over the sorted pairs, their code's matches on the whole input, its black border included"
+        "Walmer et al. 2023, appendix E: 20 pairs of each class, here drawn without "
+        "replacement over the sorted pairs, their code's matches on the whole input, its "
+        "black border included"
     )
 }
 WALMER_PAIRS = 20

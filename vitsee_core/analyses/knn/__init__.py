@@ -332,9 +332,10 @@ ANALYSIS = Analysis(
     help="""
     Classify images or segments by their nearest neighbours.
 
-    A test image gets the class that the k training images nearest by cosine vote for (Walmer et
-    al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same
-    model over different images of the same classes. Neighbours are exact; memory stays bounded.
+    A test image gets the class that the k training images nearest by cosine vote for
+    (Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are
+    stores of the same model over different images of the same classes. Neighbours are
+    exact; memory stays bounded.
 
       $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
       $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
@@ -342,17 +343,17 @@ ANALYSIS = Analysis(
       $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
       $ vitsee knn train.zarr val.zarr --masks instances_train.json --masks instances_val.json
 
-    With --masks segments vote for segments, the vectors of cluster --masks; intervals are over
-    images, and the column n_segments counts.
+    With --masks segments vote for segments, the vectors of cluster --masks; intervals
+    are over images, and the column n_segments counts.
 
-    top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The
-    figure shows accuracy against depth.
+    top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour
+    has. The figure shows accuracy against depth.
     """,
     needs=("sites",),
     reading=(
-        "The share of test images whose class their nearest training images vote for, against "
-        "depth. It shows how far a layer has sorted images by class without any training; a "
-        "late rise says that the class is made in the last blocks."
+        "The share of test images whose class their nearest training images vote for, "
+        "against depth. It shows how far a layer has sorted images by class without any "
+        "training; a late rise says that the class is made in the last blocks."
     ),
     source="Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021",
     columns=COLUMNS,

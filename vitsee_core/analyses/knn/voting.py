@@ -197,8 +197,8 @@ class NeighbourVotes:
         if neighbours.constant and item.site is not None:
             which = f"{selection} " if selection else ""
             remark = (
-                f"{item.site}: the {which}vector of every training {self.train.NOUN} is the same; "
-                "its value is the vote of the first rows"
+                f"{item.site}: the {which}vector of every training {self.train.NOUN} is "
+                "the same; its value is the vote of the first rows"
             )
         return list(self._scores(neighbours, test, query.blocks)), remark
 

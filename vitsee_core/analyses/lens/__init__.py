@@ -174,8 +174,8 @@ def headline(table: Table) -> list[Answer]:
         answers.append(
             (
                 store,
-                f"share of images {words}: {first_and_last(rows)}; {rows['site'][first_near]} is "
-                f"the first with {NEARLY:g} of the last",
+                f"share of images {words}: {first_and_last(rows)}; "
+                f"{rows['site'][first_near]} is the first with {NEARLY:g} of the last",
             )
         )
     return answers
@@ -187,11 +187,11 @@ ANALYSIS = Analysis(
     help="""
     Read every block through the model's own classifier.
 
-    The final norm, pooling and linear layer that extract keeps are applied to each block's
-    tokens (the logit lens; Vilas et al. 2023): how early the right class has the largest logit,
-    how early the model's answer is there, and the label's rank. Nothing is trained. A head that
-    a store does not keep (above 16 MB, or of attention pooling) is that of its model, built
-    again.
+    The final norm, pooling and linear layer that extract keeps are applied to each
+    block's tokens (the logit lens; Vilas et al. 2023): how early the right class has
+    the largest logit, how early the model's answer is there, and the label's rank.
+    Nothing is trained. A head that a store does not keep (above 16 MB, or of attention
+    pooling) is that of its model, built again.
 
       $ vitsee lens b16.zarr -o lens.csv --png lens.png
       $ vitsee lens b16.zarr deit.zarr --patches --png both.png > both.csv
@@ -200,9 +200,10 @@ ANALYSIS = Analysis(
     """,
     needs=("sites",),
     reading=(
-        "The model's own classifier applied to each block's tokens, as if the model ended "
-        "there. A low value does not say that a block knows nothing of the class, only that it "
-        "does not write it in the classifier's terms; probes tell the one from the other."
+        "The model's own classifier applied to each block's tokens, as if the model "
+        "ended there. A low value does not say that a block knows nothing of the class, "
+        "only that it does not write it in the classifier's terms; probes tell the one "
+        "from the other."
     ),
     source="nostalgebraist 2020; Vilas et al. 2023",
     columns=COLUMNS,

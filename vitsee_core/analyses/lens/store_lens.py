@@ -61,15 +61,15 @@ def select_readable_sites(
     head = heads(store)
     if store.plan.clip is not None and store.plan.clip.by_frame:
         raise NotOffered(
-            f"the classifier of {store.label} reads one frame, and the store holds clips frame by "
-            "frame; expected a store of the frames, extracted as images"
+            f"the classifier of {store.label} reads one frame, and the store holds clips "
+            "frame by frame; expected a store of the frames, extracted as images"
         )
     selected = sites_of(store, patterns)
     readable = _readable_sites(store, head, selected, patches)
     if not readable:
         message = (
-            f"the classifier of {store.label} reads {head.pool} of {head.width} channels: none of "
-            f"{abbreviate([site.name for site in selected])} has these"
+            f"the classifier of {store.label} reads {head.pool} of {head.width} "
+            f"channels: none of {abbreviate([site.name for site in selected])} has these"
         )
         # With other sites readable, the choice is wrong; otherwise the store cannot be used.
         inner = [site for site in store.sites.values() if "head" not in site.groups]

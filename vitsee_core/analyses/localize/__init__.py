@@ -123,8 +123,8 @@ def run(
     summary: Annotated[
         str | None,
         Option(
-            "In place of maps, how each token compares with its own patch, by token or averaged by "
-            "site (curves over depth).",
+            "In place of maps, how each token compares with its own patch, by token or "
+            "averaged by site (curves over depth).",
             choices=SUMMARIES,
             default="maps",
         ),
@@ -496,10 +496,11 @@ ANALYSIS = Analysis(
     help="""
     Map how similar each token is to each input patch.
 
-    Debiased CKA, over images, between one token of a site and the pixels of one input patch, for
-    every patch (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). The patches are the cells of the
-    site's grid, in ResNets too. The pixels are those that the model saw: extract --inputs keeps
-    them, otherwise the images are loaded again from the data and checked.
+    Debiased CKA, over images, between one token of a site and the pixels of one input
+    patch, for every patch (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). The patches are
+    the cells of the site's grid, in ResNets too. The pixels are those that the model
+    saw: extract --inputs keeps them, otherwise the images are loaded again from the
+    data and checked.
 
       $ vitsee localize b32.zarr --tokens 0,0 --tokens 2,1 --png fig9.png > fig9.csv
       $ vitsee localize b16.zarr --sites blocks.0.out --sites blocks.-1.out --png all.png > all.csv
@@ -507,18 +508,19 @@ ANALYSIS = Analysis(
       $ vitsee localize cls=a.zarr gap=b.zarr r50.zarr --summary site --png depth.png > depth.csv
 
     With --summary token the metrics own_cka, own_rank (1: no patch is more similar),
-    own_rank_relative (0 first, 1 last), own_margin (own minus best other), peak_distance_px
-    (from the own to the most similar patch); with --summary site also own_top1, the fraction of
-    tokens whose own patch is first, n_tokens, and baseline rows with what chance gives. Of
-    grids finer than 38 x 38 tokens of every s-th row and column are compared, which is logged;
-    --tokens each takes all. Exact over all images, or over a sample of 16384 where there are
-    more; --images N takes fewer or more.
+    own_rank_relative (0 first, 1 last), own_margin (own minus best other),
+    peak_distance_px (from the own to the most similar patch); with --summary site also
+    own_top1, the fraction of tokens whose own patch is first, n_tokens, and baseline
+    rows with what chance gives. Of grids finer than 38 x 38 tokens of every s-th row
+    and column are compared, which is logged; --tokens each takes all. Exact over all
+    images, or over a sample of 16384 where there are more; --images N takes fewer or
+    more.
     """,
     needs=("grid", "images"),
     reading=(
-        "How similar one token's representation is to each patch of the input, over images. A "
-        "bright cell at the token's own place (framed) says that it still represents its patch; "
-        "where it fades, place has been given up for content."
+        "How similar one token's representation is to each patch of the input, over "
+        "images. A bright cell at the token's own place (framed) says that it still "
+        "represents its patch; where it fades, place has been given up for content."
     ),
     source="Raghu et al. 2021, Figs. 9, 10, D.1 to D.3",
     columns=COLUMNS,

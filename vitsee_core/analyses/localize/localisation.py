@@ -495,8 +495,9 @@ class SiteMaps:
             size = site.map_bytes(estimator)
             if size > memory // 4:
                 reasons[site.site.name] = (
-                    f"its maps of {len(site.names)} tokens take {human_bytes(size)}; choose some "
-                    f"with --tokens ROW,COL, or give --memory {math.ceil(4 * size / 1e6)}M"
+                    f"its maps of {len(site.names)} tokens take {human_bytes(size)}; "
+                    "choose some with --tokens ROW,COL, or give --memory "
+                    f"{math.ceil(4 * size / 1e6)}M"
                 )
         remaining = [site for site in self.sites if site.site.name not in reasons]
         if not remaining:
@@ -600,8 +601,8 @@ def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
     others = ", ".join(s.name for s in sites if s not in with_grid)
     if not with_grid:
         raise SiteError(
-            f"{store.label}: {others} has no tokens on a grid of the image; choose other --sites "
-            f"(vitsee info {store.place} -f sites lists them)"
+            f"{store.label}: {others} has no tokens on a grid of the image; choose other "
+            f"--sites (vitsee info {store.place} -f sites lists them)"
         )
     if others:
         log.warning("%s: left out, as no grid of the image: %s", store.label, others)

@@ -94,8 +94,8 @@ def run(
     target: Annotated[
         str | None,
         Option(
-            "Whose logit, of every image: its label's, or that of the class that the model "
-            "predicts.",
+            "Whose logit, of every image: its label's, or that of the class that the "
+            "model predicts.",
             choices=(LABEL, PREDICTED),
             default="label; predicted without labels",
         ),
@@ -104,8 +104,8 @@ def run(
     classes: Annotated[
         Sequence[str],
         Option(
-            "The logit of this class, by name or number, for every image in place of its own. "
-            "Repeatable.",
+            "The logit of this class, by name or number, for every image in place of "
+            "its own. Repeatable.",
             "--class",
             metavar="CLASS",
             default="each image's own",
@@ -117,8 +117,9 @@ def run(
     patches: Annotated[
         bool,
         Option(
-            "Maps of single images in place of means: what each patch adds, by its own token where "
-            "their mean is read, else by attention from the class token (loads the model)."
+            "Maps of single images in place of means: what each patch adds, by its own "
+            "token where their mean is read, else by attention from the class token "
+            "(loads the model)."
         ),
     ] = False,
     image: Annotated[
@@ -165,7 +166,8 @@ def run(
     if classes and (by_class or target):
         raise VitseeError(
             "--class takes one class's logit of every image, "
-            f"{'--by-class' if by_class else '--target'} each image's own: give one of them"
+            f"{'--by-class' if by_class else '--target'} each image's own: give one of "
+            "them"
         )
     if patches and (heads or by_class):
         raise VitseeError(
@@ -225,7 +227,8 @@ def plot(
     scale: Annotated[
         str,
         Option(
-            "Colours of --patches: one scale for all maps, or each map over its own range.",
+            "Colours of --patches: one scale for all maps, or each map over its own "
+            "range.",
             choices=SCALES,
         ),
     ] = SCALES[0],
@@ -261,11 +264,11 @@ ANALYSIS = Analysis(
     help="""
     Split logits into what each layer and head writes.
 
-    The residual branches, one by one, through the final norm (its scale as it is for the image)
-    and the classifier: direct logit attribution (Elhage et al. 2021; Gandelsman et al. 2024).
-    The parts add up to the logit of each image's label, less the mean over classes; what
-    rounding leaves is a row of its own. Stores need every branch, and for --heads what each
-    head gave:
+    The residual branches, one by one, through the final norm (its scale as it is for
+    the image) and the classifier: direct logit attribution (Elhage et al. 2021;
+    Gandelsman et al. 2024). The parts add up to the logit of each image's label, less
+    the mean over classes; what rounding leaves is a row of its own. Stores need every
+    branch, and for --heads what each head gave:
 
       $ vitsee extract vit_base_patch16_224 --data photos --sites blocks --sites head \\
           --sites residual --sites heads --tokens pooled -o b16.zarr
@@ -274,17 +277,18 @@ ANALYSIS = Analysis(
       $ vitsee logit-attribution b16.zarr --heads --by-class -o heads.csv
       $ vitsee logit-attribution b16.zarr --patches --image cat.jpg --png cat.png > cat.csv
 
-    --tokens pooled is enough where the classifier reads the class token, or normalises the mean
-    over patches. Not for models whose logits are no such sum: with an activation or a norm
-    after the sum (ResNet v1), an attention or maximum that pools, several classifiers, or
-    layers behind the blocks.
+    --tokens pooled is enough where the classifier reads the class token, or normalises
+    the mean over patches. Not for models whose logits are no such sum: with an
+    activation or a norm after the sum (ResNet v1), an attention or maximum that pools,
+    several classifiers, or layers behind the blocks.
     """,
     needs=("residual", "images"),
     reading=(
-        "What each sublayer adds to the logit of the image's class, directly, with the final "
-        "norm's scale held fixed: bars above 0 speak for the class, below 0 against it. The "
-        "line is their running sum, which ends at the model's own logit. It says where the "
-        "answer is written, not what it was made from: early layers act through later ones."
+        "What each sublayer adds to the logit of the image's class, directly, with the "
+        "final norm's scale held fixed: bars above 0 speak for the class, below 0 "
+        "against it. The line is their running sum, which ends at the model's own logit. "
+        "It says where the answer is written, not what it was made from: early layers "
+        "act through later ones."
     ),
     source="Elhage et al. 2021; Gandelsman et al. 2024",
     columns=COLUMNS,
@@ -293,8 +297,8 @@ ANALYSIS = Analysis(
         "site": "the sublayer; the stream's beginning; logits: the whole model",
         "class": "empty: each image's own",
         "part": (
-            "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit; "
-            "of --patches also patches, all of a map, and rest"
+            "input, attn, mlp, token, channel, block; head, projection_bias; bias, "
+            "residue, logit; of --patches also patches, all of a map, and rest"
         ),
     },
     metrics=(METRIC,),

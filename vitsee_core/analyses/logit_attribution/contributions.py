@@ -154,14 +154,14 @@ def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStrea
     if not isinstance(head, HeadWeights) or head.pool == "max":
         raise NotOffered(
             f"{store.label}: its classifier reads tokens through "
-            f"{'their maximum' if isinstance(head, HeadWeights) else 'attention pooling'}, which "
-            "is not linear: logits are no sum over branches"
+            f"{'their maximum' if isinstance(head, HeadWeights) else 'attention pooling'}, "
+            "which is not linear: logits are no sum over branches"
         )
     end = store.sites.get(head.site)
     if end is None or end.block is None or end.part != "out":
         raise NotOffered(
-            f"{store.label}: its classifier reads {head.site}, which is no block's output: what "
-            "the layers after the last block do is no branch"
+            f"{store.label}: its classifier reads {head.site}, which is no block's "
+            "output: what the layers after the last block do is no branch"
         )
     blocks = [
         list(sites)
@@ -264,8 +264,8 @@ def _prove_sums(
                 reason = f"it was extracted without the skip connections {names}"
             raise NotOffered(
                 f"{store.label}: {output.name} is not the sum of "
-                f"{abbreviate([site.name for site in terms])} (off by {error:.2g} of them): "
-                f"{reason}"
+                f"{abbreviate([site.name for site in terms])} (off by {error:.2g} of "
+                f"them): {reason}"
             )
 
 

@@ -260,8 +260,8 @@ def class_number(store: Store, n_classes: int, text: str) -> int:
         return int(text)
     expected = f"{abbreviate(names)} or a number" if names else "a number"
     raise SiteError(
-        f"the classifier of {store.label} has no class {text!r}; expected {expected} from 0 to "
-        f"{n_classes - 1}"
+        f"the classifier of {store.label} has no class {text!r}; expected {expected} "
+        f"from 0 to {n_classes - 1}"
     )
 
 
@@ -291,8 +291,8 @@ def projections_of(
             name = f"{block}.attn.heads"
             if name not in store.sites:
                 raise MissingInput(
-                    f"{store.label} lacks {name}: extract with --sites blocks --sites head --sites "
-                    "residual --sites heads"
+                    f"{store.label} lacks {name}: extract with --sites blocks --sites "
+                    "head --sites residual --sites heads"
                 )
             if stream.head.pooled_kind is None:
                 # Raises MissingInput for a site that is stored pooled only.
@@ -359,8 +359,9 @@ def _proven_projections(
         projection = next((fit for fit in fits if fit is not None), None)
         if projection is None:
             raise NotOffered(
-                f"{model.name}: the branch of {block}.attn is no linear layer of what the heads "
-                "gave, times one factor per channel (a norm is between, say); leave out --heads"
+                f"{model.name}: the branch of {block}.attn is no linear layer of what "
+                "the heads gave, times one factor per channel (a norm is between, say); "
+                "leave out --heads"
             )
         projections[block] = projection
     return projections

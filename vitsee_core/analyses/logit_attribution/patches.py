@@ -156,9 +156,9 @@ def through_attention(
                 tolerance = RECOMPUTE_TOLERANCE * np.abs(parts).sum(1).max()
                 if not np.abs(recomputed - stored).max() <= tolerance:
                     raise VitseeError(
-                        f"{store.label}: attention computed again moves another part to the class "
-                        f"token in {block.site} ({recomputed[0]:.4g}) than was stored "
-                        f"({stored[0]:.4g})"
+                        f"{store.label}: attention computed again moves another part to "
+                        f"the class token in {block.site} ({recomputed[0]:.4g}) than was "
+                        f"stored ({stored[0]:.4g})"
                     )
                 maps[branch] = parts[:, block.layout.n_prefix :]
             yield row, maps
@@ -276,8 +276,8 @@ class MappedImages:
             self.classes[row] = list(work.targets.classes or image_class)
             if -1 in self.classes[row]:
                 raise VitseeError(
-                    f"{str(store.samples.id[row])!r} of {store.label} has no label; give --target "
-                    f"{PREDICTED} or --class"
+                    f"{str(store.samples.id[row])!r} of {store.label} has no label; give "
+                    f"--target {PREDICTED} or --class"
                 )
             self.logits[row] = logits[0] - (0.0 if raw else logits.mean())
 

@@ -115,8 +115,8 @@ def run(
     sites: Annotated[
         Sequence[str],
         Option(
-            "Sublayers by name, glob or kind (blocks.3.attn, 'blocks.1?.mlp', layer1.0, attn, "
-            "mlp); blocks.-1.mlp counts from the end.",
+            "Sublayers by name, glob or kind (blocks.3.attn, 'blocks.1?.mlp', layer1.0, "
+            "attn, mlp); blocks.-1.mlp counts from the end.",
             metavar="SUBLAYER",
             default="every residual sublayer",
         ),
@@ -368,7 +368,8 @@ def _report_zeros(label: str, zero_counts: dict[str, ZeroCount]) -> dict[str, st
             )
     if always_zero:
         log.warning(
-            "%s: the branch is 0 in every image and token of %s: no norm ratio, no cos_branch",
+            "%s: the branch is 0 in every image and token of %s: no norm ratio, no "
+            "cos_branch",
             label,
             ", ".join(always_zero),
         )
@@ -503,27 +504,27 @@ ANALYSIS = Analysis(
     help="""
     Compare each residual sublayer's skip with its branch.
 
-    A sublayer (attention, MLP, residual block) adds its branch f(z) to its skip z. Where |z| /
-    |f(z)| is high the token passes through, where it is low the branch rewrites it (Raghu et al.
-    2021, Figs. 7, E.1, E.2). Reads the dot products that extract stores by default, in seconds;
-    activations are not needed.
+    A sublayer (attention, MLP, residual block) adds its branch f(z) to its skip z.
+    Where |z| / |f(z)| is high the token passes through, where it is low the branch
+    rewrites it (Raghu et al. 2021, Figs. 7, E.1, E.2). Reads the dot products that
+    extract stores by default, in seconds; activations are not needed.
 
       $ vitsee normratio b16.zarr -o ratio.csv --png ratio.png
       $ vitsee normratio b16.zarr r50.zarr --tokens cls --tokens patches --png both.png > both.csv
       $ vitsee normratio b16.zarr --metric norm_ratio --sites mlp --tokens 0,0 --tokens 2,1
 
-    --tokens each: every token; cls; prefix: every kind of prefix token, registers as their mean;
-    patches: the mean over patches (locations of a CNN); all: prefix and patches; flat: all tokens
-    of an image as one vector (Walmer et al. 2023).
+    --tokens each: every token; cls; prefix: every kind of prefix token, registers as
+    their mean; patches: the mean over patches (locations of a CNN); all: prefix and
+    patches; flat: all tokens of an image as one vector (Walmer et al. 2023).
 
-    The figure shows tokens against sublayers, and means against depth. Of clips patches have a
-    column frame, their place in time.
+    The figure shows tokens against sublayers, and means against depth. Of clips patches
+    have a column frame, their place in time.
     """,
     needs=("residual",),
     reading=(
-        "How much of what leaves each sublayer came through the skip connection, and how much "
-        "its branch wrote: above 1 the skip dominates. The class token and the patches of a ViT "
-        "change places somewhere in depth."
+        "How much of what leaves each sublayer came through the skip connection, and how "
+        "much its branch wrote: above 1 the skip dominates. The class token and the "
+        "patches of a ViT change places somewhere in depth."
     ),
     source="Raghu et al. 2021, Figs. 7, E.1, E.2",
     columns=COLUMNS,

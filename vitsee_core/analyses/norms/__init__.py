@@ -126,7 +126,8 @@ def run(
         metrics_option(
             METRICS,
             "all that the store has",
-            "Those of activations (massive_*, neighbour_cos) need a store that keeps all tokens.",
+            "Those of activations (massive_*, neighbour_cos) need a store that keeps "
+            "all tokens.",
         ),
     ] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
@@ -329,9 +330,10 @@ class SiteNorms:
         budget = self.execution.budget
         if needed > budget:
             raise VitseeError(
-                f"the norms of {self.n_images} images at {name} of {self.store.label} take "
-                f"{human_bytes(needed)} of memory; --memory is {human_bytes(budget)} (use fewer "
-                f"--images, {budget // bytes_per_image} fit, or give more --memory)"
+                f"the norms of {self.n_images} images at {name} of {self.store.label} "
+                f"take {human_bytes(needed)} of memory; --memory is "
+                f"{human_bytes(budget)} (use fewer --images, {budget // bytes_per_image} "
+                "fit, or give more --memory)"
             )
 
     def _read_tokens(
@@ -514,28 +516,29 @@ ANALYSIS = Analysis(
     help="""
     Find outlier tokens and massive activations.
 
-    Large vision transformers put a few patch tokens at norms far above the others, where they
-    hold global information (Darcet et al. 2024; registers take their place), and a few
-    activations at thousands of times the median (Sun et al. 2024). Norms come from the dot
-    products that extract stores by default, also with --tokens pooled; activations are read for
-    the rest.
+    Large vision transformers put a few patch tokens at norms far above the others,
+    where they hold global information (Darcet et al. 2024; registers take their place),
+    and a few activations at thousands of times the median (Sun et al. 2024). Norms come
+    from the dot products that extract stores by default, also with --tokens pooled;
+    activations are read for the rest.
 
       $ vitsee norms l14.zarr -o norms.csv --png norms.png
       $ vitsee norms dinov2=a.zarr reg=b.zarr --tokens all --png both.png > both.csv
       $ vitsee norms b16.zarr --metric outlier_share --threshold 60 --tokens patches
 
-    --tokens all: cls, registers and patches as kinds, with the median, the shares of outliers
-    (above --threshold; above median + 6 x 1.4826 MAD) and the histogram; each: every token,
-    with the share of images in which it is an outlier. The figure shows the histogram over
-    depth, where the outliers lie, and their share over depth. Of clips patches have a column
-    frame, their place in time.
+    --tokens all: cls, registers and patches as kinds, with the median, the shares of
+    outliers (above --threshold; above median + 6 x 1.4826 MAD) and the histogram; each:
+    every token, with the share of images in which it is an outlier. The figure shows
+    the histogram over depth, where the outliers lie, and their share over depth. Of
+    clips patches have a column frame, their place in time.
     """,
     needs=("sites",),
     reading=(
-        "The lengths of tokens against depth, and how they are distributed. A second peak far "
-        "above the others are outlier tokens, which hold global information in place of their "
-        "patch; massive activations are single channels thousands of times above the median. "
-        "Maps show where outliers are, in the layers that have most."
+        "The lengths of tokens against depth, and how they are distributed. A second "
+        "peak far above the others are outlier tokens, which hold global information in "
+        "place of their patch; massive activations are single channels thousands of "
+        "times above the median. Maps show where outliers are, in the layers that have "
+        "most."
     ),
     source="Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024",
     columns=COLUMNS,

@@ -69,8 +69,8 @@ def norm_source(store: Store, site: SiteSpec) -> NormSource:
     if site.tokens == "all":
         return NormSource()
     raise MissingInput(
-        f"{store.label} keeps {site.name} pooled only, and no dot products of it: extract it with "
-        f"--tokens {site.name}=all -o NEW.zarr (every site: --tokens all)"
+        f"{store.label} keeps {site.name} pooled only, and no dot products of it: "
+        f"extract it with --tokens {site.name}=all -o NEW.zarr (every site: --tokens all)"
     )
 
 

@@ -122,8 +122,8 @@ def run(
     foreground: Annotated[
         str,
         Option(
-            "Leave out patches on one side of the first component and compute those of the others "
-            "anew; centre: keep the side that the middle of the images is on.",
+            "Leave out patches on one side of the first component and compute those of "
+            "the others anew; centre: keep the side that the middle of the images is on.",
             choices=FOREGROUND,
         ),
     ] = "none",
@@ -133,8 +133,8 @@ def run(
     align: Annotated[
         bool,
         Option(
-            "Turn the scores of every layer and model to be nearest to the reference's, so that "
-            "colours compare.",
+            "Turn the scores of every layer and model to be nearest to the reference's, "
+            "so that colours compare.",
             "--align/--no-align",
         ),
     ] = True,
@@ -189,7 +189,8 @@ def run(
         )
     if components < CHANNELS:
         raise VitseeError(
-            f"{components} components were asked for; expected 3 or more, as three make the colours"
+            f"{components} components were asked for; expected 3 or more, as three make "
+            "the colours"
         )
     if reference is not None and not align:
         raise VitseeError("a reference is for aligned colours: leave it out, or align")
@@ -340,8 +341,9 @@ class StoreComponents:
         need = 8 * dim**2 * (self.blocks.n + 4)
         if need > self.execution.budget:
             raise VitseeError(
-                f"the axes of {name} of {label} ({dim} channels) take {human_bytes(need)} of "
-                f"memory; --memory is {human_bytes(self.execution.budget)}"
+                f"the axes of {name} of {label} ({dim} channels) take "
+                f"{human_bytes(need)} of memory; --memory is "
+                f"{human_bytes(self.execution.budget)}"
             )
 
     def say_cost(self) -> float:
@@ -386,7 +388,8 @@ class StoreComponents:
         n = sum(block.n for block in sums)
         if n < 2:
             raise VitseeError(
-                f"{features.site.name} of {self.store.label} has {n} patches that count: no axes"
+                f"{features.site.name} of {self.store.label} has {n} patches that count: "
+                "no axes"
             )
         return sums
 
@@ -455,7 +458,8 @@ class SiteComponents:
         n_matched = len(own_scores)
         if n_matched < FEWEST:
             log.warning(
-                "%s: colours of %s are not aligned: %d patches in common with the reference",
+                "%s: colours of %s are not aligned: %d patches in common with the "
+                "reference",
                 self.work.store.label,
                 self.site.name,
                 n_matched,
@@ -521,29 +525,30 @@ ANALYSIS = Analysis(
     help="""
     Show patch tokens as colours: their principal components.
 
-    The first three principal components of each layer's patches, over all images, as red, green
-    and blue: patches of like colours have like features. Layers and models on one sheet beside
-    the photographs, in colours that compare (orthogonal Procrustes), laid on what each model
-    saw.
+    The first three principal components of each layer's patches, over all images, as
+    red, green and blue: patches of like colours have like features. Layers and models
+    on one sheet beside the photographs, in colours that compare (orthogonal
+    Procrustes), laid on what each model saw.
 
       $ vitsee pca b16.zarr --png pca.png > pca.csv
       $ vitsee pca mae=a.zarr dino=b.zarr --sites depth:0.5 --sites last --png both.png > both.csv
       $ vitsee pca b16.zarr --image cat.jpg --foreground centre --png cat.png > cat.csv
 
-    One pass over all patches (n D^2 multiply-adds a site) and one over some images; memory does
-    not grow with the images. --fit-shown: as in demonstrations of DINOv2, of a few images only.
+    One pass over all patches (n D^2 multiply-adds a site) and one over some images;
+    memory does not grow with the images. --fit-shown: as in demonstrations of DINOv2,
+    of a few images only.
 
-    Metrics: explained_variance; axis_agreement: absolute cosine of the halves' axes; score.
-    What makes colours of scores is in the sidecar. Of clips scores have a column frame, the
-    patch's place in time.
+    Metrics: explained_variance; axis_agreement: absolute cosine of the halves' axes;
+    score. What makes colours of scores is in the sidecar. Of clips scores have a column
+    frame, the patch's place in time.
     """,
     needs=("grid",),
     reading=(
-        "The first three principal components of each layer's patches as red, green and blue "
-        "beside the photographs: like colours are like features, in a layer and, as layers are "
-        "turned to one reference, roughly across layers and models. The percentage is the "
-        "variance that these three explain: where it is low, patches of one colour may still "
-        "differ."
+        "The first three principal components of each layer's patches as red, green and "
+        "blue beside the photographs: like colours are like features, in a layer and, as "
+        "layers are turned to one reference, roughly across layers and models. The "
+        "percentage is the variance that these three explain: where it is low, patches "
+        "of one colour may still differ."
     ),
     source="Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966",
     columns=COLUMNS,
