@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from synthetic import block_sites, write_store
 from torch.nn.functional import interpolate, normalize
 
-from vitsee_core.analyses.keypoints.places import Located
+from vitsee_core.analyses.keypoints.positions import LocatedKeypoints
 from vitsee_core.analyses.keypoints.search import search
 from vitsee_core.runtime.device import precision_context
 from vitsee_stores import Store, StorePlan, TokenLayout, open_store
@@ -81,7 +81,7 @@ def main() -> None:
 CPU = torch.device("cpu")
 
 
-def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
+def compare(store: Store, tokens: Array, located: LocatedKeypoints, rounds: int) -> None:
     """Both sides of both matches in turns."""
     n = len(located.source_row)
     found: dict[str, Array] = {}
@@ -92,7 +92,7 @@ def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
         return time.process_time() - began
 
     # Beyond the centres of the outer tokens all pixels are equal, and rounding chooses.
-    edge = located.size[0] // tokens.shape[1] // 2
+    edge = located.input_size[0] // tokens.shape[1] // 2
     sides: dict[str, Callable[[], Array]] = {}
     for match in MATCHES:
         sides[match] = partial(
@@ -107,7 +107,7 @@ def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
         slow = [one / FEW for one in seconds[f"upsampled {match}"]]
         fast = [one / n for one in seconds[match]]
         places = [
-            np.clip(found[name][: FEW * POINTS], edge, located.size[0] - 1 - edge)
+            np.clip(found[name][: FEW * POINTS], edge, located.input_size[0] - 1 - edge)
             for name in (match, f"upsampled {match}")
         ]
         same = (places[0] == places[1]).all(1).mean()
@@ -118,12 +118,12 @@ def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
         )
 
 
-def upsampled(tokens: Array, located: Located, match: str) -> Array:
+def upsampled(tokens: Array, located: LocatedKeypoints, match: str) -> Array:
     """The keypoints of the first pairs from features of every pixel."""
-    size = located.size
+    size = located.input_size
     found = []
     for pair in range(FEW):
-        own = np.flatnonzero(located.pair == pair)
+        own = np.flatnonzero(located.pair_index == pair)
         source, target = (
             interpolate(
                 normalize(torch.from_numpy(tokens[rows[pair]]), dim=2).permute(2, 0, 1)[None],
@@ -131,7 +131,7 @@ def upsampled(tokens: Array, located: Located, match: str) -> Array:
             )[0]
             for rows in (located.source_row, located.target_row)
         )  # fmt: skip
-        xy = located.source[own].astype(
+        xy = located.source_xy[own].astype(
             int
         )  # whole pixels, where both sides sample alike
         vectors = source[:, xy[:, 1], xy[:, 0]]
@@ -142,7 +142,7 @@ def upsampled(tokens: Array, located: Located, match: str) -> Array:
     return np.concatenate(found)
 
 
-def pairs_of(store: Store, args: argparse.Namespace) -> Located:
+def pairs_of(store: Store, args: argparse.Namespace) -> LocatedKeypoints:
     """All ordered pairs, keypoints at random pixels."""
     n, side = store.n_images, args.grid * args.cell
     rng = np.random.default_rng(0)
@@ -153,7 +153,7 @@ def pairs_of(store: Store, args: argparse.Namespace) -> Located:
     points = rng.integers(0, side, (n, POINTS, 2)).astype(float)
     pair = np.repeat(np.arange(len(source)), POINTS)
     of_points = np.ones((len(pair), 1))
-    return Located(
+    return LocatedKeypoints(
         [], source, target, pair, points[source].reshape(-1, 2), points[target].reshape(-1, 2),
         points[source].reshape(-1, 2), of_points * np.ones(2), of_points[:, 0] * side,
         of_points * np.array([-0.5, -0.5, side - 0.5, side - 0.5]), (side, side), {},

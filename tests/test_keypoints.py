@@ -32,10 +32,21 @@ from tests.spair_sets import (
 from tests.stores import write_sites
 from tests.tables import equal, groups_of, having, unique
 from vitsee_core.analyses.keypoints import COLUMNS, plot, run
-from vitsee_core.analyses.keypoints.places import Cells, candidates, cells_of, locate
+from vitsee_core.analyses.keypoints.positions import (
+    TokenAxis,
+    candidate_axes,
+    locate,
+    token_axes,
+)
+from vitsee_core.analyses.keypoints.protocol import ProtocolOptions, choose_protocol
 from vitsee_core.analyses.keypoints.scoring import KeypointScorer
-from vitsee_core.analyses.keypoints.search import find, sample, search, unit
-from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
+from vitsee_core.analyses.keypoints.search import (
+    find_matches,
+    sample_features,
+    search,
+    unit_tokens,
+)
+from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.images.placement import place
 from vitsee_core.runtime.progress import Tally
 from vitsee_core.statistics.shares import share_interval
@@ -51,7 +62,7 @@ EVERY = (-0.5, -0.5, SIZE - 0.5, SIZE - 0.5)
 
 def predictions(store: Store, folder: Path, **choices: Any) -> tuple[Any, Array]:
     """The located keypoints and where each is found, at the first site."""
-    protocol = choose_protocol(**choices)
+    protocol = choose_protocol(ProtocolOptions(**choices))
     located = locate(store, draw_pairs(read_pairs(folder), None), protocol)
     (site,) = store.select(["blocks"])
     found = search(store, site, located, protocol.match, device=torch.device("cpu"))
@@ -107,12 +118,12 @@ def value(table: Table, metric: str, baseline: str = "", **more: Any) -> float:
 def test_vit_analysis_is_the_released_algorithm(tmp_path: Path, seed: int) -> None:
     store, folder, grids = made(tmp_path, seed)
     located, found = predictions(store, folder, preset="walmer", pairs_per_class=99)
-    for point, pair in enumerate(located.pair.tolist()):
+    for point, pair in enumerate(located.pair_index.tolist()):
         source, target = (
             grids[rows[pair]] for rows in (located.source_row, located.target_row)
         )
         expected = reference.vit_analysis(
-            source, target, located.source[point].tolist(), SIZE
+            source, target, located.source_xy[point].tolist(), SIZE
         )
         assert found[point].tolist() == list(expected)
 
@@ -134,10 +145,10 @@ def test_coordinates_of_vit_analysis_are_scaled_and_truncated(tmp_path: Path) ->
     located, _ = predictions(store, folder, preset="walmer", pairs_per_class=99)
     first = located.pairs[0]
     assert first.source_size == (40, 60) and first.target_size == (60, 40)
-    np.testing.assert_allclose(located.source[:4], first.source_xy * 64 / 60 + [0, 10])
-    np.testing.assert_allclose(located.target[:4], first.target_xy * 64 / 60 + [10, 0])
-    assert located.side[0] == max(40 // 2, 60 // 2) * 64 / 60
-    assert (located.unit == 1).all()
+    np.testing.assert_allclose(located.source_xy[:4], first.source_xy * 64 / 60 + [0, 10])
+    np.testing.assert_allclose(located.target_xy[:4], first.target_xy * 64 / 60 + [10, 0])
+    assert located.side_length[0] == max(40 // 2, 60 // 2) * 64 / 60
+    assert (located.pixel_size == 1).all()
 
 
 @pytest.mark.parametrize("where", ["image", "canvas", "box"])
@@ -148,7 +159,7 @@ def test_matches_are_those_of_a_loop_over_pixels(
     store, folder, grids = made(tmp_path, 1)
     located, found = predictions(store, folder, match=match, candidates=where)
     slow = getattr(reference, match)
-    for point, pair in list(enumerate(located.pair.tolist()))[::3]:
+    for point, pair in list(enumerate(located.pair_index.tolist()))[::3]:
         one = located.pairs[pair]
         source, target = (
             grids[rows[pair]] for rows in (located.source_row, located.target_row)
@@ -161,9 +172,9 @@ def test_matches_are_those_of_a_loop_over_pixels(
             ),
         }[where]
         at = _placed(one.source_xy, one.source_size)[
-            point - np.argmax(located.pair == pair)
+            point - np.argmax(located.pair_index == pair)
         ]
-        np.testing.assert_allclose(located.source[point], at, atol=1e-9)
+        np.testing.assert_allclose(located.source_xy[point], at, atol=1e-9)
         expected = slow(source, target, at.tolist(), SIZE, box)
         np.testing.assert_allclose(found[point], expected, atol=1e-9)
 
@@ -206,18 +217,20 @@ def test_results_do_not_depend_on_slabs_and_pieces(
 def test_weights_and_corners_of_any_grid(
     n: int, stride: float, offset: float, length: int
 ) -> None:
-    cells = Cells(n, stride, offset)
+    cells = TokenAxis(n, stride, offset)
     pixels = np.arange(length, dtype=float)
-    weights = cells.weights(pixels)
+    weights = cells.bilinear_weights(pixels)
     np.testing.assert_allclose(weights.sum(1), 1)
     assert ((weights > 0).sum(1) <= 2).all()
-    np.testing.assert_allclose(weights @ np.arange(n), cells.places(pixels), atol=1e-9)
+    np.testing.assert_allclose(
+        weights @ np.arange(n), cells.token_coordinates(pixels), atol=1e-9
+    )
     # The largest of all pixels is at a corner, whatever the values.
     layout = TokenLayout(
         (), (n, n), stride_px=(stride, stride), offset_px=(offset, offset)
     )
     window = np.array([-0.5, -0.5, length, length])
-    corners, _ = candidates(layout, (length, length), window, "vit_analysis")
+    corners, _ = candidate_axes(layout, (length, length), window, "vit_analysis")
     values = np.random.default_rng(n).standard_normal(n)
     assert (corners.weights @ values).max() == pytest.approx(
         (weights @ values).max(), abs=1e-9
@@ -226,10 +239,10 @@ def test_weights_and_corners_of_any_grid(
 
 def test_a_window_without_candidates_has_the_nearest(tmp_path: Path) -> None:
     window = np.array([20.1, 3.2, 20.4, 3.3])
-    rows, cols = candidates(LAYOUT, (SIZE, SIZE), window, "smooth")
-    assert rows.at.tolist() == [3] and cols.at.tolist() == [20]
-    rows, cols = candidates(LAYOUT, (SIZE, SIZE), window, "token")
-    assert rows.at.tolist() == [3.5] and cols.at.tolist() == [19.5]
+    rows, cols = candidate_axes(LAYOUT, (SIZE, SIZE), window, "smooth")
+    assert rows.positions.tolist() == [3] and cols.positions.tolist() == [20]
+    rows, cols = candidate_axes(LAYOUT, (SIZE, SIZE), window, "token")
+    assert rows.positions.tolist() == [3.5] and cols.positions.tolist() == [19.5]
 
 
 # ---------------------------------------------------------------- what is found, by hand
@@ -267,7 +280,7 @@ def test_an_image_is_found_in_itself_to_the_pixel_by_smooth_alone(tmp_path: Path
     points = [((x, y), (x, y)) for x in range(6, 58, 7) for y in range(5, 58, 9)]
     store, folder = squares(tmp_path, field(), field(), points)
     smooth, released = (
-        np.sqrt(((found - located.target) ** 2).sum(1))
+        np.sqrt(((found - located.target_xy) ** 2).sum(1))
         for located, found in (
             predictions(store, folder, match=m) for m in ("smooth", "vit_analysis")
         )
@@ -338,7 +351,9 @@ def test_scores_by_hand(tmp_path: Path) -> None:
         ["cat/c0.jpg", "cat/c1.jpg", "dog/d0.jpg", "dog/d1.jpg"], (40, 60),
     )  # fmt: skip
     folder = write_pairs(tmp_path / "s", pairs)
-    scorer = KeypointScorer.of(locate(store, read_pairs(folder), choose_protocol()))
+    scorer = KeypointScorer.from_keypoints(
+        locate(store, read_pairs(folder), choose_protocol(ProtocolOptions()))
+    )
     cells = {
         row["metric"]: row for row in scorer.rows(np.array([[1], [0], [1], [0]]), [0.1])
     }
@@ -352,7 +367,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
 
 def scored(located: Any, found: Array) -> list[reference.Scored]:
     return [
-        (p.category, p.source, p.target, found[located.pair == i].tolist())
+        (p.category, p.source, p.target, found[located.pair_index == i].tolist())
         for i, p in enumerate(located.pairs)
     ]
 
@@ -368,11 +383,14 @@ def test_values_and_errors_are_those_of_leaving_out_images_in_a_loop(
     grids = np.ones((len(ids), GRID, GRID, 2))
     store = write_store(tmp_path / "a.zarr", {"blocks.0.out": grids}, ids, sizes)
     folder = write_pairs(tmp_path / "s", pairs)
-    located = locate(store, draw_pairs(read_pairs(folder), None), choose_protocol())
+    located = locate(
+        store, draw_pairs(read_pairs(folder), None), choose_protocol(ProtocolOptions())
+    )
     found = np.random.default_rng(0).integers(0, 2, (len(located), 2))
     lists = scored(located, found[:, 1])
     cells = {
-        row["metric"]: row for row in KeypointScorer.of(located).rows(found, [0.1, 0.05])
+        row["metric"]: row
+        for row in KeypointScorer.from_keypoints(located).rows(found, [0.1, 0.05])
     }
     values, errors = reference.pck(lists), reference.jackknife(lists)
     for name in values:
@@ -395,13 +413,13 @@ def test_intervals_are_over_images_not_over_pairs(tmp_path: Path) -> None:
         tmp_path / "a.zarr", {"blocks.0.out": np.ones((n, GRID, GRID, 2))}, ids, (40, 60)
     )
     folder = write_pairs(tmp_path / "s", pairs)
-    located = locate(store, read_pairs(folder), choose_protocol())
+    located = locate(store, read_pairs(folder), choose_protocol(ProtocolOptions()))
     easy = np.arange(n) % 2
     row_of = {f"i{i}.jpg": i for i in range(n)}
-    good = np.array([easy[row_of[located.pairs[p].target]] for p in located.pair])
+    good = np.array([easy[row_of[located.pairs[p].target]] for p in located.pair_index])
     (row,) = (
         r
-        for r in KeypointScorer.of(located).rows(good[:, None], [0.1])
+        for r in KeypointScorer.from_keypoints(located).rows(good[:, None], [0.1])
         if r["metric"] == "pck_image@0.1"
     )
     over_pairs = np.std(good[::2], ddof=1) / np.sqrt(len(pairs))
@@ -421,22 +439,26 @@ def test_baselines_against_loops(tmp_path: Path) -> None:
         table = run(store, pairs=folder, match=match, candidates=where, alphas=[0.2])
         located = locate(
             store, draw_pairs(read_pairs(folder), None),
-            choose_protocol(match=match, candidates=where),
+            choose_protocol(ProtocolOptions(match=match, candidates=where)),
         )  # fmt: skip
         chance, grid, still = [], [], []
-        for i, p in enumerate(located.pair.tolist()):
+        for i, p in enumerate(located.pair_index.tolist()):
             pair = located.pairs[p]
-            rows, cols = candidates(LAYOUT, located.size, located.window[i], match)
+            rows, cols = candidate_axes(
+                LAYOUT, located.input_size, located.window[i], match
+            )
             near = [
-                np.hypot(*(([x, y] - located.target[i]) * located.unit[i])) < 0.2 * located.side[i]
-                for y in rows.at for x in cols.at
-            ]  # fmt: skip
+                np.linalg.norm(([x, y] - located.target_xy[i]) * located.pixel_size[i])
+                < 0.2 * located.side_length[i]
+                for y in rows.positions
+                for x in cols.positions
+            ]
             chance.append(float(np.mean(near)))
             grid.append(float(np.max(near)))
-            at = pair.source_xy[i - np.argmax(located.pair == p)]
+            at = pair.source_xy[i - np.argmax(located.pair_index == p)]
             scale = np.array(pair.target_size[::-1]) / pair.source_size[::-1]
             there = (at + 0.5) * scale - 0.5
-            error = there - pair.target_xy[i - np.argmax(located.pair == p)]
+            error = there - pair.target_xy[i - np.argmax(located.pair_index == p)]
             longer = max(pair.box[2] - pair.box[0], pair.box[3] - pair.box[1])
             still.append(float(np.hypot(*error) < 0.2 * longer))
         for name, values in (("chance", chance), ("grid", grid), ("still", still)):
@@ -540,11 +562,13 @@ def test_what_a_gpu_works_on_stays_there(
 ) -> None:
     """Fake tensors refuse operands of several devices."""
     device = torch.device("cuda:0")
-    rows, cols = candidates(LAYOUT, (SIZE, SIZE), np.array(EVERY), match)
+    rows, cols = candidate_axes(LAYOUT, (SIZE, SIZE), np.array(EVERY), match)
     points = np.random.default_rng(0).uniform(0, SIZE - 1, (5, 2))
     with FakeTensorMode():
-        tokens = unit(torch.empty(GRID, GRID, 6, dtype=torch.float16, device=device))
-        sources = sample(tokens, cells_of(LAYOUT), points, match, (SIZE, SIZE))
+        tokens = unit_tokens(
+            torch.empty(GRID, GRID, 6, dtype=torch.float16, device=device)
+        )
+        sources = sample_features(tokens, token_axes(LAYOUT), points, match, (SIZE, SIZE))
         assert (sources.device, sources.shape) == (device, (5, 6))
         left: list[torch.device] = []
 
@@ -554,7 +578,7 @@ def test_what_a_gpu_works_on_stays_there(
 
         monkeypatch.setattr(torch.Tensor, "cpu", back)
         with pytest.raises(StopIteration):
-            find(sources, tokens, rows, cols, match)
+            find_matches(sources, tokens, rows, cols, match)
         assert left == [device]  # the places alone, once
 
 

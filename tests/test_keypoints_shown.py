@@ -32,9 +32,10 @@ from tests.stores import write_sites
 from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.keypoints import plot, run, spair
-from vitsee_core.analyses.keypoints.places import locate
+from vitsee_core.analyses.keypoints.positions import locate
+from vitsee_core.analyses.keypoints.protocol import ProtocolOptions, choose_protocol
 from vitsee_core.analyses.keypoints.search import search
-from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
+from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.demo.spair import CATEGORIES, write_spair
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
@@ -117,7 +118,7 @@ def test_pairs_that_contradict_themselves(
     [
         b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"mirror": 0}', b"[" * 100_000,
         b'{"trg_imsize": ' + b"9" * 5000 + b"}", b'{"a": ' * 50_000,
-        b" " * (spair.MOST_BYTES + 1),
+        b" " * (spair.MAX_ANNOTATION_BYTES + 1),
     ],
 )  # fmt: skip
 def test_hostile_annotations_are_one_line(
@@ -480,7 +481,7 @@ def test_images_of_several_sizes_on_one_canvas(tmp_path: Path) -> None:
         for name in ("whole", "tiles")
     )
     assert high > 3 * low > 0
-    located = locate(store, read_pairs(root), choose_protocol())
+    located = locate(store, read_pairs(root), choose_protocol(ProtocolOptions()))
     (site,) = store.select("last")
     found = search(store, site, located, "smooth", device=torch.device("cpu"))
     assert (found > located.window[:, :2]).all() and (found < located.window[:, 2:]).all()

@@ -10,46 +10,43 @@ Their code upsamples unit features bilinearly and compares them without scaling 
 again. Its similarities are then bilinear between tokens, so that predictions lie on the token grid
 whatever the features are, 7.5 pixels too far left or up in the first column and row of 16-pixel
 patches, and PCK at 0.01 measures the grid. The default `smooth` scales to unit length after
-upsampling, which finds positions between tokens; `vit_analysis` is theirs, for their numbers (see
-`keypoints.spair.MATCHED`). Baselines: `chance`, a candidate at random, in closed form; `still`,
-the same place relative to the image; `grid`, the candidate nearest to the keypoint, the ceiling.
+upsampling, which finds positions between tokens; `vit_analysis` is theirs, for their numbers.
+Baselines: `chance`, a candidate at random, in closed form; `still`, the same place relative to the
+image; `grid`, the candidate nearest to the keypoint, the ceiling.
 
-Intervals leave out one image with all of its pairs, see `keypoints.scoring`.
+Intervals are of a jackknife that leaves out one image with all of its pairs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.keypoints.places import Located, locate
-from vitsee_core.analyses.keypoints.scoring import (
-    BASELINES,
-    INTERVAL_METHOD,
-    METRICS,
-    KeypointScorer,
-    found_without_features,
-    within,
-)
-from vitsee_core.analyses.keypoints.spair import (
+from vitsee_core.analyses.keypoints.positions import locate
+from vitsee_core.analyses.keypoints.protocol import (
     ALPHAS,
     CANDIDATES,
     CLASS,
+    GROUP,
     GROUPS,
     MATCHES,
     PRESETS,
+    RANDOM,
     THRESHOLDS,
-    VARIATIONS,
     Protocol,
+    ProtocolOptions,
     choose_protocol,
-    draw_pairs,
-    read_pairs,
 )
+from vitsee_core.analyses.keypoints.scoring import (
+    INTERVAL_METHOD,
+    METRICS,
+)
+from vitsee_core.analyses.keypoints.spair import VARIATIONS, Pair, draw_pairs, read_pairs
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
@@ -57,17 +54,24 @@ from vitsee_core.figures.panels import small
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, Option, metrics_option
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    SITES,
+    Fields,
+    Offers,
+    Option,
+    metrics_option,
+)
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
 from vitsee_core.truth.labels.labelled_rows import RANDOM_BASELINE
-from vitsee_core.types import Float, Mask, pl
+from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
@@ -92,12 +96,20 @@ __all__ = [
     "run",
 ]
 
-GROUP = "group"
-RANDOM = "random"
 COLUMNS = (
-    *(*SITE, CLASS, GROUP),
-    *("metric", "value", "std", "low", "high", "spread"),
-    *("n_images", "n_pairs", "n_points", "baseline"),
+    *SITE,
+    CLASS,
+    GROUP,
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "spread",
+    "n_images",
+    "n_pairs",
+    "n_points",
+    "baseline",
 )
 
 
@@ -118,58 +130,7 @@ def run(
         ),
     ] = None,
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
-    alphas: Annotated[
-        Sequence[float],
-        Option(
-            "Found is what is nearer than A times the longer side.",
-            "--alpha",
-            metavar="A",
-            above=0,
-            default=" ".join(f"{alpha:g}" for alpha in ALPHAS),
-        ),
-    ] = (),
-    match: Annotated[
-        str | None,
-        Option(
-            "smooth: features at pixels, between tokens; token: of tokens; "
-            "vit_analysis: those of the released code, which lie on the token grid.",
-            choices=MATCHES,
-            default="smooth",
-        ),
-    ] = None,
-    threshold: Annotated[
-        str | None,
-        Option(
-            "Whose longer side that is: the target object's box, or the target image.",
-            choices=THRESHOLDS,
-            default="box",
-        ),
-    ] = None,
-    candidates: Annotated[
-        str | None,
-        Option(
-            "Where the target may lie: on the image, anywhere on the input (canvas), in "
-            "the object's box.",
-            choices=CANDIDATES,
-            default="image",
-        ),
-    ] = None,
-    by: Annotated[
-        Sequence[str],
-        Option("Add the rows of each group of pairs.", choices=GROUPS, default="none"),
-    ] = (),
-    pairs_per_class: Annotated[
-        int | None,
-        Option("Draw N pairs of each class, with the seed.", least=1, default="all"),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        Option(
-            "walmer: 20 pairs a class, vit_analysis, canvas. Options given beside it win.",
-            choices=tuple(PRESETS),
-            default="none",
-        ),
-    ] = None,
+    options: Annotated[ProtocolOptions, Fields()],
     metrics: Annotated[
         Sequence[str],
         metrics_option(METRICS, "all of them", "The mean over classes, points or pairs."),
@@ -179,247 +140,223 @@ def run(
         Execution, Offers("seed device", dask="sites and images")
     ] = DEFAULT,
 ) -> Table:
-    """Rows per store and site: PCK for each alpha, as the mean over classes (`pck@0.1`), over
-    points (`pck_point@0.1`) and over pairs (`pck_image@0.1`); the same of each baseline.
+    """Return rows per store and site with PCK for each alpha, and the same of each baseline.
+
+    PCK is the mean over classes (`pck@0.1`), over points (`pck_point@0.1`) and over pairs
+    (`pck_image@0.1`).
 
     Columns: `COLUMNS`, `class` and `group` only with `by`. `value`: between 0 and 1. `std`, `low`,
     `high`: of the jackknife over images, NaN where leaving out an image leaves a class without
     pairs. `group`: `viewpoint 0` and so on.
 
-    Memory: see `keypoints.search`.
+    Memory: one slab of the site as it is stored, one image in float32, and the features of the
+    distinct source keypoints.
 
     Args:
         stores: of the images in the pairs, resized so that their keypoints are seen.
+        pairs: the folder SPair-71k, or a list of pairs in it.
+        split: which pairs of the folder.
+        sites: patterns of site names.
+        options: how keypoints are matched and scored.
+        metrics: some of `METRICS`; all if empty.
+        baselines: `random` adds a search among random features.
+        execution: seed, device, processes and progress.
 
     Raises:
-        MissingInput: see `places.locate`; or a store keeps its tokens pooled only.
+        MissingInput: a store does not record how its images were resized, or crops keypoints
+            away, or keeps its tokens pooled only.
         SiteError: no site with a grid matches.
-        VitseeError: see `spair.read_pairs`, `spair.choose_protocol`, `places.locate`.
+        VitseeError: files of pairs are missing or damaged, an option has an unknown value, or
+            most of the images are not in a store.
     """
     if not stores:
         raise VitseeError("no store was given; expected one or more")
-    protocol = choose_protocol(
-        preset,
-        match=match,
-        candidates=candidates,
-        threshold=threshold,
-        alphas=alphas,
-        pairs_per_class=pairs_per_class,
-        by=by,
-    )
+    protocol = choose_protocol(options)
     if unknown := {*baselines} - {RANDOM}:
         raise VitseeError(f"no baseline {min(unknown)!r}; expected {RANDOM}")
-    wanted = asked_for(metrics or METRICS, METRICS, "keypoints")
+    metric_names = asked_for(metrics or METRICS, METRICS, "keypoints")
     execution.check_device()
-    selected = select_each(stores, sites, _with_grid)
+    selected = select_each(stores, sites, _select_grid_sites)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
-    for word in protocol.by:
-        if word in VARIATIONS and (
-            lost := [p for p in drawn if word not in p.variations]
-        ):
-            raise VitseeError(
-                f"the pair {lost[0].name} has no {VARIATIONS[word]}; leave out --by {word}"
-            )
-    located = [locate(store, drawn, protocol) for store in selected.stores]
-    # torch is imported from here on.
-    from vitsee_core.analyses.keypoints.search import n_images, parts_of, search_all
+    _require_variations(drawn, protocol)
+    located_by_store = [locate(store, drawn, protocol) for store in selected.stores]
+    # Imported this late because it imports torch: mistakes above are told without it.
+    from vitsee_core.analyses.keypoints.store_search import StoreSearch
 
-    parts = [parts_of(store, len(own), execution) for store, own in selected.members]
-    drawn_once = [
-        dict.fromkeys((site.layout, site.dim) for site in own if baselines)
-        for own in selected.chosen
-    ]
-    total = sum(
-        (len(own) + len(noises)) * n_images(where, part)
-        for own, noises, where, some in zip(
-            selected.chosen, drawn_once, located, parts, strict=True
+    searches = [
+        StoreSearch.plan(
+            store,
+            chosen_sites,
+            located,
+            metrics=metric_names,
+            protocol=protocol,
+            with_noise=bool(baselines),
+            execution=execution,
         )
-        for part in some
-    )
+        for (store, chosen_sites), located in zip(
+            selected.members, located_by_store, strict=True
+        )
+    ]
     rows: list[dict[str, Any]] = []
-    blind: list[dict[str, Any]] = []
-    scorers = {
-        s.label: KeypointScorer.of(w, wanted)
-        for s, w in zip(selected.stores, located, strict=True)
-    }
-    with counting(execution.progress, total):
-        for (store, own), where, some in zip(
-            selected.members, located, parts, strict=True
-        ):
-            known: dict[Any, dict[str, Float]] = {}
-            drawn_at: dict[Any, Float] = {}
-            scorer = scorers[store.label]
-            at_all = search_all(store, own, where, protocol.match, some, execution)
-            for site, predicted in zip(own, at_all, strict=True):
-                place = site_columns(store, site)
-                hits = within(where, predicted, protocol.alphas)
-                rows += _rows(place, "", hits, scorer, where, protocol)
-                if site.layout not in known:
-                    assert site.layout is not None
-                    known[site.layout] = found_without_features(
-                        where, site.layout, protocol.match, protocol.alphas
-                    )
-                for name in BASELINES:
-                    blind += _rows(
-                        place, name, known[site.layout][name], scorer, where, protocol
-                    )
-                if baselines:
-                    if (site.layout, site.dim) not in drawn_at:
-                        (noise,) = search_all(
-                            store,
-                            [site],
-                            where,
-                            protocol.match,
-                            some,
-                            execution,
-                            execution.seed,
-                        )
-                        drawn_at[site.layout, site.dim] = within(
-                            where, noise, protocol.alphas
-                        )
-                    hits = drawn_at[site.layout, site.dim]
-                    blind += _rows(place, RANDOM, hits, scorer, where, protocol)
+    baseline_rows: list[dict[str, Any]] = []
+    with counting(execution.progress, sum(search.n_reads() for search in searches)):
+        for search in searches:
+            rows += search.site_rows(execution)
+            baseline_rows += search.baseline_rows(execution)
     notes = {
         "interval": INTERVAL_METHOD,
         "protocol": protocol.describe(),
         "seed": execution.seed,
-        "preset": f"{preset}: {PRESETS[preset]}" if preset else None,
-        "pairs": {
-            s.label: w.describe() for s, w in zip(selected.stores, located, strict=True)
-        },
+        "preset": _preset_note(options.preset),
+        "pairs": {search.store.label: search.located.describe() for search in searches},
         **selected.notes(),
-        WORD: {label: scorer.describe() for label, scorer in scorers.items()},
+        WORD: {search.store.label: search.scorer.describe() for search in searches},
     }
-    used = {CLASS: CLASS in protocol.by, GROUP: bool({*protocol.by} - {CLASS})}
-    return Table.from_rows(rows + blind, [c for c in COLUMNS if used.get(c, True)], notes)
+    columns = list(COLUMNS)
+    if CLASS not in protocol.by:
+        columns.remove(CLASS)
+    if not {*protocol.by} - {CLASS}:
+        columns.remove(GROUP)
+    return Table.from_rows(rows + baseline_rows, columns, notes)
 
 
-def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites whose tokens are on the image.
+def _require_variations(pairs: Sequence[Pair], protocol: Protocol) -> None:
+    """Raise VitseeError if a pair does not state a variation that pairs are grouped by."""
+    for word in protocol.by:
+        if word not in VARIATIONS:
+            continue
+        for pair in pairs:
+            if word not in pair.variations:
+                raise VitseeError(
+                    f"the pair {pair.name} has no {VARIATIONS[word]}; leave out --by {word}"
+                )
+
+
+def _preset_note(preset: str | None) -> str | None:
+    """Return the note on the preset, None without one."""
+    if preset is None:
+        return None
+    return f"{preset}: {PRESETS[preset]}"
+
+
+def _select_grid_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """Return the matching sites whose tokens lie on the image; log the others.
 
     Raises:
         SiteError: none of the matching sites has a grid.
         MissingInput: one is stored pooled only.
     """
     chosen = store.select(list(patterns))
-    with_grid = [
-        s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px
-    ]
+    with_grid = []
+    without_grid = []
+    for site in chosen:
+        layout = site.layout
+        if layout is not None and layout.grid and layout.stride_px:
+            with_grid.append(site)
+        else:
+            without_grid.append(site.name)
     if not with_grid:
         raise SiteError(
             f"{store.label}: {', '.join(site.name for site in chosen[:3])} has no tokens "
             "on the image's grid; keypoints need sites that have (vitsee info lists them)"
         )
     for site in with_grid:
+        # Raises MissingInput before any work if the tokens are not there.
         store.acts(site.name, "patches", partial=True)
-    if left := [site.name for site in chosen if site not in with_grid]:
-        log.info("%s: left out, without a grid: %s", store.label, ", ".join(left))
+    if without_grid:
+        log.info("%s: left out, without a grid: %s", store.label, ", ".join(without_grid))
     return with_grid
 
 
-def _rows(
-    place: dict[str, Any],
-    baseline: str,
-    found: Float,
-    scorer: KeypointScorer,
-    located: Located,
-    protocol: Protocol,
-) -> Iterator[dict[str, Any]]:
-    """The rows of one site or baseline: of all pairs, then of each group."""
-    for about, among in _groups(located, protocol):
-        for cells in scorer.rows(found, protocol.alphas, among):
-            yield {**place, **about, **cells, "baseline": baseline}
-
-
-def _groups(
-    located: Located, protocol: Protocol
-) -> Iterator[tuple[dict[str, str], Mask | None]]:
-    """The cells that say what rows are about, and which of the pairs they include (None: all):
-    first of all pairs, then of each group that was asked for."""
-    yield {CLASS: "", GROUP: ""}, None
-    for word in protocol.by:
-        values = np.array(
-            [p.category if word == CLASS else p.variations[word] for p in located.pairs]
-        )
-        for value in np.unique(values).tolist():
-            cells = {CLASS: value} if word == CLASS else {GROUP: f"{word} {value}"}
-            yield {CLASS: "", GROUP: "", **cells}, values == value
-
-
-LINES = ("grid", "still", "chance", "random")
-ALIKE = 0.002  # lines this near to one another are one, for all stores
-ROOM = 1.12  # times the highest value is the top of a panel
-FAR = 1.6  # times the highest curve: a ceiling above it would leave the curves no room
+BASELINE_LINES = ("grid", "still", "chance", "random")
+SAME_LINE = 0.002  # baselines of stores that differ by less are drawn as one line
+HEADROOM = 1.12  # times the highest value is the top of a panel
+MAX_CEILING = (
+    1.6  # times the highest curve: above it, a ceiling would leave the curves no room
+)
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """PCK (mean over classes, else the first metric there is) against relative depth, a panel per
-    alpha and a curve per store, with the 95 % interval as a band; the ceiling of the grid and
-    chance dashed (Walmer et al. 2023, Figs. 10 right, 31). A ceiling far above the curves is given
-    in words."""
+    """Draw PCK against relative depth, a panel per alpha and a curve per store.
+
+    PCK is the mean over classes, else the first metric of the table, with the 95 % interval as a
+    band; the ceiling of the grid and chance are dashed (Walmer et al. 2023, Figs. 10 right, 31).
+    A ceiling far above the curves is given in words.
+    """
     baseline = pl.col("baseline")
-    parts = [
-        pl.col(name).is_null()
-        for name in ("class", "group")
-        if name in table.frame.columns
-    ]
-    rows = table.frame.filter(baseline.is_null() | baseline.is_in(LINES), *parts)
+    is_drawn = baseline.is_null() | baseline.is_in(BASELINE_LINES)
+    for column in (CLASS, GROUP):
+        if column in table.frame.columns:
+            is_drawn &= pl.col(column).is_null()  # of all pairs
+    rows = table.frame.filter(is_drawn)
     models = rows.filter(baseline.is_null())
     metrics = [*rows["metric"].unique(maintain_order=True)]
-    metrics = [m for m in metrics if m.startswith(f"{metrics[0].partition('@')[0]}@")]
+    prefix = metrics[0].partition("@")[0] + "@"
+    metrics = [metric for metric in metrics if metric.startswith(prefix)]
 
-    def finish(axes: Axes, curves: pl.DataFrame, metric: str) -> None:
-        lines = rows.filter(baseline.is_in(LINES), metric=metric)
+    def draw_baselines(axes: Axes, curves: pl.DataFrame, metric: str) -> None:
+        """Add the lines of baselines to a panel and choose its vertical range."""
+        lines = rows.filter(baseline.is_in(BASELINE_LINES), metric=metric)
         ceiling = lines.filter(baseline="grid")["value"]
-        others = lines.filter(baseline.is_in(["still", "chance"]))["value"]
-        top = _highest(curves["high"], curves["value"], others)
-        if _highest(ceiling) <= FAR * top:
-            top = max(top, _highest(ceiling))
-        axes.set_ylim(0, ROOM * top or 1)
-        for name, dashes in zip(LINES, DASHES, strict=False):
+        low_lines = lines.filter(baseline.is_in(["still", "chance"]))["value"]
+        highest_ceiling = _max_value(ceiling)
+        top = _max_value(curves["high"], curves["value"], low_lines)
+        if highest_ceiling <= MAX_CEILING * top:
+            top = max(top, highest_ceiling)
+        # An empty range has no scale: 1 where all values are 0.
+        axes.set_ylim(0, HEADROOM * top or 1)
+        for name, dashes in zip(BASELINE_LINES, DASHES, strict=False):
             line = lines.filter(baseline=name)
-            if len(line) and float(np.nanmin(line["value"])) <= ROOM * top:
-                _draw_line(axes, line, models, name, dashes)
-        if _highest(ceiling) > ROOM * top:
-            _note_ceiling(axes, float(np.nanmin(ceiling)), _highest(ceiling))
+            if len(line) and float(np.nanmin(line["value"])) <= HEADROOM * top:
+                _draw_baseline(axes, line, models, name, dashes)
+        if highest_ceiling > HEADROOM * top:
+            _write_ceiling(axes, float(np.nanmin(ceiling)), highest_ceiling)
 
-    spread = "95 % interval over images"
     return draw_depth_panels(
-        models, metrics, finish, spread=spread, counts=("n_pairs", "pairs")
+        models,
+        metrics,
+        draw_baselines,
+        spread="95 % interval over images",
+        counts=("n_pairs", "pairs"),
     )
 
 
-def _highest(*values: pl.Series) -> float:
+def _max_value(*values: pl.Series) -> float:
+    """Return the largest number of several columns, 0 if there is none above it."""
     return float(np.nanmax(np.concatenate(values), initial=0))
 
 
-def _draw_line(
+def _draw_baseline(
     axes: Axes, rows: pl.DataFrame, models: pl.DataFrame, name: str, dashes: Any
 ) -> None:
-    """A baseline: grey if it is the same for all stores, else in their colours."""
-    tints = {curve.store: look["color"] for curve, look in curve_looks(models).items()}
+    """Draw a baseline: grey if it is the same for all stores, else in their colours."""
+    colours = {curve.store: look["color"] for curve, look in curve_looks(models).items()}
     values = rows["value"]
-    shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE
-    for own in rows.partition_by("store", maintain_order=True):
-        own = own.sort("rel_depth", maintain_order=True)
+    is_shared = float(np.nanmax(values) - np.nanmin(values)) < SAME_LINE
+    for store_rows in rows.partition_by("store", maintain_order=True):
+        line = store_rows.sort("rel_depth", maintain_order=True)
         axes.plot(
-            own["rel_depth"],
-            own["value"],
-            color=GREY if shared else tints[own["store"][0]],
+            line["rel_depth"],
+            line["value"],
+            color=GREY if is_shared else colours[line["store"][0]],
             linestyle=dashes,
             linewidth=1,
             zorder=1.5,
         )
-        if shared:
+        if is_shared:
             break
+    # Without points: the entry of the legend, grey whatever the lines' colours.
     axes.plot(
         [], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name)
     )
 
 
-def _note_ceiling(axes: Axes, low: float, high: float) -> None:
-    span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+def _write_ceiling(axes: Axes, low: float, high: float) -> None:
+    """Write the range of a ceiling above the panel into its upper right corner."""
+    span = f"{low:.2f}"
+    if high - low >= 0.005:
+        span = f"{low:.2f} to {high:.2f}"
     axes.annotate(
         f"ceiling (grid): {span} ↑",
         (0.99, 0.99),

@@ -4,8 +4,8 @@ The first takes the feature of each source keypoint, the second looks for them i
 Memory: one slab of the site as it is stored, one image in float32, the features of the distinct
 source keypoints (6,000 of SPair-71k's test split), and a piece of similarities.
 
-With a `map`, its processes search at one site each, or, where these are fewer than the processes,
-for one part of the target images; the sources of a part are read for it.
+With a `map` of `Execution`, each process searches at one site, or, where sites are fewer than the
+processes, at one site in one range of target images; the sources of a range are read for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.keypoints.places import (
+from vitsee_core.analyses.keypoints.positions import (
     CandidateAxis,
-    Cells,
-    candidates,
-    cells_of,
+    TokenAxis,
+    candidate_axes,
+    token_axes,
 )
 from vitsee_core.features.matrix import not_finite
 from vitsee_core.runtime.device import precision_context, resolve_device, to_device
@@ -35,7 +35,7 @@ from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.keypoints.places import Located
+    from vitsee_core.analyses.keypoints.positions import LocatedKeypoints
     from vitsee_stores import SiteSpec, Slab, Store
 
 
@@ -57,269 +57,316 @@ if TYPE_CHECKING:
 # tokens, and the first of each border, can be chosen, and only those are looked at.
 
 
-# Values of one piece of similarities: they stay in a core's cache.
+# Similarities computed at a time: on a CPU they stay in a core's cache.
 PIECE_VALUES = 1 << 20
 PIECE_VALUES_GPU = 1 << 26
-SAMPLED_AT_ONCE = 64
-LEAST_SQUARE = 1e-6  # of |f|: opposite tokens cancel, and no direction is left
+SAMPLED_AT_ONCE = 64  # points; each takes a row of tokens in between
+MIN_SQUARED_NORM = 1e-6  # |f|^2: opposite tokens cancel, and no direction is left
 
 
-def sample(
+def sample_features(
     tokens: torch.Tensor,
-    cells: tuple[Cells, Cells],
-    at: Float,
+    axes: tuple[TokenAxis, TokenAxis],
+    points: Float,
     match: str,
-    size: tuple[int, int],
+    input_size: tuple[int, int],
 ) -> torch.Tensor:
-    """(points, dim) features at points of an image; their length is meaningless.
+    """Return the features at points of an image: (points, dim), of any length.
 
     Args:
         tokens: (rows, cols, dim) unit vectors.
-        cells: rows and columns.
-        at: (points, 2) x, y in pixels.
-        match: one of `spair.MATCHES`.
-        size: of the input, (height, width).
+        axes: rows and columns of the grid.
+        points: (points, 2) x, y in pixels.
+        match: one of `protocol.MATCHES`.
+        input_size: (height, width) in pixels.
     """
-    xy = at
+    xy = points
     if match == "vit_analysis":
-        last = np.array(size[::-1]) - 1
-        xy = np.clip(np.stack([np.trunc(at[:, 0]), np.rint(at[:, 1])], 1), 0, last)
-    down, across = (
-        _weights(
-            axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]), tokens
-        )
-        for axis, i in zip(cells, (1, 0), strict=True)
-    )
+        # As in the released code: x is truncated, y rounded.
+        last_pixel = np.array(input_size[::-1]) - 1
+        pixels = np.stack([np.trunc(points[:, 0]), np.rint(points[:, 1])], axis=1)
+        xy = np.clip(pixels, 0, last_pixel)
+    row_axis, col_axis = axes
+    if match == "token":
+        row_weights = row_axis.nearest_weights(xy[:, 1])
+        col_weights = col_axis.nearest_weights(xy[:, 0])
+    else:
+        row_weights = row_axis.bilinear_weights(xy[:, 1])
+        col_weights = col_axis.bilinear_weights(xy[:, 0])
     features = []
-    for row, col in zip(
-        down.split(SAMPLED_AT_ONCE), across.split(SAMPLED_AT_ONCE), strict=True
+    for down, across in zip(
+        _weights_like(row_weights, tokens).split(SAMPLED_AT_ONCE),
+        _weights_like(col_weights, tokens).split(SAMPLED_AT_ONCE),
+        strict=True,
     ):
-        lines = torch.tensordot(row, tokens, dims=1)
-        features.append(torch.linalg.vecdot(lines, col.unsqueeze(2), dim=1))
+        token_rows = torch.tensordot(down, tokens, dims=1)  # (points, cols, dim)
+        features.append(torch.linalg.vecdot(token_rows, across.unsqueeze(2), dim=1))
     return torch.cat(features)
 
 
-def unit(tokens: torch.Tensor) -> torch.Tensor:
-    """(..., dim) tokens in float32, scaled to length 1; zero stays zero."""
+def unit_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """Return (..., dim) tokens in float32, scaled to length 1; zero stays zero."""
     return torch.nn.functional.normalize(tokens.to(torch.float32), dim=-1)
 
 
-def find(
+def find_matches(
     sources: torch.Tensor,
     tokens: torch.Tensor,
     rows: CandidateAxis,
     cols: CandidateAxis,
     match: str,
 ) -> Float:
-    """(points, 2) x, y of the candidate most similar to each source; of equal ones the first, by
-    row.
+    """Return x, y of the candidate most similar to each source: (points, 2).
+
+    Of equal candidates it is the first, by row.
 
     Args:
         sources: (points, dim).
         tokens: (rows, cols, dim) unit vectors of the target image.
         rows: candidates downwards.
         cols: candidates across.
-        match: one of `spair.MATCHES`.
+        match: one of `protocol.MATCHES`.
     """
-    down, across = (_weights(axis.weights, tokens) for axis in (rows, cols))
-    scale = _inverse_norms(tokens, down, across) if match == "smooth" else None
+    down = _weights_like(rows.weights, tokens)  # (candidate rows, rows)
+    across = _weights_like(cols.weights, tokens)  # (candidate cols, cols)
+    inverse_norms = None
+    if match == "smooth":
+        inverse_norms = _inverse_norms(tokens, down, across)
     height, width, _ = tokens.shape
-    at_once = PIECE_VALUES if sources.device.type == "cpu" else PIECE_VALUES_GPU
-    places = []
-    for piece in sources.split(max(1, at_once // (len(rows.at) * len(cols.at)))):
-        similar = (piece @ tokens.flatten(0, 1).T).view(-1, width) @ across.T
-        values = torch.matmul(down, similar.view(len(piece), height, -1))
-        if scale is not None:
-            values *= scale
+    max_values = PIECE_VALUES if sources.device.type == "cpu" else PIECE_VALUES_GPU
+    n_candidates = len(rows.positions) * len(cols.positions)
+    best_indices = []
+    for piece in sources.split(max(1, max_values // n_candidates)):
+        # Similarities at tokens, interpolated along rows, then along columns.
+        at_tokens = (piece @ tokens.flatten(0, 1).T).view(-1, width)
+        along_rows = (at_tokens @ across.T).view(len(piece), height, -1)
+        similarities = torch.matmul(down, along_rows)  # (points, candidate rows, cols)
+        if inverse_norms is not None:
+            similarities *= inverse_norms
         # The largest value of each row, then in the best row: argmax alone is ten times slower.
-        row = values.amax(2).argmax(1)
-        col = values[torch.arange(len(row), device=row.device), row].argmax(1)
-        places.append(torch.stack([col, row]))
-    best_col, best_row = torch.cat(places, 1).cpu().numpy()
-    return np.stack([cols.at[best_col], rows.at[best_row]], 1)
+        row = similarities.amax(2).argmax(1)
+        points = torch.arange(len(row), device=row.device)
+        col = similarities[points, row].argmax(1)
+        best_indices.append(torch.stack([col, row]))
+    best_col, best_row = torch.cat(best_indices, 1).cpu().numpy()
+    return np.stack([cols.positions[best_col], rows.positions[best_row]], axis=1)
 
 
-def _weights(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
+def _weights_like(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
+    """Return weights in float32 on the tokens' device."""
     return torch.from_numpy(weights.astype(np.float32)).to(tokens.device)
 
 
 def _inverse_norms(
     tokens: torch.Tensor, down: torch.Tensor, across: torch.Tensor
 ) -> torch.Tensor:
-    """(candidate rows, candidate cols) 1 / |f|, 0 where f is 0. down, across: weights."""
-    products = torch.linalg.vecdot
-    down2 = down**2
-    across2 = across**2
-    # Weights of neighbours' products: both tokens between which a position lies.
-    down11, across11 = (2 * w[:, :-1] * w[:, 1:] for w in (down, across))
-    right = products(tokens[:, :-1], tokens[:, 1:])
-    below = products(tokens[:-1], tokens[1:])
-    diagonals = products(tokens[:-1, :-1], tokens[1:, 1:])
-    diagonals = (diagonals + products(tokens[:-1, 1:], tokens[1:, :-1])) / 2
-    square = down2 @ products(tokens, tokens) @ across2.T
-    square += down2 @ right @ across11.T
-    square += down11 @ below @ across2.T
-    square += down11 @ diagonals @ across11.T
-    return torch.where(square > LEAST_SQUARE, square.clamp_min(LEAST_SQUARE).rsqrt(), 0)
+    """Return 1 / |f| of each candidate, 0 where f is 0: (candidate rows, candidate cols).
+
+    The sum over pairs of the four tokens around a position is separable: products of a token with
+    itself, with its right and lower neighbours, and across a cell's diagonals.
+
+    Args:
+        tokens: (rows, cols, dim) unit vectors.
+        down: (candidate rows, rows) bilinear weights.
+        across: (candidate cols, cols) bilinear weights.
+    """
+    dot = torch.linalg.vecdot
+    # Products of tokens: (rows, cols), one less along an axis of neighbours.
+    itself = dot(tokens, tokens)
+    right = dot(tokens[:, :-1], tokens[:, 1:])
+    below = dot(tokens[:-1], tokens[1:])
+    falling = dot(tokens[:-1, :-1], tokens[1:, 1:])
+    rising = dot(tokens[:-1, 1:], tokens[1:, :-1])
+    diagonals = (falling + rising) / 2
+    # w_i^2, and 2 w_i w_(i + 1): both tokens between which a position lies.
+    down_squares = down**2
+    across_squares = across**2
+    down_neighbours = 2 * down[:, :-1] * down[:, 1:]
+    across_neighbours = 2 * across[:, :-1] * across[:, 1:]
+    squared = down_squares @ itself @ across_squares.T
+    squared += down_squares @ right @ across_neighbours.T
+    squared += down_neighbours @ below @ across_squares.T
+    squared += down_neighbours @ diagonals @ across_neighbours.T
+    inverse = squared.clamp_min(MIN_SQUARED_NORM).rsqrt()
+    return torch.where(squared > MIN_SQUARED_NORM, inverse, 0)
 
 
 # ---------------------------------------------------------------- the two passes
 
 
-WHOLE = slice(0, None)
+ALL_ROWS = slice(0, None)
 
 
 def search(
     store: Store,
     site: SiteSpec,
-    located: Located,
+    located: LocatedKeypoints,
     match: str,
     *,
     device: torch.device,
-    part: slice = WHOLE,
-    noise: int | None = None,
+    target_rows: slice = ALL_ROWS,
+    noise_seed: int | None = None,
     progress: Progress = SILENT,
 ) -> Float:
-    """(points, 2) x, y on the input where each keypoint is found.
+    """Return x, y on the input where each keypoint is found: (points, 2).
 
     Args:
         store: holds the images.
         site: with a grid.
         located: the keypoints.
-        match: one of `spair.MATCHES`.
+        match: one of `protocol.MATCHES`.
         device: computes the products.
-        part: rows of the store: only these images are searched, the others give NaN.
-        noise: a seed: search standard normal features instead of the store's.
-        progress: advanced by `n_images(located, part)`.
+        target_rows: rows of the store: only these images are searched, the others give NaN.
+        noise_seed: search standard normal features of this seed instead of the store's.
+        progress: advanced by `n_images(located, target_rows)`.
 
     Raises:
         VitseeError: a number in the store is not finite.
     """
     layout = site.layout
     assert layout is not None
-    cells = cells_of(layout)
-    rows = located.source_row[located.pair]
-    keys = np.concatenate([rows[:, None], located.source], 1)
-    each, which = np.unique(keys, axis=0, return_inverse=True)
-    bank = torch.zeros(len(each), site.dim, device=device)
-    predicted = np.full_like(located.target, np.nan)
-    among = _among(located, part)
+    axes = token_axes(layout)
+    # Distinct source keypoints: an image is the source of many pairs.
+    source_rows = located.source_row[located.pair_index]
+    keys = np.concatenate([source_rows[:, None], located.source_xy], axis=1)
+    sources, source_index = np.unique(keys, axis=0, return_inverse=True)  # (sources, 3)
+    bank = torch.zeros(len(sources), site.dim, device=device)
+    predicted = np.full_like(located.target_xy, np.nan)
+    searched = _searched_pairs(located, target_rows)
+    read_images = partial(
+        _read_images, store, site, device=device, progress=progress, noise_seed=noise_seed
+    )
     with precision_context(device, "fp32"):
-        sources = located.source_row[among]
-        for row, tokens in _images(store, site, sources, device, progress, noise):
-            # All of the image's, whatever the part: products of fewer have other last digits.
-            own = np.flatnonzero(each[:, 0] == row)
-            features = sample(tokens, cells, each[own, 1:], match, located.size)
-            bank[torch.from_numpy(own).to(device)] = features
-        groups = located.groups()
-        targets = np.array([group.row for group in groups], np.int64)
-        targeted = located.target_row[among]
-        for row, tokens in _images(store, site, targeted, device, progress, noise):
-            for i in np.flatnonzero(targets == row):
+        for row, tokens in read_images(located.source_row[searched]):
+            # All sources of the image, whatever the target rows: products of fewer points have
+            # other last digits.
+            indices = np.flatnonzero(sources[:, 0] == row)
+            features = sample_features(
+                tokens, axes, sources[indices, 1:], match, located.input_size
+            )
+            bank[torch.from_numpy(indices).to(device)] = features
+        groups = located.search_groups()
+        group_rows = np.array([group.row for group in groups], np.int64)
+        for row, tokens in read_images(located.target_row[searched]):
+            for i in np.flatnonzero(group_rows == row):
                 points = groups[i].points
-                down, across = candidates(layout, located.size, groups[i].window, match)
-                own_sources = bank[torch.from_numpy(which[points]).to(device)]
-                predicted[points] = find(own_sources, tokens, down, across, match)
+                rows, cols = candidate_axes(
+                    layout, located.input_size, groups[i].window, match
+                )
+                features = bank[torch.from_numpy(source_index[points]).to(device)]
+                predicted[points] = find_matches(features, tokens, rows, cols, match)
     return predicted
 
 
-def n_images(located: Located, part: slice = WHOLE) -> int:
-    """Number of images that a search reads: sources, then targets."""
-    among = _among(located, part)
-    both = located.source_row[among], located.target_row[among]
-    return sum(len(np.unique(rows)) for rows in both)
+def n_images(located: LocatedKeypoints, target_rows: slice = ALL_ROWS) -> int:
+    """Return the number of images that a search reads: sources, then targets."""
+    searched = _searched_pairs(located, target_rows)
+    n_sources = len(np.unique(located.source_row[searched]))
+    return n_sources + len(np.unique(located.target_row[searched]))
 
 
-def _among(located: Located, part: slice) -> Mask:
-    """(pairs,) whose target is in these rows."""
+def _searched_pairs(located: LocatedKeypoints, target_rows: slice) -> Mask:
+    """Return which pairs have their target in these rows of the store: (pairs,)."""
     rows = located.target_row
-    return (rows >= (part.start or 0)) & (rows < (part.stop or np.inf))
+    return (rows >= (target_rows.start or 0)) & (rows < (target_rows.stop or np.inf))
 
 
-def parts_of(store: Store, n_sites: int, execution: Execution) -> list[slice]:
-    """Rows of whole slabs, in order: enough parts that with the sites all processes are busy."""
+def split_target_rows(store: Store, n_sites: int, execution: Execution) -> list[slice]:
+    """Return ranges of whole slabs, enough that with the sites all processes are busy."""
     if execution.map is None:
-        return [WHOLE]
-    n = min(store.n_slabs, -(-execution.width // n_sites))
-    edges = [int(k) * store.plan.slab for k in np.linspace(0, store.n_slabs, n + 1)]
+        return [ALL_ROWS]
+    n_per_site = -(-execution.width // n_sites)  # rounded up
+    n_ranges = min(store.n_slabs, n_per_site)
+    edges = [
+        int(slab) * store.plan.slab
+        for slab in np.linspace(0, store.n_slabs, n_ranges + 1)
+    ]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
-def search_all(
+def search_sites(
     store: Store,
     sites: Sequence[SiteSpec],
-    located: Located,
+    located: LocatedKeypoints,
     match: str,
-    parts: Sequence[slice],
+    *,
+    row_ranges: Sequence[slice],
     execution: Execution,
-    noise: int | None = None,
+    noise_seed: int | None = None,
 ) -> Iterator[Float]:
-    """`search` at each site, assembled from these parts of the images."""
-    work = partial(_search_part, store, replace(located, pairs=[]), match, noise)
-    items = [(site, part) for site in sites for part in parts]
+    """Yield the result of `search` at each site, assembled from ranges of target rows."""
+    # Without the pairs, which a search does not need and processes would be sent.
+    points_only = replace(located, pairs=[])
+    work = partial(_search_range, store, points_only, match, noise_seed)
+    items = [(site, target_rows) for site in sites for target_rows in row_ranges]
     results = execution.spread(work, items)
     for _ in sites:
-        predicted = np.full_like(located.target, np.nan)
-        for part in parts:
-            predicted[_among(located, part)[located.pair]] = next(results)
+        predicted = np.full_like(located.target_xy, np.nan)
+        for target_rows in row_ranges:
+            searched = _searched_pairs(located, target_rows)
+            predicted[searched[located.pair_index]] = next(results)
         yield predicted
 
 
-def _search_part(
+def _search_range(
     store: Store,
-    located: Located,
+    located: LocatedKeypoints,
     match: str,
-    noise: int | None,
+    noise_seed: int | None,
     execution: Execution,
     item: tuple[SiteSpec, slice],
 ) -> Float:
-    """(points, 2) of the keypoints whose target is in a part, at one site."""
-    site, part = item
+    """Return (points, 2) of the keypoints whose target is in a range of rows, at one site."""
+    site, target_rows = item
     predicted = search(
         store,
         site,
         located,
         match,
         device=resolve_device(execution.device),
-        part=part,
-        noise=noise,
+        target_rows=target_rows,
+        noise_seed=noise_seed,
         progress=execution.progress,
     )
-    return predicted[_among(located, part)[located.pair]]
+    return predicted[_searched_pairs(located, target_rows)[located.pair_index]]
 
 
-def _images(
+def _read_images(
     store: Store,
     site: SiteSpec,
     rows: Integers,
+    *,
     device: torch.device,
     progress: Progress,
-    noise: int | None,
+    noise_seed: int | None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Row and (rows, cols, dim) unit tokens of each of these images, in the store's order; random
-    if `noise` is a seed."""
-    if noise is not None:
+    """Yield row and (rows, cols, dim) unit tokens of these images, in the store's order.
+
+    Tokens are standard normal if `noise_seed` is a number; an image's do not depend on the others.
+    """
+    if noise_seed is not None:
         assert site.layout is not None and site.layout.grid is not None
         height, width = site.layout.grid
         for row in np.unique(rows).tolist():
-            drawn = random_features(height * width, site.dim, (noise, row))
-            yield row, unit(to_device(drawn.reshape(height, width, site.dim), device))
+            noise = random_features(height * width, site.dim, (noise_seed, row))
+            tokens = noise.reshape(height, width, site.dim)
+            yield row, unit_tokens(to_device(tokens, device))
             progress.advance(1)
         return
     mask = np.zeros(store.n_images, bool)
     mask[rows] = True
-    work = partial(_read, site.name)
-    for numbers, values in each_slab(
-        store, work, rows=Rows(mask, 0, ""), progress=progress
+    read_slab = partial(_read_slab, site.name)
+    for slab_rows, slab_tokens in each_slab(
+        store, read_slab, rows=Rows(mask, 0, ""), progress=progress
     ):
-        for row, tokens in zip(numbers, values, strict=True):
+        for row, tokens in zip(slab_rows, slab_tokens, strict=True):
             if not np.isfinite(tokens).all():
                 raise not_finite(store, site.name, row)
-            yield int(row), unit(to_device(tokens, device))
+            yield int(row), unit_tokens(to_device(tokens, device))
 
 
-def _read(site: str, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
-    """Indices of a slab's images that count, and (rows, cols, dim) of each, as stored."""
-    values = slab.store.acts(site, "patches", partial=True)[slab.rows]
-    own = np.flatnonzero(slab.valid)
-    return slab.rows.start + own, [values[i] for i in own]
+def _read_slab(site: str, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
+    """Return the rows of a slab's images that count, and (rows, cols, dim) of each, as stored."""
+    tokens = slab.store.acts(site, "patches", partial=True)[slab.rows]
+    indices = np.flatnonzero(slab.valid)
+    return slab.rows.start + indices, [tokens[i] for i in indices]
