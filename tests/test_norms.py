@@ -18,7 +18,12 @@ from tests.residuals import products_of
 from tests.stores import VIT as LAYOUT
 from tests.stores import write_sites
 from tests.tables import having, unique
-from vitsee_core.analyses.norms import METRICS, OF_ACTIVATIONS, OF_NORMS, plot, run
+from vitsee_core.analyses.norms import plot, run
+from vitsee_core.analyses.norms.site_norms import (
+    ACTIVATION_METRICS,
+    METRICS,
+    NORM_METRICS,
+)
 from vitsee_core.analyses.norms.stream_norms import (
     bimodality,
     histogram,
@@ -192,7 +197,7 @@ def test_against_loops(metric: str, tmp_path: Path) -> None:
     kept = x[np.array(valid)]
     store = write_sites(tmp_path / "a.zarr", {"embed": x}, valid=valid, slab=5)
     table = having(run(store, threshold=20.0), metric=metric, row=[None])
-    row = table.filter(token="patches") if metric in OF_NORMS else table
+    row = table.filter(token="patches") if metric in NORM_METRICS else table
     # sums in float64 in another order
     assert row["value"][0] == pytest.approx(loop(kept, metric, 20.0), rel=1e-11)
     assert row["n_images"][0] == 21
@@ -245,7 +250,7 @@ def test_dot_products_give_the_activations_norms(model: Any, tmp_path: Path) -> 
     )
     both, pooled = (open_store(tmp_path / f"{name}.zarr") for name in ("all", "few"))
     table, alone = run(both), run(pooled)
-    assert not {*unique(alone, "metric")} & {*OF_ACTIVATIONS}
+    assert not {*unique(alone, "metric")} & {*ACTIVATION_METRICS}
     sources = table.notes["norms_from"]["all"]
     assert any(source.startswith("residual/") for source in sources.values())
     for site in unique(table, "site"):
