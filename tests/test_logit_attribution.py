@@ -424,7 +424,7 @@ def test_the_readout_of_an_affine_norm() -> None:
         "head_norm_bias": [1, 1],
     }
     arrays = {name: np.array(own, np.float32) for name, own in numbers.items()}
-    found = Readout.of(HeadWeights(arrays, "x", "mean", "affine", 0.0, False))
+    found = Readout.from_head(HeadWeights(arrays, "x", "mean", "affine", 0.0, False))
     assert found.vectors.tolist() == [[2.0, 6.0]] and found.offset.tolist() == [3.0]
 
 

@@ -44,8 +44,6 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
-    ResidualStream,
-    residual_stream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
     LABEL,
@@ -59,6 +57,10 @@ from vitsee_core.analyses.logit_attribution.figures import (
     draw_patch_parts,
 )
 from vitsee_core.analyses.logit_attribution.patches import patch_table
+from vitsee_core.analyses.logit_attribution.residual_stream import (
+    ResidualStream,
+    residual_stream,
+)
 from vitsee_core.declaration import Analysis
 from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.runtime.arguments import analysis
@@ -79,8 +81,16 @@ if TYPE_CHECKING:
 
 
 COLUMNS = (
-    *(*SITE, "head", "class", "part"),
-    *("metric", "value", "std", "low", "high", "n_images"),
+    *SITE,
+    "head",
+    "class",
+    "part",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
 )
 
 
@@ -131,15 +141,14 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
     ] = DEFAULT,
 ) -> Table:
-    """Return a table of what each term of the stream adds to the logits, one row per store, term
-    and class (with `heads` also per head).
+    """Return the part of the logits that each term of the stream adds.
 
-    The columns are `COLUMNS`. `value` is in units of logits, mean over images. `part` says what the
-    row is about: `input` (where the stream begins), the kind of sublayer, `head`,
-    `projection_bias`, `bias` (of norm and classifier), `residue` (the logit less all parts but
-    heads), and `logit` as stored. Images without a label are left out if the logit of their label
-    is explained. With `patches` the columns are `patches.COLUMNS`, with a row per image, class,
-    term and patch.
+    There is a row per store, term and class, with `heads` also per head. The columns are `COLUMNS`.
+    `value` is in units of logits, mean over images. `part` says what the row is about: `input`
+    (where the stream begins), the kind of sublayer, `head`, `projection_bias`, `bias` (of norm and
+    classifier), `residue` (the logit less all parts but heads), and `logit` as stored. Images
+    without a label are left out if the logit of their label is explained. With `patches` the
+    columns are `patches.COLUMNS`, with a row per image, class, term and patch.
 
     Memory: one site of a slab at a time; with `patches` that of one image, and one block's
     attention.
@@ -156,7 +165,7 @@ def run(
         origin: where weights and images are now. Weights are read for stores without a classifier,
             for `heads`, and for `patches` of a class token; images for the latter and for
             photographs.
-        execution: images, seed and parallel work.
+        execution: images, seed and parallel explained.
 
     Raises:
         MissingInput: no store has the branches and a classifier, or its logits are not such a sum.
@@ -164,10 +173,10 @@ def run(
         VitseeError: options that exclude each other, or labels that are not the model's classes.
     """
     if classes and (by_class or target):
+        option = "--by-class" if by_class else "--target"
         raise VitseeError(
-            "--class takes one class's logit of every image, "
-            f"{'--by-class' if by_class else '--target'} each image's own: give one of "
-            "them"
+            f"--class takes one class's logit of every image, {option} each image's "
+            "own: give one of them"
         )
     if patches and (heads or by_class):
         raise VitseeError(
@@ -183,7 +192,7 @@ def run(
         return [residual_stream(store, classifiers(store), execution.rows(store))]
 
     selected = select_each(stores, ["blocks"], find_stream)
-    works = [
+    explained_stores = [
         ExplainedStore.from_options(
             store,
             stream,
@@ -197,26 +206,40 @@ def run(
         for store, (stream,) in selected.members
     ]
     if patches:
-        table = patch_table(works, image, raw, origin, execution)
+        # Single images: no means, no intervals.
+        table = patch_table(explained_stores, image, raw, origin, execution)
         return replace(table, notes={**table.notes, **selected.notes()})
     rows: list[dict[str, Any]] = []
-    residue = {}
-    with counting(execution.progress, sum(work.rows.n for work in works)):
-        for work in works:
-            store_rows, residue[work.store.label] = work.table(raw, execution)
+    residue_notes = {}
+    with counting(
+        execution.progress, sum(explained.rows.n for explained in explained_stores)
+    ):
+        for explained in explained_stores:
+            store_rows, note = explained.table(raw, execution)
             rows += store_rows
+            residue_notes[explained.store.label] = note
     notes = {
         "interval": INTERVAL_METHOD,
-        "target": {work.store.label: work.target for work in works},
+        "target": {
+            explained.store.label: explained.target for explained in explained_stores
+        },
         "logits": "as they are" if raw else "less the mean over classes",
-        "head": {work.store.label: work.stream.head.record() for work in works},
+        "head": {
+            explained.store.label: explained.stream.head.record()
+            for explained in explained_stores
+        },
         "residue": {
-            "what": "largest difference of logits and sums of parts over images and classes, over "
-            "the image's largest logit less the classifier's bias",
-            **residue,
+            "what": (
+                "largest difference of logits and sums of parts over images and classes, "
+                "over the image's largest logit less the classifier's bias"
+            ),
+            **residue_notes,
         },
         "seed": execution.seed,
-        "images": {work.store.label: work.rows.describe() for work in works},
+        "images": {
+            explained.store.label: explained.rows.describe()
+            for explained in explained_stores
+        },
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
@@ -248,11 +271,11 @@ def headline(table: Table) -> list[Answer]:
         sublayers = rows.filter(~pl.col("part").is_in(not_sublayers))
         if len(sublayers) == 0 or len(logit) == 0:
             continue
-        most = extremes(sublayers)[1]
+        _, largest = extremes(sublayers)
         late = sublayers.filter(pl.col("rel_depth") >= 2 / 3)["value"].sum()
         text = (
-            f"of a logit of {logit[0]:.3g}, {sublayers['site'][most]} writes most: "
-            f"{measured(sublayers, most)}; the last third of the sublayers {late:.3g}"
+            f"of a logit of {logit[0]:.3g}, {sublayers['site'][largest]} writes most: "
+            f"{measured(sublayers, largest)}; the last third of the sublayers {late:.3g}"
         )
         answers.append((store, text))
     return answers

@@ -1,5 +1,7 @@
-"""One store of `vitsee logit-attribution`: whose logits are split, the rows about them, and the
-projections, taken from its model, that turn the heads' outputs into their block's branch."""
+"""One store of `vitsee logit-attribution`: the logits that are split, and the rows about them.
+
+Projections turn the heads' outputs into their block's branch, and are taken from the model.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
-    WHOLE,
+    WHOLE_MODEL,
     Contributions,
     Key,
     Projection,
     ReadContributions,
     Readout,
-    ResidualStream,
     TargetClasses,
+)
+from vitsee_core.analyses.logit_attribution.residual_stream import (
+    EXTRACT,
+    ResidualStream,
     tolerance_of,
 )
 from vitsee_core.models.provenance import Provenance, model_of
@@ -52,7 +57,7 @@ PREDICTED = "predicted"
 
 @dataclass(frozen=True)
 class Sublayer:
-    """The subject of a row that is not a site of the store: a sublayer, or the whole model.
+    """A sublayer or the whole model, which rows name in place of a site of the store.
 
     It has the attributes of a site that `site_columns` reads.
     """
@@ -70,7 +75,7 @@ class ExplainedStore:
     Attributes:
         store: the store.
         stream: the residual stream that its classifier reads.
-        rows: the chosen rows.
+        rows: the images whose logits are split.
         targets: the classes whose logits are explained.
         target: "label", "predicted", or "" if classes were named.
         projections: block -> projection of its heads; empty if heads are not explained.
@@ -102,7 +107,7 @@ class ExplainedStore:
             store: the store.
             stream: the residual stream that its classifier reads.
             rows: the chosen rows.
-            heads: find the projections of the heads.
+            heads: whether the projections of the heads are needed.
             target: `LABEL`, `PREDICTED`, or None for the label if images have usable ones.
             by_class: values are counted by class.
             classes: names or numbers of classes.
@@ -137,9 +142,13 @@ class ExplainedStore:
 
     def table(self, raw: bool, execution: Execution) -> tuple[list[dict[str, Any]], Any]:
         """Return the store's rows, and the note about the residue."""
-        readout = Readout.of(self.stream.head)
+        readout = Readout.from_head(self.stream.head)
         read = ReadContributions(
-            self.stream, readout, self.targets, self.projections, raw
+            stream=self.stream,
+            readout=readout,
+            targets=self.targets,
+            projections=self.projections,
+            raw=raw,
         )
         summaries, gap = execution.fold(
             self.store,
@@ -148,9 +157,12 @@ class ExplainedStore:
             slab_bytes=self._slab_bytes(),
         ).result()
         tolerance = tolerance_of(self.store, self.stream)
-        level = log.info if gap <= tolerance else log.warning
-        level(
-            "%s: the parts miss its logits by %.2g of the largest", self.store.label, gap
+        level = logging.INFO if gap <= tolerance else logging.WARNING
+        log.log(
+            level,
+            "%s: the parts miss its logits by %.2g of the largest",
+            self.store.label,
+            gap,
         )
         rows: list[dict[str, Any]] = []
         for entry in self.entries():
@@ -182,7 +194,7 @@ class ExplainedStore:
         end = self.store.site(self.stream.head.site)
         model = self.store.sites.get("logits") or Sublayer("logits", None, end.depth, 1.0)
         for part in (BIAS, RESIDUE, LOGIT):
-            yield Entry((WHOLE, part), part, model)
+            yield Entry((WHOLE_MODEL, part), part, model)
 
     def _sublayer(self, branch: SiteSpec) -> Sublayer:
         """Return the sublayer of a branch, with its index among all sublayers of the model."""
@@ -213,35 +225,41 @@ class ExplainedStore:
         heads: Sequence[int | None] = [None]
         if entry.part == HEAD:
             heads = range(summary.n.shape[-1])
-        about = site_columns(self.store, entry.place)
-        about.update(part=entry.part, metric=METRIC)
+        entry_cells = site_columns(self.store, entry.site)
+        entry_cells.update(part=entry.part, metric=METRIC)
         for head in heads:
             head_index = () if head is None else (head,)
             if not classes:
-                yield {**about, "head": head, **summary.cells(head_index)}
+                yield {**entry_cells, "head": head, **summary.cells(head_index)}
             for i, number in enumerate(classes):
                 # By class, a class without images has no row.
                 if self.targets.classes or summary.n[(i, *head_index)]:
                     name = class_name(self.store, n_classes, number)
                     cells = summary.cells((i, *head_index))
-                    yield {**about, "head": head, "class": name, **cells}
+                    yield {**entry_cells, "head": head, "class": name, **cells}
 
 
 class Entry(NamedTuple):
-    """The subject of some rows of the table."""
+    """A term, whose rows of the table differ by head and class only.
+
+    Attributes:
+        key: key of its summary.
+        part: the column `part`.
+        site: the site or sublayer that the rows name.
+    """
 
     key: Key
-    """Key of the result."""
     part: str
-    """The column `part`."""
-    place: Any
-    """The site or sublayer that the rows name."""
+    site: SiteSpec | Sublayer
 
 
 def class_name(store: Store, n_classes: int, number: int) -> str:
     """Return the name of a class of the classifier, or its number if the store has no names."""
     names = store.class_names or ()
-    return names[number] if len(names) == n_classes else str(number)
+    if len(names) != n_classes:
+        # Names of a data set's classes that are not those of the classifier.
+        return str(number)
+    return names[number]
 
 
 def class_number(store: Store, n_classes: int, text: str) -> int:
@@ -268,13 +286,13 @@ def class_number(store: Store, n_classes: int, text: str) -> int:
 def projections_of(
     store: Store, stream: ResidualStream, origin: Provenance, *, stored: bool = True
 ) -> dict[str, Projection]:
-    """Return block -> the projection of its heads, from the store's model, which is loaded again.
+    """Load the store's model again and return block -> the projection of its heads.
 
     Args:
         store: the store.
         stream: the stream, among whose branches attention is looked for.
         origin: where the model's weights are now.
-        stored: the heads' outputs have to be in the store.
+        stored: whether the heads' outputs have to be in the store.
 
     Raises:
         MissingInput: the heads' outputs are not stored, or the model cannot be loaded again.
@@ -290,10 +308,7 @@ def projections_of(
         for block in blocks:
             name = f"{block}.attn.heads"
             if name not in store.sites:
-                raise MissingInput(
-                    f"{store.label} lacks {name}: extract with --sites blocks --sites "
-                    "head --sites residual --sites heads"
-                )
+                raise MissingInput(f"{store.label} lacks {name}: {EXTRACT} --sites heads")
             if stream.head.pooled_kind is None:
                 # Raises MissingInput for a site that is stored pooled only.
                 store.acts(name)
@@ -301,9 +316,9 @@ def projections_of(
     return _proven_projections(model, blocks)
 
 
-# How far a projection may be from the branch, of the branch's largest value: the error of float32
-# sums over some thousand channels.
-PROVEN = 1e-5
+# Largest difference of a projection's output from the branch, relative to the branch's largest
+# value: the error of float32 sums over some thousand channels.
+PROJECTION_TOLERANCE = 1e-5
 
 
 def _proven_projections(
@@ -323,7 +338,7 @@ def _proven_projections(
     from vitsee_core.models.survey.tracing import probe_images
 
     class TokenKeeper(Observer):
-        """Keeps part of a site -> its tokens, (tokens of all images, dim), in float64."""
+        """Keeps the tokens of each site by its part: (tokens of all images, dim), in float64."""
 
         def __init__(self) -> None:
             self.tokens: dict[str, Float] = {}
@@ -385,11 +400,11 @@ def _fit_projection(
     if layer.bias is not None:
         bias = layer.bias.detach().double().numpy()
     output = heads @ weight.T + bias
-    # Least squares for each channel by itself.
+    # Least squares for each channel by itself: factor = (o . b) / (o . o).
     squared_norm = np.square(output).sum(0)
     factor = (output * branch).sum(0) / np.where(squared_norm > 0, squared_norm, 1)
     error = np.abs(output * factor - branch).max()
     # Not `error > ...`: NaN has to be refused, too.
-    if not error <= PROVEN * np.abs(branch).max():
+    if not error <= PROJECTION_TOLERANCE * np.abs(branch).max():
         return None
     return Projection(weight * factor[:, np.newaxis], bias * factor, n_heads)

@@ -1,5 +1,7 @@
-"""The figures of logit attribution: what each sublayer adds, their running sum, and heads; of
-`--patches` maps beside photographs. Both are drawn from the table's columns and notes alone.
+"""Figures of logit attribution, drawn from the table's columns and notes alone.
+
+Bars show what each sublayer adds, with their running sum, and colours what each head adds; a table
+of `--patches` has maps beside photographs.
 """
 
 from __future__ import annotations
@@ -48,9 +50,8 @@ KINDS = {
     "block": ("block", COLOURS[4]),
     "bias": ("bias of norm and classifier", "#BDBDBD"),
 }
-LOGIT = "logit"
-# Further classes are in the table alone.
-MAX_PANELS = 12
+LOGIT = "logit"  # part
+MAX_PANELS = 12  # further stores and classes are in the table alone
 MAX_TICKS = 16
 
 
@@ -65,6 +66,7 @@ def draw_attributions(table: Table) -> Figure:
     """
     sublayer_rows = []
     head_rows = []
+    # A panel for each store and class, in the order of the table.
     for rows in table.frame.partition_by("store", "class", maintain_order=True):
         store = rows["store"][0]
         class_name = rows["class"][0]
@@ -111,18 +113,20 @@ def _target_words(table: Table, rows: pl.DataFrame) -> str:
 def _draw_bars(axes: Axes, rows: pl.DataFrame, *, title: str, target_words: str) -> None:
     """Draw a bar per sublayer, the running sum, and the model's logit."""
     bars = rows.filter(pl.col("part").is_in(KINDS)).with_row_index("x")
+    # One call per kind, for one entry of the legend each.
     for kind, (words, colour) in KINDS.items():
-        of_kind = bars.filter(part=kind)
-        if len(of_kind):
+        kind_bars = bars.filter(part=kind)
+        if len(kind_bars):
             axes.bar(
-                of_kind["x"],
-                of_kind["value"],
+                kind_bars["x"],
+                kind_bars["value"],
                 width=0.8,
                 color=colour,
                 label=words,
                 linewidth=0,
             )
     x = bars["x"].to_numpy()
+    # Intervals need two images.
     if bars["low"].count():
         axes.vlines(
             x,
@@ -155,8 +159,11 @@ def _draw_bars(axes: Axes, rows: pl.DataFrame, *, title: str, target_words: str)
 
 
 def _block_ticks(bars: pl.DataFrame) -> tuple[list[float], list[str]]:
-    """Return positions and texts of the ticks: the first sublayer of each block by its number, as
-    many as can be read, and in words the beginning of the stream and the bias."""
+    """Return positions and texts of the ticks.
+
+    They are at the first sublayer of each block, by its number, as many as can be read, and in
+    words at the beginning of the stream and the bias.
+    """
     blocks = bars["block"].fill_null("").to_list()
     texts: dict[int, str] = {0: "input"}
     # Bar 0 is the beginning of the stream, which may name the first block, too.
@@ -175,7 +182,7 @@ def _block_ticks(bars: pl.DataFrame) -> tuple[list[float], list[str]]:
 
 
 def _label_rotation(texts: list[str]) -> int:
-    """Return the angle of tick labels: upright if one of them is too long to lie beside others."""
+    """Return the angle of tick labels in degrees: upright if one is too long beside others."""
     return 90 if max(len(text) for text in texts) > 4 else 0
 
 
@@ -208,7 +215,7 @@ def _draw_head_matrix(
 # ---------------------------------------------------------------- maps beside photographs
 
 
-TOTAL = "patches"
+TOTAL = "patches"  # part: the sum of all terms
 SCALES = ("shared", "map")
 
 
@@ -230,8 +237,7 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
         for store_rows in cells.partition_by("store")
     }
     lines = []
-    # The largest value of each map, for the shared scale.
-    peaks = []
+    peaks = []  # the largest value of each map, for the shared scale
     for line_rows in cells.partition_by("image", "class", maintain_order=True):
         image = line_rows["image"][0]
         maps = []

@@ -16,11 +16,9 @@ import numpy as np
 
 from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
-    WHOLE,
     Projection,
     ReadContributions,
     Readout,
-    ResidualStream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
     METRIC,
@@ -30,6 +28,7 @@ from vitsee_core.analyses.logit_attribution.explained_store import (
     projections_of,
 )
 from vitsee_core.analyses.logit_attribution.figures import TOTAL
+from vitsee_core.analyses.logit_attribution.residual_stream import ResidualStream
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import recomputed_calls
 from vitsee_core.figures.patch_maps.photos import SheetImages, describe_sheet, shown_rows
@@ -50,8 +49,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 
-# How far values that are computed again, perhaps on another device, may be from the stored branch,
-# relative to the parts of all tokens.
+# Largest difference from the stored branch of values that are computed again, perhaps on another
+# device, relative to the parts of all tokens.
 RECOMPUTE_TOLERANCE = 1e-3
 
 
@@ -64,7 +63,7 @@ def one_image(store: Store, row: int) -> Piece:
     return Piece(store, row // store.plan.slab, slice(row, row + 1), np.ones(1, bool))
 
 
-def of_own_tokens(
+def map_own_tokens(
     store: Store,
     stream: ResidualStream,
     readout: Readout,
@@ -86,10 +85,9 @@ def of_own_tokens(
     body = slice(layout.n_prefix, None)
     for row, image_classes in classes.items():
         piece = one_image(store, row)
-        frozen = stream.frozen(piece)
+        frozen = stream.freeze_norm(piece)
         if frozen.kind is None:
-            # (patches,)
-            weights = frozen.weights[0, body]
+            weights = frozen.weights[0, body]  # (patches,)
         else:
             # The norm follows the mean: all patches have the same weight.
             weights = frozen.weights[0] / layout.n_body
@@ -97,12 +95,11 @@ def of_own_tokens(
         maps = {}
         for site in stream.terms:
             tokens = piece.acts(site.name)[0, body].astype(np.float64)
-            # (classes, patches)
-            maps[site.name] = (vectors @ tokens.T) * weights
+            maps[site.name] = (vectors @ tokens.T) * weights  # (classes, patches)
         yield row, maps
 
 
-def through_attention(
+def map_through_attention(
     store: Store,
     stream: ResidualStream,
     readout: Readout,
@@ -130,7 +127,7 @@ def through_attention(
     for name in projections:
         if name not in block_names:
             raise NotOffered(f"{store.label} has no attention of {name}: no --patches")
-    # Of all images together, so that one pass of the model is enough.
+    # Classes of all images together, so that one pass of the model is enough.
     all_classes = sorted({c for row_classes in classes.values() for c in row_classes})
     vectors = readout.vectors[all_classes]
     back = {block.site: vectors @ projections[block.site].weight for block in blocks}
@@ -139,15 +136,14 @@ def through_attention(
     for batch in recomputed_calls(store, rows, take, blocks, origin):
         for i, row in enumerate(batch.rows.tolist()):
             piece = one_image(store, row)
-            frozen = stream.frozen(piece)
-            scale = frozen.weights[0, 0]
+            frozen = stream.freeze_norm(piece)
+            scale = frozen.weights[0, 0]  # 1 / s of the class token
             class_indices = [all_classes.index(c) for c in classes[row]]
             image_vectors = vectors[class_indices]
             maps = {}
             for block in blocks:
                 moved = batch.values[block.site]["moved"][i][class_indices]
-                # (classes, tokens)
-                parts = scale * moved.astype(np.float64)
+                parts = scale * moved.astype(np.float64)  # (classes, tokens)
                 branch = f"{block.site}.attn.branch"
                 # The parts and the bias have to add up to what the stored branch gives.
                 stored = image_vectors @ frozen.pooled(piece, branch)[0]
@@ -178,11 +174,11 @@ def _moved_to_class_token(
     """
     import torch
 
-    # (images, heads, tokens): the class token's query alone
+    # The class token's query alone: (images, heads, tokens).
     weights = torch.softmax(call.scores(slice(None)), -1)[:, :, block.layout.cls]
     directions = torch.from_numpy(back[block.site]).to(weights)
-    # (classes, heads, head dim)
     directions = directions.reshape(len(directions), call.n_heads, -1)
+    # n images, h heads, t tokens, e channels of a head, c classes
     values = call.value.float()
     moved = torch.einsum("nht,nhte,che->nct", weights, values, directions)
     return {"moved": moved}
@@ -192,8 +188,7 @@ def _moved_to_class_token(
 
 
 COLUMNS = (*SITE, "row", "col", "class", "image", "part", "metric", "value")
-# The part of a logit that its map leaves out.
-REST = "rest"
+REST = "rest"  # the part of a logit that its map leaves out
 
 
 def patch_table(
@@ -265,7 +260,7 @@ class MappedImages:
         self.work = work
         self.raw = raw
         store = work.store
-        self.readout = Readout.of(work.stream.head)
+        self.readout = Readout.from_head(work.stream.head)
         read = ReadContributions(work.stream, self.readout, work.targets, {}, raw)
         self.logits: dict[int, Float] = {}
         self.classes: dict[int, list[int]] = {}
@@ -287,9 +282,9 @@ class MappedImages:
         stream = self.work.stream
         readout = self.readout if self.raw else self.readout.centred()
         if stream.head.pool != "cls":
-            return of_own_tokens(store, stream, readout, self.classes)
+            return map_own_tokens(store, stream, readout, self.classes)
         projections = projections_of(store, stream, origin, stored=False)
-        return through_attention(
+        return map_through_attention(
             store, stream, readout, projections, self.classes, origin
         )
 
@@ -305,31 +300,27 @@ class MappedImages:
         layout = store.site(head.site).layout
         assert layout is not None
         *term_entries, logit_entry = self.work.entries()
-        # Site -> part and place; heads and biases have no map.
-        places = {}
-        for (site, kind), part, place in term_entries:
-            if not kind:
-                places[site] = (part, place)
-        places[WHOLE] = (TOTAL, logit_entry.place)
-        # (classes, patches)
-        total = np.sum(list(maps.values()), axis=0)
-        for c, number in enumerate(self.classes[row]):
-            about_image = {
+        # Heads and biases, whose keys have a part, have no map.
+        entries = {entry.key[0]: entry for entry in term_entries if entry.key[1] == ""}
+        total = np.sum(list(maps.values()), axis=0)  # (classes, patches)
+        for i, number in enumerate(self.classes[row]):
+            image_cells = {
                 "class": class_name(store, head.n_classes, number),
                 "image": str(store.samples.id[row]),
                 "metric": METRIC,
             }
-            for site, values in [*maps.items(), (WHOLE, total)]:
-                part, place = places[site]
+            patch_cells = cell_columns(layout, np.arange(total.shape[1]))
+            for site, values in maps.items():
                 yield {
-                    **site_columns(store, place),
-                    **about_image,
-                    "part": part,
-                    **cell_columns(layout, np.arange(values.shape[1])),
-                    "value": values[c],
+                    **site_columns(store, entries[site].site),
+                    **image_cells,
+                    "part": entries[site].part,
+                    **patch_cells,
+                    "value": values[i],
                 }
-            about_model = {**site_columns(store, logit_entry.place), **about_image}
+            model_cells = {**site_columns(store, logit_entry.site), **image_cells}
+            yield {**model_cells, "part": TOTAL, **patch_cells, "value": total[i]}
             logit = float(self.logits[row][number])
-            rest = logit - float(total[c].sum())
-            yield {**about_model, "part": REST, "value": rest}
-            yield {**about_model, "part": LOGIT, "value": logit}
+            rest = logit - float(total[i].sum())
+            yield {**model_cells, "part": REST, "value": rest}
+            yield {**model_cells, "part": LOGIT, "value": logit}
