@@ -30,13 +30,10 @@ Single images: see `vitsee_core.analyses.attn_map.image_maps`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import image_maps, sinks
 from vitsee_core.analyses.attn_map.figures import (
@@ -44,38 +41,24 @@ from vitsee_core.analyses.attn_map.figures import (
     draw_images,
     draw_models_of_images,
 )
-from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
-from vitsee_core.analyses.attn_map.sinks import draw_numbers, draw_sinks
-from vitsee_core.attention.head_maps import (
-    SUMS,
-    blocks_of_each,
-    check_class_token,
-    check_heads,
-    map_columns,
-    mean_maps,
-    per_query,
-    spatial,
-    sum_slabs,
+from vitsee_core.analyses.attn_map.image_maps import map_images
+from vitsee_core.analyses.attn_map.mean_tables import (
+    MAP_COLUMNS,
+    NUMBER_COLUMNS,
+    NUMBERS,
+    ROLLOUT_COLUMNS,
+    mean_table,
 )
-from vitsee_core.attention.heads import (
-    StoredAttention,
-    attention_blocks,
-    read_heads,
-    with_windows,
-)
+from vitsee_core.analyses.attn_map.number_figures import draw_numbers, draw_sinks
+from vitsee_core.attention.head_maps import blocks_of_each, per_query
+from vitsee_core.attention.heads import with_windows
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid, draw_models
-from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.progress import counting
-from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
-from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import (
     Answer,
@@ -93,11 +76,9 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["KINDS", "MAP_COLUMNS", "NUMBERS", "NUMBER_COLUMNS", "plot", "run"]
 
-log = logging.getLogger(__name__)
-
-
-NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
+# Kinds of maps and numbers over all images, as `--kind` names them.
 KINDS = (
     "mean-cls",
     "mean-spatial",
@@ -107,10 +88,6 @@ KINDS = (
     "entropy",
     "sink",
 )
-SPREAD = ("value", "std", "low", "high", "n_images")
-MAP_COLUMNS = (*SITE, "row", "col", "head", "metric", "value", "n_images")
-ROLLOUT_COLUMNS = (*SITE, "row", "col", "head", "metric", *SPREAD)
-NUMBER_COLUMNS = (*SITE, "head", "metric", *SPREAD)
 TITLES = {
     "mean_cls": "mean attention of the class token",
     "mean_spatial": "mean attention of the patches",
@@ -162,7 +139,57 @@ def run(
         SiteError: a pattern matches no block.
         VitseeError: options that do not go together, no such head, image or cell.
     """
-    if (kind is None) == (not image):
+    _check_options(
+        kind,
+        has_choice=bool(sites or heads),
+        coverage=coverage,
+        residual=residual,
+        image=image,
+        query=query,
+        execution=execution,
+    )
+    selection = blocks_of_each(stores, sites or ("blocks",))
+    tables = {}
+    for store, blocks in selection.members:
+        if kind is None:
+            tables[store.label] = map_images(
+                store,
+                names=image,
+                blocks=blocks if sites else blocks[-1:],
+                heads=heads,
+                query=query,
+                origin=origin,
+                execution=execution,
+            )
+        else:
+            tables[store.label] = mean_table(
+                store,
+                blocks,
+                kind,
+                heads=heads,
+                coverage=coverage,
+                residual=residual,
+                origin=origin,
+                execution=execution,
+            )
+    return with_windows(_concat_stores(tables, selection.notes()), selection.members)
+
+
+def _check_options(
+    kind: str | None,
+    *,
+    has_choice: bool,
+    coverage: bool,
+    residual: bool,
+    image: Sequence[str],
+    query: Sequence[tuple[int, ...]],
+    execution: Execution,
+) -> None:
+    """Refuse options of `run` that do not go together, before any work.
+
+    has_choice: whether blocks or heads were chosen.
+    """
+    if (kind is None and not image) or (kind is not None and image):
         raise VitseeError("expected a kind of map or single images, and not both")
     if kind not in (*KINDS, None):
         raise VitseeError(f"no kind {kind!r}; kinds of attn-map: {', '.join(KINDS)}")
@@ -178,35 +205,10 @@ def run(
     if kind is None:
         if execution.images is not None:
             raise VitseeError("single images were named: leave the number of images out")
-    elif kind == "rollout" and (sites or heads):
+    elif kind == "rollout" and has_choice:
         raise VitseeError(
             "a rollout goes through all blocks and heads: leave their choice out"
         )
-    selected = blocks_of_each(stores, sites or ("blocks",))
-    tables = {}
-    for store, blocks in selected.members:
-        if kind is None:
-            tables[store.label] = map_images(
-                store,
-                names=image,
-                shown=blocks if sites else blocks[-1:],
-                heads=heads,
-                query=query,
-                origin=origin,
-                execution=execution,
-            )
-        else:
-            tables[store.label] = _store_table(
-                store,
-                blocks,
-                kind,
-                heads=heads,
-                coverage=coverage,
-                residual=residual,
-                origin=origin,
-                execution=execution,
-            )
-    return with_windows(_concat_stores(tables, selected.notes()), selected.members)
 
 
 def _concat_stores(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
@@ -215,7 +217,7 @@ def _concat_stores(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
     common = {
         name: note
         for name, note in notes_by_store[0].items()
-        if all(other.get(name) == note for other in notes_by_store)
+        if all(notes_of_store.get(name) == note for notes_of_store in notes_by_store)
     }
     differing = {
         label: {name: note for name, note in table.notes.items() if name not in common}
@@ -224,174 +226,6 @@ def _concat_stores(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
     if any(differing.values()):
         notes = notes | {"stores": differing}
     return Table.concat(list(tables.values()), notes=common | notes)
-
-
-def _store_table(
-    store: Store,
-    blocks: list[StoredAttention],
-    kind: str,
-    *,
-    heads: Sequence[int],
-    coverage: bool,
-    residual: bool,
-    origin: Provenance | None,
-    execution: Execution,
-) -> Table:
-    """Return the table of one store and kind of map or number; arguments as those of `run`."""
-    images = execution.rows(store, whole_slabs=kind in SUMS)
-    notes: dict[str, Any] = {"kind": kind, "seed": execution.seed}
-    notes["images"] = images.describe()
-    frames = frames_seen(store)
-    if frames:
-        notes["clip"] = frames
-    if kind == "rollout":
-        notes["interval"] = INTERVAL_METHOD
-        summary, block = _summarise_rollout(store, images, residual, origin, execution)
-        metric = "rollout" if residual else "rollout_no_residual"
-        columns = _rollout_columns(store, block, summary, metric)
-        return Table.concat([columns], in_time(ROLLOUT_COLUMNS, [block.layout]), notes)
-    heads_by_block = check_heads(store, blocks, heads)
-    if kind == "sink":
-        notes["interval"] = INTERVAL_METHOD
-        notes["sink_share_interval"] = SHARES
-        notes["threshold"] = sinks.THRESHOLD
-        rows = sinks.sink_rows(store, blocks, heads_by_block, images, execution)
-        return Table.from_rows(rows, sinks.COLUMNS, notes)
-    if kind in NUMBERS:
-        notes["interval"] = INTERVAL_METHOD
-        rows = _number_rows(
-            store, blocks, heads_by_block, NUMBERS[kind], images, execution
-        )
-        return Table.from_rows(rows, NUMBER_COLUMNS, notes)
-    if kind == "mean-cls":
-        without_cls = [block for block in blocks if not block.layout.cls_tokens]
-        check_class_token(store, without_cls, "take --kind mean-spatial")
-    columns_of_blocks = _mean_map_columns(
-        store,
-        blocks,
-        heads_by_block,
-        kind,
-        coverage=coverage,
-        rows=images,
-        execution=execution,
-    )
-    # Offsets in time are not places of a token, so that aligned maps have no column `frame`.
-    layouts = [] if kind == "aligned" else [block.layout for block in blocks]
-    return Table.concat(columns_of_blocks, in_time(MAP_COLUMNS, layouts), notes)
-
-
-def _mean_map_columns(
-    store: Store,
-    blocks: Sequence[StoredAttention],
-    heads_by_block: Sequence[NDArray[np.int64]],
-    kind: str,
-    *,
-    coverage: bool,
-    rows: Rows,
-    execution: Execution,
-) -> list[dict[str, Any]]:
-    """Return the columns of each block's maps, means over the chosen images.
-
-    Args:
-        store: with attention summaries.
-        blocks: of the store.
-        heads_by_block: the chosen heads of each block.
-        kind: one of `SUMS`.
-        coverage: correct the maps for the number of queries at each offset.
-        rows: the chosen images, whole slabs.
-        execution: resources.
-    """
-    metric = kind.replace("-", "_")
-    if coverage:
-        metric += "_coverage"
-    keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
-    with counting(execution.progress, rows.n):
-        total = sum_slabs(store, keys, rows, execution)
-    columns = []
-    for block, heads in zip(blocks, heads_by_block, strict=True):
-        sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
-        maps, counts = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
-        if coverage:
-            maps = per_query(maps, block.window)
-        columns.append(map_columns(store, block, heads, maps, counts, metric))
-    return columns
-
-
-def _summarise_rollout(
-    store: Store,
-    rows: Rows,
-    residual: bool,
-    origin: Provenance | None,
-    execution: Execution,
-) -> tuple[Summary, StoredAttention]:
-    """Return the moments over images of the rollout to each token, and the block where it starts.
-
-    Raises:
-        MissingInput: the attention of the blocks cannot be multiplied; says why.
-    """
-    store.attention("rollout")  # raises if there is none
-    blocks = attention_blocks(store)
-    if residual:
-        key = ("rollout", "")
-        make = partial(SlabMoments, partial(read_heads, (key,)))
-        with counting(execution.progress, rows.n):
-            folded = execution.fold(store, make, rows)
-        return folded.result()[key], blocks[-1]
-    counted = np.flatnonzero(rows.mask & store.valid)
-    return mean_rollout(store, counted, blocks, origin, execution), blocks[-1]
-
-
-def _rollout_columns(
-    store: Store, block: StoredAttention, summary: Summary, metric: str
-) -> dict[str, Any]:
-    """Return the columns of a rollout, one row per cell of the grid and no head."""
-    layout = block.layout
-    assert layout.grid is not None
-    # `map_columns` is about heads: it gets the rollout as a single one, whose number is replaced.
-    head = np.zeros(1, np.int64)
-    means = spatial(summary.mean, layout)[None]  # (1, rows, cols)
-    columns = map_columns(store, block, head, means, head, metric)
-    columns["std"] = spatial(summary.std, layout).ravel()
-    columns["low"] = spatial(summary.low, layout).ravel()
-    columns["high"] = spatial(summary.high, layout).ravel()
-    columns["head"] = None
-    counts = spatial(summary.n.astype(np.float64), layout)
-    columns["n_images"] = counts.ravel().astype(np.int64)
-    return columns
-
-
-def _number_rows(
-    store: Store,
-    blocks: Sequence[StoredAttention],
-    heads_by_block: Sequence[NDArray[np.int64]],
-    metric: str,
-    rows: Rows,
-    execution: Execution,
-) -> list[dict[str, Any]]:
-    """Return a number of each chosen head, its mean over images with the interval.
-
-    Args:
-        store: with attention summaries.
-        blocks: of the store.
-        heads_by_block: the chosen heads of each block.
-        metric: one of `NUMBERS`, as stores name it.
-        rows: the chosen images.
-        execution: resources.
-    """
-    keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
-    make = partial(SlabMoments, partial(read_heads, keys))
-    with counting(execution.progress, rows.n):
-        summaries = execution.fold(store, make, rows).result()
-    table_rows = []
-    for block, heads in zip(blocks, heads_by_block, strict=True):
-        summary = summaries[metric, block.group]
-        for head in heads.tolist():
-            row = site_columns(store, block)
-            row["metric"] = metric
-            row["head"] = head
-            row.update(summary.cells((block.row, head)))
-            table_rows.append(row)
-    return table_rows
 
 
 def at_a_glance(table: Table) -> Table:
@@ -419,6 +253,7 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
+    # Which kind a table is about shows in its columns.
     columns = table.frame.columns
     is_comparison = table.frame["store"].n_unique() > 1
     if of_clips(table.frame):
@@ -454,8 +289,9 @@ def headline(table: Table) -> list[Answer]:
     for metric in ("mean_cls", "mean_spatial"):
         for store, rows in by_store(table, metric=metric, image=None):
             answers.append((store, _share_of_middle(rows)))
-    of_heads = {"prefix_mass": "of attention goes to prefix tokens", "entropy": "nats"}
-    for metric, unit in of_heads.items():
+    # Numbers of heads: the first and the last block are what a reader compares.
+    units = {"prefix_mass": "of attention goes to prefix tokens", "entropy": "nats"}
+    for metric, unit in units.items():
         for store, rows in by_store(table, metric=metric, image=None, query=None):
             outer_sites = dict.fromkeys((str(rows["site"][0]), str(rows["site"][-1])))
             means = []
@@ -470,6 +306,7 @@ def _share_of_middle(rows: pl.DataFrame) -> str:
     """Return a sentence on the share of attention to patches that the middle half of rows and
     columns gets in the last block, mean over heads."""
     rows = picked(rows, site=str(rows["site"][-1]))
+    # A cell is inside if all of it lies in the middle half.
     inside = np.ones(len(rows), bool)
     for name in ("row", "col"):
         cells = rows[name].to_numpy()

@@ -60,17 +60,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
-# ems of a map
-SMALLEST = 5.4
-LARGEST = 9.0
-UNIT = "attention"
-PICTURE = ["store", "image", "query"]
-OWN = "own"  # the query of a model where no cell is asked for
-MOST = 24  # strips of a store, an image and a query
-# drawn of each where there are more
-LAYERS = 6
-HEADS = 4
 ROLLOUT = "rollout"
+UNIT = "attention"
+PICTURE = ["store", "image", "query"]  # columns that tell pictures of maps apart
+# The query of a model where no cell is asked for: the class token, or the mean over patches. One
+# name, so that models with and without a class token stand side by side.
+MODEL_QUERY = "own"
+# Widths of a map in ems.
+MIN_WIDTH = 5.4
+MAX_WIDTH = 9.0
+MAX_STRIPS = (
+    24  # of a store, a clip and a query; of more these blocks and heads are drawn
+)
+N_LAYERS = 6
+N_HEADS = 4
 
 
 def draw_images(table: Table, scale: str) -> Figure:
@@ -83,6 +86,7 @@ def draw_images(table: Table, scale: str) -> Figure:
     store = table.frame["store"][0]
     rollouts = [metric for metric in ROLLOUTS if metric in table["metric"]]
     picture_grid = PanelGrid(1 + len(rollouts), width=10, height=13, widest=13)
+    # Sizes first, as a figure is made for all its panels; then the panels, in the same order.
     images = table.frame.partition_by("image", maintain_order=True)
     queries_by_image = [_query_tiles(rows) for rows in images]
     grids: list[PanelGrid] = []
@@ -125,9 +129,7 @@ class QueryTiles(NamedTuple):
 
     token: str
     tiles: Tiles
-    heads: list[
-        int
-    ]  # numbers of the heads of a single layer, wrapped into lines; else empty
+    heads: list[int]  # of a single layer, wrapped into lines; else empty
 
 
 def _query_tiles(rows: pl.DataFrame) -> list[QueryTiles]:
@@ -149,10 +151,10 @@ def _query_tiles(rows: pl.DataFrame) -> list[QueryTiles]:
 def _wrapped(tiles: Tiles) -> Tiles:
     """Return the heads of one layer in lines of about equal length."""
     n_columns = math.ceil(math.sqrt(len(tiles.maps)))
-    placed = {
-        divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())
-    }
-    return Tiles(placed, [""] * -(-len(placed) // n_columns), [""] * n_columns)
+    maps = {divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())}
+    n_lines = math.ceil(len(maps) / n_columns)
+    # Names of layers and heads would not be of a line or column: they stand in the tiles.
+    return Tiles(maps, [""] * n_lines, [""] * n_columns)
 
 
 def picture_of(
@@ -188,6 +190,7 @@ def show_rollout(
     bright."""
     _prepare_picture_axes(axes, title)
     ((_, _, _, values),) = cut_maps(rows)
+    # The range stands below, as it differs from image to image.
     low = float(values.min())
     high = float(values.max())
     axes.set_xlabel(f"{low:.3g} to {high:.3g}", fontsize=small())
@@ -215,23 +218,24 @@ def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
 
 
 def draw_models_of_images(table: Table, scale: str) -> Figure:
-    """One map per store, image and query: a line per image, its picture and a column per store
-    (Walmer et al. 2023, Fig. 13); the rollouts, which are of no head, are in the table alone. Of
+    """Draw the single images of several stores.
+
+    With one map per store, image and query: a line per image, its picture and a column per store
+    (Walmer et al. 2023, Fig. 13); the rollouts, which are of no head, are in the table alone. With
     more: per image its picture with each store's rollout, then each store's heads side by side
-    (Figs. 11, 12). Call it inside a function decorated with `styled`."""
+    (Figs. 11, 12). Call it inside a function decorated with `styled`.
+    """
     heads = table.frame.filter(metric=UNIT)
-    queries = {
-        t: t if parse_cell(t) is not None else OWN for t in heads["token"].unique()
-    }
-    token = pl.col("token").cast(pl.String)
+    queries = {}
+    for token in heads["token"].unique():
+        queries[token] = token if parse_cell(token) is not None else MODEL_QUERY
+    query = pl.col("token").cast(pl.String)
     heads = heads.with_columns(
-        query=token.replace_strict(queries, return_dtype=pl.String)
+        query=query.replace_strict(queries, return_dtype=pl.String)
     )
-    one_each = (
-        heads.select(*PICTURE, "depth", "head").n_unique()
-        == heads.select(PICTURE).n_unique()
-    )
-    if one_each:
+    n_maps = heads.select(*PICTURE, "depth", "head").n_unique()
+    n_pictures = heads.select(PICTURE).n_unique()
+    if n_maps == n_pictures:
         return _draw_images_by_models(heads, table.notes, scale)
     return _draw_heads_of_models(table, heads, scale)
 
@@ -239,57 +243,75 @@ def draw_models_of_images(table: Table, scale: str) -> Figure:
 def _draw_images_by_models(
     heads: pl.DataFrame, notes: Mapping[str, Any], scale: str
 ) -> Figure:
-    stores = [
-        s
-        for _, rows in by_group(heads)
-        for s in rows["store"].unique(maintain_order=True)
-    ]
-    most = max(1, int((room() - BAR) / SMALLEST) - 1)  # beside the picture
-    n_lines = -(-len(stores) // most)
-    across = -(-len(stores) // n_lines)  # lines of about equal length
-    lines = [
-        (query, stores[i : i + across])
-        for query in heads["query"].unique(maintain_order=True)
-        for i in range(0, len(stores), across)
-    ]
+    """Draw one map per image and store: for each query lines of a picture and its maps.
+
+    Args:
+        heads: rows with a column `query`, one map for each store, image and query.
+        notes: of the table, with the pictures.
+        scale: "shared" or "head".
+    """
+    stores: list[str] = []
+    for _, rows in by_group(heads):
+        stores += rows["store"].unique(maintain_order=True)
     images = heads["image"].unique(maintain_order=True)
-    side = min((room() - BAR) / (1 + across), LARGEST)
-    width = side + BAR / (1 + across)
-    n = 1 + across
-    grid = PanelGrid(n * len(images), width, side + 0.8, width, most=n, extra=3.0)
-    figure, parts = stack(*[grid] * len(lines))
-    every_picture = heads.partition_by(PICTURE, maintain_order=True, as_dict=True)
-    tiles_of = {key: tile_table(own) for key, own in every_picture.items()}
-    limits = value_range([tiles for every in tiles_of.values() for tiles in every])
-    for (query, some), part in zip(lines, parts, strict=True):
-        every = grid.axes(part)
+    # As many stores beside a picture as fit, in lines of about equal length.
+    max_across = max(1, int((room() - BAR) / MIN_WIDTH) - 1)
+    n_lines = math.ceil(len(stores) / max_across)
+    across = math.ceil(len(stores) / n_lines)
+    # A part of the figure for each query and line of stores, with all images below one another.
+    parts = []
+    for query in heads["query"].unique(maintain_order=True):
+        for start in range(0, len(stores), across):
+            parts.append((query, stores[start : start + across]))
+    n_columns = 1 + across  # the picture, and a map per store
+    side = min((room() - BAR) / n_columns, MAX_WIDTH)
+    width = side + BAR / n_columns
+    grid = PanelGrid(
+        n_columns * len(images),
+        width=width,
+        height=side + 0.8,
+        widest=width,
+        most=n_columns,
+        extra=3.0,
+    )
+    figure, boxes = stack(*[grid] * len(parts))
+    rows_by_picture = heads.partition_by(PICTURE, maintain_order=True, as_dict=True)
+    tiles_by_picture = {key: tile_table(rows) for key, rows in rows_by_picture.items()}
+    limits = value_range(
+        [tiles for picture in tiles_by_picture.values() for tiles in picture]
+    )
+    for (query, part_stores), box in zip(parts, boxes, strict=True):
+        panels = grid.axes(box)
         for i, image in enumerate(images):
-            line = every[n * i : n * (i + 1)]
-            show_picture(line[0], picture_of(notes, some[0], image), "")
-            for axes in line[1 + len(some) :]:
+            first, *others = panels[n_columns * i : n_columns * (i + 1)]
+            show_picture(first, picture_of(notes, part_stores[0], image), "")
+            for axes in others[len(part_stores) :]:
                 axes.set_visible(False)
-            for axes, store in zip(line[1:], some, strict=False):
-                (tiles,) = tiles_of[store, image, query]
+            # Not strict: the last line may have fewer stores than columns.
+            for axes, store in zip(others, part_stores, strict=False):
+                (tiles,) = tiles_by_picture[store, image, query]
                 drawn = draw_tiles(axes, tiles, scale=scale, limits=limits)
                 axes.set(xticks=[], yticks=[])
-                if not i:
+                if i == 0:
                     map_title(axes, grid, store)
         low, high = drawn.get_clim()
-        label = bar_label(UNIT, scale, low)
-        bar = colour_bar(every[len(some)], drawn, "", ticks=[low, high])
+        bar = colour_bar(panels[len(part_stores)], drawn, "", ticks=[low, high])
         bar.ax.set_yticklabels([f"{low:.2g}", f"{high:.2g}"])
-        name_part(part, f"{_named(heads.filter(query=query))}; colours: {label}")
+        label = bar_label(UNIT, scale, low)
+        name_part(box, f"{_describe_maps(heads.filter(query=query))}; colours: {label}")
     return figure
 
 
-def _named(rows: pl.DataFrame) -> str:
-    """The title of a part, as `attention of the class token, block 11 head 0`; the block and head
-    are named where all models show the same."""
-    places = rows.select("site", "head").unique(maintain_order=True)
-    site, head = places.row(0)
-    where = (
-        f", {site_words(site)} head {head}" if len(places) == 1 else ", a head of each"
-    )
+def _describe_maps(rows: pl.DataFrame) -> str:
+    """Return what some maps show, as `attention of the class token, block 11 head 0`.
+
+    The block and head are named where all models show the same.
+    """
+    shown_heads = rows.select("site", "head").unique(maintain_order=True)
+    site, head = shown_heads.row(0)
+    where = ", a head of each"
+    if len(shown_heads) == 1:
+        where = f", {site_words(site)} head {head}"
     return f"{_query_words(rows)}{where}"
 
 
@@ -321,10 +343,10 @@ def _draw_heads_of_models(table: Table, heads: pl.DataFrame, scale: str) -> Figu
             all_tiles += tiles
     figure, boxes = stack(*grids)
     limits = value_range(all_tiles)
-    next_part = iter(zip(grids, boxes, strict=True))
+    next_grid_and_box = iter(zip(grids, boxes, strict=True))
     for image_rows in images:
         image = image_rows["image"][0]
-        grid, box = next(next_part)
+        grid, box = next(next_grid_and_box)
         first, *others = grid.axes(box)
         show_picture(first, picture_of(table.notes, image_rows["store"][0], image), "")
         map_title(first, grid, image)
@@ -335,7 +357,7 @@ def _draw_heads_of_models(table: Table, heads: pl.DataFrame, scale: str) -> Figu
             map_title(axes, grid, store)
         name_part(box, f"{shorten(image, 26)}, and the rollouts of each model over it")
         for query_rows in image_rows.partition_by("query", maintain_order=True):
-            grid, box = next(next_part)
+            grid, box = next(next_grid_and_box)
             draw_side_by_side(
                 box,
                 grid,
@@ -349,10 +371,11 @@ def _draw_heads_of_models(table: Table, heads: pl.DataFrame, scale: str) -> Figu
 
 
 def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:
-    """A strip per store, block and head; of a single clip below its frames. Of many heads evenly
-    spaced ones of evenly spaced blocks. Rollouts are over their own range, as they are of another
-    size; of single clips the one with residual term. Call it inside a function decorated with
-    `styled`.
+    """Draw a strip over time per store, block and head; of a single clip below its frames.
+
+    Of many heads evenly spaced ones of evenly spaced blocks are drawn. Rollouts are over their own
+    range, as they are of another size; of single clips the one with residual term is drawn. Call it
+    inside a function decorated with `styled`.
 
     Args:
         table: of `attn-map`, with a column `frame`.
@@ -360,106 +383,139 @@ def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:
         titles: what the kinds of maps are called.
     """
     rows = table.frame
-    single = "image" in rows.columns
+    has_single_clips = "image" in rows.columns
     lines: list[ClipLine] = []
-    caption: list[str] = []
-    if single:
-        metric = UNIT
-        for (image,), own in rows.group_by("image", maintain_order=True):
-            lines += _of_clip(str(image), own, scale, caption)
-        title = "attention to the patches of each frame, by block and head; rollout: own range"
+    remarks: list[str] = []
+    if has_single_clips:
+        for (image,), clip_rows in rows.group_by("image", maintain_order=True):
+            lines += _lines_of_clip(str(image), clip_rows, scale, remarks)
+        title = (
+            "attention to the patches of each frame, by block and head; rollout: own "
+            "range"
+        )
+        notes = _clip_notes(table.notes)
     else:
-        metric = str(rows["metric"][0])
-        lines.append(ClipLine("", "", _strips(rows, scale, caption)))
-        title = f"{titles[metric]}, n = {count(rows)}"
-    values = [
-        strip.values for line in lines for strip in line.strips if strip.title != ROLLOUT
-    ]
-    look, bar = _look(values, scale)
-    caption = [title, *dict.fromkeys(caption)]
-    notes = _sheet(table.notes) if single else table.notes
-    return ClipSheet(lines, notes, caption, look, bar, photos=single).draw()
+        lines.append(ClipLine("", "", _head_strips(rows, scale, remarks)))
+        title = f"{titles[str(rows['metric'][0])]}, n = {count(rows)}"
+        notes = table.notes
+    head_values = []
+    for line in lines:
+        head_values += [s.values for s in line.strips if s.title != ROLLOUT]
+    look, bar = _colours(head_values, scale)
+    caption = [title, *dict.fromkeys(remarks)]
+    return ClipSheet(lines, notes, caption, look, bar, photos=has_single_clips).draw()
 
 
-def _sheet(notes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The notes on the clips; with several stores those of the first."""
+def _clip_notes(notes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the notes on the clips, of several stores those of the first; {} without any."""
     if "sheet" in notes:
-        found: Mapping[str, Any] = notes["sheet"]
-        return found
-    return next(
-        (own["sheet"] for own in notes.get("stores", {}).values() if "sheet" in own), {}
-    )
+        sheet: Mapping[str, Any] = notes["sheet"]
+        return sheet
+    for store_notes in notes.get("stores", {}).values():
+        if "sheet" in store_notes:
+            store_sheet: Mapping[str, Any] = store_notes["sheet"]
+            return store_sheet
+    return {}
 
 
-def _of_clip(
-    image: str, rows: pl.DataFrame, scale: str, caption: list[str]
+def _lines_of_clip(
+    image: str, rows: pl.DataFrame, scale: str, remarks: list[str]
 ) -> list[ClipLine]:
-    """A line for the rollouts and each query of one clip."""
+    """Return a line for each query of one clip; the rollouts stand above the model's own query.
+
+    A remark is added to `remarks` if blocks or heads are left out.
+    """
     lines = []
     heads = rows.filter(metric=UNIT)
-    for (token,), own in heads.group_by("token", maintain_order=True):
+    rollouts = rows.filter(metric=ROLLOUT)
+    for (token,), query_rows in heads.group_by("token", maintain_order=True):
         cell = parse_place(str(token))
-        strips = _strips(own, scale, caption, cell)
+        strips = _head_strips(query_rows, scale, remarks, cell)
         mark = None
         if cell is not None:
-            shape = _shape(own)
-            mark = tuple((place + 0.5) / n for place, n in zip(cell, shape, strict=True))
-        elif len(rolled := rows.filter(metric=ROLLOUT)):
-            strips = [*_rollouts(rolled, strips), *strips]
-        words = f"{image}: attention of the {token_words(str(token))}"
-        lines.append(ClipLine(image, words, strips, mark))  # type: ignore[arg-type]
+            # The middle of the cell, as shares of the clip and a frame.
+            n_frames, n_rows, n_cols = _grid_shape(query_rows)
+            frame, row, col = cell
+            mark = (
+                (frame + 0.5) / n_frames,
+                (row + 0.5) / n_rows,
+                (col + 0.5) / n_cols,
+            )
+        elif len(rollouts):
+            strips = [*_rollout_strips(rollouts, strips), *strips]
+        title = f"{image}: attention of the {token_words(str(token))}"
+        lines.append(ClipLine(image, title, strips, mark))
     return lines
 
 
-def _rollouts(rows: pl.DataFrame, heads: Sequence[ClipStrip]) -> list[ClipStrip]:
-    """The rollout of each store, over the range of the drawn heads."""
+def _rollout_strips(rows: pl.DataFrame, heads: Sequence[ClipStrip]) -> list[ClipStrip]:
+    """Return the rollout of each store, stretched to the range of the strips of heads."""
     top = max((float(np.nanmax(strip.values)) for strip in heads), default=1.0)
-    return [
-        ClipStrip(str(own["store"][0]), ROLLOUT, stretched(_values(own)) * top)
-        for own in rows.partition_by("store", maintain_order=True)
-    ]
+    strips = []
+    for store_rows in rows.partition_by("store", maintain_order=True):
+        values = stretched(_map_values(store_rows)) * top
+        strips.append(ClipStrip(str(store_rows["store"][0]), ROLLOUT, values))
+    return strips
 
 
-def _strips(
-    rows: pl.DataFrame, scale: str, caption: list[str], cell: Sequence[int] | None = None
+def _head_strips(
+    rows: pl.DataFrame,
+    scale: str,
+    remarks: list[str],
+    cell: Sequence[int] | None = None,
 ) -> list[ClipStrip]:
-    """A strip per store, block and head."""
-    found = []
-    for own in rows.partition_by("store", maintain_order=True):
-        places = own.select("site", "head").unique(maintain_order=True)
-        sites = places["site"].unique(maintain_order=True).to_list()
-        heads = sorted(places["head"].drop_nulls().unique())
-        if len(places) > MOST:
-            sites = evenly(sites, LAYERS)
-            heads = evenly(heads, HEADS)
-            caption.append("evenly spaced blocks and heads; the table has all")
-        of_head = own.partition_by("site", "head", as_dict=True, maintain_order=True)
-        for (site, head), maps in of_head.items():
+    """Return a strip per store, block and head.
+
+    Args:
+        rows: of one query, or means over clips.
+        scale: "shared", or "head": values are over each head's own range.
+        remarks: the list that a remark is added to if blocks or heads are left out.
+        cell: the query's cell to frame, None for none.
+    """
+    strips = []
+    for store_rows in rows.partition_by("store", maintain_order=True):
+        blocks_and_heads = store_rows.select("site", "head").unique(maintain_order=True)
+        sites = blocks_and_heads["site"].unique(maintain_order=True).to_list()
+        heads = sorted(blocks_and_heads["head"].drop_nulls().unique())
+        if len(blocks_and_heads) > MAX_STRIPS:
+            sites = evenly(sites, N_LAYERS)
+            heads = evenly(heads, N_HEADS)
+            remarks.append("evenly spaced blocks and heads; the table has all")
+        store = shorten(str(store_rows["store"][0]), 40)
+        rows_by_head = store_rows.partition_by(
+            "site", "head", as_dict=True, maintain_order=True
+        )
+        for (site, head), head_rows in rows_by_head.items():
+            # A rollout is of no head.
             if site not in sites or (head is not None and head not in heads):
                 continue
-            values = _values(maps)
-            name = site_words(str(site)) + ("" if head is None else f"\nhead {head}")
-            shown = stretched(values) if scale == "head" else values
-            found.append(
-                ClipStrip(shorten(str(own["store"][0]), 40), name, shown, cell=cell)
-            )
-    return found
+            values = _map_values(head_rows)
+            if scale == "head":
+                values = stretched(values)
+            name = site_words(str(site))
+            if head is not None:
+                name += f"\nhead {head}"
+            strips.append(ClipStrip(store, name, values, cell=cell))
+    return strips
 
 
-def _shape(rows: pl.DataFrame) -> list[int]:
+def _grid_shape(rows: pl.DataFrame) -> list[int]:
+    """Return the number of frames, rows and columns of a clip's grid."""
     return [largest + 1 for largest in rows.select(places_in(rows)).max().row(0)]
 
 
-def _values(rows: pl.DataFrame) -> Float:
-    """(frames, rows, cols) of one head."""
-    return place_values(rows, _shape(rows))
+def _map_values(rows: pl.DataFrame) -> Float:
+    """Return (frames, rows, cols) the map of one head."""
+    return place_values(rows, _grid_shape(rows))
 
 
-def _look(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
+def _colours(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
+    """Return the keywords of `imshow` for all strips of heads, and the colour bar's label."""
     from matplotlib.colors import Normalize, PowerNorm
 
     if scale == "head":
         return {"norm": Normalize(0, 1)}, bar_label(UNIT, scale, None)
-    low, high = colour_range(np.concatenate([own.ravel() for own in values]))
+    low, high = colour_range(np.concatenate([v.ravel() for v in values]))
+    # A cube root from 0 on: a few keys get most attention, and would leave the rest dark.
     norm = PowerNorm(1 / 3, low, high) if low == 0 else Normalize(low, high)
     return {"norm": norm}, bar_label(UNIT, scale, low)

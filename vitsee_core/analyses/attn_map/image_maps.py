@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import check_heads, map_columns, spatial
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
-from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
+from vitsee_core.attention.recompute import (
+    Attended,
+    attention_of_images,
+    find_rows,
+    has_full,
+)
 from vitsee_core.figures.patch_maps.photos import describe_clips, model_inputs
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.models.provenance import Provenance
@@ -46,7 +51,7 @@ HEAD_MEAN = "head mean"  # beside the names of tokens
 def map_images(
     store: Store,
     names: Sequence[str],
-    shown: Sequence[StoredAttention],
+    blocks: Sequence[StoredAttention],
     heads: Sequence[int],
     query: Sequence[tuple[int, ...]],
     origin: Provenance | None,
@@ -64,7 +69,7 @@ def map_images(
     Args:
         store: with attention summaries.
         names: images by id or row.
-        shown: the blocks whose heads have maps; a rollout goes through all blocks.
+        blocks: the blocks whose heads have maps; a rollout goes through all blocks.
         heads: numbers of the heads of each block; by default all.
         query: cells (row, col) of the grid, of clips (frame, row, col).
         origin: where data and weights are now, to compute what the store lacks.
@@ -73,21 +78,16 @@ def map_images(
     Raises:
         VitseeError: no such image, block, head or cell; images or weights are gone.
     """
-    all_blocks = attention_blocks(store)
-    heads_by_block = check_heads(store, shown, heads)
+    heads_by_block = check_heads(store, blocks, heads)
     heads_by_site = {
         block.site: block_heads
-        for block, block_heads in zip(shown, heads_by_block, strict=True)
+        for block, block_heads in zip(blocks, heads_by_block, strict=True)
     }
-    for block, cell in itertools.product(shown, query):
+    for block, cell in itertools.product(blocks, query):
         TokenSelection.parse(cell).require(block.layout, block.site)
     rows = find_rows(store, list(dict.fromkeys(names)))
     has_rollout = store.plan.rollout
-    if not has_rollout:
-        reason = store.manifest.left_out.get("rollout", "the store has none")
-        log.info("%s: no rollout: %s", store.label, reason)
-    if any(not block.layout.cls_tokens for block in shown):
-        log.info("%s has no class token: mean over spatial queries instead", store.label)
+    _log_what_is_missing(store, blocks)
 
     def reduce_attention(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
         """Return what is kept of a block's attention (images, heads, queries, keys): rows of it by
@@ -100,12 +100,13 @@ def map_images(
         return reduced
 
     origin = origin or Provenance()
-    blocks = all_blocks if has_rollout else shown
+    all_blocks = attention_blocks(store)
+    needed_blocks = all_blocks if has_rollout else blocks
     batches = attention_of_images(
         store,
         rows,
         reduce_attention,
-        blocks=blocks,
+        blocks=needed_blocks,
         origin=origin,
         device=execution.device,
         progress=execution.progress,
@@ -113,44 +114,74 @@ def map_images(
     columns_by_row: dict[int, list[dict[str, Any]]] = {}
     for batch in batches:
         for i, row in enumerate(batch.rows.tolist()):
-            name = str(store.samples.id[row])
-            columns = []
-            for block in shown:
-                for token, values in batch.values[block.site].items():
-                    if token != HEAD_MEAN:
-                        block_heads = heads_by_site[block.site]
-                        maps = spatial(values[i][block_heads], block.layout)
-                        columns.append(
-                            _map_columns_of_image(
-                                store,
-                                name,
-                                block,
-                                token,
-                                maps,
-                                heads=block_heads.tolist(),
-                            )
-                        )
+            columns = _head_columns(store, batch, i, blocks, heads_by_site)
             if has_rollout:
-                head_means = [
-                    batch.values[block.site][HEAD_MEAN][i : i + 1] for block in all_blocks
-                ]
-                last = all_blocks[-1]
-                token = "cls" if last.layout.cls_tokens else "mean"
-                for metric, residual in ROLLOUTS.items():
-                    rollout = roll(head_means, last.layout, residual)
-                    maps = spatial(rollout, last.layout)
-                    columns.append(
-                        _map_columns_of_image(
-                            store, name, last, token, maps, heads=[None], metric=metric
-                        )
-                    )
+                columns += _rollout_columns(store, batch, i, all_blocks)
             columns_by_row[row] = columns
-    # In the order in which the images were named.
-    parts = [columns for row in rows.tolist() for columns in columns_by_row[row]]
-    notes: dict[str, Any] = {"images": [str(store.samples.id[row]) for row in rows]}
-    notes["attention"] = "stored (float16)" if has_full(store, blocks) else "recomputed"
-    notes.update(_pictures(store, rows.tolist(), blocks, query, origin.data))
-    return Table.concat(parts, in_time(COLUMNS, [block.layout for block in shown]), notes)
+    # Batches are in the store's order; the table is in that of the names.
+    in_order = [columns for row in rows.tolist() for columns in columns_by_row[row]]
+    is_stored = has_full(store, needed_blocks)
+    notes: dict[str, Any] = {
+        "images": [str(store.samples.id[row]) for row in rows],
+        "attention": "stored (float16)" if is_stored else "recomputed",
+        **_pictures(store, rows.tolist(), needed_blocks, query, origin.data),
+    }
+    layouts = [block.layout for block in blocks]
+    return Table.concat(in_order, in_time(COLUMNS, layouts), notes)
+
+
+def _log_what_is_missing(store: Store, blocks: Sequence[StoredAttention]) -> None:
+    """Log why there is no rollout, and what stands for a class token."""
+    if not store.plan.rollout:
+        reason = store.manifest.left_out.get("rollout", "the store has none")
+        log.info("%s: no rollout: %s", store.label, reason)
+    if any(not block.layout.cls_tokens for block in blocks):
+        log.info("%s has no class token: mean over spatial queries instead", store.label)
+
+
+def _head_columns(
+    store: Store,
+    batch: Attended,
+    i: int,
+    blocks: Sequence[StoredAttention],
+    heads_by_site: Mapping[str, NDArray[np.int64]],
+) -> list[dict[str, Any]]:
+    """Return the columns of the heads' maps of the i-th image of a batch, by block and query."""
+    image = str(store.samples.id[batch.rows[i]])
+    columns = []
+    for block in blocks:
+        heads = heads_by_site[block.site]
+        for token, values in batch.values[block.site].items():
+            if token == HEAD_MEAN:
+                continue
+            # (images, heads, keys) -> (chosen heads, rows, cols)
+            maps = spatial(values[i][heads], block.layout)
+            columns.append(
+                _map_columns_of_image(
+                    store, image, block, token, maps, heads=heads.tolist()
+                )
+            )
+    return columns
+
+
+def _rollout_columns(
+    store: Store, batch: Attended, i: int, all_blocks: Sequence[StoredAttention]
+) -> list[dict[str, Any]]:
+    """Return the columns of both rollouts of the i-th image of a batch."""
+    image = str(store.samples.id[batch.rows[i]])
+    # (1, tokens, tokens) of each block
+    head_means = [batch.values[block.site][HEAD_MEAN][i : i + 1] for block in all_blocks]
+    last = all_blocks[-1]
+    token = "cls" if last.layout.cls_tokens else "mean"
+    columns = []
+    for metric, residual in ROLLOUTS.items():
+        maps = spatial(roll(head_means, last.layout, residual), last.layout)
+        columns.append(
+            _map_columns_of_image(
+                store, image, last, token, maps, heads=[None], metric=metric
+            )
+        )
+    return columns
 
 
 def _pictures(
@@ -164,9 +195,8 @@ def _pictures(
     if store.plan.clip is not None:
         layouts = [block.layout for block in blocks]
         n = layouts[0].frames or 1
-        times = [
-            (cell[0] + 0.5) / n for cell in query
-        ]  # the middle of each query's frame
+        # The middle of each query's frame, as a share of the sampled frames.
+        times = [(cell[0] + 0.5) / n for cell in query]
         return {"sheet": describe_clips(store, rows, layouts, data, times)}
     inputs = model_inputs(store, rows, data)
     pictures = {
@@ -216,6 +246,7 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
 
     from vitsee_core.summaries import rollout
 
+    # Float64: a product over all blocks would lose digits in what stores keep, float16.
     tensors = [torch.from_numpy(mean.astype(np.float64)) for mean in head_means]
     return rollout(tensors, layout, residual).numpy()
 

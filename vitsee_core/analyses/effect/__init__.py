@@ -25,13 +25,11 @@ cosine compares each image's own features; a rotation and an added constant both
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import numpy as np
 
 from vitsee_core.analyses.effect.changes import (
     COSINE,
@@ -43,19 +41,9 @@ from vitsee_core.analyses.effect.changes import (
     outputs_of_both,
     pairs_of_sites,
 )
+from vitsee_core.analyses.effect.figure import plot
 from vitsee_core.declaration import Analysis
 from vitsee_core.features.compared import require_same_transform
-from vitsee_core.figures.curve_looks import store_looks
-from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
-from vitsee_core.figures.panels import (
-    PanelGrid,
-    handles_of,
-    legend_below,
-    note_count,
-    stack,
-)
-from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option
@@ -69,35 +57,37 @@ from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import metric_words
 from vitsee_core.truth.labels.changed_outputs import (
     AGREEMENT,
     OUTPUT_INTERVALS,
     RIGHT_BASE,
+    BlockMean,
     BlockMeans,
     output_rows,
     top1_cells,
 )
 from vitsee_core.truth.labels.labelled_rows import why_not_own
-from vitsee_core.types import pl
+from vitsee_core.types import Mask
 from vitsee_stores import Store, require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import weights_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from vitsee_stores import SiteSpec
 
+__all__ = ["COLUMNS", "METRICS", "plot", "run"]
 
 log = logging.getLogger(__name__)
+
+# (metric, site) -> mean over images; metrics of the outputs have the site "".
+Means = Mapping[tuple[str, str], BlockMean]
 
 COLUMNS = (
     *(*SITE, "base", *VALUES, "p"),
     *("n_images", "n_only_base", "n_only_changed"),
 )
 METRICS = ("top1", "top1_difference", AGREEMENT, "kl", "cka", COSINE)
-COSINES = (-1.0, 1.0)
+COSINES = (-1.0, 1.0)  # limits of a mean cosine
 
 
 @analysis
@@ -161,44 +151,36 @@ def run(
             "no changed store to compare with the base; expected one or more"
         )
     _require_distinct_stores((base, *changed))
-    requested = asked_for(metrics or METRICS, METRICS, "effect")
-    compares_outputs = any(metric not in ("cka", COSINE) for metric in requested)
-    compares_sites = "cka" in requested or COSINE in requested
-    chosen = execution.rows(base)
-    mask = chosen.mask & base.valid
+    row_metrics = asked_for(metrics or METRICS, METRICS, "effect")
+    compares_outputs = any(metric not in ("cka", COSINE) for metric in row_metrics)
+    compares_sites = "cka" in row_metrics or COSINE in row_metrics
+
+    # Only images that all stores could read count, so that all rows are about the same ones.
+    image_rows = execution.rows(base)
+    mask = image_rows.mask & base.valid
     for store in changed:
         mask = mask & require_paired(base, store)
-    images = replace(chosen, mask=mask)
+    images = replace(image_rows, mask=mask)
     blocks = Blocks.of(base, mask, execution.seed)
+
     # Each step adds its remarks in this order, in which they are also logged.
     remarks = _remarks_on_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
     pairs = pairs_of_sites((base, *changed), sites if compares_sites else ())
-    outputs: dict[str, LogitsOfBoth | None] = {store.label: None for store in changed}
-    if compares_outputs:
-        for store in changed:
-            outputs[store.label] = outputs_of_both(base, store, remarks)
-    logits_pairs = [pair for pair in outputs.values() if pair is not None]
-    if not pairs and not logits_pairs:
-        raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
-    no_top1_reason = ""
-    if logits_pairs:
-        no_top1_reason = why_not_own(base, mask, logits_pairs[0].base.dim)
-    if no_top1_reason:
-        remarks.append(f"no top1: {no_top1_reason}")
-    cosine_pairs = pairs if COSINE in requested else {}
-    readers = [
-        ReadChange(
-            outputs[store.label],
-            labelled=not no_top1_reason,
-            sites=alike_sites(base, store, cosine_pairs, tokens, remarks),
-        )
-        for store in changed
-    ]
+    readers = _make_readers(
+        base,
+        changed,
+        mask,
+        compares_outputs=compares_outputs,
+        has_sites=bool(pairs),
+        cosine_sites=pairs if COSINE in row_metrics else {},
+        tokens=tokens,
+        remarks=remarks,
+    )
     cka, cka_notes = cka_rows(
         base,
         changed,
-        pairs if "cka" in requested else {},
+        pairs if "cka" in row_metrics else {},
         tokens=tokens,
         execution=execution,
         remarks=remarks,
@@ -213,6 +195,7 @@ def run(
     )
     for remark in remarks:
         log.info("%s", remark)
+
     rows: list[Cells] = []
     with counting(execution.progress, images.n * len(changed)):
         for store, reader in zip(changed, readers, strict=True):
@@ -222,31 +205,14 @@ def run(
                 images,
                 slab_bytes=reader.slab_bytes,
             ).result()
-            # `ReadChange` gives the outputs' metrics an empty site.
-            output_means = {
-                metric: mean for (metric, site), mean in means.items() if not site
-            }
             # Every comparison measures the base's accuracy again: one row of it is enough.
-            if RIGHT_BASE in output_means and not rows:
-                base_row = site_columns(base, base.sites[LOGITS])
-                base_row.update(top1_cells(output_means[RIGHT_BASE]))
-                rows.append(base_row)
-            about_store = {"base": base.label}
-            if output_means:
-                about_logits = site_columns(store, store.sites[LOGITS])
-                for cells in output_rows(output_means):
-                    rows.append({**about_store, **about_logits, **cells})
-            for cells in cka.get(store.label, ()):
-                rows.append({**about_store, **cells})
-            for (metric, site), mean in means.items():
-                if metric == COSINE:
-                    about_site = site_columns(store, store.sites[site])
-                    cells = mean.cells(COSINES)
-                    rows.append({**about_store, **about_site, "metric": COSINE, **cells})
-    rows = [row for row in rows if row["metric"] in requested]
+            if not rows:
+                rows += _base_rows(base, means)
+            rows += _change_rows(base, store, means, cka.get(store.label, ()))
+    rows = [row for row in rows if row["metric"] in row_metrics]
     if not rows:
         raise MissingInput(
-            f"no {' or '.join(requested)}: {'; '.join(remarks) or 'no sites'}"
+            f"no {' or '.join(row_metrics)}: {'; '.join(remarks) or 'no sites'}"
         )
     intervals = {**OUTPUT_INTERVALS, "cosine": OUTPUT_INTERVALS["kl"]}
     if cka_notes:
@@ -257,13 +223,100 @@ def run(
         "p": PAIRED_TEST,
         "tokens": tokens,
         "seed": execution.seed,
-        "images": {"rows": int(mask.sum()), "chosen": chosen.how},
+        "images": {"rows": int(mask.sum()), "chosen": image_rows.how},
         WORD: {store.label: blocks.describe() for store in (base, *changed)},
     }
     if cka_notes:
         notes["cka"] = cka_notes
     notes["remarks"] = remarks
     return Table.from_rows(rows, COLUMNS, notes)
+
+
+def _make_readers(
+    base: Store,
+    changed: Sequence[Store],
+    mask: Mask,
+    *,
+    compares_outputs: bool,
+    has_sites: bool,
+    cosine_sites: dict[str, list[SiteSpec]],
+    tokens: str,
+    remarks: list[str],
+) -> list[ReadChange]:
+    """Return the reader of each changed store beside the base.
+
+    Args:
+        base: store of the unchanged model.
+        changed: stores of the changed models.
+        mask: (images,) which of them count.
+        compares_outputs: whether the logits are compared, where both stores keep them.
+        has_sites: whether there are sites to compare.
+        cosine_sites: label of a changed store -> sites whose tokens are compared.
+        tokens: which tokens of a site are compared.
+        remarks: the list that remarks on what cannot be compared are added to.
+
+    Raises:
+        MissingInput: there are neither logits nor sites to compare.
+    """
+    outputs: dict[str, LogitsOfBoth | None] = {store.label: None for store in changed}
+    if compares_outputs:
+        for store in changed:
+            outputs[store.label] = outputs_of_both(base, store, remarks)
+    logits_pairs = [pair for pair in outputs.values() if pair is not None]
+    if not has_sites and not logits_pairs:
+        raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
+    no_top1_reason = ""
+    if logits_pairs:
+        # All of them have the base's classes.
+        no_top1_reason = why_not_own(base, mask, logits_pairs[0].base.dim)
+    if no_top1_reason:
+        remarks.append(f"no top1: {no_top1_reason}")
+    return [
+        ReadChange(
+            outputs[store.label],
+            labelled=not no_top1_reason,
+            sites=alike_sites(base, store, cosine_sites, tokens, remarks),
+        )
+        for store in changed
+    ]
+
+
+def _output_means(means: Means) -> dict[str, BlockMean]:
+    """Return metric -> mean of the metrics of the outputs, to which readers give no site."""
+    return {metric: mean for (metric, site), mean in means.items() if not site}
+
+
+def _base_rows(base: Store, means: Means) -> list[Cells]:
+    """Return the row about the accuracy of the base, if it was measured."""
+    output_means = _output_means(means)
+    if RIGHT_BASE not in output_means:
+        return []
+    columns = site_columns(base, base.sites[LOGITS])
+    return [{**columns, **top1_cells(output_means[RIGHT_BASE])}]
+
+
+def _change_rows(
+    base: Store, changed: Store, means: Means, cka: Iterable[Cells]
+) -> list[Cells]:
+    """Return the rows about one changed store: of its outputs, then CKA, then cosines.
+
+    Args:
+        base: store of the unchanged model.
+        changed: store of a changed model.
+        means: (metric, site) -> mean over images, as `ReadChange` names them.
+        cka: rows of CKA, without the base.
+    """
+    rows: list[Cells] = []
+    output_means = _output_means(means)
+    if output_means:
+        logit_columns = site_columns(changed, changed.sites[LOGITS])
+        rows += [{**logit_columns, **cells} for cells in output_rows(output_means)]
+    rows += cka
+    for (metric, site), mean in means.items():
+        if metric == COSINE:
+            columns = site_columns(changed, changed.sites[site])
+            rows.append({**columns, "metric": COSINE, **mean.cells(COSINES)})
+    return [{"base": base.label, **row} for row in rows]
 
 
 def _require_distinct_stores(stores: Sequence[Store]) -> None:
@@ -274,10 +327,10 @@ def _require_distinct_stores(stores: Sequence[Store]) -> None:
     """
     seen: dict[str, Store] = {}
     for store in stores:
-        other = seen.setdefault(store.manifest.store_id, store)
-        if other is not store:
+        earlier = seen.setdefault(store.manifest.store_id, store)
+        if earlier is not store:
             raise VitseeError(
-                f"{other.place} and {store.place} are one store, so nothing changed "
+                f"{earlier.place} and {store.place} are one store, so nothing changed "
                 "between them; expected a store of the unchanged model, then stores of "
                 "changed ones"
             )
@@ -297,7 +350,7 @@ def _remarks_on_base(base: Store) -> list[str]:
 def headline(table: Table) -> list[Answer]:
     """Return per changed store its loss of accuracy, the share of unchanged answers, the
     divergence, and the site that changed most."""
-    phrases: dict[str, list[str]] = {}
+    phrases: dict[str, list[str]] = {}  # store -> parts of its sentence
     templates = {
         "top1_difference": "top-1 changed by {}",
         AGREEMENT: "the same class in {}",
@@ -312,96 +365,6 @@ def headline(table: Table) -> list[Answer]:
             f"lowest CKA {measured(rows, lowest)} at {rows['site'][lowest]}"
         )
     return [(store, ", ".join(texts)) for store, texts in phrases.items()]
-
-
-OUTPUTS = ("top1_difference", "agreement", "kl")
-LAYERS = ("cka", "cosine")
-UNCHANGED = {"top1_difference": 0.0, "agreement": 1.0, "kl": 0.0}
-# Heights in ems: one store's line, and what stands above and below all lines.
-LINE = 1.7
-MARGINS = 5.5
-MAX_LETTERS = 22
-# Below this value of CKA or cosine the axis begins at 0.
-FAR = 0.5
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """Draw the outputs' metrics above and CKA and cosine over depth below.
-
-    Each metric of the outputs has a panel with a line per changed store and its 95 % interval, and
-    the unchanged model dashed. CKA and cosine have a panel each, with a curve per changed store.
-    Metrics that the table does not contain are left out.
-    """
-    rows = table.frame.filter(pl.col("base").is_not_null())
-    output_metrics = [metric for metric in OUTPUTS if metric in rows["metric"]]
-    layer_metrics = [metric for metric in LAYERS if metric in rows["metric"]]
-    outputs_frame = rows.filter(pl.col("metric").is_in(output_metrics))
-    layer_rows = rows.filter(pl.col("metric").is_in(layer_metrics))
-    n_stores = outputs_frame["store"].n_unique()
-    output_grid = PanelGrid(len(output_metrics), height=LINE * n_stores + MARGINS)
-    layer_grid = CurveGrid.of(len(layer_metrics), layer_rows)
-    grids: list[PanelGrid | CurveGrid] = []
-    if output_metrics:
-        grids.append(output_grid)
-    if layer_metrics:
-        grids.append(layer_grid)
-    figure, boxes = stack(*grids)
-    all_axes: list[Axes] = []
-    if output_metrics:
-        looks = store_looks(rows)
-        output_axes = output_grid.axes(boxes[0])
-        for axes, metric in zip(output_axes, output_metrics, strict=True):
-            _draw_output_metric(axes, rows.filter(metric=metric), metric, looks)
-            all_axes.append(axes)
-        # Only the first panel of each line names the stores.
-        for number, axes in enumerate(output_axes):
-            if number % output_grid.across:
-                axes.tick_params(axis="y", labelleft=False)
-    if layer_metrics:
-        panels = layer_grid.panels(boxes[-1], of_metrics(layer_rows, layer_metrics))
-        for axes, _, metric_rows in panels:
-            draw_depth_curves(axes, metric_rows, among=layer_rows)
-            lowest = min(axes.dataLim.y0, 0.98)
-            # From 0 on, unless all curves are so near 1 that their differences would be hidden.
-            bottom = lowest - 0.1 * (1 - lowest)
-            if lowest < FAR:
-                bottom = min(0.0, lowest)
-            axes.set_ylim(bottom, 1 + 0.04 * (1 - lowest))
-            all_axes.append(axes)
-        layer_grid.finish(panels)
-    legend_below(figure, handles_of(all_axes))
-    return figure
-
-
-def _draw_output_metric(
-    axes: Axes, rows: pl.DataFrame, metric: str, looks: dict[str, dict[str, object]]
-) -> None:
-    """Draw one metric of the outputs: a line per store with its value and 95 % interval."""
-    stores = rows["store"].unique(maintain_order=True)
-    value, low, high = rows.select("value", "low", "high").to_numpy().T
-    axes.axvline(
-        UNCHANGED[metric],
-        color=GREY,
-        linestyle=(0, (5, 3)),
-        linewidth=1,
-        zorder=1,
-        label="unchanged",
-    )
-    # An empty line, so that the legend explains the bars once and in grey.
-    axes.plot([], [], color=GREY, solid_capstyle="butt", label=f"bars: {INTERVAL}")
-    for y, store in enumerate(stores):
-        look = looks[store]
-        axes.plot([low[y], high[y]], [y, y], color=look["color"], solid_capstyle="butt")
-        axes.plot(
-            [value[y]], [y], color=look["color"], marker=look["marker"], linestyle="none"
-        )
-    axes.set_yticks(np.arange(len(stores)), [shorten(s, MAX_LETTERS) for s in stores])
-    axes.set_ylim(len(stores) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(False, axis="y")
-    axes.set_xlabel(metric_words(metric))
-    note_count(axes, rows)
 
 
 ANALYSIS = Analysis(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 64 << 20
 COSINE = "cosine"
 LOGITS = "logits"
+# What brings logits into a store, for messages.
 OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
 
 
@@ -110,6 +111,7 @@ def _mean_cosines(pair: FeaturesOfBoth, base: Slab, changed: Slab) -> Float:
     token_bytes = 4 * pair.base.dim * n_rows
     total = np.zeros(int(base.valid.sum()))
     for tokens in pair.base.groups(max(1, PIECE_BYTES // token_bytes)):
+        # (images, tokens of the group, dim)
         before = pair.base.of_slab(base, tokens)
         after = pair.changed.of_slab(changed, tokens)
         total += cosines(before, after).sum(1)
@@ -226,6 +228,7 @@ def alike_sites(
         )
         base_tokens = [token.name for token in pair.base.tokens]
         changed_tokens = [token.name for token in pair.changed.tokens]
+        # A token is compared with the one of the same name, and channel by channel.
         if base_tokens == changed_tokens and pair.base.dim == pair.changed.dim:
             alike.append(pair)
         else:
@@ -265,6 +268,7 @@ def cka_rows(
     """
     if not pairs:
         return {}, {}
+    # Stores may share other sites with the base: each of them once.
     sites = {site.name: site for shared in pairs.values() for site in shared}
     base_sides = [Representation(base, site, tokens) for site in sites.values()]
     columns = [(store, site) for store in changed for site in pairs[store.label]]
@@ -272,7 +276,7 @@ def cka_rows(
         Representation(store, store.sites[site.name], tokens) for store, site in columns
     ]
     # All sites of the base against all of the changed stores: each Gram matrix is made once.
-    h = hsic(
+    products = hsic(
         base_sides,
         changed_sides,
         estimator=estimator,
@@ -281,9 +285,9 @@ def cka_rows(
         options=options,
         progress=execution.progress,
     )
-    remarks += without_value(_site_names(base_sides), h.rows)
-    remarks += without_value(_site_names(changed_sides), h.cols)
-    similarity = summarise(h)
+    remarks += without_value(_site_names(base_sides), products.rows)
+    remarks += without_value(_site_names(changed_sides), products.cols)
+    similarity = summarise(products)
     row_indices = {name: i for i, name in enumerate(sites)}
     rows: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
     for j, (store, site) in enumerate(columns):
@@ -293,7 +297,7 @@ def cka_rows(
         if similarity.without is not None:
             replicates = similarity.without[:, i, j]
         row = site_columns(store, store.sites[site.name])
-        row.update(metric="cka", spread=h.spread, n_images=h.n_images)
+        row.update(metric="cka", spread=products.spread, n_images=products.n_images)
         row.update(
             value=float(similarity.cka[i, j]),
             std=float(similarity.std[i, j]),
@@ -302,7 +306,7 @@ def cka_rows(
         )
         row[WORD] = replicates
         rows[store.label].append(row)
-    return rows, h.notes
+    return rows, products.notes
 
 
 def _site_names(representations: Sequence[Representation]) -> list[str]:

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
+from vitsee_core.analyses.head_importance.figure import plot
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.declaration import Analysis
-from vitsee_core.figures.panels import PanelGrid, colour_bar, note_count, stack
-from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -51,8 +50,6 @@ from vitsee_core.tables.headlines import Answer, extremes, measured, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import metric_words
 from vitsee_core.truth.labels.changed_outputs import (
     KL,
     OUTPUT_INTERVALS,
@@ -68,10 +65,9 @@ from vitsee_core.types import Float, Integers, pl
 from vitsee_stores import Store
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from vitsee_stores import Slab
+
+__all__ = ["COLUMNS", "METRICS", "WAYS", "plot", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +75,7 @@ COLUMNS = (*SITE, "head", *VALUES, "p", "n_images", "n_only_base", "n_only_chang
 METRICS = ("top1_difference", "agreement", KL)
 WAYS = ("mean", "zero")
 DISTANCE = "distance_px"
+# How the intervals of the correlations are made, for the sidecar.
 SPEARMAN = (
     "Spearman's rank correlation with distance_px over heads, within: of ranks within "
     "blocks less their mean; 95 % interval over images by the jackknife of both"
@@ -130,22 +127,14 @@ def run(
         VitseeError: weights or images are gone, or are not those of the store.
     """
     origin = origin or Provenance()
-    requested = asked_for(metrics or METRICS, METRICS, "head-importance")
-    selected = select_each(stores, sites, attention_blocks)
+    row_metrics = asked_for(metrics or METRICS, METRICS, "head-importance")
+    selection = select_each(stores, sites, attention_blocks)
     rows: list[Cells] = []
     notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
-    for store, blocks in selected.members:
+    for store, blocks in selection.members:
         work = StoreAblations(store, blocks, origin, execution)
         for row in work.rows(by):
-            metric = row["metric"]
-            # `spearman_kl_within` belongs to "kl", `spearman_top1` to "top1_difference".
-            if metric.startswith("spearman_"):
-                is_requested = metric.split("_")[1] in {
-                    m.split("_")[0] for m in requested
-                }
-            else:
-                is_requested = metric == DISTANCE or metric in requested
-            if is_requested:
+            if _is_requested(row["metric"], row_metrics):
                 rows.append(row)
         if work.remark:
             notes["remarks"].append(work.remark)
@@ -160,9 +149,20 @@ def run(
         "p": PAIRED_TEST,
         "replaced_by": by,
         "seed": execution.seed,
-        **selected.notes(),
+        **selection.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
+
+
+def _is_requested(metric: str, row_metrics: Sequence[str]) -> bool:
+    """Return whether rows of a metric belong into the table: always those of the distance."""
+    if metric == DISTANCE:
+        return True
+    if metric.startswith("spearman_"):
+        # `spearman_kl_within` belongs to "kl", `spearman_top1` to "top1_difference".
+        importance = metric.split("_")[1]
+        return importance in {name.split("_")[0] for name in row_metrics}
+    return metric in row_metrics
 
 
 def at_a_glance(table: Table) -> Table:
@@ -234,6 +234,7 @@ class StoreAblations:
         # One pass of the whole model, one without each head, and one to take the heads' means.
         n_passes_per_image = 1 + len(self.runs.heads) + (by == "mean")
         n_passes = len(self.row_indices) * n_passes_per_image
+        # Said before the work, which may take hours.
         log.info(
             "%s: %d heads, %d forward passes of an image on %s",
             self.store.label,
@@ -264,10 +265,9 @@ class StoreAblations:
                 for head, change in changes.items():
                     changed_logits = self.runs.logits(x, change)
                     compared = compare_outputs(base_logits, changed_logits, batch_labels)
-                    means.count(
-                        {(head, metric): values for metric, values in compared.items()},
-                        batch,
-                    )
+                    # Metric -> (images,), counted by head and metric.
+                    by_key = {(head, name): values for name, values in compared.items()}
+                    means.count(by_key, batch)
                     progress.advance(len(batch))
         by_head: dict[Head, dict[str, BlockMean]] = {}
         for (head, metric), mean in means.result().items():
@@ -281,12 +281,14 @@ class StoreAblations:
     ) -> list[Cells]:
         """Return the rows about the rank correlations of importance with distance over heads."""
         heads = self.runs.heads
+        # Which block each head is in, for the ranks within blocks.
         block_names = [block.site for block in self.runs.blocks]
         block_indices = np.array([block_names.index(block) for block, _ in heads])
         distance = _with_replicates([distances[head] for head in heads])
         importances = {KL: [outputs[head][KL] for head in heads]}
         if RIGHT in outputs[heads[0]]:
             importances["top1"] = [loss(outputs[head]) for head in heads]
+        # A row about all heads has the store's columns, and no layer.
         about_store = site_columns(self.store, self.runs.blocks[0])
         about_store.update(site="", block="", depth=None, rel_depth=None)
         rows: list[Cells] = []
@@ -331,9 +333,10 @@ def _read_distances(blocks: Sequence[StoredAttention], slab: Slab) -> dict[Head,
     arrays = {group: slab.attention(DISTANCE, group)[slab.valid] for group in groups}
     distances = {}
     for block in blocks:
-        of_block = arrays[block.group][:, block.row].astype(np.float64)
+        # (images, heads); a block may have fewer heads than its array has columns.
+        block_distances = arrays[block.group][:, block.row].astype(np.float64)
         for head in range(block.n_heads):
-            distances[block.site, head] = of_block[:, head]
+            distances[block.site, head] = block_distances[:, head]
     return distances
 
 
@@ -357,6 +360,7 @@ def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Floa
         return np.full(x.shape[1], np.nan)
     # Without blocks all heads are one block: the same formula gives the plain correlation.
     blocks = np.zeros(len(x), np.int64) if blocks is None else blocks[complete]
+    # Ranks within each block less their mean, ties at their mean rank. (heads, replicates)
     x_ranks = np.zeros_like(x)
     y_ranks = np.zeros_like(y)
     for block in np.unique(blocks):
@@ -368,6 +372,7 @@ def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Floa
     # Pearson's correlation of the centred ranks.
     covariance = (x_ranks * y_ranks).sum(0)
     scale = np.sqrt((x_ranks * x_ranks).sum(0) * (y_ranks * y_ranks).sum(0))
+    # Constant ranks, of a single head or of equal values, have no correlation: 0 / 0.
     with np.errstate(invalid="ignore", divide="ignore"):
         correlation: Float = covariance / scale
     return correlation
@@ -390,87 +395,6 @@ def headline(table: Table) -> list[Answer]:
             text += f", within blocks {measured(within)}"
         answers.append((str(store), text))
     return answers
-
-
-# Metric that has a panel -> the rank correlation written below it.
-PANEL_CORRELATIONS = {"kl": "spearman_kl", "top1_difference": "spearman_top1"}
-LOST = "top-1 accuracy lost"
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """Draw one panel per store and metric: each head's importance against its attention distance.
-
-    Every dot is a head with its 95 % interval, coloured by its block. Below the axis stand the rank
-    correlations.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    table_metrics = table.frame["metric"]
-    metrics = [metric for metric in PANEL_CORRELATIONS if metric in table_metrics]
-    if not metrics:
-        metrics = ["agreement"]
-    stores = table.frame.partition_by("store", maintain_order=True)
-    grid = PanelGrid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
-    figure, (box,) = stack(grid)
-    remaining_axes = iter(grid.axes(box))
-    for store_rows in stores:
-        for metric in metrics:
-            axes = next(remaining_axes)
-            metric_rows = store_rows.filter(metric=metric)
-            if len(metric_rows) == 0:
-                axes.set_visible(False)
-                continue
-            image = _draw_heads(axes, metric_rows, store_rows)
-            _label_x_axis(axes, store_rows, PANEL_CORRELATIONS.get(metric, ""))
-            axes.set_title(shorten(store_rows["store"][0], 24))
-            colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
-    return figure
-
-
-def _draw_heads(axes: Axes, metric_rows: pl.DataFrame, store_rows: pl.DataFrame) -> Any:
-    """Draw a dot per head; return matplotlib's collection, for the colour bar.
-
-    Args:
-        axes: the panel.
-        metric_rows: one store's rows of the metric that is drawn.
-        store_rows: all rows of that store, among them the distances.
-    """
-    distance = store_rows.filter(metric="distance_px").select("site", "head", x="value")
-    heads = metric_rows.join(
-        distance, on=["site", "head"], how="left", maintain_order="left"
-    )
-    metric = str(heads["metric"][0])
-    # `top1_difference` is below 0 for a loss; drawn, more important heads are higher up.
-    is_loss = metric == "top1_difference"
-    sign = -1 if is_loss else 1
-    x, value, low, high = (
-        heads.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
-    )
-    axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
-    axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)
-    image = axes.scatter(
-        x, value, c=heads["depth"].to_numpy(), cmap="viridis", s=14, zorder=3
-    )
-    axes.set_ylabel(LOST if is_loss else metric_words(metric))
-    note_count(axes, heads)
-    return image
-
-
-def _label_x_axis(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
-    """Label the x axis, with the rank correlation and the one within blocks below the words."""
-    lines = [metric_words("distance_px")]
-    correlations = {metric: "rank correlation", f"{metric}_within": "within blocks"}
-    for name, words in correlations.items():
-        measured_rows = rows.filter(pl.col("value").is_not_null(), metric=name)
-        if len(measured_rows) == 0:
-            continue
-        value, low, high = measured_rows.select("value", "low", "high").row(0)
-        line = f"{words} {value:.2f}"
-        if low is not None:
-            line += f" ({low:.2f} to {high:.2f})"
-        lines.append(line)
-    axes.set_xlabel("\n".join(lines))
 
 
 ANALYSIS = Analysis(

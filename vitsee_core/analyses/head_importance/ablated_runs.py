@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 LOGITS = "logits"
-BATCH_SIZE = 16
+BATCH_SIZE = 16  # images; each batch runs once for every head while it is in memory
 
 # A head's block and its number in the block.
 Head = tuple[str, int]
@@ -96,6 +96,7 @@ class AblatedRuns:
                     f"{self.model.name} has no attention like the store's in "
                     f"{block.site} any more; extract {store.label} anew"
                 )
+        # The heads' outputs are a site only where a proof shows which channels are which head's.
         self.blocks = [
             block for block in blocks if _heads_site(block.site) in self.table.points
         ]
@@ -106,6 +107,7 @@ class AblatedRuns:
             )
 
     def __enter__(self) -> Self:
+        """Move the model to the device, without gradients, in the store's precision."""
         import torch
 
         from vitsee_core.runtime.device import precision_context
@@ -122,6 +124,7 @@ class AblatedRuns:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Restore precision and gradients; the model stays on the device."""
         self._stack.close()
 
     @property
@@ -151,6 +154,7 @@ class AblatedRuns:
         """
         sums: dict[str, Float] = {}
 
+        # A closure per block, as a loop's variable would be the last block in all of them.
         def make_adder(block: str) -> Callable[[Tensor], None]:
             """Return a consumer that adds a batch of the block's head outputs to its sum."""
             flat = self.table.points[_heads_site(block)].view.flat
@@ -187,6 +191,7 @@ class AblatedRuns:
 
         ablations = {}
         for block, head in self.heads:
+            # The same change as `extract --ablate-heads` makes.
             spec = parse(ablate_heads=[f"{block}:{head}"])
             switch = Switch(
                 self.model.name, self.table, spec, index=np.arange(BATCH_SIZE)
