@@ -256,11 +256,11 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
     make such a row the best layer."""
     from vitsee_core.analyses import cluster, keypoints, knn, propagate, retrieve
     from vitsee_core.analyses.best_layer.layer_tasks import SETTINGS
-    from vitsee_core.tables.columns import PARTS, SITE
+    from vitsee_core.tables.columns import SITE, SUBSET_COLUMNS
 
     for module in (cluster, keypoints, knn, propagate, retrieve):
         about = module.COLUMNS[len(SITE) : module.COLUMNS.index("metric")]
-        assert {*about} <= {*PARTS, *SETTINGS}, module.__name__
+        assert {*about} <= {*SUBSET_COLUMNS, *SETTINGS}, module.__name__
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.pages.report.captions import caption, headline
 from vitsee_core.runtime.progress import Silent
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.words import said_of
+from vitsee_core.tables.words import name_examples
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError
 from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
@@ -539,8 +539,10 @@ def test_clips_are_called_clips(tmp_path: Path) -> None:
     assert not any("images" in text for text in texts)
     about = {"examples": "clips"}
     assert (
-        said_of("of 1 image, images/a.mp4, a/images", about)
+        name_examples("of 1 image, images/a.mp4, a/images", about)
         == "of 1 clip, images/a.mp4, a/images"
     )
-    assert said_of("95 % over images. An image", about) == "95 % over clips. An image"
-    assert said_of("over images", {}) == "over images"
+    assert (
+        name_examples("95 % over images. An image", about) == "95 % over clips. An image"
+    )
+    assert name_examples("over images", {}) == "over images"

@@ -15,7 +15,7 @@ from vitsee_core.pages.report import pictures
 from vitsee_core.pages.report.pictures import TALLEST, TILE, Addresses, tile
 from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.registry import builtin_names, load
-from vitsee_core.tables.glances import most_varied, some_of
+from vitsee_core.tables.glances import most_varied, select_evenly
 from vitsee_core.tables.results import Table
 
 GLANCED = [name for name in builtin_names() if load(name).at_a_glance is not None]
@@ -33,13 +33,13 @@ def test_values_are_evenly_spaced_in_each_store() -> None:
         for i in range(n)
     ]
     table = Table.from_rows(rows, notes={"of": 1})
-    assert some_of(table, site=3)["site"].tolist() == ["a0", "a2", "a4", "b0", "b1"]
-    assert some_of(table, store=1, site=1)["site"].tolist() == ["a0"]
-    assert some_of(table, head=2)["site"].tolist() == ["a0", "a3", "a4", "b0"], (
+    assert select_evenly(table, site=3)["site"].tolist() == ["a0", "a2", "a4", "b0", "b1"]
+    assert select_evenly(table, store=1, site=1)["site"].tolist() == ["a0"]
+    assert select_evenly(table, head=2)["site"].tolist() == ["a0", "a3", "a4", "b0"], (
         "with what has none"
     )
-    assert some_of(table, nothing=1).frame.equals(table.frame)
-    assert some_of(table, site=1).notes == {"of": 1}
+    assert select_evenly(table, nothing=1).frame.equals(table.frame)
+    assert select_evenly(table, site=1).notes == {"of": 1}
 
 
 def test_the_image_whose_values_differ_most() -> None:

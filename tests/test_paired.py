@@ -43,7 +43,9 @@ def write(path: Path, digest: str = "same", **stores: dict[str, list[float]]) ->
     table = Table.from_rows(rows, [name for name in rows[0] if name != "replicates"])
     table.write(path)
     assert table.replicates is not None
-    Table(replicates.as_columns(table.frame)).write(replicates.beside(path))
+    Table(replicates.expand_replicates(table.frame)).write(
+        replicates.replicates_path(path)
+    )
     notes = {"replicates": {store: {"digest": digest, "n_blocks": 4} for store in stores}}
     sidecar = {"command": ["vitsee", "knn", "a.zarr"], "notes": notes}
     path.with_name(path.name + ".json").write_text(json.dumps(sidecar))
@@ -125,7 +127,7 @@ def test_other_images_are_refused(tmp_path: Path) -> None:
     two = write(tmp_path / "two.csv", "other", mlp={"embed": HIGH})
     with pytest.raises(StoreMismatch, match="not tested on the same images"):
         compare(read([one, two]), among="models")
-    replicates.beside(two).unlink()
+    replicates.replicates_path(two).unlink()
     with pytest.raises(VitseeError, match="has no replicates beside it"):
         compare(read([one, two]), among="models")
     Path(f"{one}.json").unlink()
@@ -163,7 +165,9 @@ def test_from_stores_to_differences(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.stderr
         found = Table.read(differences)
         assert len(found) == pairs
-        kept = Table.read(replicates.beside(out)).filter(pl.col("baseline").is_null())
+        kept = Table.read(replicates.replicates_path(out)).filter(
+            pl.col("baseline").is_null()
+        )
         for i in range(pairs):
             x, y = (
                 kept.filter(
@@ -229,7 +233,7 @@ def test_the_command_draws_it_and_misses_replicates(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    replicates.beside(path).unlink()
+    replicates.replicates_path(path).unlink()
     result = command("best-layer", path, "--paired", "layers")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "r.csv has no replicates beside it (r.replicates.csv); run" in result.stderr

@@ -237,17 +237,17 @@ def test_command_writes_them_beside_the_table(
         "cka", tmp_path / "a.zarr", "--no-cache", "--sites", "all", "-o", out
     )
     assert result.exit_code == 0, result.stderr
-    assert not replicates.beside(out).exists()
+    assert not replicates.replicates_path(out).exists()
     refused = command("cka", tmp_path / "a.zarr", "--no-cache", "-o", out, "--replicates")
     assert refused.exit_code == 1 and name in refused.stderr
     args = ("--no-cache", "--sites", "all", "-o", out, "--replicates", "--force")
     result = command("cka", tmp_path / "a.zarr", *args)
     assert result.exit_code == 0, result.stderr
-    assert replicates.beside(out).name == (expected or "r.replicates.json")
+    assert replicates.replicates_path(out).name == (expected or "r.replicates.json")
     file = read_result(out)
     table = cka.run(tmp_path / "a.zarr", sites="all", no_cache=True)
     np.testing.assert_array_equal(read_replicates(file).replicates, table.replicates)
-    beside = read_result(replicates.beside(out)).table
+    beside = read_result(replicates.replicates_path(out)).table
     assert "site_a" in beside.written.columns and "std" not in beside.written.columns
 
 
@@ -296,7 +296,7 @@ def test_no_replicates_is_said(tmp_path: Path) -> None:
     result = command("cka", tmp_path / "a.zarr", *args, "-o", out, "--replicates")
     assert result.exit_code == 0, result.stderr
     assert "r.replicates.csv is not written: no value of this table" in result.stderr
-    assert out.exists() and not replicates.beside(out).exists()
+    assert out.exists() and not replicates.replicates_path(out).exists()
 
 
 def test_an_interval_ends_where_values_can_end() -> None:

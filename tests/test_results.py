@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from tests.tables import groups_of, having, unique
 from vitsee_core.pages.report.outputs import Outputs, check_outputs, write_results
-from vitsee_core.tables.files import check_new_files, renamed, write_files
+from vitsee_core.tables.files import check_new_files, rename_at_end, write_files
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores.disk import tag
@@ -300,22 +300,22 @@ def test_files_are_renamed_at_the_end_or_dropped(tmp_path: Path) -> None:
         for temporary in places:
             temporary.write_text(temporary.name)
 
-    with renamed(dict(places)):
+    with rename_at_end(dict(places)):
         write()
         assert names() == ["a.partial", "b.partial"]
     assert names() == ["a", "b"]
     assert (tmp_path / "b").read_text() == "b.partial"
     for path in places.values():
         path.unlink()
-    with pytest.raises(KeyboardInterrupt), renamed(dict(places)):
+    with pytest.raises(KeyboardInterrupt), rename_at_end(dict(places)):
         write()
         raise KeyboardInterrupt
     assert names() == []
-    with renamed(emptied := dict(places)):
+    with rename_at_end(emptied := dict(places)):
         write()
         emptied.clear()
     assert names() == [], "the caller changed his mind"
-    with pytest.raises(FileNotFoundError), renamed(dict(places)):
+    with pytest.raises(FileNotFoundError), rename_at_end(dict(places)):
         (tmp_path / "a.partial").touch()
     assert names() == ["a"], "those before the one that was not written"
 

@@ -24,7 +24,7 @@ from timm.layers.config import set_fused_attn
 from train_demo_models import EPOCH, Split, Training, load_split, resized
 
 from vitsee_core import demo
-from vitsee_core.tables.files import renamed
+from vitsee_core.tables.files import rename_at_end
 
 BUNDLED = 6_000  # images of an epoch, of the bundled ones
 
@@ -69,7 +69,7 @@ class Kept(Training):
             return
         path = self.folder / f"step_{step}.pt"
         partial = path.with_name(f"{path.name}.part")
-        with renamed({partial: path}):
+        with rename_at_end({partial: path}):
             torch.save({"state_dict": self.model.state_dict(), "step": step}, partial)
 
 

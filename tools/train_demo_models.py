@@ -46,7 +46,7 @@ from timm.layers.config import set_fused_attn
 from timm.models import save_for_hf
 from torch import nn
 
-from vitsee_core.tables.files import renamed
+from vitsee_core.tables.files import rename_at_end
 
 Split = tuple[np.ndarray, np.ndarray]  # (n, 32, 32) uint8, (n,) int64
 EPOCH = 60_000  # images seen
@@ -188,7 +188,7 @@ class Training:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
-        with renamed({partial: path}):
+        with rename_at_end({partial: path}):
             torch.save(state, partial)
 
     def go_on_from(self, path: Path) -> None:

@@ -47,13 +47,13 @@ from vitsee_core.runtime.parameters import (
     parameters_of,
 )
 from vitsee_core.tables.columns import (
-    ADDED,
+    ADDED_COLUMNS,
     BASELINE,
     PAIR,
     REPLICATES,
     SITE,
     VALUES,
-    is_known,
+    has_known_type,
 )
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
@@ -187,7 +187,7 @@ class Analysis:
                 f"{self.module}: run returned a {type(table).__name__}; expected a Table"
             )
         frame = table.written
-        declared = {*self.all_columns, *ADDED}
+        declared = {*self.all_columns, *ADDED_COLUMNS}
         undeclared = [name for name in frame.columns if name not in declared]
         if undeclared:
             raise DeclarationError(
@@ -304,7 +304,7 @@ def _mistakes_of_columns(analysis: Analysis) -> Iterable[Mistake]:
     # Columns of no other table: their type has to be declared, unless it is a slip of the pen.
     vitsee_columns = (*SITE, *PAIR, *VALUES, BASELINE, *_OTHER_VITSEE_COLUMNS)
     for column in analysis.all_columns:
-        if not is_known(column) and column not in analysis.column_types:
+        if not has_known_type(column) and column not in analysis.column_types:
             yield Mistake(
                 "columns",
                 f"has {column!r}, which is not a column of vitsee's tables",

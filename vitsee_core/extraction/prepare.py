@@ -48,7 +48,7 @@ from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import resolve_device
 from vitsee_core.runtime.progress import SILENT, Progress, soon_said
 from vitsee_core.runtime.versions import store_versions
-from vitsee_core.tables.files import check_place
+from vitsee_core.tables.files import check_output_path
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch, SiteError, VitseeError
 from vitsee_stores.files import Files
@@ -144,7 +144,7 @@ def check_output(request: Request) -> None:
         VitseeError: names the folder.
     """
     if isinstance(request.run.output, Path):
-        check_place(request.run.output, images=request.data.data)
+        check_output_path(request.run.output, images=request.data.data)
 
 
 class SameModel(NamedTuple):

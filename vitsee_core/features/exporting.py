@@ -43,7 +43,12 @@ from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import each_slab
-from vitsee_core.tables.files import check_place, hidden_name, new_files, remove_left
+from vitsee_core.tables.files import (
+    check_output_path,
+    new_files,
+    remove_leftovers,
+    temporary_path,
+)
 from vitsee_core.tables.formats import ending_of, plain_json
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import SiteError, VitseeError, reason
@@ -363,14 +368,14 @@ def export_saev(
         "labels": store.samples.label[mask].tolist(),
     }
     place = _place(folder, about)
-    check_place(place)
+    check_output_path(place)
     if place.exists() and not force:
         raise VitseeError(
             f"{place} exists; give another folder, or --force to replace it"
         )
     shape = (per_shard, len(chosen), n_tokens, dim)
-    remove_left(place.parent)
-    partial_place = hidden_name(place)
+    remove_leftovers(place.parent)
+    partial_place = temporary_path(place)
     try:
         partial_place.mkdir(parents=True)
         paths = [partial_place / f"acts{k:06d}.bin" for k in range(-(-n // shape[0]))]

@@ -9,7 +9,7 @@ from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.tables.groups import SIGN
+from vitsee_core.tables.groups import GROUP_SEPARATOR
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import task_words
@@ -72,7 +72,7 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
         [pl.col(name).cast(pl.String).fill_null("None") for name in by], separator=", "
     )
     # A fraction slash instead of the sign that separates groups, which would get own panels.
-    curve = curve.str.replace_all(SIGN, "\u2044", literal=True)
+    curve = curve.str.replace_all(GROUP_SEPARATOR, "\u2044", literal=True)
     chart_rows = rows.select(
         "metric",
         "value",
@@ -125,8 +125,8 @@ def _require_one_value(
     if differing:
         message += f", which differ in {', '.join(differing)}"
     raise VitseeError(
-        f"{message}; choose a layer with --sites (last), take the best with vitsee best-layer, "
-        "or make curves of a column with --by"
+        f"{message}; choose a layer with --sites (last), take the best with vitsee "
+        "best-layer, or make curves of a column with --by"
     )
 
 

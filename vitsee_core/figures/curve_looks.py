@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitsee_core.figures.plotting import colour, marker, store_order
-from vitsee_core.tables.groups import SIGN, groups_of, split_label
+from vitsee_core.tables.groups import GROUP_SEPARATOR, groups_of, split_label
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, token_words
+from vitsee_core.tables.words import BLOCK_PARTS, token_words
 from vitsee_core.types import pl
 
 FIRST = ("embed", "stem")  # sites that belong to the curve of the blocks' outputs
@@ -125,7 +125,7 @@ def store_looks(rows: pl.DataFrame) -> dict[str, Look]:
         }
     labels: dict[str, tuple[str, str]] = {}  # store -> name, variant
     for store in order:
-        name, _, variant = split_label(store)[1].partition(SIGN)
+        name, _, variant = split_label(store)[1].partition(GROUP_SEPARATOR)
         labels[store] = (name, variant)
     names = list(dict.fromkeys(name for name, _ in labels.values()))
     variants = list(dict.fromkeys(variant for _, variant in labels.values()))
@@ -196,7 +196,7 @@ def curve_label(rows: pl.DataFrame, by: Sequence[str], curve: Curve) -> str:
     parts = [shorten(label, 28)]
     kinds = {*map(site_kind, rows["site"].unique())} - {HEAD}
     if len(kinds) > 1 and not curve.is_points:
-        parts.append(PARTS.get(curve.kind, curve.kind) or "block output")
+        parts.append(BLOCK_PARTS.get(curve.kind, curve.kind) or "block output")
     for name, value in zip(by, curve.values, strict=True):
         if name in rows.columns and rows[name].n_unique() > 1:
             if name == "token":

@@ -152,8 +152,8 @@ def draw_depth_panels(
     for metric in metrics:
         if metric not in metrics_in_rows:
             raise DeclarationError(
-                f"the figure is to show the metric {metric!r}, which no row has; expected some of "
-                f"{', '.join(metrics_in_rows)}"
+                f"the figure is to show the metric {metric!r}, which no row has; "
+                f"expected some of {', '.join(metrics_in_rows)}"
             )
     among = rows.filter(pl.col("metric").is_in(metrics))
     grid = CurveGrid.of(len(metrics), among)

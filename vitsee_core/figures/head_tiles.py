@@ -21,7 +21,7 @@ from vitsee_core.figures.panels import (
     room,
     stack,
 )
-from vitsee_core.tables.columns import window_of
+from vitsee_core.tables.columns import parse_window
 from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
@@ -138,7 +138,7 @@ def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles
         for head_map in head_maps:
             values = head_map.values
             if convert is not None:
-                values = convert(values, window_of(windows.get(head_map.site)))
+                values = convert(values, parse_window(windows.get(head_map.site)))
             maps[layers.index(head_map.site), heads.index(head_map.head)] = values
         row_labels = [shorten(site_words(site), 18) for site in layers]
         pictures.append(Tiles(maps, row_labels, [str(head) for head in heads]))

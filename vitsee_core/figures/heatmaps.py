@@ -27,7 +27,7 @@ from vitsee_core.figures.panels import (
 from vitsee_core.figures.plotting import GREY, colour, marker
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, token_words
+from vitsee_core.tables.words import BLOCK_PARTS, token_words
 from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def _panel_of_matrix(
     if table.notes.get("pairs") == "branch":
         site = cols[0][1]
         part = site.removeprefix(f"{block_of.get(site, '')}.")
-        title = f"{PARTS.get(part, part)}: {about}"
+        title = f"{BLOCK_PARTS.get(part, part)}: {about}"
         row_role = "skip"
         col_role = "branch"
     shorter, longer = sorted((len(rows), len(cols)))

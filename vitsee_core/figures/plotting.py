@@ -29,7 +29,7 @@ from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
 from vitsee_core.tables.headlines import FEW, observations, too_few
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text
-from vitsee_core.tables.words import said_of
+from vitsee_core.tables.words import name_examples
 from vitsee_stores.plan import CLIPS
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _say_clips(figure: Figure, table: Table) -> None:
 
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        words = said_of(text.get_text(), table.notes)
+        words = name_examples(text.get_text(), table.notes)
         if words != text.get_text():
             text.set_text(words)
 

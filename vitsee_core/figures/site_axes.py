@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vitsee_core.figures.plotting import integer_ticks
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, site_words
+from vitsee_core.tables.words import BLOCK_PARTS, site_words
 from vitsee_core.types import pl
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class SiteAxis:
         words = f"block {_block_number_words(pattern)}".strip()
         if one_part:
             part = next(iter(parts))
-            part_words = PARTS.get(part, part)
+            part_words = BLOCK_PARTS.get(part, part)
             if part_words:
                 words = f"{words}, {part_words}"
         if len(self) <= limit:
@@ -195,7 +195,9 @@ class SiteAxis:
                     texts.append(numbers[block])
                 else:
                     part = _part_of_block(site, block)
-                    texts.append(f"{numbers[block]} {PARTS.get(part, part)}".strip())
+                    texts.append(
+                        f"{numbers[block]} {BLOCK_PARTS.get(part, part)}".strip()
+                    )
             return self._ticks_at(enumerate(texts), words)
         # One label in the middle of each block.
         middles = [

@@ -13,7 +13,7 @@ from vitsee_core.tables.headlines import Answer, number
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name
 from vitsee_core.tables.table_sites import block_part
-from vitsee_core.tables.words import PARTS, metric_words, site_words, token_words
+from vitsee_core.tables.words import BLOCK_PARTS, metric_words, site_words, token_words
 from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
@@ -102,9 +102,9 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
         if is_repeated.any():
             first = rows.filter(is_repeated).row(0, named=True)
             raise VitseeError(
-                f"several values of {first['site']} at {unit} {first[unit]}, where a chart along "
-                f"{unit}s has one per layer; expected rows that a layer has once (of cka: --pairs "
-                "same-depth)"
+                f"several values of {first['site']} at {unit} {first[unit]}, where a "
+                f"chart along {unit}s has one per layer; expected rows that a layer has "
+                "once (of cka: --pairs same-depth)"
             )
         rows = rows.with_columns(band=pl.lit(INTERVAL))
     rows = rows.with_columns(part=block_part(rows))
@@ -225,7 +225,7 @@ def _panel_titles(rows: pl.DataFrame, keys: Sequence[str]) -> pl.Series:
             elif name == "token":
                 texts.append("all patches" if cell is None else token_words(str(cell)))
             elif name == "part":
-                texts.append(PARTS.get(str(cell), str(cell)) or "block output")
+                texts.append(BLOCK_PARTS.get(str(cell), str(cell)) or "block output")
             elif cell is not None:
                 texts.append(f"{name} {cell}")
         titles[cells] = ", ".join(texts)

@@ -39,7 +39,7 @@ from vitsee_core.similarity.gram_file import (
     write_tiles,
 )
 from vitsee_core.similarity.representation import FeatureOffset
-from vitsee_core.tables.files import check_place, renamed
+from vitsee_core.tables.files import check_output_path, rename_at_end
 from vitsee_core.types import Integers
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError, reason
@@ -260,7 +260,7 @@ class GramCache:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = None
         try:  # an interrupt may come at any moment after the file's creation
-            with renamed(final_paths):
+            with rename_at_end(final_paths):
                 descriptor = create_owned(partial_tiles)
                 offset = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(descriptor, make(offset), tile)
@@ -328,7 +328,7 @@ def gram_cache(
         VitseeError: `folder` is inside a store, or its parent does not exist.
     """
     if folder is not None:
-        check_place(folder / OWNER)
+        check_output_path(folder / OWNER)
         if not folder.absolute().parent.is_dir():
             raise VitseeError(
                 f"--cache {folder}: there is no folder {folder.absolute().parent}"

@@ -24,7 +24,7 @@ from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import LARGE_TABLES, RESULTS, SETS, STORES, Plan, Step, Study
-from vitsee_core.tables.files import TABLE_ENDINGS, check_place, write_files
+from vitsee_core.tables.files import TABLE_ENDINGS, check_output_path, write_files
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.manifest import abbreviate
 
@@ -384,7 +384,7 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     of its folder. Stores are left to extract, which replaces none. Raises VitseeError: names the
     files; or the study's folder is inside a store or among its images."""
     for images in (study.data, study.train or ""):
-        check_place(record.path, images=images)
+        check_output_path(record.path, images=images)
     files = [
         path for step in steps for output in step.outputs for path in _files_of(output)
     ]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SITE = ("store", "model", "weights", "site", "block", "depth", "rel_depth")
 PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
+SITE_NAMES = SITE + PAIR
 ABOUT = (
     "token",
     "frame",
@@ -46,92 +47,102 @@ ABOUT = (
 )
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
-# Columns whose rows are about part of the images.
-PARTS = ("group", "query", "video", "object", "segment")
+# A row with a value in one of these is about a subset of the images.
+SUBSET_COLUMNS = ("group", "query", "video", "object", "segment")
 BASELINE = "baseline"
-REPLICATES = (
-    "replicates"  # of a frame in memory: list of the value without each block of images
-)
-# What each column of the tables holds. Text that repeats is a category: four bytes a row, grouped
-# without hashing; other text (names of files, reasons) is plain.
+# Of a frame in memory: per row, the list of the value without each block of images.
+REPLICATES = "replicates"
+# Text that repeats is a category: four bytes a row, grouped without hashing. Other text (names of
+# files, reasons) is a plain string.
 CATEGORIES = frozenset(
     (
-        *(name for name in (*SITE, *PAIR) if "depth" not in name),
-        *(
-            "token",
-            "at",
-            "class",
-            "query",
-            "video",
-            "image",
-            "group",
-            "part",
-            "type",
-            "time",
-            "task",
-        ),
-        *("metric", "spread", "window", BASELINE),
+        *(name for name in SITE_NAMES if "depth" not in name),
+        "token",
+        "at",
+        "class",
+        "query",
+        "video",
+        "image",
+        "group",
+        "part",
+        "type",
+        "time",
+        "task",
+        "metric",
+        "spread",
+        "window",
+        BASELINE,
     )
 )
 NUMBERS = frozenset(
     (
-        *(name for name in (*SITE, *PAIR) if "rel_depth" in name),
-        *(*VALUES[1:5], *NULL, "half_a", "half_b", "norm_from", "norm_to"),
-        *("cap", "distance_px", "frequency", "null", "uniform"),
+        *(name for name in SITE_NAMES if "rel_depth" in name),
+        "value",
+        "std",
+        "low",
+        "high",
+        *NULL,
+        "half_a",
+        "half_b",
+        "norm_from",
+        "norm_to",
+        "cap",
+        "distance_px",
+        "frequency",
+        "null",
+        "uniform",
     )
 )
 INTEGERS = frozenset(
     (
-        *(name for name in (*SITE, *PAIR) if name.startswith("depth")),
-        *(
-            "frame",
-            "row",
-            "col",
-            "head",
-            "channel",
-            "component",
-            "concept",
-            "filter",
-            "k",
-            "shots",
-        ),
+        *(name for name in SITE_NAMES if name.startswith("depth")),
+        "frame",
+        "row",
+        "col",
+        "head",
+        "channel",
+        "component",
+        "concept",
+        "filter",
+        "k",
+        "shots",
     )
 )
-
-
-# Columns whose type is that of their values: text that does not repeat, and settings that are
-# written as they were given.
-AS_GIVEN = frozenset(
+# The type of these columns is that of their values: text that does not repeat, and settings that
+# are written as the user gave them.
+UNTYPED_COLUMNS = frozenset(
     (
-        *(
-            "object",
-            "heads",
-            "method",
-            "base",
-            "detail",
-            "best",
-            "file",
-            "ties",
-            "column",
-        ),
-        *("l2", "l2_relative", "other_row", "other_col"),
+        "object",
+        "heads",
+        "method",
+        "base",
+        "detail",
+        "best",
+        "file",
+        "ties",
+        "column",
+        "l2",
+        "l2_relative",
+        "other_row",
+        "other_col",
     )
 )
-
-
 # Columns that are added to any table whose attention has windows, or whose examples are clips.
-ADDED = ("window", "frame")
+ADDED_COLUMNS = ("window", "frame")
 
 
-def is_known(name: str) -> bool:
-    """Whether the name is that of a column of vitsee's tables."""
-    known = AS_GIVEN | CATEGORIES | NUMBERS | INTEGERS
-    return name in known or name.startswith("n_")
+def has_known_type(name: str) -> bool:
+    """Return whether vitsee declares what a column of this name holds."""
+    declared = UNTYPED_COLUMNS | CATEGORIES | NUMBERS | INTEGERS
+    return name in declared or name.startswith("n_")
 
 
 def declared_type(name: str) -> pl.DataType | None:
-    """The type of a column, by its name; counts are called `n_...`. None of another column (of a
-    guest's table, or plain text), whose type is that of its values, or what a sidecar says."""
+    """Return the polars type of a column by its name; names of counts begin with `n_`.
+
+    None for a column whose type is that of its values, or what a sidecar says: a guest's column, or
+    plain text.
+    """
     if name in CATEGORIES:
         return pl.Categorical()
     if name in NUMBERS:
@@ -141,99 +152,134 @@ def declared_type(name: str) -> pl.DataType | None:
     return None
 
 
-def typed(frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame with columns of Int64, Float64, String or Categorical. NaN and empty text become
-    null: one rule of what is no value, as both are an empty cell on disk. Each column is one
-    chunk: polars 2.1 fails (`assertion failed: i < self.len()`) where it joins texts of several."""
-    columns = enumerate(frame.get_columns())
-    return frame.with_columns(
-        [_typed(column, pl.nth(i)) for i, column in columns]
-    ).rechunk()
+def cast_columns(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return the frame with every column as Int64, Float64, String or Categorical.
+
+    NaN and empty text become null: on disk both are an empty cell, so that a table in memory equals
+    the one read back.
+    """
+    casts = []
+    for i, column in enumerate(frame.get_columns()):
+        casts.append(_cast_column(column, pl.nth(i)))
+    # One chunk per column: polars 2.1 fails (`assertion failed: i < self.len()`) where it joins
+    # texts of several chunks.
+    return frame.with_columns(casts).rechunk()
 
 
-def _typed(column: pl.Series, own: pl.Expr) -> pl.Series | pl.Expr:
-    """The column as its type; where possible as an expression of what it is in its frame, which
-    evaluates those of all columns at once."""
-    kind = column.dtype
-    wanted = declared_type(column.name)
+def _cast_column(column: pl.Series, expression: pl.Expr) -> pl.Series | pl.Expr:
+    """Return the column in its declared type, or in the type of its values if none is declared.
+
+    Args:
+        column: decides which cast is needed.
+        expression: the same column in its frame. Most casts are returned as expressions of it, as
+            polars evaluates those of all columns at once.
+    """
+    dtype = column.dtype
+    target = declared_type(column.name)
     if column.name == REPLICATES:
-        return own.cast(pl.List(pl.Float64))
-    if kind in (pl.Object, pl.Boolean):
-        cells = column_of(column.name, column.to_list())
-        return typed(cells.to_frame()).to_series()
-    if kind == pl.Null:
-        return own if wanted is None else own.cast(wanted)
-    if kind.is_numeric():
-        if wanted is None or not wanted.is_numeric():
-            wanted = pl.Float64() if kind.is_float() else pl.Int64()
-        if wanted.is_float():
-            return own.cast(wanted).fill_nan(None)
-        if kind != wanted:
-            if kind.is_float():
-                column = column.cast(pl.Float64).fill_nan(None)
-            found = column.cast(
-                wanted, strict=False
-            )  # which leaves out what is too large for it
-            if found.null_count() == column.null_count():
-                return found
-            return column
-        return own
-    if kind != pl.Categorical:
-        own = own.cast(pl.String)
-        own = pl.when(own != "").then(own)
-    return own.cast(wanted) if wanted == pl.Categorical() else own
+        return expression.cast(pl.List(pl.Float64))
+    if dtype in (pl.Object, pl.Boolean):
+        cells = build_column(column.name, column.to_list())
+        return cast_columns(cells.to_frame()).to_series()
+    if dtype == pl.Null:
+        return expression if target is None else expression.cast(target)
+    if dtype.is_numeric():
+        # Numbers in a column of text stay numbers.
+        if target is None or not target.is_numeric():
+            target = pl.Float64() if dtype.is_float() else pl.Int64()
+        if target.is_float():
+            return expression.cast(target).fill_nan(None)
+        if dtype == target:
+            return expression
+        return _cast_to_integers(column, target)
+    if dtype != pl.Categorical:
+        text = expression.cast(pl.String)
+        expression = pl.when(text != "").then(text)
+    return expression.cast(target) if target == pl.Categorical() else expression
 
 
-def column_of(name: str, values: Any) -> pl.Series:
-    """A column of an array or a sequence: integers, floats or, where there is any text, text; None
-    and NaN are null. `replicates`: an array (blocks,) or None per row."""
+def _cast_to_integers(column: pl.Series, target: pl.DataType) -> pl.Series:
+    """Return the numbers as integers, or as they are if one of them does not fit."""
+    if column.dtype.is_float():
+        column = column.cast(pl.Float64).fill_nan(None)
+    integers = column.cast(target, strict=False)  # null where a number is too large
+    if integers.null_count() == column.null_count():
+        return integers
+    return column
+
+
+def build_column(name: str, values: Any) -> pl.Series:
+    """Return a column of integers, floats or, if any value is text, of text.
+
+    Args:
+        name: of the column.
+        values: an array or a sequence, one value per row; None and NaN are empty cells. For
+            `replicates`, one array (blocks,) or None per row.
+    """
     if isinstance(values, pl.Series):
         return values.alias(name)
     if name == REPLICATES:
-        if isinstance(values, np.ndarray):
-            return pl.Series(name, np.asarray(values, np.float64)).cast(
-                pl.List(pl.Float64)
-            )
-        each = [
-            None if own is None else np.asarray(own, float).tolist() for own in values
-        ]
-        return pl.Series(name, each, pl.List(pl.Float64))
+        return _build_replicates(values)
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return pl.Series(name, values)
     cells = values.tolist() if isinstance(values, np.ndarray) else values
-    kinds = {*map(type, cells)} - {type(None)}
-    if any(issubclass(kind, np.generic) for kind in kinds):
+    cell_types = {*map(type, cells)} - {type(None)}
+    if any(issubclass(cell_type, np.generic) for cell_type in cell_types):
         cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
-        kinds = {*map(type, cells)} - {type(None)}
-    if not kinds:
+        cell_types = {*map(type, cells)} - {type(None)}
+    if not cell_types:
         return pl.Series(name, cells, pl.Null)
-    if kinds <= {int, float}:
-        return pl.Series(
-            name, cells, pl.Float64 if float in kinds else pl.Int64, strict=False
-        )
-    texts = cells if kinds == {str} else [str(x) if is_given(x) else None for x in cells]
+    if cell_types <= {int, float}:
+        dtype = pl.Float64 if float in cell_types else pl.Int64
+        # Not strict: ints among floats are converted.
+        return pl.Series(name, cells, dtype, strict=False)
+    texts = cells
+    if cell_types != {str}:
+        texts = [str(cell) if has_value(cell) else None for cell in cells]
     try:
         return pl.Series(name, texts, pl.String)
-    except UnicodeEncodeError:  # names of files that are no UTF-8
+    except UnicodeEncodeError:  # names of files that are not UTF-8
         return pl.Series(name, [text and visible(text) for text in texts], pl.String)
+
+
+def _build_replicates(values: Any) -> pl.Series:
+    """Return the column `replicates`, lists of float64, from (rows, blocks) or a row each."""
+    list_type = pl.List(pl.Float64)
+    if isinstance(values, np.ndarray):
+        return pl.Series(REPLICATES, np.asarray(values, np.float64)).cast(list_type)
+    lists = [
+        None if replicates is None else np.asarray(replicates, float).tolist()
+        for replicates in values
+    ]
+    return pl.Series(REPLICATES, lists, list_type)
 
 
 # Parts of a block that name a residual sublayer (`blocks.3.attn`).
 SUBLAYERS = ("attn", "mlp", "token", "channel")
 
 
-class Measured(Protocol):
-    """A site, or a block or sublayer that is measured as a whole, with its name in rows, the
-    path of its block, and its index among those of its kind, also over the last one's."""
+class MeasuredSite(Protocol):
+    """A site, or a block or sublayer that is measured as a whole: what a row says about it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in rows, `blocks.3.attn.branch`."""
+        ...
+
     @property
-    def block(self) -> str | None: ...
+    def block(self) -> str | None:
+        """The path of its block, `blocks.3`; None or "" outside of blocks."""
+        ...
+
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """Its index among the model's sites of its kind."""
+        ...
+
     @property
-    def rel_depth(self) -> float: ...
+    def rel_depth(self) -> float:
+        """That index over the last one's, 0 to 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -247,14 +293,16 @@ class StoredPart:
 
     @property
     def name(self) -> str:
+        """The name in rows: the path."""
         return self.site
 
     @property
     def block(self) -> str:
+        """The path of its block; a sublayer counts as a block of its own."""
         return self.site
 
     def as_site(self, *groups: str) -> SiteSpec:
-        """The site in the form that selectors search, in these groups."""
+        """Return it in the form that selectors search, in these groups."""
         return SiteSpec(
             name=self.site,
             part="",
@@ -269,42 +317,66 @@ class StoredPart:
         )
 
 
-def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]:
-    """The cells of `SITE` for a row about a site of a store; side: "a" or "b" of a comparison."""
-    model = store.manifest.model
-    cells = (
-        *(store.label, model.get("name", ""), described_weights(store.manifest)),
-        *(site.name, site.block or "", site.depth, site.rel_depth),
-    )
-    end = f"_{side}" if side else ""
-    return {f"{name}{end}": cell for name, cell in zip(SITE, cells, strict=True)}
+def site_columns(store: Store, site: MeasuredSite, side: str = "") -> dict[str, Any]:
+    """Return the cells of `SITE` for a row about a site of a store.
+
+    Args:
+        store: names the store, the model and its weights.
+        site: names the site, its block and its depth.
+        side: "a" or "b" in a comparison of two sites; ends the names of the columns.
+    """
+    cells = {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "weights": described_weights(store.manifest),
+        "site": site.name,
+        "block": site.block or "",
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+    }
+    if not side:
+        return cells
+    return {f"{name}_{side}": cell for name, cell in cells.items()}
 
 
-def in_time(
+def with_frame_column(
     columns: Sequence[str], layouts: Iterable[TokenLayout | None]
 ) -> tuple[str, ...]:
-    """The columns of a table about cells, with `frame` (the cell's place in time) before `row`
-    where any of the layouts is a clip's."""
+    """Return the columns, with `frame` before `row` if any of the layouts is a clip's.
+
+    Args:
+        columns: of a table about grid positions; `row` is one of them.
+        layouts: the token layouts of the sites in the table.
+    """
     if not any(layout is not None and layout.frames is not None for layout in layouts):
         return tuple(columns)
-    at = columns.index("row")
-    return (*columns[:at], "frame", *columns[at:])
+    row_index = columns.index("row")
+    return (*columns[:row_index], "frame", *columns[row_index:])
 
 
 def cell_columns(layout: TokenLayout, cells: Integers) -> dict[str, Integers]:
-    """The columns `row` and `col`, of clips `frame` before them, of a grid's cells. cells: (n,)
-    counted row by row, of clips frame by frame."""
+    """Return the columns `row` and `col` of grid positions, in clips `frame` before them.
+
+    Args:
+        layout: its body is the grid, (rows, cols) or (frames, rows, cols).
+        cells: (n,) indices into the flattened grid: row by row, in clips frame by frame.
+    """
     names = ("frame", "row", "col")[-len(layout.body) :]
     return dict(zip(names, np.unravel_index(cells, layout.body), strict=True))
 
 
-def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[str, Any]:
-    """The cells of `PAIR` for a row about two sites."""
-    return site_columns(*a, "a") | site_columns(*b, "b")
+def pair_columns(
+    a: tuple[Store, MeasuredSite], b: tuple[Store, MeasuredSite]
+) -> dict[str, Any]:
+    """Return the cells of `PAIR` for a row about two sites, each with its store."""
+    return site_columns(*a, side="a") | site_columns(*b, side="b")
 
 
-def window_of(text: str | None) -> tuple[int, int] | None:
-    """The rows and columns of the window that a cell of the column `window` names."""
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """Return rows and columns of an attention window from a cell of the column `window`.
+
+    The cell of an image's window is `7 x 7`, that of a clip's `8 x 7 x 7`; an empty one is None.
+    """
     if not text:
         return None
     rows, cols = map(int, text.split(" x ")[-2:])
@@ -312,11 +384,12 @@ def window_of(text: str | None) -> tuple[int, int] | None:
 
 
 def block_of_sublayer(name: str) -> str:
-    """`blocks.3` for the sublayer `blocks.3.attn`; a sublayer that is a whole block is its own."""
+    """Return `blocks.3` for the sublayer `blocks.3.attn`; a sublayer that is a block stays."""
     block, _, part = name.rpartition(".")
     return block if part in SUBLAYERS else name
 
 
-def is_given(value: Any) -> bool:
-    """Whether a cell has a value, in memory or read from a CSV."""
-    return value is not None and value != "" and value == value
+def has_value(value: Any) -> bool:
+    """Return whether a cell has a value: it is not None, "" or NaN."""
+    is_nan = value != value  # NaN alone differs from itself
+    return value is not None and value != "" and not is_nan

@@ -1,5 +1,7 @@
-"""Delimited text as any program writes it: which character separates cells, and which cells are
-numbers. Result tables, imports and neural responses are read by the same rules."""
+"""Delimited text as any program writes it: the separator of its cells, and which are numbers.
+
+Result tables, imports and neural responses are read by the same rules.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ csv.field_size_limit(MAX_CELL_CHARACTERS)
 
 
 class Cells(NamedTuple):
-    """frame: a column of text or numbers each; decimal_comma: whether a comma in a cell can be that
-    of a number, as commas do not separate cells."""
+    """The cells of a delimited text.
+
+    Attributes:
+        frame: columns of text or numbers.
+        decimal_comma: commas do not separate cells, so that one in a cell may be a number's.
+    """
 
     frame: pl.DataFrame
     decimal_comma: bool
@@ -37,7 +43,7 @@ class Cells(NamedTuple):
 def read_cells(
     path: Path, data: bytes, ending: str, number_type: NumberType, expected: str
 ) -> Cells:
-    """The cells of a delimited text, without the blanks around them.
+    """Return the cells of a delimited text, without the blanks around them.
 
     Before the text may stand a byte-order mark (UTF-8, UTF-16), and a line `sep=;`. Lines may end
     in CR LF, LF or CR. The separator is the ending's, or if the header has none of those, the most
@@ -45,7 +51,7 @@ def read_cells(
 
     Args:
         path: named in messages.
-        data: of the file.
+        data: the bytes of the file.
         ending: .csv or .tsv.
         number_type: the type of a column that holds numbers as far as is known; a column with
             other cells is text.
@@ -68,11 +74,13 @@ def read_cells(
     names = [name.strip(BLANKS) for name in header]
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
         raise VitseeError(
-            f"{path} has several columns named {repeated[0][:SHOWN_CHARACTERS]!r}; {expected}"
+            f"{path} has several columns named {repeated[0][:SHOWN_CHARACTERS]!r}; "
+            f"{expected}"
         )
     _check_lengths(path, data, header, separator, expected)
 
     def type_of(header_cell: str) -> Any:
+        """Return the type that polars parses below this cell of the header."""
         # What may have decimal commas is text to polars.
         if separator == ",":
             return number_type(header_cell.strip(BLANKS))
@@ -87,8 +95,19 @@ def read_cells(
 def parse(
     data: bytes, names: Sequence[str], separator: str, number_type: NumberType
 ) -> pl.DataFrame:
-    """The cells below a header as numbers where `number_type` says so, else as text; all as text if
-    one of them is not a number. Raises polars.exceptions.PolarsError: it is no such text."""
+    """Return the cells below a header as numbers where `number_type` says so, else as text.
+
+    If one of the former is not a number, all columns are text.
+
+    Args:
+        data: UTF-8 with a header, for polars.
+        names: of the columns.
+        separator: a single character.
+        number_type: name -> polars type of the numbers, None for text.
+
+    Raises:
+        polars.exceptions.PolarsError: it is not such text.
+    """
     schema = {name: number_type(name) or pl.String for name in names}
     try:
         return pl.read_csv(data, schema=schema, separator=separator, glob=False)
@@ -98,12 +117,17 @@ def parse(
 
 
 def as_numbers(cells: pl.Series, *, decimal_comma: bool) -> pl.Series | None:
-    """A column of text as integers or floats, empty cells null; None if a cell is something else.
-    decimal_comma: `1,5` is one and a half, where no cell of the column has a dot."""
+    """Return a column of text as integers or floats, or None if a cell is something else.
+
+    Args:
+        cells: text; empty ones become null.
+        decimal_comma: `1,5` is one and a half, if no cell of the column has a dot.
+    """
     cells = cells.set(cells == "", None) if (cells == "").any() else cells
+    # A cast that is not strict gives null where a cell is not a number.
     n_empty = cells.null_count()
-    for kind in (pl.Int64, pl.Float64):
-        numbers = cells.cast(kind, strict=False)
+    for dtype in (pl.Int64, pl.Float64):
+        numbers = cells.cast(dtype, strict=False)
         if numbers.null_count() == n_empty:
             return numbers
     if not decimal_comma or cells.str.contains(".", literal=True).any():
@@ -113,8 +137,11 @@ def as_numbers(cells: pl.Series, *, decimal_comma: bool) -> pl.Series | None:
 
 
 def _as_utf_8(data: bytes) -> bytes:
-    """The text in UTF-8 without a byte-order mark, its lines ended by LF. Raises ValueError: it is
-    not text."""
+    """Return the text in UTF-8 without a byte-order mark, its lines ended by LF.
+
+    Raises:
+        ValueError: it is not text.
+    """
     if data.startswith(_UTF_16):
         data = data.decode("utf-16").encode()
     data = data.removeprefix(codecs.BOM_UTF8)
@@ -124,22 +151,23 @@ def _as_utf_8(data: bytes) -> bytes:
 
 
 def _separator_of(data: bytes, preferred: str) -> str:
-    """The separator of the header's cells."""
-    line = data.lstrip(b" \r\n").partition(b"\n")[0].decode()
-    bare = re.sub(r'"[^"]*"', "", line)
-    if preferred in bare:
+    """Return the separator of the header's cells: `preferred` if the header has it at all."""
+    header = data.lstrip(b" \r\n").partition(b"\n")[0].decode()
+    unquoted = re.sub(r'"[^"]*"', "", header)
+    if preferred in unquoted:
         return preferred
-    most_frequent = max(SEPARATORS, key=bare.count)
-    return most_frequent if most_frequent in bare else preferred
+    most_frequent = max(SEPARATORS, key=unquoted.count)
+    return most_frequent if most_frequent in unquoted else preferred
 
 
 def _rows_of(data: bytes, separator: str, *, skip_blanks: bool = False) -> Any:
-    """The rows as Python's reader has them. skip_blanks: those before a cell."""
+    """Yield the rows as Python's csv reader parses them, without blanks before cells if asked."""
     text = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
     return csv.reader(text, delimiter=separator, skipinitialspace=skip_blanks)
 
 
 def _first_row(data: bytes, separator: str) -> list[str]:
+    """Return the cells of the header; a csv.Error becomes a ValueError."""
     try:
         return next(_rows_of(data, separator), [])
     except csv.Error as error:
@@ -147,8 +175,10 @@ def _first_row(data: bytes, separator: str) -> list[str]:
 
 
 def _for_polars(data: bytes, separator: str) -> bytes:
-    """The text without blank lines, and without blanks beside quotes, which polars would take for
-    rows and for text."""
+    """Return the text without blank lines, and without blanks beside quotes.
+
+    Polars would take the former for rows, and the latter for text of the cell.
+    """
     mark = re.escape(separator.encode())
     blank = rb"[ ]" if separator == "\t" else rb"[ \t]"
     blank_line = blank + rb"*\r?\n"
@@ -159,6 +189,7 @@ def _for_polars(data: bytes, separator: str) -> bytes:
     irregular = rb"(?:\A|\n)%s|%s|%s" % (blank_line, before_quote, behind_quote)
     if re.search(irregular, data) is None:
         return data
+    # Quotes with blanks beside them are rare: Python's reader, which is slow, writes all anew.
     text = io.StringIO()
     writer = csv.writer(text, delimiter=separator, lineterminator="\n")
     try:
@@ -173,18 +204,26 @@ def _for_polars(data: bytes, separator: str) -> bytes:
 def _check_lengths(
     path: Path, data: bytes, header: list[str], separator: str, expected: str
 ) -> None:
-    """Refuse rows of another length than the header's. Polars refuses longer ones and fills shorter
-    ones up, so that the number of separators tells whether there are any."""
-    bare = re.sub(rb'"[^"]*"', b"", data) if b'"' in data else data
-    lines = bare.count(b"\n") + (not bare.endswith(b"\n"))
-    if bare.count(separator.encode()) == lines * (len(header) - 1):
+    """Refuse rows of another length than the header's.
+
+    Polars refuses longer rows and fills shorter ones up, so that the number of separators tells
+    whether there are any; only then all rows are read to name the first.
+
+    Raises:
+        VitseeError: names the row.
+    """
+    unquoted = re.sub(rb'"[^"]*"', b"", data) if b'"' in data else data
+    n_lines = unquoted.count(b"\n")
+    if not unquoted.endswith(b"\n"):
+        n_lines += 1
+    if unquoted.count(separator.encode()) == n_lines * (len(header) - 1):
         return
     try:
         for number, row in enumerate(_rows_of(data, separator)):
             if row and len(row) != len(header):
                 raise VitseeError(
-                    f"{path}, row {number} has {len(row)} cells, its header {len(header)}; "
-                    f"{expected}"
+                    f"{path}, row {number} has {len(row)} cells, its header "
+                    f"{len(header)}; {expected}"
                 )
     except csv.Error as error:
         raise ValueError(str(error)) from None

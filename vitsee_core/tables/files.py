@@ -14,20 +14,20 @@ from vitsee_stores.disk import PARTIAL, has_ended, is_left, partial_name, read_r
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.folder import store_around
 
-MOST_BYTES = 4 << 30  # of a table or a sidecar
+MAX_TABLE_BYTES = 4 << 30  # of a table or a sidecar
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".json", ".parquet")
 HIDDEN = ".vitsee"  # begins the temporary names of outputs
 
 
 def read_file(path: Path) -> bytes:
-    """The contents of a table or sidecar.
+    """Return the contents of a table or sidecar.
 
     Raises:
-        VitseeError: a pipe or a device, without blocking, or more than 4 GiB.
+        VitseeError: a pipe or a device (refused without blocking), or more than 4 GiB.
         OSError: it cannot be opened.
     """
     try:
-        return read_regular(path, MOST_BYTES)
+        return read_regular(path, MAX_TABLE_BYTES)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EFBIG):
             raise VitseeError(f"cannot read {path}: {reason(error)}") from None
@@ -35,42 +35,52 @@ def read_file(path: Path) -> bytes:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is standard input (`-`, /dev/stdin) or another open descriptor of this
-    process, as a shell puts it in place of `<(vitsee norms a.zarr)`."""
-    return (
-        re.fullmatch(r"-|/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+", str(path)) is not None
-    )
+    """Return whether a path is standard input or another open descriptor of this process.
+
+    Standard input is `-` or /dev/stdin; a shell passes /dev/fd/63 in place of
+    `<(vitsee norms a.zarr)`.
+    """
+    descriptor = r"-|/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+"
+    return re.fullmatch(descriptor, str(path)) is not None
 
 
 def read_stream(path: Path) -> bytes:
-    """All that comes from a stream, see `is_stream`.
+    """Return all that comes from a stream (a path for which `is_stream` holds).
 
     Raises:
         VitseeError: a terminal, or more than 4 GiB.
         OSError: it is not open.
     """
-    standard = str(path) in ("-", "/dev/stdin")
-    with open(0 if standard else path, "rb", closefd=not standard) as file:
+    is_standard = str(path) in ("-", "/dev/stdin")
+    # Standard input stays open: it belongs to the process.
+    with open(0 if is_standard else path, "rb", closefd=not is_standard) as file:
         if file.isatty():
             raise VitseeError(f"{path} is a terminal; expected a table from a pipe")
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise VitseeError(f"cannot read {path}: more than {MOST_BYTES} bytes")
+        data = file.read(MAX_TABLE_BYTES + 1)  # a byte more tells whether there is more
+    if len(data) > MAX_TABLE_BYTES:
+        raise VitseeError(f"cannot read {path}: more than {MAX_TABLE_BYTES} bytes")
     return data
 
 
-def check_place(path: Path, *, images: str = "") -> None:
-    """Refuse an output inside a store, or inside a folder of images. path: the file or folder to be
-    written. images: the command's --data; nothing is written below a folder of images, as the next
-    command would read pictures there as images. Raises VitseeError: names the store or the
-    folder."""
-    if (store := store_around(path)) is not None:
+def check_output_path(path: Path, *, images: str = "") -> None:
+    """Refuse an output inside a store, or inside a folder of images.
+
+    Args:
+        path: the file or folder to be written.
+        images: the command's --data. Nothing is written below a folder of images: the next command
+            would read a picture there as an image.
+
+    Raises:
+        VitseeError: names the store or the folder.
+    """
+    store = store_around(path)
+    if store is not None:
         raise VitseeError(f"results do not go into a store ({store}); name another place")
     folder = Path(images).expanduser()
     if images and folder.is_dir() and path.resolve().is_relative_to(folder.resolve()):
         raise VitseeError(
-            f"{path} is inside the image folder {images}, where it would become data of the next "
-            "command; name a place outside"
+            f"{path} is inside the image folder {images}, where it would become data of "
+            "the next command; name a place outside"
         )
 
 
@@ -90,17 +100,17 @@ def check_new_files(
             named twice.
     """
     seen: set[Path] = set()
-    read = {path.resolve() for path in inputs}
+    input_files = {path.resolve() for path in inputs}
     for path in paths:
         folder = path.absolute().parent
-        if path.resolve() in read:
+        if path.resolve() in input_files:
             raise VitseeError(
                 f"{path} is an input of this command; give the output another name"
             )
         if path.resolve() in seen:
             raise VitseeError(f"{path} is named for two outputs; give each its own name")
         seen.add(path.resolve())
-        check_place(path)
+        check_output_path(path)
         if path.exists() and not path.is_file():
             raise VitseeError(f"cannot write {path}: it exists and is no ordinary file")
         if path.exists() and not force:
@@ -114,31 +124,40 @@ def check_new_files(
 
 
 def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
-    """Write all the files or none: each under a temporary name beside its place, then renamed.
+    """Write all the files or none: each under a temporary name in its folder, then renamed.
 
     For a link the target is replaced, not the link. The files appear in the order given; a file
     that belongs to another comes before it.
 
+    Args:
+        contents: path -> bytes.
+        force: existing files may be replaced.
+
     Raises:
-        VitseeError: as `check_new_files`; or the disk refused them, and nothing is left behind.
+        VitseeError: `check_new_files` refuses one; or the disk did, and nothing is left behind.
     """
-    with new_files(list(contents), force=force) as partial:
-        for temporary, data in zip(partial, contents.values(), strict=True):
+    with new_files(list(contents), force=force) as temporary_paths:
+        for temporary, data in zip(temporary_paths, contents.values(), strict=True):
             with open(temporary, "xb") as file:
                 file.write(data)
 
 
 @contextmanager
 def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Path]]:
-    """Context with temporary names for `paths`, which are renamed at its end; see `write_files`.
-    Raises VitseeError: as `write_files`."""
+    """Yield temporary paths for `paths`, and rename the files there when the context ends.
+
+    Raises:
+        VitseeError: `check_new_files` refuses a path; or the disk refused a file, and nothing is
+            left behind.
+    """
     check_new_files(paths, force=force)
-    places = [path.resolve() for path in paths]
+    targets = [path.resolve() for path in paths]
+    target_of = {temporary_path(target): target for target in targets}
     try:
-        for folder in {place.parent for place in places}:
-            remove_left(folder)
-        with renamed(partial := {hidden_name(place): place for place in places}):
-            yield list(partial)
+        for folder in {target.parent for target in targets}:
+            remove_leftovers(folder)
+        with rename_at_end(target_of):
+            yield list(target_of)
     except OSError as error:
         raise VitseeError(
             f"cannot write {', '.join(map(str, paths))}: {reason(error)}"
@@ -146,35 +165,46 @@ def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Pa
 
 
 @contextmanager
-def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
-    """Context in which the caller writes files under temporary names. At the end they are renamed,
-    in order; no temporary file remains, whatever happens. places: temporary name -> place, on one
-    file system. If emptied meanwhile, nothing is renamed. Raises OSError: a file cannot be renamed,
-    or was not written; those before it were renamed."""
-    partial = tuple(places)
+def rename_at_end(target_of: Mapping[Path, Path]) -> Iterator[None]:
+    """Rename files, in order, when the context ends in which the caller writes them.
+
+    No temporary file remains, whatever happens.
+
+    Args:
+        target_of: temporary path -> final path, on one file system. If the caller empties it,
+            nothing is renamed.
+
+    Raises:
+        OSError: a file was not written, or cannot be renamed; those before it were.
+    """
+    temporary_paths = tuple(target_of)  # also those that the caller takes out are removed
     try:
         yield
-        for temporary, place in places.items():
-            os.replace(temporary, place)
+        for temporary, target in target_of.items():
+            os.replace(temporary, target)
     finally:
-        for temporary in partial:
+        for temporary in temporary_paths:
             temporary.unlink(missing_ok=True)
 
 
-def hidden_name(place: Path) -> Path:
-    """A new name beside a file or folder, without its own, which may have the maximum length; see
-    `remove_left`."""
-    return Path(partial_name(place.with_name(HIDDEN)))
+def temporary_path(target: Path) -> Path:
+    """Return a new path beside a file or folder, which `remove_leftovers` recognises.
+
+    The name of the target is not in it: that may have the maximum length.
+    """
+    return Path(partial_name(target.with_name(HIDDEN)))
 
 
-def remove_left(folder: Path) -> None:
-    """Remove what killed processes left in a folder under a `hidden_name`, as far as that is
-    allowed. Folders of other machines stay: their age does not tell whether a file in them is being
-    written."""
-    for left in folder.glob(f"{HIDDEN}.*{PARTIAL}"):
-        if left.is_dir() and not left.is_symlink():
-            if has_ended(left.name.split(".")[2]):
-                shutil.rmtree(left, ignore_errors=True)
-        elif is_left(left):
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left in a folder under temporary names, where that is allowed.
+
+    Folders of other machines stay: their age does not tell whether a file in them is being written.
+    """
+    for path in folder.glob(f"{HIDDEN}.*{PARTIAL}"):
+        if path.is_dir() and not path.is_symlink():
+            process = path.name.split(".")[2]  # machine and process are in the name
+            if has_ended(process):
+                shutil.rmtree(path, ignore_errors=True)
+        elif is_left(path):
             with suppress(OSError):
-                left.unlink()
+                path.unlink()

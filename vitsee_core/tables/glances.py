@@ -8,13 +8,13 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
 
 
-def some_of(table: Table, **limits: int) -> Table:
+def select_evenly(table: Table, **limits: int) -> Table:
     """Return the rows of a few values of each of these columns.
 
     The values are evenly spaced, with the first and the last; a single one is the first. Sites are
     chosen in each store. Rows without a value in a column stay.
 
-        some_of(table, store=1, site=3)  # three sites of the first store
+        select_evenly(table, store=1, site=3)  # three sites of the first store
 
     Args:
         table: a table.

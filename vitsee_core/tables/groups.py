@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line splits labels without it, see `vitsee --help`
     import polars as pl
 
-SIGN = "/"
+GROUP_SEPARATOR = "/"
 
 
 def split_label(label: str) -> tuple[str, str]:
     """Return group and name of a store's label; the group is "" where it has none."""
-    group, sign, name = label.partition(SIGN)
-    return (group, name) if sign and group and name else ("", label)
+    group, separator, name = label.partition(GROUP_SEPARATOR)
+    if separator and group and name:
+        return group, name
+    return "", label
 
 
 def groups_of(labels: Iterable[str]) -> list[str]:

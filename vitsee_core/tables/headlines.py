@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitsee_core.runtime.machine import plural
-from vitsee_core.tables.columns import PARTS
+from vitsee_core.tables.columns import SUBSET_COLUMNS
 from vitsee_core.tables.metrics import depends_on_size, direction
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
@@ -203,7 +203,7 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
     if metric is None:
         return []
     # Rows about all images, not about one group, query or class.
-    all_images = dict.fromkeys((*PARTS, "class"))
+    all_images = dict.fromkeys((*SUBSET_COLUMNS, "class"))
     sign = -1.0 if direction(metric) == "lower" else 1.0
     answers = []
     for store, rows in by_store(table, metric=metric, baseline=None, **all_images):

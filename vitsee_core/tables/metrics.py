@@ -11,7 +11,7 @@ from vitsee_stores.errors import VitseeError
 Direction = Literal["higher", "lower", "none"]
 
 # Accuracies, and scores of agreement with labels, masks or points.
-_HIGHER = re.compile(
+_HIGHER_IS_BETTER = re.compile(
     r"""
     top\d+(_class)? | accuracy | purity | nmi | ari | iou
     | segment_(purity|nmi|ari)
@@ -27,33 +27,54 @@ _HIGHER = re.compile(
     re.VERBOSE,
 )
 # Estimates that depend on the number of images (docs/guide/intervals.md).
-_OF_THIS_SIZE = re.compile(
-    r"rankme|effective_rank|alpha|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
+_SIZE_DEPENDENT = re.compile(
+    r"""
+    rankme | effective_rank | alpha | twonn
+    | nc1 | nc2_norms | nc2_angles
+    | procrustes | svcca | gulp | ridge_r2
+    """,
+    re.VERBOSE,
 )
-OF_THIS_SIZE = "the value at this number of images; that of more images may lie outside"
-_LOWER = re.compile(r"lens_rank | [jf]_decay | rmse | abs_rel | kl", re.VERBOSE)
+SIZE_NOTE = "the value at this number of images; that of more images may lie outside"
+# Errors, ranks and losses.
+_LOWER_IS_BETTER = re.compile(r"lens_rank | [jf]_decay | rmse | abs_rel | kl", re.VERBOSE)
 
 
-def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:
-    """The requested metrics of an analysis, in its own order. Raises VitseeError: an unknown
-    one."""
-    known = list(known)
+def select_metrics(
+    metrics: Sequence[str], choices: Iterable[str], analysis: str
+) -> list[str]:
+    """Return the requested metrics in the order of the analysis.
+
+    Args:
+        metrics: the requested ones.
+        choices: all metrics of the analysis, in its order.
+        analysis: its name, for messages.
+
+    Raises:
+        VitseeError: the analysis has no such metric.
+    """
+    choices = list(choices)
     for metric in metrics:
-        if metric not in known:
+        if metric not in choices:
             raise VitseeError(
-                f"no metric {metric!r}; metrics of {analysis}: {', '.join(known)}"
+                f"no metric {metric!r}; metrics of {analysis}: {', '.join(choices)}"
             )
-    return [metric for metric in known if metric in metrics]
+    return [metric for metric in choices if metric in metrics]
 
 
 def depends_on_size(metric: str) -> bool:
-    """Whether a metric's interval refers to its value at this number of images only."""
-    return _OF_THIS_SIZE.fullmatch(metric) is not None
+    """Return whether a metric's interval refers to its value at this number of images only."""
+    return _SIZE_DEPENDENT.fullmatch(metric) is not None
 
 
 def direction(metric: str) -> Direction:
-    """Whether a higher or a lower value is better; "none" for metrics without a better side:
-    distances, ratios, norms, spectra, similarities, and unknown ones."""
-    if _HIGHER.fullmatch(metric):
+    """Return whether a higher or a lower value of a metric is better.
+
+    "none" for metrics without a better side: distances, ratios, norms, spectra, similarities, and
+    unknown ones.
+    """
+    if _HIGHER_IS_BETTER.fullmatch(metric):
         return "higher"
-    return "lower" if _LOWER.fullmatch(metric) else "none"
+    if _LOWER_IS_BETTER.fullmatch(metric):
+        return "lower"
+    return "none"

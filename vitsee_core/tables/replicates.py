@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitsee_core.tables.columns import REPLICATES, column_of
+from vitsee_core.tables.columns import REPLICATES, build_column
 from vitsee_core.types import Float, pl
 
 WORD = REPLICATES
@@ -24,30 +24,30 @@ PREFIX = "without_"
 _SPREAD = ("std", "low", "high", "spread")
 
 
-def beside(path: Path) -> Path:
+def replicates_path(path: Path) -> Path:
     """Return the path of a table's replicates: `r.replicates.csv` for `r.csv`, and so on."""
     end = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     return path.with_name(f"{path.name.removesuffix(end)}.{WORD}{end}")
 
 
-def as_columns(frame: pl.DataFrame) -> pl.DataFrame:
+def expand_replicates(frame: pl.DataFrame) -> pl.DataFrame:
     """Return the frame of the file: the column `replicates` becomes a column per block."""
-    values = array_of(frame)  # (rows, blocks)
+    values = replicates_array(frame)  # (rows, blocks)
     assert values is not None
     blocks = pl.DataFrame({f"{PREFIX}{b}": block for b, block in enumerate(values.T)})
     other_columns = frame.drop(REPLICATES, *_SPREAD, strict=False)
     return pl.concat([other_columns, blocks.fill_nan(None)], how="horizontal")
 
 
-def stacked(arrays: Sequence[Float | None]) -> Float | None:
+def stack_replicates(arrays: Sequence[Float | None]) -> Float | None:
     """Return (rows, blocks) from one array (blocks,) per row.
 
     NaN where a row has none or fewer; None if no row has any.
     """
-    return array_of(pl.DataFrame([column_of(REPLICATES, arrays)]))
+    return replicates_array(pl.DataFrame([build_column(REPLICATES, arrays)]))
 
 
-def array_of(frame: pl.DataFrame) -> Float | None:
+def replicates_array(frame: pl.DataFrame) -> Float | None:
     """Return the lists of the column `replicates` as an array (rows, blocks).
 
     NaN where a row has none or fewer; None if no row has any.

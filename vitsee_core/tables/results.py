@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.runtime import registry
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import REPLICATES, column_of, typed
+from vitsee_core.tables.columns import REPLICATES, build_column, cast_columns
 from vitsee_core.tables.files import (
     TABLE_ENDINGS,
     is_stream,
@@ -26,7 +26,7 @@ from vitsee_core.tables.files import (
     read_stream,
     write_files,
 )
-from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
+from vitsee_core.tables.formats import EXPECTED_TABLE, ending_of, read_table, table_bytes
 from vitsee_core.tables.row_blocks import frame_of, require_columns, single_row_columns
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
 from vitsee_core.types import Float, pl
@@ -74,7 +74,7 @@ class Table:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frame", typed(frame_of(self.frame)))
+        object.__setattr__(self, "frame", cast_columns(frame_of(self.frame)))
 
     @classmethod
     def from_rows(
@@ -106,7 +106,8 @@ class Table:
         ):
             names.append(REPLICATES)
         return cls(
-            {n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {})
+            {n: build_column(n, [r.get(n) for r in rows]) for n in names},
+            dict(notes or {}),
         )
 
     @classmethod
@@ -133,14 +134,14 @@ class Table:
                 rows: list[Any] = list(group)
                 cells = {name: [row[name] for row in rows] for name in names}
                 frames.append(
-                    pl.DataFrame([column_of(name, cells[name]) for name in names])
+                    pl.DataFrame([build_column(name, cells[name]) for name in names])
                 )
                 continue
             for part in group:
                 if isinstance(part, Table):
                     frames.append(part.frame)
                 elif isinstance(part, pl.DataFrame):
-                    frames.append(typed(part))
+                    frames.append(cast_columns(part))
                 else:
                     frames.append(frame_of(part))
         frame = pl.concat(frames, how="diagonal_relaxed")
@@ -177,7 +178,7 @@ class Table:
 
         NaN if a row has none; None if no row has any.
         """
-        return replicates.array_of(self.frame)
+        return replicates.replicates_array(self.frame)
 
     def filter(self, *predicates: Any, **constraints: Any) -> Table:
         """Return the rows that `polars.DataFrame.filter` keeps: expressions, or `column=value`."""
@@ -277,8 +278,8 @@ class Table:
         if name not in registry.names():
             reason = f" ({name} is no analysis that is installed)" if name else ""
             raise VitseeError(
-                f"this table has no figure of its own{reason}; expected what an analysis returned, "
-                "or Table.read of what a command wrote with -o"
+                f"this table has no figure of its own{reason}; expected what an analysis "
+                "returned, or Table.read of what a command wrote with -o"
             )
         analysis = registry.load(name)
         with registry.blamed(analysis.module):
@@ -397,7 +398,7 @@ def read_result(path: str | Path) -> ResultFile:
     """
     path = Path(path)
     if path.is_dir():
-        raise VitseeError(f"{path} is a folder; {WRITTEN}")
+        raise VitseeError(f"{path} is a folder; {EXPECTED_TABLE}")
     if is_stream(path):
         sidecar: dict[str, Any] = {}
         data = read_stream(path)
@@ -429,11 +430,11 @@ def read_replicates(file: ResultFile) -> Table:
     Raises:
         VitseeError: there is no such file, or it belongs to another table.
     """
-    path = replicates.beside(file.path)
+    path = replicates.replicates_path(file.path)
     if not path.exists():
         raise VitseeError(
-            f"{file.path} has no replicates beside it ({path.name}); run its command again with "
-            "--replicates, where it has that option"
+            f"{file.path} has no replicates beside it ({path.name}); run its command "
+            "again with --replicates, where it has that option"
         )
     other = read_table(path, read_file(path), file.sidecar.get("columns", {}))
     names = [name for name in other.columns if name.startswith(replicates.PREFIX)]
@@ -447,9 +448,9 @@ def read_replicates(file: ResultFile) -> Table:
         if differ.any():
             row = int(differ.arg_max() or 0)
             raise VitseeError(
-                f"{path} belongs to another table than {file.path}: row {row + 1} has {name} "
-                f"{other[name][row]} in place of {frame[name][row]}; run the command again with "
-                "--replicates --force"
+                f"{path} belongs to another table than {file.path}: row {row + 1} has "
+                f"{name} {other[name][row]} in place of {frame[name][row]}; run the "
+                "command again with --replicates --force"
             )
     values = pl.concat_list(pl.col(names).cast(pl.Float64))
     lists = other.select(values.alias(REPLICATES))

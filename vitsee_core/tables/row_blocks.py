@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.runtime.parameters import DeclarationError
-from vitsee_core.tables.columns import REPLICATES, column_of, is_given
+from vitsee_core.tables.columns import REPLICATES, build_column, has_value
 from vitsee_core.types import pl
 
 
@@ -21,14 +21,14 @@ def require_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     columns = {*names, REPLICATES}
     for row in rows:
         for name, value in row.items():
-            if name not in columns and is_given(value):
+            if name not in columns and has_value(value):
                 raise DeclarationError(
-                    f"rows have {name!r}, which is not among the columns; expected some of "
-                    f"{', '.join(names)}"
+                    f"rows have {name!r}, which is not among the columns; expected some "
+                    f"of {', '.join(names)}"
                 )
 
 
-def frame_of(part: pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
+def frame_of(block: pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     """Return the frame of a block of columns, or a frame as it is.
 
     A block's columns are arrays and sequences of one length, and scalars that hold for every row.
@@ -36,13 +36,15 @@ def frame_of(part: pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     Raises:
         ValueError: the columns have different lengths.
     """
-    if isinstance(part, pl.DataFrame):
-        return part
+    if isinstance(block, pl.DataFrame):
+        return block
     # An array (blocks,) of replicates is one cell of a single row, not a column.
-    if single_row_columns(part) and isinstance(part.get(REPLICATES), np.ndarray):
-        part = {**part, REPLICATES: [part[REPLICATES]]}
+    if single_row_columns(block) and isinstance(block.get(REPLICATES), np.ndarray):
+        block = {**block, REPLICATES: [block[REPLICATES]]}
     columns = {
-        name: column_of(name, value) for name, value in part.items() if _is_long(value)
+        name: build_column(name, value)
+        for name, value in block.items()
+        if _is_column(value)
     }
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -50,31 +52,31 @@ def frame_of(part: pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     if lengths:
         n = next(iter(lengths.values()))
     else:
-        n = 1 if part else 0
+        n = 1 if block else 0  # scalars alone are one row
     series = []
-    for name, value in part.items():
+    for name, value in block.items():
         if name in columns:
             series.append(columns[name])
         else:
-            series.append(column_of(name, [value]).new_from_index(0, n))
+            series.append(build_column(name, [value]).new_from_index(0, n))
     return pl.DataFrame(series)
 
 
-def single_row_columns(part: Any) -> tuple[str, ...] | None:
-    """Return the columns of a block that is a single row; None for any other part.
+def single_row_columns(block: Any) -> tuple[str, ...] | None:
+    """Return the columns of a block that is a single row; None for any other block.
 
     The replicates of a single row are (blocks,).
     """
-    if not isinstance(part, Mapping) or not part:
+    if not isinstance(block, Mapping) or not block:
         return None
-    for name, value in part.items():
-        is_column = np.ndim(value) > 1 if name == REPLICATES else _is_long(value)
+    for name, value in block.items():
+        is_column = np.ndim(value) > 1 if name == REPLICATES else _is_column(value)
         if is_column:
             return None
-    return tuple(part)
+    return tuple(block)
 
 
-def _is_long(value: Any) -> bool:
+def _is_column(value: Any) -> bool:
     """Return whether a value is a column, rather than a scalar or a text."""
     return not isinstance(value, str) and (
         hasattr(value, "__len__") and np.ndim(value) != 0

@@ -8,88 +8,92 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vitsee_core.tables.results import ResultFile, Table
 from vitsee_core.types import pl
 
-SIDES = ("", "_a", "_b")
-Model = tuple[str, str]  # its name and that of its weights
+SIDES = ("", "_a", "_b")  # endings of columns; a comparison has those of a and b
+STORE_COLUMNS = ("store", "model", "weights")
 
 
-def tell_apart(files: Sequence[ResultFile]) -> list[ResultFile]:
-    """The results with `vit (random 0)` for `vit` if that label has several weights. Rows that do
-    not name their weights (tables of earlier versions) keep their label."""
-    known: dict[str, set[Model]] = {}
+class LabelledModel(NamedTuple):
+    """The store's label, the model and its weights in a row."""
+
+    label: str
+    model: str
+    weights: str
+
+
+def disambiguate_labels(files: Sequence[ResultFile]) -> list[ResultFile]:
+    """Return the results with `vit (random 0)` for `vit` if that label has several weights.
+
+    Rows that do not name their weights (tables of earlier versions) keep their label.
+    """
+    models_of: dict[str, set[LabelledModel]] = {}
     for file in files:
-        for label, model in _models(file.table):
-            known.setdefault(label, set()).add(model)
-    names = {
-        (label, model): f"{label} ({_told(model, models)})"
-        for label, models in known.items()
-        if len(models) > 1
-        for model in models
-    }
-    if not names:
+        for side in SIDES:
+            for model in _labelled_models(file.table.frame, side):
+                if model.weights:
+                    models_of.setdefault(model.label, set()).add(model)
+    new_labels = {}
+    for label, models in models_of.items():
+        if len(models) > 1:
+            for model in models:
+                new_labels[model] = f"{label} ({_distinction(model, models)})"
+    if not new_labels:
         return list(files)
-    return [replace(file, table=_renamed(file.table, names)) for file in files]
+    return [replace(file, table=_relabel(file.table, new_labels)) for file in files]
 
 
-def _models(table: Table) -> list[tuple[str, Model]]:
-    """(label, model) of every row that names its weights, once each."""
-    found = (pair for side in SIDES for pair in _pairs(table.frame, side) if pair[1][1])
-    return list(dict.fromkeys(found))
-
-
-def _pairs(rows: pl.DataFrame, side: str) -> list[tuple[str, Model]]:
-    """(label, model) of the rows' stores, once each."""
+def _labelled_models(rows: pl.DataFrame, side: str) -> list[LabelledModel]:
+    """Return the distinct models of the rows on one side; none if no column names weights."""
     if not {f"store{side}", f"weights{side}"} <= {*rows.columns}:
         return []
-    names = ("store", "model", "weights")
-    once = rows.select(
-        f"{n}{side}" for n in names if f"{n}{side}" in rows.columns
-    ).unique()
-    cells = once.select(_cell(once, name, side) for name in names)
-    return [(label, (model, weights)) for label, model, weights in cells.rows()]
+    names = [f"{name}{side}" for name in STORE_COLUMNS]
+    distinct = rows.select(name for name in names if name in rows.columns).unique()
+    texts = distinct.select(_text_of(distinct, name) for name in names)
+    return [LabelledModel(*cells) for cells in texts.rows()]
 
 
-def _cell(rows: pl.DataFrame, name: str, side: str) -> pl.Expr:
-    name = f"{name}{side}"
-    cell = (
-        pl.col(name).cast(pl.String).fill_null("") if name in rows.columns else pl.lit("")
-    )
-    return cell.alias(name)
+def _text_of(rows: pl.DataFrame, name: str) -> pl.Expr:
+    """Return a column as text; "" in an empty cell, and everywhere if there is no such column."""
+    if name in rows.columns:
+        return pl.col(name).cast(pl.String).fill_null("").alias(name)
+    return pl.lit("").alias(name)
 
 
-def _told(model: Model, others: set[Model]) -> str:
-    """The words that tell a model from others: its weights, with its name if needed."""
-    alone = sum(model[1] == weights for _, weights in others) == 1
-    return model[1] if alone else f"{model[0]}, {model[1]}"
+def _distinction(model: LabelledModel, models: set[LabelledModel]) -> str:
+    """Return the words that tell a model from the others: its weights, with its name if needed."""
+    n_with_weights = sum(other.weights == model.weights for other in models)
+    if n_with_weights == 1:
+        return model.weights
+    return f"{model.model}, {model.weights}"
 
 
-def _renamed(table: Table, names: dict[tuple[str, Model], str]) -> Table:
+def _relabel(table: Table, new_labels: dict[LabelledModel, str]) -> Table:
+    """Return the table with its models' new labels, in rows and as keys of notes."""
     rows = table.frame
-    told = {}
+    note_labels = {}
     for side in SIDES:
-        for pair in _pairs(rows, side):
-            if pair in names:
-                label, model = pair
-                told[label] = names[pair]
-                cells = (
-                    _cell(rows, name, side) for name in ("store", "model", "weights")
-                )
-                own = [
-                    cell == text
-                    for cell, text in zip(cells, (label, *model), strict=True)
-                ]
-                renamed = pl.when(*own).then(pl.lit(names[pair]))
-                kept = pl.col(f"store{side}").cast(pl.String)
-                rows = rows.with_columns(renamed.otherwise(kept).alias(f"store{side}"))
-    if not told:
+        store = f"store{side}"
+        for model in _labelled_models(rows, side):
+            if model not in new_labels:
+                continue
+            note_labels[model.label] = new_labels[model]
+            is_model = [
+                _text_of(rows, f"{name}{side}") == cell
+                for name, cell in zip(STORE_COLUMNS, model, strict=True)
+            ]
+            label = pl.when(*is_model).then(pl.lit(new_labels[model]))
+            rows = rows.with_columns(
+                label.otherwise(pl.col(store).cast(pl.String)).alias(store)
+            )
+    if not note_labels:
         return table
-    notes = {
-        key: {told.get(name, name): of for name, of in note.items()}
-        if isinstance(note, dict)
-        else note
-        for key, note in table.notes.items()
-    }
+    notes = {}
+    for key, note in table.notes.items():
+        if isinstance(note, dict):
+            note = {note_labels.get(name, name): entry for name, entry in note.items()}
+        notes[key] = note
     return Table(rows, notes)

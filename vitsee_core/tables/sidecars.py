@@ -26,29 +26,35 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 PYTHON = "python"  # the key of a call in Python
-MOST_FILES = (
-    20_000  # of a folder that an option names, whose times tell whether it changed
-)
-OF_EXECUTION = ("images", "seed", "jobs", "memory", "device")
+# Of a folder that an option names, the times of so many files tell whether it changed.
+MAX_FILES = 20_000
+# The fields of `Execution` that a sidecar records.
+EXECUTION_FIELDS = ("images", "seed", "jobs", "memory", "device")
 
 
 def sidecar_bytes(
     frame: pl.DataFrame,
     notes: Mapping[str, Any],
-    given: Mapping[str, Any],
-    written: bytes,
+    run_record: Mapping[str, Any],
+    table_file: bytes,
 ) -> bytes:
-    """The sidecar of a table whose file is `written`. given: see `describe_run`."""
-    own = {
+    """Return the sidecar of a table, as JSON that ends with its own digest.
+
+    Args:
+        frame: the table.
+        notes: facts about its numbers.
+        run_record: how it was made, from `describe_run` or `describe_call`.
+        table_file: the bytes of the table's file, whose hash tells whether it was edited since.
+    """
+    table_record = {
         "rows": len(frame),
-        "columns": {column.name: kind_of(column) for column in frame.get_columns()},
-        "sha256": hashlib.sha256(written).hexdigest(),
+        "columns": {column.name: column_kind(column) for column in frame.get_columns()},
+        "sha256": hashlib.sha256(table_file).hexdigest(),
         "notes": notes,
     }
-    sidecar = plain_json({**given, **own})
-    return (
-        json.dumps({**sidecar, "digest": digest_of(sidecar)}, indent=2) + "\n"
-    ).encode()
+    sidecar = plain_json({**run_record, **table_record})
+    text = json.dumps({**sidecar, "digest": digest_of(sidecar)}, indent=2)
+    return f"{text}\n".encode()
 
 
 def describe_run(
@@ -58,30 +64,40 @@ def describe_run(
     parameters: Mapping[str, Any],
     guest: Guest | None = None,
 ) -> dict[str, Any]:
-    """How a result was made, for its sidecar: command line, parameters after defaults (including
-    seeds), stores by identity, versions, time; the package of a guest's analysis."""
+    """Return how a result was made, for its sidecar, with the versions and the time of now.
+
+    Args:
+        stores: recorded by their identity.
+        command: the words of the command line.
+        parameters: name -> value, after defaults, including seeds.
+        guest: the package of the analysis, if it is a guest's.
+    """
+    now = datetime.datetime.now(datetime.UTC)
     return {
         **(guest.sidecar_entry() if guest is not None else {}),
         "command": list(command),
-        "parameters": {name: _plain(value) for name, value in parameters.items()},
-        "stores": [
-            {
-                "label": store.label,
-                "path": str(store.place.absolute()),
-                "store_id": store.manifest.store_id,
-                "generation": store.generation,
-                "samples_fingerprint": store.manifest.samples_fingerprint,
-                "model": store.manifest.model.get("name"),
-                "weights": described_weights(store.manifest),
-                "ablations": list(store.manifest.model.get("ablate_skip", ())),
-                "interventions": list(store.manifest.model.get("interventions", ())),
-                "complete": bool(store.complete),
-                "attributes": attributes_of(store),
-            }
-            for store in stores
-        ],
+        "parameters": {name: _to_json(value) for name, value in parameters.items()},
+        "stores": [_describe_store(store) for store in stores],
         "versions": result_versions(),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now.isoformat(timespec="seconds"),
+    }
+
+
+def _describe_store(store: Store) -> dict[str, Any]:
+    """Return the identity, model and attributes of a store, for a sidecar."""
+    model = store.manifest.model
+    return {
+        "label": store.label,
+        "path": str(store.place.absolute()),
+        "store_id": store.manifest.store_id,
+        "generation": store.generation,
+        "samples_fingerprint": store.manifest.samples_fingerprint,
+        "model": model.get("name"),
+        "weights": described_weights(store.manifest),
+        "ablations": list(model.get("ablate_skip", ())),
+        "interventions": list(model.get("interventions", ())),
+        "complete": bool(store.complete),
+        "attributes": _store_attributes(store),
     }
 
 
@@ -92,21 +108,27 @@ def describe_work(
     *,
     leave_out: Path,
 ) -> dict[str, Any]:
-    """Everything that decides what a command computes, to tell whether half of its work belongs to
-    it: parameters, the files that they name, what the stores hold, versions, this machine's memory.
+    """Return everything that decides what a command computes.
+
+    Two commands of equal descriptions compute the same, so that one goes on with the half-done work
+    of the other: parameters, the files that they name, what the stores hold, versions, and this
+    machine's memory.
 
     Args:
         command: its name.
         stores: in its order.
-        parameters: after defaults.
-        leave_out: a folder that is not among the files.
+        parameters: name -> value, after defaults.
+        leave_out: a folder whose files do not count.
     """
-    plain = {name: _plain(value) for name, value in parameters.items()}
+    plain = {name: _to_json(value) for name, value in parameters.items()}
     guest = guests().get(command.replace("-", "_"))
     modules = (guest.module,) if guest is not None else ()
     return {
         "command": [command, plain],
-        "files": {name: _files(Path(name), leave_out) for name in _texts(plain) if name},
+        # Any text among the parameters may name a file.
+        "files": {
+            text: _file_states(Path(text), leave_out) for text in _texts(plain) if text
+        },
         "stores": [
             [
                 store.label,
@@ -122,33 +144,46 @@ def describe_work(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in plain values, as each may name a file."""
+    """Yield every text in a value of JSON."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (dict, list)):
-        for own in value.values() if isinstance(value, dict) else value:
-            yield from _texts(own)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _texts(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry)
 
 
-def _files(path: Path, leave_out: Path) -> list[Any]:
-    """Name, size and time of a file, or of those below a folder, `MOST_FILES` at most; empty if
-    there is none."""
+def _file_states(path: Path, leave_out: Path) -> list[Any]:
+    """Return [name, size, time in ns] of a file, or of the files below a folder.
+
+    They are `MAX_FILES` at most; empty if the path leads to nothing.
+    """
+    states: list[Any] = []
     try:
-        if not path.is_dir():
-            named = [path] if path.is_file() else []
+        if path.is_dir():
+            below = (
+                Path(folder, name) for folder, _, names in os.walk(path) for name in names
+            )
+            counted = (file for file in below if leave_out not in file.parents)
+            files = sorted(itertools.islice(counted, MAX_FILES))
         else:
-            below = (Path(at, n) for at, _, names in os.walk(path) for n in names)
-            there = (file for file in below if leave_out not in file.parents)
-            named = sorted(itertools.islice(there, MOST_FILES))
-        status = [(file, file.stat()) for file in named]
-    except (OSError, ValueError):
+            files = [path] if path.is_file() else []
+        for file in files:
+            status = file.stat()
+            states.append([str(file), status.st_size, status.st_mtime_ns])
+    except (OSError, ValueError):  # ValueError: a text with a zero byte
         return ["cannot be read"]
-    return [[str(file), own.st_size, own.st_mtime_ns] for file, own in status]
+    return states
 
 
 def newest_ns(paths: Iterable[Path]) -> int:
-    """The last time at which one of these files, or a file or folder below these folders, was
-    changed, in ns; 0 where there is none. What cannot be read is as if it were changed now."""
+    """Return the last time, in ns, at which one of these files and folders was changed.
+
+    Files and folders below a folder count, too. 0 if no path leads to anything; now if one cannot
+    be read.
+    """
     newest = 0
     try:
         for path in paths:
@@ -163,64 +198,73 @@ def newest_ns(paths: Iterable[Path]) -> int:
     return newest
 
 
-def attributes_of(store: Store) -> dict[str, Any]:
-    """A store's attributes in sidecars: `params`, `resolution` (the shorter side of the input in
-    pixels), `images` and `data` (the data set's last name), if known."""
+def _store_attributes(store: Store) -> dict[str, Any]:
+    """Return those of a store's attributes that are known.
+
+    `params`, `resolution` (the shorter side of the input, in pixels), `images` (their number) and
+    `data` (the last part of the data set's path or name).
+    """
     model = store.manifest.model
-    info = store.manifest.info
-    size = model.get("input_size") or (None,)
-    data = str((info.get("data") or {}).get("data") or "").rstrip("/").rpartition("/")[2]
+    input_sides = (model.get("input_size") or (None,))[1:]  # behind the channels
+    data_record = store.manifest.info.get("data") or {}
+    data_path = str(data_record.get("data") or "").rstrip("/")
     attributes = {
-        **{"params": model.get("n_params"), "resolution": min(size[1:], default=None)},
-        **{"images": len(store.samples), "data": data or None},
+        "params": model.get("n_params"),
+        "resolution": min(input_sides, default=None),
+        "images": len(store.samples),
+        "data": data_path.rpartition("/")[2] or None,
     }
     return {name: value for name, value in attributes.items() if value is not None}
 
 
 def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Like `describe_run`, for an analysis called in Python. name: of the analysis' module.
-    arguments: of its `run`, with defaults."""
+    """Return how a result was made by a call in Python, for its sidecar.
+
+    Args:
+        name: of the analysis' module.
+        arguments: name -> value, of its `run`, with defaults.
+    """
     stores: list[Store] = []
     parameters: dict[str, Any] = {}
     for key, value in arguments.items():
-        values = (
-            value
-            if isinstance(value, Sequence) and not isinstance(value, str)
-            else (value,)
-        )
-        if values and all(hasattr(one, "manifest") for one in values):
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+        values = value if is_sequence else (value,)
+        # Stores, in one argument or in several, whatever it is called.
+        if values and all(hasattr(entry, "manifest") for entry in values):
             stores += values
         elif isinstance(value, Execution):
-            parameters |= {field: getattr(value, field) for field in OF_EXECUTION}
+            parameters |= {field: getattr(value, field) for field in EXECUTION_FIELDS}
         else:
             parameters[key] = value
-    places = ", ".join(repr(str(store.place)) for store in stores)
+    paths = ", ".join(repr(str(store.place)) for store in stores)
     command = ["vitsee", name.replace("_", "-")]
     guest = guests().get(name)
-    made = describe_run(stores, command=command, parameters=parameters, guest=guest)
-    return {PYTHON: f"vitsee.{name}({places}, ...)", **made}
+    record = describe_run(stores, command=command, parameters=parameters, guest=guest)
+    return {PYTHON: f"vitsee.{name}({paths}, ...)", **record}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
+    """Return a value that JSON can hold: dataclasses as objects, sets as lists, others as text."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain({f.name: getattr(value, f.name) for f in fields(value)})
+        return _to_json({f.name: getattr(value, f.name) for f in fields(value)})
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(key): _to_json(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(v) for v in value]
+        return [_to_json(entry) for entry in value]
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     return str(value)
 
 
 def digest_of(sidecar: Mapping[str, Any]) -> str:
-    """SHA-256 of a sidecar without its own digest, as JSON with sorted keys."""
+    """Return the SHA-256 of a sidecar, as JSON with sorted keys, without the digest in it."""
     sealed = {name: value for name, value in sidecar.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(sealed, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def kind_of(column: pl.Series) -> str:
-    """The type of a column: "text", "integer" or "number" (empty cells allowed), or "empty"."""
+def column_kind(column: pl.Series) -> str:
+    """Return what a column holds: "text", "integer", "number", or "empty" for no value at all."""
     if column.dtype.is_integer():
         return "integer"
     if column.dtype.is_float():

@@ -14,16 +14,14 @@ METRICS = {
     "r2": "explained variance (R²)",
     "r_normalised": "correlation / noise ceiling",
     "r2_normalised": "R² / noise ceiling",
-    **{
-        f"{name}_{over}": f"{over} {words}"
-        for name, words in (
-            ("r", "correlation"),
-            ("r2", "R²"),
-            ("r_normalised", "correlation / ceiling"),
-            ("r2_normalised", "R² / ceiling"),
-        )
-        for over in ("median", "mean")
-    },
+    "r_median": "median correlation",
+    "r_mean": "mean correlation",
+    "r2_median": "median R²",
+    "r2_mean": "mean R²",
+    "r_normalised_median": "median correlation / ceiling",
+    "r_normalised_mean": "mean correlation / ceiling",
+    "r2_normalised_median": "median R² / ceiling",
+    "r2_normalised_mean": "mean R² / ceiling",
     "purity": "purity",
     "nmi": "normalised mutual information",
     "ari": "adjusted Rand index",
@@ -133,8 +131,8 @@ METRICS = {
     "gulp": "GULP distance (0: alike)",
     "ridge_r2": "ridge R² (a from b)",
 }
-# With a number after the at sign, then a difficulty.
-_AT = {
+# `map@100`, `map@100_easy`: a number after the at sign, then perhaps a difficulty.
+_METRICS_AT = {
     "mp": "mean precision at {}",
     "map": "mean average precision at {}",
     "pck": "keypoints found (PCK at {})",
@@ -163,8 +161,8 @@ _SITES = {
     "pooled": "pooled",
     "logits": "logits",
 }
-# Parts of a block; its output needs no word.
-PARTS = {
+# The parts of a block by the end of their name; the output of the block needs no word.
+BLOCK_PARTS = {
     "in": "input",
     "out": "",
     "mid": "after attention",
@@ -196,9 +194,10 @@ BASELINES = {
     "position": "position alone",
     "untrained": "untrained model",
 }
-CEILING = "ceiling"  # no baseline: what noise in what is predicted leaves to any model
-# For saliency, whose baselines are maps.
-_MAPS = {
+# Not a baseline: the score that the noise of the measured responses leaves to the best model.
+CEILING = "ceiling"
+# The baselines of saliency (metric `iou`) are maps.
+_BASELINE_MAPS = {
     "uniform": "uniform map",
     "centre": "centre of the image",
     "random": "map of noise",
@@ -206,20 +205,25 @@ _MAPS = {
 
 
 def metric_words(metric: str) -> str:
-    """A metric as an axis label: `top-1 accuracy`, `mean average precision (easy)`."""
+    """Return a metric as an axis label: `top-1 accuracy`, `mean average precision (easy)`."""
     if metric in METRICS:
         return METRICS[metric]
     match = re.fullmatch(r"(\w+?)@([\d.]+)(?:_(\w+))?", metric)
-    if match is not None and match[1] in _AT:
-        return _AT[match[1]].format(match[2]) + (f" ({match[3]})" if match[3] else "")
-    name, _, last = metric.rpartition("_")
-    return f"{METRICS[name]} ({last})" if name in METRICS else metric
+    if match is not None and match[1] in _METRICS_AT:
+        name, number, difficulty = match.groups()
+        words = _METRICS_AT[name].format(number)
+        return f"{words} ({difficulty})" if difficulty else words
+    # `map_easy`: a known metric with an ending.
+    name, _, ending = metric.rpartition("_")
+    return f"{METRICS[name]} ({ending})" if name in METRICS else metric
 
 
 def site_words(site: str, block: str = "") -> str:
-    """A site in a title: `block 3`, `block 3, attention`, `layer1.0`, `final norm`.
+    """Return a site in a title: `block 3`, `block 3, attention`, `layer1.0`, `final norm`.
 
-    block: the path of its block, if known; else it ends with the last number.
+    Args:
+        site: its name.
+        block: the path of its block; if "", the name up to its last number that ends a word.
     """
     if site in _SITES:
         return _SITES[site]
@@ -229,26 +233,29 @@ def site_words(site: str, block: str = "") -> str:
     if not block:
         return site
     part = site.removeprefix(block).lstrip(".")
-    words = PARTS.get(part, part)
+    words = BLOCK_PARTS.get(part, part)
     if words:
         return f"{block_words(block)}, {words}"
     return block_words(block)
 
 
 def block_words(block: str) -> str:
-    """The path of a block: `block 3` for `blocks.3`, `block 1.2` for `stages.1.blocks.2`."""
+    """Return `block 3` for `blocks.3`, `block 1.2` for `stages.1.blocks.2`.
+
+    A path of another form stays as it is.
+    """
     numbers = re.findall(r"\d+", block)
-    plain = re.sub(r"\d+", "*", block) in (
-        "blocks.*",
-        "stages.*.blocks.*",
-        "layers.*.blocks.*",
-    )
-    return f"block {'.'.join(numbers)}" if plain else block
+    pattern = re.sub(r"\d+", "*", block)
+    if pattern in ("blocks.*", "stages.*.blocks.*", "layers.*.blocks.*"):
+        return f"block {'.'.join(numbers)}"
+    return block
 
 
 def token_words(token: str) -> str:
-    """A token: `class token`, `register 0`, `patch 2,3`; of clips `class token 0`, of a frame, and
-    `patch 1,2,3`, of a frame, a row and a column."""
+    """Return a token in a title: `class token`, `register 0`, `patch 2,3` (row and column).
+
+    Tokens of clips begin with the frame: `class token 0`, `patch 1,2,3`.
+    """
     if token in TOKENS:
         return TOKENS[token]
     if match := re.fullmatch(r"reg(\d+)", token):
@@ -261,32 +268,38 @@ def token_words(token: str) -> str:
 
 
 def baseline_words(name: str, metric: str = "") -> str:
-    """A baseline in a legend: `baseline: random features`."""
+    """Return a baseline in a legend: `baseline: random features`."""
     if name == CEILING:
         return "noise ceiling"
-    words = BASELINES | (_MAPS if metric == "iou" else {})
+    words = BASELINES
+    if metric == "iou":
+        words = BASELINES | _BASELINE_MAPS
     return f"baseline: {words.get(name, name)}"
 
 
 def task_words(task: str) -> str:
-    """A task of best-layer: `knn: top-1 accuracy, k = 20` for `knn top1, k = 20`."""
+    """Return a task of best-layer: `knn: top-1 accuracy, k = 20` for `knn top1, k = 20`."""
     head, comma, settings = task.partition(",")
     command, _, metric = head.rpartition(" ")
     return f"{command}: {metric_words(metric)}{comma}{settings}".removeprefix(": ")
 
 
-# Whole words that belong to no path, such as a clip's id.
+# The words "images" and "1 image", unless they stand in a path such as a clip's id.
 _IMAGES = re.compile(r"(?<![\w/.\\-])(images|(?<=\b1 )image)(?![\w/\\-]|\.\w)")
 
 
-def examples_of(record: Mapping[str, Any]) -> str:
-    """The word for the rows of a store, by its description: images or clips."""
+def example_noun(record: Mapping[str, Any]) -> str:
+    """Return "images" or "clips": what a store holds, by its description."""
     return "images" if record.get("clip") is None else "clips"
 
 
-def said_of(text: str, notes: Mapping[str, Any]) -> str:
-    """A text about images, of a table whose stores hold clips said of those. notes: the
-    table's."""
+def name_examples(text: str, notes: Mapping[str, Any]) -> str:
+    """Return a text about images; for a table over clips it speaks of clips.
+
+    Args:
+        text: written for images.
+        notes: of the table; `examples` says whether its stores hold clips.
+    """
     if notes.get("examples") != "clips":
         return text
-    return _IMAGES.sub(lambda found: "clips" if found[0] == "images" else "clip", text)
+    return _IMAGES.sub(lambda match: "clips" if match[0] == "images" else "clip", text)

@@ -26,7 +26,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.runtime import registry
 from vitsee_core.study.steps import RESULTS, STORES
-from vitsee_core.tables.files import check_place, write_files
+from vitsee_core.tables.files import check_output_path, write_files
 from vitsee_core.tables.formats import table_bytes
 from vitsee_core.tables.headlines import SETTINGS
 from vitsee_core.tables.results import Table, read_result
@@ -213,7 +213,7 @@ class Series:
         self.train = train
         self.train_images = train_images
         self.options = dict(options or {})
-        check_place(folder / RECORD, images=data)
+        check_output_path(folder / RECORD, images=data)
         # stem of a table, or RECORD -> its rows
         self._results: dict[str, StepTable] = {}
         # Steps that all others are compared with, if they were chosen: FIRST, LAST -> step.

@@ -104,12 +104,12 @@ def command(
     from vitsee_core.models.provenance import Provenance
     from vitsee_core.pages.explore import explore
     from vitsee_core.runtime.machine import human_bytes, plural
-    from vitsee_core.tables.files import check_new_files, check_place
+    from vitsee_core.tables.files import check_new_files, check_output_path
     from vitsee_core.tables.formats import ending_of
 
     ending_of(output, (".html", ".htm"), "-o")
     check_new_files([output], force=force)
-    check_place(output, images=data or "")
+    check_output_path(output, images=data or "")
     image_names = [*image]
     if ids is not None:
         image_names += [line for _, line in read_only(ids, "--ids")]

@@ -19,7 +19,7 @@ from vitsee_cli.values import parse_place
 from vitsee_core.runtime.command_lines import resuming
 from vitsee_core.runtime.machine import plural
 from vitsee_core.tables.text import visible
-from vitsee_core.tables.words import examples_of
+from vitsee_core.tables.words import example_noun
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -196,7 +196,7 @@ def _fact_lines(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     data = record["info"].get("data", {})
     transform = record["transform"]
     erf = record["erf"]
-    examples = examples_of(record)
+    examples = example_noun(record)
     status = "complete" if record["complete"] else "unfinished"
     n_slabs = plural(record["n_slabs"], "slabs")
     slabs = f"{record['n_committed']} of {n_slabs} of {plural(record['slab'], examples)}"

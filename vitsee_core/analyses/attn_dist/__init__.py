@@ -67,7 +67,7 @@ from vitsee_core.tables.headlines import (
     number,
     picked,
 )
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
@@ -123,7 +123,7 @@ def run(
         VitseeError: unknown metric, or no valid image among those asked for.
     """
     all_metrics = (*METRICS, *IN_TIME)
-    requested = asked_for(metrics or all_metrics, all_metrics, "attn-dist")
+    requested = select_metrics(metrics or all_metrics, all_metrics, "attn-dist")
     selected = blocks_of_each(stores, sites)
     metrics_by_store = [_available_metrics(store, requested) for store in selected.stores]
     if not any(metrics_by_store):

@@ -59,7 +59,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import (
     Answer,
     by_store,
@@ -234,7 +234,7 @@ def at_a_glance(table: Table) -> Table:
     if "row" not in table.frame.columns:
         return table
     n_heads = 1 if of_clips(table.frame) else 4
-    return some_of(table, store=1, image=1, site=3, head=n_heads)
+    return select_evenly(table, store=1, image=1, site=3, head=n_heads)
 
 
 @styled

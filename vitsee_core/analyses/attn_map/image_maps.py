@@ -28,7 +28,7 @@ from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.moments import Moments, Summary
-from vitsee_core.tables.columns import SITE, in_time
+from vitsee_core.tables.columns import SITE, with_frame_column
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.selectors import TokenSelection
@@ -127,7 +127,7 @@ def map_images(
         **_pictures(store, rows.tolist(), needed_blocks, query, origin.data),
     }
     layouts = [block.layout for block in blocks]
-    return Table.concat(in_order, in_time(COLUMNS, layouts), notes)
+    return Table.concat(in_order, with_frame_column(COLUMNS, layouts), notes)
 
 
 def _log_what_is_missing(store: Store, blocks: Sequence[StoredAttention]) -> None:

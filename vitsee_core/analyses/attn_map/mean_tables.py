@@ -29,7 +29,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.tables.columns import SITE, in_time, site_columns
+from vitsee_core.tables.columns import SITE, site_columns, with_frame_column
 from vitsee_core.tables.results import Table
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def mean_table(
         summary, block = _summarise_rollout(store, images, residual, origin, execution)
         metric = "rollout" if residual else "rollout_no_residual"
         columns = _rollout_columns(store, block, summary, metric)
-        return Table.concat([columns], in_time(ROLLOUT_COLUMNS, [block.layout]), notes)
+        return Table.concat(
+            [columns], with_frame_column(ROLLOUT_COLUMNS, [block.layout]), notes
+        )
     heads_by_block = check_heads(store, blocks, heads)
     if kind == "sink":
         notes["interval"] = INTERVAL_METHOD
@@ -110,7 +112,7 @@ def mean_table(
     )
     # Offsets in time are not places of a token, so that aligned maps have no column `frame`.
     layouts = [] if kind == "aligned" else [block.layout for block in blocks]
-    return Table.concat(columns_of_blocks, in_time(MAP_COLUMNS, layouts), notes)
+    return Table.concat(columns_of_blocks, with_frame_column(MAP_COLUMNS, layouts), notes)
 
 
 def _mean_map_columns(

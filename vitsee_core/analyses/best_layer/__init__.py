@@ -60,11 +60,11 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import plural
-from vitsee_core.tables.columns import REPLICATES, is_given
+from vitsee_core.tables.columns import REPLICATES, has_value
 from vitsee_core.tables.headlines import Answer, picked
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import ResultFile, Table, read_result
-from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.same_labels import disambiguate_labels
 from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
@@ -169,7 +169,7 @@ def run(
         VitseeError: a file is not such a result, none of them has such a metric, or the metric has
             no direction.
     """
-    files = tell_apart(_read_unless_opened(files))
+    files = disambiguate_labels(_read_unless_opened(files))
     remarks = []
     rows_by_task = tasks(files, metrics, best_token)
     token_rows = [f.table.frame.filter(about_patches()) for f in files if f.has(TOKENS)]
@@ -233,7 +233,9 @@ def compare(
     """
     if among not in AMONG:
         raise VitseeError(f"no comparison of {among!r}; expected {' or '.join(AMONG)}")
-    scored = tell_apart(with_replicates([file for file in files if not file.has(PAIRS)]))
+    scored = disambiguate_labels(
+        with_replicates([file for file in files if not file.has(PAIRS)])
+    )
     notes = {str(file.path): file.table.notes for file in scored}
     rows = []
     for task, task_rows in tasks(scored, metrics).items():
@@ -268,7 +270,7 @@ def compare(
 
 def _any_filled(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Return whether a row has a value in this column."""
-    return any(is_given(row.get(name)) for row in rows)
+    return any(has_value(row.get(name)) for row in rows)
 
 
 def _remarks_on_choice(row: Mapping[str, Any], candidates: pl.DataFrame) -> Iterator[str]:
@@ -321,11 +323,11 @@ def _best_row(task: str, candidates: pl.DataFrame) -> dict[str, Any]:
 def _describe_layer(row: Mapping[str, Any]) -> str:
     """Return the row's site with its token, patch and head, e.g. `blocks.3 head 5`."""
     words = [str(row["site"])]
-    if is_given(row["token"]):
+    if has_value(row["token"]):
         words.append(f"token {row['token']}")
-    if is_given(row["head"]):
+    if has_value(row["head"]):
         words.append(f"head {row['head']}")
-    if is_given(row["row"]) and not is_given(row["token"]):
+    if has_value(row["row"]) and not has_value(row["token"]):
         words.append(f"patch {row['row']},{row['col']}")
     return " ".join(words)
 
@@ -374,7 +376,7 @@ def plot(
             "best-layer draws the curves of the results that it compared: give them "
             "too, as plot(table, files=read(paths))"
         )
-    files = tell_apart(files)
+    files = disambiguate_labels(files)
     redundancy: list[LastLayerCka] = []
     for file in files:
         if file.has(PAIRS):

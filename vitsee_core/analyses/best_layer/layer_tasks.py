@@ -25,9 +25,9 @@ import numpy as np
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.statistics.jackknife import SIMULTANEOUS, largest_t, standard_error
-from vitsee_core.tables.columns import PAIR, PARTS, SITE, VALUES
+from vitsee_core.tables.columns import PAIR, SITE, SUBSET_COLUMNS, VALUES
 from vitsee_core.tables.metrics import direction
-from vitsee_core.tables.replicates import array_of
+from vitsee_core.tables.replicates import replicates_array
 from vitsee_core.tables.results import ResultFile, Table, read_replicates
 from vitsee_core.types import Float, pl
 from vitsee_stores.errors import StoreMismatch, VitseeError
@@ -185,7 +185,9 @@ def about_patches() -> pl.Expr:
 def _rows_about_layers(file: ResultFile) -> pl.DataFrame:
     """Return a result's rows about whole layers, with all columns that a best row takes over."""
     rows = file.table.frame
-    conditions = [pl.col(name).is_null() for name in PARTS if name in rows.columns]
+    conditions = [
+        pl.col(name).is_null() for name in SUBSET_COLUMNS if name in rows.columns
+    ]
     if "best" in rows.columns:
         # `best = image` is the best head of each single image, which is not one layer's score.
         conditions.append(pl.col("best").ne_missing("image"))
@@ -323,7 +325,7 @@ class ScoredRow(NamedTuple):
 
     def replicates(self, n_blocks: int) -> Float:
         """Return (n_blocks,): the score without each of the first blocks of images."""
-        replicates = array_of(self.frame)
+        replicates = replicates_array(self.frame)
         assert replicates is not None
         return replicates[self.row_index, :n_blocks]
 
@@ -354,7 +356,7 @@ def differences(
     n_blocks = min(row["n_blocks"] for row in rows)
     critical_t = np.nan
     if n_blocks > 1:
-        replicates = [array_of(frame) for frame in candidates]
+        replicates = [replicates_array(frame) for frame in candidates]
         chosen_from = [
             values[:, :n_blocks] for values in replicates if values is not None
         ]

@@ -59,7 +59,7 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.masks.segments import (
@@ -214,7 +214,7 @@ def run(
     if is_segments:
         # purity means segment_purity, and so on.
         metrics = [SEGMENT + name if name in METRICS else name for name in metrics]
-    selected_metrics = asked_for(metrics or known_metrics, known_metrics, "cluster")
+    selected_metrics = select_metrics(metrics or known_metrics, known_metrics, "cluster")
     known_baselines = SEGMENT_BASELINES if is_segments else BASELINES
     if baselines is None:
         baselines = known_baselines

@@ -61,11 +61,11 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.sae.dictionary import save_dictionary
 from vitsee_core.statistics.jackknife import Blocks, jackknife_cells
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
+from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
 from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, measured, picked
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
@@ -152,7 +152,10 @@ def run(
             dictionary of several sites to save, or a file that exists, without `force`.
     """
     _check_options(method, k, epochs, top, execution.seed)
-    row_metrics = {*asked_for(metrics or METRICS, METRICS, "concepts"), *CONCEPT_METRICS}
+    row_metrics = {
+        *select_metrics(metrics or METRICS, METRICS, "concepts"),
+        *CONCEPT_METRICS,
+    }
     options = SolverOptions(method, k, epochs, clamp, execution.seed)
     select = grid_sites if sites else _select_last_grid_site
     selection = select_each(stores, sites or ("blocks",), select)
@@ -219,13 +222,13 @@ def run(
         "crops": crops,
         **selection.notes(),
     }
-    columns = in_time(COLUMNS, [features.layout for features in all_features])
+    columns = with_frame_column(COLUMNS, [features.layout for features in all_features])
     return Table.concat(rows, columns, notes)
 
 
 def at_a_glance(table: Table) -> Table:
     """Return the rows about the most frequent concepts of the first store and site."""
-    site_table = some_of(table, store=1, site=1)
+    site_table = select_evenly(table, store=1, site=1)
     shares = site_table.frame.filter(metric="share").sort(
         "value", descending=True, maintain_order=True
     )

@@ -62,8 +62,8 @@ from vitsee_core.runtime.options import (
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
-from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
-from vitsee_core.tables.glances import most_varied, some_of
+from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
+from vitsee_core.tables.glances import most_varied, select_evenly
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
@@ -188,7 +188,7 @@ def run(
     data = None if origin is None else origin.data
     notes = _sheet_notes(works, data) | selection.notes()
     layouts = [features.layout for work in works for features in work.features.values()]
-    return Table.concat(rows, in_time(COLUMNS, layouts), notes)
+    return Table.concat(rows, with_frame_column(COLUMNS, layouts), notes)
 
 
 def _sheet_notes(works: Sequence[CosineMaps], data: str | None) -> dict[str, Any]:
@@ -219,8 +219,8 @@ def at_a_glance(table: Table) -> Table:
     if "query" in rows.columns:
         # Maps of other images vary with what is in them.
         query_maps = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
-        table = some_of(table.with_frame(most_varied(query_maps, "query")), at=1)
-    return some_of(table, site=3)
+        table = select_evenly(table.with_frame(most_varied(query_maps, "query")), at=1)
+    return select_evenly(table, site=3)
 
 
 def plot(

@@ -86,7 +86,7 @@ from vitsee_core.runtime.options import (
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
@@ -194,7 +194,7 @@ def run(
             "give exactly one of TEST, --split NAME|FILE and --holdout SHARE"
         )
     task = _task(truth, per_class)
-    selected_metrics = asked_for(
+    selected_metrics = select_metrics(
         metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}"
     )
     solver = choose_solver(

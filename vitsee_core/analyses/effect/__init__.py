@@ -54,7 +54,7 @@ from vitsee_core.statistics.jackknife import Blocks, Cells
 from vitsee_core.statistics.shares import PAIRED_TEST
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.changed_outputs import (
@@ -151,7 +151,7 @@ def run(
             "no changed store to compare with the base; expected one or more"
         )
     _require_distinct_stores((base, *changed))
-    row_metrics = asked_for(metrics or METRICS, METRICS, "effect")
+    row_metrics = select_metrics(metrics or METRICS, METRICS, "effect")
     compares_outputs = any(metric not in ("cka", COSINE) for metric in row_metrics)
     compares_sites = "cka" in row_metrics or COSINE in row_metrics
 

@@ -41,9 +41,9 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
@@ -107,7 +107,7 @@ def run(
         SiteError: a pattern matches no site.
         VitseeError: a metric is unknown, or no image is valid.
     """
-    row_metrics = asked_for(metrics, METRICS, "erf")
+    row_metrics = select_metrics(metrics, METRICS, "erf")
     selection = select_each(stores, sites, _select_with_fields)
     for store, store_sites in selection.members:
         if not store_sites:
@@ -153,7 +153,7 @@ def at_a_glance(table: Table) -> Table:
     fields = table.filter(metric="gradient")
     if len(fields) == 0:
         return table
-    return some_of(fields, site=3)
+    return select_evenly(fields, site=3)
 
 
 def _select_with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:

@@ -23,7 +23,7 @@ from vitsee_core.figures.panels import (
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, site_words
+from vitsee_core.tables.words import BLOCK_PARTS, site_words
 from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _draw_line(line: FieldLine, grid: PanelGrid, box: Any) -> None:
         image = _draw_field(axes, line.pictures[block])
         map_title(axes, grid, site_words(block))
     title = shorten(line.store, 28)
-    kind = PARTS.get(line.kind, line.kind)
+    kind = BLOCK_PARTS.get(line.kind, line.kind)
     if kind:
         title += f", {kind}"
     counts = f"n = {line.n_images}"

@@ -45,9 +45,9 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import Blocks, Cells, interval
 from vitsee_core.statistics.shares import PAIRED_TEST
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
-from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, extremes, measured, picked
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.changed_outputs import (
@@ -127,7 +127,7 @@ def run(
         VitseeError: weights or images are gone, or are not those of the store.
     """
     origin = origin or Provenance()
-    row_metrics = asked_for(metrics or METRICS, METRICS, "head-importance")
+    row_metrics = select_metrics(metrics or METRICS, METRICS, "head-importance")
     selection = select_each(stores, sites, attention_blocks)
     rows: list[Cells] = []
     notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
@@ -167,7 +167,7 @@ def _is_requested(metric: str, row_metrics: Sequence[str]) -> bool:
 
 def at_a_glance(table: Table) -> Table:
     """Return the first store's heads, by one metric."""
-    return some_of(table, store=1).filter(pl.col("metric") != "top1_difference")
+    return select_evenly(table, store=1).filter(pl.col("metric") != "top1_difference")
 
 
 class StoreAblations:

@@ -53,7 +53,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, by_store
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
@@ -280,7 +280,7 @@ def headline(table: Table) -> list[Answer]:
 
 def at_a_glance(table: Table) -> Table:
     """Return the first store's types by block, and their examples."""
-    return some_of(table, store=1)
+    return select_evenly(table, store=1)
 
 
 ANALYSIS = Analysis(

@@ -25,7 +25,7 @@ from vitsee_core.figures.panels import (
 )
 from vitsee_core.figures.plotting import COLOURS, GREY, styled
 from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
-from vitsee_core.tables.columns import window_of
+from vitsee_core.tables.columns import parse_window
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
@@ -183,7 +183,7 @@ def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
     ((_, head, site, values),) = cut_maps(rows)
     window = rows["window"][0] if "window" in rows.columns else None
     # Fewer pairs of tokens have large offsets: without this all maps would be bright in the middle.
-    density = per_query(values, window_of(window))
+    density = per_query(values, parse_window(window))
     axes.imshow(stretched(density), origin="upper")
     mark_middle(axes, values.shape)
     lines = [f"{site_words(site)}, head {head}"]

@@ -66,7 +66,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
@@ -174,7 +174,7 @@ def run(
     protocol = choose_protocol(options)
     if unknown := {*baselines} - {RANDOM}:
         raise VitseeError(f"no baseline {min(unknown)!r}; expected {RANDOM}")
-    metric_names = asked_for(metrics or METRICS, METRICS, "keypoints")
+    metric_names = select_metrics(metrics or METRICS, METRICS, "keypoints")
     execution.check_device()
     selected = select_each(stores, sites, _select_grid_sites)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)

@@ -56,7 +56,7 @@ from vitsee_core.runtime.options import (
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
@@ -202,7 +202,7 @@ def run(
         for test in tests
     ]
     ks = _validate_ks(train_rows, votes, baselines)
-    selected_metrics = asked_for(metrics or METRICS, METRICS, "knn")
+    selected_metrics = select_metrics(metrics or METRICS, METRICS, "knn")
     has_top5 = max(ks) >= TOP and train_rows.n_classes > TOP
     if selected_metrics == ["top5"] and not has_top5 and not per_class:
         raise VitseeError(

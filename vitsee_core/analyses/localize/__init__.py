@@ -87,7 +87,7 @@ from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.similarity.stacks import input_pixels
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
 from vitsee_stores import Store
@@ -182,7 +182,7 @@ def run(
     if summary is None and metrics:
         raise VitseeError("metrics are of summaries: maps have cka alone")
     summary_metrics = TOKEN_METRICS if summary == "token" else SITE_METRICS
-    requested = asked_for(
+    requested = select_metrics(
         metrics or summary_metrics, summary_metrics, f"localize --summary {summary}"
     )
     chosen_estimator = choose_estimator(

@@ -32,7 +32,7 @@ from vitsee_core.figures.plotting import COLOURS, GREY, ink, reference_line, sty
 from vitsee_core.figures.token_maps import DIVERGING
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, block_words, site_words
+from vitsee_core.tables.words import BLOCK_PARTS, block_words, site_words
 from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 # Part -> its words and colour; `block` is the branch of a block that is a single sublayer.
 KINDS = {
     "input": ("where the stream begins", GREY),
-    "attn": (PARTS["attn"], COLOURS[0]),
-    "mlp": (PARTS["mlp"], COLOURS[1]),
-    "token": (PARTS["token"], COLOURS[2]),
-    "channel": (PARTS["channel"], COLOURS[3]),
+    "attn": (BLOCK_PARTS["attn"], COLOURS[0]),
+    "mlp": (BLOCK_PARTS["mlp"], COLOURS[1]),
+    "token": (BLOCK_PARTS["token"], COLOURS[2]),
+    "channel": (BLOCK_PARTS["channel"], COLOURS[3]),
     "block": ("block", COLOURS[4]),
     "bias": ("bias of norm and classifier", "#BDBDBD"),
 }

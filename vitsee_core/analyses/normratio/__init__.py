@@ -62,10 +62,10 @@ from vitsee_core.statistics.skip_branch import (
     place_columns,
     places_of,
 )
-from vitsee_core.tables.columns import SITE, in_time, site_columns
+from vitsee_core.tables.columns import SITE, site_columns, with_frame_column
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
-from vitsee_core.tables.metrics import asked_for
-from vitsee_core.tables.replicates import stacked
+from vitsee_core.tables.metrics import select_metrics
+from vitsee_core.tables.replicates import stack_replicates
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores import Store
@@ -146,7 +146,7 @@ def run(
             without any.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    requested = asked_for(metrics, METRICS, "normratio")
+    requested = select_metrics(metrics, METRICS, "normratio")
     selected = choose_sublayers(stores, sites)
     stores = tuple(selected.stores)
     sublayers_by_store = selected.chosen
@@ -195,7 +195,7 @@ def run(
     layouts = [
         sublayer.layout for sublayers in sublayers_by_store for sublayer in sublayers
     ]
-    return Table.concat(blocks, in_time(COLUMNS, layouts), notes)
+    return Table.concat(blocks, with_frame_column(COLUMNS, layouts), notes)
 
 
 def _require_tokens(
@@ -485,7 +485,7 @@ class PlaceEstimates:
         """Return the estimates, one entry per place, once all tokens are counted."""
         for place, (_, mean) in self._several.items():
             self._put(mean.estimates(), [0], [place])
-        return replace(self._estimates, without=stacked(self._without))
+        return replace(self._estimates, without=stack_replicates(self._without))
 
     def _put(self, estimates: Estimates, rows: list[int], places: list[int]) -> None:
         """Set the entries of these places from rows of the estimates."""

@@ -43,7 +43,7 @@ from vitsee_core.figures.token_maps import (
 from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS, metric_words, token_words
+from vitsee_core.tables.words import BLOCK_PARTS, metric_words, token_words
 from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
             metric=pl.lit(metric),
             n_images=pl.lit(curve_rows["n_images"][0]),
         )
-        title = f"{token_words(token)}, {PARTS.get(kind, kind)}"
+        title = f"{token_words(token)}, {BLOCK_PARTS.get(kind, kind)}"
         curves_by_title.setdefault(title, []).append(points)
     contents = [(title, pl.concat(curves)) for title, curves in curves_by_title.items()]
     all_curves = pl.concat([curves for _, curves in contents])
@@ -195,7 +195,7 @@ def _map_panels(of_store: pl.DataFrame, metric: str) -> list[MapPanel]:
             columns.append(
                 (site, {token or tuple(at): value for token, value, *at in cells})
             )
-        title = f"{shorten(store, 20)}, {PARTS.get(kind, kind)} (n = {count})"
+        title = f"{shorten(store, 20)}, {BLOCK_PARTS.get(kind, kind)} (n = {count})"
         panels.append(MapPanel.of(title, store, columns))
     return panels
 
@@ -293,5 +293,5 @@ def _label(curve: Curve, several: bool, kinds: bool) -> str:
     return (
         (f"{shorten(store, 24)} " if several else "")
         + name
-        + (f", {PARTS.get(kind, kind)}" if kinds else "")
+        + (f", {BLOCK_PARTS.get(kind, kind)}" if kinds else "")
     )

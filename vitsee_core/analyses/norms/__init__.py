@@ -60,9 +60,9 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Cells
 from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.tables.columns import SITE, in_time
+from vitsee_core.tables.columns import SITE, with_frame_column
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -144,7 +144,7 @@ def run(
         VitseeError: unknown metric, a threshold that is not a positive number, more tokens than fit
             the memory, or numbers that are not finite.
     """
-    asked_for(metrics, METRICS, "norms")
+    select_metrics(metrics, METRICS, "norms")
     if not (np.isfinite(threshold) and threshold > 0):
         raise VitseeError(f"the threshold is {threshold:g}; expected a norm above 0")
     tokens = tokens or ("all", "each")
@@ -189,7 +189,7 @@ def run(
         for store, store_sites in selected.members
         for site in store_sites
     ]
-    return Table.concat(blocks, in_time(COLUMNS, layouts), notes)
+    return Table.concat(blocks, with_frame_column(COLUMNS, layouts), notes)
 
 
 def _notes(

@@ -80,8 +80,8 @@ from vitsee_core.statistics.covariance import (
 )
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
-from vitsee_core.tables.glances import most_varied, some_of
+from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
+from vitsee_core.tables.glances import most_varied, select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
@@ -244,7 +244,7 @@ def run(
         **selected.notes(),
     }
     layouts = [features.layout for work in works for features in work.features.values()]
-    return Table.concat(rows, in_time(COLUMNS, layouts), notes)
+    return Table.concat(rows, with_frame_column(COLUMNS, layouts), notes)
 
 
 def _reference_site(store_work: StoreComponents, name: str | None) -> SiteSpec:
@@ -508,7 +508,7 @@ def at_a_glance(table: Table) -> Table:
     last_site = first_store.filter(pl.col("site") == first_store["site"][-1])
     image = most_varied(last_site, "image")["image"][0]
     is_kept = pl.col("image").is_null() | (pl.col("image") == image)
-    return some_of(table.filter(is_kept), site=3)
+    return select_evenly(table.filter(is_kept), site=3)
 
 
 def headline(table: Table) -> list[Answer]:

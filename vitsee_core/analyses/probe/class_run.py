@@ -27,7 +27,7 @@ from vitsee_core.features import compared, require_comparable
 from vitsee_core.features.compared import other_precision
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
@@ -127,7 +127,7 @@ def _run(
         sgd=options.sgd_options(),
         ridge=options.ridge_options(features),
     )
-    selected_metrics = asked_for(metrics or METRICS, METRICS, "probe")
+    selected_metrics = select_metrics(metrics or METRICS, METRICS, "probe")
     for name in options.baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")

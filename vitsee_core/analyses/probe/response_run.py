@@ -41,7 +41,7 @@ from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
@@ -103,7 +103,9 @@ def run_responses(
     train = stores.train
     tests = stores.tests
     require_comparable(train, tests, trains="probe")
-    metrics = asked_for(metrics or RESPONSE_METRICS, RESPONSE_METRICS, "probe --response")
+    metrics = select_metrics(
+        metrics or RESPONSE_METRICS, RESPONSE_METRICS, "probe --response"
+    )
     train_execution = training_execution(execution, tests, stores.split.train_images)
     settings = _settings(options, features, stores.split.allow_shared, execution.seed)
     responses = _read_responses(options, tests)

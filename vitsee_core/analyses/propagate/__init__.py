@@ -44,9 +44,9 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.files import check_place, hidden_name, remove_left
+from vitsee_core.tables.files import check_output_path, remove_leftovers, temporary_path
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
@@ -154,7 +154,7 @@ def run(
         seeds=seeds,
         upsample=upsample,
     )
-    wanted = asked_for(metrics or METRICS, METRICS, "propagate")
+    wanted = select_metrics(metrics or METRICS, METRICS, "propagate")
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
@@ -287,14 +287,14 @@ def _saving(
         raise VitseeError(
             f"cannot make {save}: there is no folder {save.absolute().parent}"
         )
-    check_place(save)
+    check_output_path(save)
     for store in stores:
         if "/" in store.label or store.label in (".", ".."):
             raise VitseeError(
                 f"--save makes folders called as the stores are; {store.label} cannot be one"
             )
-    remove_left(save.parent)
-    partial = hidden_name(save)
+    remove_leftovers(save.parent)
+    partial = temporary_path(save)
     several = sum(map(len, sites)) > 1
     try:
         yield {

@@ -54,7 +54,7 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
@@ -159,7 +159,7 @@ def run(
     ]
     if metrics:
         known_ = dict.fromkeys(metric for plan in plans for metric in plan.metrics)
-        wanted = asked_for(metrics, known_, "retrieve")
+        wanted = select_metrics(metrics, known_, "retrieve")
         plans = [plan.only(wanted) for plan in plans]
     remarks = [remark for plan in plans for remark in plan.remarks]
     for remark in remarks:

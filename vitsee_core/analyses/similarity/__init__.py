@@ -71,7 +71,7 @@ from vitsee_core.similarity.pairs import Side, SitePairs, choose_pairs, paired_r
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.columns import NULL, PAIR, REPLICATES, VALUES, pair_columns
 from vitsee_core.tables.headlines import Answer, alike, extremes, picked
-from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
+from vitsee_core.tables.metrics import SIZE_NOTE, depends_on_size, select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import metric_words
 from vitsee_stores import Store
@@ -276,9 +276,7 @@ def run(
     notes["tokens"] = tokens if any_tokens else "vectors"
     notes["interval"] = INTERVAL
     notes["interval_of"] = {
-        measure.name: OF_THIS_SIZE
-        for measure in measures
-        if depends_on_size(measure.name)
+        measure.name: SIZE_NOTE for measure in measures if depends_on_size(measure.name)
     }
     if calibrate:
         notes["calibration"] = f"{calibrate} {comparing.METHOD}"
@@ -377,7 +375,7 @@ def choose_measures(
         "cka": Cka,
     }
     distinct_names = list(dict.fromkeys(name.replace("-", "_") for name in names))
-    asked_for(distinct_names, MEASURES, "similarity")
+    select_metrics(distinct_names, MEASURES, "similarity")
     if not distinct_names:
         raise VitseeError(f"no metric; expected some of {', '.join(MEASURES)}")
     return [makers[name]() for name in distinct_names]

@@ -61,7 +61,7 @@ from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import SHARE, Blocks, jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last, measured
-from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
@@ -134,7 +134,7 @@ def run(
         VitseeError: unknown metric, `srss` without masks, masks that cannot be used, numbers that
             are not finite.
     """
-    requested = asked_for(metrics or METRICS, METRICS, "spatial")
+    requested = select_metrics(metrics or METRICS, METRICS, "spatial")
     if OF_MASKS in metrics and not masks:
         raise VitseeError("srss compares foreground with background: give --masks too")
     selected = select_each(stores, sites, _sites_with_grid)

@@ -59,7 +59,7 @@ from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, picked
-from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
+from vitsee_core.tables.metrics import SIZE_NOTE, depends_on_size, select_metrics
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Float32, Integers, Mask, pl
 from vitsee_stores import Store
@@ -130,7 +130,7 @@ def run(
         VitseeError: a metric is unknown or needs one vector per image, labels or logits that are
             missing; or the work does not fit the memory.
     """
-    asked_for(metrics, METRICS, "spectrum")
+    select_metrics(metrics, METRICS, "spectrum")
     selected = select_each(stores, sites, sites_of)
     plans = []
     for store, chosen in selected.members:
@@ -156,7 +156,7 @@ def run(
         log.info("%s", remark)
     notes = {
         "interval": METHODS["jackknife"],
-        "interval_of": {m: OF_THIS_SIZE for m in METRICS if depends_on_size(m)},
+        "interval_of": {m: SIZE_NOTE for m in METRICS if depends_on_size(m)},
         "twonn_interval": "standard error by batch means: the standard deviation over blocks of "
         "images of each block's own dimension, / sqrt(blocks); empty below 3 images a block",
         "nc4_interval": SHARES,

@@ -234,7 +234,8 @@ def grid_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     with_grid = [site for site in chosen if _has_map(site.layout)]
     if not with_grid:
         raise SiteError(
-            f"{chosen[0].name} of {store.label} has no grid of patches to map; expected e.g. blocks"
+            f"{chosen[0].name} of {store.label} has no grid of patches to map; expected "
+            "e.g. blocks"
         )
     left_out = [site.name for site in chosen if site not in with_grid]
     if left_out:

@@ -131,7 +131,8 @@ def explore(
         if part.times != parts[0].times:
             raise StoreMismatch(
                 f"{parts[0].store.label} and {part.store.label} have {parts[0].times} and "
-                f"{part.times} places in time; explore shows stores with one number of them"
+                f"{part.times} places in time; explore shows stores with one number of "
+                "them"
             )
     contents = []
     total = sum(len(part.rows) * len(part.sites) for part in parts)
@@ -190,8 +191,8 @@ def _by_time(part: SheetImages) -> SheetImages:
             next(site for site, own in times.items() if own == n) for n in [*numbers][:2]
         )
         raise SiteError(
-            f"{part.store.label}: {a} has {times[a]} places in time and {b} {times[b]}; explore "
-            "shows sites with one number of them: choose these with --sites"
+            f"{part.store.label}: {a} has {times[a]} places in time and {b} {times[b]}; "
+            "explore shows sites with one number of them: choose these with --sites"
         )
     n_times = next(iter(numbers)) or 1
     return replace(
@@ -245,7 +246,8 @@ def choose_images(
         differ = int((first.samples.hash[found[0]] != other.samples.hash[rows]).sum())
         if differ:
             log.warning(
-                "%s was made from other bytes than %s for %d of the %d images (of the same ids); "
+                "%s was made from other bytes than %s for %d of the %d images (of the "
+                "same ids); "
                 "the page shows the pictures of %s",
                 other.label,
                 first.label,
@@ -272,8 +274,8 @@ def _picked(
     good = np.isfinite(lengths) & (lengths > 0)
     if good.sum() < n:
         raise VitseeError(
-            f"{int(good.sum())} images of {store.label} have a vector in {site.name}: {n} cannot "
-            f"be picked by it (use --pick {RANDOM})"
+            f"{int(good.sum())} images of {store.label} have a vector in {site.name}: "
+            f"{n} cannot be picked by it (use --pick {RANDOM})"
         )
     sample = sample[good]
     units = vectors[good] / lengths[good, np.newaxis]

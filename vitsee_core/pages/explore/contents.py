@@ -334,7 +334,8 @@ def _read_site(shown: SheetImages, seed: int, features: SiteFeatures) -> SiteCon
     finite = np.isfinite(x).all(-1)
     if lost := int((on_image & ~finite).sum()):
         log.warning(
-            "%s: %d of the shown patches of %s hold numbers that are not finite (look at it "
+            "%s: %d of the shown patches of %s hold numbers that are not finite (look at "
+            "it "
             "with vitsee validate); they are shown as empty",
             shown.store.label,
             lost,

@@ -233,39 +233,44 @@ _READINGS = {
     "cosine": (
         "Similarity",
         "cosine-map",
-        "The cosine of the chosen patch (outlined) with every patch, layer by layer: bright where "
-        "features point the same way. A layer that knows objects lights up the object and little "
-        "else, one that knows places lights up around the patch, one that is uniform everything. "
-        "Cosines are not centred: compare maps on one scale with care, and shapes with each map on "
+        "The cosine of the chosen patch (outlined) with every patch, layer by layer: "
+        "bright where features point the same way. A layer that knows objects lights up "
+        "the object and little else, one that knows places lights up around the patch, "
+        "one that is uniform everything. Cosines are not centred: compare maps on one "
+        "scale with care, and shapes with each map on "
         "its own.",
     ),
     "attention": (
         "Attention",
         "attn-map",
-        "What the chosen patch attends to in each block: the mean over heads, from the patch of a "
-        "coarse grid that is nearest (dashed). Choose a head below to see what the class token "
+        "What the chosen patch attends to in each block: the mean over heads, from the "
+        "patch of a coarse grid that is nearest (dashed). Choose a head below to see "
+        "what the class token "
         "attends to. Attention says where a token reads, not what it makes of it.",
     ),
     "pca": (
         "PCA colours",
         "pca",
-        "The first three principal components of each layer's patches, over the shown images, as "
-        "red, green and blue: like colours are like features, in a layer and, as layers are turned "
-        "to one reference, roughly across layers and models. Where the three explain little of the "
+        "The first three principal components of each layer's patches, over the shown "
+        "images, as red, green and blue: like colours are like features, in a layer and, "
+        "as layers are turned to one reference, roughly across layers and models. Where "
+        "the three explain little of the "
         "variance, patches of one colour may still differ.",
     ),
     "norms": (
         "Norms",
         "norms",
-        "How long each patch's features are. A few patches far above all others, often in even "
+        "How long each patch's features are. A few patches far above all others, often "
+        "in even "
         "background, are outliers that hold global information in place of their patch.",
     ),
     "lens": (
         "Classifier",
         "lens",
-        "What the model's own classifier says of each patch alone, as if the model ended there: "
-        "the class with the largest logit, fainter where its share is small. A low share does not "
-        "say that a layer knows nothing of the class, only that it does not write it in the "
+        "What the model's own classifier says of each patch alone, as if the model ended "
+        "there: the class with the largest logit, fainter where its share is small. A "
+        "low share does not say that a layer knows nothing of the class, only that it "
+        "does not write it in the "
         "classifier's terms.",
     ),
 }

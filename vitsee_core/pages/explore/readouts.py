@@ -85,8 +85,9 @@ def attention_of(
     kept = [block for block in blocks if _has_rows(store, block)]
     if not kept:
         raise MissingInput(
-            f"{store.label} keeps no attention of single images: extract it with --attention rows "
-            "(heads) or full (heads and patches) -o NEW.zarr, or let explore --recompute it"
+            f"{store.label} keeps no attention of single images: extract it with "
+            "--attention rows (heads) or full (heads and patches) -o NEW.zarr, or let "
+            "explore --recompute it"
         )
     return [BlockAttention(block, _stored_rows(shown, block), None) for block in kept]
 
@@ -219,8 +220,8 @@ def answers_of(shown: SheetImages, origin: Provenance | None) -> dict[str, SiteA
     }
     if not found:
         raise MissingInput(
-            f"the classifier of {store.label} reads {head.width} channels, which none of the shown "
-            "sites has"
+            f"the classifier of {store.label} reads {head.width} channels, which none of "
+            "the shown sites has"
         )
     return found
 

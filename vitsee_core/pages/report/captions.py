@@ -12,20 +12,20 @@ from vitsee_core.figures.training_values import answers_over_training
 from vitsee_core.runtime.registry import builtin_names, load
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.words import said_of
+from vitsee_core.tables.words import name_examples
 from vitsee_stores.errors import VitseeError
 
 DEPTH = (
-    "Relative depth counts sites of one kind from 0, the first (of block outputs what enters the "
-    "first block), to 1, the last."
+    "Relative depth counts sites of one kind from 0, the first (of block outputs what "
+    "enters the first block), to 1, the last."
 )
 
 
 OVER_TRAINING = (
-    "Each curve is a layer over the steps of a training, coloured from input to output; the map "
-    "beside has a column for each step and a row for each layer. A layer's value is the mean over "
-    "its heads or cells where it has several, with a band from the least to the largest; else the "
-    "band is the 95 % interval over images."
+    "Each curve is a layer over the steps of a training, coloured from input to output; "
+    "the map beside has a column for each step and a row for each layer. A layer's value "
+    "is the mean over its heads or cells where it has several, with a band from the "
+    "least to the largest; else the band is the 95 % interval over images."
 )
 
 
@@ -52,7 +52,7 @@ def caption(analysis: Analysis, table: Table | None = None) -> Caption:
         reading = analysis.readings.get(kind, reading)
         if table.step_unit:
             reading = OVER_TRAINING
-        reading = said_of(reading, table.notes)
+        reading = name_examples(reading, table.notes)
     if "depth" in reading and "elative depth" not in reading:
         reading = f"{reading} {DEPTH}"
     if not colon:
@@ -72,7 +72,7 @@ def headline(analysis: Analysis, table: Table) -> list[Answer]:
         except VitseeError:  # several values of a layer, whose figure says so
             return []
     answers = analysis.headline(table) if analysis.headline and len(table) else []
-    return [(who, said_of(text, table.notes)) for who, text in answers]
+    return [(who, name_examples(text, table.notes)) for who, text in answers]
 
 
 def captions() -> dict[str, Caption]:

@@ -25,7 +25,7 @@ from vitsee_core.runtime.registry import guest_of
 from vitsee_core.tables.formats import stem_of
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.same_labels import disambiguate_labels
 from vitsee_core.tables.sidecars import PYTHON
 from vitsee_core.tables.text import visible
 
@@ -175,7 +175,7 @@ def groups_of(
         return order.index(key) if key in order else len(order)
 
     results = sorted(results, key=place)
-    files = tell_apart([result.file for result in results])
+    files = disambiguate_labels([result.file for result in results])
     results = [replace(one, file=file) for one, file in zip(results, files, strict=True)]
     cards: dict[tuple[str, str], list[Card]] = {}
     of = [

@@ -19,7 +19,7 @@ from vitsee_core.figures.training_values import layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import PARTS as WORDS
+from vitsee_core.tables.words import BLOCK_PARTS as WORDS
 from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
 from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError

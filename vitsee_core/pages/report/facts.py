@@ -9,7 +9,7 @@ from vitsee_core.pages.report.materials import FoundStore, Materials
 from vitsee_core.pages.report.redrawing import Result
 from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.tables.results import ResultFile
-from vitsee_core.tables.words import examples_of
+from vitsee_core.tables.words import example_noun
 from vitsee_core.types import pl
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.plan import CLIPS
@@ -27,7 +27,7 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
     transform = record["transform"] or {}
     weights = _mapping(model.get("weights"))
     selection = _mapping(info.get("selection"))
-    examples = examples_of(record)
+    examples = example_noun(record)
     images = plural(record["n_images"], examples)
     if record["n_valid"] is not None and record["complete"]:
         unread = record["n_images"] - record["n_valid"]
@@ -178,7 +178,8 @@ def cautions(materials: Materials) -> list[str]:
             if unread:
                 of = record["n_images"]
                 found.append(
-                    f"{unread} of the {of} {examples_of(record)} of {store.name} could not be read."
+                    f"{unread} of the {of} {example_noun(record)} of {store.name} could "
+                    "not be read."
                 )
     few = {
         n for result in materials.results if (n := n_images(result)) and n < FEW_IMAGES
@@ -190,8 +191,8 @@ def cautions(materials: Materials) -> list[str]:
         what = "examples" if of_clips else "images"
         most = f"{min(few)} to {max(few)}" if len(few) > 1 else f"{min(few)}"
         found.append(
-            f"Some results are of few {what} ({most}): look at the intervals before you believe "
-            "small differences."
+            f"Some results are of few {what} ({most}): look at the intervals before you "
+            "believe small differences."
         )
     known = {store.record["store_id"]: store for store in materials.stores}
     for result in materials.results:

@@ -78,8 +78,8 @@ def find_materials(folder: Path) -> Materials:
     if not results and not stores:
         reasons = "".join(f"; {reason}" for reason in list(left_out.values())[:1])
         raise VitseeError(
-            f"{folder} has neither results (tables that commands wrote with -o, with their "
-            f"sidecars) nor stores{reasons}"
+            f"{folder} has neither results (tables that commands wrote with -o, with "
+            f"their sidecars) nor stores{reasons}"
         )
     results.sort(key=_made)
     return Materials(folder, tuple(results), tuple(stores), left_out, tuple(records))

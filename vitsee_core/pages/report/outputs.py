@@ -21,7 +21,7 @@ from vitsee_core.tables import replicates
 from vitsee_core.tables.files import (
     TABLE_ENDINGS,
     check_new_files,
-    check_place,
+    check_output_path,
     write_files,
 )
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes
@@ -68,7 +68,7 @@ class Outputs:
         """`r.replicates.csv` for `r.csv`."""
         if self.csv is None or not self.with_replicates:
             return None
-        return replicates.beside(self.csv)
+        return replicates.replicates_path(self.csv)
 
     def paths(self) -> list[Path]:
         """Every file that will be written, in that order: the table last."""
@@ -85,7 +85,7 @@ def check_outputs(
     Args:
         outputs: see `Outputs`.
         inputs: files that the work reads, see `check_new_files`.
-        images: the command's --data; a picture is not written below it, see `check_place`.
+        images: the command's --data; a picture is not written below it, see `check_output_path`.
 
     Raises:
         VitseeError: names the file and what to do.
@@ -94,7 +94,7 @@ def check_outputs(
         ending_of(outputs.csv, TABLE_ENDINGS, "-o")
     if outputs.png is not None:
         ending_of(outputs.png, FIGURE_ENDINGS, "--png")
-        check_place(outputs.png, images=images)
+        check_output_path(outputs.png, images=images)
     check_new_files(reversed(outputs.paths()), force=outputs.force, inputs=inputs)
 
 
@@ -197,7 +197,7 @@ def write_results(
         ending = ending_of(outputs.csv, TABLE_ENDINGS, "-o")
         if outputs.replicates is not None and table.replicates is not None:
             files[outputs.replicates] = table_bytes(
-                replicates.as_columns(table.frame), ending
+                replicates.expand_replicates(table.frame), ending
             )
         elif outputs.replicates is not None:
             log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)

@@ -16,7 +16,7 @@ from vitsee_core.pages.report.redrawing import Result
 from vitsee_core.pages.report.study_record import Section, StudyRecord, read_study
 from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.tables.text import visible
-from vitsee_core.tables.words import examples_of
+from vitsee_core.tables.words import example_noun
 from vitsee_core.types import pl
 
 SHOWN_MODELS = 6  # in a title
@@ -64,7 +64,7 @@ def _images(materials: Materials, study: StudyRecord) -> list[str]:
     for store in materials.stores:
         data = data_of(store)
         of_data[data] = max(of_data.get(data, 0), store.record["n_images"])
-        examples[data] = examples_of(store.record)
+        examples[data] = example_noun(store.record)
     texts = ["{0:,} {1} of {2}", "{0:,} of {2} to learn classes from"]
     found = [
         text.format(of_data[data], examples[data], data)
@@ -128,7 +128,7 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
         row = StoreRow(
             name=visible(store.name),
             data=visible(data_of(store)),
-            images=f"{record['n_images']:,} {examples_of(record)}",
+            images=f"{record['n_images']:,} {example_noun(record)}",
             size=human_bytes(record["size_bytes"]),
             state=", ".join(lacks) or "complete, checked",
             sound=not lacks,

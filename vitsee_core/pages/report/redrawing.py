@@ -17,10 +17,10 @@ from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.figures.training_charts import draw_over_training
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.parameters import DeclarationError
-from vitsee_core.tables.attributes import in_groups, with_attribute
+from vitsee_core.tables.attributes import label_groups, with_attribute
 from vitsee_core.tables.files import is_stream
 from vitsee_core.tables.results import ResultFile, Table, read_result
-from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.same_labels import disambiguate_labels
 from vitsee_core.tables.table_sites import rows_of_sites
 from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
@@ -77,8 +77,8 @@ class Result:
             changed = " and was changed since" if self.file.changed else ""
             rows = "these rows of it make" if drawn is not self.file.table else "it makes"
             raise VitseeError(
-                f"{self.file.path} was written by vitsee {self.command}{changed}: {rows} no figure "
-                f"of that command ({type(error).__name__}: {error})"
+                f"{self.file.path} was written by vitsee {self.command}{changed}: {rows} "
+                f"no figure of that command ({type(error).__name__}: {error})"
             ) from error
         return figure
 
@@ -94,8 +94,8 @@ class Result:
             place = next((path for path in places if path.is_file()), None)
             if place is None:
                 raise VitseeError(
-                    f"{recorded} is gone, whose curves this figure shows; expected it there, or "
-                    f"beside {self.file.path}"
+                    f"{recorded} is gone, whose curves this figure shows; expected it "
+                    f"there, or beside {self.file.path}"
                 )
             paths.append(place)
             labels.append(str(entry.get("label", "")))
@@ -118,8 +118,8 @@ def open_result(path: str | Path) -> Result:
         return _of_stream(file)
     if not file.sidecar:
         raise VitseeError(
-            f"{file.path} has no sidecar {beside} beside it, which says whose figure it is; "
-            f"{WRITTEN}, together with its sidecar"
+            f"{file.path} has no sidecar {beside} beside it, which says whose figure it "
+            f"is; {WRITTEN}, together with its sidecar"
         )
     name = file.command.replace("-", "_")
     package = file.sidecar.get("package", {})
@@ -136,7 +136,8 @@ def open_result(path: str | Path) -> Result:
     lacks = [name for name in file.sidecar.get("columns", ()) if name not in there]
     if lacks:
         raise VitseeError(
-            f"{file.path} lost columns since vitsee {file.command} wrote it: {', '.join(lacks)}"
+            f"{file.path} lost columns since vitsee {file.command} wrote it: "
+            f"{', '.join(lacks)}"
         )
     if file.changed:
         log.warning("%s was changed since vitsee %s wrote it", file.path, file.command)
@@ -174,8 +175,8 @@ def _of_stream(file: ResultFile) -> Result:
     if len(analyses) != 1:
         whose = " and ".join(name.replace("_", "-") for name in analyses) or "no command"
         raise VitseeError(
-            f"the table from {file.path} has columns and metrics of {whose}; {WRITTEN}, and its "
-            "file in place of a pipe"
+            f"the table from {file.path} has columns and metrics of {whose}; {WRITTEN}, "
+            "and its file in place of a pipe"
         )
     ((name, analysis),) = analyses.items()
     return Result(replace(file, command=name.replace("_", "-")), analysis)
@@ -224,9 +225,10 @@ def redraw(
     if group_by:
         if "results" in result.file.sidecar:
             raise VitseeError(
-                f"{result.file.path} was made of other results: label their stores GROUP/NAME"
+                f"{result.file.path} was made of other results: label their stores "
+                "GROUP/NAME"
             )
-        table = in_groups(table, group_by, [result.file.sidecar], own)
+        table = label_groups(table, group_by, [result.file.sidecar], own)
     wanted = look or Look()
     with drawn_as(wanted.theme, wanted.put_on):
         if not x:
@@ -263,10 +265,10 @@ def _joined(results: Sequence[Result]) -> Result:
         if own != (first.command, first.table.written.columns):
             raise VitseeError(
                 f"{file.path} is of vitsee {file.command} ({file.describe_columns()}), "
-                f"{first.path} of vitsee {first.command} ({first.describe_columns()}); expected "
-                "results of one command with the same columns"
+                f"{first.path} of vitsee {first.command} ({first.describe_columns()}); "
+                "expected results of one command with the same columns"
             )
-    files = tell_apart([result.file for result in results])
+    files = disambiguate_labels([result.file for result in results])
     table = Table.concat([file.table for file in files], notes=first.table.notes)
     stores = [entry for file in files for entry in file.sidecar.get("stores", ())]
     joined = replace(first, table=table, sidecar={**first.sidecar, "stores": stores})

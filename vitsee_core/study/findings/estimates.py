@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import interval
-from vitsee_core.tables.replicates import array_of
+from vitsee_core.tables.replicates import replicates_array
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 
@@ -71,7 +71,7 @@ def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimat
     chosen = table.frame.filter(rows)
     if not len(chosen):
         raise ValueError("no row is of the layers or heads that it is about")
-    without = array_of(chosen)
+    without = replicates_array(chosen)
     if without is None:
         raise ValueError(
             "no interval: there are too few images, or too few slabs of them"

@@ -24,7 +24,7 @@ from vitsee_core.similarity.hsic_sums import PairSums, centred_alignment
 from vitsee_core.similarity.stacks import input_pixels
 from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.study.findings.estimates import Estimate, mean
-from vitsee_core.tables.columns import REPLICATES, column_of
+from vitsee_core.tables.columns import REPLICATES, build_column
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Mask, pl
 from vitsee_stores import SiteSpec, Store
@@ -147,7 +147,7 @@ class ModelTables:
         of_heads = distance.mean(0).reshape(-1)
         without = means_without(sums, counts).reshape(len(of_heads), -1)
         scale = found["value"] / of_heads
-        each = column_of(REPLICATES, without * scale[:, None])
+        each = build_column(REPLICATES, without * scale[:, None])
         return found.with_frame(found.frame.with_columns(each))
 
     def ratios(self, model: str, tokens: str) -> Table:
