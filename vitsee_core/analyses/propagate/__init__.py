@@ -141,7 +141,11 @@ def run(
         SiteError: a site without a grid.
         VitseeError: see `davis.find_videos`, `choose_settings`; `save` exists.
     """
-    from vitsee_core.analyses.propagate.davis import find_masks, find_videos
+    from vitsee_core.analyses.propagate.davis import (
+        find_masks,
+        find_videos,
+        oriented_masks,
+    )
 
     settings = choose_settings(
         preset,
@@ -167,6 +171,7 @@ def run(
     selected = select_each(stores, chosen, _sites_with_grid)
     files = find_masks(Path(masks))
     videos = find_videos(selected.stores, files, None if only is None else Path(only))
+    files = oriented_masks(selected.stores, files, videos)
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
     # torch is imported from here on.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import is_video, walk
 from vitsee_core.images.selection import named_only
 from vitsee_core.images.videos import STILL, Sampling, Timeline
+from vitsee_core.truth.masks.orientation import say_oriented_files
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.manifest import abbreviate
 
@@ -79,10 +80,16 @@ class Video:
 
 @dataclass(frozen=True)
 class MaskFiles:
-    """A folder with one folder of PNG masks per video. of: video -> frame -> file below `root`."""
+    """A folder with one folder of PNG masks per video.
+
+    Attributes:
+        of: video -> frame -> file below `root`.
+        exif: whether masks are turned as the frames are, see `oriented_masks`.
+    """
 
     root: Path
     of: dict[str, dict[str, str]]
+    exif: bool = False
 
     def read(self, video: Video, frames: range | None = None) -> NDArray[np.uint8]:
         """(frames, height, width) numbers of objects, 0 where void. Raises VitseeError: a mask is
@@ -102,7 +109,7 @@ class MaskFiles:
     def _read(self, key: str, size: tuple[int, int]) -> NDArray[np.uint8]:
         where = self.root / key
         try:
-            image, _ = FileOpener(str(self.root)).load(key)
+            image, _ = FileOpener(str(self.root), exif=self.exif).load(key)
         except ImageError as error:
             raise VitseeError(f"{where}: {error.reason}") from None
         if image.mode not in ("P", "L"):
@@ -140,6 +147,28 @@ def find_masks(path: Path) -> MaskFiles:
             f"no masks in {root}; expected files like {_ANNOTATIONS}/{_RESOLUTION}/bear/00000.png"
         )
     return MaskFiles(root, masks)
+
+
+def oriented_masks(
+    stores: Sequence[Store], masks: MaskFiles, videos: Sequence[Video]
+) -> MaskFiles:
+    """Return the masks turned as the frames are, and log how many have an orientation.
+
+    Raises:
+        StoreMismatch: masks have an orientation, and the frames are turned in some stores alone.
+    """
+    turned = [bool(store.manifest.transform.get("exif")) for store in stores]
+    files = [masks.root / mask for video in videos for mask in video.masks]
+    n_turned = say_oriented_files(str(masks.root), turned[0], files)
+    if n_turned and len(set(turned)) > 1:
+        with_exif = stores[turned.index(True)].label
+        without = stores[turned.index(False)].label
+        raise StoreMismatch(
+            f"{n_turned} of the masks in {masks.root} have an EXIF orientation, and frames are "
+            f"turned by theirs in {with_exif} and not in {without}; extract both with --exif, or "
+            "both without"
+        )
+    return replace(masks, exif=turned[0])
 
 
 def find_videos(

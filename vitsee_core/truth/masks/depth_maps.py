@@ -181,13 +181,18 @@ _NYU_FILE = re.compile(r"(^|/)sync_depth_(\d+)\.png$")
 
 @dataclass(frozen=True)
 class PngDepths:
-    """PNG files below a folder; see `DepthFiles`. files: paths below it. scale: per metre."""
+    """PNG files below a folder; see `DepthFiles`.
+
+    files: paths below it. scale: values per metre. exif: whether maps are turned as their images
+    are, see `oriented_as`.
+    """
 
     name: str
     files: tuple[str, ...]
     keys: tuple[str, ...]
     scale: float
     layout: str
+    exif: bool = False
 
     @classmethod
     def open(cls, path: Path, scale: float | None) -> PngDepths:
@@ -214,7 +219,7 @@ class PngDepths:
         return str(Path(self.name, self.files[i]))
 
     def read(self, i: int) -> NDArray[Any]:
-        image, _ = FileOpener(self.name).load(self.files[i])
+        image, _ = FileOpener(self.name, exif=self.exif).load(self.files[i])
         if len(image.getbands()) > 1 or image.mode not in ("I", "I;16", "I;16B"):
             raise VitseeError(
                 f"{self.where(i)} is an image of mode {image.mode}; expected one channel of 16 "

@@ -28,7 +28,7 @@ from vitsee_core.truth.masks.labels import (
     MaskSource,
     PixelSource,
 )
-from vitsee_core.truth.masks.orientation import oriented_as
+from vitsee_core.truth.masks.orientation import oriented_as, say_orientations
 from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -192,6 +192,8 @@ def match_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows with a readable image and a mask, ascending, and the number of each's mask.
 
+    Masks with an EXIF orientation are counted in a remark.
+
     Raises:
         VitseeError: there are none.
     """
@@ -205,7 +207,10 @@ def match_rows(
             f"{abbreviate([ids[row] for row in selected], _MAX_NAMES)}; masks "
             f"{abbreviate(masks.keys, _MAX_NAMES)}; expected the same names but for the ending"
         )
-    return matched, mask_numbers[matched]
+    numbers = mask_numbers[matched]
+    exif = bool(store.manifest.transform.get("exif"))
+    say_orientations(store.label, exif, masks, numbers.tolist())
+    return matched, numbers
 
 
 def cut_to_image(

@@ -30,6 +30,7 @@ class PanopticMasks(AnnotationFile):
     foreground, stuff is background; crowds and pixels without a segment are void.
 
     folder: of the PNG files. annotations: of each image. things: the categories that are things.
+    exif: whether the PNG files are turned as their images are, see `oriented_as`.
     """
 
     void = "those of no segment and of crowds"
@@ -37,10 +38,11 @@ class PanopticMasks(AnnotationFile):
     folder: str
     annotations: list[dict[str, Any]]
     things: frozenset[Any]
+    exif: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads the file itself."""
-        return open_panoptic, (Path(self.name), None, Path(self.folder))
+        return open_panoptic, (Path(self.name), None, Path(self.folder), self.exif)
 
     @property
     def rules(self) -> dict[str, str]:
@@ -75,7 +77,9 @@ class PanopticMasks(AnnotationFile):
 
     def _numbers(self, i: int) -> NDArray[np.uint32]:
         """(height, width): of each pixel's segment, R + 256 G + 65536 B; 0 for none."""
-        image, _ = FileOpener(self.folder).load(self.annotations[i]["file_name"])
+        image, _ = FileOpener(self.folder, exif=self.exif).load(
+            self.annotations[i]["file_name"]
+        )
         if image.mode not in ("RGB", "RGBA"):
             raise VitseeError(
                 f"{self.where(i)} has mode {image.mode}; expected colours (RGB) that number the "
@@ -102,7 +106,10 @@ def is_panoptic(found: dict[str, Any]) -> bool:
 
 
 def open_panoptic(
-    path: Path, found: dict[str, Any] | None, folder: Path | None
+    path: Path,
+    found: dict[str, Any] | None,
+    folder: Path | None,
+    exif: bool = False,
 ) -> PanopticMasks:
     """The segments of a panoptic file.
 
@@ -110,6 +117,7 @@ def open_panoptic(
         path: of the JSON file.
         found: what it holds, see `read_annotations`; None: it is read now.
         folder: of its PNG files; by default the one beside it that is called as it is.
+        exif: whether the PNG files are turned as their images are.
 
     Raises:
         VitseeError: there is no such folder, or an entry is not as COCO has it.
@@ -146,6 +154,7 @@ def open_panoptic(
         folder=str(folder),
         annotations=[annotations[number] for number in known],
         things=frozenset(things),
+        exif=exif,
     )
 
 
