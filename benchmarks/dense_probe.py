@@ -28,7 +28,7 @@ from threadpoolctl import threadpool_limits
 from vitsee_core.analyses.dense_probe.linear import PixelSums, Solutions
 from vitsee_core.analyses.dense_probe.pixels import CellSums, labelled_pixels
 from vitsee_core.images.placement import Placement
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores import TokenLayout
 
 Array = NDArray[np.float64]

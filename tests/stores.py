@@ -154,6 +154,7 @@ def write_sites(
     as_extracted: bool = False,
     grams: bool = False,
     pixels: Array | None = None,
+    pixel_hashes: Array | None = None,
     distances: Array | None = None,
     clip: Clip | None = None,
     **more: Any,
@@ -173,6 +174,7 @@ def write_sites(
             depth is the place in `sites`.
         grams: keep Gram matrices within slabs.
         pixels: (n, 3, height, width) bytes, the images as the model saw them.
+        pixel_hashes: (n,) hashes of these.
         distances: (n, blocks, heads) attention distances of `blocks.0`, `blocks.1`, ...
         clip: how the frames were taken, of stores of clips.
         more: of `write`; labels are 0 and 1 in turn by default.
@@ -209,6 +211,9 @@ def write_sites(
     if pixels is not None:
         values["input"] = pixels
         plan["inputs"] = (3, *pixels.shape[-2:])
+    if pixel_hashes is not None:
+        values["pixel_hash"] = pixel_hashes
+        plan["pixel_hashes"] = True
     if distances is not None:
         blocks = tuple(f"blocks.{i}" for i in range(distances.shape[1]))
         group = AttentionGroup("", blocks, (distances.shape[2],) * len(blocks), layout)

@@ -13,8 +13,9 @@ from PIL import Image
 
 from vitsee_core.demo.class_maps import write_class_maps
 from vitsee_core.truth.masks import open_masks
-from vitsee_core.truth.masks.class_maps import IGNORED, open_class_maps
+from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.truth.masks.labels import BACKGROUND, FOREGROUND, VOID
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores.errors import VitseeError
 
 pytest.importorskip("pycocotools")

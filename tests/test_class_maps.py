@@ -12,8 +12,9 @@ from PIL import Image
 
 from vitsee_core.demo.class_maps import BORDER, CITYSCAPES, write_class_maps
 from vitsee_core.demo.coco import write_coco
-from vitsee_core.truth.masks.class_maps import CITYSCAPES as OFFICIAL
-from vitsee_core.truth.masks.class_maps import IGNORED, VOC_CLASSES, open_class_maps
+from vitsee_core.truth.masks.class_maps import open_class_maps
+from vitsee_core.truth.masks.png_maps import CITYSCAPES as OFFICIAL
+from vitsee_core.truth.masks.png_maps import IGNORED, VOC_CLASSES
 from vitsee_stores.errors import VitseeError
 
 
@@ -107,6 +108,32 @@ def test_a_plain_folder_s_values_are_classes(tmp_path: Path) -> None:
     assert maps.rules["ignored values"] == "3, 255"
     Image.fromarray(values == 3).save(tmp_path / "a.png")
     assert open_class_maps(tmp_path).read(0).tolist() == [[0, 1, 0, 0]]
+
+
+def test_the_value_without_a_class_of_a_plain_folder(tmp_path: Path) -> None:
+    values = np.array([[0, 3, 253, 255]], np.uint8)
+    Image.fromarray(values).save(tmp_path / "a.png")
+    every = open_class_maps(tmp_path, void="none")
+    assert every.read(0).tolist() == [[0, 3, 253, 254]]  # numbers end at 254
+    assert every.classes[254] == "255" and every.classes[3] == "3"
+    assert every.rules["ignored values"] == ""
+    other = open_class_maps(tmp_path, void=3)
+    assert other.read(0).tolist() == [[0, IGNORED, 253, 3]]
+    assert other.classes[3] == "255" and other.rules["ignored values"] == "3"
+    for void in (None, 255):
+        same = open_class_maps(tmp_path, void=void)
+        assert same.read(0).tolist() == [[0, 3, 253, IGNORED]] and not same.classes
+    fewer = open_class_maps(tmp_path, ["255"], void="none")
+    assert fewer.read(0).tolist() == [[0, 3, 253, IGNORED]]
+
+
+def test_where_the_value_without_a_class_is_refused(sets: Path, tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 254, 255]], np.uint8)).save(tmp_path / "a.png")
+    assert "has the value 254, and at most 255 classes" in refused(tmp_path, (), "none")
+    assert "--void 256: no value of" in refused(tmp_path, (), 256)
+    assert "leave out --void" in refused(sets / "VOC2012", (), "none")
+    annotations = sets / "coco" / "annotations"
+    assert "leave it out" in refused(annotations / "panoptic_val2017.json", (), "none")
 
 
 def refused(path: Path, *more: Any) -> str:

@@ -36,7 +36,7 @@ from vitsee_core.analyses.dense_probe.pixels import (
 )
 from vitsee_core.images.placement import Placement
 from vitsee_core.tables.results import Table
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -392,6 +392,24 @@ def test_scale_and_order_do_not_matter(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(other, **choice)["value"], table["value"], atol=1e-12)
     again = run(store, **choice, jobs=3)
     assert again["value"].tolist() == table["value"].tolist()
+
+
+def test_masks_of_0_and_255_are_two_classes_without_void(tmp_path: Path) -> None:
+    """Of the same scores as masks of 0 and 1, whichever values stand for the classes."""
+    store, masks = made(tmp_path, 6, classes=(0, 1))
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    for path in masks.glob("*.png"):
+        is_object = np.asarray(Image.open(path)) == 1
+        Image.fromarray(np.uint8(is_object)).save(path)
+        Image.fromarray(255 * np.uint8(is_object)).save(binary / path.name)
+    expected = run(store, masks=masks, holdout=0.5, per_class=True)
+    table = run(store, masks=binary, holdout=0.5, per_class=True, void="none")
+    np.testing.assert_allclose(table["value"], expected["value"], atol=1e-12)
+    assert set(expected["class"]) == {"", "0", "1"}
+    assert set(table["class"]) == {"", "0", "255"}
+    with pytest.raises(VitseeError, match="--void none makes them a class"):
+        run(store, masks=binary, holdout=0.5)
 
 
 def test_one_class_and_constant_tokens(tmp_path: Path) -> None:

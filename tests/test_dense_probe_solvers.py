@@ -33,7 +33,7 @@ from vitsee_core.analyses.dense_probe.neighbours import Search, most_votes
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
 from vitsee_core.analyses.dense_probe.solvers import TEMPERATURE, choose_solver
 from vitsee_core.tables.results import Table
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout

@@ -102,7 +102,8 @@ WRONG = {
     "a.zarr HALF --masks unnamed": "objectInfo150.txt is not the table of ADE20K's",
     "city.zarr HALF --masks gtFine": "labelIds.png has the value 34, which is",
     "a.zarr HALF --masks binary": "2 training images of a that have a class in binary are of the "
-    "class 0; expected two classes at least (255 is never one",
+    "class 0; expected two classes at least (pixels of value 255 are left out; --void none "
+    "makes them a class)",
     "a.zarr HALF --masks binary --solver knn --k 2": "are of the class 0; expected two classes",
     "a.zarr HALF --masks blank --solver sgd --steps 2": "are of the class 0; expected two classes",
     "a.zarr b.zarr --masks a-masks --masks blank-b": "4 test images of b that have a class",

@@ -542,6 +542,48 @@ def test_standard_errors_are_those_of_other_images(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+def hashed(
+    path: Path, first_pixel_hash: int | None, first_hash: int, n: int = 6
+) -> Store:
+    """Pictures of two classes whose hashes of pixels and of bytes count from these numbers."""
+    pixel_hashes = None
+    if first_pixel_hash is not None:
+        pixel_hashes = first_pixel_hash + np.arange(n)
+    ids = [f"{path.stem}{i}" for i in range(n)]
+    return pictures(path, ids, hash_offset=first_hash, pixel_hashes=pixel_hashes)
+
+
+def test_pictures_saved_anew_are_refused(tmp_path: Path) -> None:
+    """Their bytes differ, their pixels do not."""
+    store = hashed(tmp_path / "a.zarr", 1, 100)
+    anew = hashed(tmp_path / "anew.zarr", 6, 200)  # its first is the last of `a`
+    others = hashed(tmp_path / "others.zarr", 7, 300)
+    unhashed = hashed(tmp_path / "unhashed.zarr", None, 400)
+    line = r"1 distractor of anew is among .* \(anew0\), by bytes or pixels"
+    with pytest.raises(StoreMismatch, match=line):
+        run(store, distractors=[anew])
+    line = r"the query anew0 is among the images of a .*\(a5, equal pixels\)"
+    with pytest.raises(StoreMismatch, match=line):
+        run(store, queries=[anew])
+    for more in (others, unhashed):
+        assert run(store, distractors=[more])["n_images"].tolist()[0] == 12
+        run(store, queries=[more])
+    # A distractor that equals a query, which is not among the images.
+    with pytest.raises(StoreMismatch, match="6 distractors of again are among"):
+        again = hashed(tmp_path / "again.zarr", 7, 500)
+        run(store, queries=[others], distractors=[again])
+
+
+def test_pictures_that_occur_again_by_pixels(tmp_path: Path) -> None:
+    ids = [f"x{i}" for i in range(6)]
+    pixels = np.array([1, 2, 3, 4, 4, 1])
+    store = pictures(tmp_path / "a.zarr", ids, pixel_hashes=pixels)
+    assert (
+        "a: 2 images occur again (equal pixels, 0 of them equal bytes)"
+        in (run(store).notes["remarks"])
+    )
+
+
 @pytest.mark.slow
 def test_refused_searches(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.json")

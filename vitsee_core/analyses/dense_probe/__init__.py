@@ -334,7 +334,11 @@ def _task(truth: TruthOptions, per_class: bool) -> Task:
     if bool(truth.masks) == (truth.depth is not None):
         raise VitseeError("give exactly one of --masks and --depth")
     if truth.depth is not None:
-        mask_options = {"--ignore": truth.ignore, "--per-class": per_class}
+        mask_options = {
+            "--ignore": truth.ignore,
+            "--void": truth.void is not None,
+            "--per-class": per_class,
+        }
         for flag, value in mask_options.items():
             if value:
                 raise VitseeError(
@@ -354,7 +358,7 @@ def _task(truth: TruthOptions, per_class: bool) -> Task:
     ignored = []
     for item in truth.ignore:
         ignored += [word for word in str(item).split(",") if word]
-    return Segmentation(open_class_maps(truth.masks, ignored))
+    return Segmentation(open_class_maps(truth.masks, ignored, truth.void))
 
 
 def _validate_l2s(values: Sequence[float | str]) -> tuple[float, ...]:

@@ -67,7 +67,7 @@ from vitsee_core.analyses.dense_probe.work import (
     counted_rows,
     draw_images,
 )
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 

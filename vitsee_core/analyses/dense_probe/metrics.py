@@ -34,8 +34,9 @@ from vitsee_core.analyses.dense_probe.pixels import (
     near_boundary,
 )
 from vitsee_core.statistics.jackknife import SHARE, interval_cells
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap, ClassMaps
+from vitsee_core.truth.masks.class_maps import ClassMaps
 from vitsee_core.truth.masks.depth_maps import MIN_DEPTH, DepthMaps
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Integers, Mask
 
 BOTH, PREDICTED, LABELLED = range(3)

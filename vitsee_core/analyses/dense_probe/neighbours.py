@@ -20,7 +20,7 @@ from vitsee_core.analyses.dense_probe.solvers import (
     L2,
     TEMPERATURE,
 )
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.layout import TokenLayout
 

@@ -17,6 +17,7 @@ from vitsee_core.analyses.dense_probe.solvers import (
 from vitsee_core.analyses.dense_probe.work import CHOOSING, parse_concat
 from vitsee_core.runtime.options import SITES, Option
 from vitsee_core.truth.labels.labelled_rows import word_or_number
+from vitsee_core.truth.masks.sources import VOID_OPTION
 
 if TYPE_CHECKING:
     pass
@@ -160,6 +161,7 @@ class TruthOptions:
     split: Annotated[str | None, SPLIT] = None
     holdout: Annotated[float | None, HOLDOUT] = None
     ignore: Annotated[Sequence[str], IGNORE] = ()
+    void: Annotated[int | str | None, VOID_OPTION] = None
 
 
 @dataclass(frozen=True)

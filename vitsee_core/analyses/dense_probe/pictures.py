@@ -21,7 +21,7 @@ from vitsee_core.analyses.dense_probe.work import HeadKey, SplitImages
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.placement import place
 from vitsee_core.models.provenance import Pictures
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
 from vitsee_stores.errors import VitseeError
 
 log = logging.getLogger(__name__)

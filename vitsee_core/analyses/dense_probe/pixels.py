@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.placement import cell_edges, nearest_places
-from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:

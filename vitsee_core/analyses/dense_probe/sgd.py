@@ -41,7 +41,7 @@ from vitsee_core.analyses.dense_probe.work import (
     blind_heads,
     counted_rows,
 )
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import VitseeError
 

@@ -27,7 +27,7 @@ from vitsee_core.analyses.dense_probe.truth import (
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
-from vitsee_core.truth.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED, PLAIN
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
@@ -312,10 +312,14 @@ class SplitImages:
         name = str(number)
         if isinstance(self.task, Segmentation) and number < len(self.task.maps.classes):
             name = self.task.maps.classes[number]
+        hint = ""
+        ignored_values = self.truth.maps.rules.get("ignored values", "").split(", ")
+        if PLAIN in self.truth.maps.rules["layout"] and str(IGNORED) in ignored_values:
+            hint = f" (pixels of value {IGNORED} are left out; --void none makes them a class)"
         raise VitseeError(
             f"all pixels of the {self.n_images} {use} images of {self.store.label} that have a "
             f"class in {self.truth.maps.name} are of the class {name}; expected two classes at "
-            f"least ({IGNORED} is never one: give such pixels another value)"
+            f"least{hint}"
         )
 
 

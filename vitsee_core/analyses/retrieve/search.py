@@ -28,6 +28,7 @@ from vitsee_core.features import (
 from vitsee_core.runtime.machine import plural
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.truth.labels.labelled_rows import (
+    LabelledRows,
     check_label_spaces,
     labelled_rows,
     random_pieces,
@@ -192,10 +193,8 @@ def by_labels(
     own = data if queries is None else labelled_rows(queries, images, seed)
     remarks = [] if queries is None else check_label_spaces(data, own)
     lists = _OfClass(data.labels, own.labels, itself=queries is None)
-    if queries is None and (twins := len(data) - len(np.unique(data.hashes))):
-        remarks.append(
-            f"{store.label}: {plural(twins, 'images')} occur again (equal bytes)"
-        )
+    if queries is None:
+        remarks += _twins(store, data)
     names = own.store.samples.id[own.rows].tolist()
     about = {"images": data.describe()} | (
         {} if queries is None else {"queries": own.describe()}
@@ -213,6 +212,24 @@ def by_labels(
         remarks=tuple(remarks),
         about=about,
     )
+
+
+def _twins(store: Store, data: LabelledRows) -> list[str]:
+    """Return a remark on images that occur again; the list is empty if there are none.
+
+    Equal bytes have equal pixels, so that the latter are the more.
+    """
+    n_by_bytes = len(data) - len(np.unique(data.hashes))
+    pixel_hashes = _hashes(store, "pixel_hash", data.rows)
+    n_twins = n_by_bytes
+    if pixel_hashes is not None:
+        n_twins = len(data) - len(np.unique(pixel_hashes))
+    if not n_twins:
+        return []
+    how = "equal bytes"
+    if n_twins > n_by_bytes:
+        how = f"equal pixels, {n_by_bytes} of them equal bytes"
+    return [f"{store.label}: {plural(n_twins, 'images')} occur again ({how})"]
 
 
 class _OfClass(Sequence[dict[str, Integers]]):
@@ -318,45 +335,72 @@ def check_search(search: Search) -> None:
 
 
 def _check_queries_apart(search: Search) -> None:
-    hashes, own = _hashes(search)
-    places: dict[int, list[int]] = {}
-    for place in np.flatnonzero(np.isin(hashes, own) & search.readable).tolist():
-        places.setdefault(int(hashes[place]), []).append(place)
-    for name, hash_, lists in zip(search.names, own.tolist(), search.lists, strict=True):
-        for place in places.get(hash_, ()):
-            if place not in lists.get(JUNK, ()):
-                raise StoreMismatch(
-                    f"the query {name} is among the images of {search.store.label} that are "
-                    f"searched ({search.store.samples.id[search.rows[place]]}, equal bytes); leave "
-                    "it out of one of them"
-                )
+    """Refuse queries that are searched images outside of their own junk, by bytes and by pixels."""
+    for kind, words in KINDS_OF_HASH.items():
+        searched = _hashes(search.store, kind, search.rows)
+        queries = _hashes(search.query_store, kind, search.queries)
+        if searched is None or queries is None:
+            continue
+        places: dict[int, list[int]] = {}
+        is_shared = np.isin(searched, queries) & search.readable
+        for place in np.flatnonzero(is_shared).tolist():
+            places.setdefault(int(searched[place]), []).append(place)
+        for name, hash_, lists in zip(
+            search.names, queries.tolist(), search.lists, strict=True
+        ):
+            for place in places.get(hash_, ()):
+                if place not in lists.get(JUNK, ()):
+                    sample = search.store.samples.id[search.rows[place]]
+                    raise StoreMismatch(
+                        f"the query {name} is among the images of {search.store.label} that are "
+                        f"searched ({sample}, equal {words}); leave it out of one of them"
+                    )
 
 
 def _check_distractors(search: Search) -> None:
-    hashes, own = _hashes(search)
-    listed = np.zeros(len(hashes), bool)
+    """Refuse distractors that are queries or images of their lists, by bytes and by pixels."""
+    is_listed = np.zeros(len(search.rows), bool)
     for lists in search.lists:
         for places in lists.values():
-            listed[places] = True
-    known = np.concatenate([hashes[listed & search.readable], own])
+            is_listed[places] = True
+    listed_rows = search.rows[is_listed & search.readable]
     for store in search.distractors:
-        # Not `samples`, whose names take far more memory.
-        shared = np.isin(store.array("hash")[:], known) & store.valid
-        if shared.any():
-            n = int(shared.sum())
+        is_shared = np.zeros(store.n_images, bool)
+        for kind in KINDS_OF_HASH:
+            listed = _hashes(search.store, kind, listed_rows)
+            queries = _hashes(search.query_store, kind, search.queries)
+            distractors = _hashes(store, kind)
+            if distractors is None:
+                continue
+            for known in (listed, queries):
+                if known is not None:
+                    is_shared |= np.isin(distractors, known)
+        is_shared &= store.valid
+        n = int(is_shared.sum())
+        if n:
             raise StoreMismatch(
                 f"{plural(n, 'distractors')} of {store.label} {'is' if n == 1 else 'are'} among "
                 f"the queries and the images of their lists "
-                f"({_some(store.samples.id[shared].tolist())}); leave them out"
+                f"({_some(store.samples.id[is_shared].tolist())}), by bytes or pixels; leave them "
+                "out"
             )
 
 
-def _hashes(search: Search) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Hashes of the searched images, and of the queries."""
-    return (
-        search.store.samples.hash[search.rows],
-        search.query_store.samples.hash[search.queries],
-    )
+# Arrays of a store by which images are the same -> what is equal then, in words.
+KINDS_OF_HASH = {"hash": "bytes", "pixel_hash": "pixels"}
+
+
+def _hashes(
+    store: Store, kind: str, rows: Integers | None = None
+) -> NDArray[np.uint64] | None:
+    """Return hashes of images, of all rows by default; None if the store has none of this kind.
+
+    Read as an array rather than from `samples`, whose names take far more memory.
+    """
+    if kind == "pixel_hash" and not store.plan.pixel_hashes:
+        return None
+    hashes: NDArray[np.uint64] = store.array(kind)[:]
+    return hashes if rows is None else hashes[rows]
 
 
 class _Ids:

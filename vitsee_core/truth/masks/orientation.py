@@ -11,10 +11,11 @@ from typing import IO, Any, TypeVar
 from vitsee_core.images import ImageError
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.picture_remarks import EXIF_IGNORED, remarks_on
-from vitsee_core.truth.masks.class_maps import PngMaps, SegmentMaps
+from vitsee_core.truth.masks.class_maps import SegmentMaps
 from vitsee_core.truth.masks.depth_maps import DepthMaps, PngDepths
 from vitsee_core.truth.masks.labels import PixelSource
 from vitsee_core.truth.masks.panoptic import PanopticMasks
+from vitsee_core.truth.masks.png_maps import PngMaps
 from vitsee_core.truth.masks.sources import MaskFolder, Several
 
 Source = TypeVar("Source")

@@ -324,9 +324,14 @@ def find_segments(
                 break
     if not n:
         crowds = " but crowds (--crowd takes them)" if n_left_out["crowds"] else ""
+        # The value of PNG files; of COCO files, words.
+        void = source.rules.get("void", "")
+        hint = ""
+        if void.isdigit():
+            hint = f" (pixels of value {void} are left out; --void none makes them a segment)"
         raise VitseeError(
             f"no segment{crowds} can be seen in any of the {len(matched)} images of {store.label} "
-            f"that have a mask in {source.name}"
+            f"that have a mask in {source.name}{hint}"
         )
     counts = {
         "left_out_images_without_mask": n_without_mask,
