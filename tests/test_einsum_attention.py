@@ -62,7 +62,34 @@ def by_lists(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum(weights, [0, 1, 2, 4], v, [0, 1, 4, 3], [0, 2, 1, 3])  # type: ignore
 
 
+def keys_first(scores: str, outputs: str, dim: int) -> Multiply:
+    """Scores with keys before queries, and a softmax over keys there; then as `by_einsum`."""
+
+    def multiply(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (torch.einsum(scores, q, k) * SCALE).softmax(dim)
+        return torch.einsum(outputs, weights, v)
+
+    return multiply
+
+
+def keys_first_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (k @ q.transpose(-2, -1) * SCALE).softmax(-2)
+    return (weights.transpose(-2, -1) @ v).transpose(1, 2)
+
+
+def channels_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Values of (images, heads, dim, keys) times weights of keys and queries."""
+    weights = (k @ q.transpose(-2, -1) * SCALE).softmax(dim=2)
+    return (v.transpose(-2, -1) @ weights).permute(0, 3, 1, 2)
+
+
 SPELLINGS: dict[str, Multiply] = {
+    "keys first": keys_first("bhid,bhjd->bhji", "bhji,bhjd->bihd", dim=-2),
+    "keys first, from the front": keys_first("bhid,bhjd->bhji", "bhji,bhjd->bihd", 2),
+    "keys before heads": keys_first("bhid,bhjd->bjhi", "bjhi,bhjd->bihd", dim=1),
+    "keys before queries and heads": keys_first("bhid,bhjd->bjih", "bjih,bhjd->bihd", 1),
+    "keys first, by products": keys_first_by_matmul,
+    "keys first, channels first": channels_first,
     "plain": by_einsum("bhid,bhjd->bhij", "bhij,bhjd->bihd"),
     "values first": by_einsum("bhid,bhjd->bhij", "bhjd,bhij->bihd", values_first=True),
     "blanks": by_einsum("b h i d, b h j d -> b h i j", "b h i j, b h j d -> b i h d"),
@@ -109,6 +136,37 @@ def test_scores_and_values_are_those_of_products(case: str) -> None:
         torch.testing.assert_close(keeper.values[name], expected.values[name])
 
 
+def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries compete for keys, as slots do."""
+    return ((q @ k.transpose(-2, -1) * SCALE).softmax(-2) @ v).transpose(1, 2)
+
+
+def over_queries_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-2)
+    return torch.einsum("bhij,bhjd->bihd", weights, v)
+
+
+@pytest.mark.parametrize("multiply", [over_queries, over_queries_by_einsum])
+def test_a_softmax_over_queries_is_said(multiply: Multiply) -> None:
+    module = with_attention(multiply)
+    table = site_table(model_from_module(module, TRANSFORM, name="mine"))
+    assert not table.attention
+    reason = table.left_out["blocks.0 attention"]
+    assert reason.startswith("the softmax is not over the last axis of its argument")
+
+
+def test_keys_normalised_by_themselves_are_no_attention() -> None:
+    """Linear attention: softmax over tokens of k, then k^T v."""
+
+    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = k.softmax(-2).transpose(-2, -1) @ v
+        return (q.softmax(-1) @ context).transpose(1, 2)
+
+    table = site_table(model_from_module(with_attention(linear), TRANSFORM, name="mine"))
+    assert not table.attention
+    assert "not over the last axis" not in str(table.left_out)
+
+
 def test_heads_mixed_after_the_softmax_are_said() -> None:
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1)
@@ -121,6 +179,20 @@ def test_heads_mixed_after_the_softmax_are_said() -> None:
     )
 
 
+def laid_out(
+    equation: str, scores: Tensor, weights: Tensor, value: Tensor, result: Tensor
+) -> Any:
+    """What `read_einsum` makes of the weights of a softmax over the last axis."""
+    return read_einsum(
+        (equation, weights, value),
+        scores,
+        weights_at=0,
+        turned=False,
+        softmax_axis=-1,
+        result=result,
+    )
+
+
 def test_an_einsum_is_laid_out_as_products() -> None:
     scores, value = (
         torch.randn(2, 3, 4, 5),
@@ -128,7 +200,7 @@ def test_an_einsum_is_laid_out_as_products() -> None:
     )  # values that heads share
     weights = scores.softmax(-1)
     result = torch.einsum("bhqk,bkd->bqhd", weights, value)
-    product = read_einsum(("bhqk,bkd->bqhd", weights, value), scores, 0, False, result)
+    product = laid_out("bhqk,bkd->bqhd", scores, weights, value, result)
     assert product is not None
     assert torch.equal(product.scores, scores)
     assert product.value.shape == (2, 3, 5, 6)
@@ -149,7 +221,7 @@ def test_another_einsum_is_no_attention(equation: str, shape: tuple[int, ...]) -
     scores, value = torch.randn(2, 3, 4, 5), torch.randn(shape)
     weights = scores.softmax(-1)
     result = torch.einsum(equation, weights, value)
-    assert read_einsum((equation, weights, value), scores, 0, False, result) is None
+    assert laid_out(equation, scores, weights, value, result) is None
 
 
 def test_an_equation_without_an_arrow() -> None:
@@ -157,6 +229,6 @@ def test_an_equation_without_an_arrow() -> None:
     scores, value = torch.randn(4, 5), torch.randn(5, 6)
     weights = scores.softmax(-1)
     result = torch.einsum("qk,kd", weights, value)  # d before q
-    product = read_einsum(("qk,kd", weights, value), scores, 0, False, result)
+    product = laid_out("qk,kd", scores, weights, value, result)
     assert product is not None
     torch.testing.assert_close(product.output, weights @ value)

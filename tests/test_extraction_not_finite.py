@@ -34,6 +34,15 @@ def build():
     size = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=5, **size)
     return nn.Sequential(Standardised(), vit).eval(), TRANSFORM
+
+
+def build_dense():
+    """Patches alone, without a class token, so that tiles can be joined."""
+    torch.manual_seed(0)
+    size = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    none = {"class_token": False, "global_pool": "avg", "num_classes": 0}
+    vit = timm.create_model("vit_tiny_patch16_224", **none, **size)
+    return nn.Sequential(Standardised(), vit).eval(), TRANSFORM
 '''
 
 
@@ -55,7 +64,9 @@ def black_among(folder: Path, *rows: int) -> Path:
 
 def made(model: str, data: Path, *options: object) -> tuple[Store, str]:
     path = data.parent / f"{data.name}.zarr"
-    sizes = ["--slab", 3, "--batch-size", 2, "--order", "dataset"]
+    sizes = ["--slab", 3, "--order", "dataset"]
+    if "--batch-size" not in options:
+        sizes += ["--batch-size", 2]
     result = extracted(model, "--data", data, "-o", path, *sizes, *options)
     return open_store(path), result.stderr
 
@@ -133,3 +144,64 @@ def test_nothing_but_such_images_is_a_broken_model(model: str, tmp_path: Path) -
     result = extract(model, "--data", data, "-o", tmp_path / "store.zarr")
     assert result.exit_code == 1
     assert "are the weights sound?" in result.stderr
+
+
+def test_a_slab_of_such_images_alone(model: str, tmp_path: Path) -> None:
+    """Rows 3 to 5 are the second slab."""
+    store, said = made(model, black_among(tmp_path / "data", 3, 4, 5))
+    assert "3 of 7 images make the model give NaN or inf" in said
+    assert store.valid.tolist() == [True, True, True, False, False, False, True]
+    assert store.zarr["n_valid"][:].tolist() == [3, 0, 1]
+
+
+TILES = ["--short-side", 64, "--tiles"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_one_image_in_tiles(model: str, batch_size: int, tmp_path: Path) -> None:
+    """The lower right tile of one image is black: the image is named, and its row is NaN. The
+    others are as without it. Eight tiles are two images at a time."""
+    data = plant_images(tmp_path / "data", 7)
+    sizes = [*TILES, "--batch-size", batch_size]
+    whole, _ = made(f"{model}_dense", plant_images(tmp_path / "whole", 7), *sizes)
+    path = sorted(data.rglob("*.png"))[4]
+    image = Image.open(path).convert("RGB")
+    # Tiles begin at 32 of 64 pixels, at 25 of 50 pixels of the file.
+    image.paste((0, 0, 0), (22, 22, *image.size))
+    image.save(path)
+    store, said = made(f"{model}_dense", data, *sizes)
+    name = store.samples.id[4]
+    assert (
+        f"1 of 7 images make the model give NaN or inf: {name} (NaN or inf at embed)"
+        in said
+    )
+    assert store.valid.tolist() == [row != 4 for row in range(7)]
+    others = np.arange(7) != 4
+    for site in store.plan.sites:
+        if site.kind != "tokens" or site.alias_of is not None:
+            continue
+        values = store.acts(site.name)[:]
+        assert np.isnan(values[4]).all()
+        np.testing.assert_array_equal(values[others], whole.acts(site.name)[:][others])
+
+
+def test_on_error_fail_names_it_in_tiles(model: str, tmp_path: Path) -> None:
+    data = black_among(tmp_path / "data", 4)
+    path = tmp_path / "store.zarr"
+    options = [*TILES, "--slab", 3, "--order", "dataset", "--on-error", "fail"]
+    result = extract(f"{model}_dense", "--data", data, "-o", path, *options)
+    assert result.exit_code == 1
+    assert ".png: NaN or inf at embed" in result.stderr.splitlines()[-1]
+
+
+def test_one_clip_by_frame(model: str, tmp_path: Path) -> None:
+    """The last frame of one clip of three is black."""
+    root = tmp_path / "clips"
+    for clip in range(3):
+        plant_images(root / f"clip{clip}", 2)
+        for number, path in enumerate(sorted((root / f"clip{clip}").rglob("*.png"))):
+            path.rename(root / f"clip{clip}" / f"{number}.png")
+    Image.new("RGB", (60, 50)).save(root / "clip1" / "1.png")
+    store, said = made(model, root, "--frames", 2)
+    assert "1 of 3 clips make the model give NaN or inf: clip1" in said
+    assert store.valid.tolist() == [True, False, True]

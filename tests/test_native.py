@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from vitsee_stores.schema import check_plan
 from vitsee_stores.store import BY_IMAGE
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD  # noqa: E402
+
+qwen2_5: Any = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
 
 VISION = {
     **{
@@ -663,3 +667,52 @@ def test_canvases_without_native_are_written_as_before() -> None:
     written = without_absent(asdict(Canvas((448, 1072), 448, 16, (224, 224))))
     assert list(written) == ["size", "short_side", "multiple", "tiles", "crop_mode"]
     assert math.prod(written["size"]) == 448 * 1072
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [0, 3])
+def test_an_image_that_breaks_the_model_is_named(
+    row: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row is NaN, those of the others are as without it. A white patch makes the model NaN."""
+    embedding = qwen2_5.Qwen2_5_VisionPatchEmbed
+    as_published = embedding.forward
+
+    white = (1 - torch.tensor(OPENAI_CLIP_MEAN)) / torch.tensor(OPENAI_CLIP_STD)
+
+    def broken_by_white(self: Any, patches: torch.Tensor) -> torch.Tensor:
+        by_channel = patches.reshape(len(patches), 3, -1)
+        darkness = (by_channel - white[:, None]).abs().flatten(1).amax(1, keepdim=True)
+        result: torch.Tensor = as_published(self, patches)
+        return torch.where(darkness < 1e-4, torch.nan, result)
+
+    monkeypatch.setattr(embedding, "forward", broken_by_white)
+    one_white = tmp_path / "one_white"
+    shutil.copytree(folder / "photos", one_white)
+    path = sorted(one_white.rglob("*.png"))[row]
+    Image.new("RGB", Image.open(path).size, "white").save(path)
+    words = ["extract", f"transformers:{folder / 'Qwen2_5_VL'}#visual", "--native"]
+    words += ["--sites", "blocks", "--slab", "4", "--order", "dataset"]
+    stores = []
+    for data in (folder / "photos", one_white):
+        output = tmp_path / f"{data.name}.zarr"
+        result = ran(*words, "--data", data, "-o", output)
+        assert result.exit_code == 0, result.output
+        stores.append(open_store(output))
+    assert "1 of 6 images make the model give NaN or inf: " in result.stderr
+    whole = stores[0]
+    store = stores[1]
+    others = np.arange(6) != row
+    assert store.valid.tolist() == others.tolist()
+    paths = [f"acts/{site.name}/grid" for site in store.plan.stored]
+    paths += [f"pooled/{site.name}/mean" for site in store.plan.stored]
+    for path_of_array in (*paths, "attention/entropy", "attention/distance_px"):
+        values = store.zarr[path_of_array][:]
+        assert np.isnan(values[row]).all()
+        expected = whole.zarr[path_of_array][:]
+        np.testing.assert_array_equal(values[others], expected[others])
+    failed = ran(
+        *words, "--data", one_white, "-o", tmp_path / "f.zarr", "--on-error", "fail"
+    )
+    assert failed.exit_code == 1
+    assert f"{path.name}: NaN or inf at " in failed.stderr

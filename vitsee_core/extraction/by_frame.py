@@ -109,6 +109,9 @@ class FrameObserver(SlabObserver):
         assert clip is not None
         return clip.frames
 
+    def images_of_pass(self, n_rows: int) -> list[int]:
+        return [row // self._frames for row in range(n_rows)]
+
     def _reducer(self, group: AttentionGroup) -> AttentionReducer:
         return AttentionReducer(
             frame_layout(group.layout, self._frames),

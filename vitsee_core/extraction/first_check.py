@@ -99,9 +99,14 @@ def run_self_check(
 def finite_images(
     model: LoadedModel, table: SiteTable, plan: StorePlan, images: torch.Tensor
 ) -> list[int]:
-    """Return the indices of the images whose activations and output are finite."""
-    watch = FiniteWatch()
+    """Return the indices of the images whose activations and output are finite, each run alone:
+    images in one sequence, apart by a mask, break one another."""
+    finite = []
     with Capture(model, table, **hook_points(table, plan)) as capture:
-        output = first_tensor(capture.run(images, watch))
-        watch.note("the output", output)
-    return [row for row in range(len(images)) if row not in watch.first_sites]
+        for row in range(len(images)):
+            watch = FiniteWatch()
+            output = first_tensor(capture.run(images[row : row + 1], watch))
+            watch.note("the output", output)
+            if watch.first_site() is None:
+                finite.append(row)
+    return finite

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.native import NativeCapture, NativeObserver
-from vitsee_core.extraction.not_finite import FiniteWatch, without_broken
+from vitsee_core.extraction.not_finite import FiniteWatch, pixels_of_sound, without_broken
 from vitsee_core.extraction.outcome import Clock, StopRequest
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
@@ -197,9 +198,7 @@ class SlabLoop:
         failures = self._broken
         self._broken = {}
         for k, failure in sorted(failures.items()):
-            if self._reload is None or not isinstance(tools.capture, Capture):
-                raise failure
-            if isinstance(tools.observer, TiledObserver):
+            if self._reload is None:
                 raise failure
             with closing(self._reload(k)) as loading, self.clock("model"):
                 batches, left_out = without_broken(
@@ -208,6 +207,7 @@ class SlabLoop:
                     ids=prepared.selection.samples.ids,
                     failure=failure,
                     fail=self._fails,
+                    elsewhere=partial(self._sound_pixels, tools.observer, tools.capture),
                 )
             n_unreadable = len(self.unreadable)
             remarks = self.remarks.copy()
@@ -224,26 +224,59 @@ class SlabLoop:
             if k in self._broken:
                 raise self._broken[k]
 
+    def _sound_pixels(
+        self, observer: SlabObserver, capture: Capture | NativeCapture
+    ) -> torch.Tensor | None:
+        """Return the pixels of the store's first image that does not break the model, None if all
+        do. The images before it are loaded and run."""
+        if self._reload is None:
+            return None
+        for k in range(self.prepared.plan.n_slabs):
+            with closing(self._reload(k)) as loading:
+                for batch in loading:
+                    watch = self._look(k, observer, capture, batch)
+                    pixels = pixels_of_sound(batch, watch)
+                    if pixels is not None:
+                        return pixels
+        return None
+
     def _look(
-        self, k: int, observer: SlabObserver, capture: Capture, batch: Batch
+        self,
+        k: int,
+        observer: SlabObserver,
+        capture: Capture | NativeCapture,
+        batch: Batch,
     ) -> FiniteWatch:
         """Find the images of a batch of slab `k` whose activations are not finite."""
         prepared = self.prepared
-        watch = FiniteWatch()
         if prepared.changes is not None:
             prepared.changes.begin(prepared.plan.rows(k))
             prepared.changes.at(batch.rows)
         on_device = batch.pixels.to(prepared.device)
         pixels = normalise(on_device, prepared.model.transform, prepared.device)
+        of_batch = FiniteWatch()
         for pass_pixels in self._passes(pixels, batch, observer):
+            watch = FiniteWatch()
             capture.run(pass_pixels, watch)
-        if isinstance(observer, FrameObserver):
-            # Rows count frames: a clip gets the site of the first of its frames. Reversed, as
-            # the last one written to a dict stays.
-            n_frames = len(pixels[0])
-            sites = dict(reversed(watch.first_sites.items()))
-            watch.first_sites = {row // n_frames: site for row, site in sites.items()}
-        return watch
+            # An image has several rows where the model sees its tiles or frames. It gets the
+            # first site that any of them breaks in the pass.
+            images = observer.images_of_pass(len(pass_pixels))
+            rows_of_image: dict[int, list[int]] = {}
+            for row in watch.first_sites:
+                rows_of_image.setdefault(images[row], []).append(row)
+            for image, rows in rows_of_image.items():
+                broken_at: str | None = watch.first_sites[rows[0]]
+                if len(rows_of_image) > 1:
+                    # Images in one sequence, apart by a mask, break one another: 0 x NaN.
+                    if prepared.changes is not None:
+                        start = batch.rows.start + image
+                        prepared.changes.at(slice(start, start + 1))
+                    alone = FiniteWatch()
+                    capture.run(pass_pixels[rows], alone)
+                    broken_at = alone.first_site()
+                if broken_at is not None:
+                    of_batch.first_sites.setdefault(image, broken_at)
+        return of_batch
 
     @contextmanager
     def _memory(
@@ -345,11 +378,14 @@ class SlabLoop:
         if isinstance(observer, FrameObserver):
             # (clips, frames, 3, H, W) -> (clips x frames, 3, H, W)
             return (pixels.flatten(0, 1),)
+        # An image that does not count is not run: alone at its size, or tile by tile, it can
+        # break the model.
+        sizes = np.where(batch.valid[:, None], batch.size, 0).tolist()
         if isinstance(observer, NativeObserver):
-            return observer.parts(pixels, batch.size.tolist())
-        if not isinstance(observer, TiledObserver):
-            return (pixels,)
-        return observer.parts(pixels, batch.size.tolist(), self.strategy.batch_size)
+            return observer.parts(pixels, sizes)
+        if isinstance(observer, TiledObserver):
+            return observer.parts(pixels, sizes, self.strategy.batch_size)
+        return (pixels,)
 
     def _add_erf(
         self,

@@ -125,7 +125,8 @@ class NativeObserver(SlabObserver):
 
         Args:
             pixels: (images, channels, height, width) of a batch, on the canvas.
-            sizes: (height, width) of the original images, 0 for an unreadable one: it has no part.
+            sizes: (height, width) of the original images, 0 for one that does not count: it has no
+                part.
         """
         canvas = self._plan.canvas
         assert canvas is not None
@@ -137,6 +138,9 @@ class NativeObserver(SlabObserver):
             self._images = images
             self._reducers: dict[TokenLayout, AttentionReducer] = {}
             yield pixels[images, :, :height, :width]
+
+    def images_of_pass(self, n_rows: int) -> list[int]:
+        return self._images
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         stored = self._stored[site.name]

@@ -30,6 +30,10 @@ class FiniteWatch(Observer):
     def __init__(self) -> None:
         self.first_sites: dict[int, str] = {}
 
+    def first_site(self) -> str | None:
+        """Return the first site that any image breaks, None if none does."""
+        return next(iter(self.first_sites.values()), None)
+
     def note(self, name: str, x: Tensor | None) -> None:
         """Look at a tensor (images, ...)."""
         if x is None or not x.numel():
@@ -61,12 +65,27 @@ class LeftOut:
         return f"NaN or inf at {self.site}"
 
 
+def pixels_of_sound(batch: Batch, watch: FiniteWatch) -> Tensor | None:
+    """Return a copy of the pixels of the batch's first image that is read and does not break the
+    model; None without one.
+
+    Args:
+        batch: the images.
+        watch: what the model's pass over them showed.
+    """
+    for row in np.flatnonzero(batch.valid).tolist():
+        if row not in watch.first_sites:
+            return batch.pixels[row].clone()
+    return None
+
+
 def without_broken(
     batches: Iterator[Batch],
     look: Callable[[Batch], FiniteWatch],
     ids: Sequence[str],
     failure: NotFinite,
     fail: bool,
+    elsewhere: Callable[[], Tensor | None],
 ) -> tuple[list[Batch], list[LeftOut]]:
     """Mark the images that break the model as invalid in the batches of a slab.
 
@@ -79,13 +98,15 @@ def without_broken(
         ids: ids of all rows of the store.
         failure: the error that was raised for the slab.
         fail: whether one such image is to end the run.
+        elsewhere: function that returns the pixels of a sound image of another slab, None if
+            there is none; called if all images of this slab break the model.
 
     Returns:
         The batches, and the images that break the model.
 
     Raises:
         NotFinite: with `fail`, names the first such image. Else `failure` is raised if all
-            images of the slab break the model, or none does by itself.
+            images of the store break the model, or none of the slab does by itself.
     """
     loaded: list[tuple[Batch, NDArray[np.bool_]]] = []
     left_out: list[LeftOut] = []
@@ -101,8 +122,10 @@ def without_broken(
         if left_out and fail:
             first = left_out[0]
             raise NotFinite(f"{first.name}: {first.reason} ({failure})")
-        if sound_pixels is None and not broken.all():
-            sound_pixels = batch.pixels[int(np.flatnonzero(~broken)[0])].clone()
+        if sound_pixels is None:
+            sound_pixels = pixels_of_sound(batch, watch)
+    if sound_pixels is None and left_out:
+        sound_pixels = elsewhere()
     if sound_pixels is None or not left_out:
         raise failure
     for batch, broken in loaded:

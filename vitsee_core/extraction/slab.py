@@ -140,6 +140,14 @@ class SlabObserver:
         if self._plan.clip is not None:
             self._keep("seconds", torch.from_numpy(batch.seconds))
 
+    def images_of_pass(self, n_rows: int) -> Sequence[int]:
+        """Return, for each row of the current forward pass, the index of its image in the batch.
+
+        Args:
+            n_rows: rows of the pass.
+        """
+        return range(n_rows)
+
     def end_batch(self) -> None:
         """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis."""
         with self._exactly():

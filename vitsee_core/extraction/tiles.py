@@ -50,8 +50,8 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
     """Return the tiles of a batch, image by image and row by row.
 
     Args:
-        sizes: (height, width) of the original images, 0 for an unreadable one, which has no
-            tiles.
+        sizes: (height, width) of the original images, 0 for one that does not count, which
+            has no tiles.
         canvas: a canvas with tiles.
     """
     assert canvas.tiles is not None
@@ -102,6 +102,9 @@ class TiledObserver(SlabObserver):
                     for t in self._tiles
                 ]
             )
+
+    def images_of_pass(self, n_rows: int) -> list[int]:
+        return [tile.image for tile in self._tiles]
 
     def end_batch(self) -> None:
         """Images without tiles have grids of zeros."""

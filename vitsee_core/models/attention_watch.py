@@ -173,6 +173,7 @@ class AttentionEvent:
         query: the sizes of its queries, (images, heads, queries) in plain attention.
         n_keys: the number of keys.
         mixed: whether something other than a product with the values used the softmax's result.
+        over_last: whether the softmax was over the last axis of its argument.
         call: the tensors, where they have the four dimensions of plain attention.
         within: what part of a packed image's tokens a query sees, where that is not a window; None
             elsewhere.
@@ -183,6 +184,7 @@ class AttentionEvent:
     query: tuple[int, ...]
     n_keys: int
     mixed: bool = False
+    over_last: bool = True
     call: AttentionCall | None = None
     within: str | None = None
     window: tuple[int, ...] | None = None
@@ -207,10 +209,18 @@ class AttentionMode(TorchFunctionMode, ABC):
 
 
 class _PendingSoftmax(NamedTuple):
-    """A softmax whose product with the values has not come; depth: of modules, when it ran."""
+    """A softmax whose product with the values has not come.
+
+    Attributes:
+        scores: its argument.
+        weights: its result.
+        axis: the axis that it is over, from the end: -1 for the last.
+        depth: of modules, when it ran.
+    """
 
     scores: Tensor
     weights: Tensor
+    axis: int
     depth: int
 
 
@@ -274,19 +284,33 @@ class AttentionWatch(AttentionMode):
     def _softmax(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
-        """Keep a softmax over the last axis, until a product uses it."""
+        """Keep a softmax until a product uses it.
+
+        One over another axis than the last has keys before queries, as k @ q^T gives them. It is
+        kept if there are as many of both: else it is a choice between branches, or one that
+        normalises keys themselves (linear attention).
+        """
         scores = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(scores, Tensor) or scores.ndim < 3:
+        if not isinstance(scores, Tensor) or scores.ndim < 3 or not isinstance(dim, int):
             return
-        if dim in (-1, scores.ndim - 1):
-            self.flush()
-            self.pending = _PendingSoftmax(scores, weights=result, depth=self.depth)
+        axis = dim if dim < 0 else dim - scores.ndim
+        n_keys = scores.shape[axis]
+        over_images = axis == -scores.ndim
+        if axis != -1 and (over_images or scores.shape[1:].count(n_keys) < 2):
+            return
+        self.flush()
+        self.pending = _PendingSoftmax(scores, result, axis, self.depth)
 
     def _product(self, args: tuple[Any, ...], result: Tensor) -> None:
         """Report the pending softmax if a matrix product multiplies its result with the values."""
         assert self.pending is not None
-        scores, weights, _ = self.pending
+        scores, weights, axis, _ = self.pending
+        if axis == -2 and scores.shape[-2] == scores.shape[-1]:
+            scores = scores.transpose(-2, -1)
+            weights = weights.transpose(-2, -1)
+        elif axis != -1:
+            return
         value: Tensor
         if _is_same_view(args[0], weights):
             value = args[1]
@@ -302,12 +326,19 @@ class AttentionWatch(AttentionMode):
     def _einsum(self, args: tuple[Any, ...], result: Tensor) -> None:
         """Report the pending softmax if an einsum multiplies its result with the values."""
         assert self.pending is not None
-        scores, weights, _ = self.pending
+        scores, weights, axis, _ = self.pending
         operands = [x for x in args if isinstance(x, Tensor)]
         for index, operand in enumerate(operands):
             turned = _is_same_view(operand, weights.transpose(-2, -1))
             if turned or _is_same_view(operand, weights):
-                product = read_einsum(args, scores, index, turned, result)
+                product = read_einsum(
+                    args,
+                    scores,
+                    weights_at=index,
+                    turned=turned,
+                    softmax_axis=axis,
+                    result=result,
+                )
                 if product is not None:
                     self.pending = None
                     self._report(product.scores, product.value, product.output)
@@ -325,9 +356,11 @@ class AttentionWatch(AttentionMode):
         """Report a softmax that ran at this depth of modules or deeper, and whose result no product
         has used."""
         if self.pending is not None and self.pending.depth >= depth:
-            *query, n_keys = self.pending.scores.shape
+            axis = self.pending.axis
+            *query, n_keys = self.pending.scores.movedim(axis, -1).shape
             self.pending = None
-            self.sink(AttentionEvent(tuple(query), n_keys, mixed=True))
+            event = AttentionEvent(tuple(query), n_keys, mixed=True, over_last=axis == -1)
+            self.sink(event)
 
 
 class FirstAttention(TorchFunctionMode):

@@ -22,17 +22,20 @@ class Product(NamedTuple):
 def read_einsum(
     arguments: Sequence[Any],
     scores: Tensor,
+    *,
     weights_at: int,
     turned: bool,
+    softmax_axis: int,
     result: Tensor,
 ) -> Product | None:
     """The product of weights and values that an einsum computes; None where it is another one.
 
     Args:
         arguments: equation and operands, as torch hands them to who watches.
-        scores: what the softmax got, its keys last.
+        scores: what the softmax got.
         weights_at: which operand the weights are.
-        turned: whether they have keys before queries there, the last two axes exchanged.
+        turned: whether the last two axes of the scores are exchanged there.
+        softmax_axis: the axis of the scores that the softmax is over, from the end.
         result: of the einsum.
     """
     equation = arguments[0]
@@ -51,13 +54,14 @@ def read_einsum(
         len(set(axes)) != len(axes) for axes in (weight_axes, value_axes, output_axes)
     ):
         return None
-    key = weight_axes[-1]
+    key = weight_axes[softmax_axis]
+    others = weight_axes.replace(key, "")
     own_axes = [axis for axis in value_axes if axis not in weight_axes]
-    # Values that heads share have no axis of heads: then the query's is the last before the keys'.
-    query = next((axis for axis in weight_axes[-2::-1] if axis not in value_axes), None)
+    # Values that heads share have no axis of heads: then the query's is the last but the keys'.
+    query = next((letter for letter in others[::-1] if letter not in value_axes), None)
     if query is None or len(own_axes) != 1 or key not in value_axes:
         return None
-    batch = weight_axes[:-1].replace(query, "")
+    batch = others.replace(query, "")
     dim = own_axes[0]
     if sorted(output_axes) != sorted(batch + query + dim):
         return None

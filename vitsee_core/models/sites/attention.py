@@ -159,6 +159,11 @@ def _capture_refusal(
     event = calls[0].event
     if len(calls) > 1:
         return f"{len(calls)} attention calls in one block"
+    if event.mixed and not event.over_last:
+        return (
+            "the softmax is not over the last axis of its argument, and the values are not "
+            "multiplied with it along the axis that it is over"
+        )
     if event.mixed:
         return "the values are not multiplied by the softmax as it is (heads mixed after it, say)"
     if event.within is not None:
