@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import newest_models
 from tests.clip_files import write_frames
 from tests.extractions import extract, extracted
 from tests.models_helpers import captured, images
-from tests.newest_models import SIZE, MultiView
+from tests.newest_models import SIZE, CrossBlock, MultiView
+from tests.small_vits import DIM, Embedding
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import model_from_module
 from vitsee_core.models.loaded import LoadedModel
@@ -124,6 +125,55 @@ def test_attention_within_a_view_and_over_all() -> None:
         expected = weights[:, :, order][:, :, :, order]
         assert torch.allclose(found.scores[name].softmax(-1), expected, atol=1e-5), name
     assert "attention" not in " ".join(table.left_out)
+
+
+def test_views_have_no_rollout_and_the_reason_is_true() -> None:
+    reason = site_table(of_views()).rollout_refusal
+    assert reason == (
+        "frame_blocks.0 attends to windows of 1 x 4 x 4 cells; global_blocks.0 attends to all "
+        "tokens; rollout is stored where all blocks attend to all tokens"
+    )
+
+
+class ThreeBranches(CrossBlock):
+    """x + gate * attention, x + cross attention to a text, x + gate * MLP (PixArt); joins: the
+    input is joined with another before (Hunyuan-DiT)."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.randn(2, 1, 1, DIM))
+        self.skip_linear = nn.Linear(2 * DIM, DIM) if joins else None
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:  # type: ignore[override]
+        if self.skip_linear is not None:
+            x = self.skip_linear(torch.cat([x, x], -1))
+        x = x + self.gates[0] * self.attn(self.norm1(x))
+        x = x + self.cross_attn(x, text, text, need_weights=False)[0]
+        return x + self.gates[1] * self.mlp(self.norm2(x))
+
+
+class WithText(Embedding):
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ThreeBranches(joins) for _ in range(2))
+        self.text = nn.Parameter(torch.randn(1, 7, DIM))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x, self.text.expand(len(x), -1, -1))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_three_branches_are_left_out_by_name(joins: bool) -> None:
+    table = site_table(model_from_module(WithText(joins), SIZE, name="pixart"))
+    assert not table.sublayers
+    for block in ("blocks.0", "blocks.1"):
+        assert table.left_out[f"{block} residual"] == (
+            "it adds 3 branches to its stream (attn, cross_attn, mlp), and residual sites are of "
+            "blocks that add one or two"
+        )
 
 
 def test_many_views_have_many_prefix_tokens() -> None:

@@ -38,8 +38,6 @@ from vitsee_stores.schema import check_plan
 from vitsee_stores.store import BY_IMAGE
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD  # noqa: E402
-
 qwen2_5: Any = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
 
 VISION = {
@@ -678,7 +676,8 @@ def test_an_image_that_breaks_the_model_is_named(
     embedding = qwen2_5.Qwen2_5_VisionPatchEmbed
     as_published = embedding.forward
 
-    white = (1 - torch.tensor(OPENAI_CLIP_MEAN)) / torch.tensor(OPENAI_CLIP_STD)
+    processor = transformers.Qwen2VLImageProcessor()
+    white = (1 - torch.tensor(processor.image_mean)) / torch.tensor(processor.image_std)
 
     def broken_by_white(self: Any, patches: torch.Tensor) -> torch.Tensor:
         by_channel = patches.reshape(len(patches), 3, -1)

@@ -101,7 +101,9 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
         return attention.refusal
     windows = {block.window for block in attention.blocks}
     if any(window is not None and len(window) == 3 for window in windows):
-        return "attention is divided between time and space"
+        if any(len(names) > 1 for names in _names_by_index(attention).values()):
+            return "attention is divided between time and space"
+        return _within_frames(attention)
     if len({block.layout for block in attention.blocks}) > 1:
         return "attention lies on several grids"
     if len(windows) > 1:
@@ -110,6 +112,27 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     if attention.left_out or indices != list(range(indices[0], n_blocks)):
         return "not every block has token-to-token attention"
     return None
+
+
+def _names_by_index(attention: Attention) -> dict[int, list[str]]:
+    """Number of a block -> the names of its attention, two where it is divided."""
+    names: dict[int, list[str]] = {}
+    for block in attention.blocks:
+        names.setdefault(block.index, []).append(block.name)
+    return names
+
+
+def _within_frames(attention: Attention) -> str:
+    """Return why there is no rollout of clips or views where attention is within one of them in
+    some blocks: what the first block of each kind sees."""
+    seen: dict[str, str] = {}
+    for block in attention.blocks:
+        tokens = "all tokens"
+        if block.window is not None:
+            tokens = f"windows of {' x '.join(map(str, block.window))} cells"
+        seen.setdefault(tokens, block.name)
+    kinds = "; ".join(f"{name} attends to {tokens}" for tokens, name in seen.items())
+    return f"{kinds}; rollout is stored where all blocks attend to all tokens"
 
 
 def _split_time_and_space(

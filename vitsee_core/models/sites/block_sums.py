@@ -14,6 +14,7 @@ the last module's output times one factor per channel.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -83,6 +84,17 @@ def by_sums(model: nn.Module, path: str, trace: Trace) -> Description | None:
         return None
     block = _TracedBlock(model, path, trace, start, end)
     return block.two_branches() or block.one_branch() or block.joined_inputs()
+
+
+def branch_modules(model: nn.Module, path: str, trace: Trace) -> list[str]:
+    """Return, for each branch that a block adds to its stream one after the other, the name in the
+    block of the module that gives it; [] where no chain of sums leads from the block's input to
+    its output."""
+    start = trace.by_image(trace.entered(path))
+    end = trace.by_image(trace.left(path))
+    if start is None or end is None:
+        return []
+    return _TracedBlock(model, path, trace, start, end).branch_modules()
 
 
 class _TracedBlock:
@@ -190,6 +202,16 @@ class _TracedBlock:
     def joined_inputs(self) -> Description | None:
         """Return the parts of a block of two branches that joins several inputs first (U-ViT): its
         stream begins with the first output of a layer that is a term of a sum."""
+        first = self.joined()
+        if first is None:
+            return None
+        self.start = first.seen
+        self.origin = BlockHook("shortcut", first.hook_point, ("residual",))
+        return self.two_branches()
+
+    def joined(self) -> _Passage | None:
+        """Return the first output of a layer that is a term of a sum, in a block that takes several
+        tensors; None without one."""
         if len(self.trace.calls[self.path][0].inputs) < 2:
             return None
         terms = {key for pair in self.trace.sums.values() for key in pair}
@@ -198,12 +220,37 @@ class _TracedBlock:
             for passage in self.leaving
             if passage.seen.shape == self.end.shape and passage.seen.key in terms
         ]
-        if not candidates:
-            return None
-        first = min(candidates, key=lambda passage: passage.seen.key)
-        self.start = first.seen
-        self.origin = BlockHook("shortcut", first.hook_point, ("residual",))
-        return self.two_branches()
+        return min(candidates, key=lambda passage: passage.seen.key, default=None)
+
+    def branch_modules(self) -> list[str]:
+        """Return the names that the function of this name returns."""
+        stream = self.stream(self.end.key)
+        if not stream and (joined := self.joined()) is not None:
+            self.start = joined.seen
+            stream = self.stream(self.end.key)
+        names = []
+        for before, after in pairwise(stream):
+            inside = [
+                p.hook_point.module
+                for p in self.leaving
+                if before < p.seen.key < after and p.seen.shape == self.start.shape
+            ]
+            if not inside:
+                return []
+            # The child of the block that the last module is, or that holds it.
+            names.append(inside[-1].removeprefix(f"{self.path}.").split(".")[0])
+        return names
+
+    def stream(self, total: Key) -> list[Key]:
+        """Return the block's input and the sums that lead from it to a sum; [] where none do."""
+        terms = self.trace.sums.get(total, ())
+        if self.start.key in terms:
+            return [self.start.key, total]
+        for term in terms:
+            before = self.stream(term) if self.start.key < term < total else []
+            if before:
+                return [*before, total]
+        return []
 
     def residual_sum(self) -> tuple[Key, str | None]:
         """Return the block's sum, and the path of the module without weights (an activation) that

@@ -16,7 +16,7 @@ from vitsee_core.models.sites.attention import (
     attention_blocks,
     rollout_refusal,
 )
-from vitsee_core.models.sites.block_sums import describe
+from vitsee_core.models.sites.block_sums import branch_modules, describe
 from vitsee_core.models.sites.drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites.families import BlockHook, Description, Residual
 from vitsee_core.models.survey import Reader, Survey
@@ -31,6 +31,7 @@ from vitsee_core.models.survey.tracing import Seen
 from vitsee_core.models.tokens.towers import PART, is_language_input
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
+MOST_BRANCHES = 2  # of a block whose residual sums are read
 NEVER_CALLED = "never called: the model uses its weights directly, if at all"
 
 
@@ -79,6 +80,13 @@ class TableBuilder:
                 self.described[path] = readings[len(tried)]
             elif tried:
                 self.left_out[self.names[path]] = tried[0]
+            else:
+                added = branch_modules(model, path, self.trace)
+                if len(added) > MOST_BRANCHES:
+                    self.left_out[f"{self.names[path]} residual"] = (
+                        f"it adds {len(added)} branches to its stream ({', '.join(added)}), and "
+                        "residual sites are of blocks that add one or two"
+                    )
 
     def build(self) -> SiteTable:
         """Return the table, its sites in the model's order."""
