@@ -17,7 +17,7 @@ from tests.manifests import edited
 from tests.stores import write_sites
 from tests.test_best_layer import scores, write
 from vitsee_core.analyses import best_layer
-from vitsee_core.pages.report.cards import groups_of
+from vitsee_core.pages.report.cards import Headings, group_results
 from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.overview import stores_by_model
 from vitsee_core.pages.report.pictures import Addresses
@@ -145,8 +145,14 @@ def test_a_report_tells_stores_of_one_name_apart(folder: Path) -> None:
     materials = find_materials(folder)
     assert [*stores_by_model(materials)] == ["vit (random 0)", "vit (dino.pth)"]
     with closing(Addresses({}, ())) as addresses:
-        groups = groups_of(
-            materials.results, {}, folder / "r.html", {}, SILENT, {}, addresses, {}
+        groups = group_results(
+            materials.results,
+            Headings({}, figures={}),
+            folder / "r.html",
+            stores={},
+            left_out={},
+            addresses=addresses,
+            progress=SILENT,
         )
     ((group,),) = groups.values()
     assert {card.label for card in group.cards} == {"vit (random 0)", "vit (dino.pth)"}
