@@ -53,7 +53,7 @@ class SheetImages:
     times: int = 1
 
     @property
-    def once(self) -> list[int]:
+    def unique_rows(self) -> list[int]:
         """The rows without repetitions for the times of a clip."""
         return self.rows[:: self.times]
 

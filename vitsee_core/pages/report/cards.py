@@ -459,7 +459,7 @@ def _store_names(result: Result) -> list[str]:
     labels: list[str] = []
     for name in ("store", "store_a", "store_b"):
         if name in rows.columns:
-            labels += rows[name].drop_nulls().unique(maintain_order=True)
+            labels += rows[name].drop_nulls().unique(maintain_order=True).to_list()
     if not labels:
         labels = [str(store.get("label", "")) for store in stores_of(result)]
     return list(dict.fromkeys(labels))

@@ -7,16 +7,23 @@ the page's policy allows no script but its own, by its hash, and no request at a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from vitsee_core.figures.plotting import stores_in_order
 from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
-from vitsee_core.pages.report.cards import Headings, Sections, command_of, group_results
+from vitsee_core.pages.report.cards import (
+    Group,
+    Headings,
+    Sections,
+    command_of,
+    group_results,
+)
 from vitsee_core.pages.report.earlier import (
     UNSEALED,
     code_digest,
@@ -147,10 +154,6 @@ def render(
         if result.file.path not in materials.left_out
     ]
     materials = replace(materials, results=tuple(shown_results))
-    charts = {}
-    for heading_groups in groups.values():
-        for group in heading_groups:
-            charts.update({card.id: card.charts for card in group.cards if card.charts})
     code = script("pages/report/assets/script.js")
     style = asset("pages/html/assets/base.css") + asset("pages/report/assets/style.css")
     page: str = template("pages/report/assets/page.html").render(
@@ -175,13 +178,22 @@ def render(
         commands=[command for command in map(command_of, materials.results) if command],
         explored=explored,
         made_of=made_of,
-        data=json_for_html(charts),
+        data=json_for_html(_charts_by_card(groups)),
         script=code,
         style=style,
         script_hash=csp_hash(code),
         style_hash=csp_hash(style),
     )
     return page
+
+
+def _charts_by_card(groups: Mapping[str, Sequence[Group]]) -> dict[str, Any]:
+    """Return id of the card -> its charts, for the page's script."""
+    charts = {}
+    for heading_groups in groups.values():
+        for group in heading_groups:
+            charts.update({card.id: card.charts for card in group.cards if card.charts})
+    return charts
 
 
 def _stores_of_tables(materials: Materials) -> list[str]:
