@@ -11,7 +11,7 @@ import copy
 import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -62,7 +62,7 @@ from vitsee_core.models.sources.transformers_inputs import (
     as_patches,
     refuse_others,
 )
-from vitsee_core.models.sources.transformers_weights import load_whole
+from vitsee_core.models.sources.transformers_weights import load_whole, renamed_by_library
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_core.models.tokens.clips import accept_clips
 from vitsee_core.models.tokens.towers import (
@@ -222,6 +222,14 @@ class TransformersSource(Source):
         if (frames := clip_frames(module)) is not None:
             accept_clips(module, frames)
         return module
+
+    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
+        """The library's own conversion of its older names; None for a part that is not a model of
+        the library by itself."""
+        is_model = isinstance(module, library().PreTrainedModel)
+        if not is_model or is_language_input(module):
+            return super().converter(module)
+        return renamed_by_library
 
     def transform(
         self,
