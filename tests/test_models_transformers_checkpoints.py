@@ -178,3 +178,15 @@ def test_positions_of_another_grid_are_resampled(
     assert torch.allclose(found[0, 1:].T, resized[0].flatten(1), atol=1e-6)
     assert torch.equal(found[0, 0], stored[0, 0])
     assert model.weights["resampled"] and model.weights["notes"]
+
+
+def test_a_folder_with_as_many_positions_in_another_grid(
+    folders: Callable[[str], Path],
+) -> None:
+    """The folder's 4 x 4 positions are not those of 2 x 8 patches."""
+    name = f"transformers:{folders('ViTModel')}"
+    text = refusal(name, model_args={"image_size": [16, 64]})
+    assert "positions of 4 x 4 patches" in text and "the model has 2 x 8" in text
+    assert "--img-size" in text
+    load_model(name, model_args={"image_size": [32, 32]})
+    assert load_model(name, img_size=(16, 64)).input_size == (3, 16, 64)
