@@ -169,11 +169,17 @@ def explore(
         left_out=selected.left_out,
     )
     write_files({path: page.encode()}, force=force)
+    return _explored(path, contents)
+
+
+def _explored(path: Path, contents: Sequence[StoreContents]) -> Explored:
+    """Return what the page at a path shows, and the errors of its cosines."""
+    first = contents[0].shown
     errors = [tokens.error for each_store in contents for tokens in each_store.packed]
     return Explored(
         place=path,
-        n_images=len(rows[0]),
-        examples=sheets[0].store.plan.examples,
+        n_images=len(first.unique_rows),
+        examples=first.store.plan.examples,
         n_sites=len(errors),
         p99=max(error.p99 for error in errors),
         largest=max(error.largest for error in errors),
@@ -223,9 +229,9 @@ def _split_times(sheet: SheetImages) -> SheetImages:
     for site_name, n_times in times.items():
         if n_times != times[first_site]:
             raise SiteError(
-                f"{sheet.store.label}: {first_site} has {times[first_site]} places in time "
-                f"and {site_name} {n_times}; explore shows sites with one number of them: "
-                "choose these with --sites"
+                f"{sheet.store.label}: {first_site} has {times[first_site]} places in "
+                f"time and {site_name} {n_times}; explore shows sites with one number of "
+                "them: choose these with --sites"
             )
     n_times = times[first_site] or 1  # None: images
     rows = np.repeat(sheet.rows, n_times).tolist()

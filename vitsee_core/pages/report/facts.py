@@ -184,6 +184,7 @@ def cautions(materials: Materials) -> list[str]:
     for store in materials.stores:
         lines += _store_cautions(store)
     lines += _few_images_caution(materials.results)
+    # The stores of the report tell whether a result is older than its store.
     stores = {store.record["store_id"]: store for store in materials.stores}
     for result in materials.results:
         name = result.file.path.name
@@ -254,7 +255,8 @@ def result_cautions(result: Result, stores: Mapping[str, FoundStore]) -> list[st
         generation = entry.get("generation", 1)
         if generation != current:
             lines.append(
-                f"made from generation {_text(generation)} of {label}, which has {current}."
+                f"made from generation {_text(generation)} of {label}, which has "
+                f"{current}."
             )
     left_out = result.file.table.notes.get("left_out")
     if isinstance(left_out, dict):

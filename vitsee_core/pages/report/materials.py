@@ -6,7 +6,7 @@ import html
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -54,6 +54,11 @@ class Materials:
     stores: tuple[FoundStore, ...]
     left_out: dict[Path, str] = field(default_factory=dict)
     records: tuple[ResultFile, ...] = ()
+
+    def without_left_out(self) -> Materials:
+        """Return the same without the results that are left out."""
+        shown = [r for r in self.results if r.file.path not in self.left_out]
+        return replace(self, results=tuple(shown))
 
 
 def find_materials(folder: Path) -> Materials:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +126,7 @@ def render(
         progress: advanced by one per result.
     """
     study = read_study(materials.folder)
+    # A study's figures, where it was written as a file: heading -> its section.
     figures = {}
     for section in study.sections:
         note = visible(section.note)
@@ -148,12 +148,8 @@ def render(
             addresses=addresses,
             progress=progress,
         )
-    shown_results = [
-        result
-        for result in materials.results
-        if result.file.path not in materials.left_out
-    ]
-    materials = replace(materials, results=tuple(shown_results))
+    # Some results may have turned out not to be showable.
+    materials = materials.without_left_out()
     code = script("pages/report/assets/script.js")
     style = asset("pages/html/assets/base.css") + asset("pages/report/assets/style.css")
     page: str = template("pages/report/assets/page.html").render(
@@ -165,6 +161,7 @@ def render(
         results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,
+        # The gravest first: the page shows one, and the others on demand.
         cautions=[
             *failures(study),
             *steps_without_values(materials.records),

@@ -141,6 +141,7 @@ def open_result(path: str | Path) -> Result:
             f"whose figure it is; {EXPECTED_TABLE}, together with its sidecar"
         )
     name = file.command.replace("-", "_")
+    # A guest of that name may be another package's.
     package = file.sidecar.get("package", {})
     guest = registry.guests().get(name)
     if package and (guest is None or guest.package != package.get("name")):
@@ -153,6 +154,7 @@ def open_result(path: str | Path) -> Result:
         raise VitseeError(
             f"{file.path} is {made_by}, which draws no figure; {EXPECTED_TABLE}"
         )
+    # A table may be edited, but not lose columns that its figure reads.
     columns = file.table.frame.columns
     lost = [name for name in file.sidecar.get("columns", ()) if name not in columns]
     if lost:
@@ -260,6 +262,7 @@ def redraw(
     with drawn_as(look.theme, look.put_on):
         if not x:
             return result.figure(table, size, medium)
+        # Along the attribute or column x.
         unit = table.step_unit
         if unit and x == "rel_depth":
             return result.figure(table, size, medium, over_training=False)
