@@ -179,24 +179,9 @@ def run(
         for features in all_features:
             store = features.store
             site = features.site
-            store_blocks = blocks[store.label]
-            with one_blas_thread():  # on small batches threads cost more than they save
-                fitted = fit(
-                    features,
-                    assign_halves(store_blocks.of_rows),
-                    options,
-                    execution.progress,
-                )
-            task = ConceptTask(
-                features=features,
-                dictionary=fitted.full,
-                blocks=store_blocks.of_rows,
-                labels=_labels_and_shuffled(store, options.seed),
-                n_top=top,
+            fitted, sums = _fit_and_measure(
+                features, blocks[store.label], options, top, execution
             )
-            sums = execution.fold(
-                store, task, execution.rows(store), slab_bytes=features.slab_bytes
-            ).result()
             cells = site_columns(store, site)
             cells |= {"method": method, "k": k, "n_examples": int(sums.n.sum())}
             for row in _site_rows(features, fitted, sums, options.seed):
@@ -309,6 +294,40 @@ def _make_blocks(store: Store, execution: Execution) -> Blocks:
             f"{store.label} has one image that counts; expected 2 or more, for halves"
         )
     return blocks
+
+
+def _fit_and_measure(
+    features: SiteFeatures,
+    blocks: Blocks,
+    options: SolverOptions,
+    top: int,
+    execution: Execution,
+) -> tuple[FittedDictionaries, ConceptSums]:
+    """Return a site's dictionaries, and the sums that measure the one of all images.
+
+    Args:
+        features: reads the site's patch tokens.
+        blocks: the jackknife's blocks of the store's images.
+        options: how dictionaries are fitted.
+        top: number of patches kept for each concept.
+        execution: images, threads and progress.
+    """
+    with one_blas_thread():  # on small batches threads cost more than they save
+        fitted = fit(features, assign_halves(blocks.of_rows), options, execution.progress)
+    task = ConceptTask(
+        features=features,
+        dictionary=fitted.full,
+        blocks=blocks.of_rows,
+        labels=_labels_and_shuffled(features.store, options.seed),
+        n_top=top,
+    )
+    sums = execution.fold(
+        features.store,
+        task,
+        execution.rows(features.store),
+        slab_bytes=features.slab_bytes,
+    ).result()
+    return fitted, sums
 
 
 def _labels_and_shuffled(store: Store, seed: int) -> Integers:

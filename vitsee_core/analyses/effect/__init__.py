@@ -150,7 +150,8 @@ def run(
         raise VitseeError(
             "no changed store to compare with the base; expected one or more"
         )
-    _require_distinct_stores((base, *changed))
+    stores = (base, *changed)
+    _require_distinct_stores(stores)
     row_metrics = select_metrics(metrics or METRICS, METRICS, "effect")
     compares_outputs = any(metric not in ("cka", COSINE) for metric in row_metrics)
     compares_sites = "cka" in row_metrics or COSINE in row_metrics
@@ -166,7 +167,7 @@ def run(
     # Each step adds its remarks in this order, in which they are also logged.
     remarks = _remarks_on_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
-    pairs = pairs_of_sites((base, *changed), sites if compares_sites else ())
+    pairs = pairs_of_sites(stores, sites if compares_sites else ())
     readers = _make_readers(
         base,
         changed,
@@ -224,7 +225,7 @@ def run(
         "tokens": tokens,
         "seed": execution.seed,
         "images": {"rows": int(mask.sum()), "chosen": image_rows.how},
-        WORD: {store.label: blocks.describe() for store in (base, *changed)},
+        WORD: {store.label: blocks.describe() for store in stores},
     }
     if cka_notes:
         notes["cka"] = cka_notes
