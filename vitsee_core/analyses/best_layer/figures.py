@@ -92,7 +92,13 @@ def draw_best_layers(
 
 
 def _curve_points(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per store, site and baseline: the best of its heads and tokens."""
+    """Return the points of a task's curves, one per store, site and baseline.
+
+    A point is the best of a site's heads and tokens. The columns are store, site, baseline,
+    rel_depth, value, low and high.
+
+    rows: of one task.
+    """
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
     best = (sign * pl.col("value")).arg_max().fill_null(0)
     numbers = pl.col("value", "low", "high", "depth", "rel_depth").get(best)
@@ -170,7 +176,7 @@ def draw_differences(rows: pl.DataFrame) -> Figure:
     tasks = [(str(frame["task"][0]), _difference_lines(frame)) for frame in by_task]
     max_lines = max(len(lines) for _, lines in tasks)
     max_letters = max(len(line.text) for _, lines in tasks for line in lines)
-    width = 12 + 0.56 * max_letters
+    width = 12 + 0.56 * max_letters  # ems: the panel, and a letter's mean width
     figure, all_axes = panels(
         len(tasks),
         width=width,
@@ -192,7 +198,10 @@ class DifferenceLine(NamedTuple):
 
 
 def _difference_lines(rows: pl.DataFrame) -> list[DifferenceLine]:
-    """Return the lines of a panel from top to bottom."""
+    """Return the lines of a panel from top to bottom, a heading above the lines of each row a.
+
+    rows: differences of one task.
+    """
     lines = []
     by_minuend = rows.group_by("store_a", "site_a", maintain_order=True)
     for (store, site), group in by_minuend:
@@ -226,7 +235,13 @@ def _head_and_token(row: Mapping[str, Any], side: str) -> str:
 def _draw_difference_panel(
     axes: Axes, task: str, lines: Sequence[DifferenceLine]
 ) -> None:
-    """Draw the differences of one task, one below the other, with their intervals."""
+    """Draw the differences of one task, one below the other, with their intervals.
+
+    Args:
+        axes: the panel.
+        task: its name, for the title.
+        lines: what stands below one another, a heading without a row among them.
+    """
     metric = next(line.row["metric"] for line in lines if line.row is not None)
     axes.axvline(0, color=GREY, linewidth=0.8)
     for y, (_, row) in enumerate(lines):
@@ -235,6 +250,7 @@ def _draw_difference_panel(
         # Tables leave out columns that no row fills.
         low = row.get("low")
         high = row.get("high")
+        # Filled and coloured only if the interval excludes 0.
         ink = GREY
         face = "white"
         label = ALONE
@@ -306,6 +322,7 @@ def draw_redundancy(
             marker=marker(i + 1),
             label=shorten(task_words(task), 44),
         )
+    # CKA is at most 1, and most scores are shares: one axis for both.
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel("CKA; score")

@@ -299,7 +299,7 @@ def _count_classes(data: LabelledRows, is_segments: bool) -> int:
 
 
 def _seeds(first: int, n_seeds: int) -> list[int]:
-    """Return the seeds of the runs of k-means.
+    """Return the seeds of the runs of k-means, `n_seeds` consecutive ones.
 
     Raises:
         VitseeError: none, or seeds beyond those of scikit-learn.
@@ -318,7 +318,13 @@ def _seeds(first: int, n_seeds: int) -> list[int]:
 def _store_rows(
     work: StoreClusters, execution: Execution, remarks: list[str]
 ) -> list[Score]:
-    """Return the rows of one store, the baselines' last; adds to the remarks."""
+    """Return the rows of one store, the model's first, then those of each baseline.
+
+    Args:
+        work: what is clustered.
+        execution: threads and progress.
+        remarks: the list that remarks are added to, on missing values and equal vectors.
+    """
     data = work.data
     reason = work.reason_without_values
     # Name of a site, or number of channels of random features -> baseline -> scores.
@@ -372,10 +378,11 @@ def plot(table: Table) -> Figure:
     title = f"k = {', '.join(map(str, rows['k'].unique(maintain_order=True)))}"
 
     def set_title(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
-        """Finish a panel."""
+        """Write the number of clusters above a panel."""
         axes.set_title(title)
 
-    metrics = [name for name in (*METRICS, *SEGMENT_METRICS) if name in table["metric"]]
+    all_metrics = (*METRICS, *SEGMENT_METRICS)
+    metrics = [name for name in all_metrics if name in table["metric"]]
     return draw_depth_panels(rows, metrics, set_title, spread=spread, counts=counts)
 
 

@@ -152,6 +152,7 @@ def run(
             dictionary of several sites to save, or a file that exists, without `force`.
     """
     _check_options(method, k, epochs, top, execution.seed)
+    # Rows about concepts are always in the table: the figure is made of them.
     row_metrics = {
         *select_metrics(metrics or METRICS, METRICS, "concepts"),
         *CONCEPT_METRICS,
@@ -167,6 +168,7 @@ def run(
     if save is not None:
         _check_save(save, n_sites=len(all_features), force=force)
     data = None if origin is None else origin.data
+    # One choice of blocks for all sites of a store, so that their intervals compare.
     blocks = {store.label: _make_blocks(store, execution) for store in selection.stores}
     n_images = sum(
         int((blocks[features.store.label].of_rows >= 0).sum())
@@ -217,6 +219,7 @@ def at_a_glance(table: Table) -> Table:
     shares = site_table.frame.filter(metric="share").sort(
         "value", descending=True, maintain_order=True
     )
+    # Their strongest patches, beside their shares.
     frequent = shares["concept"][:N_AT_A_GLANCE]
     return site_table.filter(pl.col("concept").is_in(frequent.implode()))
 

@@ -215,6 +215,7 @@ def run(
         raise MissingInput(
             f"no {' or '.join(row_metrics)}: {'; '.join(remarks) or 'no sites'}"
         )
+    # A cosine is a mean over images, as KL is.
     intervals = {**OUTPUT_INTERVALS, "cosine": OUTPUT_INTERVALS["kl"]}
     if cka_notes:
         intervals["cka"] = cka_notes["spread"]
@@ -292,6 +293,7 @@ def _base_rows(base: Store, means: Means) -> list[Cells]:
     output_means = _output_means(means)
     if RIGHT_BASE not in output_means:
         return []
+    # Its `base` stays empty: it is compared with nothing.
     columns = site_columns(base, base.sites[LOGITS])
     return [{**columns, **top1_cells(output_means[RIGHT_BASE])}]
 
@@ -317,6 +319,7 @@ def _change_rows(
         if metric == COSINE:
             columns = site_columns(changed, changed.sites[site])
             rows.append({**columns, "metric": COSINE, **mean.cells(COSINES)})
+    # Every row says what it was compared with.
     return [{"base": base.label, **row} for row in rows]
 
 
@@ -349,8 +352,11 @@ def _remarks_on_base(base: Store) -> list[str]:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return per changed store its loss of accuracy, the share of unchanged answers, the
-    divergence, and the site that changed most."""
+    """Return a sentence for each changed store.
+
+    It has its loss of accuracy, the share of unchanged answers, the divergence, and the site that
+    changed most, as far as the table has them.
+    """
     phrases: dict[str, list[str]] = {}  # store -> parts of its sentence
     templates = {
         "top1_difference": "top-1 changed by {}",
