@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 from scipy.stats import binom, norm
 
-from vitsee_core.analyses.normratio import METRICS
+from vitsee_core.analyses.normratio.sublayer_estimates import METRICS
 
 Array = NDArray[Any]
 

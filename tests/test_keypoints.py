@@ -32,12 +32,12 @@ from tests.spair_sets import (
 from tests.stores import write_sites
 from tests.tables import equal, groups_of, having, unique
 from vitsee_core.analyses.keypoints import COLUMNS, plot, run
-from vitsee_core.analyses.keypoints.positions import (
+from vitsee_core.analyses.keypoints.candidates import (
     TokenAxis,
     candidate_axes,
-    locate,
     token_axes,
 )
+from vitsee_core.analyses.keypoints.positions import locate
 from vitsee_core.analyses.keypoints.protocol import ProtocolOptions, choose_protocol
 from vitsee_core.analyses.keypoints.scoring import KeypointScorer
 from vitsee_core.analyses.keypoints.search import (

@@ -36,7 +36,8 @@ from vitsee_core.analyses.localize import (
     plot,
     run,
 )
-from vitsee_core.analyses.localize.localisation import OWN_METRICS, SiteMaps, own_patch
+from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
+from vitsee_core.analyses.localize.site_maps import SiteMaps
 from vitsee_core.features import choose_features
 from vitsee_core.runtime import lanes as cost
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
@@ -512,7 +513,7 @@ def test_the_cost_is_said_before_the_work(
     def stop(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vitsee_core.analyses.localize.input_pixels", stop)
+    monkeypatch.setattr("vitsee_core.analyses.localize.site_tables.input_pixels", stop)
     for n in (30, 15):
         with pytest.raises(KeyboardInterrupt):
             run(store, images=n)

@@ -13,7 +13,7 @@ from scipy.stats import t as student
 
 from tests.stores import write_sites
 from vitsee_core.analyses import norms
-from vitsee_core.analyses.normratio import TokenMean
+from vitsee_core.analyses.normratio.sublayer_estimates import TokenMean
 from vitsee_core.statistics.image_statistics import block_labels, statistic
 from vitsee_core.statistics.medians import (
     median_ranks,

@@ -26,7 +26,8 @@ from tests.reference_normratio import (
 from tests.residuals import SITES, cnn, products_of, random_branches, vit
 from tests.stores import write_residuals
 from tests.tables import equal
-from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
+from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, plot, run
+from vitsee_core.analyses.normratio.sublayer_estimates import METRICS
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.skip_branch import quantities
 from vitsee_core.tables.results import Table

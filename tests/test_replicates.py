@@ -29,6 +29,7 @@ from vitsee_core.analyses import (
     probe,
     saliency,
 )
+from vitsee_core.analyses.normratio.sublayer_estimates import METRICS
 from vitsee_core.statistics.jackknife import (
     SHARE,
     Blocks,
@@ -84,7 +85,7 @@ def of_normratio(folder: Path, kept: Array) -> Table:
     table = normratio.run(residuals(folder / "a.zarr", kept), tokens=("each", "patches"))
     # Replicates of a median are those of each image's influence on it, not the median of the rest,
     # whose jackknife is not consistent: tests/test_medians.py.
-    means = [metric for metric in normratio.METRICS if "median" not in metric]
+    means = [metric for metric in METRICS if "median" not in metric]
     return having(table, metric=means)
 
 

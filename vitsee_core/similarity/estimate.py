@@ -48,7 +48,6 @@ from vitsee_core.similarity.hsic_sums import (
 )
 from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.scaling import stored_gram_scale
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -473,8 +472,7 @@ def _grams_within_slabs(
         if r.has_blocks_only:
             rows = comparison.rows_of(r)
             slab_rows = [rows[images] for images in slabs]
-            scale = stored_gram_scale(r.store, r.stored.name)
-            grams.append(partial(_stored_slab_gram, r, slab_rows, slab_size, scale))
+            grams.append(partial(_stored_slab_gram, r, slab_rows, slab_size))
         else:
             grams.append(next(computed))
     return grams
@@ -484,16 +482,14 @@ def _stored_slab_gram(
     representation: Representation,
     slab_rows: Sequence[Integers],
     slab_size: int,
-    scale: float,
     batch: int,
 ) -> Matrix:
-    """Return the stored Gram matrix of the images of one slab, of scaled features.
+    """Return the stored Gram matrix of the images of one slab.
 
     Args:
         representation: whose store keeps Gram matrices within slabs.
         slab_rows: rows of the store in each compared slab.
         slab_size: of the store.
-        scale: of the features, a power of two.
         batch: which of the compared slabs.
     """
     rows = slab_rows[batch]
@@ -503,11 +499,6 @@ def _stored_slab_gram(
     def load() -> Float32:
         """Return (images, images) of the slab."""
         stored = representation.store.grams(representation.stored.name)[slab]
-        gram: Float32 = stored[np.ix_(positions, positions)]
-        if scale != 1:
-            # Twice the scale rather than once its square, which float32 may not hold.
-            gram *= np.float32(scale)
-            gram *= np.float32(scale)
-        return gram
+        return stored[np.ix_(positions, positions)]
 
     return InMemory(len(rows), load)

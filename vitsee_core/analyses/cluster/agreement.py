@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.types import Float, Integers
+
+if TYPE_CHECKING:
+    pass
+
 
 METRICS = ("purity", "nmi", "ari")
 

@@ -174,6 +174,7 @@ def run(
     protocol = choose_protocol(options)
     if unknown := {*baselines} - {RANDOM}:
         raise VitseeError(f"no baseline {min(unknown)!r}; expected {RANDOM}")
+    # Everything is checked before any work: first what needs no file, then stores, then pairs.
     metric_names = select_metrics(metrics or METRICS, METRICS, "keypoints")
     execution.check_device()
     selected = select_each(stores, sites, _select_grid_sites)
@@ -197,6 +198,7 @@ def run(
             selected.members, located_by_store, strict=True
         )
     ]
+    # Rows about the models come first, of all stores.
     rows: list[dict[str, Any]] = []
     baseline_rows: list[dict[str, Any]] = []
     with counting(execution.progress, sum(search.n_reads() for search in searches)):
@@ -212,6 +214,7 @@ def run(
         **selected.notes(),
         WORD: {search.store.label: search.scorer.describe() for search in searches},
     }
+    # Columns of groups only where the user asked for them.
     columns = list(COLUMNS)
     if CLASS not in protocol.by:
         columns.remove(CLASS)
@@ -228,7 +231,8 @@ def _require_variations(pairs: Sequence[Pair], protocol: Protocol) -> None:
         for pair in pairs:
             if word not in pair.variations:
                 raise VitseeError(
-                    f"the pair {pair.name} has no {VARIATIONS[word]}; leave out --by {word}"
+                    f"the pair {pair.name} has no {VARIATIONS[word]}; leave out "
+                    f"--by {word}"
                 )
 
 
@@ -271,9 +275,7 @@ def _select_grid_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 BASELINE_LINES = ("grid", "still", "chance", "random")
 SAME_LINE = 0.002  # baselines of stores that differ by less are drawn as one line
 HEADROOM = 1.12  # times the highest value is the top of a panel
-MAX_CEILING = (
-    1.6  # times the highest curve: above it, a ceiling would leave the curves no room
-)
+MAX_CEILING = 1.6  # times the highest curve; above it, a ceiling leaves curves no room
 
 
 @styled
@@ -291,6 +293,7 @@ def plot(table: Table) -> Figure:
             is_drawn &= pl.col(column).is_null()  # of all pairs
     rows = table.frame.filter(is_drawn)
     models = rows.filter(baseline.is_null())
+    # One mean alone, whose metrics differ by alpha: the first of the table.
     metrics = [*rows["metric"].unique(maintain_order=True)]
     prefix = metrics[0].partition("@")[0] + "@"
     metrics = [metric for metric in metrics if metric.startswith(prefix)]
@@ -330,7 +333,15 @@ def _max_value(*values: pl.Series) -> float:
 def _draw_baseline(
     axes: Axes, rows: pl.DataFrame, models: pl.DataFrame, name: str, dashes: Any
 ) -> None:
-    """Draw a baseline: grey if it is the same for all stores, else in their colours."""
+    """Draw a baseline: grey if it is the same for all stores, else in their colours.
+
+    Args:
+        axes: where to draw.
+        rows: rows of the baseline at one alpha.
+        models: rows of the stores' curves, which decide the colours.
+        name: name of the baseline.
+        dashes: matplotlib's style of the line.
+    """
     colours = {curve.store: look["color"] for curve, look in curve_looks(models).items()}
     values = rows["value"]
     is_shared = float(np.nanmax(values) - np.nanmin(values)) < SAME_LINE

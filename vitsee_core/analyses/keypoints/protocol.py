@@ -26,7 +26,7 @@ PRESETS = {
         "black border included"
     )
 }
-WALMER_PAIRS = 20
+WALMER_PAIRS = 20  # of each class
 
 MATCH_DESCRIPTIONS = {
     "smooth": (
@@ -55,7 +55,17 @@ THRESHOLD_DESCRIPTIONS = {"box": "the target object's box", "image": "the target
 
 @dataclass(frozen=True)
 class ProtocolOptions:
-    """The user's choices; None and () stand for the preset's, else for the default."""
+    """The user's choices; None and () stand for the preset's, else for the default.
+
+    Attributes:
+        alphas: thresholds, as shares of the longer side.
+        match: one of `MATCHES`.
+        threshold: one of `THRESHOLDS`.
+        candidates: one of `CANDIDATES`.
+        by: some of `GROUPS`.
+        pairs_per_class: number of pairs drawn of each class.
+        preset: one of `PRESETS`.
+    """
 
     alphas: Annotated[
         Sequence[float],
@@ -153,6 +163,7 @@ def choose_protocol(options: ProtocolOptions) -> Protocol:
     preset = options.preset
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    # The preset fills in only what the user left open.
     match = options.match
     candidates = options.candidates
     pairs_per_class = options.pairs_per_class
@@ -169,7 +180,7 @@ def choose_protocol(options: ProtocolOptions) -> Protocol:
             sorted({float(alpha) for alpha in options.alphas or ALPHAS}, reverse=True)
         ),
         pairs_per_class=pairs_per_class,
-        by=tuple(dict.fromkeys(options.by)),
+        by=tuple(dict.fromkeys(options.by)),  # each group once, in the user's order
     )
     _require_word("match", protocol.match, MATCHES)
     _require_word("set of candidates", protocol.candidates, CANDIDATES)

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.keypoints.positions import LocatedKeypoints, candidate_axes
+from vitsee_core.analyses.keypoints.candidates import candidate_axes
+from vitsee_core.analyses.keypoints.positions import LocatedKeypoints
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
@@ -145,7 +146,12 @@ class KeypointScorer:
     def from_keypoints(
         cls, located: LocatedKeypoints, metrics: Sequence[str] = METRICS
     ) -> KeypointScorer:
-        """Return a scorer of these keypoints."""
+        """Return a scorer of these keypoints.
+
+        Args:
+            located: the keypoints.
+            metrics: some of `METRICS`.
+        """
         names = sorted({pair.category for pair in located.pairs})
         category = np.array(
             [names.index(pair.category) for pair in located.pairs], np.int64
@@ -210,7 +216,12 @@ class KeypointScorer:
                 yield cells | counts
 
     def scores(self, hits: NDArray[Any], pairs: Mask) -> dict[str, Score]:
-        """Return metric -> score of (points, alphas) hits in the pairs of a mask."""
+        """Return metric -> score.
+
+        Args:
+            hits: (points, alphas) 1 where a keypoint was found, or the probability of that.
+            pairs: (pairs,) True for the pairs that count.
+        """
         n_pairs = len(self.category)
         # Points and hits of each pair, 0 of pairs that do not count.
         n_points: Float = np.bincount(
@@ -261,6 +272,10 @@ class KeypointScorer:
         """Return the mean over categories of their shares of points: hits over points.
 
         The first is (alphas,), of all pairs; the second (images, alphas), without each image.
+
+        Args:
+            hits: (pairs, alphas) number of points found, 0 of pairs that do not count.
+            n_points: (pairs,) number of points, 0 of pairs that do not count.
         """
         counts = n_points[:, None]
         class_hits = _sum_by_label(hits, self.category, len(self.names))

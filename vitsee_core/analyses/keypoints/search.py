@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.keypoints.positions import (
+from vitsee_core.analyses.keypoints.candidates import (
     CandidateAxis,
     TokenAxis,
     candidate_axes,
@@ -272,7 +272,13 @@ def _searched_pairs(located: LocatedKeypoints, target_rows: slice) -> Mask:
 
 
 def split_target_rows(store: Store, n_sites: int, execution: Execution) -> list[slice]:
-    """Return ranges of whole slabs, enough that with the sites all processes are busy."""
+    """Return ranges of whole slabs, enough that with the sites all processes are busy.
+
+    Args:
+        store: the store whose rows are divided.
+        n_sites: number of sites, each searched in every range.
+        execution: the number of processes.
+    """
     if execution.map is None:
         return [ALL_ROWS]
     n_per_site = -(-execution.width // n_sites)  # rounded up
@@ -294,7 +300,17 @@ def search_sites(
     execution: Execution,
     noise_seed: int | None = None,
 ) -> Iterator[Float]:
-    """Yield the result of `search` at each site, assembled from ranges of target rows."""
+    """Yield the result of `search` at each site, assembled from ranges of target rows.
+
+    Args:
+        store: holds the images.
+        sites: sites with a grid.
+        located: the keypoints.
+        match: one of `protocol.MATCHES`.
+        row_ranges: ranges of target rows, a piece of work each.
+        execution: processes, device and progress.
+        noise_seed: search standard normal features of this seed instead of the store's.
+    """
     # Without the pairs, which a search does not need and processes would be sent.
     points_only = replace(located, pairs=[])
     work = partial(_search_range, store, points_only, match, noise_seed)

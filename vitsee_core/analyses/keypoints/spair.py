@@ -52,7 +52,11 @@ Points = list[tuple[Coordinate, Coordinate]]
 
 
 class Annotation(Struct):
-    """The fields of an annotation that are used, as the files have them."""
+    """The fields of an annotation that are used, as the files have them.
+
+    Names follow SPair-71k: src and trg are source and target, kps keypoints as [x, y], bndbox the
+    box of the object. Other fields are ignored.
+    """
 
     category: str
     src_imname: str
@@ -122,6 +126,7 @@ def read_pairs(path: str | Path, split: str | None = None) -> list[Pair]:
     else:
         files = _read_list(path, split)
     pairs = [_read_pair(file) for file in files]
+    # A pair listed twice, or unpacked under both names, would count twice.
     file_by_name: dict[str, Path] = {}
     for pair, file in zip(pairs, files, strict=True):
         first_file = file_by_name.setdefault(_plain_name(pair.name), file)
@@ -145,6 +150,7 @@ def draw_pairs(pairs: Sequence[Pair], n: int | None, seed: int = 0) -> list[Pair
         if n is None or n >= len(category_pairs):
             drawn += category_pairs
             continue
+        # The category's bytes are part of the seed, for a stream of its own.
         rng = np.random.default_rng((seed, *category.encode()))
         indices = rng.choice(len(category_pairs), n, replace=False)
         drawn += [category_pairs[i] for i in np.sort(indices)]
@@ -242,6 +248,7 @@ def _to_pair(name: str, annotation: Annotation) -> Pair:
         raise ValueError("mirror is set; expected pairs of images as they are (mirror 0)")
     for key in ("category", "src_imname", "trg_imname"):
         check_name(getattr(annotation, key), key)
+    # Files have width before height.
     source_width, source_height = annotation.src_imsize[:2]
     target_width, target_height = annotation.trg_imsize[:2]
     source_points = annotation.src_kps

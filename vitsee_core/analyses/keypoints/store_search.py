@@ -63,7 +63,17 @@ class StoreSearch:
         with_noise: bool,
         execution: Execution,
     ) -> StoreSearch:
-        """Return the search, with work for all processes."""
+        """Return the search, with work for all processes.
+
+        Args:
+            store: holds the images.
+            sites: sites with a grid.
+            located: the keypoints of the store's images.
+            metrics: some of `scoring.METRICS`.
+            protocol: how keypoints are matched and scored.
+            with_noise: whether random features are searched, too.
+            execution: the number of processes.
+        """
         return cls(
             store=store,
             sites=sites,
@@ -76,6 +86,7 @@ class StoreSearch:
 
     def n_reads(self) -> int:
         """Return the number of images that are read, once per search, for the progress bar."""
+        # Baselines without features read no image.
         n_searches = len(self.sites) + len(self._noise_sites())
         return n_searches * sum(
             n_images(self.located, target_rows) for target_rows in self.row_ranges
@@ -92,6 +103,7 @@ class StoreSearch:
             execution=execution,
         )
         for site, predicted in zip(self.sites, predictions, strict=True):
+            # (points, 2) positions become (points, alphas) hits.
             hits = hits_within(self.located, predicted, self.protocol.alphas)
             yield from self._rows(site, hits, baseline="")
 
@@ -148,7 +160,13 @@ class StoreSearch:
     def _rows(
         self, site: SiteSpec, hits: Float, baseline: str
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of one site or baseline: of all pairs, then of each group."""
+        """Yield the rows of one site or baseline: of all pairs, then of each group.
+
+        Args:
+            site: the site that the rows name.
+            hits: (points, alphas) 1 where a keypoint was found, or the probability of that.
+            baseline: name of the baseline, "" for the model.
+        """
         for group_cells, pairs in self._pair_groups():
             for cells in self.scorer.rows(hits, self.protocol.alphas, pairs):
                 yield {
@@ -170,6 +188,7 @@ class StoreSearch:
                 values = np.array([pair.category for pair in pairs])
             else:
                 values = np.array([pair.variations[word] for pair in pairs])
+            # Sorted, so that the table does not depend on the order of pairs.
             for value in np.unique(values).tolist():
                 if word == CLASS:
                     cells = {CLASS: value, GROUP: ""}

@@ -89,17 +89,31 @@ headline = partial(
 )
 
 BASELINES = ("random",)
-COLUMNS = (
-    *(*SITE, "class", "k"),
-    *("metric", "value", "std", "low", "high", "n_images", "baseline"),
+SHARED_COLUMNS = (
+    *SITE,
+    "class",
+    "k",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
 )
-SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
+COLUMNS = (*SHARED_COLUMNS, "baseline")
+SEGMENT_COLUMNS = (*SHARED_COLUMNS, "n_segments", "baseline")
 METRICS = ("top1", "top5")
 
 
 @dataclass(frozen=True)
 class VoteOptions:
-    """How many neighbours vote, and how."""
+    """The options on votes: numbers of neighbours, and the weight of each.
+
+    Attributes:
+        ks: numbers of neighbours.
+        vote: one of `VOTES`.
+        temperature: temperature of the softmax vote.
+    """
 
     ks: Annotated[
         Sequence[int], Option("Number of neighbours.", "--k", metavar="K", least=1)
@@ -188,6 +202,7 @@ def run(
 
     # Everything is checked before any work.
     require_comparable(train, tests, trains="knn")
+    # A query per test store: its labelled images and their features.
     queries = [
         prepare_query(
             examples,
@@ -223,6 +238,7 @@ def run(
     items = list_items(queries, with_random=len(baselines) > 0)
     remarks = [remark for query in queries for remark in query.remarks]
     scores_of_items: dict[Item, list[dict[str, Any]]] = {}
+    # The progress bar counts training images, which each item streams once.
     n_votes = len(train_rows) * len(items)
     with counting(execution.progress, n_votes, SITE_IMAGES):
         results = execution.spread(search, items)
@@ -232,6 +248,7 @@ def run(
                 remarks.append(remark)
                 log.info("%s", remark)
 
+    # Which vector each site has, for the notes.
     selections = {}
     for query in queries:
         for site_name, (train_features, _) in query.features.items():
@@ -252,12 +269,18 @@ def run(
 
 
 def list_items(queries: Sequence[Query], with_random: bool) -> list[Item]:
-    """Return the work on all sites, then that on random features, once per number of channels."""
+    """Return the work on all sites, then that on random features.
+
+    Args:
+        queries: the test stores.
+        with_random: whether random features are classified, too, once per number of channels.
+    """
     items = []
     for q, query in enumerate(queries):
         for site in query.sites:
             items.append(Item(q, site.name, site.dim))
     if with_random:
+        # Random features depend on their number of channels alone.
         for q, query in enumerate(queries):
             for dim in dict.fromkeys(site.dim for site in query.sites):
                 items.append(Item(q, None, dim))
@@ -269,7 +292,13 @@ def _table_rows(
     scores_of_items: Mapping[Item, list[dict[str, Any]]],
     baselines: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Return the rows about the model, then those of the baselines."""
+    """Return the rows about the model, then those of the baselines.
+
+    Args:
+        queries: the test stores.
+        scores_of_items: the scores of each piece of work.
+        baselines: names of the baselines.
+    """
     rows = []
     baseline_rows = []
     for q, query in enumerate(queries):
@@ -277,6 +306,7 @@ def _table_rows(
             site_cells = site_columns(query.data.store, site)
             for scores in scores_of_items[Item(q, site.name, site.dim)]:
                 rows.append({**site_cells, **scores, "baseline": ""})
+            # A baseline that was named twice has its rows once.
             for name in dict.fromkeys(baselines):
                 for scores in scores_of_items[Item(q, None, site.dim)]:
                     baseline_rows.append({**site_cells, **scores, "baseline": name})
@@ -319,6 +349,7 @@ def plot(table: Table) -> Figure:
     There is one panel per metric and one curve per store and k, with the 95 % interval as a band
     and the baseline dashed.
     """
+    # `top1_class`, a curve per class, is in the table alone.
     metrics = [metric for metric in METRICS if metric in table.frame["metric"]]
     counts = ("n_images", "")
     if "n_segments" in table.frame.columns:

@@ -22,9 +22,7 @@ from vitsee_core.truth.labels.labelled_rows import (
     shared_ids,
 )
 from vitsee_core.truth.labels.neighbours import Nearest, nearest
-from vitsee_core.truth.masks.segments import (
-    Examples,
-)
+from vitsee_core.truth.masks.segments import Examples
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
 
@@ -32,13 +30,10 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
 
 
-VOTES = ("softmax", "majority")
-
-
-TOP = 5
-
-
 log = logging.getLogger(__name__)
+
+VOTES = ("softmax", "majority")
+TOP = 5  # classes among which `top5` looks
 
 # Test images that vote at a time: their votes for every class are in memory.
 IMAGES_AT_ONCE = 4096
@@ -109,6 +104,10 @@ def prepare_query(
         tokens: word for the vector of a site with tokens; None for its default.
         seed: seed of the jackknife blocks.
         allow_shared: let images both train and test.
+
+    Raises:
+        MissingInput: no labels, or the store lacks a site.
+        StoreMismatch: other classes or tokens, or images that are in both stores.
     """
     test_rows = examples.rows(test)
     remarks = examples.check_classes(train_rows, test_rows)
@@ -149,7 +148,7 @@ class NeighbourVotes:
         ks: numbers of neighbours, ascending.
         vote: one of `VOTES`.
         temperature: temperature of the softmax vote.
-        per_class: score every class too.
+        per_class: whether every class has a score, too.
         metrics: some of `METRICS`.
     """
 
@@ -169,8 +168,9 @@ class NeighbourVotes:
         test = query.data
         read_train: Callable[[], Iterator[Float32]]
         read_test: Callable[[], Iterator[Float32]]
-        selection = ""
+        selection = ""  # words for the tokens, in a remark
         if item.site is None:
+            # Two streams of one seed, so that training and test images differ.
             seed = execution.seed
             read_train = partial(random_pieces, len(self.train), item.dim, (seed, 0))
             read_test = partial(random_pieces, len(test), item.dim, (seed, 1))
@@ -195,17 +195,24 @@ class NeighbourVotes:
         )
         remark = ""
         if neighbours.constant and item.site is not None:
-            which = f"{selection} " if selection else ""
+            # All cosines are equal, as at the input of a class token.
+            token_words = f"{selection} " if selection else ""
             remark = (
-                f"{item.site}: the {which}vector of every training {self.train.NOUN} is "
-                "the same; its value is the vote of the first rows"
+                f"{item.site}: the {token_words}vector of every training "
+                f"{self.train.NOUN} is the same; its value is the vote of the first rows"
             )
         return list(self._scores(neighbours, test, query.blocks)), remark
 
     def _scores(
         self, neighbours: Nearest, test: LabelledRows, blocks: Blocks
     ) -> Iterator[dict[str, Any]]:
-        """Yield the scores of each k: one per metric, then one per class if asked for."""
+        """Yield the scores of each k: one per metric, then one per class with `per_class`.
+
+        Args:
+            neighbours: the nearest training images of each test image, of the largest k.
+            test: the labelled test images.
+            blocks: jackknife blocks of the test images.
+        """
         n_classes = self.train.n_classes
         classes = self.train.labels[neighbours.rows]  # (test images, k)
         for k in self.ks:
@@ -220,8 +227,8 @@ class NeighbourVotes:
             for metric in self.metrics:
                 if metric == "top5" and (k < TOP or n_classes <= TOP):
                     continue
-                right = rank < (1 if metric == "top1" else TOP)
-                yield {"k": k, "metric": metric, **_accuracy(right, test, blocks)}
+                is_right = rank < (1 if metric == "top1" else TOP)
+                yield {"k": k, "metric": metric, **_accuracy(is_right, test, blocks)}
             if not self.per_class:
                 continue
             for number, name in enumerate(self.train.classes):
@@ -282,7 +289,7 @@ def ranks(
         own_class = labels[images]
         n_images = len(own_class)
         voters = neighbours[images]
-        votes = np.ones(voters.shape)
+        votes = np.ones(voters.shape)  # (images, k)
         if vote == "softmax":
             # Only ratios count: divided by the nearest one's, small temperatures stay finite.
             below_nearest = cosines[images] - cosines[images, :1].astype(float)

@@ -22,11 +22,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from vitsee_core.analyses.lens.figure import (
-    plot,
-)
+from vitsee_core.analyses.lens.figure import plot
 from vitsee_core.analyses.lens.store_lens import (
     METRICS,
     StoreLens,
@@ -54,18 +52,22 @@ from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
-if TYPE_CHECKING:
-    pass
-
-
-NEARLY = 0.9  # of the last block's share, for the headline
 __all__ = ["COLUMNS", "METRICS", "plot", "run"]
 
 log = logging.getLogger(__name__)
 
+NEARLY = 0.9  # of the last block's share, for the headline
 COLUMNS = (
-    *(*SITE, "token", "row", "col"),
-    *("metric", "value", "std", "low", "high", "n_images"),
+    *SITE,
+    "token",
+    "row",
+    "col",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
 )
 
 
@@ -117,6 +119,7 @@ def run(
             raise VitseeError(
                 f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}"
             )
+    # Classifiers are read once: a model that is built again takes seconds.
     heads = Classifiers(origin or Provenance())
     readable_sites = partial(select_readable_sites, heads=heads, patches=patches)
     selected = select_each(stores, sites, readable_sites)
@@ -133,6 +136,7 @@ def run(
         )
         for store in selected.stores
     ]
+    # The progress bar counts images, once for each site that they are read at.
     n_site_images = 0
     for lens, sites_of_store in zip(lenses, selected.chosen, strict=True):
         n_site_images += lens.rows.n * len(sites_of_store)
@@ -168,6 +172,7 @@ def headline(table: Table) -> list[Answer]:
     else:
         return []
     answers = []
+    # Rows without token, row and col are those of pooled tokens, from input to output.
     for store, rows in by_store(table, metric=metric, token=None, row=None):
         values = rows["value"].to_numpy()
         first_near = int((values >= NEARLY * values[-1]).argmax())

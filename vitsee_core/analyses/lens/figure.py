@@ -45,6 +45,7 @@ def plot(table: Table) -> Figure:
     rows = table.frame
     metrics = [metric for metric in METRICS if metric in rows["metric"]]
     patch_rows = rows.filter(pl.col("row").is_not_null())
+    # Whether the label is right, if there are labels; else, agreement with the model's output.
     map_metric = ""
     for metric in ("lens_top1", "lens_agreement"):
         if metric in patch_rows["metric"]:
@@ -60,6 +61,7 @@ def plot(table: Table) -> Figure:
             maps_of_stores.append(store_rows)
             site_names = [*store_rows["site"].unique(maintain_order=True)]
             sites_of_stores.append(evenly(site_names, MAX_MAPS))
+    # The room that each part needs, then the figure, then what is drawn in it.
     curve_grid = CurveGrid.of(len(metrics), rows)
     map_grids = [small_maps(len(sites), 2) for sites in sites_of_stores]
     figure, subfigures = stack(curve_grid, *map_grids)
@@ -71,11 +73,13 @@ def plot(table: Table) -> Figure:
         patch_means = rows.filter(in_panel, metric=metric, token="patches")
         _draw_patch_means(axes, patch_means, pooled)
         if metric == "lens_rank":
+            # From just below rank 1, even if all ranks are 1.
             axes.set_yscale("log")
             axes.set_ylim(0.9, 1.2 * max(2.0, axes.dataLim.y1))
             plain_log_ticks(axes.yaxis)
     curve_grid.finish(panels)
-    add_curve_legend(figure, [axes for axes, *_ in panels])
+    add_curve_legend(figure, [axes for axes, _, _ in panels])
+    # One scale of colours for all maps.
     top = 0.0
     for store_rows in maps_of_stores:
         top = max(top, store_rows["value"].fill_null(0).to_numpy().max(initial=0))
@@ -91,20 +95,32 @@ def plot(table: Table) -> Figure:
 def _draw_patch_means(axes: Axes, rows: pl.DataFrame, among: pl.DataFrame) -> None:
     """Draw the mean over patches alone, dashed, with a legend entry if there is one.
 
-    among: the rows of the curves, which decide on colours.
+    Args:
+        axes: where to draw.
+        rows: rows of one metric about the mean over patches.
+        among: rows of the curves, which decide on colours.
     """
     from vitsee_core.figures.depth_curves import draw_marks
 
     if len(rows):
         style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1}
         draw_marks(axes, rows, among, "value", style)
+        # Without points: the entry of the legend, grey for all stores.
         axes.plot([], [], color=GREY, **style, label="patches alone")
 
 
 def _draw_patch_maps(
     grid: PanelGrid, subfigure: Any, rows: pl.DataFrame, sites: list[str], top: float
 ) -> None:
-    """Draw the maps of some sites of one store, with colours from 0 to `top`."""
+    """Draw the maps of some sites of one store.
+
+    Args:
+        grid: the maps' room.
+        subfigure: the part of the figure that has this room.
+        rows: the store's rows about single patches.
+        sites: names of the sites, a map each.
+        top: colours go from 0 to this share.
+    """
     panels = grid.axes(subfigure)
     for axes, site in zip(panels, sites, strict=True):
         site_rows = rows.filter(site=site)

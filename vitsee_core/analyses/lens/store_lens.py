@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 METRICS = ("lens_top1", "lens_agreement", "lens_rank")
-
-
 LABEL_METRICS = ("lens_top1", "lens_rank")  # those that need labels
-
 
 # Images whose patches have their logits in memory at a time: in float64 those of 196 patches and
 # 1000 classes take 1.6 MB.
@@ -72,8 +68,8 @@ def select_readable_sites(
             f"channels: none of {abbreviate([site.name for site in selected])} has these"
         )
         # With other sites readable, the choice is wrong; otherwise the store cannot be used.
-        inner = [site for site in store.sites.values() if "head" not in site.groups]
-        if _readable_sites(store, head, inner, patches):
+        body_sites = [site for site in store.sites.values() if "head" not in site.groups]
+        if _readable_sites(store, head, body_sites, patches):
             raise SiteError(message)
         raise NotOffered(message)
     if len(readable) < len(selected):
@@ -189,10 +185,13 @@ class StoreLens:
                 n_columns = spec.layout.grid[1]
                 rows += self._patch_rows(metric, values[:, 1:], n_columns)
         site_cells = site_columns(self.store, site)
-        return [
-            {**site_cells, **(row if row["metric"] == "lens_rank" else as_share(row))}
-            for row in rows
-        ]
+        site_rows = []
+        for row in rows:
+            if row["metric"] != "lens_rank":
+                # Intervals of shares stay between 0 and 1.
+                row = as_share(row)
+            site_rows.append({**site_cells, **row})
+        return site_rows
 
     def _patch_rows(self, metric: str, values: Float, n_columns: int) -> list[Cells]:
         """Return the row of the mean over patches, then one of each patch.
@@ -220,8 +219,9 @@ class _SlabScores:
     Attributes:
         site: name of the site.
         head: the classifier.
-        patches: also score every patch alone.
-        agreement: compare with the model's output; otherwise `lens_agreement` means nothing.
+        patches: whether every patch is scored alone, too.
+        agreement: whether scores are compared with the model's output; otherwise `lens_agreement`
+            means nothing.
     """
 
     site: str
@@ -248,6 +248,7 @@ class _SlabScores:
         assert tokens is not None
         patch_tokens = tokens[:, layout.n_prefix :]
         batches = []
+        # A few images at a time: logits of all patches of a slab take gigabytes.
         for start in range(0, len(patch_tokens), IMAGES_AT_ONCE):
             images = slice(start, start + IMAGES_AT_ONCE)
             logits = self.head.of_tokens(patch_tokens[images])
@@ -271,7 +272,10 @@ class _SlabScores:
     ) -> Float:
         """Return the logits (images, classes) of a site's tokens, pooled as the model does.
 
-        tokens: (images, tokens, dim), if they have been read already.
+        Args:
+            slab: the images.
+            site: name of the site.
+            tokens: (images, tokens, dim), if they have been read already.
         """
         # Some heads read what stores keep pooled (the class token, a mean): far less to read.
         kind = self.head.pooled_kind
@@ -306,7 +310,7 @@ def token_scores(logits: Float, labels: Integers, output: Integers) -> dict[str,
     label_index = np.clip(labels, 0, n_classes - 1)[:, np.newaxis, np.newaxis]
     label_index = np.broadcast_to(label_index, (*logits.shape[:2], 1))
     label_logit = np.take_along_axis(logits, label_index, -1)
-    rank = 1 + (logits > label_logit).sum(-1)
+    rank = 1 + (logits > label_logit).sum(-1)  # of equal logits the best rank
     return {
         "lens_top1": np.where(has_label, predicted == labels[:, np.newaxis], np.nan),
         "lens_agreement": (predicted == output[:, np.newaxis]).astype(np.float64),

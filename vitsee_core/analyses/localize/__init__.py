@@ -43,26 +43,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.localize.localisation import (
-    SITE_METRICS,
-    TOKEN_METRICS,
-    Maps,
-    SiteMaps,
-    chance,
-    replicates_of,
-    site_summary,
-    token_summary,
-)
-from vitsee_core.analyses.localize.location_maps import (
-    draw_curves,
-    draw_maps,
-    draw_token_summary,
-)
+from vitsee_core.analyses.localize.localisation import SITE_METRICS, TOKEN_METRICS
+from vitsee_core.analyses.localize.location_maps import draw_curves, draw_maps
+from vitsee_core.analyses.localize.site_maps import SiteMaps
+from vitsee_core.analyses.localize.site_tables import compare_sites
+from vitsee_core.analyses.localize.summary_maps import draw_token_summary
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
@@ -82,10 +72,8 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.estimate import MOST_EXACT
-from vitsee_core.similarity.estimators import batch_sizes
 from vitsee_core.similarity.options import PRESETS, choose_estimator
-from vitsee_core.similarity.stacks import input_pixels
-from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.columns import SITE, VALUES
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
 from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.results import Table
@@ -102,10 +90,8 @@ log = logging.getLogger(__name__)
 
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
-MIN_UNINFORMATIVE = (
-    0.01  # share of intervals from -1 to 1 from which on there is a remark
-)
 SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
+MIN_UNINFORMATIVE = 0.01  # share of intervals from -1 to 1 that is worth a remark
 
 
 @analysis
@@ -148,7 +134,7 @@ def run(
         Execution, Offers("images seed device memory", dask="sites")
     ] = DEFAULT,
 ) -> Table:
-    """Return the CKA of each token with each input patch, or summaries of it by token or by site.
+    """Return the CKA of each token with each input patch, or summaries by token or by site.
 
     Maps have one row per token and patch, summaries one per metric and token, or per metric and
     site. The columns are `COLUMNS` or, of summaries by site, `SITE_COLUMNS`. `metric` is `cka` in
@@ -160,11 +146,17 @@ def run(
 
     Args:
         stores: stores that keep their pixels, or whose data can be loaded again.
+        sites: patterns of site names; by default the last block, or all blocks for a summary.
         tokens: "each" (all of the grid), "cls", or cells of the grid, by default each. Each token
             is compared with all patches. If a grid by default has more than `MAX_PAIRS` pairs of a
             token and a patch (38 x 38 cells), or its maps do not fit the memory, only the tokens of
             every s-th row and column are compared, with the smallest s that fits: the notes name
             them, and `n_tokens` counts them.
+        summary: "token" or "site" in place of maps.
+        metrics: some of `SITE_METRICS`, of summaries; all if empty.
+        estimator, batch, examples, repeats, preset: how HSIC is estimated.
+        data: where the images are now, if the store does not keep their pixels.
+        execution: which images, seed, device, memory and processes.
 
     Raises:
         MissingInput: no pixels, or a site that is not stored with all its tokens.
@@ -173,14 +165,7 @@ def run(
             whose maps alone are too large for the memory is left out, which is logged, unless all
             are too large.
     """
-    if summary not in (None, *SUMMARIES):
-        raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
-    if summary is not None and set(tokens) == {"cls"}:
-        raise VitseeError(
-            "a summary is about the own patches of grid tokens; cls has none"
-        )
-    if summary is None and metrics:
-        raise VitseeError("metrics are of summaries: maps have cka alone")
+    _check_choices(summary, tokens, metrics)
     summary_metrics = TOKEN_METRICS if summary == "token" else SITE_METRICS
     requested = select_metrics(
         metrics or summary_metrics, summary_metrics, f"localize --summary {summary}"
@@ -198,6 +183,7 @@ def run(
     selected = select_each(stores, sites or ("blocks",), sites_of)
     chosen = selected.chosen
     if not sites and summary is None:
+        # Maps of all blocks would be hundreds of pictures: the last block's by default.
         chosen = [store_sites[-1:] for store_sites in chosen]
     # Of all stores first, so that errors come before any work.
     site_maps = [
@@ -208,13 +194,14 @@ def run(
     notes["compared"] = compared(stores, ", ".join(tokens or ("each",)))
     if preset is not None:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
+    # One store after the other, so that the pixels of one are in memory at a time.
     tables: list[Table] = []
     remarks: list[str] = []
     left_out = dict(selected.left_out)
     columns = SITE_COLUMNS if summary == "site" else COLUMNS
     for maps_of_store in site_maps:
         store = maps_of_store.store
-        images, store_notes = _chosen_images(store, execution, chosen_estimator)
+        images, store_notes = _choose_images(store, execution, chosen_estimator)
         thinned = maps_of_store.thin(chosen_estimator, execution.budget)
         if thinned:
             store_notes["tokens"] = thinned
@@ -222,8 +209,13 @@ def run(
         for site, reason in too_large.items():
             left_out[f"{store.label} {site}"] = reason
         maps_of_store.say_cost(len(images))
-        site_tables = _tables_of_sites(
-            maps_of_store, images, chosen_estimator, data, summary, execution
+        site_tables = compare_sites(
+            maps_of_store,
+            images,
+            estimator=chosen_estimator,
+            data=data,
+            summary=summary,
+            execution=execution,
         )
         for site_table in site_tables:
             for name in ("estimator", "batch"):  # what the figure says about its values
@@ -250,7 +242,21 @@ def run(
     return table
 
 
-def _chosen_images(
+def _check_choices(
+    summary: str | None, tokens: Sequence[str], metrics: Sequence[str]
+) -> None:
+    """Raise VitseeError if the summary is unknown, or does not go with tokens or metrics."""
+    if summary not in (None, *SUMMARIES):
+        raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
+    if summary is not None and set(tokens) == {"cls"}:
+        raise VitseeError(
+            "a summary is about the own patches of grid tokens; cls has none"
+        )
+    if summary is None and metrics:
+        raise VitseeError("metrics are of summaries: maps have cka alone")
+
+
+def _choose_images(
     store: Store, execution: Execution, estimator: Estimator
 ) -> tuple[Integers, dict[str, Any]]:
     """Return the rows of the images that are compared, ascending, and notes about the choice.
@@ -262,6 +268,7 @@ def _chosen_images(
         VitseeError: fewer than 4 images.
     """
     images = execution.images
+    # Only where the user chose neither images nor estimator.
     if images is None and estimator.kind == "auto" and store.valid.sum() > MOST_EXACT:
         images = MOST_EXACT
         log.warning(
@@ -272,6 +279,7 @@ def _chosen_images(
         )
     chosen = replace(execution, images=images).rows(store)
     rows = np.flatnonzero(chosen.mask & store.valid)
+    # The unbiased HSIC_1 divides by n (n - 3).
     if len(rows) < 4:
         raise VitseeError(
             f"{store.label}: {len(rows)} readable images chosen; CKA needs at least 4"
@@ -280,7 +288,12 @@ def _chosen_images(
 
 
 def _remarks_on_few_images(label: str, rows: pl.DataFrame) -> list[str]:
-    """Return a remark on a store if some of its CKAs may be anything from -1 to 1, else none."""
+    """Return a remark on a store if some of its CKAs may be anything from -1 to 1, else none.
+
+    Args:
+        label: label of the store.
+        rows: its rows of the table.
+    """
     rows = rows.filter(
         pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite()
     )
@@ -295,162 +308,6 @@ def _remarks_on_few_images(label: str, rows: pl.DataFrame) -> list[str]:
         f"{label}: {plural(n, 'images')} are too few: the interval is all of -1 to 1 for "
         f"{100 * share:.0f} % of the similarities (--images N takes more)"
     ]
-
-
-class SiteTable(TypedDict):
-    """The result for one site: plain values and arrays, so that a killed run can keep it."""
-
-    columns: dict[str, Any]  # column of the table -> array, or a scalar for all rows
-    site: str
-    notes: dict[str, Any]  # of the estimate
-    patch_px: tuple[int, ...]  # (channels, rows, cols) of a patch
-
-
-def _tables_of_sites(
-    site_maps: SiteMaps,
-    images: Integers,
-    estimator: Estimator,
-    data: str | None,
-    summary: str | None,
-    execution: Execution,
-) -> list[SiteTable]:
-    """Return the result for each site of a store, in their order.
-
-    Args:
-        site_maps: the sites.
-        images: rows of the images that are compared.
-        estimator: of HSIC.
-        data: where the images are, if the store does not keep their pixels.
-        summary: "token", "site" or None.
-        execution: resources.
-    """
-    if estimator.kind == "minibatch":
-        # Decided here, so that sizes which the data cap are logged once, not for each grid.
-        estimator = Estimator("minibatch", *batch_sizes(estimator, len(images)))
-    compare = _CompareSites(
-        site_maps=site_maps,
-        images=images,
-        estimator=estimator,
-        seed=execution.seed,
-        data=data,
-        summary=summary,
-    )
-    groups = site_maps.groups_in_memory(estimator, execution.budget)
-    if execution.map is not None:
-        # More processes are worth more than reading the pixels once for several sites.
-        groups = [[k] for group in groups for k in group]
-    by_site: dict[int, SiteTable] = {}
-    results = execution.spread(compare, groups, unit="sites")
-    for group, site_tables in zip(groups, results, strict=True):
-        by_site.update(zip(group, site_tables, strict=True))
-    return [by_site[k] for k in sorted(by_site)]
-
-
-@dataclass
-class _CompareSites:
-    """The work on a group of sites: their maps, as columns of the table."""
-
-    site_maps: SiteMaps
-    images: Integers
-    estimator: Estimator
-    seed: int
-    data: str | None
-    summary: str | None
-    pixels: Any = None  # read by the first call, in every process
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the pixels, which are too large to send to a process."""
-        return {**self.__dict__, "pixels": None}
-
-    def __call__(self, execution: Execution, group: Sequence[int]) -> list[SiteTable]:
-        """Return the results for the sites with these indices, which share their patches."""
-        store = self.site_maps.store
-        if self.pixels is None:
-            self.pixels = input_pixels(store, self.images, self.data, execution.progress)
-        all_maps = self.site_maps.maps(
-            group,
-            pixels=self.pixels,
-            images=self.images,
-            estimator=self.estimator,
-            seed=self.seed,
-            execution=execution,
-        )
-        return [
-            SiteTable(
-                columns=_table_columns(maps, store, self.summary),
-                site=maps.site.name,
-                notes=maps.h.notes,
-                patch_px=maps.patch_px,
-            )
-            for maps in all_maps
-        ]
-
-
-def _table_columns(maps: Maps, store: Store, summary: str | None) -> dict[str, Any]:
-    """Return the table's columns for one site's maps: name -> array, or a scalar for all rows."""
-    if summary is None:
-        columns = _map_columns(maps)
-    elif summary == "token":
-        columns = _token_columns(maps)
-    else:
-        columns = _site_columns(maps)
-    n_rows = len(columns["metric"])
-    columns.update(site_columns(store, maps.site))
-    columns["spread"] = maps.h.spread
-    columns["n_images"] = maps.h.n_images
-    replicates = replicates_of(maps, summary)
-    if replicates is not None:
-        # The last row of a site's summary, the value of chance, has none.
-        missing = n_rows - len(replicates)
-        columns["replicates"] = np.pad(
-            replicates, ((0, missing), (0, 0)), constant_values=np.nan
-        )
-    return columns
-
-
-def _map_columns(maps: Maps) -> dict[str, Any]:
-    """Return one row per token and patch, tokens first."""
-    n_tokens, n_patches = maps.h.cross.shape
-    rows, cols = np.divmod(np.arange(n_patches), maps.n_cols)
-    similarity = maps.similarity
-    return {
-        "token": np.repeat(maps.tokens, n_patches),
-        "row": np.tile(rows, n_tokens),
-        "col": np.tile(cols, n_tokens),
-        "metric": np.full(n_tokens * n_patches, "cka"),
-        "value": similarity.cka.ravel(),
-        "std": similarity.std.ravel(),
-        "low": similarity.low.ravel(),
-        "high": similarity.high.ravel(),
-    }
-
-
-def _token_columns(maps: Maps) -> dict[str, Any]:
-    """Return one row per token and metric; `row` and `col` are the token's own patch."""
-    rows, cols = np.divmod(np.arange(maps.h.cross.shape[1]), maps.n_cols)
-    columns: dict[str, Any] = {
-        "token": np.repeat(maps.tokens, len(TOKEN_METRICS)),
-        "row": np.repeat(rows[maps.cells], len(TOKEN_METRICS)),
-        "col": np.repeat(cols[maps.cells], len(TOKEN_METRICS)),
-        "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
-    }
-    for name, values in token_summary(maps).items():  # (tokens, metrics)
-        columns[name] = values.ravel()
-    return columns
-
-
-def _site_columns(maps: Maps) -> dict[str, Any]:
-    """Return one row per metric, and one with the value of `own_top1` by chance."""
-    n_tokens, numbers = site_summary(maps)
-    return {
-        "metric": np.array([*SITE_METRICS, "own_top1"]),
-        "value": np.append(numbers["value"], chance(maps)),
-        "std": np.append(numbers["std"], np.nan),
-        "low": np.append(numbers["low"], np.nan),
-        "high": np.append(numbers["high"], np.nan),
-        "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
-        "baseline": np.array([""] * len(SITE_METRICS) + ["chance"]),
-    }
 
 
 @styled
@@ -470,8 +327,10 @@ def plot(table: Table) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return how many tokens of each store's last site are most like their own patch, what chance
-    gives, and by how much they are."""
+    """Return the share of tokens of each store's last site that are most like their own patch.
+
+    Beside it stand the share by chance, and the mean lead over the next patch.
+    """
     answers = []
     for store, rows in by_store(table, metric="own_top1", token=None, baseline=None):
         site = str(rows["site"][-1])
@@ -483,6 +342,7 @@ def headline(table: Table) -> list[Answer]:
         )
         if len(chance):
             text += f" (chance {number(float(chance['value'][0]))})"
+        # In CKA, beside the share of tokens.
         margin = picked(table, store=store, metric="own_margin", site=site, token=None)
         if len(margin):
             text += f"; CKA with it less that with the next: {measured(margin)}"

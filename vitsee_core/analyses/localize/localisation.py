@@ -1,64 +1,29 @@
-"""The maps of patches of a store's sites, and measures of each token's own patch from its map.
-
-Sites are checked before any work. Those whose grids are alike have the same patches, and are
-computed together.
-"""
+"""The maps of patches of one site, and measures of each token's own patch from its map."""
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.features import choose_features
-from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.lanes import say_cost
-from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.similarity import (
-    Estimator,
-    Hsic,
-    Similarity,
-    centred_alignment,
-    summarise,
-)
-from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
-from vitsee_core.similarity.stacks import (
-    PatchPixels,
-    Stack,
-    TokenStack,
-    patch_shape,
-    pixels_shape,
-)
+from vitsee_core.similarity import Hsic, Similarity, centred_alignment, summarise
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask
-from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.manifest import by_reason
-from vitsee_stores.selectors import TokenSelection
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
     from vitsee_stores.layout import TokenLayout
-
-log = logging.getLogger(__name__)
 
 OWN_METRICS = ("own_cka", "own_rank", "own_rank_relative", "own_margin")
 TOKEN_METRICS = (*OWN_METRICS, "peak_distance_px")
 # A jackknife says nothing about ranks, positions and counts, which leaving a few images out seldom
 # changes.
-SMOOTH = ("own_cka", "own_margin")
+SMOOTH_METRICS = ("own_cka", "own_margin")
 SITE_METRICS = ("own_top1", *TOKEN_METRICS)
-WORDS = ("each", "cls")
-# Tokens times patches of a site up to which all tokens are compared by default: grids of up to
-# 38 x 38. A constant beside the memory, so that machines give the same table.
-MAX_PAIRS = 1 << 21
-JACKKNIFE_COPIES = 21  # the values of all images, and 20 replicates
-DEFAULT_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -68,7 +33,8 @@ class Maps:
     Attributes:
         h: HSICs of the site's tokens (rows) with the patches (cols), which go row by row of the
             grid.
-        tokens: their names.
+        site: the site.
+        tokens: names of the tokens.
         cells: (tokens,) index of each token's own patch, -1 for a token without one.
         patch_px: (channels, rows, cols) of a patch.
     """
@@ -82,19 +48,19 @@ class Maps:
 
     @cached_property
     def similarity(self) -> Similarity:
-        """CKA and its spread; arrays are (tokens, patches)."""
+        """Return CKA and its spread; arrays are (tokens, patches)."""
         return summarise(self.h)
 
     @cached_property
     def cka(self) -> Float:
-        """(tokens, patches) CKA, without computing a spread as `similarity` does."""
+        """Return CKA, (tokens, patches), without computing a spread as `similarity` does."""
         if self.h.spread == "repeats":
             return self.replicates.mean(0)
         return centred_alignment(self.h.cross, self.h.rows, self.h.cols)
 
     @cached_property
     def replicates(self) -> Float:
-        """(m, tokens, patches) CKA, m = 0 without a spread."""
+        """Return CKA of each replicate, (m, tokens, patches), m = 0 without a spread."""
         replicates = self.h.replicates
         if replicates is None:
             return np.zeros((0, *self.h.cross.shape))
@@ -102,8 +68,10 @@ class Maps:
 
     @cached_property
     def metrics(self) -> tuple[Float, Float]:
-        """`TOKEN_METRICS` of the maps (metrics, tokens), and of the m replicates (metrics, m,
-        tokens)."""
+        """Return `TOKEN_METRICS` of the maps and of the m replicates.
+
+        The first is (metrics, tokens), the second (metrics, m, tokens).
+        """
         metrics = _token_metrics(self, self.cka)
         replicates = self.h.replicates
         if replicates is None:
@@ -115,20 +83,21 @@ class Maps:
         for cross, rows, cols in zip(
             replicates.cross, replicates.rows, replicates.cols, strict=True
         ):
+            # (tokens, patches)
             cka = centred_alignment(cross, rows, cols)
             metrics_of_replicates.append(_token_metrics(self, cka, buffer))
         return metrics, np.stack(metrics_of_replicates, 1)
 
     @property
     def n_replicates(self) -> int:
-        """The number of replicates; 0 without a spread."""
+        """Return the number of replicates; 0 without a spread."""
         if self.h.replicates is None:
             return 0
         return len(self.h.replicates.cross)
 
     @property
     def n_cols(self) -> int:
-        """The number of columns of the grid."""
+        """Return the number of columns of the grid."""
         assert self.layout.grid is not None
         return self.layout.grid[1]
 
@@ -183,9 +152,10 @@ def _own_patch_metrics(
         others: the maps as `nan_as_lowest` returns them; overwritten.
         own_patches: (tokens,) index of each token's own patch.
     """
+    # Indices along the last axis: (..., tokens, 1).
     indices = np.broadcast_to(np.asarray(own_patches), cka.shape[:-1])[..., np.newaxis]
     value = np.take_along_axis(cka, indices, -1)  # (..., tokens, 1)
-    np.put_along_axis(others, indices, -np.inf, -1)
+    np.put_along_axis(others, indices, -np.inf, -1)  # the own patch is not another
     n_others = _count_true(others > -np.inf)
     most_similar_other = others.max(-1)
     n_before = _count_true(others > value)
@@ -207,14 +177,17 @@ def _count_true(mask: Mask) -> Integers:
 
 def token_summary(maps: Maps) -> dict[str, Float]:
     """Return value, std, low and high of `TOKEN_METRICS`, (tokens, metrics) each."""
+    # From (metrics, m, tokens) to replicates first: (m, metrics, tokens).
     value, replicates = maps.metrics
     numbers = _with_spread(value, replicates.swapaxes(0, 1), maps.h.spread, TOKEN_METRICS)
     return {name: array.T for name, array in numbers.items()}
 
 
 def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
-    """Return the number of tokens that count, and value, std, low and high of `SITE_METRICS` over
-    these tokens, (metrics,) each."""
+    """Return the number of tokens with a value, and the means over them.
+
+    The means are value, std, low and high of `SITE_METRICS`, (metrics,) each.
+    """
     value, replicates = maps.metrics
     numbers = _with_spread(
         _mean_over_tokens(value),
@@ -247,7 +220,8 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     if summary == "site":
         names = SITE_METRICS
         metrics = _mean_over_tokens(metrics)[..., np.newaxis]
-    metrics[[name not in SMOOTH for name in names]] = np.nan
+    metrics[[name not in SMOOTH_METRICS for name in names]] = np.nan
+    # Rows of the table are tokens, and metrics within them: (tokens * metrics, m).
     return metrics.transpose(2, 0, 1).reshape(-1, m)
 
 
@@ -277,8 +251,11 @@ def chance(maps: Maps) -> float:
 
 
 def _mean_over_tokens(metrics: Float) -> Float:
-    """Return `SITE_METRICS`, means over the tokens with a value, (metrics, ...), from
-    `TOKEN_METRICS` (metrics, ..., tokens)."""
+    """Return `SITE_METRICS`, means over the tokens with a value: (metrics, ...).
+
+    Args:
+        metrics: `TOKEN_METRICS`, (metrics, ..., tokens).
+    """
     rank = metrics[TOKEN_METRICS.index("own_rank")]
     has_value = ~np.isnan(rank)
     n_tokens = has_value.sum(-1)
@@ -308,302 +285,6 @@ def _with_spread(
         std = replicates.std(0, ddof=1)
         return {"value": value, "std": std, "low": missing, "high": missing}
     std = standard_error(replicates, 0)
-    std[[name not in SMOOTH for name in metrics]] = np.nan
+    std[[name not in SMOOTH_METRICS for name in metrics]] = np.nan
     half = t_quantile(m - 1) * std
     return {"value": value, "std": std, "low": value - half, "high": value + half}
-
-
-@dataclass(frozen=True)
-class SiteTokens:
-    """The selected tokens of a site."""
-
-    site: SiteSpec
-    layout: TokenLayout
-    stacks: list[Stack]  # from which they are read
-    names: list[str]
-    cells: Integers  # (tokens,) their cells of the grid, -1 for the class token
-    thinned: dict[str, Any] = field(default_factory=dict)  # which tokens, if not all
-
-    def map_bytes(self, estimator: Estimator) -> int:
-        """Return the bytes that its maps with their replicates take, in float64."""
-        copies = JACKKNIFE_COPIES
-        if estimator.kind == "minibatch":
-            copies = (estimator.repeats or DEFAULT_REPEATS) + 1
-        # HSICs, CKAs and the table's columns
-        return 8 * 3 * copies * len(self.names) * self.layout.n_body
-
-
-class SiteMaps:
-    """The sites of a store and their chosen tokens, checked before any work.
-
-    Args:
-        store: with the features of all tokens.
-        sites: of the store; those without a grid are left out.
-        tokens: "each", "cls" or cells; none: each, thinned on fine grids.
-        summary: "token", "site", or None for maps.
-
-    Raises:
-        SiteError: no site has a grid, or a site lacks a token.
-        MissingInput: the tokens are not stored.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        sites: Sequence[SiteSpec],
-        tokens: Sequence[str],
-        summary: str | None,
-    ) -> None:
-        words = tokens or ("each",)
-        if (
-            summary
-        ):  # summaries are about own patches, which the class token does not have
-            words = [word for word in words if word != "cls"]
-        self.store = store
-        self.may_thin = not tokens
-        self.sites = [
-            _select_tokens(store, site, words) for site in _with_grid(store, sites)
-        ]
-
-    def say_cost(self, n_images: int) -> None:
-        """Log how long the comparison takes if that is more than seconds."""
-        pixels = pixels_shape(self.store)
-        total = 0.0
-        if pixels is None:
-            return
-        for sites in self._groups_with_same_patches():
-            layout = sites[0].layout
-            tokens = shapes([stack for site in sites for stack in site.stacks])
-            patches = layout.n_body, math.prod(patch_shape(layout, pixels))
-            total += multiplications(tokens, [patches], n_images)
-        say_cost(self.store.label, n_images, total)
-
-    def _groups_with_same_patches(self) -> list[list[SiteTokens]]:
-        """Return the sites grouped by their grids."""
-        groups: dict[Any, list[SiteTokens]] = {}
-        for site in self.sites:
-            layout = site.layout
-            key = layout.grid, layout.stride_px, layout.offset_px
-            groups.setdefault(key, []).append(site)
-        return list(groups.values())
-
-    def maps(
-        self,
-        group: Sequence[int],
-        *,
-        pixels: Any,
-        images: Integers,
-        estimator: Estimator,
-        seed: int,
-        execution: Execution,
-    ) -> list[Maps]:
-        """Return the maps of some of the sites.
-
-        Args:
-            group: indices of the sites, whose patches are the same.
-            pixels: of the images, as `input_pixels` returns them.
-            images: rows of the store.
-            estimator: of HSIC.
-            seed: of minibatches and jackknife blocks.
-            execution: resources.
-        """
-        sites = [self.sites[k] for k in group]
-        patches = PatchPixels(self.store, pixels, sites[0].layout)
-        h = hsic_on_the_fly(
-            [stack for site in sites for stack in site.stacks],
-            [patches],
-            images,
-            estimator=estimator,
-            shuffled=self.store.shuffled,
-            seed=seed,
-            device=execution.device,
-            memory=execution.budget - execution.budget // 4,
-            progress=execution.progress,
-        )
-        maps_of_sites = []
-        first = 0
-        for site in sites:
-            rows = slice(first, first + len(site.names))
-            maps = Maps(
-                h=_select_rows(h, rows),
-                site=site.site,
-                tokens=site.names,
-                cells=site.cells,
-                layout=site.layout,
-                patch_px=patches.shape[1:],
-            )
-            maps_of_sites.append(maps)
-            first = rows.stop
-        return maps_of_sites
-
-    def groups_in_memory(self, estimator: Estimator, memory: int) -> list[list[int]]:
-        """Return groups of sites with the same patches, whose maps together fit the memory.
-
-        Args:
-            estimator: of HSIC; its replicates take memory, too.
-            memory: in bytes, a quarter of which is for maps.
-
-        Returns:
-            The sites' indices in each group.
-        """
-        index = {site.site.name: k for k, site in enumerate(self.sites)}
-        groups: list[list[int]] = []
-        for sites in self._groups_with_same_patches():
-            free = 0  # what is left for the current group
-            for site in sites:
-                size = site.map_bytes(estimator)
-                if size > free:
-                    groups.append([])
-                    free = memory // 4
-                groups[-1].append(index[site.site.name])
-                free -= size
-        return groups
-
-    def thin(self, estimator: Estimator, memory: int) -> dict[str, Any]:
-        """Keep only every s-th row and column of grids that are too fine, unless the user chose the
-        tokens.
-
-        s is the smallest for which tokens times patches are `MAX_PAIRS` at most and the maps fit
-        into a quarter of the memory, in bytes.
-
-        Returns:
-            Site -> which of its tokens are left, for the sites that were thinned.
-        """
-        if self.may_thin:
-            self.sites = [_thin_to_fit(site, estimator, memory) for site in self.sites]
-        thinned = {site.site.name: site.thinned for site in self.sites if site.thinned}
-        texts = {
-            name: "{n_tokens} of its {of} tokens are compared, every {every}th row and column; "
-            "--tokens each takes all".format(**tokens)
-            for name, tokens in thinned.items()
-        }
-        for line in by_reason(texts):
-            log.warning("%s: %s", self.store.label, line)
-        return thinned
-
-    def leave_out_large(self, estimator: Estimator, memory: int) -> dict[str, str]:
-        """Leave out the sites whose maps do not fit a quarter of the memory.
-
-        Returns:
-            Site -> reason, for the sites that were left out.
-
-        Raises:
-            VitseeError: all are too large.
-        """
-        reasons: dict[str, str] = {}
-        for site in self.sites:
-            size = site.map_bytes(estimator)
-            if size > memory // 4:
-                reasons[site.site.name] = (
-                    f"its maps of {len(site.names)} tokens take {human_bytes(size)}; "
-                    "choose some with --tokens ROW,COL, or give --memory "
-                    f"{math.ceil(4 * size / 1e6)}M"
-                )
-        remaining = [site for site in self.sites if site.site.name not in reasons]
-        if not remaining:
-            smallest = min(self.sites, key=lambda site: site.map_bytes(estimator))
-            name = smallest.site.name
-            raise VitseeError(f"{self.store.label}: {name}: {reasons[name]}")
-        for line in by_reason(reasons):
-            log.warning("%s: left out: %s", self.store.label, line)
-        self.sites = remaining
-        return reasons
-
-
-def _select_tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> SiteTokens:
-    """Return the tokens of a site that --tokens selects, the class token first.
-
-    Raises:
-        SiteError: it has no such tokens.
-        MissingInput: they are not stored.
-    """
-    layout = store.layout(site.name)
-    assert layout is not None and layout.grid is not None
-    selections = [TokenSelection.parse(word, WORDS) for word in words]
-    distinct_cells: dict[int, None] = {}  # in the order of their first mention
-    for selection in selections:
-        if selection != "cls":
-            members = selection.require(layout, f"{store.label}: {site.name}")
-            # "each" names prefix tokens, too; here it means the grid.
-            for token in members:
-                if token >= layout.n_prefix:
-                    distinct_cells[token - layout.n_prefix] = None
-    grid_cells = list(distinct_cells)
-    stacks: list[Stack] = []
-    names: list[str] = []
-    cells: list[int] = []
-    if "cls" in selections:
-        stacks.append(TokenStack(choose_features(store, site, "cls")))
-        names.append("cls")
-        cells.append(-1)
-    if grid_cells:
-        features = choose_features(store, site, "patches")
-        stacks.append(TokenStack(features, np.array(grid_cells)))
-        names += [features.tokens[cell].name for cell in grid_cells]
-        cells += grid_cells
-    return SiteTokens(site, layout, stacks, names, np.array(cells))
-
-
-def _thin_to_fit(site: SiteTokens, estimator: Estimator, memory: int) -> SiteTokens:
-    """Return the site with all tokens of its grid, or with those of every s-th row and column for
-    the smallest s whose maps fit; with a single token if none does."""
-    assert site.layout.grid is not None
-    thinned = site
-    for step in range(1, max(site.layout.grid) + 1):
-        if step > 1:
-            thinned = _every_nth_token(site, step)
-        n_pairs = len(thinned.names) * site.layout.n_body
-        if n_pairs <= MAX_PAIRS and thinned.map_bytes(estimator) <= memory // 4:
-            break
-    return thinned if len(thinned.names) < len(site.names) else site
-
-
-def _every_nth_token(site: SiteTokens, step: int) -> SiteTokens:
-    """Return a site that has all tokens of its grid with every `step`-th row and column of them."""
-    assert site.layout.grid is not None
-    n_rows, n_cols = site.layout.grid
-    rows = every_nth(n_rows, step)
-    cols = every_nth(n_cols, step)
-    cells = (rows[:, np.newaxis] * n_cols + cols).ravel()
-    grid = site.stacks[-1]
-    assert isinstance(grid, TokenStack)
-    return SiteTokens(
-        site=site.site,
-        layout=site.layout,
-        stacks=[TokenStack(grid.features, cells)],
-        names=[grid.features.tokens[cell].name for cell in cells],
-        cells=cells,
-        thinned={
-            "every": step,
-            "rows": rows.tolist(),
-            "cols": cols.tolist(),
-            "n_tokens": len(cells),
-            "of": site.layout.n_body,
-        },
-    )
-
-
-def _select_rows(h: Hsic, rows: slice) -> Hsic:
-    """Return `h` and its replicates restricted to some of the rows."""
-    replicates = None if h.replicates is None else _select_rows(h.replicates, rows)
-    return replace(
-        h, cross=h.cross[..., rows, :], rows=h.rows[..., rows], replicates=replicates
-    )
-
-
-def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
-    """Return the sites with a grid of the image; others are logged.
-
-    Raises:
-        SiteError: no site has one.
-    """
-    with_grid = [s for s in sites if s.layout is not None and s.layout.grid is not None]
-    others = ", ".join(s.name for s in sites if s not in with_grid)
-    if not with_grid:
-        raise SiteError(
-            f"{store.label}: {others} has no tokens on a grid of the image; choose other "
-            f"--sites (vitsee info {store.place} -f sites lists them)"
-        )
-    if others:
-        log.warning("%s: left out, as no grid of the image: %s", store.label, others)
-    return with_grid

@@ -1,5 +1,7 @@
-"""The figures of localisation, from a table's columns alone: curves over depth, maps of patches,
-and mosaics of maps."""
+"""Figures of localisation, drawn from a table's columns alone.
+
+They are maps of patches, mosaics of maps, and curves over depth.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,9 @@ from vitsee_core.figures.panels import (
     stack,
 )
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.figures.token_maps import value_ticks
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import METRICS, site_words, token_words
+from vitsee_core.tables.words import site_words, token_words
 from vitsee_core.types import Float, pl
 from vitsee_stores.selectors import parse_cell
 
@@ -50,11 +51,6 @@ if TYPE_CHECKING:
 CURVES = ("own_top1", "own_margin", "peak_distance_px")
 MAX_SINGLE = 8  # maps in a line; more become a mosaic
 MAX_MOSAICS = 12
-TOKEN_PANELS = (
-    "own_cka",
-    "own_rank",
-    "own_margin",
-)  # metrics drawn of a summary by token
 MAX_CELLS = 240  # along a side of a mosaic
 OWN_COLOUR = "#00E5FF"  # of the frame of the own patch; not a colour of the map
 
@@ -68,28 +64,38 @@ class GridLines(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMaps:
-    """The maps of one site."""
+    """The maps of one site.
+
+    Attributes:
+        store: label of the store.
+        site: name of the site.
+        rel_depth: relative depth, 0 to 1.
+        tokens: names of the tokens.
+        maps: (tokens, rows, cols).
+    """
 
     store: str
     site: str
     rel_depth: float
-    tokens: list[str]  # their names
-    maps: Float  # (tokens, rows, cols)
+    tokens: list[str]
+    maps: Float
 
     @property
     def title(self) -> str:
-        """Store and site, in words."""
+        """Return store and site in words."""
         return f"{shorten(self.store, 22)}, {site_words(self.site)}"
 
     @property
     def is_complete(self) -> bool:
-        """Whether the tokens are every cell of the grid, or every s-th row and column of it."""
+        """Return whether the tokens are all cells, or every s-th row and column of the grid."""
         return self.spacing > 0
 
     @property
     def spacing(self) -> int:
-        """The cells from one token to the next: 1 if every cell of the grid is a token, 0 if the
-        tokens are not evenly spaced."""
+        """Return the number of cells from one token to the next.
+
+        It is 1 if every cell of the grid is a token, 0 if tokens are not evenly spaced.
+        """
         rows, cols = self.grid_lines()
         if len(self.cells()) < len(rows) * len(cols):
             return 0
@@ -103,12 +109,18 @@ class TokenMaps:
 
     def cells(self) -> dict[int, tuple[int, int]]:
         """Return token index -> its (row, col), for the tokens on the grid."""
-        cells = enumerate(map(parse_cell, self.tokens))
-        return {k: cell for k, cell in cells if cell is not None}
+        cells = {}
+        for k, name in enumerate(self.tokens):
+            cell = parse_cell(name)
+            if cell is not None:
+                cells[k] = cell
+        return cells
 
     def grid_lines(self) -> GridLines:
-        """Return the rows and columns that the tokens are in if they fill these, else all rows and
-        columns of the grid."""
+        """Return the rows and columns that the tokens are in, if they fill these.
+
+        Else, all rows and columns of the grid.
+        """
         cells = self.cells().values()
         rows = sorted({row for row, _ in cells})
         cols = sorted({col for _, col in cells})
@@ -119,10 +131,13 @@ class TokenMaps:
 
 
 def derived_curves(panels: Sequence[TokenMaps]) -> pl.DataFrame | None:
-    """Return the summaries by site that follow from maps of all tokens, or of evenly spaced ones;
-    None unless a store has several such sites."""
+    """Return the summaries by site that follow from maps of all, or of evenly spaced, tokens.
+
+    None unless a store has several such sites.
+    """
     complete = [panel for panel in panels if panel.is_complete]
     stores = [panel.store for panel in complete]
+    # A curve needs two sites.
     if len(set(stores)) == len(stores):
         return None
     rows = []
@@ -131,7 +146,7 @@ def derived_curves(panels: Sequence[TokenMaps]) -> pl.DataFrame | None:
         maps = panel.maps[list(cells)].reshape(len(cells), -1)  # (tokens, patches)
         n_cols = panel.maps.shape[2]
         own_patches = [row * n_cols + col for row, col in cells.values()]
-        metrics = own_patch(maps, own_patches)
+        metrics = own_patch(maps, own_patches)  # (metrics, tokens)
         with_value = metrics[:, ~np.isnan(metrics[0])]
         if not with_value.size:
             continue
@@ -174,15 +189,14 @@ def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:
 
 
 def draw_curve_panels(box: Any, rows: pl.DataFrame, metrics: Sequence[str]) -> list[Axes]:
-    """Draw these metrics like `draw_curves`, into a part of a larger figure, and return the
-    panels."""
+    """Draw a panel per metric into a box of a larger figure, and return the panels."""
     grid = CurveGrid.of(len(metrics), rows)
     panels = grid.panels(box, of_metrics(rows, metrics))
     for axes, metric, metric_rows in panels:
         draw_depth_curves(axes, metric_rows, among=rows)
         _draw_zero(axes, metric_rows, metric)
     grid.finish(panels)
-    return [axes for axes, *_ in panels]
+    return [axes for axes, _, _ in panels]
 
 
 def _maps_of_table(table: Table) -> list[TokenMaps]:
@@ -196,6 +210,7 @@ def _maps_of_table(table: Table) -> list[TokenMaps]:
         token_indices = names.replace_strict(index_of_token, return_dtype=pl.Int64)
         row = rows["row"].to_numpy()
         col = rows["col"].to_numpy()
+        # Rows of the table may be in any order: each value goes to its token and cell.
         maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
         maps[token_indices.to_numpy(), row, col] = rows["value"]
         panels.append(TokenMaps(store, site, depth, tokens, maps))
@@ -214,7 +229,12 @@ def draw_maps(table: Table) -> Figure:
 
 
 def _draw_single_maps(panels: Sequence[TokenMaps], table: Table) -> Figure:
-    """Draw a line of maps for each store and site, a map for each token."""
+    """Draw a line of maps for each store and site, a map for each token.
+
+    Args:
+        panels: the maps of each store and site.
+        table: says what the values are.
+    """
     grids = [small_maps(len(panel.tokens), 3) for panel in panels]
     figure, boxes = stack(*grids)
     top = _colour_limit([panel.maps for panel in panels])
@@ -223,7 +243,7 @@ def _draw_single_maps(panels: Sequence[TokenMaps], table: Table) -> Figure:
         cells = panel.cells()
         line = grid.axes(box)
         for k, axes in enumerate(line):
-            image = _draw_map(axes, panel.maps[k], top)
+            image = draw_map(axes, panel.maps[k], top)
             own_cells = [cells[k]] if k in cells else []
             _frame_cells(axes, own_cells, 1.4)
             axes.set(xticks=[], yticks=[])
@@ -235,8 +255,12 @@ def _draw_single_maps(panels: Sequence[TokenMaps], table: Table) -> Figure:
 
 
 def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
-    """Draw one mosaic per site, of evenly chosen sites if a store has many, and curves over all
-    sites."""
+    """Draw a mosaic per site, of evenly spaced sites if a store has many, and curves over all.
+
+    Args:
+        panels: the maps of each store and site.
+        table: says what the values are.
+    """
     curves = derived_curves(panels)
     stores = dict.fromkeys(panel.store for panel in panels)
     drawn: list[TokenMaps] = []
@@ -253,6 +277,7 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
     figure, boxes = stack(*grids)
     top = _colour_limit([panel.maps for panel in drawn])
     mosaics = mosaic_grid.axes(boxes[0])
+    # Inches of a mosaic, without the room for its labels.
     side = mosaic_grid.size[0] / mosaic_grid.across - em(3)
     for axes, panel in zip(mosaics, drawn, strict=True):
         image = _draw_mosaic(axes, panel, top, side)
@@ -289,12 +314,13 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
     n_rows, n_cols = panel.maps.shape[1:]
     cells = panel.cells()
     lines = panel.grid_lines()
+    # In cells of maps, each with a gap.
     longest_side = max(len(lines.rows), len(lines.cols)) * (max(n_rows, n_cols) + 1)
     step = math.ceil(longest_side / MAX_CELLS)
     off_grid = [k for k in range(len(panel.tokens)) if k not in cells]
     n_lines_above = 1 if off_grid else 0
-    n_down = -(-len(lines.rows) // step) + n_lines_above
-    n_across = max(-(-len(lines.cols) // step), len(off_grid))
+    n_down = math.ceil(len(lines.rows) / step) + n_lines_above
+    n_across = max(math.ceil(len(lines.cols) / step), len(off_grid))
     # A map and a gap of one cell each, without the last gap; what no map covers is masked.
     shape = (n_down * (n_rows + 1) - 1, n_across * (n_cols + 1) - 1)
     mosaic = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
@@ -319,7 +345,7 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
             x = j // step * (n_cols + 1)
             mosaic[y : y + n_rows, x : x + n_cols] = panel.maps[k]
             own_cells.append((y + row, x + col))
-    image = _draw_map(axes, mosaic, top)
+    image = draw_map(axes, mosaic, top)
     _frame_cells(axes, own_cells, min(1.4, 25 * side / max(mosaic.shape)))
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
@@ -342,7 +368,7 @@ def _colour_limit(maps: Sequence[Float]) -> float:
     return 1.0
 
 
-def _draw_map(
+def draw_map(
     axes: Axes, values: Any, scale: float | Normalize, colours: str = COLOUR_MAP
 ) -> AxesImage:
     """Draw a map, its first row at the top as in the image.
@@ -373,7 +399,13 @@ def _draw_map(
 
 
 def _frame_cells(axes: Axes, cells: Sequence[tuple[int, int]], width: float) -> None:
-    """Draw a frame around each of these cells (row, col), its lines `width` points wide."""
+    """Draw a frame around each of these cells.
+
+    Args:
+        axes: a map or a mosaic.
+        cells: (row, col) of each.
+        width: width of the lines, in points.
+    """
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -409,6 +441,7 @@ def _add_colour_bars_and_legend(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    # The scale starts at 0: an arrow says that there are values below, beyond rounding.
     values = np.concatenate([panel.maps.ravel() for panel in panels])
     extend = "min" if (values < -1e-9).any() else "neither"
     for grid, maps in grids:
@@ -423,88 +456,3 @@ def _add_colour_bars_and_legend(
         remark = f"{text}; {remark}"
     handles[remark] = Line2D([], [], linestyle="none")
     legend_below(figure, handles)
-
-
-def draw_token_summary(table: Table) -> Figure:
-    """Draw maps of the metrics, each token's value at its position.
-
-    There is a line of maps and a colour scale for each store and metric, and a map for each site.
-    Call it inside a function decorated with `styled`.
-    """
-    from matplotlib.colors import LogNorm
-    from matplotlib.patches import Patch
-
-    frame = table.frame
-    metrics = [metric for metric in TOKEN_PANELS if metric in table["metric"]]
-    if metrics:
-        frame = frame.filter(pl.col("metric").is_in(metrics))
-    lines = frame.partition_by("store", "metric", maintain_order=True)
-    grids = [small_maps(rows["site"].n_unique(), 2) for rows in lines]
-    figure, boxes = stack(*grids)
-    for grid, box, rows in zip(grids, boxes, lines, strict=True):
-        store = rows["store"][0]
-        metric = rows["metric"][0]
-        scale = _metric_scale(frame.filter(metric=metric), metric)
-        colours = _metric_colours(metric)
-        maps = grid.axes(box)
-        sites = rows.partition_by("site", maintain_order=True)
-        for axes, site_rows in zip(maps, sites, strict=True):
-            image = _draw_map(axes, _token_grid(site_rows), scale, colours)
-            axes.set(xticks=[], yticks=[])
-            map_title(axes, grid, site_words(site_rows["site"][0]))
-        name_part(box, f"{shorten(store, 20)}: {METRICS[metric]} (n = {count(rows)})")
-        bars_at_ends(grid, maps, image, "")
-        if isinstance(scale, LogNorm):
-            for axes in maps:
-                for bar in axes.child_axes:
-                    value_ticks(bar.yaxis, scale)
-    if frame["value"].has_nulls():
-        patch = Patch(facecolor=NO_VALUE)
-        legend_below(figure, {"no value: constant, or a single patch": patch})
-    return figure
-
-
-def _metric_scale(rows: pl.DataFrame, metric: str) -> Normalize:
-    """Return the colour scale of a metric, one for all stores and sites.
-
-    Args:
-        rows: of the metric, of all stores and sites.
-        metric: its name.
-    """
-    from matplotlib.colors import LogNorm, Normalize
-
-    largest: Any = rows["value"].abs().max() or 1.0
-    if metric == "own_rank":
-        # From first to last of a token's patches, so that ranks are comparable between figures.
-        most_tokens: Any = rows.group_by("store", "site").len()["len"].max()
-        return LogNorm(1, max(2, most_tokens, largest))
-    if metric == "own_rank_relative":
-        return Normalize(0, 1)
-    if metric == "own_margin":
-        return Normalize(-largest, largest)
-    return Normalize(0, largest)
-
-
-def _metric_colours(metric: str) -> str:
-    """Return the colour map of a metric: diverging for margins, reversed for ranks, whose best is
-    the lowest."""
-    if metric == "own_margin":
-        return "RdBu_r"
-    if metric.startswith("own_rank"):
-        return f"{COLOUR_MAP}_r"
-    return COLOUR_MAP
-
-
-def _token_grid(rows: pl.DataFrame) -> Float:
-    """Return the values of one site's tokens at their positions, (rows, cols); NaN elsewhere."""
-    row = rows["row"].to_numpy()
-    col = rows["col"].to_numpy()
-    distinct_rows = np.unique(row)
-    distinct_cols = np.unique(col)
-    if len(distinct_rows) * len(distinct_cols) == len(rows):
-        # All tokens, or those of every s-th row and column: without gaps.
-        row = np.searchsorted(distinct_rows, row)
-        col = np.searchsorted(distinct_cols, col)
-    grid = np.full((row.max() + 1, col.max() + 1), np.nan)
-    grid[row, col] = rows["value"]
-    return grid

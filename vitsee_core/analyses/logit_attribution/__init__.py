@@ -184,6 +184,7 @@ def run(
         )
     if image and not patches:
         raise VitseeError("--image names images to map: give --patches, too")
+    # Where the data and weights are now; as the store says by default.
     origin = origin or Provenance()
     classifiers = Classifiers(origin)
 
@@ -206,9 +207,10 @@ def run(
         for store, (stream,) in selected.members
     ]
     if patches:
-        # Single images: no means, no intervals.
+        # Single images, without means over images and their intervals.
         table = patch_table(explained_stores, image, raw, origin, execution)
         return replace(table, notes={**table.notes, **selected.notes()})
+    # The residue of each store stands in the notes: it bounds what the parts may miss.
     rows: list[dict[str, Any]] = []
     residue_notes = {}
     with counting(
@@ -267,6 +269,7 @@ def headline(table: Table) -> list[Answer]:
     answers = []
     for store, rows in by_store(table, metric=METRIC, head=None, **{"class": None}):
         not_sublayers = ["input", HEAD, PROJECTION_BIAS, BIAS, RESIDUE, LOGIT]
+        # The remaining parts are sublayers, in the model's order.
         logit = rows.filter(part=LOGIT)["value"]
         sublayers = rows.filter(~pl.col("part").is_in(not_sublayers))
         if len(sublayers) == 0 or len(logit) == 0:

@@ -141,7 +141,14 @@ class ExplainedStore:
         )
 
     def table(self, raw: bool, execution: Execution) -> tuple[list[dict[str, Any]], Any]:
-        """Return the store's rows, and the note about the residue."""
+        """Return the store's rows, and the note about the residue.
+
+        Logs by how much the parts miss the logits, as a warning if it is more than rounding.
+
+        Args:
+            raw: logits as they are, not less their mean over classes.
+            execution: seed, jobs and memory.
+        """
         readout = Readout.from_head(self.stream.head)
         read = ReadContributions(
             stream=self.stream,
@@ -227,6 +234,7 @@ class ExplainedStore:
             heads = range(summary.n.shape[-1])
         entry_cells = site_columns(self.store, entry.site)
         entry_cells.update(part=entry.part, metric=METRIC)
+        # Entries of a summary are ([classes][, heads]): an index has what the entry has.
         for head in heads:
             head_index = () if head is None else (head,)
             if not classes:

@@ -77,6 +77,7 @@ def draw_attributions(table: Table) -> Figure:
         sublayer_rows.append((title, rows.filter(~is_about_head)))
         if rows["head"].count():
             head_rows.append((title, rows.filter(is_about_head)))
+    # The room that each part needs, then the figure, then what is drawn in it.
     sublayer_rows = sublayer_rows[:MAX_PANELS]
     head_rows = head_rows[:MAX_PANELS]
     bar_grid = PanelGrid(len(sublayer_rows), width=24, widest=46, height=16, most=2)
@@ -111,7 +112,14 @@ def _target_words(table: Table, rows: pl.DataFrame) -> str:
 
 
 def _draw_bars(axes: Axes, rows: pl.DataFrame, *, title: str, target_words: str) -> None:
-    """Draw a bar per sublayer, the running sum, and the model's logit."""
+    """Draw a bar per sublayer, the running sum, and the model's logit.
+
+    Args:
+        axes: where to draw.
+        rows: rows of one store and class, but those about heads.
+        title: title of the panel.
+        target_words: the class whose logit it is, for the y axis.
+    """
     bars = rows.filter(pl.col("part").is_in(KINDS)).with_row_index("x")
     # One call per kind, for one entry of the legend each.
     for kind, (words, colour) in KINDS.items():
@@ -196,7 +204,15 @@ def _head_matrix(rows: pl.DataFrame) -> tuple[Float, list[str]]:
 def _draw_head_matrix(
     axes: Axes, title: str, values: Float, blocks: list[str], limit: float
 ) -> Any:
-    """Draw (heads, blocks) as colours from -limit to limit; return matplotlib's image."""
+    """Draw what each head adds as colours, and return matplotlib's image.
+
+    Args:
+        axes: where to draw.
+        title: title of the panel.
+        values: (heads, blocks).
+        blocks: words for the blocks.
+        limit: colours go from minus this to this.
+    """
     image = axes.imshow(
         values, cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", origin="upper"
     )
@@ -261,6 +277,7 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
             maps.append((store, tiles))
         lines.append(SheetLine(image, line_rows["class"][0] or "", maps))
     limit = max(peaks, default=1.0) or 1.0
+    # Below the sheet: what colours mean, and which layers are left out.
     images = ", ".join(cells["image"].unique(maintain_order=True))
     caption = [
         "what each patch adds to the logit, directly (red: for the class)",
@@ -273,7 +290,10 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
 
 
 def _drawn_sites(rows: pl.DataFrame) -> list[str]:
-    """Return the sum of all terms, which stands last in the table, then evenly spaced terms."""
+    """Return the sites that are drawn: the sum of all terms, then evenly spaced terms.
+
+    The sum stands last in the table.
+    """
     *terms, total = rows["site"].unique(maintain_order=True)
     n = min(len(terms), len(shown_sites(rows)) - 1)
     indices = np.linspace(0, len(terms) - 1, n).round().astype(int)

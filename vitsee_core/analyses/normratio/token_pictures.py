@@ -1,14 +1,13 @@
-"""The figures of a quantity of tokens in sublayers: tokens against sublayers, and means against
-depth.
+"""Figures of a quantity of tokens in sublayers: tokens by sublayers, and means against depth.
 
-Drawn from the columns of `vitsee normratio`'s table: store, site, depth, rel_depth, token, row,
-col, metric, value, low, high.
+They are drawn from the columns of `vitsee normratio`'s table: store, site, depth, rel_depth, token,
+row, col, metric, value, low, high.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,18 +50,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-HANDLE = 3.2  # font sizes: dashes are seen beside the marker
-METRICS = (
-    *("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),
-    *("cos_branch", "cos_out", "skip_norm", "branch_norm"),
-)
+HANDLE_LENGTH = 3.2  # font sizes: dashes are seen beside the marker
+RATIO_METRICS = ("norm_ratio", "norm_ratio_median", "norm_ratio_geomean")
+NORM_METRICS = ("skip_norm", "branch_norm")
+METRICS = (*RATIO_METRICS, "cos_branch", "cos_out", *NORM_METRICS)
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
-NOTHING = "no value: f(z) = 0"
+NO_VALUE_TEXT = "no value: f(z) = 0"
 SYMBOLS = "z: skip connection; f(z): the branch that a sublayer adds to it"
 MAX_STORES = 6  # in one panel, with all their tokens and sublayers
 FEW_CELLS = 6  # up to this many patches are drawn as curves, more as a map
-Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
-CURVE = ("store", "curve", "kind")  # its columns
+
+
+class Curve(NamedTuple):
+    """The columns that name a curve.
+
+    Attributes:
+        store: label of the store.
+        curve: token, or kind of token.
+        kind: kind of sublayer.
+    """
+
+    store: str
+    curve: str
+    kind: str
 
 
 @styled
@@ -86,7 +96,7 @@ def draw_norm_ratios(table: Table) -> Figure:
     metrics = [metric for metric in METRICS if metric in rows["metric"]]
     if "norm_ratio" in metrics:
         # Three means of one ratio look alike: the first stands for them.
-        repeated = ("norm_ratio_median", "norm_ratio_geomean")
+        repeated = RATIO_METRICS[1:]
         metrics = [metric for metric in metrics if metric not in repeated]
     stores = rows.partition_by("store", maintain_order=True)
     groups = groups_of(store_rows["store"][0] for store_rows in stores)
@@ -99,6 +109,7 @@ def draw_norm_ratios(table: Table) -> Figure:
             panels += _map_panels(store_rows, metric)
         if panels:
             maps[metric] = panels
+    # The room that each part needs, then the figure, then what is drawn in it.
     map_grids = [
         PanelGrid(len(panels), width=15, height=18, widest=22) for panels in maps.values()
     ]
@@ -109,12 +120,12 @@ def draw_norm_ratios(table: Table) -> Figure:
         maps.items(), map_grids, boxes[:-1], strict=True
     ):
         map_axes = grid.axes(box)
-        scale = colour_scale(metric, _on_one_scale(rows, metric))
+        scale = colour_scale(metric, _scale_values(rows, metric))
         for axes, panel in zip(map_axes, panels, strict=True):
             image = draw_map(axes, panel, scale)
         is_missing = [np.isnan(panel.all_values()) for panel in panels]
         if any(missing.any() for missing in is_missing):
-            legend[NOTHING] = Patch(facecolor=NO_VALUE)
+            legend[NO_VALUE_TEXT] = Patch(facecolor=NO_VALUE)
         if not all(missing.all() for missing in is_missing):
             bars_at_ends(grid, map_axes, image, metric_words(metric))
             for axes in map_axes:
@@ -124,34 +135,46 @@ def draw_norm_ratios(table: Table) -> Figure:
     for axes, metric in zip(curve_axes, metrics, strict=True):
         _draw_curves(axes, rows, metric)
         note_count(axes, rows)
-    legend_below(figure, handles_of(curve_axes) | legend, handlelength=HANDLE)
+    legend_below(figure, handles_of(curve_axes) | legend, handlelength=HANDLE_LENGTH)
     return figure
 
 
 def _with_curve_columns(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows with three more columns: `name`, of the token (`0,4` of a cell); `curve`, the
-    token or kind of token whose curve it belongs to; and `kind`, of its sublayer."""
+    """Return the rows with the columns `name`, `curve`, `kind` and `cell`.
+
+    `name` is that of the token (`0,4` of a cell), `curve` the token or kind of token whose curve a
+    row belongs to, `kind` that of the sublayer, and `cell` whether the token is one of a grid.
+    """
     token = pl.col("token").cast(pl.String)
     rows = with_kinds(rows).with_columns(
         name=pl.coalesce(token, pl.concat_str(places_in(rows), separator=",")),
+        # Tokens without a grid have their number in place of a name.
         cell=token.is_null() | token.str.contains(r"^\d+$"),
     )
-    several = pl.col("name").filter("cell").n_unique().over("store") > FEW_CELLS
-    registers = (
-        pl.when(token.str.starts_with("reg")).then(pl.lit("registers")).otherwise("name")
+    n_cells = pl.col("name").filter("cell").n_unique().over("store")
+    in_patches = pl.col("cell") & (n_cells > FEW_CELLS)
+    is_register = token.str.starts_with("reg")
+    curve = (
+        pl.when(in_patches)
+        .then(pl.lit("patches"))
+        .when(is_register)
+        .then(pl.lit("registers"))
+        .otherwise("name")
     )
-    patches = pl.when(pl.col("cell") & several).then(pl.lit("patches"))
-    return rows.with_columns(curve=patches.otherwise(registers))
+    return rows.with_columns(curve=curve)
 
 
 def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
-    """Draw the curves of one metric, a panel per kind of token and sublayer, for more than
-    `MAX_STORES` stores or for groups."""
+    """Draw the curves of one metric, a panel per kind of token and sublayer.
+
+    For more than `MAX_STORES` stores, or for groups of stores.
+    """
     curves_by_title: dict[str, list[pl.DataFrame]] = {}
     for (store, token, kind), curve_rows in rows.group_by(
         "store", "curve", "kind", maintain_order=True
     ):
-        points = _curve(curve_rows, "rel_depth").with_columns(
+        # Sublayers become blocks, which is all that curves over depth need.
+        points = _curve_points(curve_rows, "rel_depth").with_columns(
             site=pl.format("blocks.{}.out", pl.int_range(pl.len())),
             store=pl.lit(store),
             metric=pl.lit(metric),
@@ -171,64 +194,79 @@ def _draw_many(rows: pl.DataFrame, metric: str) -> Figure:
             reference_line(axes, 1, "skip = branch")
     panels[-1][0].plot([], [], linestyle="none", label=SYMBOLS)
     grid.finish(panels)
-    add_curve_legend(figure, [axes for axes, *_ in panels])
+    add_curve_legend(figure, [axes for axes, _, _ in panels])
     return figure
 
 
 # ---------------------------------------------------------------- tokens against sublayers
 
 
-def _map_panels(of_store: pl.DataFrame, metric: str) -> list[MapPanel]:
-    """The maps of one store and metric, one per kind of sublayer; none if the table has only a few
-    individual tokens."""
-    rows = of_store.filter(metric=metric)
-    store = str(of_store["store"][0])
-    count: Any = of_store["n_images"].max()
+def _map_panels(store_rows: pl.DataFrame, metric: str) -> list[MapPanel]:
+    """Return the maps of one store and metric, one per kind of sublayer.
+
+    None if the table has only a few individual tokens.
+    """
+    rows = store_rows.filter(metric=metric)
+    store = str(store_rows["store"][0])
+    count: Any = store_rows["n_images"].max()
     if rows.filter(pl.col("token").is_null())["name"].n_unique() <= FEW_CELLS:
         return []
     rows = rows.with_columns(pl.col("value").fill_null(np.nan))
     panels = []
-    for (kind,), of_kind in rows.group_by("kind", maintain_order=True):
+    for (kind,), kind_rows in rows.group_by("kind", maintain_order=True):
         columns = []
-        for (site,), one in of_kind.group_by("site", maintain_order=True):
-            cells = one.select("token", "value", *places_in(rows)).rows()
-            columns.append(
-                (site, {token or tuple(at): value for token, value, *at in cells})
-            )
+        for (site,), site_rows in kind_rows.group_by("site", maintain_order=True):
+            values: dict[Any, float] = {}
+            for token, value, *cell in site_rows.select(
+                "token", "value", *places_in(rows)
+            ).rows():
+                # Prefix tokens by name, patches by (row, col).
+                values[token or tuple(cell)] = value
+            columns.append((site, values))
         title = f"{shorten(store, 20)}, {BLOCK_PARTS.get(kind, kind)} (n = {count})"
         panels.append(MapPanel.of(title, store, columns))
     return panels
 
 
-def _on_one_scale(rows: pl.DataFrame, metric: str) -> Float:
-    """The values that share the scale of a metric's panels: all ratios, all norms, or its own."""
-    alike = (
-        ("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),
-        ("skip_norm", "branch_norm"),
-    )
-    of = pl.col("metric").is_in(next((of for of in alike if metric in of), (metric,)))
-    return rows.filter(of)["value"].to_numpy()
+def _scale_values(rows: pl.DataFrame, metric: str) -> Float:
+    """Return the values that share the scale of a metric: all ratios, all norms, or its own."""
+    alike: tuple[str, ...] = (metric,)
+    if metric in RATIO_METRICS:
+        alike = RATIO_METRICS
+    elif metric in NORM_METRICS:
+        alike = NORM_METRICS
+    return rows.filter(pl.col("metric").is_in(alike))["value"].to_numpy()
 
 
 # ---------------------------------------------------------------- means against depth
 
 
-def _draw_curves(axes: Axes, every_row: pl.DataFrame, metric: str) -> None:
+def _draw_curves(axes: Axes, all_rows: pl.DataFrame, metric: str) -> None:
+    """Draw the curves of one metric, with intervals as bands.
+
+    Args:
+        axes: where to draw.
+        all_rows: rows of all metrics, which decide the looks of curves.
+        metric: the metric.
+    """
     from matplotlib.colors import LogNorm
 
-    rows = every_row.filter(metric=metric)
-    curves = every_row.select(CURVE).unique(maintain_order=True).rows()
-    by_curve = rows.partition_by(CURVE, as_dict=True)
-    several = len({store for store, *_ in curves}) > 1
-    depth = "rel_depth" if several else "depth"
-    looks = _looks(curves, store_order(every_row) if several else [])
+    rows = all_rows.filter(metric=metric)
+    names = all_rows.select(Curve._fields).unique(maintain_order=True).rows()
+    curves = [Curve(*name) for name in names]
+    by_curve = rows.partition_by(Curve._fields, as_dict=True)
+    has_stores = len({curve.store for curve in curves}) > 1
+    has_kinds = len({curve.kind for curve in curves}) > 1
+    # Depths of stores differ: only relative ones compare.
+    depth = "rel_depth" if has_stores else "depth"
+    looks = _curve_looks(curves, store_order(all_rows) if has_stores else [])
     for curve, look in looks.items():
-        points = _curve(by_curve.get(curve, rows.clear()), depth)
+        points = _curve_points(by_curve.get(curve, rows.clear()), depth)
         x, y, low, high = points.select(depth, "value", "low", "high").to_numpy().T
         axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
-        label = _label(curve, several, len({kind for *_, kind in curves}) > 1)
+        label = _curve_label(curve, with_store=has_stores, with_kind=has_kinds)
         axes.plot(x, y, label=label, **look)
-    scale = colour_scale(metric, _on_one_scale(every_row, metric))
+    scale = colour_scale(metric, _scale_values(all_rows, metric))
     if isinstance(scale, LogNorm):
         axes.set_yscale("log")
         value_ticks(axes.yaxis, scale)
@@ -241,57 +279,80 @@ def _draw_curves(axes: Axes, every_row: pl.DataFrame, metric: str) -> None:
     if not rows["value"].count():
         axes.set_yticks([])
         # Beside the line of `skip = branch` or of 0, which lies in the middle or at an end.
-        axes.text(0.5, 0.25, NOTHING, transform=axes.transAxes, ha="center")
-    if several:
+        axes.text(0.5, 0.25, NO_VALUE_TEXT, transform=axes.transAxes, ha="center")
+    if has_stores:
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+        axes.set_xlabel("relative depth")
     else:
         integer_ticks(axes, rows["depth"].to_numpy())
-    axes.set_xlabel("relative depth" if several else "sublayer")
+        axes.set_xlabel("sublayer")
     axes.set_ylabel(metric_words(metric))
 
 
-def _looks(curves: Sequence[Curve], stores: Sequence[str]) -> dict[Curve, dict[str, Any]]:
-    """The style of each curve, all distinct. With several stores the colour stands for the store
-    and the marker for the tokens; with one store the colour stands for the tokens. Dashes stand for
-    the kind of sublayer."""
-    several = bool(stores)
-    tokens = list(dict.fromkeys(token for _, token, _ in curves))
-    kinds = list(dict.fromkeys(kind for *_, kind in curves))
-    colours, marks = (stores, tokens) if several else (tokens, kinds)
+def _curve_looks(
+    curves: Sequence[Curve], stores: Sequence[str]
+) -> dict[Curve, dict[str, Any]]:
+    """Return the style of each curve, all distinct.
+
+    With several stores the colour stands for the store and the marker for the tokens; with one
+    store the colour stands for the tokens and the marker for the kind of sublayer. Dashes stand for
+    the kind of sublayer.
+
+    Args:
+        curves: the curves.
+        stores: labels of the stores in order; none if there is a single one.
+    """
+    tokens = list(dict.fromkeys(curve.curve for curve in curves))
+    kinds = list(dict.fromkeys(curve.kind for curve in curves))
     looks = {}
     for curve in curves:
-        store, token, kind = curve
-        tint, mark = (store, token) if several else (token, kind)
-        i = colours.index(tint)
-        stroke = DASHES[kinds.index(kind) % len(DASHES)]
+        if stores:
+            colour_index = stores.index(curve.store)
+            marker_index = tokens.index(curve.curve)
+            n_markers = len(tokens)
+        else:
+            colour_index = tokens.index(curve.curve)
+            marker_index = kinds.index(curve.kind)
+            n_markers = len(kinds)
         # A colour that is reused has other markers.
-        shape = MARKERS[
-            (marks.index(mark) + len(marks) * (i // len(COLOURS))) % len(MARKERS)
-        ]
-        look = {"color": colour(i), "marker": shape, "linestyle": stroke}
+        n_reuses = colour_index // len(COLOURS)
+        marker = MARKERS[(marker_index + n_markers * n_reuses) % len(MARKERS)]
+        look = {
+            "color": colour(colour_index),
+            "marker": marker,
+            "linestyle": DASHES[kinds.index(curve.kind) % len(DASHES)],
+        }
         # Patches, which every model has, are drawn below the others and hollow.
-        if several and token == "patches":
-            look |= {"markerfacecolor": "white", "zorder": 1.9}
+        if stores and curve.curve == "patches":
+            look["markerfacecolor"] = "white"
+            look["zorder"] = 1.9
         looks[curve] = look
     return looks
 
 
-def _curve(rows: pl.DataFrame, depth: str) -> pl.DataFrame:
-    """The sites of one curve from input to output, with depth, value and interval: of the row about
-    the kind itself, or the means of its tokens (then without an interval), which are the same
-    numbers."""
-    exact = pl.col("name") == pl.col("curve")
-    rows = rows.filter(exact | ~exact.any().over("site"))
-    alone = pl.when(pl.len() == 1).then(pl.col("low", "high").first())
-    of_sites = rows.group_by("site", maintain_order=True)
-    return of_sites.agg(pl.col(depth).first(), pl.col("value").mean(), alone).sort(depth)
+def _curve_points(rows: pl.DataFrame, depth: str) -> pl.DataFrame:
+    """Return the sites of one curve from input to output, with depth, value and interval.
+
+    They are of the row about the kind of token itself, or else the means of its tokens, which are
+    the same numbers without an interval.
+
+    Args:
+        rows: rows of one curve and metric.
+        depth: the column of depth.
+    """
+    is_kind = pl.col("name") == pl.col("curve")
+    rows = rows.filter(is_kind | ~is_kind.any().over("site"))
+    interval = pl.when(pl.len() == 1).then(pl.col("low", "high").first())
+    by_site = rows.group_by("site", maintain_order=True)
+    points = by_site.agg(pl.col(depth).first(), pl.col("value").mean(), interval)
+    return points.sort(depth)
 
 
-def _label(curve: Curve, several: bool, kinds: bool) -> str:
-    store, token, kind = curve
-    name = token_words(token)
-    return (
-        (f"{shorten(store, 24)} " if several else "")
-        + name
-        + (f", {BLOCK_PARTS.get(kind, kind)}" if kinds else "")
-    )
+def _curve_label(curve: Curve, *, with_store: bool, with_kind: bool) -> str:
+    """Return a curve's entry of the legend: the token, with what tells curves of a panel apart."""
+    label = token_words(curve.curve)
+    if with_store:
+        label = f"{shorten(curve.store, 24)} {label}"
+    if with_kind:
+        label += f", {BLOCK_PARTS.get(curve.kind, curve.kind)}"
+    return label

@@ -152,6 +152,7 @@ def run(
         TokenSelection.parse(word, TOKENS)
     selected = select_each(stores, sites, partial(_sites_with_norms, metrics=metrics))
     images_by_store = [execution.rows(store) for store in selected.stores]
+    # The table as blocks of columns: tokens are many, and a dictionary per row would be slow.
     blocks: list[Cells] = []
     sources: dict[str, dict[str, str]] = {}
     n_reads = 0
@@ -229,7 +230,7 @@ def _sites_with_norms(
     Args:
         store: of the sites.
         patterns: selectors of sites.
-        metrics: as the user gave them; those of activations need all tokens.
+        metrics: as the user gave them; `ACTIVATION_METRICS` need all tokens.
 
     Raises:
         SiteError: none has tokens.
@@ -242,6 +243,7 @@ def _sites_with_norms(
             f"{chosen[0].name} of {store.label} has no tokens; expected e.g. blocks"
         )
     measured: list[SiteSpec] = []
+    # A site that cannot be measured is an error only if none can.
     errors: list[MissingInput] = []
     for site in with_tokens:
         try:
@@ -264,7 +266,10 @@ def _sites_with_norms(
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return the site with most outliers among patches, and the one with the largest activation."""
+    """Return the site with most outliers among patches, and the one with the largest activation.
+
+    A sentence about a metric that the table does not contain is left out.
+    """
     texts: dict[str, list[str]] = {}
     outliers = by_store(table, metric="outlier_share_mad", token="patches", row=None)
     for store, rows in outliers:

@@ -149,7 +149,7 @@ def _rows_by_curve(rows: pl.DataFrame) -> dict[str, pl.DataFrame]:
 
 
 def _choose_curves(curve_rows: dict[str, pl.DataFrame]) -> list[str]:
-    """Return the metrics that are drawn over depth."""
+    """Return the metrics that are drawn over depth, at most `MAX_CURVES`."""
     curves = [metric for metric, rows in curve_rows.items() if len(rows)]
     # A curve that is 0 everywhere says less than the next one.
     curves.sort(key=lambda metric: not curve_rows[metric]["value"].sum())
@@ -188,7 +188,13 @@ def _patch_rows(rows: pl.DataFrame, metric: str) -> pl.DataFrame:
 def _draw_histograms(
     grid: PanelGrid, panels: Sequence[Axes], stores: Sequence[pl.DataFrame]
 ) -> None:
-    """Draw the histogram of each store, all in one scale of colours."""
+    """Draw the histogram of each store, all in one scale of colours.
+
+    Args:
+        grid: the histograms' room.
+        panels: an axes for each store.
+        stores: rows of each store.
+    """
     from matplotlib.colors import LogNorm
 
     shares = pl.concat(
@@ -207,9 +213,14 @@ def _draw_histograms(
 
 
 def _draw_histogram(axes: Axes, rows: pl.DataFrame, scale: Any) -> Any:
-    """Draw one store's histogram, a column per site; return the image.
+    """Draw one store's histogram, a column per site, and return matplotlib's image.
 
     Lines over it are the median patch and the means of class token and registers.
+
+    Args:
+        axes: where to draw.
+        rows: rows of the store.
+        scale: colours of shares, the same for all stores.
     """
     bins = rows.filter(metric="norm_histogram")
     sites = bins["site"].unique(maintain_order=True).to_list()
@@ -371,7 +382,15 @@ def _draw_clip_tiles(
     highest: float,
     n_frames: int | None,
 ) -> None:
-    """Draw the maps of clips, in colours from 0 to the highest share."""
+    """Draw the maps of clips, in colours from 0 to the highest share.
+
+    Args:
+        grid: the maps' room.
+        box: a figure or a subfigure.
+        maps: the maps.
+        highest: the largest share of the maps.
+        n_frames: number of frames of a clip.
+    """
     (axes,) = grid.axes(box)
     tiles = _clip_tiles(maps, n_frames)
     image = draw_tiles(axes, tiles, scale="plain", limits=(0.0, highest))

@@ -101,7 +101,7 @@ class SiteNorms:
         self.execution = execution
         self.tokens = tokens
         self.threshold = threshold
-        self.metrics = metrics or METRICS
+        self.metrics = metrics or METRICS  # the store decides which of them it has
         self.n_images = int((rows.mask & store.valid).sum())
         # Runs of rows of a shuffled store are random samples already.
         seed = None if store.shuffled else execution.seed
@@ -113,6 +113,7 @@ class SiteNorms:
         Raises:
             VitseeError: its norms do not fit the memory.
         """
+        # An alias has the tokens of the site that is stored.
         spec = self.store.site(site.name)
         layout = spec.layout
         assert layout is not None
@@ -129,6 +130,7 @@ class SiteNorms:
         for block in blocks:
             if block["metric"] in self.metrics:
                 if "share" in block["metric"]:
+                    # Intervals of shares stay between 0 and 1.
                     block = as_share(block)
                 measured.append({**site_cells, **block})
         return measured
@@ -151,7 +153,11 @@ class SiteNorms:
     ) -> TokenStatistics:
         """Return the norms of a site's tokens, (images, tokens), and statistics of activations.
 
-        The latter are empty without `with_acts`.
+        Args:
+            spec: the stored site.
+            layout: its tokens.
+            source: where its norms come from.
+            with_acts: whether activations are read; their statistics are empty without.
         """
         body = None if layout.grid is None else layout.body
         slabs = each_slab(
@@ -171,10 +177,16 @@ class SiteNorms:
         return TokenStatistics.join(slabs, self.n_images)
 
     def _norm_blocks(self, norms: Float, layout: TokenLayout) -> list[Cells]:
-        """Return the rows about norms (images, tokens): kinds of tokens, then single tokens."""
+        """Return the rows about norms: kinds of tokens, then single tokens.
+
+        Args:
+            norms: (images, tokens).
+            layout: names the tokens.
+        """
         kinds = places_of(layout, [word for word in self.tokens if word in KINDS])
         singles = places_of(layout, [word for word in self.tokens if word not in KINDS])
         is_above = norms > self.threshold
+        # The relative threshold is of patches alone, whose norms it describes.
         is_above_mad = norms > mad_threshold(norms[:, layout.n_prefix :])
         blocks: list[Cells] = []
         for kind in kinds:
@@ -236,8 +248,14 @@ class SiteNorms:
     def _activation_blocks(
         self, statistics: TokenStatistics, layout: TokenLayout
     ) -> list[Cells]:
-        """Return the rows about activations, means over images (Sun et al. 2024)."""
+        """Return the rows about activations, means over images (Sun et al. 2024).
+
+        Args:
+            statistics: of all images, with those of activations.
+            layout: names the token of the largest activation.
+        """
         largest = statistics.largest
+        # A median of 0, as behind a ReLU, gives no ratio.
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(statistics.median > 0, largest / statistics.median, np.nan)
         # Their definition: above 100, and above 1000 times the median.

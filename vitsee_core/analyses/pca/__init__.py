@@ -20,45 +20,23 @@ and so mix, or where there are too few images.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
 from vitsee_core.analyses.pca.colour_sheets import draw_colours
-from vitsee_core.analyses.pca.projection import (
-    FOREGROUND,
-    OF_AXES,
-    SIDES,
-    Patches,
-    Projected,
-    axis_rows,
-    centre_side,
-    project,
+from vitsee_core.analyses.pca.projection import FOREGROUND
+from vitsee_core.analyses.pca.site_components import (
+    METRICS,
+    ComponentOptions,
+    StoreComponents,
 )
 from vitsee_core.declaration import Analysis
-from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.figures.patch_maps.colours import (
-    CHANNELS,
-    FEWEST,
-    Colours,
-    matched,
-    rotation_to,
-)
-from vitsee_core.figures.patch_maps.photos import (
-    SHOWN,
-    SheetImages,
-    describe_sheet,
-    shown_rows,
-)
-from vitsee_core.figures.patch_maps.views import View, grid_sites
+from vitsee_core.figures.patch_maps.colours import CHANNELS
+from vitsee_core.figures.patch_maps.photos import SHOWN, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.views import grid_sites
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.options import (
     KNOWLEDGE,
     SITES,
@@ -69,40 +47,35 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.covariance import (
-    CovarianceSums,
-    PrincipalAxes,
-    block_sums,
-    principal_axes,
-    say_cost,
-    total,
-)
 from vitsee_core.statistics.image_statistics import METHODS
-from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
+from vitsee_core.tables.columns import SITE, with_frame_column
 from vitsee_core.tables.glances import most_varied, select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Integers, pl
+from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
-    from vitsee_stores.layout import TokenLayout
 
-log = logging.getLogger(__name__)
-
-
-METRICS = (*OF_AXES, "score")
 COLUMNS = (
-    *(*SITE, "row", "col", "image", "component", "half_a", "half_b"),
-    *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
+    *SITE,
+    "row",
+    "col",
+    "image",
+    "component",
+    "half_a",
+    "half_b",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
+    "n_examples",
 )
 plot = draw_colours
-# So many images decide ranges and rotations of colours.
-MAX_SAMPLE_IMAGES = 256
 
 
 @analysis
@@ -151,7 +124,7 @@ def run(
         Execution, Offers("images seed jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """Return a table of the axes of each site, and of the scores of the patches that are shown.
+    """Return the axes of each site, and the scores of the patches of some images.
 
     The columns are `COLUMNS`; `component` 1 is the first axis. `explained_variance` has the 95 %
     interval over images by the jackknife, and in `half_a` and `half_b` its value on every second
@@ -161,7 +134,7 @@ def run(
     rotation and range of colours (`colours`).
 
     Memory: a D x D matrix in float64 for each of 20 blocks of images, and the scores of the images
-    shown and of at most `MAX_SAMPLE_IMAGES` others; nothing grows with the number of images. Time:
+    shown and of at most 256 others; nothing grows with the number of images. Time:
     n D^2 for n patches, twice with a foreground, and once more for the sample.
 
     Args:
@@ -175,7 +148,7 @@ def run(
         align: turn the colours of all sites to be nearest to the reference's.
         reference: the site of the first store that the others are turned to; by default the last.
         origin: where the data is now, for the photographs.
-        execution: images, seed and parallel work.
+        execution: images, seed and parallel fit.
 
     Raises:
         MissingInput: a site is stored pooled only.
@@ -196,32 +169,35 @@ def run(
         raise VitseeError("a reference is for aligned colours: leave it out, or align")
     selected = select_each(stores, sites, grid_sites)
     options = ComponentOptions(components, normalise, foreground, fit_shown)
-    works: list[StoreComponents] = []
+    fits: list[StoreComponents] = []
     for store, store_sites in selected.members:
         # All stores show the images of the first one.
-        first_sheet = works[0].shown if works else None
+        first_sheet = fits[0].sheet if fits else None
         image_rows = shown_rows(store, image, first_sheet, execution)
-        works.append(StoreComponents(store, store_sites, image_rows, options, execution))
-    first = works[0]
+        fits.append(StoreComponents(store, store_sites, image_rows, options, execution))
+    first = fits[0]
     guide_site = _reference_site(first, reference)
-    passes = 2 if foreground != "none" else 1
-    n_images = passes * sum(work.rows.n * len(work.sites) for work in works)
-    products = {work.store.label: passes * work.say_cost() for work in works}
+    # With a foreground there are two passes: axes of all patches say which patches are the
+    # foreground's, whose axes are then computed anew.
+    n_passes = 2 if foreground != "none" else 1
+    n_reads = n_passes * sum(fit.rows.n * len(fit.sites) for fit in fits)
+    products = {fit.store.label: n_passes * fit.say_cost() for fit in fits}
+    # Blocks of columns: an image has a row per component and patch.
     rows: list[dict[str, Any]] = []
     colours: dict[str, dict[str, Any]] = {}
-    with counting(execution.progress, n_images, SITE_IMAGES):
+    with counting(execution.progress, n_reads, SITE_IMAGES):
         # The guide comes first, as all other sites are turned to it.
         guide = first.measure(guide_site)
-        for work in works:
-            colours[work.store.label] = {}
-            for site in work.sites:
+        for fit in fits:
+            colours[fit.store.label] = {}
+            for site in fit.sites:
                 measured = guide
-                if (work, site) != (first, guide_site):
-                    measured = work.measure(site)
+                if (fit, site) != (first, guide_site):
+                    measured = fit.measure(site)
                 if align:
                     measured.align(guide)
-                rows += measured.parts()
-                colours[work.store.label][site.name] = measured.describe()
+                rows += measured.table_rows()
+                colours[fit.store.label][site.name] = measured.describe()
     data = None if origin is None else origin.data
     aligned_to = None
     if align:
@@ -239,274 +215,44 @@ def run(
         "colour_range": "median -+ 3 MAD of each turned score",
         "multiply_adds": products,
         "seed": execution.seed,
-        "images": {work.store.label: work.rows.describe() for work in works},
-        "sheet": describe_sheet([work.shown for work in works], data),
+        "images": {fit.store.label: fit.rows.describe() for fit in fits},
+        "sheet": describe_sheet([fit.sheet for fit in fits], data),
         **selected.notes(),
     }
-    layouts = [features.layout for work in works for features in work.features.values()]
+    layouts = [features.layout for fit in fits for features in fit.features.values()]
     return Table.concat(rows, with_frame_column(COLUMNS, layouts), notes)
 
 
-def _reference_site(store_work: StoreComponents, name: str | None) -> SiteSpec:
+def _reference_site(components: StoreComponents, name: str | None) -> SiteSpec:
     """Return the site whose colours are the reference: the named one, or the last of the store.
 
     Raises:
         SiteError: the name does not match exactly one of the store's chosen sites.
     """
     if name is None:
-        return store_work.sites[-1]
+        return components.sites[-1]
+    # Only sites that are mapped have axes.
     matches = [
-        site for site in grid_sites(store_work.store, [name]) if site in store_work.sites
+        site for site in grid_sites(components.store, [name]) if site in components.sites
     ]
     if len(matches) != 1:
         raise SiteError(
             f"the reference {name!r} is {len(matches)} of the sites mapped of "
-            f"{store_work.store.label}; expected one of them"
+            f"{components.store.label}; expected one of them"
         )
     return matches[0]
 
 
-@dataclass(frozen=True)
-class ComponentOptions:
-    """How axes are fitted: the options of `run` that each site needs."""
-
-    components: int
-    normalise: bool
-    foreground: str
-    fit_shown: bool
-
-
-class StoreComponents:
-    """The work on one store: fits axes for each of its sites.
-
-    Attributes:
-        rows: the images that axes are fitted on.
-        blocks: the blocks of images that the jackknife leaves out one by one.
-        shown: the images shown, with where their patches lie.
-        features: site -> its patches.
-        sample: rows of the images whose scores decide the colours, and of those shown; ascending.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        sites: list[SiteSpec],
-        shown: list[int],
-        options: ComponentOptions,
-        execution: Execution,
-    ) -> None:
-        self.store = store
-        self.sites = sites
-        self.options = options
-        self.execution = execution
-        self.rows = execution.rows(store)
-        if options.fit_shown:
-            mask = np.zeros(store.n_images, bool)
-            mask[shown] = True
-            self.rows = Rows(mask, 0, "those shown")
-        is_counted = self.rows.mask & store.valid
-        self.blocks = Blocks.of(store, is_counted, execution.seed)
-        self.shown = SheetImages(store, View.of(store, sites), shown, sites)
-        self.features = {
-            site.name: choose_features(store, site, "patches", partial=True)
-            for site in sites
-        }
-        for features in self.features.values():
-            self._require_possible(features)
-        row_indices = np.flatnonzero(is_counted)
-        # Images in the order of their classes would make a sample of the first classes alone.
-        if not store.shuffled:
-            rng = np.random.default_rng(execution.seed)
-            row_indices = row_indices[rng.permutation(len(row_indices))]
-        self.sample: Integers = np.union1d(
-            row_indices[:MAX_SAMPLE_IMAGES], np.array(shown, np.int64)
-        )
-
-    def _require_possible(self, features: SiteFeatures) -> None:
-        """Refuse, before any work, more components than channels and more than fits the memory.
-
-        Raises:
-            SiteError: the site has fewer channels than components were asked for.
-            VitseeError: the second moments do not fit the memory.
-        """
-        label = self.store.label
-        dim = features.dim
-        name = features.site.name
-        if self.options.components > dim:
-            raise SiteError(
-                f"{name} of {label} has {dim} channels and so no more components; "
-                f"{self.options.components} were asked for"
-            )
-        # A float64 matrix per block, their sum, and what the eigendecomposition takes.
-        need = 8 * dim**2 * (self.blocks.n + 4)
-        if need > self.execution.budget:
-            raise VitseeError(
-                f"the axes of {name} of {label} ({dim} channels) take "
-                f"{human_bytes(need)} of memory; --memory is "
-                f"{human_bytes(self.execution.budget)}"
-            )
-
-    def say_cost(self) -> float:
-        """Log what a pass over all sites costs; return its multiply-adds."""
-        return say_cost(list(self.features.values()), self.rows.n)
-
-    def measure(self, site: SiteSpec) -> SiteComponents:
-        """Return the axes of a site and the scores of the sample."""
-        features = self.features[site.name]
-        view = self.shown.view
-        layout = self.store.site(site.name).layout
-        assert layout is not None
-        k = self.options.components
-        patches = Patches(view, layout, self.options.normalise)
-        sums = self._second_moments(features, patches)
-        axes = principal_axes(total(sums), k)
-        projected = project(features, patches, axes, self.sample, self.execution)
-        side = None
-        if self.options.foreground != "none":
-            # DINOv2, Fig. 1: the first axis of all patches tells the object from the background,
-            # and the axes of the object's patches alone are then computed anew.
-            side = SIDES.get(self.options.foreground)
-            if side is None:
-                side = centre_side(projected, view, layout)
-            patches = replace(patches, on=axes, side=side)
-            sums = self._second_moments(features, patches)
-            axes = principal_axes(total(sums), k)
-            projected = project(features, patches, axes, self.sample, self.execution)
-        return SiteComponents(self, site, layout, axes, projected, sums=sums, side=side)
-
-    def _second_moments(
-        self, features: SiteFeatures, patches: Patches
-    ) -> list[CovarianceSums]:
-        """Return the sums of each block of images, over the patches that count.
-
-        Raises:
-            VitseeError: fewer than two patches count.
-        """
-        sums = block_sums(
-            features, self.rows, self.blocks.of_rows, self.execution, patches
-        )
-        n = sum(block.n for block in sums)
-        if n < 2:
-            raise VitseeError(
-                f"{features.site.name} of {self.store.label} has {n} patches that count: "
-                "no axes"
-            )
-        return sums
-
-
-class SiteComponents:
-    """The axes of one site, the scores of the sample, and their colours.
-
-    Args:
-        work: the site's store.
-        site: the site.
-        layout: where its tokens lie.
-        axes: the axes of all patches that count.
-        projected: the scores of the sample.
-        sums: second moments of each block of images.
-        side: the sign of the foreground's first scores, None without a foreground.
-    """
-
-    def __init__(
-        self,
-        work: StoreComponents,
-        site: SiteSpec,
-        layout: TokenLayout,
-        axes: PrincipalAxes,
-        projected: Projected,
-        *,
-        sums: Sequence[CovarianceSums],
-        side: int | None,
-    ) -> None:
-        self.work = work
-        self.site = site
-        self.layout = layout
-        self.axes = axes
-        self.projected = projected
-        self.side = side
-        # Now, so that no site's second moments outlive it.
-        n_images = int((work.rows.mask & work.store.valid).sum())
-        self.axis_rows = axis_rows(sums, axes, n_images, work.execution.jobs)
-        self.colours = Colours.of(projected.counted[:, :CHANNELS])
-
-    @cached_property
-    def ids(self) -> list[str]:
-        """The names of the sample's images."""
-        return [str(name) for name in self.work.store.samples.id[self.projected.rows]]
-
-    def align(self, guide: SiteComponents) -> None:
-        """Rotate the colours to those of another site, by the patches of images in both samples."""
-        if guide is self:
-            return
-        view = self.work.shown.view
-        guide_view = guide.work.shown.view
-        rows = dict(zip(self.ids, self.projected.rows.tolist(), strict=True))
-        matched_scores = []
-        guide_rows = guide.projected.rows.tolist()
-        for name, guide_row in zip(guide.ids, guide_rows, strict=True):
-            if name not in rows:
-                continue
-            row = rows[name]
-            # The guide's patches that lie where this site's patches lie on the photograph.
-            cells = view.cells_like(self.layout, row, guide_view, guide.layout, guide_row)
-            scores = self.projected.of(row)[:, :CHANNELS]
-            guide_scores = guide.projected.of(guide_row)[:, :CHANNELS]
-            is_counted = ~np.isnan(scores[:, 0])
-            matched_scores.append(matched(scores, is_counted, cells, guide_scores))
-        own_scores = np.concatenate([pair[0] for pair in matched_scores])
-        target_scores = np.concatenate([pair[1] for pair in matched_scores])
-        n_matched = len(own_scores)
-        if n_matched < FEWEST:
-            log.warning(
-                "%s: colours of %s are not aligned: %d patches in common with the "
-                "reference",
-                self.work.store.label,
-                self.site.name,
-                n_matched,
-            )
-            return
-        rotation = rotation_to(own_scores, target_scores)
-        counted = self.projected.counted[:, :CHANNELS]
-        self.colours = Colours.of(counted, rotation, n_matched)
-
-    def describe(self) -> dict[str, Any]:
-        """Return rotation and range of the colours, and the side of the foreground, as a note."""
-        note = self.colours.describe()
-        if self.side is not None:
-            note["foreground_side"] = self.side
-        return note
-
-    def parts(self) -> list[dict[str, Any]]:
-        """Return rows about the axes, then for each image shown a block of rows: a score per
-        component and patch."""
-        about_site = site_columns(self.work.store, self.site)
-        blocks = [{**about_site, **row} for row in self.axis_rows]
-        for image_row in self.work.shown.rows:
-            # (cells, k)
-            scores = self.projected.of(image_row)
-            cells = np.flatnonzero(~np.isnan(scores[:, 0]))
-            k = scores.shape[1]
-            blocks.append(
-                {
-                    **about_site,
-                    "image": str(self.work.store.samples.id[image_row]),
-                    # Component by component, as `scores.T` is laid out.
-                    **cell_columns(self.layout, np.tile(cells, k)),
-                    "component": np.repeat(np.arange(1, k + 1), len(cells)),
-                    "metric": METRICS[-1],
-                    "value": scores[cells].T.ravel(),
-                }
-            )
-        return blocks
-
-
 def at_a_glance(table: Table) -> Table:
-    """Return the photograph whose patches differ most at the first model's last layer, in the
-    colours of three layers of each model."""
+    """Return the rows of one photograph, in three layers of each model.
+
+    It is the one whose patches differ most at the first model's last layer.
+    """
     scores = table.frame.filter(metric="score", component=1)
     first_store = scores.filter(pl.col("store") == scores["store"][0])
     last_site = first_store.filter(pl.col("site") == first_store["site"][-1])
     image = most_varied(last_site, "image")["image"][0]
+    # Rows about axes have no image.
     is_kept = pl.col("image").is_null() | (pl.col("image") == image)
     return select_evenly(table.filter(is_kept), site=3)
 

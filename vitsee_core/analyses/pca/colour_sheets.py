@@ -1,5 +1,4 @@
-"""Sheets of principal components as colours, drawn from the columns of `vitsee pca`'s table and its
-notes."""
+"""Sheets of principal components as colours, drawn from `vitsee pca`'s table and its notes."""
 
 from __future__ import annotations
 
@@ -46,14 +45,14 @@ def draw_colours(table: Table) -> Figure:
     clips = of_clips(scores)
     sites = shown_layers(scores) if clips else shown_sites(scores, bar=False)
     colour_scores = of_sites(scores.filter(pl.col("component") <= CHANNELS), sites)
-    colours = {
-        (store, site): _site_colours(table.notes, colour_scores, store, site)
-        for store in sites
-        for site in sites[store]
-    }
+    colours = {}
+    for store in sites:
+        for site in sites[store]:
+            colours[store, site] = _site_colours(table.notes, colour_scores, store, site)
     cells = colour_scores.partition_by("store", "site", "image", as_dict=True)
     lines = []
     clip_lines = []
+    # A line per image, a group of tiles per store, a tile per layer.
     for image in scores["image"].unique(maintain_order=True):
         maps = []
         for store in sites:
@@ -73,6 +72,7 @@ def draw_colours(table: Table) -> Figure:
                 tiles.append(Map(title, rgba, edges))
             maps.append((store, tiles))
         lines.append(SheetLine(image, image, maps))
+        # The same tiles, as lines of frames.
         strips = [
             ClipStrip(store, tile.title, tile.values, tile.edges)
             for store, tiles in maps
@@ -87,14 +87,22 @@ def draw_colours(table: Table) -> Figure:
 def _site_colours(
     notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str
 ) -> Colours:
-    """Return the colours of a layer, from the notes, or else from the scores in the table."""
+    """Return the colours of a layer, from the notes, or else from the scores in the table.
+
+    Args:
+        notes: the table's notes, which a table from a file without a sidecar lacks.
+        rows: scores of the drawn layers.
+        store: label of the store.
+        site: name of the site.
+    """
     note = notes.get("colours", {}).get(store, {}).get(site)
     if note is not None:
         return Colours.read(note)
     scores = rows.filter(store=store, site=site)
-    components = range(1, CHANNELS + 1)
-    channels = [scores.filter(component=c)["value"].to_numpy() for c in components]
-    return Colours.of(np.stack(channels, 1))
+    channels = []
+    for component in range(1, CHANNELS + 1):
+        channels.append(scores.filter(component=component)["value"].to_numpy())
+    return Colours.of(np.stack(channels, axis=1))  # of (patches, 3)
 
 
 def _rgba(
@@ -106,13 +114,15 @@ def _rgba(
         rows: the scores of its patches.
         shape: of the grid.
         colours: how scores become colours.
-        has_foreground: patches without a score are background, and black; else they are
+        has_foreground: whether patches without a score are background, and black; else they are
             transparent.
     """
     scores = np.full((*shape, CHANNELS), np.nan)
+    # Components count from 1.
     indices = [rows[name].to_numpy() for name in places_in(rows)]
     scores[*indices, rows["component"].to_numpy() - 1] = rows["value"].to_numpy()
     has_score = ~np.isnan(scores[..., 0])
+    # Alpha first: black where it is opaque without a colour.
     rgba = np.zeros((*shape, 4))
     rgba[..., 3] = has_score | has_foreground
     rgba[has_score, :3] = colours(scores[has_score])
@@ -127,7 +137,12 @@ def _explained_shares(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
 
 
 def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines below the sheet: what the colours mean, and which layers are left out."""
+    """Return the lines below the sheet: what the colours mean, and which layers are left out.
+
+    Args:
+        table: the table.
+        sites: store -> its drawn sites.
+    """
     notes = table.notes
     text = (
         "red, green, blue: the first three principal components of each layer's patches"

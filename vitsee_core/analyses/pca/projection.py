@@ -1,12 +1,15 @@
-"""Principal components of a site's patches: which patches count, one pass for the axes, one for the
-scores of selected images, and the rows about the axes."""
+"""Principal components of a site's patches.
+
+Which patches count is decided here; one pass over them makes the axes, another the scores of
+selected images.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +31,10 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
     from vitsee_stores.layout import TokenLayout
 
-# The middle of an image, in shares of its height and width.
-CENTRE = (0.25, 0.75)
+CENTRE = (0.25, 0.75)  # the middle of an image, in shares of its height and width
 SIDES = {"positive": 1, "negative": -1}
 FOREGROUND = ("none", *SIDES, "centre")
-OF_AXES = ("explained_variance", "axis_agreement")
+AXIS_METRICS = ("explained_variance", "axis_agreement")
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Patches:
     Attributes:
         view: where the images lie on the model's input.
         layout: where the site's tokens lie.
-        normalise: bring patches to length 1; those of length 0 do not count.
-        on: axes of all patches; None if there is no foreground.
+        normalise: whether patches are brought to length 1; those of length 0 do not count.
+        first_axes: axes of all patches; None if there is no foreground.
         side: 1 or -1, the sign that the foreground's score on the first of these axes has.
     """
 
     view: View
     layout: TokenLayout
     normalise: bool = False
-    on: PrincipalAxes | None = None
+    first_axes: PrincipalAxes | None = None
     side: int = 1
 
     def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
@@ -59,18 +61,18 @@ class Patches:
         if self.normalise:
             length = np.sqrt(np.einsum("ntd,ntd->nt", x, x, dtype=np.float64))
             keep &= length > 0
+            # 0 for patches of length 0, without a warning.
             inverse = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)
             x = x * inverse[..., np.newaxis].astype(np.float32)
-        if self.on is not None:
-            # Image by image: scores are in float64.
-            for patches, patches_kept in zip(x, keep, strict=True):
-                first_scores = self.on.scores(patches)[:, 0]
-                patches_kept &= self.side * first_scores > 0
+        if self.first_axes is not None:
+            # Image by image: scores are in float64, twice as large as the patches.
+            for patches, keep_patches in zip(x, keep, strict=True):
+                first_scores = self.first_axes.scores(patches)[:, 0]
+                keep_patches &= self.side * first_scores > 0
         return x, keep
 
 
-@dataclass(frozen=True)
-class Projected:
+class PatchScores(NamedTuple):
     """The scores of some images' patches.
 
     Attributes:
@@ -83,11 +85,11 @@ class Projected:
 
     @property
     def counted(self) -> Float:
-        """The scores of all patches that count, (patches, k)."""
+        """Return the scores of all patches that count, (patches, k)."""
         flat = self.scores.reshape(-1, self.scores.shape[-1])
         return flat[~np.isnan(flat[:, 0])]
 
-    def of(self, row: int) -> Float:
+    def image_scores(self, row: int) -> Float:
         """Return the scores of the image in this row of the store, (cells, k)."""
         return self.scores[np.searchsorted(self.rows, row)]
 
@@ -98,7 +100,7 @@ def project(
     axes: PrincipalAxes,
     rows: Integers,
     execution: Execution,
-) -> Projected:
+) -> PatchScores:
     """Return the scores of some images' patches, computed one slab at a time.
 
     Args:
@@ -120,12 +122,12 @@ def project(
         map=execution.map,
     )
     valid_rows = np.flatnonzero(mask & features.store.valid)
-    return Projected(valid_rows, np.concatenate(list(slab_scores)))
+    return PatchScores(valid_rows, np.concatenate(list(slab_scores)))
 
 
 @dataclass(frozen=True)
 class ReadScores:
-    """The work on one slab: the scores of its patches. A class, as it is sent to other machines."""
+    """Reads the scores of a slab's patches; a class, as it is sent to other processes."""
 
     features: SiteFeatures
     patches: Patches
@@ -141,7 +143,7 @@ class ReadScores:
         return np.where(keep[..., np.newaxis], scores, np.nan)
 
 
-def centre_side(projected: Projected, view: View, layout: TokenLayout) -> int:
+def centre_side(patch_scores: PatchScores, view: View, layout: TokenLayout) -> int:
     """Return the sign of the first score that is more frequent in the middle of the images.
 
     It is 1 if the mean over the cells in the middle is at least the mean over the others, else -1.
@@ -150,8 +152,8 @@ def centre_side(projected: Projected, view: View, layout: TokenLayout) -> int:
     sums = np.zeros(2)
     counts = np.zeros(2)
     low, high = CENTRE
-    first_scores = projected.scores[..., 0]
-    for row, scores in zip(projected.rows.tolist(), first_scores, strict=True):
+    first_scores = patch_scores.scores[..., 0]
+    for row, scores in zip(patch_scores.rows.tolist(), first_scores, strict=True):
         centres = view.centres(layout, row)
         is_central = ((centres >= low) & (centres <= high)).all(1)
         # Frames of a clip have the same cells.
@@ -180,9 +182,10 @@ def axis_rows(
         jobs: threads.
     """
     k = len(axes.shares)
+    # Every second block, so that a trend over the images is in both halves.
     half_a = _axes_unless_too_few(sums[0::2], k)
     half_b = _axes_unless_too_few(sums[1::2], k)
-    # (blocks, k) the shares without each block of images
+    # Shares without each block of images: (blocks, k).
     replicates = np.empty((0, k))
     if len(sums) > 1:
         shares_without = partial(_shares_without_block, total(sums), axes)
@@ -191,11 +194,11 @@ def axis_rows(
     agreement_rows: list[dict[str, Any]] = []
     for i in range(k):
         share = float(axes.shares[i])
-        about_axis = {"component": i + 1, "n_examples": axes.n}
+        axis_cells = {"component": i + 1, "n_examples": axes.n}
         share_rows.append(
             {
-                **about_axis,
-                "metric": OF_AXES[0],
+                **axis_cells,
+                "metric": AXIS_METRICS[0],
                 "half_a": np.nan if half_a is None else float(half_a.shares[i]),
                 "half_b": np.nan if half_b is None else float(half_b.shares[i]),
                 **jackknife_cells(share, replicates[:, i], n_images, SHARE),
@@ -206,8 +209,8 @@ def axis_rows(
             agreement = abs(float(half_a.axes[i] @ half_b.axes[i]))
         agreement_rows.append(
             {
-                **about_axis,
-                "metric": OF_AXES[1],
+                **axis_cells,
+                "metric": AXIS_METRICS[1],
                 "value": agreement,
                 "n_images": n_images,
             }
