@@ -252,7 +252,7 @@ def _draw_images_by_models(
     """
     stores: list[str] = []
     for _, rows in by_group(heads):
-        stores += rows["store"].unique(maintain_order=True)
+        stores += rows["store"].unique(maintain_order=True).to_list()
     images = heads["image"].unique(maintain_order=True)
     # As many stores beside a picture as fit, in lines of about equal length.
     max_across = max(1, int((room() - BAR) / MIN_WIDTH) - 1)
