@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -153,6 +154,16 @@ def test_two_members_of_one_path_are_said(
         (["tench, Tinca tinca", "cat"], [1, 0], ["cat", "tench, Tinca tinca"]),
         (["0.37", "cat"], [0, 1], ["0.37", "cat"]),
         (["-5", "3"], [1, 0], ["3", "-5"]),
+        (["1_0", "10", "2"], [0, 2, 1], ["1_0", "2", "10"]),
+        (["\u0663", "3"], [1, 0], ["3", "\u0663"]),  # an Arabic digit
+        (["007", "010"], [7, 10], None),
+        (["+1", "0"], [1, 0], None),
+        (["7", "007", "8"], [1, 0, 2], ["007", "7", "8"]),
+        (["+1", "1"], [1, 0], ["1", "+1"]),
+        (["1", "1.0", "2"], [1, 1, 2], None),
+        (["9007199254740993", "1.0"], [9007199254740993, 1], None),
+        (["9" * 5000, "a"], [0, 1], ["9" * 5000, "a"]),
+        (["(cat)", "(a, b)"], [1, 0], ["(a, b)", "(cat)"]),
     ],
 )
 def test_texts_that_are_classes(
@@ -173,13 +184,53 @@ def test_texts_that_are_classes(
         (["cat,dog", "cat", "dog"], "the label 'cat,dog' holds several classes"),
         (["1,3", "2"], "the label '1,3' holds several classes"),
         (["1;3", "2"], "the label '1;3' holds several classes"),
-        (["[1, 3]", "[2]"], r"the label '\[1, 3\]' holds several classes"),
-        (["['cat']", "dog"], "holds several classes"),
+        (["tench, 3", "tench", "3"], "write names without ','"),
+        (["cat|dog", "bird"], r"write names without '\|'"),
+        (
+            ["[1, 3]", "[2]"],
+            r"the label '\[1, 3\]' is a list; expected one class number or",
+        ),
+        (["[0]", "1"], r"the label '\[0\]' is a list"),
+        (["['cat']", "dog"], "is a list; expected one class number or name an image"),
+        (["(1, 2)", "3"], r"the label '\(1, 2\)' is a list"),
+        (["('cat',)", "dog"], "is a list"),
+        (['{"a":1}', "3"], "is a record; expected one class number or name"),
+        (["1e400", "3"], "the label 1e400 is a number and no class"),
     ],
 )
 def test_texts_that_are_no_classes_are_refused(texts: list[str], why: str) -> None:
     with pytest.raises(DataError, match=why):
         class_labels(texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [
+        (
+            ["7", "8", "007"],
+            "the labels '7' and '007' are one number in two writings: all labels are taken for "
+            "names, and these two for different classes",
+        ),
+        (
+            ["1", "cat", "1.0"],
+            "the labels '1' and '1.0' are one number in two writings, and different classes, since "
+            "other labels are names",
+        ),
+        (
+            ["0.5", "cat"],
+            "the label 0.5 is a number and no class, and is taken for a name, since other labels "
+            "are names",
+        ),
+        (["1_0", "10"], None),
+        (["1", "1.0"], None),
+        (["4", "cat"], None),
+    ],
+)
+def test_numbers_that_are_taken_for_names_are_said(
+    texts: list[str], line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class_labels(texts)
+    assert caplog.messages == ([] if line is None else [line])
 
 
 def test_missing_labels_of_a_list_are_said(
@@ -199,7 +250,7 @@ def test_missing_labels_of_a_list_are_said(
 def test_values_that_are_labels() -> None:
     assert [
         label_text(value) for value in (None, float("nan"), 3, 3.0, True, " cat ")
-    ] == [*("", "", "3", "3.0", "True", "cat")]
+    ] == [*("", "nan", "3", "3.0", "True", "cat")]
     for value in ([1], {"a": 1}, b"x"):
         with pytest.raises(
             DataError, match=f"is a {type(value).__name__}; expected one class"
@@ -216,11 +267,30 @@ COLUMNS: dict[str, tuple[Any, list[int], list[str] | None]] = {
     "half floats": (pyarrow.array(np.array([2, 0, 1], np.float16)), [2, 0, 1], None),
     "bools": (pyarrow.array([True, False, None]), [1, 0, -1], ["False", "True"]),
     "nulls": (pyarrow.array([None, None, None]), [-1, -1, -1], None),
-    "dictionary": (
-        pyarrow.array(["b", "a", "b"]).dictionary_encode(),
-        [1, 0, 1],
+    "views": (
+        pyarrow.array(["b", None, "a"], pyarrow.string_view()),
+        [1, -1, 0],
         ["a", "b"],
     ),
+    **{
+        f"dictionary by {kind}": (
+            pyarrow.DictionaryArray.from_arrays(
+                pyarrow.array([1, None, 0], kind), pyarrow.array(["a", "b"])
+            ),
+            [1, -1, 0],
+            ["a", "b"],
+        )
+        for kind in (
+            pyarrow.int8(),
+            pyarrow.int16(),
+            pyarrow.int32(),
+            pyarrow.int64(),
+            pyarrow.uint8(),
+            pyarrow.uint16(),
+            pyarrow.uint32(),
+            pyarrow.uint64(),
+        )
+    },
 }
 NO_CLASSES: dict[str, tuple[Any, str]] = {
     "lists": (
@@ -252,6 +322,44 @@ def test_columns_of_labels(tmp_path: Path, kind: str) -> None:
     source = open_source(str(write_column(tmp_path / "a.parquet", values)))
     assert source.labels.tolist() == labels
     assert source.class_names == names
+
+
+def test_images_in_views(tmp_path: Path) -> None:
+    views = pyarrow.array([encoded(k) for k in range(3)], pyarrow.binary_view())
+    bare = pyarrow.table({"image": views})
+    parquet.write_table(bare, tmp_path / "bare.parquet")
+    paths = pyarrow.array(["c.png", "b.png", "a.png"])
+    struct = pyarrow.StructArray.from_arrays([views, paths], ["bytes", "path"])
+    parquet.write_table(pyarrow.table({"image": struct}), tmp_path / "struct.parquet")
+    for name, ids in (
+        ("bare", ["bare/0", "bare/1", "bare/2"]),
+        ("struct", ["c.png", "b.png", "a.png"]),
+    ):
+        source = open_source(str(tmp_path / f"{name}.parquet"))
+        assert list(source.ids) == ids
+        assert source.read(1)[0].getpixel((0, 0)) == (1, 0, 254)
+
+
+def test_missing_labels_of_a_column_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN is, whoever wrote it, and pandas' missing values, which it writes as null."""
+    floats = pyarrow.array([2.0, float("nan"), float("nan")])
+    source = open_source(str(write_column(tmp_path / "a.parquet", floats)))
+    assert source.labels.tolist() == [2, -1, -1]
+    assert caplog.messages == ["labels that are nan (2 of 3) are taken for none"]
+    images = [encoded(k) for k in range(3)]
+    for labels in (
+        pandas.Series([None, 0.0, None]),
+        pandas.Series([None, 0, None], dtype="Int64"),
+        pandas.Series([None, "cat", None], dtype="category"),
+    ):
+        caplog.clear()
+        frame = pandas.DataFrame({"image": images, "label": labels})
+        frame.to_parquet(tmp_path / "pandas.parquet")
+        source = open_source(str(tmp_path / "pandas.parquet"))
+        assert source.labels.tolist() == [-1, 0, -1]
+        assert caplog.messages == ["labels that are nan (2 of 3) are taken for none"]
 
 
 @pytest.mark.parametrize("kind", NO_CLASSES)
@@ -315,6 +423,16 @@ def test_json_without_classes_is_refused_or_left_out(
     with pytest.raises(DataError, match=why):
         open_source(data)
     assert open_source(data, label_key="none").labels.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("text", [b"\xff\xd8\xff", "caf\xe9".encode("latin-1")])
+def test_a_txt_that_is_no_text_in_utf_8_is_no_label(tmp_path: Path, text: bytes) -> None:
+    members = [("0.png", encoded(0)), ("0.cls", b"3"), ("0.txt", text)]
+    data = str(write_tar(tmp_path / "a.tar", members))
+    assert open_source(data).labels.tolist() == [3]
+    why = r"0\.txt, which is no text in UTF-8 \(--label-key KEY names another label, or none\)"
+    with pytest.raises(DataError, match=why):
+        open_source(data, label_key="txt")
 
 
 # ------------------------------------------------------------------------------------- endings

@@ -59,6 +59,44 @@ def test_list_of_paths_alone_with_byte_order_mark_and_blank_lines(tmp_path: Path
     assert source.labels.tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "path;label\na.png;dog\nb, c.png;cat\n",
+        "sep=;\r\npath;label\r\na.png;dog\r\nb, c.png;cat\r\n",
+        "a.png;dog\nb, c.png;cat\n",
+        "path\tlabel\na.png\tdog\nb, c.png\tcat\n",
+        'path,label\ra.png,dog\r"b, c.png",cat\r',
+        'path,label,note\na.png,dog,%s\n"b, c.png",cat,\n' % ("x" * 200_000),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_as_other_programs_write_them(
+    tmp_path: Path, text: str, encoding: str
+) -> None:
+    plant(tmp_path, "a.png", "b, c.png")
+    (tmp_path / "list.csv").write_bytes(text.encode(encoding))
+    source = open_source(str(tmp_path / "list.csv"))
+    assert source.ids == ["a.png", "b, c.png"]
+    assert source.class_names == ["cat", "dog"]
+    assert source.labels.tolist() == [1, 0]
+
+
+def test_names_of_files_with_semicolons(tmp_path: Path) -> None:
+    plant(tmp_path, "a;1.png", "b;2.png")
+    (tmp_path / "list.csv").write_text("a;1.png\nb;2.png\n")
+    assert open_source(str(tmp_path / "list.csv")).ids == ["a;1.png", "b;2.png"]
+
+
+def test_a_list_in_another_encoding_is_a_line(tmp_path: Path) -> None:
+    for name in ("list.csv", "list.txt"):
+        (tmp_path / name).write_bytes("caf\xe9.png\n".encode("latin-1"))
+        assert refused(tmp_path / name) == (
+            f"{tmp_path}/{name} cannot be read as a list: it is not text in UTF-8 (byte 3); save "
+            "it as UTF-8"
+        )
+
+
 def test_list_with_row_keys_may_repeat_a_path(tmp_path: Path) -> None:
     plant(tmp_path, "a.png")
     rows = [["id", "file"], ["one", "a.png"], ["two", "a.png"]]

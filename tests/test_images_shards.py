@@ -459,23 +459,26 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no images": (lambda r: tar(r, ("a.cls", b"1")), "no images in .*a.tar; expected .jpg"),
     "key without image": (
         lambda r: tar(r, ("a.cls", b"1"), ("a.png", P), ("b.cls", b"1")),
-        "the key b has a label and no image; expected one of: .jpeg, .jpg, .png, .webp",
+        "a.tar has a label of the key b, and no image; expected one of: .jpeg, .jpg, .png, .webp",
     ),
     "two images a key": (
         lambda r: tar(r, ("a.cls", b"1"), ("a.jpg", P), ("a.png", P)),
-        "a.jpg and a.png are images of one key; expected one",
+        r"a.tar has two images of one key, a.jpg and a.png \(--label-key KEY names .*, or none",
     ),
     "two images a key, of two shards": (
         lambda r: tar(r, ("a.cls", b"1"), ("a.jpg", P))
         and write_tar(r / "b.tar", [("a.png", P)])
         and f"{r}/*.tar",
-        "a.jpg and a.png are images of one key",
+        "has two images of one key, a.jpg and a.png",
     ),
     "no JSON": (
         lambda r: tar(r, ("a.json", b"{"), ("a.png", P)),
-        "a.json is no JSON",
+        r"a.tar has a label in a.json, which is no JSON \(--label-key KEY names .*, or none",
     ),
-    "no text": (lambda r: tar(r, ("a.cls", b"\xff"), ("a.png", P)), "a.cls is no text"),
+    "no text": (
+        lambda r: tar(r, ("a.cls", b"\xff"), ("a.png", P)),
+        "a label in a.cls, which is no text",
+    ),
     "glob without a match": (lambda r: r / "*.tar", r"\*.tar matches nothing; expected files"),
     "a shard is missing": (
         lambda r: tar(r, ("a.png", P)) and f"{r}/{{a,b,c}}.tar",

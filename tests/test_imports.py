@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 import pytest
 import safetensors.numpy
 import torch
@@ -153,6 +154,28 @@ def test_columns_with_labels_are_probed(tmp_path: Path) -> None:
                         groups=("blocks",), order="dataset")  # fmt: skip
     expected = vitsee.probe(other, holdout=0.4, l2=[1.0])
     assert np.array_equal(found["value"], expected["value"])
+
+
+def test_labels_and_ids_of_a_table_that_are_missing(tmp_path: Path) -> None:
+    columns = {"id": ["a", "b", "c"], "label": [1, None, 0], "x": [0.0, 1.0, 2.0]}
+    table = tmp_path / "x.parquet"
+    polars.DataFrame(columns).write_parquet(table)
+    store = imported(table, "-o", tmp_path / "x.zarr")
+    assert store.samples.label.tolist() == [1, -1, 0]
+    assert store.class_names is None
+    columns["id"] = ["a", None, "c"]
+    polars.DataFrame(columns).write_parquet(table)
+    result = run(table, "-o", tmp_path / "y.zarr")
+    assert result.exit_code == 1
+    assert "x.parquet: row 1 has no id; expected one a row" in result.stderr
+
+
+def test_ids_behind_a_byte_order_mark(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((2, 3), np.float32))
+    ids = tmp_path / "ids.txt"
+    ids.write_text("a\nb\n", "utf-8-sig")
+    store = imported(tmp_path / "x.npy", "--ids", ids, "-o", tmp_path / "x.zarr")
+    assert store.samples.id.tolist() == ["a", "b"]
 
 
 def test_the_same_again_changes_nothing(tmp_path: Path) -> None:

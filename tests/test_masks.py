@@ -425,7 +425,7 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
         ('{"images": []}', "has images; expected a COCO file"),
         (
             '{"images": [{"id": 1}], "annotations": []}',
-            "cannot be read (KeyError: 'file_name')",
+            "cannot be read (it has no field 'file_name')",
         ),
         ('{"images": [1], "annotations": []}', "cannot be read (TypeError"),
         (

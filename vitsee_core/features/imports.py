@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.class_labels import class_labels
+from vitsee_core.images.class_labels import class_labels, label_text
 from vitsee_core.images.decoding import hash64, one_line
+from vitsee_core.images.errors import DataError
 from vitsee_core.images.sources.arrays import read_npz
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress, counting
@@ -93,7 +94,7 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
     """
     if path.suffix.lower() == ".txt":
         try:
-            return path.read_text("utf-8").splitlines(), None
+            return path.read_text("utf-8-sig").splitlines(), None
         except (OSError, UnicodeDecodeError) as error:
             raise VitseeError(f"{path} cannot be read: {error}") from None
     ending = ending_of(path, (".txt", *_TABLES), "ids")
@@ -102,8 +103,29 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
         raise VitseeError(
             f"{path} has columns {', '.join(columns)}; expected one called {ID}"
         )
-    labels = columns.get(LABEL)
-    return [*map(str, columns[ID])], None if labels is None else [*map(str, labels)]
+    return _texts_of_ids(columns, path), _texts_of_labels(columns, path)
+
+
+def _texts_of_ids(columns: Mapping[str, Sequence[Any]], path: Path) -> list[str]:
+    """The ids in a table's column; VitseeError: there is a row without one."""
+    ids = columns[ID]
+    if None in ids:
+        raise VitseeError(
+            f"{path}: row {list(ids).index(None)} has no {ID}; expected one a row"
+        )
+    return [str(value) for value in ids]
+
+
+def _texts_of_labels(
+    columns: Mapping[str, Sequence[Any]], path: Path
+) -> list[str] | None:
+    """The labels in a table's column, "" for none; None without the column."""
+    if LABEL not in columns:
+        return None
+    try:
+        return [label_text(value) for value in columns[LABEL]]
+    except DataError as error:
+        raise VitseeError(f"{path}: {error}") from None
 
 
 def _read(read: Callable[[Path], T], path: Path, what: str) -> T:
@@ -194,9 +216,8 @@ def _of_columns(
 ) -> Callable[[Path], Arrays]:
     def arrays(path: Path) -> Arrays:
         columns = read(path)
-        ids, labels = (
-            [*map(str, columns[n])] if n in columns else None for n in (ID, LABEL)
-        )
+        ids = _texts_of_ids(columns, path) if ID in columns else None
+        labels = _texts_of_labels(columns, path)
         numbers: dict[str, Array] = {}
         for name, cells in columns.items():
             if name in ABOUT:

@@ -61,14 +61,10 @@ def read_cells(
         VitseeError: columns of one name, or rows of different lengths.
         ValueError: it is not text.
     """
-    data = _as_utf_8(data)
-    separator = ""
-    if first_line := _SEPARATOR_LINE.match(data):
-        separator = first_line[1].decode()
-        data = data[first_line.end() :]
+    separator, data = declared_separator(as_utf_8(data))
     if not data.strip():
         return Cells(pl.DataFrame(), decimal_comma=False)
-    separator = separator or _separator_of(data, "\t" if ending == ".tsv" else ",")
+    separator = separator or separator_of(data, "\t" if ending == ".tsv" else ",")
     data = _for_polars(data, separator)
     header = _first_row(data, separator)
     names = [name.strip(BLANKS) for name in header]
@@ -136,7 +132,7 @@ def as_numbers(cells: pl.Series, *, decimal_comma: bool) -> pl.Series | None:
     return numbers if numbers.null_count() == n_empty else None
 
 
-def _as_utf_8(data: bytes) -> bytes:
+def as_utf_8(data: bytes) -> bytes:
     """Return the text in UTF-8 without a byte-order mark, its lines ended by LF.
 
     Raises:
@@ -150,7 +146,15 @@ def _as_utf_8(data: bytes) -> bytes:
     return data if b"\n" in data else data.replace(b"\r", b"\n")
 
 
-def _separator_of(data: bytes, preferred: str) -> str:
+def declared_separator(data: bytes) -> tuple[str, bytes]:
+    """Return the separator that a first line `sep=;` declares, "" without, and the text below."""
+    first_line = _SEPARATOR_LINE.match(data)
+    if first_line is None:
+        return "", data
+    return first_line[1].decode(), data[first_line.end() :]
+
+
+def separator_of(data: bytes, preferred: str) -> str:
     """Return the separator of the header's cells: `preferred` if the header has it at all."""
     header = data.lstrip(b" \r\n").partition(b"\n")[0].decode()
     unquoted = re.sub(r'"[^"]*"', "", header)
@@ -160,16 +164,27 @@ def _separator_of(data: bytes, preferred: str) -> str:
     return most_frequent if most_frequent in unquoted else preferred
 
 
-def _rows_of(data: bytes, separator: str, *, skip_blanks: bool = False) -> Any:
-    """Yield the rows as Python's csv reader parses them, without blanks before cells if asked."""
+def rows_of(
+    data: bytes, separator: str, *, skip_blanks: bool = False, strict: bool = False
+) -> Any:
+    """Return Python's csv reader of the rows.
+
+    Args:
+        data: the text in UTF-8.
+        separator: of the cells.
+        skip_blanks: leave out blanks before cells.
+        strict: raise csv.Error where quotes are not as they should be.
+    """
     text = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
-    return csv.reader(text, delimiter=separator, skipinitialspace=skip_blanks)
+    return csv.reader(
+        text, delimiter=separator, skipinitialspace=skip_blanks, strict=strict
+    )
 
 
 def _first_row(data: bytes, separator: str) -> list[str]:
     """Return the cells of the header; a csv.Error becomes a ValueError."""
     try:
-        return next(_rows_of(data, separator), [])
+        return next(rows_of(data, separator), [])
     except csv.Error as error:
         raise ValueError(str(error)) from None
 
@@ -193,9 +208,7 @@ def _for_polars(data: bytes, separator: str) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, delimiter=separator, lineterminator="\n")
     try:
-        writer.writerows(
-            row for row in _rows_of(data, separator, skip_blanks=True) if row
-        )
+        writer.writerows(row for row in rows_of(data, separator, skip_blanks=True) if row)
     except csv.Error as error:
         raise ValueError(str(error)) from None
     return text.getvalue().encode()
@@ -219,7 +232,7 @@ def _check_lengths(
     if unquoted.count(separator.encode()) == n_lines * (len(header) - 1):
         return
     try:
-        for number, row in enumerate(_rows_of(data, separator)):
+        for number, row in enumerate(rows_of(data, separator)):
             if row and len(row) != len(header):
                 raise VitseeError(
                     f"{path}, row {number} has {len(row)} cells, its header "

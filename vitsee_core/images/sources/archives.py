@@ -46,7 +46,7 @@ from vitsee_stores.files import NoAnswer
 from vitsee_stores.manifest import abbreviate
 
 CACHE_AFTER_SECONDS = 1.0
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 # TarIndex's attribute -> the name of its array in a cache file
 _CACHED_ARRAYS = {
     "offset": "offset",
@@ -188,7 +188,8 @@ def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
         for before, path in pairwise(ids):
             if key_of(path) == key_of(before):
                 raise DataError(
-                    f"{before} and {path} are images of one key; expected one"
+                    f"{request.data} has two images of one key, {before} and {path} "
+                    "(--label-key KEY names another label, or none)"
                 )
         try:
             labels, class_names = labels_of_files(
@@ -196,7 +197,7 @@ def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
             )
         except DataError as error:
             raise DataError(
-                f"{request.data}: {error} (--label-key KEY names another)"
+                f"{request.data}: {error} (--label-key KEY names another label, or none)"
             ) from None
         labels = labels[order]
         splits = [""] * len(paths)

@@ -164,7 +164,7 @@ def labels_of_files(
     """
     coded = list(files)
     all_texts = list(dict.fromkeys(text for _, texts in coded for text in texts))
-    labels, class_names = class_labels(all_texts)
+    labels, class_names = class_labels(all_texts, _images_of_texts(coded, all_texts))
     label_of_text = dict(zip(all_texts, labels.tolist(), strict=True))
     labels_by_file = []
     for codes, texts in coded:
@@ -172,6 +172,16 @@ def labels_of_files(
         label_of_code = np.array([*(label_of_text[text] for text in texts), -1], np.int64)
         labels_by_file.append(label_of_code[codes])
     return np.concatenate(labels_by_file), class_names
+
+
+def _images_of_texts(coded: Sequence[Coded], all_texts: Sequence[str]) -> list[int]:
+    """Return the number of images of each label text, over all files."""
+    n_images = Counter[str]()
+    for codes, texts in coded:
+        counts = np.bincount(codes[codes >= 0], minlength=len(texts))
+        for text, count in zip(texts, counts.tolist(), strict=True):
+            n_images[text] += count
+    return [n_images[text] for text in all_texts]
 
 
 def no_answer(location: object, error: NoAnswer) -> DataError:

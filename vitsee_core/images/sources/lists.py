@@ -24,6 +24,12 @@ from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.placement import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.sources.base import expand_braces
+from vitsee_core.tables.delimited import (
+    as_utf_8,
+    declared_separator,
+    rows_of,
+    separator_of,
+)
 from vitsee_stores.errors import reason
 from vitsee_stores.url import is_url
 
@@ -67,8 +73,10 @@ DEVKIT_FOLDERS = (
 def open_list(path: Path, name: str, exif: bool = False) -> ImageSource:
     """Return the images of a list, in the order of its lines.
 
-    A .csv or .tsv list with a header has its columns by name: path, and optionally label, split,
-    id and box; further columns are ignored. Without a header the columns are path, label, split.
+    A .csv or .tsv list has cells between commas or tabs, or, as tables have them, between others
+    that its first line shows. With a header it has its columns by name: path, and optionally label,
+    split, id and box; further columns are ignored. Without a header the columns are path, label,
+    split.
 
     - Relative paths start at the list's folder.
     - Labels are class numbers, or names if any of them is not a number; an empty one is no label.
@@ -303,20 +311,42 @@ def _read_rows(path: Path, name: str) -> Iterator[Row]:
     Raises:
         DataError: the file cannot be read as a list.
     """
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
+        data = as_utf_8(path.read_bytes())
         if path.suffix.lower() == ".txt":
-            yield from _text_rows(path.read_text("utf-8-sig"))
+            yield from _text_rows(data.decode())
             return
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            for row in reader:
-                if any(cell.strip() for cell in row):
-                    yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
+        separator, data = declared_separator(data)
+        separator = separator or _separator_of_list(path, data)
+        reader = rows_of(data, separator, strict=True)
+        for row in reader:
+            if any(cell.strip() for cell in row):
+                yield reader.line_num, row
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name} cannot be read as a list: it is not text in UTF-8 (byte {error.start}); save "
+            "it as UTF-8"
+        ) from None
+    except (csv.Error, ValueError) as error:
         raise DataError(f"{name} cannot be read as a list: {one_line(error)}") from None
     except OSError as error:
         raise DataError(f"cannot read {name}: {reason(error)}") from None
+
+
+def _separator_of_list(path: Path, data: bytes) -> str:
+    """Return the separator of a list's cells: its ending's, unless only another one fits.
+
+    Names of files may have semicolons and bars, so that another separator has to lead to a header
+    with a column of paths, or to a first path that exists.
+    """
+    usual = "\t" if path.suffix.lower() == ".tsv" else ","
+    other = separator_of(data, usual)
+    if other == usual:
+        return usual
+    first_row = next(rows_of(data, other), [""])
+    if _columns_of_header(first_row) or (path.parent / first_row[0].strip()).is_file():
+        return other
+    return usual
 
 
 def _text_rows(text: str) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.class_labels import NO_LABELS, label_text
+from vitsee_core.images.class_labels import NAN, NO_LABELS, label_text
 from vitsee_core.images.decoding import MAX_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
@@ -245,12 +245,9 @@ def _index_parquet(request: SourceRequest, files: Files, name: str) -> _ParquetI
     codes = np.full(len(paths), -1, np.int32)
     texts: list[str] = []
     if columns.label is not None:
-        # Encoded by pyarrow, so that a million labels do not become Python objects.
         label_column = _read_column(file, columns.label).combine_chunks()
-        encoded = label_column.dictionary_encode()
-        indices = encoded.indices.fill_null(-1)
-        codes = indices.to_numpy(zero_copy_only=False).astype(np.int32)
-        texts = [label_text(value) for value in encoded.dictionary.to_pylist()]
+        missing = NAN if _nulls_are_nan(schema, columns.label) else ""
+        codes, texts = _coded_labels(label_column, missing)
         _check_length(len(codes), n_rows)
     return _ParquetIndex(
         columns=columns,
@@ -260,6 +257,42 @@ def _index_parquet(request: SourceRequest, files: Files, name: str) -> _ParquetI
         group_rows=group_rows,
         group_bytes=largest_group,
     )
+
+
+def _coded_labels(column: Any, missing: str) -> Coded:
+    """Return a column of labels as codes and texts.
+
+    Args:
+        column: a pyarrow array of a type that `_holds_labels`, or a dictionary of one.
+        missing: the text of null; "" is no label.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    # Polars and pandas write dictionaries with indices of several widths, which pyarrow's own
+    # encoding does not have, and views, which it cannot encode.
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    # Encoded by pyarrow, so that a million labels do not become Python objects.
+    encoded = column.dictionary_encode()
+    values = encoded.dictionary.to_pylist()
+    texts = [missing if value is None else label_text(value) for value in values]
+    indices = encoded.indices.fill_null(len(texts) if missing else -1)
+    codes = indices.to_numpy(zero_copy_only=False).astype(np.int32)
+    if missing:
+        texts.append(missing)
+    return codes, texts
+
+
+def _nulls_are_nan(schema: Any, column: str) -> bool:
+    """Return whether nulls of a column are what pandas, which wrote it, has for missing labels."""
+    try:
+        metadata = json.loads((schema.metadata or {})[b"pandas"])
+        return any(entry["name"] == column for entry in metadata["columns"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
 
 
 def _holds_labels(kind: Any) -> bool:
@@ -276,6 +309,7 @@ def _holds_labels(kind: Any) -> bool:
         types.is_null,
         types.is_string,
         types.is_large_string,
+        types.is_string_view,
     )
     return any(test(kind) for test in is_kind)
 
@@ -298,7 +332,8 @@ def _choose_columns(request: SourceRequest, schema: Any) -> _Columns:
 
     def is_bytes(kind: Any) -> bool:
         """Return whether a type is that of bytes."""
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+        is_kind = (types.is_binary, types.is_large_binary, types.is_binary_view)
+        return any(test(kind) for test in is_kind)
 
     def is_nested(kind: Any) -> bool:
         """Return whether a type is a struct with a field `bytes`."""

@@ -7,11 +7,12 @@ member, and asks a server for each header: an index of a million members is a fe
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,7 @@ CLIPS = frozenset(
 )  # and that make a clip of one
 MEMBERS = ("cls", "txt")  # that are a label themselves
 JSON_FIELDS = ("label", "cls", "class")
+_WHOLE_NUMBER = re.compile("-?[0-9]+")
 _ZEROS = bytes(BLOCK)
 # The header's type flag.
 _FILES = (b"0", b"\0", b"7")
@@ -111,7 +113,8 @@ def index_tar(
 
     Raises:
         DataError: it is not an uncompressed tar, or not a set of labelled images. The message
-            starts with a verb: the caller puts the tar's name before it.
+            starts with a verb: the caller puts the tar's name before it. Those of labels name
+            the option that leaves them out.
     """
     window = _Window(files, name, size)
     builder = _IndexBuilder(label_key, CLIPS if clips else IMAGES)
@@ -349,21 +352,20 @@ class _IndexBuilder:
         """Add the label in a member's bytes; a .txt that may be a caption is passed over.
 
         Raises:
-            ValueError: the member is not of the kind that its ending says.
+            DataError: the member is not of the kind that its ending says, or holds no label.
         """
+        is_json = ending == "json"
+        may_be_caption = self._label_key is None and ending == "txt"
         try:
-            is_json = ending == "json"
             text = self._json_label(data) if is_json else data.decode("utf-8").strip()
         except DataError as error:
-            raise ValueError(
-                f"{path}: {error} (--label-key KEY names another, or none)"
-            ) from None
+            _refuse_labels(f"has a label that is none in {path}: {error}")
         except (ValueError, RecursionError):
-            kind = "JSON" if ending == "json" else "text"
-            raise ValueError(f"{path} is no {kind}") from None
-        is_number = text.removeprefix("-").isdigit()
-        if self._label_key is None and ending == "txt" and not is_number:
-            return  # a caption
+            if may_be_caption:
+                return  # in another encoding, or some other file beside the image
+            _refuse_labels(f"has a label in {path}, which is no {_kind_of_text(ending)}")
+        if may_be_caption and not _WHOLE_NUMBER.fullmatch(text):
+            return
         if text:
             self._label_keys.add(key_of(path))
             code = self._code_of_text.setdefault(text, len(self._code_of_text))
@@ -384,7 +386,7 @@ class _IndexBuilder:
         """Return the index of the images that were added, with their labels.
 
         Raises:
-            ValueError: two images of a labelled set have the same key, or a label has no image.
+            DataError: two images of a labelled set have the same key, or a label has no image.
         """
         index = TarIndex(
             paths=self._paths.array(),
@@ -433,18 +435,26 @@ class _IndexBuilder:
         if (n_images > 1).any():
             first_key = np.argmax(n_images > 1)
             paths = index.paths[index.is_single & (key_of_image == first_key)]
-            raise ValueError(
-                f"{paths[0]} and {paths[1]} are images of one key; expected one"
-            )
+            _refuse_labels(f"has two images of one key, {paths[0]} and {paths[1]}")
         without_image = np.flatnonzero(n_images[key_of_label] == 0)
         if len(without_image):
             kinds = ", ".join(f".{ending}" for ending in sorted(self._image_endings))
-            raise ValueError(
-                f"the key {label_keys[without_image[0]]} has a label and no image; expected one "
-                f"of: {kinds}"
+            _refuse_labels(
+                f"has a label of the key {label_keys[without_image[0]]}, and no image; expected "
+                f"one of: {kinds}"
             )
         index.label = code_of_key[key_of_image]
         index.label_texts = list(self._code_of_text)
+
+
+def _kind_of_text(ending: str) -> str:
+    """Return what a member with a label holds, by its ending."""
+    return "JSON" if ending == "json" else "text in UTF-8"
+
+
+def _refuse_labels(why: str) -> NoReturn:
+    """Raise DataError with what is wrong with a tar's labels, and how to do without them."""
+    raise DataError(f"{why} (--label-key KEY names another label, or none)")
 
 
 def _is_replaced(index: TarIndex) -> NDArray[np.bool_]:

@@ -63,10 +63,19 @@ def entries_of(path: Path, annotations: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise VitseeError(
-            f"{path} has an entry that cannot be read "
-            f"({type(error).__name__}: {str(error)[:LONGEST_REASON]}); expected "
+            f"{path} has an entry that cannot be read ({_why(error)}); expected "
             f"{EXPECTED}, images with id, file_name, height and width, {annotations}"
         ) from None
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with an entry, in words where Python's have none."""
+    text = str(error)[:LONGEST_REASON]
+    if isinstance(error, KeyError):
+        return f"it has no field {text}"
+    if type(error) is ValueError:
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
