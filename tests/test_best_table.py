@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import read, run
-from vitsee_core.analyses.best_layer.figures import CONTROLS, BestTable
+from vitsee_core.analyses.best_layer.best_table import CONTROLS, BestTable
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 

@@ -31,9 +31,9 @@ from vitsee_core.pages.explore.contents import short_name, within, without_folde
 from vitsee_core.pages.explore.page import definition_of, panels, steps_of
 from vitsee_core.pages.explore.readouts import pack_rows, query_cells, query_step
 from vitsee_core.pages.explore.tokens import (
-    MOST_BYTES,
-    MOST_SIDE,
-    WITHIN,
+    ALLOWED_ERROR,
+    MAX_BYTES,
+    MAX_GRID_SIDE,
     PackedTokens,
     Precision,
     SiteTokens,
@@ -81,7 +81,7 @@ def exact(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return found
 
 
-def packed(x: np.ndarray[Any, Any], *, most: float = MOST_BYTES) -> PackedTokens:
+def packed(x: np.ndarray[Any, Any], *, most: float = MAX_BYTES) -> PackedTokens:
     (found,) = pack_tokens(
         [SiteTokens(x.astype(np.float32), np.ones(len(x), bool))], most
     )
@@ -113,7 +113,7 @@ def test_the_error_is_that_of_all_pairs(mean: float) -> None:
         found.error.p99 == pytest.approx(np.percentile(off, 99), abs=1e-5)
         and off.max() < 0.1
     )
-    assert found.error.p99 <= WITHIN and len(found.codes) < 96
+    assert found.error.p99 <= ALLOWED_ERROR and len(found.codes) < 96
 
 
 def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
@@ -124,11 +124,11 @@ def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
     site = SiteTokens(x, np.ones(200, bool))
     precision = site.precision(0.02)
     errors = [
-        site.packed(Precision(precision.step, k, 0)).error.p99
-        for k in range(1, precision.dims + 1)
+        site.pack(Precision(precision.step, k, 0)).error.p99
+        for k in range(1, precision.n_axes + 1)
     ]
     assert errors[-1] <= 0.02 < min(errors[:-1])
-    kept = site.packed(precision)
+    kept = site.pack(precision)
     parts = (kept.along, kept.codes)
     assert precision.n_bytes == sum(len(zlib.compress(part.tobytes())) for part in parts)
 
@@ -137,7 +137,7 @@ def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
 def test_all_sites_share_the_bytes_of_a_page_and_one_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokens, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tokens, "MIN_TOKEN_BYTES", 0)
     rng = np.random.default_rng(1)
     white, thin = (
         rng.normal(size=(400, 192)),
@@ -146,10 +146,12 @@ def test_all_sites_share_the_bytes_of_a_page_and_one_error(
     sites = [SiteTokens(x.astype(np.float32), np.ones(400, bool)) for x in (white, thin)]
     best, small = pack_tokens(sites), pack_tokens(sites, 30_000)
     assert len(best[0].codes) > 150 > 20 > len(best[1].codes)
-    assert all(found.error.p99 <= 1.05 * WITHIN for found in best)
+    assert all(found.error.p99 <= 1.05 * ALLOWED_ERROR for found in best)
     assert sum(len(zlib.compress(found.codes.tobytes())) for found in small) < 32_000
     assert small[0].step == small[1].step > best[0].step
-    assert WITHIN < small[0].error.p99 == pytest.approx(small[0].step / 0.7, rel=0.1)
+    assert (
+        ALLOWED_ERROR < small[0].error.p99 == pytest.approx(small[0].step / 0.7, rel=0.1)
+    )
     (none,) = pack_tokens(sites[:1], 0)
     assert none.error.p99 > 0.1, "the coarsest is what is left"
 
@@ -184,7 +186,7 @@ def test_large_grids_are_means_of_squares(grid: tuple[int, int]) -> None:
     side, small = pooled_side(layout), coarse_layout(layout)
     assert (
         small.grid == (-(-grid[0] // side), -(-grid[1] // side))
-        and max(small.grid) <= MOST_SIDE
+        and max(small.grid) <= MAX_GRID_SIDE
     )
     assert small.stride_px == (4 * side, 4 * side) and small.offset_px == (-2, 0)
     rng = np.random.default_rng(0)
@@ -535,7 +537,7 @@ def test_picks(tmp_path: Path) -> None:
     x = vectors(9, (0, 3, 4, 5), (1, 6, 7, 8), (2,))
     store = write_sites(tmp_path / "a.zarr", {"blocks.0.out": x}, layout=GRID)
     (last,) = store.select(["blocks"])
-    (diverse,) = choose_images([store], last, (), 3, "diverse", 0)
+    (diverse,) = choose_images([store], last, names=(), n=3, pick="diverse", seed=0)
     groups = [{0, 3, 4, 5}, {1, 6, 7, 8}, {2}]
     assert sorted(
         k for row in diverse for k, group in enumerate(groups) if row in group
@@ -544,15 +546,22 @@ def test_picks(tmp_path: Path) -> None:
         1,
         2,
     ]
-    (odd,) = choose_images([store], last, (), 1, "outliers", 0)
+    (odd,) = choose_images([store], last, names=(), n=1, pick="outliers", seed=0)
     assert odd == [2]
-    drawn = [choose_images([store], last, (), 4, "random", seed)[0] for seed in range(6)]
+    drawn = [
+        choose_images([store], last, names=(), n=4, pick="random", seed=seed)[0]
+        for seed in range(6)
+    ]
     assert all(len({*rows}) == 4 for rows in drawn) and len({*map(tuple, drawn)}) > 1
-    assert choose_images([store], last, (), 99, "diverse", 0) == [[*range(9)]]
-    assert choose_images([store], last, ["image7", "2"], 99, "diverse", 0) == [[7, 2]]
+    assert choose_images([store], last, names=(), n=99, pick="diverse", seed=0) == [
+        [*range(9)]
+    ]
+    assert choose_images(
+        [store], last, names=["image7", "2"], n=99, pick="diverse", seed=0
+    ) == [[7, 2]]
     for pick, n in (("best", 3), ("random", 0)):
         with pytest.raises(VitseeError, match="expected"):
-            choose_images([store], last, (), n, pick, 0)
+            choose_images([store], last, names=(), n=n, pick=pick, seed=0)
 
 
 def test_stores_pair_by_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -563,7 +572,7 @@ def test_stores_pair_by_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     turned = write_sites(tmp_path / "b.zarr", {"blocks.0.out": x[::-1]}, layout=GRID,
                          ids=ids[::-1], hash_offset=9)  # fmt: skip
     (last,) = first.select(["blocks"])
-    rows = choose_images([first, turned], last, (), 9, "random", 0)
+    rows = choose_images([first, turned], last, names=(), n=9, pick="random", seed=0)
     assert rows == [[0, 1, 3, 4], [4, 3, 1, 0]]
     assert "other bytes" in caplog.text
     page = page_of(tmp_path / "p.html", first.path, turned.path, "--images", 9)
@@ -573,7 +582,7 @@ def test_stores_pair_by_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         tmp_path / "c.zarr", {"blocks.0.out": x}, layout=GRID, name="other"
     )
     with pytest.raises(StoreMismatch, match="no image is in all of"):
-        choose_images([first, others], last, (), 9, "random", 0)
+        choose_images([first, others], last, names=(), n=9, pick="random", seed=0)
     done = explore(first.path, others.path, "--image", "a", "-o", tmp_path / "q.html")
     assert done.exit_code == 1 and "c has no image 'a'" in done.stderr
 

@@ -73,7 +73,7 @@ def test_tokens_are_those_of_each_frame(tmp_path: Path) -> None:
     x = square_tokens(noise=0.3, seed=0)[[0, 2]].reshape(2 * TIMES, SIDE * SIDE, DIM)
     assert np.allclose(own.norms, np.linalg.norm(x, axis=-1), rtol=1e-5)
     assert own.layout.frames is None and own.scores is not None
-    assert own.scores.of.shape == (2 * TIMES, SIDE * SIDE, 3)
+    assert own.scores.values.shape == (2 * TIMES, SIDE * SIDE, 3)
 
 
 def test_attention_of_each_frame(tmp_path: Path) -> None:

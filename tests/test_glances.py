@@ -12,7 +12,7 @@ import pytest
 
 from vitsee_core.declaration import Analysis
 from vitsee_core.pages.report import pictures
-from vitsee_core.pages.report.pictures import TALLEST, TILE, Addresses, tile
+from vitsee_core.pages.report.pictures import MAX_TILE_ASPECT, TILE, Addresses, tile
 from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.registry import builtin_names, load
 from vitsee_core.tables.glances import most_varied, select_evenly
@@ -66,7 +66,7 @@ def test_a_figure_of_few_rows_fits_a_card(
 ) -> None:
     for path in tables_of(name.replace("_", "-")):
         rows, ratio = small(load(name), path)
-        assert 0 < len(rows) <= len(Table.read(path)) and ratio <= TALLEST
+        assert 0 < len(rows) <= len(Table.read(path)) and ratio <= MAX_TILE_ASPECT
 
 
 @pytest.mark.slow

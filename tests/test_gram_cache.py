@@ -339,7 +339,7 @@ def test_headers_survive_anything(store: Store) -> None:
         b"[]",
         b"null",
         b"[" * 100_000,
-        b'{"format": 2, "digest": 0}',
+        b'{"format": 3, "digest": 0}',
         b"\xff",
     ):
         assert Header.load(other) is None

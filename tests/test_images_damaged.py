@@ -21,7 +21,7 @@ from vitsee_core.images.decoding import decode, header_size
 from vitsee_core.images.formats import FORMAT_OF_ENDING, readable_formats
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.images.videos import Video
-from vitsee_core.pages.report.pictures import packed
+from vitsee_core.pages.report.pictures import pack_png
 
 POSTSCRIPT = (
     b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
@@ -91,7 +91,7 @@ def test_each_ending_in_the_list_has_a_format_that_is_opened() -> None:
 
 
 def test_postscript_in_a_report_is_not_opened(ghostscript: Path) -> None:
-    assert packed(POSTSCRIPT) == (POSTSCRIPT, "image/png")
+    assert pack_png(POSTSCRIPT) == (POSTSCRIPT, "image/png")
     assert not ghostscript.exists()
 
 

@@ -500,6 +500,63 @@ def test_a_file_that_leaves_its_model_random(tmp_path: Path) -> None:
     assert random.weights["source"] == "random"
 
 
+OWN = """
+import copy, timm, torch
+def made():
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=1,
+                             num_heads=3, patch_size=8)
+STATE = {key: torch.zeros_like(x) + 0.5 for key, x in made().state_dict().items()}
+WRAPPED = {f"module.{key}": x for key, x in STATE.items()}
+AT_IMPORT = made()
+AT_IMPORT.load_state_dict(WRAPPED, strict=False)
+def build(how):
+    model = made()
+    if how == "import":
+        model = AT_IMPORT
+    if how in ("copied", "halved"):
+        model.load_state_dict(WRAPPED, strict=False)
+        model = copy.deepcopy(model) if how == "copied" else model.half()
+    if how in ("swallowed", "tried again"):
+        try:
+            model.load_state_dict(WRAPPED)
+        except RuntimeError:
+            if how == "tried again":
+                model.load_state_dict(STATE)
+    if how == "size":
+        try:
+            model.load_state_dict(STATE | {"pos_embed": torch.zeros(1, 5, 24)})
+        except RuntimeError:
+            pass
+    if how == "unchanged":
+        try:
+            model.load_state_dict(WRAPPED)
+        except RuntimeError:
+            model.load_state_dict({key: x.clone() for key, x in model.state_dict().items()})
+    return model, {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "phrase"),
+    [
+        ("import", "missing: 18"),
+        ("copied", "missing: "),
+        ("halved", "missing: 18"),
+        ("swallowed", "missing: 18"),
+        ("size", "missing: 1 (pos_embed)"),
+        ("tried again", ""),
+        ("unchanged", ""),
+    ],
+)
+def test_ways_to_leave_a_model_random(how: str, phrase: str, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(OWN)
+    name = f"{tmp_path}/m.py:build"
+    if phrase:
+        assert phrase in refusal(name, model_args={"how": how})
+    else:
+        assert load_model(name, model_args={"how": how}).weights["source"] == "file"
+
+
 def test_a_tower_goes_by_the_same_rule(tmp_path: Path) -> None:
     text = {
         "hidden_size": 24,

@@ -32,8 +32,8 @@ from vitsee_core.figures.plotting import figure_bytes, stores_in_order
 from vitsee_core.pages.html import json_for_html
 from vitsee_core.pages.report import earlier, pictures
 from vitsee_core.pages.report.captions import captions
-from vitsee_core.pages.report.cards import CARRIED_BYTES
-from vitsee_core.pages.report.charts import MOST_MARKS, charts_of
+from vitsee_core.pages.report.cards import MAX_EMBEDDED_BYTES
+from vitsee_core.pages.report.charts import MAX_MARKS, charts_of
 from vitsee_core.pages.report.facts import cautions, n_images
 from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.pictures import STEP
@@ -173,8 +173,8 @@ def test_the_table_is_carried_or_linked(
     links = [a for a in Outline(text).all("a") if "download" in a]
     carried = {a["download"]: a["href"] for a in links}
     data = unquote_to_bytes(carried["dist.csv"].removeprefix("data:text/csv,"))
-    assert data == (folder / "dist.csv").read_bytes() and len(data) < CARRIED_BYTES
-    monkeypatch.setattr("vitsee_core.pages.report.cards.CARRIED_BYTES", 10)
+    assert data == (folder / "dist.csv").read_bytes() and len(data) < MAX_EMBEDDED_BYTES
+    monkeypatch.setattr("vitsee_core.pages.report.cards.MAX_EMBEDDED_BYTES", 10)
     page = page_of(folder, tmp_path)
     linked = Outline(page).all("a")
     size = human_bytes((folder / "deep" / "er" / "cka.csv").stat().st_size)
@@ -409,7 +409,7 @@ def test_tables_without_a_chart() -> None:
     places = [{"site": s, "rel_depth": d} for s, d in (("x", 0.5), ("y", 1.0))]
     assert charts_of(Table.from_rows([best | place for place in places])) == []
     assert charts_of(Table.from_rows([])) == [] and charts_of(rows_of(a=[1])) == []
-    n = MOST_MARKS + 2
+    n = MAX_MARKS + 2
     many = rows_of(
         store=["a"] * n, site=[f"s{i}" for i in range(n)], block=[""] * n,
         rel_depth=[i / n for i in range(n)], metric=["m"] * n, value=[1.0] * n,
@@ -479,13 +479,13 @@ def test_a_page_is_not_made_again_where_nothing_changed(
     own, page = tmp_path / "own", tmp_path / "page.html"
     shutil.copytree(folder, own)
     packed: list[int] = []
-    pack = pictures.packed
+    pack = pictures.pack_png
 
     def count(png: bytes) -> tuple[bytes, str]:
         packed.append(len(png))
         return pack(png)
 
-    monkeypatch.setattr(pictures, "packed", count)
+    monkeypatch.setattr(pictures, "pack_png", count)
 
     def again(*options: object) -> tuple[bool, int]:
         """Whether the page was made again, and how many figures were packed."""

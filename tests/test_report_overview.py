@@ -19,10 +19,10 @@ from PIL import Image
 from tests.every_command import vitsee
 from tests.stores import write_sites
 from tests.test_report import Outline, page_of
-from vitsee_core.pages.report.cards import OTHER, Group, groups_of
+from vitsee_core.pages.report.cards import OTHER, Group, Headings, group_results
 from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.overview import overview, stores_by_model
-from vitsee_core.pages.report.pictures import STEP, Addresses, packed
+from vitsee_core.pages.report.pictures import STEP, Addresses, pack_png
 from vitsee_core.runtime.progress import SILENT
 
 SECTIONS = {"Similarity": ["cka"], "Attention": ["attn-dist", "norms"]}
@@ -48,8 +48,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def grouped(folder: Path) -> dict[str, list[Group]]:
     found = find_materials(folder)
     with closing(Addresses({}, ())) as addresses:
-        return groups_of(
-            found.results, SECTIONS, folder / "r.html", {}, SILENT, {}, addresses, {}
+        return group_results(
+            found.results,
+            Headings(SECTIONS, figures={}),
+            folder / "r.html",
+            stores={},
+            left_out={},
+            addresses=addresses,
+            progress=SILENT,
         )
 
 
@@ -78,15 +84,14 @@ def test_what_is_named_alike_has_the_name_of_its_file(
 def test_analyses_without_a_heading_come_last(study: Path) -> None:
     found = find_materials(study)
     with closing(Addresses({}, ())) as addresses:
-        groups = groups_of(
+        groups = group_results(
             found.results,
-            {"Rest": ["norms"]},
+            Headings({"Rest": ["norms"]}, figures={}),
             study / "r.html",
-            {},
-            SILENT,
-            {},
-            addresses,
-            {},
+            stores={},
+            left_out={},
+            addresses=addresses,
+            progress=SILENT,
         )
     assert list(groups) == ["Rest", OTHER] and groups[OTHER][0].command == "cka"
 
@@ -204,7 +209,7 @@ def test_a_figure_is_packed_to_within_half_a_step() -> None:
     levels = np.repeat(np.arange(256, dtype=np.uint8), 4).reshape(32, 32)
     pixels = np.stack([levels, levels.T, levels[::-1], np.full_like(levels, 255)], -1)
     png = png_of(pixels)
-    data, kind = packed(png)
+    data, kind = pack_png(png)
     assert kind == "image/webp" and len(data) < len(png)
     with Image.open(io.BytesIO(data)) as image:
         found = np.asarray(image.convert("RGB")).astype(int)
@@ -216,6 +221,6 @@ def test_what_cannot_be_packed_stays_as_it_is() -> None:
     clear = np.random.default_rng(0).integers(0, 255, (8, 8, 4), dtype=np.uint8)
     one = png_of(np.zeros((1, 1, 3), np.uint8))
     for png in (png_of(clear), b"no picture", one):
-        data, kind = packed(png)
+        data, kind = pack_png(png)
         assert (kind == "image/png" and data == png) or len(data) < len(png)
-    assert packed(png_of(clear))[1] == "image/png", "transparency would be lost"
+    assert pack_png(png_of(clear))[1] == "image/png", "transparency would be lost"

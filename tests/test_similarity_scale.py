@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from tests.reference_cka import loop_cka, loop_jackknife
 from tests.stores import write_sites
 from vitsee_core.analyses import cka, similarity
-from vitsee_core.similarity.scaling import power_of_two
+from vitsee_core.similarity.scaling import power_of_two, stored_gram_scale
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
+from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
 N = 24
@@ -88,6 +89,28 @@ def test_other_estimators(estimator: str, tmp_path: Path) -> None:
         table = cka.run(store, sites=SITES, no_cache=True, estimator=estimator, **more)
         values.append(float(table.filter(site_a="pooled", site_b="logits")["value"][0]))
     assert values[1:] == pytest.approx([values[0]] * 2, abs=2e-6)
+
+
+def test_stored_gram_matrices(tmp_path: Path) -> None:
+    """Of `extract --grams` without the tokens: tokens of 3 channels in slabs of 8 images."""
+    x, y = pair()
+    values = []
+    for scale in (1.0, 1e-12, 1e10, 2.0**-40):
+        tokens = {"a": x.reshape(N, 4, 3) * np.float32(scale), "b": y.reshape(N, 3, 3)}
+        sites = {
+            name: (site, TokenLayout((), (1, site.shape[1]), stride_px=(8, 8)))
+            for name, site in tokens.items()
+        }
+        path = tmp_path / f"{scale}.zarr"
+        store = write_sites(path, sites, tokens="pooled", grams=True, slab=8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            table = cka.run(store, sites=["a", "b"], no_cache=True)
+        assert stored_gram_scale(store, "b") == 1.0
+        values.append(value_and_ends(table, "a", "b")[0])
+    assert values[1] == pytest.approx(values[0], abs=2e-6)
+    assert values[2] == pytest.approx(values[0], abs=2e-6)
+    assert values[3] == values[0]  # a power of two rounds nothing
 
 
 @pytest.mark.parametrize("metric", list(similarity.MEASURES))

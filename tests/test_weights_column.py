@@ -17,7 +17,7 @@ from tests.manifests import edited
 from tests.stores import write_sites
 from tests.test_best_layer import scores, write
 from vitsee_core.analyses import best_layer
-from vitsee_core.pages.report.cards import groups_of
+from vitsee_core.pages.report.cards import Headings, group_results
 from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.overview import stores_by_model
 from vitsee_core.pages.report.pictures import Addresses
@@ -145,8 +145,14 @@ def test_a_report_tells_stores_of_one_name_apart(folder: Path) -> None:
     materials = find_materials(folder)
     assert [*stores_by_model(materials)] == ["vit (random 0)", "vit (dino.pth)"]
     with closing(Addresses({}, ())) as addresses:
-        groups = groups_of(
-            materials.results, {}, folder / "r.html", {}, SILENT, {}, addresses, {}
+        groups = group_results(
+            materials.results,
+            Headings({}, figures={}),
+            folder / "r.html",
+            stores={},
+            left_out={},
+            addresses=addresses,
+            progress=SILENT,
         )
     ((group,),) = groups.values()
     assert {card.label for card in group.cards} == {"vit (random 0)", "vit (dino.pth)"}
@@ -204,3 +210,110 @@ def test_a_result_of_before_the_column_is_drawn_and_reported(
     assert (tmp_path / "old.png").stat().st_size
     vitsee("report", folder, "-o", tmp_path / "r.html")
     assert "vit (dino.pth)" in (tmp_path / "r.html").read_text()
+
+
+def of_folder(place: str, digest: str, **more: Any) -> dict[str, Any]:
+    """The record of a model of transformers from a folder, as extract writes it."""
+    weights = {"source": "pretrained", "pretrained": place, "folder": Path(place).name}
+    return {
+        "name": f"transformers:{place}",
+        "weights": {**weights, "sha256": digest},
+    } | more
+
+
+def of_local_dir(place: str, digest: str) -> dict[str, Any]:
+    weights = {"source": "local-dir", "folder": Path(place).name, "sha256": digest}
+    return {"name": f"local-dir:{place}", "weights": weights}
+
+
+def of_file(place: str, digest: str) -> dict[str, Any]:
+    file = {"source": "checkpoint", "file": Path(place).name, "sha256": digest}
+    return {"name": "vit", "weights": file, "info": {"checkpoint": place}}
+
+
+A = "a" * 64
+B = "b" * 64
+NAMESAKES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "two folders": (
+        of_folder("../runA/vit", A),
+        of_folder("../runB/vit", B),
+        ["runA/vit", "runB/vit"],
+    ),
+    "deeper": (
+        of_folder("/x/1/best/vit", A),
+        of_folder("/x/2/best/vit", B),
+        ["1/best/vit", "2/best/vit"],
+    ),
+    "timm's folders": (
+        of_local_dir("../runA/vit", A),
+        of_local_dir("../runB/vit", B),
+        ["runA/vit", "runB/vit"],
+    ),
+    "two libraries": (
+        of_folder("../runA/vit", A),
+        of_local_dir("../runB/vit", B),
+        ["runA/vit", "runB/vit"],
+    ),
+    "from two working folders": (
+        of_folder("./vit", A, info={"data_folder": "/w/one"}),
+        of_folder("./vit", B, info={"data_folder": "/w/two"}),
+        ["one/vit", "two/vit"],
+    ),
+    "two files": (
+        of_file("a/last.ckpt", A),
+        of_file("b/last.ckpt", B),
+        ["a/last.ckpt", "b/last.ckpt"],
+    ),
+    "without skips": (
+        of_folder("../runA/vit", A, ablate_skip=["last"]),
+        of_folder("../runB/vit", B, ablate_skip=["last"]),
+        ["runA/vit, without last", "runB/vit, without last"],
+    ),
+    "trained on in one place": (
+        of_folder("../run/vit", A),
+        of_folder("../run/vit", B),
+        ["vit (aaaaaaaa)", "vit (bbbbbbbb)"],
+    ),
+    "the same weights": (
+        of_folder("../run/vit", A),
+        of_folder("./copy/vit", A),
+        ["vit", "vit"],
+    ),
+    "other names": (of_folder("../r/vit", A), of_folder("../r/vit2", B), ["vit", "vit2"]),
+    "a tag": (
+        {
+            "name": "x",
+            "weights": {"source": "pretrained", "pretrained": "x.dino", "sha256": A},
+        },
+        {
+            "name": "y",
+            "weights": {"source": "pretrained", "pretrained": "y.dino", "sha256": B},
+        },
+        ["dino", "dino"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMESAKES)
+def test_of_two_folders_two_labels(case: str, tmp_path: Path) -> None:
+    """In the table of both stores and in its sidecar; of one alone it is the folder's name."""
+    *records, expected = NAMESAKES[case]
+    values = {"blocks.0.out": np.random.default_rng(0).normal(size=(12, 7, 4))}
+    for label, record in zip("ab", records, strict=True):
+        write_sites(tmp_path / f"{label}.zarr", values)
+        with edited(tmp_path / f"{label}.zarr") as manifest:
+            manifest["info"] |= record.get("info", {})
+            manifest["model"] |= {k: x for k, x in record.items() if k != "info"}
+    stores = [tmp_path / "a.zarr", tmp_path / "b.zarr"]
+    vitsee("norms", *stores, "-o", tmp_path / "norms.csv")
+    with (tmp_path / "norms.csv").open() as file:
+        found = {row["store"]: row["weights"] for row in csv.DictReader(file)}
+    assert [found["a"], found["b"]] == expected
+    sidecar = json.loads((tmp_path / "norms.csv.json").read_text())
+    assert [store["weights"] for store in sidecar["stores"]] == expected
+    if case == "two folders":
+        pairs = [*csv.DictReader(io.StringIO(vitsee("cka", *stores)))]
+        sides = {(row["weights_a"], row["weights_b"]) for row in pairs}
+        assert ("runA/vit", "runB/vit") in sides
+        alone = csv.DictReader(io.StringIO(vitsee("norms", stores[0])))
+        assert {row["weights"] for row in alone} == {"vit"}

@@ -67,10 +67,12 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
         labels = list(map(str, x_of_text))
         x_values = x_values.cast(pl.String).replace_strict(x_of_text)
     panel_column = "task" if "task" in rows.columns else "metric"
-    optional = [name for name in ("low", "high", "n_images") if name in rows.columns]
-    curve = pl.concat_str(
-        [pl.col(name).cast(pl.String).fill_null("None") for name in by], separator=", "
-    )
+    optional = []
+    for name in ("low", "high", "n_images"):
+        if name in rows.columns:
+            optional.append(name)
+    by_texts = [pl.col(name).cast(pl.String).fill_null("None") for name in by]
+    curve = pl.concat_str(by_texts, separator=", ")
     # A fraction slash instead of the sign that separates groups, which would get own panels.
     curve = curve.str.replace_all(GROUP_SEPARATOR, "\u2044", literal=True)
     chart_rows = rows.select(

@@ -231,26 +231,7 @@ class ClipSheet:
         seen = notes.get("frame", WHOLE)
         step = self._side + GAP
         n_frames = int(self.notes.get("clip", {}).get("frames", columns[0].of))
-        # Texts are centred on their height, tiles begin at it.
-        at = top + TITLE / 2
-        if line.title:
-            letters = int((len(columns) * step + NAMES) / LETTER)
-            box.text(MARGIN, at, shorten(line.title, letters), fontsize=medium().font)
-            at += TITLE
-        box.text(start - 0.6, at, "frame", ha="right", color=GREY)
-        for k, moment in enumerate(columns):
-            middle = start + k * step + self._side / 2
-            box.text(middle, at, moment.frames(n_frames), ha="center")
-        at += TITLE
-        seconds = notes.get("seconds")  # between sampled frames
-        if seconds:
-            box.text(start - 0.6, at, "seconds", ha="right", color=GREY)
-            for k, moment in enumerate(columns):
-                middle = start + k * step + self._side / 2
-                time = moment.cell * n_frames / moment.of * float(seconds)
-                box.text(middle, at, f"{time:.2f}", ha="center")
-            at += TITLE
-        at = at - TITLE / 2
+        at = self._write_head(box, line, columns, top, start)
         lefts = [start + k * step + (self._side - wide) / 2 for k in range(len(columns))]
         if self.photos:
             for left, moment in zip(lefts, columns, strict=True):
@@ -267,9 +248,8 @@ class ClipSheet:
         for strip in line.strips:
             name = _name_in_lines(strip.title, int(NAMES / LETTER))
             box.text(start - 0.6, at + tall / 2, name, ha="right")
-            if (
-                name_stores and strip.store != store_before
-            ):  # once, beside all of its strips
+            # Once per store, beside all of its strips.
+            if name_stores and strip.store != store_before:
                 n_strips = sum(other.store == strip.store for other in line.strips)
                 middle = at + (n_strips * (tall + GAP) - GAP) / 2
                 store_name = shorten(strip.store, max(6, int(n_strips * tall * 1.6)))
@@ -285,6 +265,49 @@ class ClipSheet:
                 last_map = box.frame(left, at, wide, tall, seen).map(tile, self.look)
             at += tall + GAP
         return last_map
+
+    def _write_head(
+        self,
+        box: Box,
+        line: ClipLine,
+        columns: Sequence[Moment],
+        top: float,
+        start: float,
+    ) -> float:
+        """Write a clip's name and the frames and seconds of its columns.
+
+        Args:
+            box: the figure.
+            line: the clip.
+            columns: the times that are drawn.
+            top: ems from the figure's upper edge to the clip.
+            start: ems from its left edge to the first tile.
+
+        Returns:
+            Ems from the figure's upper edge to the first tiles.
+        """
+        step = self._side + GAP
+        n_frames = int(self.notes.get("clip", {}).get("frames", columns[0].of))
+        # Texts are centred on their height, tiles begin at it.
+        at = top + TITLE / 2
+        if line.title:
+            letters = int((len(columns) * step + NAMES) / LETTER)
+            box.text(MARGIN, at, shorten(line.title, letters), fontsize=medium().font)
+            at += TITLE
+        box.text(start - 0.6, at, "frame", ha="right", color=GREY)
+        for k, moment in enumerate(columns):
+            middle = start + k * step + self._side / 2
+            box.text(middle, at, moment.frames(n_frames), ha="center")
+        at += TITLE
+        seconds = self._image_notes(line.image).get("seconds")  # between sampled frames
+        if seconds:
+            box.text(start - 0.6, at, "seconds", ha="right", color=GREY)
+            for k, moment in enumerate(columns):
+                middle = start + k * step + self._side / 2
+                time = moment.cell * n_frames / moment.of * float(seconds)
+                box.text(middle, at, f"{time:.2f}", ha="center")
+            at += TITLE
+        return at - TITLE / 2
 
 
 def _name_in_lines(title: str, letters: int) -> str:

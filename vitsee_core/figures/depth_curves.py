@@ -5,7 +5,7 @@ Everything comes from a table's columns: neither stores nor models are opened.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -120,7 +120,21 @@ def draw_depth_curves(
             shift=shifts.get(curve, 0.0),
             intervals=intervals,
         )
-    for name in baselines_of(rows):  # in the legend once, in grey
+    _add_baseline_labels(axes, rows, dashes, metric)
+    if shifts and spread:
+        _add_interval_label(axes, spread, intervals)
+    if ylabel is None:
+        ylabel = metric_words(metric)
+    _finish_axes(axes, head_x, ylabel)
+    _mark_missing(axes, of_models(rows), head_x)
+    note_count(axes, rows, *counts)
+
+
+def _add_baseline_labels(
+    axes: Axes, rows: pl.DataFrame, dashes: Mapping[str, Any], metric: str
+) -> None:
+    """Add an entry to the legend for each baseline of the rows: once, in grey, with its dashes."""
+    for name in baselines_of(rows):
         axes.plot(
             [],
             [],
@@ -129,13 +143,6 @@ def draw_depth_curves(
             linewidth=1,
             label=baseline_words(name, metric),
         )
-    if shifts and spread:
-        _add_interval_label(axes, spread, intervals)
-    if ylabel is None:
-        ylabel = metric_words(metric)
-    _finish_axes(axes, head_x, ylabel)
-    _mark_missing(axes, of_models(rows), head_x)
-    note_count(axes, rows, *counts)
 
 
 def draw_marks(

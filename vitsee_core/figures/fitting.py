@@ -230,14 +230,14 @@ def _thin_ticks(axis: Any) -> bool:
     """
     low, high = sorted(axis.get_view_interval())
     slack = 1e-6 * (high - low)
-    ticks = [
-        (tick.get_loc(), label)
-        for tick in axis.get_major_ticks()
-        for label in (tick.label1, tick.label2)
-        if label.get_visible()
-        and label.get_text()
-        and low - slack <= tick.get_loc() <= high + slack
-    ]
+    ticks = []
+    for tick in axis.get_major_ticks():
+        location = tick.get_loc()
+        if not low - slack <= location <= high + slack:
+            continue
+        for label in (tick.label1, tick.label2):  # at the lower edge and the upper one
+            if label.get_visible() and label.get_text():
+                ticks.append((location, label))
     if len(ticks) < 2:
         return False
     # matplotlib puts tick labels in their places when it measures them.

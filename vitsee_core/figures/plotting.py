@@ -178,6 +178,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(draw)
     def draw_in_style(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Draw the figure in vitsee's style."""
         import matplotlib
         import matplotlib.figure
 
@@ -334,6 +335,7 @@ def plain_log_ticks(axis: Axis, subs: Sequence[float] = FINE) -> None:
 
 
 def _plain_number(value: float) -> str:
+    """Return a tick's number: `0.05`, or a power of ten if it is very small or large."""
     if 1e-3 <= value < 1e5:
         return f"{value:g}"
     return f"$10^{{{np.log10(value):.3g}}}$"

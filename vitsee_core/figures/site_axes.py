@@ -64,12 +64,12 @@ class Ticks:
     """Tick labels of an axis.
 
     Attributes:
-        places: coordinates of the ticks along the axis.
+        positions: coordinates of the ticks along the axis.
         texts: their labels.
         label: the axis' label.
     """
 
-    places: list[float]
+    positions: list[float]
     texts: list[str]
     label: str
 
@@ -85,7 +85,7 @@ class Ticks:
 
     def put_on(self, axis: XAxis | YAxis) -> None:
         """Label an axis; words below a panel stand upright, numbers do not."""
-        axis.set_ticks(self.places, self.texts)
+        axis.set_ticks(self.positions, self.texts)
         axis.set_label_text(self.label)
         if axis.axis_name == "x" and self.upright:
             for label, text in zip(axis.get_ticklabels(), self.texts, strict=True):
@@ -211,7 +211,8 @@ class SiteAxis:
         for run in self.runs():
             if run.block:
                 continue
-            if min(abs(run.start - place) for place, _ in labelled) >= gap:
+            distance = min(abs(run.start - position) for position, _ in labelled)
+            if distance >= gap:
                 labelled.append((run.start, site_words(self.sites[run.start])))
         return self._ticks_at(sorted(labelled), words)
 
@@ -229,13 +230,13 @@ class SiteAxis:
             labelled: coordinate and text of each tick.
             words: what the texts are, `block` being replaced by the axis' role.
         """
-        places, texts = zip(*labelled, strict=True)
+        positions, texts = zip(*labelled, strict=True)
         if self.role and "block" in words:
             words = words.replace("block", self.role, 1)
         elif self.role:
             words = self.role
         label = f"{shorten(self.stores[0], 22)}, {words}"
-        return Ticks(list(map(float, places)), list(texts), label)
+        return Ticks(list(map(float, positions)), list(texts), label)
 
     def _store_ticks(self, limit: int) -> Ticks:
         """Return the names of several stores, with their sites where these differ."""

@@ -62,23 +62,7 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
         VitseeError: several values of one layer at one step.
     """
     unit = table.step_unit
-    rows = table.frame
-    if BASELINE in rows.columns:
-        rows = rows.filter(pl.col(BASELINE).is_null())
-    if "site_a" in rows.columns:
-        sides = ("site", "block", "rel_depth")
-        rows = rows.with_columns(pl.col(f"{name}_a").alias(name) for name in sides)
-        rows = rows.with_columns(pl.col("model_b").alias("model"))
-        if rows.select((pl.col("store_a") == pl.col("store_b")).all()).item():
-            rows = _with_the_last(rows)
-        else:
-            rows = rows.with_columns(_compared(rows, unit))
-    if "low" not in rows.columns:
-        rows = rows.with_columns(low=pl.lit(None, pl.Float64))
-    if "high" not in rows.columns:
-        rows = rows.with_columns(high=pl.lit(None, pl.Float64))
-    if "n_images" not in rows.columns:
-        rows = rows.with_columns(n_images=pl.lit(None, pl.Int64))
+    rows = _complete_columns(table.frame, unit)
     # The columns that tell panels apart.
     keys = ["metric"]
     if "compared" in rows.columns:
@@ -88,14 +72,16 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     layer = [*keys, "model", "site", "block", "rel_depth", unit]
     if inside:
         # Means over the parts, with the range over them where there are several.
-        parts = pl.len() > 1
+        has_parts = pl.len() > 1
         value = pl.col("value")
+        low = pl.when(has_parts).then(value.min()).otherwise(pl.col("low").first())
+        high = pl.when(has_parts).then(value.max()).otherwise(pl.col("high").first())
         rows = rows.group_by(layer, maintain_order=True).agg(
             value.mean(),
-            low=pl.when(parts).then(value.min()).otherwise(pl.col("low").first()),
-            high=pl.when(parts).then(value.max()).otherwise(pl.col("high").first()),
+            low=low,
+            high=high,
             n_images=pl.col("n_images").max(),
-            band=pl.when(parts).then(pl.lit(inside)).otherwise(pl.lit(INTERVAL)),
+            band=pl.when(has_parts).then(pl.lit(inside)).otherwise(pl.lit(INTERVAL)),
         )
     else:
         is_repeated = rows.select(layer).is_duplicated()
@@ -116,7 +102,7 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     rows = rows.sort(panel_number, "rel_depth", unit, maintain_order=True)
     run = pl.col("model")
     if pooled:
-        rows = _pooled(rows, ["panel", "metric", "site", "block", "rel_depth", unit])
+        rows = _pool_models(rows, ["panel", "metric", "site", "block", "rel_depth", unit])
         run = pl.lit("")
     rows = rows.with_columns(run=run, step=pl.col(unit))
     texts = ("panel", "metric", "run", "site", "block", "band")
@@ -126,7 +112,33 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     return _without_copies(rows)
 
 
-def _with_the_last(rows: pl.DataFrame) -> pl.DataFrame:
+def _complete_columns(rows: pl.DataFrame, unit: str) -> pl.DataFrame:
+    """Return the rows about models, with the columns site, block, rel_depth, low, high, n_images.
+
+    In a comparison of two sites these are of the first one, and a column `compared` says with what
+    it is compared.
+    """
+    if BASELINE in rows.columns:
+        rows = rows.filter(pl.col(BASELINE).is_null())
+    if "site_a" in rows.columns:
+        first_side = []
+        for name in ("site", "block", "rel_depth"):
+            first_side.append(pl.col(f"{name}_a").alias(name))
+        rows = rows.with_columns(*first_side, pl.col("model_b").alias("model"))
+        if rows.select((pl.col("store_a") == pl.col("store_b")).all()).item():
+            rows = _compare_with_last(rows)
+        else:
+            rows = rows.with_columns(_compared_step(rows, unit))
+    if "low" not in rows.columns:
+        rows = rows.with_columns(low=pl.lit(None, pl.Float64))
+    if "high" not in rows.columns:
+        rows = rows.with_columns(high=pl.lit(None, pl.Float64))
+    if "n_images" not in rows.columns:
+        rows = rows.with_columns(n_images=pl.lit(None, pl.Int64))
+    return rows
+
+
+def _compare_with_last(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the comparisons of each layer with the last one, of stores with themselves."""
     depth = rows["rel_depth_b"].max()
     last, block = rows.filter(rel_depth_b=depth).select("site_b", "block_b").row(-1)
@@ -171,7 +183,7 @@ def _change_words(rows: pl.DataFrame, unit: str) -> str:
     return f"{layer_words(rows['site'][0], rows['block'][0])} from {first} to {last}"
 
 
-def _compared(rows: pl.DataFrame, unit: str) -> pl.Expr:
+def _compared_step(rows: pl.DataFrame, unit: str) -> pl.Expr:
     """Return a column `compared`: the step that each row compares with, in words.
 
     It is read from the labels of the first stores.
@@ -233,7 +245,7 @@ def _panel_titles(rows: pl.DataFrame, keys: Sequence[str]) -> pl.Series:
     return pl.Series("panel", row_titles, pl.String)
 
 
-def _pooled(rows: pl.DataFrame, layer: Sequence[str]) -> pl.DataFrame:
+def _pool_models(rows: pl.DataFrame, layer: Sequence[str]) -> pl.DataFrame:
     """Return means over the models, with the 95 % interval of Student's t over them.
 
     Args:

@@ -92,9 +92,11 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         bound = signature.bind(*args, **kwargs)
         path_of_label: dict[str, str] = {}
         has_clips = False
+        every_store: list[Store] = []
         for name, value in bound.arguments.items():
             if takes_stores.get(name):
                 stores = _open_paths(value, path_of_label)
+                every_store += _opened(stores)
                 bound.arguments[name] = stores
                 has_clips = _hold_clips(run.__module__, stores) or has_clips
             elif takes_texts.get(name) and isinstance(value, str):
@@ -125,6 +127,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             notes = {**result.notes, "examples": CLIPS} if has_clips else result.notes
             arguments = _arguments_by_keyword(parameters, bound.arguments)
             result = replace(result, notes=notes, made_by=(name, arguments))
+            result = result.with_distinct_weights(every_store)
         return cast(R_co, result)
 
     # What `help` shows: keywords as callers give them, with annotations as a reader writes them.
@@ -280,6 +283,12 @@ def _with_execution_fields(signature: inspect.Signature) -> inspect.Signature:
             signature.parameters["execution"],
         ]
     )
+
+
+def _opened(value: Any) -> list[Store]:
+    """Return the stores in an argument, whose items may be something else (arrays)."""
+    values = value if isinstance(value, Sequence) else [value]
+    return [item for item in values if hasattr(item, "manifest")]
 
 
 def _hold_clips(module: str, stores: Any) -> bool:

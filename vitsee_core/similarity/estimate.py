@@ -48,6 +48,7 @@ from vitsee_core.similarity.hsic_sums import (
 )
 from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.scaling import stored_gram_scale
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -472,7 +473,8 @@ def _grams_within_slabs(
         if r.has_blocks_only:
             rows = comparison.rows_of(r)
             slab_rows = [rows[images] for images in slabs]
-            grams.append(partial(_stored_slab_gram, r, slab_rows, slab_size))
+            scale = stored_gram_scale(r.store, r.stored.name)
+            grams.append(partial(_stored_slab_gram, r, slab_rows, slab_size, scale))
         else:
             grams.append(next(computed))
     return grams
@@ -482,14 +484,16 @@ def _stored_slab_gram(
     representation: Representation,
     slab_rows: Sequence[Integers],
     slab_size: int,
+    scale: float,
     batch: int,
 ) -> Matrix:
-    """Return the stored Gram matrix of the images of one slab.
+    """Return the stored Gram matrix of the images of one slab, of scaled features.
 
     Args:
         representation: whose store keeps Gram matrices within slabs.
         slab_rows: rows of the store in each compared slab.
         slab_size: of the store.
+        scale: of the features, a power of two.
         batch: which of the compared slabs.
     """
     rows = slab_rows[batch]
@@ -499,6 +503,11 @@ def _stored_slab_gram(
     def load() -> Float32:
         """Return (images, images) of the slab."""
         stored = representation.store.grams(representation.stored.name)[slab]
-        return stored[np.ix_(positions, positions)]
+        gram: Float32 = stored[np.ix_(positions, positions)]
+        if scale != 1:
+            # Twice the scale rather than once its square, which float32 may not hold.
+            gram *= np.float32(scale)
+            gram *= np.float32(scale)
+        return gram
 
     return InMemory(len(rows), load)

@@ -32,7 +32,7 @@ from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, VitseeError
 
-FORMAT = 2
+FORMAT = 3  # since matrices are of scaled features, where these are far from 1
 LARGEST_TILE = 1024
 MOST_BYTES = 1 << 28  # of a list of rows: larger claims of a header are refused
 

@@ -8,12 +8,15 @@ that features far from 1 are multiplied by a power of two first, which rounds no
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix, not_finite
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
 
 # 2^20 to the fourth power, times the 2^40 products of a million features and images each, is 2^120
 MAX_EXPONENT = 20
@@ -57,6 +60,20 @@ def feature_scale(features: FeatureMatrix) -> float:
             raise not_finite(store, features.key[0])
         if largest > 0:
             return power_of_two(largest)
+    return 1.0
+
+
+def stored_gram_scale(store: Store, site: str) -> float:
+    """Return the power of two for features of which a store keeps Gram matrices within slabs alone.
+
+    It follows from the first slab with an entry other than 0, as in `feature_scale`; the largest
+    entry is a sum of squares of features.
+    """
+    stored = store.grams(site)
+    for slab in range(store.plan.n_slabs):
+        largest = largest_size(np.nan_to_num(stored[slab], posinf=0, neginf=0))
+        if largest > 0:
+            return power_of_two(math.sqrt(largest))
     return 1.0
 
 

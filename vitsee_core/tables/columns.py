@@ -9,7 +9,7 @@ Every table has its columns in one order, each only if the analysis has it:
 4. counts (`n_images`, ...), then `baseline`, empty in the rows about the model.
 
 `weights` distinguishes trained, random and ablated stores of one `model`, and clips whose frames
-were taken otherwise (see `described_weights`).
+were taken otherwise (see `described_weights`; `weights_labels` for several stores).
 `block` is the path of the site's block (`blocks.3`, `layer1.0`), empty outside of blocks, so that
 the tables of different analyses join on store and block.
 """

@@ -24,12 +24,12 @@ def select_evenly(table: Table, **limits: int) -> Table:
     for name, limit in limits.items():
         if name not in rows.columns:
             continue
-        parts = [rows]
-        if name == "site":
-            parts = rows.partition_by("store", maintain_order=True)
+        frames = [rows]
+        if name == "site":  # stores have sites of their own
+            frames = rows.partition_by("store", maintain_order=True)
         rows = pl.concat(
-            part.filter(pl.col(name).is_null() | _is_chosen(part[name], limit))
-            for part in parts
+            frame.filter(pl.col(name).is_null() | _is_chosen(frame[name], limit))
+            for frame in frames
         )
     return table.with_frame(rows)
 

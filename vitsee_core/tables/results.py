@@ -29,6 +29,7 @@ from vitsee_core.tables.files import (
 from vitsee_core.tables.formats import EXPECTED_TABLE, ending_of, read_table, table_bytes
 from vitsee_core.tables.row_blocks import frame_of, require_columns, single_row_columns
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
+from vitsee_core.tables.weights_labels import with_distinct_weights
 from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
@@ -36,6 +37,8 @@ from vitsee_stores.notebook import html_table, shown_cell, to_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from vitsee_stores import Store
 
 SHOWN_ROWS = 20  # of a table in a notebook
 
@@ -109,6 +112,12 @@ class Table:
             {n: build_column(n, [r.get(n) for r in rows]) for n in names},
             dict(notes or {}),
         )
+
+    def with_distinct_weights(self, stores: Sequence[Store]) -> Table:
+        """Return the table, whose column `weights` calls no two of the stores' weights alike:
+        `runA/vit` and `runB/vit` where both folders are `vit`."""
+        frame = with_distinct_weights(self.frame, stores)
+        return self if frame is self.frame else replace(self, frame=frame)
 
     @classmethod
     def concat(

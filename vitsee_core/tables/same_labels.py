@@ -30,6 +30,7 @@ def disambiguate_labels(files: Sequence[ResultFile]) -> list[ResultFile]:
 
     Rows that do not name their weights (tables of earlier versions) keep their label.
     """
+    # Label -> the models that have it in any of the results.
     models_of: dict[str, set[LabelledModel]] = {}
     for file in files:
         for side in SIDES:
@@ -91,6 +92,7 @@ def _relabel(table: Table, new_labels: dict[LabelledModel, str]) -> Table:
             )
     if not note_labels:
         return table
+    # Notes about single stores have their labels as keys.
     notes = {}
     for key, note in table.notes.items():
         if isinstance(note, dict):

@@ -18,6 +18,7 @@ from vitsee_core.runtime.machine import memory_bytes
 from vitsee_core.runtime.registry import Guest, guests
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.tables.formats import plain_json
+from vitsee_core.tables.weights_labels import distinct_weights
 from vitsee_stores.manifest import described_weights
 
 if TYPE_CHECKING:
@@ -73,11 +74,18 @@ def describe_run(
         guest: the package of the analysis, if it is a guest's.
     """
     now = datetime.datetime.now(datetime.UTC)
+    opened = list(stores)
+    weights = distinct_weights(opened)
     return {
         **(guest.sidecar_entry() if guest is not None else {}),
         "command": list(command),
         "parameters": {name: _to_json(value) for name, value in parameters.items()},
-        "stores": [_describe_store(store) for store in stores],
+        "stores": [
+            {**_describe_store(store), "weights": weights[store.label]}
+            if store.label in weights
+            else _describe_store(store)
+            for store in opened
+        ],
         "versions": result_versions(),
         "created": now.isoformat(timespec="seconds"),
     }

@@ -34,6 +34,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
         VitseeError: the table has no sites.
     """
     rows = table.frame
+    # The endings of the columns: a comparison has two sites a row.
     sides = []
     for side in ("", "_a", "_b"):
         if f"site{side}" in rows.columns:
@@ -48,6 +49,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
         is_selected = [site.is_null()]
         for store, sites in selection.members:
             names = [selected.name for selected in sites]
+            # A name is one store's: another may have left the site out.
             is_store = pl.lit(True)
             if f"store{side}" in rows.columns:
                 is_store = pl.col(f"store{side}") == store.label
@@ -160,6 +162,7 @@ def _names_at_end(pattern: str, sites: Sequence[_TableSite]) -> list[str]:
     outputs = [site for site in sites if site.is_block_output]
     if end not in ENDS or not outputs:
         return [pattern]
+    # All sites of the block at that end, several where they stand for one block.
     depths = [site.rel_depth for site in outputs]
     end_depth = min(depths) if end == "first" else max(depths)
     blocks = {site.block for site in outputs if site.rel_depth == end_depth}

@@ -13,7 +13,7 @@ from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file
 from vitsee_core.analyses import best_layer
-from vitsee_core.analyses.best_layer.figures import ENDINGS, BestTable
+from vitsee_core.analyses.best_layer.best_table import ENDINGS, BestTable
 from vitsee_core.pages.report.outputs import (
     Outputs,
     check_outputs,

@@ -82,7 +82,6 @@ __all__ = ["IN_TIME", "METRICS", "plot", "run"]
 log = logging.getLogger(__name__)
 
 RELATIVE = "distance_relative"
-
 MEASURED = ("metric", "value", "std", "low", "high", "n_images")
 COLUMNS = (*SITE, "head", *MEASURED)
 CLIP_COLUMNS = (*SITE, "head", "uniform", *MEASURED)
@@ -124,6 +123,7 @@ def run(
     """
     all_metrics = (*METRICS, *IN_TIME)
     requested = select_metrics(metrics or all_metrics, all_metrics, "attn-dist")
+    # Images have no metrics in time: a store is used with those of the metrics that it has.
     selected = blocks_of_each(stores, sites)
     metrics_by_store = [_available_metrics(store, requested) for store in selected.stores]
     if not any(metrics_by_store):
@@ -171,7 +171,10 @@ def _why_no_time_metrics(store: Store, requested: Sequence[str]) -> str:
             f"{store.label} holds images, which have no {', '.join(requested)}; "
             "expected a store of clips"
         )
-    return f"the clips of {store.label} do not say their frame rate; expected distance_frames"
+    return (
+        f"the clips of {store.label} do not say their frame rate; expected "
+        "distance_frames"
+    )
 
 
 def _store_rows(
@@ -193,12 +196,14 @@ def _store_rows(
     canvas = store.plan.canvas
     # Images at native resolution: each has a grid of its own on the canvas.
     own_grids = canvas is not None and bool(canvas.own_grids)
+    # Several metrics may be made of one array, which is summed up once.
     arrays = [
         _array_name(block, metric, own_grids) for block in blocks for metric in metrics
     ]
     distinct_arrays = tuple(dict.fromkeys(arrays))
     make = partial(SlabMoments, partial(_read_distances, distinct_arrays))
     summaries = execution.fold(store, make, images).result()
+    # Clips may have different frame rates: uniform attention has that of the mean.
     frame_seconds = np.nan
     if SECONDS in metrics:
         frame_seconds = float(np.nanmean(store.seconds))
@@ -245,7 +250,7 @@ def _read_distances(
             distances[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
         elif name == RELATIVE:
             pixels = slab.attention("distance_px", group)[slab.valid]
-            uniform = _uniform_on_own_grids(slab, group)
+            uniform = _uniform_on_own_grids(slab, group)  # (images,)
             distances[name, group] = pixels / uniform[:, np.newaxis, np.newaxis]
     return distances
 
@@ -273,18 +278,22 @@ def _uniform_on_own_grids(slab: Slab, group: str) -> Float:
     for size in sizes.tolist():
         height, width = canvas.image((size[0], size[1]))
         grid = round(height / step_y), round(width / step_x)
+        # Windows are cut by the edge of a grid that is smaller than they are.
         window = None
         if attention.window is not None:
             rows, cols = attention.window
             window = min(rows, grid[0]), min(cols, grid[1])
         layout = replace(attention.layout, grid=grid)
+        # 0 on a grid of one cell, where a ratio has no meaning.
         uniform.append(uniform_distance(layout, window) or np.nan)
     return np.array(uniform)[size_indices.ravel()]
 
 
 def _relative_to_uniform(summary: Summary, block: StoredAttention) -> Summary:
-    """Return the moments of distances in pixels over the distance of uniform attention; NaN on a
-    grid of one cell."""
+    """Return the moments of distances in pixels over the distance of uniform attention.
+
+    They are NaN on a grid of one cell.
+    """
     uniform = uniform_distance(block.layout, block.window)
     scale = 1 / uniform if uniform > 0 else np.nan
     return Summary(
@@ -318,12 +327,13 @@ def _uniform_value(block: StoredAttention, metric: str, frame_seconds: float) ->
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return the distances of the nearest and the farthest head in the lowest and the highest block
-    of each store, relative to uniform attention where the table has that."""
+    """Return how far the nearest and the farthest head look in the first and last block of each
+    store, relative to uniform attention where the table has that."""
     units = {
         "distance_relative": "times as far as uniform attention",
         "distance_px": "px",
     }
+    # The first of the units that the table has.
     metric = next((m for m in units if m in table["metric"]), None)
     answers = _headline_in_time(table)
     if metric is None:
@@ -350,6 +360,7 @@ def _headline_in_time(table: Table) -> list[Answer]:
         outer_blocks = rows.filter(pl.col("site").is_in(outer_sites))
         shares = []
         for (site,), heads in outer_blocks.group_by("site", maintain_order=True):
+            # Uniform attention is the same for all heads of a block.
             mean = float(heads["value"].to_numpy().mean())
             uniform = float(heads["uniform"][0])
             shares.append(f"{site} {number(mean)} (spread evenly: {number(uniform)})")

@@ -42,9 +42,8 @@ SECONDS = "distance_seconds"
 FRAMES = "distance_frames"
 FRAME_MASS = "frame_mass"
 IN_TIME = (FRAMES, SECONDS, FRAME_MASS)  # metrics of clips
-UNIFORM_TOLERANCE = (
-    0.99  # lines of uniform attention nearer than this ratio are drawn once
-)
+# Lines of uniform attention nearer than this ratio are drawn once.
+UNIFORM_TOLERANCE = 0.99
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 MAX_SORTED = 6  # stores up to which sorted heads are drawn, too
@@ -71,9 +70,9 @@ def plot(table: Table) -> Figure:
     against depth, with a mean for each kind of window, and for several stores their means.
     """
     all_rows = table.frame
-    time_metrics = [
-        metric for metric in (FRAMES, FRAME_MASS) if metric in table["metric"]
-    ]
+    # Seconds are frames in another unit: they are drawn if there is nothing else.
+    drawn_in_time = {FRAMES, FRAME_MASS} & {*table["metric"]}
+    time_metrics = [metric for metric in IN_TIME if metric in drawn_in_time]
     metrics = [metric for metric in METRICS if metric in table["metric"]]
     if not metrics:
         return _draw_time_alone(all_rows)
@@ -84,6 +83,7 @@ def plot(table: Table) -> Figure:
     if len(groups) > 1:
         return _draw_groups(all_rows, metric, groups)
 
+    # Sizes of all panels, from top to bottom.
     is_comparison = len(stores) > 1
     panels_per_store = 2 if len(stores) <= MAX_SORTED else 1
     store_grid = PanelGrid(
@@ -99,6 +99,7 @@ def plot(table: Table) -> Figure:
     grids += _time_grids(clips, time_metrics)
     figure, boxes = stack(*grids)
 
+    # The panels of each store, then the means, then those in time.
     panels = store_grid.axes(boxes[0])
     panels_by_store = [
         panels[i : i + panels_per_store] for i in range(0, len(panels), panels_per_store)
@@ -131,6 +132,7 @@ def _share_y_axis(panels_by_store: Sequence[Sequence[Axes]]) -> None:
     ]
     is_shared = min(tops) > max(tops) / 3
     for store_panels, store_top in zip(panels_by_store, tops, strict=True):
+        # A store has two panels, which share an axis in any case.
         top = max(tops) if is_shared else store_top
         for axes in store_panels:
             axes.set_ylim(0, top)
@@ -144,8 +146,7 @@ def _rows_of_clips(all_rows: pl.DataFrame) -> list[pl.DataFrame]:
 
 
 def _time_grids(clips: Sequence[pl.DataFrame], metrics: Sequence[str]) -> list[PanelGrid]:
-    """Return the grid of panels for the stores' heads in time, and of several stores one more for
-    their means."""
+    """Return the grids of panels in time: of the stores' heads, and of several stores' means."""
     if not clips or not metrics:
         return []
     heads = PanelGrid(len(metrics) * len(clips), most=len(metrics), widest=30)
@@ -215,8 +216,10 @@ def _draw_time_means(
 
 
 def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
-    """Draw heads as dots and their mean as a line, for each kind of window, and attention that is
-    spread evenly as a dashed line."""
+    """Draw heads in time against depth: dots, and a line for the mean of each kind of window.
+
+    Attention that is spread evenly is a dashed line.
+    """
     for heads in _by_kind_of_window(rows):
         kind = heads["kind"][0]
         # Colours from the end: those of stores begin at the start.
@@ -247,8 +250,10 @@ def _by_kind_of_window(rows: pl.DataFrame) -> list[pl.DataFrame]:
 
 
 def _kind_of_window(window: str) -> str:
-    """Return the kind of attention, of `KINDS`, of a window such as `1 x 14 x 14` (times, rows,
-    columns); "" is attention over the clip."""
+    """Return which of `KINDS` a window is.
+
+    window: times, rows and columns as `1 x 14 x 14`; "" is attention over the clip.
+    """
     over_clip, over_time, within_frame = KINDS
     sides = window.split(" x ")
     if sides[0] == "1" and len(sides) == 3:
@@ -259,8 +264,10 @@ def _kind_of_window(window: str) -> str:
 
 
 def _y_limit(largest: float) -> float:
-    """Return the end of a y axis from 0 for values up to the largest; 1 if all values are 0, as
-    distances in time within frames are."""
+    """Return the end of a y axis from 0 for values up to the largest.
+
+    It is 1 if all values are 0, as distances in time within frames are.
+    """
     return 1.06 * largest if largest > 1e-6 else 1.0
 
 
@@ -291,8 +298,7 @@ def _draw_groups(all_rows: pl.DataFrame, metric: str, groups: Sequence[str]) -> 
 
 
 def _uniform_by_site(rows: pl.DataFrame, metric: str) -> dict[str, float]:
-    """Return site -> the metric of uniform attention, for the sites where one store's rows
-    determine it."""
+    """Return site -> the metric of uniform attention, where one store's rows determine it."""
     if metric == "distance_relative":
         return dict.fromkeys(rows["site"].unique(), 1.0)
     if metric not in ("distance_px", "distance_unit"):

@@ -36,11 +36,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.attn_map import image_maps, sinks
-from vitsee_core.analyses.attn_map.figures import (
-    draw_clips,
-    draw_images,
-    draw_models_of_images,
-)
+from vitsee_core.analyses.attn_map.clip_figures import draw_clips
+from vitsee_core.analyses.attn_map.figures import draw_images, draw_models_of_images
 from vitsee_core.analyses.attn_map.image_maps import map_images
 from vitsee_core.analyses.attn_map.mean_tables import (
     MAP_COLUMNS,
@@ -212,13 +209,20 @@ def _check_options(
 
 
 def _concat_stores(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
-    """Return the stores' tables as one; notes that differ between stores go under `stores`."""
+    """Return the stores' tables as one.
+
+    Args:
+        tables: label of a store -> its table.
+        notes: of all stores. Notes of the tables that all of them share are joined to them; those
+            that differ go under `stores`, by label.
+    """
     notes_by_store = [table.notes for table in tables.values()]
     common = {
         name: note
         for name, note in notes_by_store[0].items()
         if all(notes_of_store.get(name) == note for notes_of_store in notes_by_store)
     }
+    # The pictures of each store, for instance: models see the same image differently.
     differing = {
         label: {name: note for name, note in table.notes.items() if name not in common}
         for label, table in tables.items()
@@ -271,6 +275,7 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     if metric == "aligned" and coverage:
         metric = "aligned_coverage"
         convert = per_query
+    # Mass by offset is a share of all attention; corrected for coverage it is attention to a key.
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
     midlines = metric.startswith("aligned")
     draw = draw_models if is_comparison else draw_grid
@@ -278,8 +283,11 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return each store's strongest sink, or how much attention the middle of the image or the
-    prefix tokens get, or how spread attention is."""
+    """Return a sentence for each store, by the metrics that the table has.
+
+    It is on the strongest sink, on the attention to the middle of the image or to prefix tokens, or
+    on how spread attention is.
+    """
     answers: list[Answer] = []
     for store, rows in by_store(table, metric="sink_max"):
         _, i = extremes(rows)
@@ -303,8 +311,13 @@ def headline(table: Table) -> list[Answer]:
 
 
 def _share_of_middle(rows: pl.DataFrame) -> str:
-    """Return a sentence on the share of attention to patches that the middle half of rows and
-    columns gets in the last block, mean over heads."""
+    """Return a sentence on how much attention the middle of the grid gets in the last block.
+
+    The middle is the middle half of rows and columns; the share is of attention to patches, mean
+    over heads, beside the share of patches that lie there.
+
+    rows: one store's maps of one kind.
+    """
     rows = picked(rows, site=str(rows["site"][-1]))
     # A cell is inside if all of it lies in the middle half.
     inside = np.ones(len(rows), bool)

@@ -1,33 +1,26 @@
-"""The figures of single images and of clips.
-
-Images: each one's picture, rollouts, and heads' maps of each query; of several models, images by
-models, or each model's heads side by side. Clips: a strip over time for each head; of single clips
-below their frames, with the rollout first and the strips of each query below one another.
-"""
+"""The figures of single images: each one's picture, rollouts, and heads' maps of each query; of
+several models, images by models, or each model's heads side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, ClipStrip
 from vitsee_core.figures.head_tiles import (
     BAR,
     Tiles,
     add_bar,
     bar_label,
-    colour_range,
     cut_maps,
     draw_side_by_side,
     draw_tiles,
     mark_cell,
     models_grid,
     models_of,
-    stretched,
     tile_grid,
     tile_table,
     value_range,
@@ -35,8 +28,6 @@ from vitsee_core.figures.head_tiles import (
 from vitsee_core.figures.panels import (
     PanelGrid,
     colour_bar,
-    count,
-    evenly,
     map_axes,
     map_title,
     name_part,
@@ -45,22 +36,20 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
-from vitsee_core.figures.patch_sheets import place_values, places_in
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
-from vitsee_core.types import Float, pl
-from vitsee_stores.selectors import parse_cell, parse_place
+from vitsee_core.types import pl
+from vitsee_stores.selectors import parse_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
-ROLLOUT = "rollout"
 UNIT = "attention"
 PICTURE = ["store", "image", "query"]  # columns that tell pictures of maps apart
 # The query of a model where no cell is asked for: the class token, or the mean over patches. One
@@ -82,6 +71,10 @@ def draw_images(table: Table, scale: str) -> Figure:
 
     The maps have layers in rows and heads in columns if there are several layers; the heads of a
     single layer are wrapped into lines. Call it inside a function decorated with `styled`.
+
+    Args:
+        table: of single images and one store, with their pictures in its notes.
+        scale: "shared": one scale for all heads of an image, or "head": each over its own range.
     """
     store = table.frame["store"][0]
     rollouts = [metric for metric in ROLLOUTS if metric in table["metric"]]
@@ -133,7 +126,12 @@ class QueryTiles(NamedTuple):
 
 
 def _query_tiles(rows: pl.DataFrame) -> list[QueryTiles]:
-    """Return the maps of each query of one image."""
+    """Return the maps of each query of one image.
+
+    Of several layers there is an entry for each grid of tokens, as tiles have one size.
+
+    rows: about one image and store.
+    """
     heads = rows.filter(metric="attention")
     by_token = heads.partition_by("token", maintain_order=True, as_dict=True)
     has_several_layers = heads["depth"].n_unique() > 1
@@ -160,7 +158,13 @@ def _wrapped(tiles: Tiles) -> Tiles:
 def picture_of(
     notes: Mapping[str, Any], store: str, image: str
 ) -> NDArray[np.uint8] | None:
-    """Return the image as a store's model saw it, from the notes; None if it could not be read."""
+    """Return the image as a store's model saw it; None if it could not be read.
+
+    Args:
+        notes: of the table. Of several stores each has its pictures under `stores`.
+        store: its label.
+        image: its id.
+    """
     store_notes = notes.get("stores", {}).get(store, {})
     encoded = store_notes.get("pictures", notes.get("pictures", {})).get(image)
     return None if encoded is None else decode(encoded)
@@ -186,8 +190,14 @@ def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> N
 def show_rollout(
     axes: Axes, rows: pl.DataFrame, picture: NDArray[np.uint8] | None, title: str
 ) -> None:
-    """Show a rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
-    bright."""
+    """Show a rollout over the grey picture, enlarged smoothly.
+
+    Args:
+        axes: the panel.
+        rows: the rollout of one image and store; its smallest value is dark, its largest bright.
+        picture: what the model saw; without it the rollout is shown alone.
+        title: text above the panel.
+    """
     _prepare_picture_axes(axes, title)
     ((_, _, _, values),) = cut_maps(rows)
     # The range stands below, as it differs from image to image.
@@ -204,7 +214,10 @@ def show_rollout(
 
 
 def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
-    """Write each head's number in the corner of its tile."""
+    """Write each head's number in the corner of its tile, white with a black outline.
+
+    heads: the numbers, in the tiles' order.
+    """
     from matplotlib.patheffects import withStroke
 
     height, width = tiles.size
@@ -368,154 +381,3 @@ def _draw_heads_of_models(table: Table, heads: pl.DataFrame, scale: str) -> Figu
                 limits=limits,
             )
     return figure
-
-
-def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:
-    """Draw a strip over time per store, block and head; of a single clip below its frames.
-
-    Of many heads evenly spaced ones of evenly spaced blocks are drawn. Rollouts are over their own
-    range, as they are of another size; of single clips the one with residual term is drawn. Call it
-    inside a function decorated with `styled`.
-
-    Args:
-        table: of `attn-map`, with a column `frame`.
-        scale: "shared": one scale for all heads, or "head": each over its own range.
-        titles: what the kinds of maps are called.
-    """
-    rows = table.frame
-    has_single_clips = "image" in rows.columns
-    lines: list[ClipLine] = []
-    remarks: list[str] = []
-    if has_single_clips:
-        for (image,), clip_rows in rows.group_by("image", maintain_order=True):
-            lines += _lines_of_clip(str(image), clip_rows, scale, remarks)
-        title = (
-            "attention to the patches of each frame, by block and head; rollout: own "
-            "range"
-        )
-        notes = _clip_notes(table.notes)
-    else:
-        lines.append(ClipLine("", "", _head_strips(rows, scale, remarks)))
-        title = f"{titles[str(rows['metric'][0])]}, n = {count(rows)}"
-        notes = table.notes
-    head_values = []
-    for line in lines:
-        head_values += [s.values for s in line.strips if s.title != ROLLOUT]
-    look, bar = _colours(head_values, scale)
-    caption = [title, *dict.fromkeys(remarks)]
-    return ClipSheet(lines, notes, caption, look, bar, photos=has_single_clips).draw()
-
-
-def _clip_notes(notes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the notes on the clips, of several stores those of the first; {} without any."""
-    if "sheet" in notes:
-        sheet: Mapping[str, Any] = notes["sheet"]
-        return sheet
-    for store_notes in notes.get("stores", {}).values():
-        if "sheet" in store_notes:
-            store_sheet: Mapping[str, Any] = store_notes["sheet"]
-            return store_sheet
-    return {}
-
-
-def _lines_of_clip(
-    image: str, rows: pl.DataFrame, scale: str, remarks: list[str]
-) -> list[ClipLine]:
-    """Return a line for each query of one clip; the rollouts stand above the model's own query.
-
-    A remark is added to `remarks` if blocks or heads are left out.
-    """
-    lines = []
-    heads = rows.filter(metric=UNIT)
-    rollouts = rows.filter(metric=ROLLOUT)
-    for (token,), query_rows in heads.group_by("token", maintain_order=True):
-        cell = parse_place(str(token))
-        strips = _head_strips(query_rows, scale, remarks, cell)
-        mark = None
-        if cell is not None:
-            # The middle of the cell, as shares of the clip and a frame.
-            n_frames, n_rows, n_cols = _grid_shape(query_rows)
-            frame, row, col = cell
-            mark = (
-                (frame + 0.5) / n_frames,
-                (row + 0.5) / n_rows,
-                (col + 0.5) / n_cols,
-            )
-        elif len(rollouts):
-            strips = [*_rollout_strips(rollouts, strips), *strips]
-        title = f"{image}: attention of the {token_words(str(token))}"
-        lines.append(ClipLine(image, title, strips, mark))
-    return lines
-
-
-def _rollout_strips(rows: pl.DataFrame, heads: Sequence[ClipStrip]) -> list[ClipStrip]:
-    """Return the rollout of each store, stretched to the range of the strips of heads."""
-    top = max((float(np.nanmax(strip.values)) for strip in heads), default=1.0)
-    strips = []
-    for store_rows in rows.partition_by("store", maintain_order=True):
-        values = stretched(_map_values(store_rows)) * top
-        strips.append(ClipStrip(str(store_rows["store"][0]), ROLLOUT, values))
-    return strips
-
-
-def _head_strips(
-    rows: pl.DataFrame,
-    scale: str,
-    remarks: list[str],
-    cell: Sequence[int] | None = None,
-) -> list[ClipStrip]:
-    """Return a strip per store, block and head.
-
-    Args:
-        rows: of one query, or means over clips.
-        scale: "shared", or "head": values are over each head's own range.
-        remarks: the list that a remark is added to if blocks or heads are left out.
-        cell: the query's cell to frame, None for none.
-    """
-    strips = []
-    for store_rows in rows.partition_by("store", maintain_order=True):
-        blocks_and_heads = store_rows.select("site", "head").unique(maintain_order=True)
-        sites = blocks_and_heads["site"].unique(maintain_order=True).to_list()
-        heads = sorted(blocks_and_heads["head"].drop_nulls().unique())
-        if len(blocks_and_heads) > MAX_STRIPS:
-            sites = evenly(sites, N_LAYERS)
-            heads = evenly(heads, N_HEADS)
-            remarks.append("evenly spaced blocks and heads; the table has all")
-        store = shorten(str(store_rows["store"][0]), 40)
-        rows_by_head = store_rows.partition_by(
-            "site", "head", as_dict=True, maintain_order=True
-        )
-        for (site, head), head_rows in rows_by_head.items():
-            # A rollout is of no head.
-            if site not in sites or (head is not None and head not in heads):
-                continue
-            values = _map_values(head_rows)
-            if scale == "head":
-                values = stretched(values)
-            name = site_words(str(site))
-            if head is not None:
-                name += f"\nhead {head}"
-            strips.append(ClipStrip(store, name, values, cell=cell))
-    return strips
-
-
-def _grid_shape(rows: pl.DataFrame) -> list[int]:
-    """Return the number of frames, rows and columns of a clip's grid."""
-    return [largest + 1 for largest in rows.select(places_in(rows)).max().row(0)]
-
-
-def _map_values(rows: pl.DataFrame) -> Float:
-    """Return (frames, rows, cols) the map of one head."""
-    return place_values(rows, _grid_shape(rows))
-
-
-def _colours(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
-    """Return the keywords of `imshow` for all strips of heads, and the colour bar's label."""
-    from matplotlib.colors import Normalize, PowerNorm
-
-    if scale == "head":
-        return {"norm": Normalize(0, 1)}, bar_label(UNIT, scale, None)
-    low, high = colour_range(np.concatenate([v.ravel() for v in values]))
-    # A cube root from 0 on: a few keys get most attention, and would leave the rest dark.
-    norm = PowerNorm(1 / 3, low, high) if low == 0 else Normalize(low, high)
-    return {"norm": norm}, bar_label(UNIT, scale, low)

@@ -34,11 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.best_layer.figures import (
-    CONTROLS,
-    draw_best_layers,
-    draw_differences,
-)
+from vitsee_core.analyses.best_layer.best_table import CONTROLS
+from vitsee_core.analyses.best_layer.figures import draw_best_layers, draw_differences
 from vitsee_core.analyses.best_layer.layer_tasks import (
     BEST,
     COLUMNS,
@@ -73,7 +70,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
+# Columns of a result with one value per layer, and of rows about tokens.
 RESULT = ("store", "site", "depth", "metric", "value")
 TOKENS = ("store", "site", "token", "row")
 AMONG = ("layers", "models")
@@ -108,10 +105,11 @@ def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultF
         ]
     # Paths are compared after resolving links: `r.csv` and `./r.csv` would make every task twice.
     for i, file in enumerate(files):
-        if any(file.path.resolve() == other.path.resolve() for other in files[:i]):
+        if file.path.resolve() in {earlier.path.resolve() for earlier in files[:i]}:
             raise VitseeError(f"{file.path} is given twice; name each result once")
     for file in files:
         if file.has(PAIRS):
+            # Stores that stand on one side alone; a self-comparison has each on both.
             others = {*file.table["store_a"]} ^ {*file.table["store_b"]}
             if others or not any(file.table["store_a"] == file.table["store_b"]):
                 raise VitseeError(
@@ -194,6 +192,7 @@ def run(
                         remarks.append(f"{task}, {best_row['store']}: {remark}")
     for remark in remarks:
         log.info("%s", remark)
+    # A column that only some commands write is left out where no row has a value.
     names = [
         name for name in COLUMNS if name not in OPTIONAL or _any_filled(best_rows, name)
     ]
@@ -249,7 +248,7 @@ def compare(
                 other_rows = best.frame.filter(pl.col("site").ne_missing(best_site))
                 by_site = other_rows.partition_by("site", maintain_order=True)
                 others = [ScoredRow(frame, _best_index(frame)) for frame in by_site]
-            else:
+            else:  # the stores before have been compared with this one
                 candidates = by_store
                 others = bests[number + 1 :]
             rows += differences(
@@ -395,10 +394,12 @@ def headline(table: Table) -> list[Answer]:
     if "store_a" in table.frame.columns:
         for (store,), rows in table.frame.group_by("store_a", maintain_order=True):
             apart = rows.filter((pl.col("low") > 0) | (pl.col("high") < 0))
-            text = f"{len(apart)} of {plural(len(rows), 'differences')} have an interval without 0"
+            n_differences = plural(len(rows), "differences")
+            text = f"{len(apart)} of {n_differences} have an interval without 0"
             answers.append((str(store), text))
         return answers
     best_rows = picked(table, baseline=None)
+    # The three layers that are best at most tasks.
     for (store,), rows in best_rows.group_by("store", maintain_order=True):
         sites = Counter(rows["site"]).most_common()
         first, *others = [f"{site} {n}" for site, n in sites[:3]]

@@ -127,7 +127,7 @@ def tasks(
             "no result has a metric of which one side is better (accuracies, purity, "
             f"iou, ...); they have {', '.join(available)}"
         )
-    frames: dict[str, list[pl.DataFrame]] = {}
+    frames: dict[str, list[pl.DataFrame]] = {}  # task -> rows of each file
     for file in files:
         if file.has(PAIRS):
             continue
@@ -148,6 +148,7 @@ def tasks(
             earlier_stores: set[str] = set()
             for frame in frames.get(task, ()):
                 earlier_stores.update(frame["store"].unique())
+            # The same task twice, from two files: the file's name tells them apart.
             if earlier_stores & {*task_rows["store"].unique()}:
                 task = f"{task} ({file.path})"
             frames.setdefault(task, []).append(task_rows)
@@ -159,8 +160,10 @@ def tasks(
 
 
 def _is_requested(key: Mapping[str, Any], metrics: Sequence[str]) -> bool:
-    """Return whether a task belongs to these metrics; with none named, all that have a direction
-    and are not about a single class do."""
+    """Return whether a task is compared.
+
+    With metrics named it is one of theirs; without, it has a direction and is not about one class.
+    """
     if direction(key["metric"]) == "none":
         return False
     if metrics:
@@ -203,17 +206,8 @@ def _task_keys(rows: pl.DataFrame) -> pl.DataFrame:
     probe at several of them. `all_tokens` is true for a baseline without a token in a file that
     compares tokens: it is the baseline of every token.
     """
-    probe = (
-        "store",
-        "site",
-        "head",
-        "token",
-        "row",
-        "col",
-        "metric",
-        *SETTINGS,
-        "baseline",
-    )
+    # Rows that all these columns do not tell apart are one probe at several penalties.
+    probe = ("store", "site", *TOKEN_AND_HEAD, "metric", *SETTINGS, "baseline")
     has_several_penalties = rows.select(probe).n_unique() < len(rows)
     if has_several_penalties:
         penalties = [pl.col(name) for name in PENALTIES]
@@ -238,22 +232,27 @@ def _token_words(rows: pl.DataFrame) -> pl.Series:
     words = rows.select(word.alias("token")).to_series()
     if words.drop_nulls().n_unique() > 1 or MEANS[0] in words:
         return words
-    real = rows.with_columns(words).filter(pl.col("baseline").is_null())
-    real = real.select("store", "site", "token")
-    some_site_twice = real.n_unique() > real.select("store", "site").n_unique()
-    if some_site_twice:
+    # A site both with and without the token, as its vector and the token alone.
+    model_rows = rows.with_columns(words).filter(pl.col("baseline").is_null())
+    vectors = model_rows.select("store", "site", "token")
+    has_site_twice = vectors.n_unique() > vectors.select("store", "site").n_unique()
+    if has_site_twice:
         return words
     return pl.Series([None] * len(words), dtype=pl.String)
 
 
 class LastLayerCka(NamedTuple):
-    """The CKA of a store's sites with its last site."""
+    """The CKA of a store's sites with its last site.
+
+    Attributes:
+        store: the store's label.
+        last: name of the last site.
+        rows: columns store, site, rel_depth and value, and low and high if the comparison has them.
+    """
 
     store: str
     last: str
-    """Name of the last site."""
     rows: pl.DataFrame
-    """Columns store, site, rel_depth, value, and low and high if the comparison has them."""
 
 
 def to_last(rows: pl.DataFrame) -> Iterator[LastLayerCka]:
@@ -262,7 +261,9 @@ def to_last(rows: pl.DataFrame) -> Iterator[LastLayerCka]:
     Only sites of one kind are compared: outputs of blocks if there are any, else the kind of the
     first site.
     """
-    numbers = [name for name in ("value", "low", "high") if name in rows.columns]
+    numbers = ["value"]
+    if "low" in rows.columns:
+        numbers += ["low", "high"]
     selves = rows.filter(pl.col("store_a") == pl.col("store_b"), metric="cka")
     for (store,), store_rows in selves.group_by(store="store_a", maintain_order=True):
         # A table may contain each pair once, in either order: add the pairs the other way round.
@@ -278,6 +279,7 @@ def to_last(rows: pl.DataFrame) -> Iterator[LastLayerCka]:
         kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
         same_kind = [site for site in kinds if kinds[site] == kind]
         pairs = pairs.filter(pl.col("site").is_in(same_kind))
+        # Depth counts from 0: in a store with one block relative depth is 0, not 0 / 0.
         deepest = pairs["depth"].arg_max() or 0
         last = pairs["site"][deepest]
         max_depth = max(pairs["depth"][deepest], 1)

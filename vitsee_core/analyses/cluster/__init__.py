@@ -30,9 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.cluster.agreement import (
-    METRICS,
-)
+from vitsee_core.analyses.cluster.agreement import METRICS
 from vitsee_core.analyses.cluster.clustering import (
     N_INIT,
     SEGMENT,
@@ -62,11 +60,8 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.truth.masks.segments import (
-    Segmentation,
-    as_segmentation,
-    examples_of,
-)
+from vitsee_core.truth.labels.labelled_rows import LabelledRows
+from vitsee_core.truth.masks.segments import Segmentation, as_segmentation, examples_of
 from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -76,27 +71,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-__all__ = [
-    "BASELINES",
-    "COLUMNS",
-    "METRICS",
-    "SEGMENT_COLUMNS",
-    "plot",
-    "run",
-]
+__all__ = ["BASELINES", "COLUMNS", "METRICS", "SEGMENT_COLUMNS", "plot", "run"]
 
 log = logging.getLogger(__name__)
-
 
 headline = partial(
     best_layers, units={"purity": "purity", "segment_purity": "purity of segments"}
 )
 
-
 BASELINES = ("shuffled", "random")
 SEGMENT_BASELINES = (*BASELINES, "image")
-MAX_SEED = 2**32 - 1  # scikit-learn's
+MAX_SEED = 2**32 - 1  # scikit-learn's random_state is 32 bits
 COLUMNS = (*SITE, "k", "metric", "value", "std", "n_images", "baseline")
 SEGMENT_COLUMNS = (*COLUMNS[:-2], "low", "high", "n_images", "n_segments", "baseline")
 SEGMENT_METRICS = tuple(f"{SEGMENT}{metric}" for metric in METRICS)
@@ -159,8 +144,8 @@ def run(
             "--baseline",
             choices=SEGMENT_BASELINES,
             or_none=True,
-            decide=lambda given: (
-                BASELINES if given["masks"] is None else SEGMENT_BASELINES
+            decide=lambda options: (
+                BASELINES if options["masks"] is None else SEGMENT_BASELINES
             ),
             default="shuffled and random, with --masks image too",
         ),
@@ -200,61 +185,35 @@ def run(
     """
     segmentation = as_segmentation(masks)
     if preset is not None:
-        if preset not in PRESETS:
-            raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
-        if segmentation is None:
-            raise VitseeError(f"--preset {preset} is of segments: give --masks too")
-        segmentation = segmentation.filled(
-            weights="vit_analysis", crowd=True, first=WALMER_IMAGES
-        )
+        segmentation = _apply_preset(preset, segmentation)
         if k is None:
             k = WALMER_K
     is_segments = segmentation is not None
-    known_metrics = SEGMENT_METRICS if is_segments else METRICS
-    if is_segments:
-        # purity means segment_purity, and so on.
-        metrics = [SEGMENT + name if name in METRICS else name for name in metrics]
-    selected_metrics = select_metrics(metrics or known_metrics, known_metrics, "cluster")
-    known_baselines = SEGMENT_BASELINES if is_segments else BASELINES
-    if baselines is None:
-        baselines = known_baselines
-    for name in baselines:
-        if name not in known_baselines:
-            raise VitseeError(
-                f"no baseline {name!r}; expected {' or '.join(known_baselines)}"
-            )
+    row_metrics = _choose_metrics(metrics, is_segments)
+    row_baselines = _choose_baselines(baselines, is_segments)
     seeds = _seeds(execution.seed, n_seeds)
 
     # Every store is checked before the first is clustered.
-    selected = select_each(stores, sites, sites_of)
+    selection = select_each(stores, sites, sites_of)
     works = []
-    for store, sites_of_store in selected.members:
-        examples = examples_of(segmentation, [(store, sites_of_store)], execution)
+    for store, store_sites in selection.members:
+        examples = examples_of(segmentation, [(store, store_sites)], execution)
         data = examples.rows(store)
-        n_present = len(np.unique(data.labels))
-        n_clusters = n_present if k is None else k
-        if k is None and not is_segments and n_present < data.n_classes:
-            log.info(
-                "%s: %d of its %d classes occur, so k = %d",
-                store.label,
-                n_present,
-                data.n_classes,
-                n_present,
-            )
-        require_clusterable(data, n_clusters, sites_of_store, execution.memory)
+        n_clusters = _count_classes(data, is_segments) if k is None else k
+        require_clusterable(data, n_clusters, store_sites, execution.memory)
         features = {
             site.name: examples.features(data, site, tokens, one_vector=True)
-            for site in sites_of_store
+            for site in store_sites
         }
         works.append(
             StoreClusters(
                 data=data,
-                sites=sites_of_store,
+                sites=store_sites,
                 k=n_clusters,
                 seeds=seeds,
                 features=features,
-                baselines=baselines,
-                metrics=selected_metrics,
+                baselines=row_baselines,
+                metrics=row_metrics,
                 blocks=data.jackknife(execution.seed) if is_segments else None,
             )
         )
@@ -283,8 +242,64 @@ def run(
     return Table.from_rows(rows, SEGMENT_COLUMNS if is_segments else COLUMNS, notes)
 
 
+def _apply_preset(preset: str, segmentation: Segmentation | None) -> Segmentation:
+    """Return the segments with the preset's choices where none were made.
+
+    Raises:
+        VitseeError: an unknown preset, or there are no segments.
+    """
+    if preset not in PRESETS:
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if segmentation is None:
+        raise VitseeError(f"--preset {preset} is of segments: give --masks too")
+    return segmentation.filled(weights="vit_analysis", crowd=True, first=WALMER_IMAGES)
+
+
+def _choose_metrics(metrics: Sequence[str], is_segments: bool) -> list[str]:
+    """Return the names of the metrics in the table; all of them if none are named."""
+    known_metrics = SEGMENT_METRICS if is_segments else METRICS
+    if is_segments:
+        # purity means segment_purity, and so on.
+        metrics = [SEGMENT + name if name in METRICS else name for name in metrics]
+    return select_metrics(metrics or known_metrics, known_metrics, "cluster")
+
+
+def _choose_baselines(
+    baselines: Sequence[str] | None, is_segments: bool
+) -> Sequence[str]:
+    """Return the names of the baselines; all of them for None.
+
+    Raises:
+        VitseeError: an unknown one.
+    """
+    known_baselines = SEGMENT_BASELINES if is_segments else BASELINES
+    if baselines is None:
+        return known_baselines
+    for name in baselines:
+        if name not in known_baselines:
+            raise VitseeError(
+                f"no baseline {name!r}; expected {' or '.join(known_baselines)}"
+            )
+    return baselines
+
+
+def _count_classes(data: LabelledRows, is_segments: bool) -> int:
+    """Return the number of classes that occur; log it if a store's data has further ones."""
+    n_present = len(np.unique(data.labels))
+    # Masks of a whole data set nearly always have categories that few images show.
+    if not is_segments and n_present < data.n_classes:
+        log.info(
+            "%s: %d of its %d classes occur, so k = %d",
+            data.store.label,
+            n_present,
+            data.n_classes,
+            n_present,
+        )
+    return n_present
+
+
 def _seeds(first: int, n_seeds: int) -> list[int]:
-    """Return the seeds of the runs of k-means.
+    """Return the seeds of the runs of k-means, `n_seeds` consecutive ones.
 
     Raises:
         VitseeError: none, or seeds beyond those of scikit-learn.
@@ -303,10 +318,17 @@ def _seeds(first: int, n_seeds: int) -> list[int]:
 def _store_rows(
     work: StoreClusters, execution: Execution, remarks: list[str]
 ) -> list[Score]:
-    """Return the rows of one store, the baselines' last; adds to the remarks."""
+    """Return the rows of one store, the model's first, then those of each baseline.
+
+    Args:
+        work: what is clustered.
+        execution: threads and progress.
+        remarks: the list that remarks are added to, on missing values and equal vectors.
+    """
     data = work.data
     reason = work.reason_without_values
-    scores_of_items: dict[str | int, dict[str, list[Score]]] = {}
+    # Name of a site, or number of channels of random features -> baseline -> scores.
+    scores_by_item: dict[str | int, dict[str, list[Score]]] = {}
     if reason is not None:
         remarks.append(f"{data.store.label}: no value: {reason}")
         log.warning("%s", remarks[-1])
@@ -315,32 +337,24 @@ def _store_rows(
         items += work.random_dims
         results = execution.spread(work, items)
         for item, (scores, remark) in zip(items, results, strict=True):
-            scores_of_items[item] = scores
+            scores_by_item[item] = scores
             if remark:
                 remarks.append(remark)
                 log.info("%s", remark)
-    missing = [
+    missing_scores: list[Score] = [
         {"metric": metric, "value": np.nan, "std": np.nan} for metric in work.metrics
     ]
     rows: list[Score] = []
-    for baseline in ("", *dict.fromkeys(work.baselines)):
+    model_and_baselines = ("", *dict.fromkeys(work.baselines))
+    for baseline in model_and_baselines:
         for site in work.sites:
+            # Random features depend on the number of channels alone.
             item = site.dim if baseline == "random" else site.name
-            site_scores = missing
+            site_scores: list[Score] = missing_scores
             if reason is None:
-                site_scores = scores_of_items[item][baseline]
-            site_cells = site_columns(data.store, site)
-            counts = data.counted()
-            for score in site_scores:
-                rows.append(
-                    {
-                        **site_cells,
-                        "k": work.k,
-                        **counts,
-                        **score,
-                        "baseline": baseline,
-                    }
-                )
+                site_scores = scores_by_item[item][baseline]
+            common = {**site_columns(data.store, site), "k": work.k, **data.counted()}
+            rows += [{**common, **score, "baseline": baseline} for score in site_scores]
     return rows
 
 
@@ -351,6 +365,7 @@ def plot(table: Table) -> Figure:
     Baselines are dashed (Walmer et al. 2023, Figs. 7, 24, 25; of segments Figs. 8, 26, 27). The
     band is one standard deviation over seeds; of segments it is the interval over images.
     """
+    # Of images the spread over seeds is drawn in place of an interval.
     rows = table.frame
     spread = "95 % interval over images"
     counts = ("n_segments", "segments")
@@ -363,10 +378,11 @@ def plot(table: Table) -> Figure:
     title = f"k = {', '.join(map(str, rows['k'].unique(maintain_order=True)))}"
 
     def set_title(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
-        """Finish a panel."""
+        """Write the number of clusters above a panel."""
         axes.set_title(title)
 
-    metrics = [name for name in (*METRICS, *SEGMENT_METRICS) if name in table["metric"]]
+    all_metrics = (*METRICS, *SEGMENT_METRICS)
+    metrics = [name for name in all_metrics if name in table["metric"]]
     return draw_depth_panels(rows, metrics, set_title, spread=spread, counts=counts)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.types import Float, Integers
-
-if TYPE_CHECKING:
-    pass
-
 
 METRICS = ("purity", "nmi", "ari")
 

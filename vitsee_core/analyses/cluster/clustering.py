@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.cluster.agreement import (
-    agreement,
-    agreement_without,
-)
+from vitsee_core.analyses.cluster.agreement import agreement, agreement_without
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes, plural
@@ -23,22 +20,15 @@ from vitsee_core.statistics.jackknife import SHARE, Blocks, interval
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.truth.labels.labelled_rows import LabelledRows, random_features
-from vitsee_core.truth.masks.segments import (
-    LabelledSegments,
-)
+from vitsee_core.truth.masks.segments import LabelledSegments
 from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores.layout import SiteSpec
 
-
-Score = dict[str, Any]
-
-
-N_INIT = 10  # starts of k-means
-
-
+Score = dict[str, Any]  # column -> cell
+N_INIT = 10  # starts of k-means, of which the best is taken
 SEGMENT = "segment_"  # before a metric's name, of segments
 
 
@@ -71,6 +61,7 @@ def require_clusterable(
             f"{data.classes[data.labels[0]]}: every clustering agrees with it; expected "
             "several"
         )
+    # Sites are clustered one after the other: the widest decides.
     widest = max(sites, key=lambda site: site.dim)
     # float32: the vectors, and scikit-learn's copies while it centres and assigns them.
     bytes_per_example = 3 * 4 * widest.dim
@@ -145,14 +136,17 @@ class StoreClusters:
         progress = execution.progress
         if isinstance(item, int):
             # Standard normal vectors, drawn anew for each seed.
+            # One at a time: all of them together may not fit the memory.
             noise = (random_features(len(data), item, (seed, 2)) for seed in self.seeds)
             return {"random": self._scores(self._clusters(noise, progress))}, ""
         features = self.features[item]
         jobs = execution.jobs
         memory = execution.budget
+        # (n, dim)
         vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
         remark = ""
         if (vectors == vectors[0]).all():
+            # Of segments the vector is no choice of tokens.
             which = ""
             if self.blocks is None and features.site.layout is not None:
                 which = f"{features.selection} "
@@ -201,6 +195,7 @@ class StoreClusters:
         for seed, assigned in zip(self.seeds, clusters, strict=True):
             labels = self.data.labels
             if shuffled:
+                # 1 after the seed: independent of the noise, which has 2.
                 labels = np.random.default_rng((seed, 1)).permutation(labels)
             values_of_seeds.append(agreement(assigned, labels))
             if self.blocks is not None:
@@ -215,7 +210,8 @@ class StoreClusters:
             std = statistics.stdev(values) if len(values) > 1 else np.nan
             score: Score = {"metric": name, "value": value, "std": std}
             if replicates_of_seeds:
-                replicates = np.mean([of[metric] for of in replicates_of_seeds], axis=0)
+                seed_replicates = [by_metric[metric] for by_metric in replicates_of_seeds]
+                replicates = np.mean(seed_replicates, axis=0)  # (blocks,)
                 low, high = self._interval(metric, value, replicates)
                 score["low"] = low
                 score["high"] = high
@@ -227,6 +223,7 @@ class StoreClusters:
         """Return the ends of a metric's interval, from its replicates without each block."""
         if metric == "purity":
             return jackknife_share(value, replicates, self.data.n_images)
+        # Less agreement than by chance gives an ari below 0.
         limits = (-1.0, 1.0) if metric == "ari" else SHARE
         _, low, high = interval(np.array(value), replicates, limits)
         return low, high

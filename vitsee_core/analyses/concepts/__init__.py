@@ -152,6 +152,7 @@ def run(
             dictionary of several sites to save, or a file that exists, without `force`.
     """
     _check_options(method, k, epochs, top, execution.seed)
+    # Rows about concepts are always in the table: the figure is made of them.
     row_metrics = {
         *select_metrics(metrics or METRICS, METRICS, "concepts"),
         *CONCEPT_METRICS,
@@ -167,6 +168,7 @@ def run(
     if save is not None:
         _check_save(save, n_sites=len(all_features), force=force)
     data = None if origin is None else origin.data
+    # One choice of blocks for all sites of a store, so that their intervals compare.
     blocks = {store.label: _make_blocks(store, execution) for store in selection.stores}
     n_images = sum(
         int((blocks[features.store.label].of_rows >= 0).sum())
@@ -179,24 +181,9 @@ def run(
         for features in all_features:
             store = features.store
             site = features.site
-            store_blocks = blocks[store.label]
-            with one_blas_thread():  # on small batches threads cost more than they save
-                fitted = fit(
-                    features,
-                    assign_halves(store_blocks.of_rows),
-                    options,
-                    execution.progress,
-                )
-            task = ConceptTask(
-                features=features,
-                dictionary=fitted.full,
-                blocks=store_blocks.of_rows,
-                labels=_labels_and_shuffled(store, options.seed),
-                n_top=top,
+            fitted, sums = _fit_and_measure(
+                features, blocks[store.label], options, top, execution
             )
-            sums = execution.fold(
-                store, task, execution.rows(store), slab_bytes=features.slab_bytes
-            ).result()
             cells = site_columns(store, site)
             cells |= {"method": method, "k": k, "n_examples": int(sums.n.sum())}
             for row in _site_rows(features, fitted, sums, options.seed):
@@ -232,6 +219,7 @@ def at_a_glance(table: Table) -> Table:
     shares = site_table.frame.filter(metric="share").sort(
         "value", descending=True, maintain_order=True
     )
+    # Their strongest patches, beside their shares.
     frequent = shares["concept"][:N_AT_A_GLANCE]
     return site_table.filter(pl.col("concept").is_in(frequent.implode()))
 
@@ -309,6 +297,40 @@ def _make_blocks(store: Store, execution: Execution) -> Blocks:
             f"{store.label} has one image that counts; expected 2 or more, for halves"
         )
     return blocks
+
+
+def _fit_and_measure(
+    features: SiteFeatures,
+    blocks: Blocks,
+    options: SolverOptions,
+    top: int,
+    execution: Execution,
+) -> tuple[FittedDictionaries, ConceptSums]:
+    """Return a site's dictionaries, and the sums that measure the one of all images.
+
+    Args:
+        features: reads the site's patch tokens.
+        blocks: the jackknife's blocks of the store's images.
+        options: how dictionaries are fitted.
+        top: number of patches kept for each concept.
+        execution: images, threads and progress.
+    """
+    with one_blas_thread():  # on small batches threads cost more than they save
+        fitted = fit(features, assign_halves(blocks.of_rows), options, execution.progress)
+    task = ConceptTask(
+        features=features,
+        dictionary=fitted.full,
+        blocks=blocks.of_rows,
+        labels=_labels_and_shuffled(features.store, options.seed),
+        n_top=top,
+    )
+    sums = execution.fold(
+        features.store,
+        task,
+        execution.rows(features.store),
+        slab_bytes=features.slab_bytes,
+    ).result()
+    return fitted, sums
 
 
 def _labels_and_shuffled(store: Store, seed: int) -> Integers:

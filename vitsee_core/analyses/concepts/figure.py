@@ -87,7 +87,15 @@ def make_crops(
 def _photos_of_images(
     store: Store, site: SiteSpec, view: View, rows: Integers, data: str | None
 ) -> dict[tuple[int, int], Photograph]:
-    """Return (row, 0) -> the photograph, cut to what the model saw."""
+    """Return (row, 0) -> the photograph, cut to what the model saw.
+
+    Args:
+        store: of the images.
+        site: the site whose patches are shown.
+        view: how the store's model saw the images.
+        rows: rows of the store, in any shape.
+        data: where the images are now.
+    """
     images = SheetImages(store, view, sorted({int(row) for row in rows.ravel()}), [site])
     seen_edges = [view.seen(row) for row in images.rows]
     return {
@@ -98,7 +106,15 @@ def _photos_of_images(
 def _photos_of_frames(
     store: Store, view: View, rows: Integers, frames: Integers, data: str | None
 ) -> dict[tuple[int, int], Photograph]:
-    """Return (row, frame) -> the frame of that clip as the model's input has it."""
+    """Return (row, frame) -> the frame of that clip as the model's input has it.
+
+    Args:
+        store: of the clips.
+        view: how the store's model saw them.
+        rows: rows of the store, in any shape.
+        frames: the sampled frame to read of each of them.
+        data: where the clips are now.
+    """
     row_frames = set(zip(rows.ravel().tolist(), frames.ravel().tolist(), strict=True))
     photos = {}
     for (row, frame), pixels in clip_frames(store, row_frames, data).items():

@@ -55,7 +55,13 @@ def draw_cosines(table: Table, scale: str) -> Figure:
 
 
 def _draw_images(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
-    """Draw a line per chosen patch and image, with one map per layer."""
+    """Draw a line per chosen patch and image, with one map per layer.
+
+    Args:
+        table: of the maps, with where they lie on photographs in its notes.
+        cosines: its rows of maps, without those of statistics.
+        scale: one of `SCALES`.
+    """
     sheet = table.notes.get("sheet", {})
     marks = {
         (mark["query"], mark["at"]): mark["place"]
@@ -103,6 +109,11 @@ def _draw_clips(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
 
     A strip has the cosines with the patches of each frame of the patch's clip, below the frames;
     then come the strips of the same patch in the other clips.
+
+    Args:
+        table: of the maps, with the frames in its notes.
+        cosines: its rows of maps, without those of statistics.
+        scale: one of `SCALES`.
     """
     sheet = table.notes.get("sheet", {})
     marks = {}  # (query, at) -> (time, y, x)
@@ -135,7 +146,12 @@ def _draw_clips(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
 
 
 def _draw_offsets(rows: pl.DataFrame, scale: str) -> Figure:
-    """Draw one map per layer of the mean cosines by offset, offset 0 in the middle."""
+    """Draw one map per layer of the mean cosines by offset, offset 0 in the middle.
+
+    Args:
+        rows: one per store, site and offset.
+        scale: one of `SCALES`.
+    """
     sites = shown_sites(rows)
     rows_by_site = rows.partition_by("store", "site", as_dict=True)
     maps = []
@@ -203,7 +219,12 @@ def _values_of_maps(lines: Sequence[SheetLine]) -> list[Float]:
 
 
 def _colours(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
-    """Return the keywords of `imshow` for all maps of a sheet, and the colour bar's label."""
+    """Return the keywords of `imshow` for all maps of a sheet, and the colour bar's label.
+
+    Args:
+        values: (rows, cols) of each map, as drawn.
+        scale: one of `SCALES`.
+    """
     if scale == "map":
         look = {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}
         return look, "each map over its own range"

@@ -150,7 +150,8 @@ def run(
         raise VitseeError(
             "no changed store to compare with the base; expected one or more"
         )
-    _require_distinct_stores((base, *changed))
+    stores = (base, *changed)
+    _require_distinct_stores(stores)
     row_metrics = select_metrics(metrics or METRICS, METRICS, "effect")
     compares_outputs = any(metric not in ("cka", COSINE) for metric in row_metrics)
     compares_sites = "cka" in row_metrics or COSINE in row_metrics
@@ -166,7 +167,7 @@ def run(
     # Each step adds its remarks in this order, in which they are also logged.
     remarks = _remarks_on_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
-    pairs = pairs_of_sites((base, *changed), sites if compares_sites else ())
+    pairs = pairs_of_sites(stores, sites if compares_sites else ())
     readers = _make_readers(
         base,
         changed,
@@ -214,6 +215,7 @@ def run(
         raise MissingInput(
             f"no {' or '.join(row_metrics)}: {'; '.join(remarks) or 'no sites'}"
         )
+    # A cosine is a mean over images, as KL is.
     intervals = {**OUTPUT_INTERVALS, "cosine": OUTPUT_INTERVALS["kl"]}
     if cka_notes:
         intervals["cka"] = cka_notes["spread"]
@@ -224,7 +226,7 @@ def run(
         "tokens": tokens,
         "seed": execution.seed,
         "images": {"rows": int(mask.sum()), "chosen": image_rows.how},
-        WORD: {store.label: blocks.describe() for store in (base, *changed)},
+        WORD: {store.label: blocks.describe() for store in stores},
     }
     if cka_notes:
         notes["cka"] = cka_notes
@@ -291,6 +293,7 @@ def _base_rows(base: Store, means: Means) -> list[Cells]:
     output_means = _output_means(means)
     if RIGHT_BASE not in output_means:
         return []
+    # Its `base` stays empty: it is compared with nothing.
     columns = site_columns(base, base.sites[LOGITS])
     return [{**columns, **top1_cells(output_means[RIGHT_BASE])}]
 
@@ -316,6 +319,7 @@ def _change_rows(
         if metric == COSINE:
             columns = site_columns(changed, changed.sites[site])
             rows.append({**columns, "metric": COSINE, **mean.cells(COSINES)})
+    # Every row says what it was compared with.
     return [{"base": base.label, **row} for row in rows]
 
 
@@ -348,8 +352,11 @@ def _remarks_on_base(base: Store) -> list[str]:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return per changed store its loss of accuracy, the share of unchanged answers, the
-    divergence, and the site that changed most."""
+    """Return a sentence for each changed store.
+
+    It has its loss of accuracy, the share of unchanged answers, the divergence, and the site that
+    changed most, as far as the table has them.
+    """
     phrases: dict[str, list[str]] = {}  # store -> parts of its sentence
     templates = {
         "top1_difference": "top-1 changed by {}",

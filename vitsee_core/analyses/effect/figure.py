@@ -91,7 +91,14 @@ def plot(table: Table) -> Figure:
 def _draw_output_metric(
     axes: Axes, rows: pl.DataFrame, metric: str, looks: dict[str, dict[str, object]]
 ) -> None:
-    """Draw one metric of the outputs: a line per store with its value and 95 % interval."""
+    """Draw one metric of the outputs: a line per store with its value and 95 % interval.
+
+    Args:
+        axes: the panel.
+        rows: one row per changed store.
+        metric: one of `OUTPUTS`.
+        looks: store -> keywords of its line, as `store_looks` returns them.
+    """
     stores = rows["store"].unique(maintain_order=True)
     value, low, high = rows.select("value", "low", "high").to_numpy().T  # (stores,)
     axes.axvline(

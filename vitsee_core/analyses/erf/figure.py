@@ -118,7 +118,10 @@ def plot(table: Table) -> Figure:
 
 
 def _lines_of_fields(rows: pl.DataFrame) -> list[FieldLine]:
-    """Return the lines of fields, store by store, at most `MAX_LINES` of a store."""
+    """Return the lines of fields, store by store, at most `MAX_LINES` of a store.
+
+    rows: of all metrics; without `gradient` there are no lines.
+    """
     lines = []
     for store_rows in rows.partition_by("store", maintain_order=True):
         fields = store_rows.filter(metric="gradient")
@@ -156,7 +159,13 @@ def _read_picture(rows: pl.DataFrame, radius: float | None) -> FieldPicture:
 
 
 def _draw_line(line: FieldLine, grid: PanelGrid, box: Any) -> None:
-    """Draw the fields of one line into its part of the figure."""
+    """Draw the fields of one line into its part of the figure.
+
+    Args:
+        line: the fields.
+        grid: a panel for each of its shown blocks.
+        box: the part of the figure.
+    """
     blocks = line.shown_blocks()
     panels = grid.axes(box)
     for axes, block in zip(panels, blocks, strict=True):

@@ -322,7 +322,7 @@ class StoreAblations:
 
 
 def _with_replicates(means: Sequence[BlockMean]) -> Float:
-    """Return (heads, 1 + blocks): each head's mean, then its means without each block of images."""
+    """Return (heads, 1 + blocks) each head's mean, then its means without each block of images."""
     return np.array([[mean.value, *mean.without] for mean in means])
 
 

@@ -177,7 +177,14 @@ def _sum_attention(
     image_rows: Rows,
     execution: Execution,
 ) -> SlabSums:
-    """Return the sums of the attention summaries of all groups, by runs of slabs."""
+    """Return the sums of the attention summaries of all groups, by runs of slabs.
+
+    Args:
+        store: with attention summaries.
+        blocks: the blocks whose heads are classified.
+        image_rows: the chosen images, whole slabs.
+        execution: threads and progress.
+    """
     array_names = ["aligned", *PER_IMAGE]
     if store.plan.clip is not None:
         array_names.append(ALIGNED_FRAMES)
@@ -188,7 +195,7 @@ def _sum_attention(
 
 
 def _head_columns(store: Store, head: HeadResult) -> dict[str, Any]:
-    """Return the columns that all rows of a head have."""
+    """Return the columns that all rows of a head have, among them its classes."""
     columns = {
         **site_columns(store, head.block),
         "head": head.head,
@@ -258,7 +265,10 @@ def _describe_sensitivity(
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return per store the number of heads of each type, and how many have a steady type."""
+    """Return per store the number of heads of each type, and how many have a steady type.
+
+    Stores of clips have a second answer, on the classes in time.
+    """
     answers = []
     for store, rows in by_store(table, metric="same_type_thresholds"):
         counts = Counter(rows["type"]).most_common()
@@ -268,7 +278,6 @@ def headline(table: Table) -> list[Answer]:
         answers.append(
             (store, f"{text}; {n_steady} keep their type at every threshold tried")
         )
-    # Stores of clips have a second line.
     for store, rows in by_store(table, metric=TIME_AGREEMENT[0]):
         counts = Counter(rows["time"]).most_common()
         n_temporal = sum(n for kind, n in counts if kind in TEMPORAL)

@@ -148,7 +148,12 @@ def _draw_counts(
 
 
 def _draw_time_examples(all_axes: Sequence[Axes], rows: pl.DataFrame) -> None:
-    """Draw for each class in time the example's shares by offset, all panels on one scale."""
+    """Draw for each class in time the example's shares by offset, all panels on one scale.
+
+    Args:
+        all_axes: a panel for each of `TIME_TYPES`.
+        rows: the shares of one store's examples.
+    """
     # 1e-9: a scale needs a height, though all shares be 0 or missing.
     highest = float(np.nanmax([1e-9, *rows["value"].drop_nulls().to_list()]))
     for axes, kind in zip(all_axes, TIME_TYPES, strict=True):
@@ -172,7 +177,13 @@ def _draw_time_examples(all_axes: Sequence[Axes], rows: pl.DataFrame) -> None:
 
 
 def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
-    """Draw the map of a type's example, from its rows; write "no head" if there are no rows."""
+    """Draw the map of a type's example, or "no head".
+
+    Args:
+        axes: the panel.
+        rows: the example's map; none if no head has the type.
+        kind: one of `TYPES`.
+    """
     map_axes(axes)
     axes.set_title(kind)
     _frame_in_colour(axes, TINTS[kind])

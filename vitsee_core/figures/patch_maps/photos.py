@@ -53,7 +53,7 @@ class SheetImages:
     times: int = 1
 
     @property
-    def once(self) -> list[int]:
+    def unique_rows(self) -> list[int]:
         """The rows without repetitions for the times of a clip."""
         return self.rows[:: self.times]
 
@@ -218,10 +218,12 @@ def _small(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def frames_of(parts: Sequence[SheetImages]) -> list[Edges]:
+def frames_of(sheets: Sequence[SheetImages]) -> list[Edges]:
     """Return the part of each image that is drawn: what any of the models saw of it."""
-    n = len(parts[0].rows)
-    return [union([part.view.seen(part.rows[k]) for part in parts]) for k in range(n)]
+    frames = []
+    for k in range(len(sheets[0].rows)):
+        frames.append(union([sheet.view.seen(sheet.rows[k]) for sheet in sheets]))
+    return frames
 
 
 def aspect_of(view: View, row: int, frame: Edges) -> float:
@@ -251,10 +253,10 @@ class Photograph:
 
 
 def photographs(
-    part: SheetImages,
+    sheet: SheetImages,
     frames: Sequence[Edges],
     data: str | None,
-    most_pixels: int = MAX_PIXELS,
+    max_pixels: int = MAX_PIXELS,
 ) -> Mapping[int, Photograph]:
     """Return row -> picture of the images.
 
@@ -262,38 +264,38 @@ def photographs(
     they are the model's inputs, and none at all if these cannot be had either, which is logged.
 
     Args:
-        part: the images.
+        sheet: the images.
         frames: edges of the part of each image to show.
         data: where the images are now, by default where extract read them.
-        most_pixels: largest number of pixels along the longer side of a picture.
+        max_pixels: largest number of pixels along the longer side of a picture.
     """
-    store = part.store
-    view = part.view
+    store = sheet.store
+    view = sheet.view
     try:
         if view.sizes is None:
             raise VitseeError("the originals have no known place on the model's input")
         source = source_of(store, data)
         index_of = {name: k for k, name in enumerate(source.ids)}
         pictures = {}
-        for row, frame in zip(part.rows, frames, strict=True):
+        for row, frame in zip(sheet.rows, frames, strict=True):
             name = str(store.samples.id[row])
             if name not in index_of:
                 raise VitseeError(f"{source.name} no longer has the image {name!r}")
             image, content_hash = source.read(index_of[name])
             if content_hash != store.samples.hash[row]:
                 raise VitseeError(f"{name!r} in {source.name} is another picture now")
-            pictures[row] = _cut(image, frame, most_pixels)
+            pictures[row] = _cut(image, frame, max_pixels)
         return pictures
     except VitseeError as error:
         log.debug("%s: %s", store.label, error)
-        inputs = model_inputs(store, part.rows, data)
+        inputs = model_inputs(store, sheet.rows, data)
         return {
             row: Photograph(pixels, view.input_edges(row))
             for row, pixels in inputs.items()
         }
 
 
-def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
+def _cut(image: Image.Image, frame: Edges, max_pixels: int) -> Photograph:
     """Return the part of an original within a frame, widened to whole pixels."""
     height = image.height
     width = image.width
@@ -301,10 +303,10 @@ def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
     bottom = math.ceil(frame[2] * height)
     left = math.floor(frame[1] * width)
     right = math.ceil(frame[3] * width)
-    part = to_mode(image, "RGB").crop((left, top, right, bottom))
-    part.thumbnail((most_pixels, most_pixels))
+    picture = to_mode(image, "RGB").crop((left, top, right, bottom))
+    picture.thumbnail((max_pixels, max_pixels))
     edges = (top / height, left / width, bottom / height, right / width)
-    return Photograph(np.asarray(part), edges)
+    return Photograph(np.asarray(picture), edges)
 
 
 def model_inputs(

@@ -95,8 +95,6 @@ class FileSource(Source):
         foreign: bool = False,
     ) -> nn.Module:
         self.check()
-        build = self._entry()
-        given = self._arguments(build, wanted, pretrained)
 
         def made() -> Any:
             with importing_from(self.place[0].resolve().parent):
@@ -114,6 +112,9 @@ class FileSource(Source):
             return chosen.network
 
         with watched_loads(self.name) as loads:
+            # The file may make and load its model when it is run, outside of the function.
+            build = self._entry()
+            given = self._arguments(build, wanted, pretrained)
             module = drawn(seed, made, self.name)
         if pretrained and not _is_meta(module):
             loads.require_all(module, self.name)

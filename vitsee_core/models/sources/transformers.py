@@ -11,7 +11,7 @@ import copy
 import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -62,7 +62,7 @@ from vitsee_core.models.sources.transformers_inputs import (
     as_patches,
     refuse_others,
 )
-from vitsee_core.models.sources.transformers_weights import load_whole
+from vitsee_core.models.sources.transformers_weights import load_whole, renamed_by_library
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_core.models.tokens.clips import accept_clips
 from vitsee_core.models.tokens.towers import (
@@ -74,6 +74,7 @@ from vitsee_core.models.tokens.towers import (
     packed_inputs,
     packing_of,
 )
+from vitsee_core.models.weights.positions import require_same_grid
 from vitsee_stores.plan import Canvas
 
 PREFIX = "transformers:"
@@ -202,7 +203,9 @@ class TransformersSource(Source):
             who = f"{self.name} ({kind.__name__})"
             check_input(kind, who, remote=self.choices.trust_remote_code)
         if pretrained:
-            module = drawn(seed, lambda: self._pretrained(kind, config, tower), self.name)
+            module = drawn(
+                seed, lambda: self._pretrained(kind, config, tower, wanted), self.name
+            )
         elif language:
             module = drawn(seed, lambda: random_language_input(kind, config), self.name)
         elif tower is not None:
@@ -222,6 +225,14 @@ class TransformersSource(Source):
         if (frames := clip_frames(module)) is not None:
             accept_clips(module, frames)
         return module
+
+    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
+        """The library's own conversion of its older names; None for a part that is not a model of
+        the library by itself."""
+        is_model = isinstance(module, library().PreTrainedModel)
+        if not is_model or is_language_input(module):
+            return super().converter(module)
+        return renamed_by_library
 
     def transform(
         self,
@@ -577,9 +588,14 @@ class TransformersSource(Source):
         found = cached_file(place, name, revision=revision, **self._offline, **missing)
         return None if found is None else str(found)
 
-    def _pretrained(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module:
-        """The model with its weights: of a part those alone, where the checkpoint has them by its
-        names."""
+    def _pretrained(
+        self, kind: Any, config: Any, tower: _Tower | None, wanted: Mapping[str, Any]
+    ) -> nn.Module:
+        """Return the model with its weights: of a part those alone, where the checkpoint has them
+        by its names.
+
+        wanted: the user's arguments, with which `config` was changed.
+        """
         place, revision, part = self.parts
         if part:
             try:
@@ -587,6 +603,10 @@ class TransformersSource(Source):
             except OSError as error:
                 raise self._explained(error) from error
             if alone is not None:
+                unchanged = self._tower(kind, config, {}) if tower is not None else None
+                if unchanged is not None:
+                    trained = on_meta(unchanged.kind, unchanged.config)
+                    require_same_grid(alone, trained, self.name)
                 return alone
         given: dict[str, Any] = {
             "weights_only": True,
@@ -625,6 +645,10 @@ class TransformersSource(Source):
             "other_keys": weights.copies,
         }
         self.loaded = {key: names for key, names in record.items() if names}
+        if any(hasattr(config, key) for key in wanted):
+            # Arguments may ask for other images than the weights are for.
+            trained = on_meta(kind, self._configured({}))
+            require_same_grid(weights.module, trained, self.name)
         if part == PART:
             return with_features(weights.module)
         return self._part(weights.module)

@@ -7,10 +7,13 @@ for: names below a training loop's prefix, layers that the configuration does no
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +113,50 @@ def load_whole(
         module, info, who, part=part, base_names=base_names
     )
     return LoadedWeights(module, missing, left_over, copies)
+
+
+def renamed_by_library(state: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict under the names of a model of transformers, as `from_pretrained` converts
+    names and layouts of the library's older versions.
+
+    What the module lacks keeps its name. A state dict that has all of the module's names is
+    returned as it is.
+
+    Args:
+        state: the file's tensors, without what wrappers put before their names.
+        module: a `PreTrainedModel`; nothing is loaded into it.
+    """
+    names = module.state_dict().keys()
+    if names <= state.keys():
+        return state
+    kind: Any = type(module)
+    # In one thread, so that each result can be traced to the file's tensors (`Origins`).
+    with (
+        quiet(),
+        torch.random.fork_rng(devices=[]),
+        mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
+    ):
+        loaded, info = kind.from_pretrained(
+            None,
+            config=copy.deepcopy(module.config),
+            state_dict=dict(state),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    report = _load_report(info, part="")
+    random = {*report.missing, *report.mismatched}
+    loaded_state: dict[str, Tensor] = loaded.state_dict(keep_vars=True)
+    converted = {name: x for name, x in state.items() if name not in names}
+    converted |= {name: x for name, x in loaded_state.items() if name not in random}
+    prefix = f"{module.base_model_prefix}."
+    for name in report.mismatched:
+        # The library adds and cuts the prefix of the base model.
+        stored_names = (name, f"{prefix}{name}", name.removeprefix(prefix))
+        for stored_name in stored_names:
+            if stored_name in state:
+                converted[name] = state[stored_name]
+    return converted
 
 
 def weight_files(file_of: FileOf) -> list[str]:

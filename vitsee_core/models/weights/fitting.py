@@ -162,7 +162,8 @@ def fit(
             who, stored_sources, dict.fromkeys(stored_sources, model_state[name])
         )
     used = frozenset().union(*sources.values())
-    unused = [name for name in stored if name not in used]
+    # A tensor without elements (no register tokens) has no values that could be lost.
+    unused = [name for name, x in stored.items() if name not in used and x.numel()]
 
     # Position tables change in `tensors`, before sizes are compared.
     conversion = Conversion(stored, tensors, sources, origins)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -36,6 +36,8 @@ class Origins(TorchFunctionMode):
         # Tensors are known by id(), which Python gives away again once one is freed.
         self._alive: list[Tensor] = list(state.values())
         self._storages: set[int] = set()
+        # A tensor that is wrapped as a parameter is another object over the same values.
+        self._names_of_storage: dict[int, frozenset[str]] = {}
         self.add_inputs(state)
 
     def add_inputs(self, state: Mapping[str, Tensor]) -> None:
@@ -45,6 +47,7 @@ class Origins(TorchFunctionMode):
             self._alive.append(x)
             if x.layout == torch.strided and x.numel():
                 self._storages.add(x.untyped_storage().data_ptr())
+                self._remember_storage(x, frozenset({name}))
 
     def is_part(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a view of one of the state dict's."""
@@ -52,7 +55,12 @@ class Origins(TorchFunctionMode):
 
     def of(self, tensor: Tensor) -> frozenset[str]:
         """Return the names of the state dict's tensors that a tensor was made of."""
-        return self._names.get(id(tensor), _NOTHING)
+        names = self._names.get(id(tensor), _NOTHING)
+        if not names and isinstance(tensor, nn.Parameter):
+            names = self._names_of_storage.get(
+                tensor.untyped_storage().data_ptr(), _NOTHING
+            )
+        return names
 
     def is_interpolated(self, tensor: Tensor) -> bool:
         """Return whether a tensor was interpolated on its way."""
@@ -73,6 +81,14 @@ class Origins(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._alive.append(leaf)
                 self._names[id(leaf)] = names | self.of(leaf)
+                self._remember_storage(leaf, self._names[id(leaf)])
                 if resampled:
                     self._interpolated.add(id(leaf))
         return result
+
+    def _remember_storage(self, tensor: Tensor, names: frozenset[str]) -> None:
+        """Remember of which tensors the values below a tensor were made."""
+        if tensor.layout == torch.strided and tensor.numel():
+            address = tensor.untyped_storage().data_ptr()
+            before = self._names_of_storage.get(address, _NOTHING)
+            self._names_of_storage[address] = before | names

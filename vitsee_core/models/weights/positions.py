@@ -157,6 +157,34 @@ def fit_positions(
     return resampled, notes
 
 
+def require_same_grid(module: nn.Module, trained: nn.Module, who: str) -> None:
+    """Refuse position tables that were taken as they are for another grid of as many patches.
+
+    Args:
+        module: the model with its weights.
+        trained: the model as the configuration beside the weights says it, without values.
+        who: the model, as the message calls it.
+
+    Raises:
+        ModelError: names the table and both grids.
+    """
+    trained_state = trained.state_dict()
+    for name, table in module.state_dict().items():
+        patches = _patches_below(module, name)
+        if patches is None or name not in trained_state:
+            continue
+        if not _is_position_table(name, table, table, patches.grid):
+            continue
+        stated = _patches_below(trained, name)
+        if stated is not None and stated.grid != patches.grid:
+            rows, cols = stated.grid
+            raise ModelError(
+                f"{who}: {name} has positions of {rows} x {cols} patches, as the configuration "
+                f"beside it says, the model has {patches.grid[0]} x {patches.grid[1]}; expected "
+                "--img-size in place of the argument, or --checkpoint FILE, which resamples them"
+            )
+
+
 def _is_position_table(
     name: str, table: Tensor, parameter: Tensor, grid: tuple[int, int]
 ) -> bool:

@@ -6,7 +6,7 @@ torch leaves what it does not find as it was, and says so to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,20 @@ class Loads:
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
 
+    def remember(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Remember these parameters of a module, and their values, as left by a call."""
+        parameters = dict(module.named_parameters())
+        for name in names:
+            if name in parameters and not parameters[name].is_meta:
+                parameter = parameters[name]
+                self.left.append((parameter, parameter.detach().clone()))
+
+    def forget(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Forget what earlier calls left of these parameters, because a call has filled them."""
+        parameters = dict(module.named_parameters())
+        ids = {id(parameters[name]) for name in names if name in parameters}
+        self.left = [pair for pair in self.left if id(pair[0]) not in ids]
+
     def require_all(self, module: nn.Module, who: str) -> None:
         """Refuse a module with parameters that a call left random, and that nothing has changed
         since; the classifier's may be random.
@@ -50,15 +64,29 @@ class Loads:
         Raises:
             ModelError: names them.
         """
+        parameters = dict(module.named_parameters())
+        before_by_id = {id(parameter): before for parameter, before in self.left}
+        ids = {id(parameter) for parameter in parameters.values()}
+        # Of parameters that the module does not have itself it may have copies (deepcopy).
+        elsewhere = [
+            before
+            for parameter, before in self.left
+            if id(parameter) not in ids and not _is_constant(before)
+        ]
         unchanged = {
             id(parameter)
-            for parameter, before in self.left
-            if not parameter.is_meta and torch.equal(parameter.detach(), before)
+            for parameter in parameters.values()
+            if not parameter.is_meta
+            and any(
+                _equal(parameter, before)
+                for before in [before_by_id.get(id(parameter)), *elsewhere]
+                if before is not None
+            )
         }
         heads = classifier_names(module)
         random = [
             name
-            for name, parameter in module.named_parameters()
+            for name, parameter in parameters.items()
             if id(parameter) in unchanged and not name.startswith(heads)
         ]
         require_fit(
@@ -93,13 +121,37 @@ def watched_loads(who: str) -> Iterator[Loads]:
             if name in targets and isinstance(x, Tensor)
         }
         require_numbers(who, stored, targets)
-        result = original(module, state, *args, **kwargs)
-        parameters = dict(module.named_parameters())
-        for name in result.missing_keys:
-            if name in parameters:
-                loads.left.append((parameters[name], parameters[name].detach().clone()))
+        try:
+            result = original(module, state, *args, **kwargs)
+        except RuntimeError:
+            # Strict loading fails after it has loaded what fits; the code may go on without.
+            own = module.state_dict()
+            loads.remember(module, [name for name in own if not _fits(state, own, name)])
+            loads.left_over += [name for name in state if name not in own]
+            raise
+        loads.forget(module, state.keys() - set(result.missing_keys))
+        loads.remember(module, result.missing_keys)
         loads.left_over += result.unexpected_keys
         return result
 
     with mock.patch.object(nn.Module, "load_state_dict", load):
         yield loads
+
+
+def _equal(parameter: Tensor, before: Tensor) -> bool:
+    """Return whether a parameter has the values of before, also if it was rounded since."""
+    if parameter.shape != before.shape:
+        return False
+    return torch.equal(parameter.detach(), before.to(parameter.dtype))
+
+
+def _is_constant(values: Tensor) -> bool:
+    """Return whether all values are equal, as those of new biases and norms are: they tell nothing
+    about which parameter it is."""
+    return values.numel() < 2 or bool((values == values.flatten()[0]).all())
+
+
+def _fits(state: Mapping[str, Any], own: Mapping[str, Tensor], name: str) -> bool:
+    """Return whether a state dict has a tensor of the module's shape under one of its names."""
+    stored = state.get(name)
+    return isinstance(stored, Tensor) and stored.shape == own[name].shape

@@ -1,4 +1,4 @@
-"""The contents of a page, packed store by store: a description for JSON, and numbers in base64."""
+"""Packs what a page shows of each store: a description for JSON, and numbers in base64."""
 
 from __future__ import annotations
 
@@ -57,84 +57,120 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scores:
-    """The first three scores of a site's patches. of: (images, cells, 3), NaN where a patch does
-    not count; explained: their share of the variance, NaN where all patches are alike."""
+    """The scores of a site's patches on the first three principal components.
+
+    Attributes:
+        shown: the images.
+        layout: of the patches.
+        values: (images, cells, 3), NaN where a patch does not count.
+        explained: share of the variance, NaN where all patches are alike.
+    """
 
     shown: SheetImages
     layout: TokenLayout
-    of: Float
+    values: Float
     explained: float
 
 
 def scores_of(
     shown: SheetImages, layout: TokenLayout, x: Float32, counts: Mask
 ) -> Scores | None:
-    """Scores of patches (images, cells, dim); None where fewer than two count, or with fewer
-    channels than colours have.
+    """Return the scores of a site's patches on their own principal components.
+
+    None if fewer than two patches count, or the site has fewer channels than colours have.
 
     Args:
-        shown: which images.
+        shown: the images.
         layout: of the site.
-        x: rows that do not count may hold anything.
+        x: (images, cells, dim); rows that do not count may hold anything.
         counts: (images, cells).
     """
-    own = x[counts]
-    if len(own) < 2 or x.shape[-1] < CHANNELS:
+    patches = x[counts]  # (patches that count, dim)
+    if len(patches) < 2 or x.shape[-1] < CHANNELS:
         return None
-    axes = principal_axes(CovarianceSums.of(own, own[0].astype(np.float64)), CHANNELS)
-    scores = np.full((*counts.shape, CHANNELS), np.nan)
-    scores[counts] = axes.scores(own)
-    return Scores(shown, layout, scores, float(axes.shares.sum()))
+    # Sums of what differs from one patch: their squares do not cancel where the mean is large.
+    sums = CovarianceSums.of(patches, patches[0].astype(np.float64))
+    components = principal_axes(sums, CHANNELS)
+    values = np.full((*counts.shape, CHANNELS), np.nan)
+    values[counts] = components.scores(patches)
+    return Scores(shown, layout, values, explained=float(components.shares.sum()))
 
 
 def colours_of(scores: Scores, guide: Scores | None) -> NDArray[np.uint8]:
-    """(images, cells, 3) red, green and blue, turned to be nearest to the guide's where that has
-    patches enough in the same places; 0 where a patch does not count."""
-    turned = None
-    n = 0
+    """Return (images, cells, 3) red, green and blue; 0 where a patch does not count.
+
+    Components have no order and sign that sites share: the scores are turned to be nearest to those
+    of the guide, if there are enough patches at the same positions.
+    """
+    rotation = None
+    n_pairs = 0
     if guide is not None and guide is not scores:
-        pairs = [_pair(scores, guide, k) for k in range(len(scores.of))]
-        own, lead = (np.concatenate(some) for some in zip(*pairs, strict=True))
-        if len(own) >= FEWEST:
-            turned = rotation_to(own, lead)
-            n = len(own)
-    colours = Colours.of(scores.of[~np.isnan(scores.of[..., 0])], turned, n)
-    found = np.nan_to_num(colours(scores.of))
-    return np.rint(255 * found).astype(np.uint8)
+        site_scores = []
+        guide_scores = []
+        for k in range(len(scores.values)):
+            of_site, of_guide = _match_patches(scores, guide, k)
+            site_scores.append(of_site)
+            guide_scores.append(of_guide)
+        matched_scores = np.concatenate(site_scores)  # (pairs of patches, 3)
+        if len(matched_scores) >= FEWEST:
+            rotation = rotation_to(matched_scores, np.concatenate(guide_scores))
+            n_pairs = len(matched_scores)
+    is_counted = ~np.isnan(scores.values[..., 0])
+    colours = Colours.of(scores.values[is_counted], rotation, n_pairs)
+    rgb = np.nan_to_num(colours(scores.values))
+    return np.rint(255 * rgb).astype(np.uint8)
 
 
-def _pair(scores: Scores, guide: Scores, k: int) -> tuple[Float, Float]:
-    """Scores of both in the places of the guide's patches of image k."""
-    own = scores.shown
-    lead = guide.shown
-    at = own.view.cells_like(
-        scores.layout, own.rows[k], lead.view, guide.layout, lead.rows[k]
+def _match_patches(scores: Scores, guide: Scores, k: int) -> tuple[Float, Float]:
+    """Return the scores (pairs, 3) of both sites at the guide's patches of image k."""
+    site_images = scores.shown
+    guide_images = guide.shown
+    cells = site_images.view.cells_like(
+        scores.layout,
+        site_images.rows[k],
+        guide_images.view,
+        guide.layout,
+        guide_images.rows[k],
     )
-    return matched(scores.of[k], ~np.isnan(scores.of[k, :, 0]), at, guide.of[k])
+    is_counted = ~np.isnan(scores.values[k, :, 0])
+    return matched(scores.values[k], is_counted, cells, guide.values[k])
 
 
-def reference(found: Sequence[Scores | None]) -> Scores | None:
-    """The last site of the first store that has scores."""
-    return next((scores for scores in reversed(found) if scores is not None), None)
+def last_scores(sites: Sequence[SiteContents]) -> Scores | None:
+    """Return the scores of the last site that has any; None if none has."""
+    for site in reversed(sites):
+        if site.scores is not None:
+            return site.scores
+    return None
 
 
-DIGITS = 5  # of places on an image
+DIGITS = 5  # of positions on an image, as shares of its sides
 
 
 def pack(arrays: Sequence[NDArray[np.generic]]) -> str:
-    """Arrays as the page reads them: little endian, in C order, each begun at a multiple of 4
-    bytes, their shapes and types known from elsewhere; deflated, in base64."""
-    pieces = []
+    """Return arrays as the page reads them: deflated, in base64.
+
+    They are little endian, in C order, each begun at a multiple of 4 bytes. Their shapes and types
+    follow from the description.
+    """
+    chunks = []
     for array in arrays:
         data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
-        pieces.append(data + bytes(-len(data) % 4))
-    return base64.b64encode(zlib.compress(b"".join(pieces), 9)).decode()
+        chunks.append(data + bytes(-len(data) % 4))
+    return base64.b64encode(zlib.compress(b"".join(chunks), 9)).decode()
 
 
 @dataclass(frozen=True)
 class SiteContents:
-    """One site on the page. layout: of the shown patches; norms: (images, patches), NaN where
-    a patch does not count."""
+    """One site on the page.
+
+    Attributes:
+        site: as the store describes it.
+        layout: of the shown patches.
+        tokens: of all shown images.
+        norms: (images, patches), NaN where a patch does not count.
+        scores: of the patches, None if they have none.
+    """
 
     site: SiteSpec
     layout: TokenLayout
@@ -145,8 +181,15 @@ class SiteContents:
 
 @dataclass
 class StoreContents:
-    """One store on the page. attention, answers: what there is, or why there is none; packed:
-    the tokens of each site, once all stores are read."""
+    """One store on the page.
+
+    Attributes:
+        shown: the images.
+        sites: of the store.
+        attention: of its blocks, or the reason why there is none.
+        answers: site -> the classifier's, or the reason why there are none.
+        packed: the tokens of each site, once all stores are read.
+    """
 
     shown: SheetImages
     sites: list[SiteContents]
@@ -156,15 +199,24 @@ class StoreContents:
 
     @property
     def attention_bytes(self) -> int:
-        """Bytes of attention before it is deflated, which saves little where heads are even."""
+        """The size of attention before it is deflated, which saves little where heads are even."""
         if isinstance(self.attention, str):
             return 0
-        kept = [part for one in self.attention for part in (one.heads, one.patches)]
-        return sum(part.size for part in kept if part is not None)
+        n_bytes = 0  # a value is a byte
+        for block in self.attention:
+            n_bytes += block.heads.size
+            if block.patches is not None:
+                n_bytes += block.patches.size
+        return n_bytes
 
     def describe(self, frames: Sequence[Edges]) -> dict[str, Any]:
-        """The description that the page reads, as JSON values; see `assets/packed.js`. Texts are
-        made visible."""
+        """Return the description that the page's `assets/packed.js` reads, as JSON values.
+
+        In texts control characters are written out.
+
+        Args:
+            frames: the edges of each image's frame on the page.
+        """
         store = self.shown.store
         return {
             "name": visible(store.label),
@@ -172,48 +224,62 @@ class StoreContents:
             "weights": visible(described_weights(store.manifest)),
             "remarks": [visible(line) for line in coarse_remarks(self.shown)],
             "sites": [
-                self._site(own, packed, frames)
-                for own, packed in zip(self.sites, self.packed, strict=True)
+                self._describe_site(site, packed, frames)
+                for site, packed in zip(self.sites, self.packed, strict=True)
             ],
-            "attention": self._attention(frames),
+            "attention": self._describe_attention(frames),
             "lens": visible(self.answers) if isinstance(self.answers, str) else None,
         }
 
     def blobs(self, guide: Scores | None) -> dict[str, str]:
-        """Kind -> numbers, in the order of the sites. guide: whose PCA colours the others are
-        turned to."""
-        scores = [own.scores for own in self.sites if own.scores is not None]
-        found = {
-            "tokens": pack(
-                [part for own in self.packed for part in (own.along, own.codes)]
-            ),
-            "norms": pack([bfloat16(own.norms) for own in self.sites]),
-            "colours": pack([colours_of(own, guide) for own in scores]),
+        """Return kind of numbers -> packed arrays, in the order of the sites.
+
+        Args:
+            guide: the scores to which all PCA colours are turned.
+        """
+        tokens: list[NDArray[Any]] = []
+        for packed in self.packed:
+            tokens += [packed.along, packed.codes]
+        scores = [site.scores for site in self.sites if site.scores is not None]
+        blobs = {
+            "tokens": pack(tokens),
+            "norms": pack([bfloat16(site.norms) for site in self.sites]),
+            "colours": pack([colours_of(site_scores, guide) for site_scores in scores]),
         }
         if not isinstance(self.attention, str):
             rows: list[NDArray[Any]] = []
-            for of_block in self.attention:
-                rows += pack_rows(of_block.heads)
-                rows += () if of_block.patches is None else pack_rows(of_block.patches)
-            found["attention"] = pack(rows)
+            for block in self.attention:
+                rows += pack_rows(block.heads)
+                if block.patches is not None:
+                    rows += pack_rows(block.patches)
+            blobs["attention"] = pack(rows)
         if not isinstance(self.answers, str):
-            names = [own.site.name for own in self.sites if own.site.name in self.answers]
-            numbers = [self.answers[name] for name in names]
-            found["lens"] = pack(
-                [part for one in numbers for part in (one.classes, one.shares)]
-            )
-        return found
+            answers: list[NDArray[Any]] = []
+            for site in self.sites:
+                if site.site.name in self.answers:
+                    of_site = self.answers[site.site.name]
+                    answers += [of_site.classes, of_site.shares]
+            blobs["lens"] = pack(answers)
+        return blobs
 
     def classes(self) -> set[int]:
+        """Return the classes that the classifier answers anywhere."""
         if isinstance(self.answers, str):
             return set()
-        return {int(c) for own in self.answers.values() for c in np.unique(own.classes)}
+        classes: set[int] = set()
+        for answers in self.answers.values():
+            classes.update(np.unique(answers.classes).tolist())
+        return classes
 
-    def _site(
-        self, own: SiteContents, packed: PackedTokens, frames: Sequence[Edges]
+    def _describe_site(
+        self, contents: SiteContents, packed: PackedTokens, frames: Sequence[Edges]
     ) -> dict[str, Any]:
-        site = own.site
-        explained = None if own.scores is None else own.scores.explained
+        """Return the entry of one site in the description."""
+        site = contents.site
+        has_colours = contents.scores is not None
+        explained = None  # JSON has no NaN
+        if contents.scores is not None and not np.isnan(contents.scores.explained):
+            explained = round(contents.scores.explained, 4)
         return {
             "name": visible(site.name),
             "words": visible(site_words(site.name, site.block or "")),
@@ -225,70 +291,80 @@ class StoreContents:
             "error": {
                 name: round(value, 6) for name, value in asdict(packed.error).items()
             },
-            "colours": explained is not None,
-            "explained": None
-            if explained is None or np.isnan(explained)
-            else round(explained, 4),
+            "colours": has_colours,
+            "explained": explained,
             "lens": not isinstance(self.answers, str) and site.name in self.answers,
-            **self._grid(own.layout, frames),
+            **self._describe_grid(contents.layout, frames),
         }
 
-    def _attention(self, frames: Sequence[Edges]) -> dict[str, Any] | str:
+    def _describe_attention(self, frames: Sequence[Edges]) -> dict[str, Any] | str:
+        """Return the description of the attention, or the reason why there is none."""
         if isinstance(self.attention, str):
             return visible(self.attention)
-        # Of the block's own site: the page goes by depth, and attention alone counts otherwise.
-        depths = {own.site.block: own.site.rel_depth for own in self.sites}
+        # The page aligns blocks and sites by depth: a block has that of its site. Blocks of
+        # attention alone are counted among themselves.
+        depths = {site.site.block: site.site.rel_depth for site in self.sites}
         blocks = []
-        for own in self.attention:
-            block = own.block
-            layout = own.block.layout
+        for attention in self.attention:
+            block = attention.block
+            layout = block.layout
             assert layout.grid is not None
+            queries = None if attention.patches is None else query_cells(layout.grid)
             blocks.append(
                 {
                     "name": visible(block.site),
                     "words": visible(site_words(block.site, block.site)),
                     "short": visible(short_name(block.site, block.site)),
                     "rel_depth": depths.get(block.site, block.rel_depth),
-                    "heads": own.heads.shape[1],
-                    "queries": None if own.patches is None else query_cells(layout.grid),
+                    "heads": attention.heads.shape[1],
+                    "queries": queries,
                     "step": query_step(layout.grid),
-                    **self._grid(layout, frames),
+                    **self._describe_grid(layout, frames),
                 }
             )
-        cls = all(own.block.layout.cls_tokens for own in self.attention)
-        return {"from": "class token" if cls else "mean over patches", "blocks": blocks}
+        has_cls = all(attention.block.layout.cls_tokens for attention in self.attention)
+        source = "class token" if has_cls else "mean over patches"
+        return {"from": source, "blocks": blocks}
 
-    def _grid(self, layout: TokenLayout, frames: Sequence[Edges]) -> dict[str, Any]:
-        """The grid, and where it lies on each image's frame; once, where that is the same."""
+    def _describe_grid(
+        self, layout: TokenLayout, frames: Sequence[Edges]
+    ) -> dict[str, Any]:
+        """Return the grid and its edges on each image's frame; one entry if all are equal."""
         assert layout.grid is not None
         view = self.shown.view
         edges = [
             within(view.grid_edges(layout, row), frame)
             for row, frame in zip(self.shown.rows, frames, strict=True)
         ]
-        same = all(one == edges[0] for one in edges)
-        return {"grid": list(layout.grid), "edges": edges[:1] if same else edges}
+        if all(image_edges == edges[0] for image_edges in edges):
+            edges = edges[:1]
+        return {"grid": list(layout.grid), "edges": edges}
 
 
 def within(edges: Edges, frame: Edges) -> list[float]:
-    """Edges on an image as shares of a frame on it."""
-    top, left, bottom, right = frame
-    height = bottom - top
-    width = right - left
-    y = ((edge - top) / height for edge in edges[::2])
-    x = ((e - left) / width for e in edges[1::2])
-    (y0, y1), (x0, x1) = y, x
-    return [round(edge, DIGITS) for edge in (y0, x0, y1, x1)]
+    """Return edges (top, left, bottom, right) on an image as shares of a frame on it."""
+    frame_top, frame_left, frame_bottom, frame_right = frame
+    height = frame_bottom - frame_top
+    width = frame_right - frame_left
+    top, left, bottom, right = edges
+    return [
+        round((top - frame_top) / height, DIGITS),
+        round((left - frame_left) / width, DIGITS),
+        round((bottom - frame_top) / height, DIGITS),
+        round((right - frame_left) / width, DIGITS),
+    ]
 
 
 def without_folders(name: str) -> str:
-    """A model's name for a page that others will see: of a path on this machine the last part."""
+    """Return a model's name without the folders of a path on this machine: others see the page."""
     return re.sub(r"(^|:)/(?!/)(?:[^/:]+/)*", r"\1", name)
 
 
 def short_name(site: str, block: str) -> str:
-    """A site in a few letters: `3` of `blocks.3.out`, `1.0` of `layer1.0.out`, `in` of what enters
-    the first block."""
+    """Return a site in a few letters: `3` of `blocks.3.out`, `1.0` of `layer1.0.out`.
+
+    `in` of what enters the first block.
+    """
     if site in ("embed", "stem"):
         return "in"
     numbers = re.findall(r"\d+", block or site)
@@ -300,68 +376,84 @@ def short_name(site: str, block: str) -> str:
 def read_sites(
     shown: SheetImages, seed: int, advance: Callable[[int], None]
 ) -> list[SiteContents]:
-    """The tokens of every site of a store, on their principal axes; what is not finite is left out,
-    and logged.
+    """Return the tokens of every site of a store, on their principal axes.
 
-    Memory: the shown images' patches of two sites in float32, and a slab of each; see `SiteTokens`.
+    Patches that are not finite are left out, and logged.
+
+    Memory: the shown images' patches of two sites in float32, a slab of each, and what `SiteTokens`
+    keeps of all.
+
+    Args:
+        shown: the store, its sites and images.
+        seed: of the sample of tokens whose cosines are compared.
+        advance: called with a number of images as sites are read.
 
     Raises:
         MissingInput: a site is stored pooled only.
     """
-    found = []
     features = [
-        choose_features(shown.store, x, "patches", partial=True) for x in shown.sites
+        choose_features(shown.store, site, "patches", partial=True)
+        for site in shown.sites
     ]
-    for own in thread_map(n_lanes(2))(partial(_read_site, shown, seed), features):
-        found.append(own)
+    read_site = partial(_read_site, shown, seed)
+    contents = []
+    # Two lanes: reading a site waits for the disk while another one is decomposed.
+    for site_contents in thread_map(n_lanes(2))(read_site, features):
+        contents.append(site_contents)
         advance(len(shown.rows))
-    return found
+    return contents
 
 
 def _read_site(shown: SheetImages, seed: int, features: SiteFeatures) -> SiteContents:
+    """Return the tokens, norms and scores of one site."""
     rows = np.array(shown.rows, np.int64)
     site = features.site
     assert site.layout is not None
-    layout = replace(
-        site.layout, frames=None, stride_frames=None
-    )  # of a clip at one place in time
-    x = (
-        features.arrays[0][shown.once]
-        .astype(np.float32)
-        .reshape(len(rows), layout.n_body, -1)
-    )
+    # Each frame of a clip is an image here.
+    layout = replace(site.layout, frames=None, stride_frames=None)
+    stored = features.arrays[0][shown.unique_rows].astype(np.float32)
+    x = stored.reshape(len(rows), layout.n_body, -1)  # (images, cells, dim)
     on_image = shown.view.on_image(layout, rows)
-    finite = np.isfinite(x).all(-1)
-    if lost := int((on_image & ~finite).sum()):
+    is_finite = np.isfinite(x).all(-1)
+    n_not_finite = int((on_image & ~is_finite).sum())
+    if n_not_finite:
         log.warning(
             "%s: %d of the shown patches of %s hold numbers that are not finite (look at "
-            "it "
-            "with vitsee validate); they are shown as empty",
+            "it with vitsee validate); they are shown as empty",
             shown.store.label,
-            lost,
+            n_not_finite,
             site.name,
         )
-    x, counts = pooled(x, on_image & finite, layout)
+    x, counts = pooled(x, on_image & is_finite, layout)
     layout = coarse_layout(layout)
     norms = np.full(counts.shape, np.nan)
     norms[counts] = np.linalg.norm(x[counts].astype(np.float64), axis=-1)
-    long = counts & (norms > 0)
-    tokens = SiteTokens(x.reshape(-1, x.shape[-1]), long.ravel(), seed)
-    return SiteContents(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
+    # A token of length 0 has no direction.
+    has_direction = counts & (norms > 0)
+    return SiteContents(
+        site=site,
+        layout=layout,
+        tokens=SiteTokens(x.reshape(-1, x.shape[-1]), has_direction.ravel(), seed),
+        norms=norms,
+        scores=scores_of(shown, layout, x, counts),
+    )
 
 
 def coarse_remarks(shown: SheetImages) -> list[str]:
-    """A line for each number of cells that shown patches are the means of."""
+    """Return a line for each number of cells whose mean is a shown patch, and one about clips."""
     sides: dict[int, list[str]] = {}
     for site in shown.sites:
         layout = shown.store.site(site.name).layout
         assert layout is not None
-        if (side := pooled_side(layout)) > 1:
+        side = pooled_side(layout)
+        if side > 1:
             sides.setdefault(side, []).append(site.name)
-    found = [
-        f"{abbreviate(names)}: a shown patch is the mean of {side} x {side} of the model's"
-        for side, names in sides.items()
-    ]
+    lines = []
+    for side, names in sides.items():
+        lines.append(
+            f"{abbreviate(names)}: a shown patch is the mean of {side} x {side} of the "
+            "model's"
+        )
     if shown.times > 1:
-        found.append("attention is the part that goes to patches of the frame shown")
-    return found
+        lines.append("attention is the part that goes to patches of the frame shown")
+    return lines

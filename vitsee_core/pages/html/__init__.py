@@ -1,9 +1,8 @@
-"""The parts that pages for a browser share: style, modules of script, and how these get into one
-file.
+"""Puts styles, scripts and templates into one HTML file.
 
-Script is written as ES modules, so that types and tests know who uses what; a page has them one
-after another in one `<script type="module">`, each behind those that it imports, without the lines
-that import and the words that export. So no two of them may have one name at the top.
+Scripts are ES modules in files, so that types and tests know who uses what. A page has them one
+after another in one `<script type="module">`, each behind those that it imports, without `import`
+lines and the words `export`. So two of them may not have a name in common at the top.
 """
 
 from __future__ import annotations
@@ -22,51 +21,54 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "(\.[^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async |function|class|const)", re.MULTILINE)
 
 
-def asset(place: str) -> str:
-    """The text of a file by its path in the package, as `pages/html/assets/base.css`."""
-    return resources.files("vitsee_core").joinpath(*place.split("/")).read_text("utf-8")
+def asset(path: str) -> str:
+    """Return the text of a file of the package, such as `pages/html/assets/base.css`."""
+    return resources.files("vitsee_core").joinpath(*path.split("/")).read_text("utf-8")
 
 
-def modules(*places: str) -> dict[str, str]:
-    """Path -> text of modules of script and all that they import, what is imported first."""
-    found: dict[str, str] = {}
+def modules(*paths: str) -> dict[str, str]:
+    """Return path -> text of scripts and of all that they import, an import before its user."""
+    texts: dict[str, str] = {}
 
     def add(path: str) -> None:
+        """Add a module behind those that it imports."""
         text = asset(path)
         for target in _IMPORT.findall(text):
-            needed = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
-            if needed not in found:
-                add(needed)
-        found[path] = text
+            folder = posixpath.dirname(path)
+            imported = posixpath.normpath(posixpath.join(folder, target))
+            if imported not in texts:
+                add(imported)
+        texts[path] = text
 
-    for place in places:
-        if place not in found:
-            add(place)
-    return found
+    for path in paths:
+        if path not in texts:
+            add(path)
+    return texts
 
 
-def script(*places: str) -> str:
-    """Modules and all that they import as one."""
-    return "\n".join(
-        _EXPORT.sub("", _IMPORT.sub("", text)) for text in modules(*places).values()
-    )
+def script(*paths: str) -> str:
+    """Return modules, and all that they import, as one script."""
+    texts = []
+    for text in modules(*paths).values():
+        texts.append(_EXPORT.sub("", _IMPORT.sub("", text)))
+    return "\n".join(texts)
 
 
 def csp_hash(text: str) -> str:
-    """The SHA-256 in base64 by which a page's content policy names a script or style."""
+    """Return the SHA-256 in base64 by which a page's content policy allows a script or style."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def json_for_html(value: Any) -> str:
-    """JSON that no HTML parser takes for anything else."""
+    """Return JSON with `<`, `>` and `&` escaped, so that it can stand inside HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def template(place: str) -> Any:
-    """A template of a page; what it is given is escaped, and `visible` is a filter of it."""
+def template(path: str) -> Any:
+    """Return a jinja2 template; it escapes its values, and has `visible` as a filter."""
     from jinja2 import BaseLoader, Environment, StrictUndefined
 
     environment = Environment(
@@ -77,4 +79,4 @@ def template(place: str) -> Any:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = lambda text: visible(str(text))
-    return environment.from_string(asset(place))
+    return environment.from_string(asset(path))

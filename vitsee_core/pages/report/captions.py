@@ -31,9 +31,16 @@ OVER_TRAINING = (
 
 @dataclass(frozen=True)
 class Caption:
-    """title: the analysis in a few words; question: what it answers, with a question mark; reading:
-    how to read the figure; source: the papers; glance: the metric whose curves stand for it all, ""
-    where the figure does, None where the table's first metric does."""
+    """The words about a figure.
+
+    Attributes:
+        title: the analysis in a few words.
+        question: what it answers, with a question mark.
+        reading: how to read the figure.
+        source: the papers.
+        glance: the metric whose curves stand for the analysis; "" if its figure does, None if the
+            table's first metric does.
+    """
 
     title: str
     question: str
@@ -43,7 +50,8 @@ class Caption:
 
 
 def caption(analysis: Analysis, table: Table | None = None) -> Caption:
-    """The caption of an analysis' figure, of this table where it has several kinds."""
+    """Return the caption of an analysis' figure; the table tells which of its kinds of figure."""
+    # The docstring begins with "Title: the question?".
     first_line = analysis.docstring.partition("\n\n")[0].replace("\n", " ")
     title, colon, question = first_line.partition(": ")
     reading = analysis.reading
@@ -64,17 +72,21 @@ def caption(analysis: Analysis, table: Table | None = None) -> Caption:
 
 
 def headline(analysis: Analysis, table: Table) -> list[Answer]:
-    """The table's answers, a line per store, or per model over its training; none where the
-    analysis has no such line."""
+    """Return the table's answers, (store, text), or (model, text) over a training.
+
+    None of them if the analysis declares no headline.
+    """
     if table.step_unit:
         try:
             return answers_over_training(table)
         except VitseeError:  # several values of a layer, whose figure says so
             return []
-    answers = analysis.headline(table) if analysis.headline and len(table) else []
-    return [(who, name_examples(text, table.notes)) for who, text in answers]
+    if analysis.headline is None or not len(table):
+        return []
+    answers = analysis.headline(table)
+    return [(store, name_examples(text, table.notes)) for store, text in answers]
 
 
 def captions() -> dict[str, Caption]:
-    """Command -> the caption of its figure, of every analysis of vitsee's own."""
+    """Return command -> the caption of its figure, for vitsee's own analyses."""
     return {name.replace("_", "-"): caption(load(name)) for name in builtin_names()}

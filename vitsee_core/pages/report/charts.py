@@ -1,38 +1,49 @@
 """Charts whose values a reader can point at: which ones a table gives, as JSON for the page.
 
 A chart is a heatmap (`heat`) of pairs of sites, or of layers and the steps of a training, or
-`curves` over depth; a mark of either carries its
-site, value, 95 % interval and number of images. Tables of other kinds (maps of tokens, histograms)
-have their figure alone.
+`curves` over depth. A mark of either carries its site, value, 95 % interval and number of images.
+Tables of other kinds (maps of tokens, histograms) have their figure alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
-from vitsee_core.figures.training_charts import MOST_PANELS
+from vitsee_core.figures.training_charts import MOST_PANELS as MAX_PANELS
 from vitsee_core.figures.training_values import layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import BLOCK_PARTS as WORDS
-from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
+from vitsee_core.tables.words import (
+    BLOCK_PARTS,
+    baseline_words,
+    metric_words,
+    site_words,
+    token_words,
+)
 from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
-MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
-MOST_LINES = 24  # of one panel
+MAX_MARKS = 6000  # of one table: more than that no browser shows at once without delay
+MAX_LINES = 24  # of one panel
 # Columns that tell lines of one panel apart, beside the store, where they have to.
-ABOUT_LINE = (
-    *("baseline", "token", "class", "type", "shots", "k"),
-    *("l2", "l2_relative", "filter", "best"),
+LINE_COLUMNS = (
+    "baseline",
+    "token",
+    "class",
+    "type",
+    "shots",
+    "k",
+    "l2",
+    "l2_relative",
+    "filter",
+    "best",
 )
 # Columns of which each value would be a curve of its own: such tables are maps, not curves.
-ABOUT_MAP = (
+MAP_COLUMNS = (
     "row",
     "col",
     "image",
@@ -45,235 +56,286 @@ ABOUT_MAP = (
 )
 TASK = "task"  # of best-layer, whose rows are no curve
 PART = "part of its block"
-SHOWN_STORES = 60  # characters of a name
-MARK = [f"shown {name}" for name in ("value", "low", "high", "n_images")]
+MAX_NAME_CHARACTERS = 60
+MARK_COLUMNS = ("value", "low", "high", "n_images")
+MARK = [f"shown {name}" for name in MARK_COLUMNS]
 
 
 def charts_of(table: Table) -> list[dict[str, Any]]:
-    """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
+    """Return the charts of a table; none for another shape, or more marks than `MAX_MARKS`."""
     rows = table.frame
     names = {*table.frame.columns}
     if "value" not in names or TASK in names:
         return []
-    if any(
-        _varies(rows, name) for name in ABOUT_MAP
-    ):  # rows about the whole beside parts
-        rows = rows.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in names)
-    if not 0 < len(rows) <= 20 * MOST_MARKS:
+    map_columns = [name for name in MAP_COLUMNS if name in names]
+    if any(_varies(rows, name) for name in map_columns):
+        # Beside rows about parts there may be rows about all of them, which are curves.
+        rows = rows.filter(pl.col(name).is_null() for name in map_columns)
+    # Before any chart is built: a table of millions of rows has too many marks anyhow.
+    if not 0 < len(rows) <= 20 * MAX_MARKS:
         return []
     if table.step_unit:
-        found = _over_steps(table)
+        charts = _step_heatmaps(table)
     elif {"site_a", "site_b"} <= names:
-        found = _pairs(rows)
+        charts = _pair_heatmaps(rows)
     elif {"site", "rel_depth", "store", "metric"} <= names:
-        found = _curves(rows)
+        charts = _depth_curves(rows)
     else:
         return []
-    marks = sum(chart["n_marks"] for chart in found)
-    return found if 0 < marks <= MOST_MARKS else []
+    n_marks = sum(chart["n_marks"] for chart in charts)
+    return charts if 0 < n_marks <= MAX_MARKS else []
 
 
 # ------------------------------------------------------------------------------------ pairs
 
 
-def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
-    found = []
-    every = _marked(every)
-    for (store_a, store_b, metric), rows in _grouped(
-        every, ("store_a", "store_b", "metric")
-    ):
-        axes = [
-            rows[f"site_{side}"].unique(maintain_order=True).to_list() for side in "ab"
-        ]
-        if min(map(len, axes)) < 2 or len(rows) > len(axes[0]) * len(axes[1]):
+def _pair_heatmaps(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return a heatmap of sites and sites for each pair of stores and metric."""
+    charts = []
+    groups = _group_rows(_add_marks(rows), ("store_a", "store_b", "metric"))
+    for (store_a, store_b, metric), panel in groups:
+        sites_a = panel["site_a"].unique(maintain_order=True).to_list()
+        sites_b = panel["site_b"].unique(maintain_order=True).to_list()
+        n_cells = len(sites_a) * len(sites_b)
+        if min(len(sites_a), len(sites_b)) < 2 or len(panel) > n_cells:
             continue
-        if (
-            len(rows) < len(axes[0]) * len(axes[1]) / 2
-        ):  # sites in pairs, not all with all
+        if len(panel) < n_cells / 2:  # single pairs of sites, rather than all with all
             continue
-        cells: list[list[Any]] = [[None] * len(axes[1]) for _ in axes[0]]
-        place = [{site: i for i, site in enumerate(sites)} for sites in axes]
-        for site_a, site_b, *mark in rows.select("site_a", "site_b", *MARK).rows():
-            cells[place[0][site_a]][place[1][site_b]] = mark
-        values = rows.filter(pl.col("value").is_finite())["value"].to_numpy()
+        values = panel.filter(pl.col("value").is_finite())["value"].to_numpy()
         if not len(values):
             continue
-        low, high = data_limits([values])
-        names = {"a": _short(store_a), "b": _short(store_b)}
-        found.append(
+        limits = data_limits([values])
+        marks = panel.select("site_a", "site_b", *MARK).rows()
+        charts.append(
             {
                 "kind": "heat",
-                "title": f"{names['a']} × {names['b']}",
+                "title": f"{_short_text(store_a)} × {_short_text(store_b)}",
                 "metric": metric_words(metric),
-                "y": names["a"],
-                "x": names["b"],
-                "rows": [*map(site_words, axes[0])],
-                "cols": [*map(site_words, axes[1])],
-                "cells": cells,
-                "range": [low, high],
-                "n_marks": len(rows),
+                "y": _short_text(store_a),
+                "x": _short_text(store_b),
+                "rows": [site_words(site) for site in sites_a],
+                "cols": [site_words(site) for site in sites_b],
+                "cells": _fill_cells(sites_a, sites_b, marks),
+                "range": list(limits),
+                "n_marks": len(panel),
             }
         )
-    return found
+    return charts
+
+
+def _fill_cells(
+    row_names: Sequence[Any], col_names: Sequence[Any], marks: Iterable[tuple[Any, ...]]
+) -> list[list[Any]]:
+    """Return the cells of a heatmap, rows of columns: a mark, or None where there is none.
+
+    Args:
+        row_names: distinct.
+        col_names: distinct.
+        marks: (row's name, column's name, *the cells of `MARK`).
+    """
+    cells: list[list[Any]] = [[None] * len(col_names) for _ in row_names]
+    row_index = {name: i for i, name in enumerate(row_names)}
+    col_index = {name: i for i, name in enumerate(col_names)}
+    for row_name, col_name, *mark in marks:
+        cells[row_index[row_name]][col_index[col_name]] = mark
+    return cells
 
 
 # ------------------------------------------------------------------------------------ steps
 
 
-def _over_steps(table: Table) -> list[dict[str, Any]]:
-    """A heatmap of layers and steps for each metric and model that the figure shows."""
-    unit = table.step_unit
-    found = []
+def _step_heatmaps(table: Table) -> list[dict[str, Any]]:
+    """Return a heatmap of layers and steps for each metric and model that the figure shows."""
     try:
-        every = _marked(layers_over_steps(table))
-    except VitseeError:  # which the figure says
+        rows = _add_marks(layers_over_steps(table))
+    except VitseeError:  # the figure says why
         return []
-    several = every["run"].n_unique() > 1
-    for (panel, run), rows in list(_grouped(every, ("panel", "run")))[:MOST_PANELS]:
-        sites = rows.select("site", "block").unique(maintain_order=True).rows()
-        steps = rows["step"].unique().sort().to_list()
-        cells: list[list[Any]] = [[None] * len(steps) for _ in sites]
-        place = {site: i for i, (site, _) in enumerate(sites)}
-        for site, step, *mark in rows.select("site", "step", *MARK).rows():
-            cells[place[site]][steps.index(step)] = mark
-        values = rows.filter(pl.col("value").is_finite())["value"]
-        # type: ignore[arg-type]
-        low = float(values.min() or 0)  # type: ignore[arg-type]
-        high = float(values.max() or 0)  # type: ignore[arg-type]
-        found.append(
+    charts = []
+    has_several_runs = rows["run"].n_unique() > 1
+    panels = list(_group_rows(rows, ("panel", "run")))[:MAX_PANELS]
+    for (title, run), panel in panels:
+        sites = panel.select("site", "block").unique(maintain_order=True).rows()
+        steps = panel["step"].unique().sort().to_list()
+        values = panel.filter(pl.col("value").is_finite())["value"].to_numpy()
+        site_names = [site for site, _ in sites]
+        marks = panel.select("site", "step", *MARK).rows()
+        charts.append(
             {
                 "kind": "heat",
-                "title": f"{_short(run)}: {panel}" if several else panel,
-                "metric": metric_words(rows["metric"][0]),
+                "title": f"{_short_text(run)}: {title}" if has_several_runs else title,
+                "metric": metric_words(panel["metric"][0]),
                 "y": "layer",
-                "x": unit,
-                "rows": [layer_words(*site) for site in sites],
-                "cols": [f"{s:,}" for s in steps],
-                "cells": cells,
-                "range": [low, high],
-                "n_marks": len(rows),
+                "x": table.step_unit,
+                "rows": [layer_words(site, block) for site, block in sites],
+                "cols": [f"{step:,}" for step in steps],
+                "cells": _fill_cells(site_names, steps, marks),
+                "range": [
+                    float(values.min()) if len(values) else 0.0,
+                    float(values.max()) if len(values) else 0.0,
+                ],
+                "n_marks": len(panel),
             }
         )
-    return found
+    return charts
 
 
 # ------------------------------------------------------------------------------------ curves
 
 
-def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
-    """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
-    every = _marked(every).with_columns(block_part(every).alias(PART))
-    stores = store_order(every)
-    found = []
-    for (metric,), rows in _grouped(every, ("metric",)):
-        by_head = _varies(rows, "head")
-        about = _keys(rows, by_head)
-        lines: list[dict[str, Any]] = []
-        for key, own in _grouped(rows, about):
-            if not by_head and own["site"].n_unique() < len(own):
-                break  # something else tells these rows apart
-            cells = own.select(
-                "rel_depth", *MARK, "site", *(["head"] if by_head else [])
-            ).rows()
-            placed = [
-                cell for cell in cells if cell[0] is not None and cell[1] is not None
-            ]
-            points = [
-                [round(x, 5), *mark, site_words(site), *(f"head {one}" for one in head)]
-                for x, *mark, site, head in (
-                    (*cell[:6], cell[6:]) for cell in sorted(placed, key=itemgetter(0))
-                )
-            ]
-            baseline = "baseline" in about and key[about.index("baseline")] is not None
-            if points:
-                named = zip(about, key, strict=True)
-                name = ", ".join(_label(n, v) for n, v in named if v is not None)
-                lines.append(
-                    {"name": name, "points": points, "baseline": baseline}
-                    | {"store": stores.index(own["store"][0])}
-                )
-        else:
-            shown = [line["store"] for line in lines if not line["baseline"]]
-            for i, line in enumerate(
-                lines
-            ):  # the store's colour, where each has one line
-                line["colour"] = (
-                    line.pop("store") if len({*shown}) == len(shown) > 0 else i
-                )
-            depths = {point[0] for line in lines for point in line["points"]}
-            if 0 < len(lines) <= MOST_LINES and len(depths) > 1:
-                found.append(
-                    {
-                        "kind": "curves",
-                        "key": metric,
-                        "title": metric_words(metric),
-                        "metric": metric_words(metric),
-                        "heads": by_head,
-                        "lines": lines,
-                        "n_marks": sum(len(line["points"]) for line in lines),
-                    }
-                )
-    return found
+def _depth_curves(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return a panel per metric.
 
-
-def _keys(rows: pl.DataFrame, by_head: bool) -> list[str]:
-    """The columns that tell lines apart: as few as leave no site twice on a line."""
-    own = ["site", "head"] if by_head else ["site"]
-    keys = ["store", *([PART] if _varies(rows, PART) else [])]
-    for name in ABOUT_LINE:
-        if not _varies(rows, name):
+    It has a line per store (and token, k, ...) or, if the rows have heads, a dot per head.
+    """
+    rows = _add_marks(rows)
+    rows = rows.with_columns(block_part(rows).alias(PART))
+    stores = store_order(rows)
+    charts = []
+    for (metric,), panel in _group_rows(rows, ("metric",)):
+        by_head = _varies(panel, "head")
+        lines = _panel_lines(panel, stores, by_head=by_head)
+        depths = {point[0] for line in lines for point in line["points"]}
+        if not 0 < len(lines) <= MAX_LINES or len(depths) < 2:
             continue
-        apart = _distinct(rows, [*keys, *own])
-        if name == "baseline" or apart < _distinct(rows, [*keys, name, *own]):
-            keys.append(name)
-    return keys
+        charts.append(
+            {
+                "kind": "curves",
+                "key": metric,
+                "title": metric_words(metric),
+                "metric": metric_words(metric),
+                "heads": by_head,
+                "lines": lines,
+                "n_marks": sum(len(line["points"]) for line in lines),
+            }
+        )
+    return charts
 
 
-def _distinct(rows: pl.DataFrame, names: Sequence[str]) -> int:
-    return rows.select(names).n_unique()
+def _panel_lines(
+    panel: pl.DataFrame, stores: Sequence[str], *, by_head: bool
+) -> list[dict[str, Any]]:
+    """Return the lines of a panel: name, points, whether it is a baseline, number of its colour.
+
+    Empty if a line would have a site twice, which none of the known columns tells apart.
+
+    Args:
+        panel: rows of one metric, with `MARK` and `PART`.
+        stores: in the order of their colours.
+        by_head: a point per head rather than per site.
+    """
+    line_columns = _line_columns(panel, by_head=by_head)
+    lines: list[dict[str, Any]] = []
+    line_stores: list[int] = []  # of each line
+    for key, rows in _group_rows(panel, line_columns):
+        if not by_head and rows["site"].n_unique() < len(rows):
+            return []
+        points = _line_points(rows, by_head=by_head)
+        if not points:
+            continue
+        cells = dict(zip(line_columns, key, strict=True))
+        words = [
+            _value_words(name, value)
+            for name, value in cells.items()
+            if value is not None
+        ]
+        is_baseline = cells.get("baseline") is not None
+        lines.append(
+            {"name": ", ".join(words), "points": points, "baseline": is_baseline}
+        )
+        line_stores.append(stores.index(rows["store"][0]))
+    of_models = [
+        store
+        for line, store in zip(lines, line_stores, strict=True)
+        if not line["baseline"]
+    ]
+    # The store's colour if each store has one line, else a colour per line.
+    one_line_each = 0 < len(of_models) == len({*of_models})
+    for i, line in enumerate(lines):
+        line["colour"] = line_stores[i] if one_line_each else i
+    return lines
 
 
-def _label(name: str, value: Any) -> str:
+def _line_points(rows: pl.DataFrame, *, by_head: bool) -> list[list[Any]]:
+    """Return [depth, *the cells of `MARK`, site in words, head in words if there are heads].
+
+    In the order of depth; rows without a depth or a value have no point.
+    """
+    rows = rows.filter(pl.all_horizontal(pl.col("rel_depth", MARK[0]).is_not_null()))
+    rows = rows.sort("rel_depth", maintain_order=True)
+    points = []
+    for depth, *mark, site in rows.select("rel_depth", *MARK, "site").rows():
+        points.append([round(depth, 5), *mark, site_words(site)])
+    if by_head:
+        for point, head in zip(points, rows["head"], strict=True):
+            point.append(f"head {head}")
+    return points
+
+
+def _line_columns(panel: pl.DataFrame, *, by_head: bool) -> list[str]:
+    """Return the columns that tell lines apart: as few as leave no site twice on a line."""
+    point_columns = ["site", "head"] if by_head else ["site"]
+    columns = ["store"]
+    if _varies(panel, PART):
+        columns.append(PART)
+    for name in LINE_COLUMNS:
+        if not _varies(panel, name):
+            continue
+        n_without = panel.select([*columns, *point_columns]).n_unique()
+        n_with = panel.select([*columns, name, *point_columns]).n_unique()
+        # Baselines are lines of their own, whatever their sites.
+        if name == "baseline" or n_without < n_with:
+            columns.append(name)
+    return columns
+
+
+def _value_words(name: str, value: Any) -> str:
+    """Return a value that tells lines apart as words in the line's name."""
     if name == "baseline":
         return baseline_words(str(value))
     if name == "token":
-        return token_words(_short(value))
+        return token_words(_short_text(value))
     if name == PART:
-        return WORDS.get(value, value) or "block output"
+        return BLOCK_PARTS.get(value, value) or "block output"
     if name in ("store", "type", "class"):
-        return _short(value)
+        return _short_text(value)
     return f"{name} {_text(value)}"
 
 
 # ------------------------------------------------------------------------------------ cells
 
 
-def _marked(rows: pl.DataFrame) -> pl.DataFrame:
-    """The rows with `MARK`: value, low, high and n_images to six digits (which the page shows fewer
-    of), null where there is none."""
-    cells = [
-        (pl.col(n) if n in rows.columns else pl.lit(None, pl.Float64)).cast(pl.Float64)
-        for n in ("value", "low", "high", "n_images")
-    ]
-    finite = (pl.when(cell.is_finite()).then(cell.round_sig_figs(6)) for cell in cells)
-    return rows.with_columns(x.alias(name) for x, name in zip(finite, MARK, strict=True))
+def _add_marks(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows with the columns `MARK`, null where a number is missing or not finite.
+
+    They are rounded to six digits, more than the page shows: the page gets shorter.
+    """
+    marks = []
+    for name, mark in zip(MARK_COLUMNS, MARK, strict=True):
+        cell = pl.col(name) if name in rows.columns else pl.lit(None, pl.Float64)
+        number = cell.cast(pl.Float64)
+        rounded = pl.when(number.is_finite()).then(number.round_sig_figs(6))
+        marks.append(rounded.alias(mark))
+    return rows.with_columns(marks)
 
 
-def _grouped(
+def _group_rows(
     rows: pl.DataFrame, names: Sequence[str]
 ) -> Iterator[tuple[tuple[Any, ...], pl.DataFrame]]:
-    """(values of these columns, the rows that have them), in order of appearance."""
+    """Yield (values of these columns, the rows that have them), in order of appearance."""
     yield from rows.partition_by(names, maintain_order=True, as_dict=True).items()
 
 
 def _varies(rows: pl.DataFrame, name: str) -> bool:
-    least = 1 if name == "baseline" else 2
-    return name in rows.columns and rows[name].drop_nulls().n_unique() >= least
+    """Return whether a column has several values; one is enough of `baseline`, beside none."""
+    min_values = 1 if name == "baseline" else 2
+    return name in rows.columns and rows[name].drop_nulls().n_unique() >= min_values
 
 
 def _text(value: Any) -> str:
+    """Return a value as text, a float without trailing zeros."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _short(value: Any) -> str:
-    return shorten(_text(value), SHOWN_STORES)
+def _short_text(value: Any) -> str:
+    """Return a value as text that fits a legend."""
+    return shorten(_text(value), MAX_NAME_CHARACTERS)

@@ -25,7 +25,7 @@ from vitsee_core.tables.files import read_file
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.info import describe
 
-UNSEALED = "0" * 64
+UNSEALED = "0" * 64  # stands for the page's own digest while that is computed
 _MADE_OF = re.compile(
     rb'<meta name="vitsee-made-of" content="([0-9a-f]{64}) ([0-9a-f]{64}) '
 )
@@ -37,57 +37,66 @@ HEAD = 4096  # bytes within which a page says what it was made of
 
 @dataclass(frozen=True)
 class EarlierPage:
-    """inputs: the digest of what the page shows, "" where it cannot be relied on; pictures: digest
-    of a PNG -> the address of its image on the page."""
+    """What an earlier page says about itself.
+
+    Attributes:
+        inputs: the digest of what the page shows; "" if it cannot be relied on.
+        pictures: digest of a PNG -> the address of its image on the page.
+    """
 
     inputs: str = ""
     pictures: Mapping[str, str] = field(default_factory=dict)
 
 
 def code_digest() -> str:
-    """SHA-256 of the package's code, that of guests, and the versions that it runs with."""
+    """Return the SHA-256 of the code, ours and guests', and of the versions that it runs with."""
     modules = tuple(guest.module for guest in guests().values())
-    return hashlib.sha256(json.dumps(dict(worker_versions(modules))).encode()).hexdigest()
+    versions = json.dumps(dict(worker_versions(modules)))
+    return hashlib.sha256(versions.encode()).hexdigest()
 
 
 def read_page(path: Path) -> EarlierPage:
-    """The page in a file, where this code wrote it and nobody changed it."""
+    """Return the page in a file; an empty one if other code wrote it or it was changed since."""
     try:
         page = read_file(path)
     except (OSError, VitseeError):
         return EarlierPage()
-    found = _MADE_OF.search(page[:HEAD])
-    if found is None or found[1].decode() != code_digest():
+    made_of = _MADE_OF.search(page[:HEAD])
+    if made_of is None or made_of[1].decode() != code_digest():
         return EarlierPage()
-    own = page[found.end() : found.end() + 64]
-    if (
-        hashlib.sha256(page.replace(own, UNSEALED.encode(), 1)).hexdigest().encode()
-        != own
-    ):
+    # The third digest is that of the page with zeros in its place, see `sealed`.
+    seal = page[made_of.end() : made_of.end() + len(UNSEALED)]
+    unsealed = page.replace(seal, UNSEALED.encode(), 1)
+    if hashlib.sha256(unsealed).hexdigest().encode() != seal:
         return EarlierPage()
     pictures = {
         digest.decode(): address.decode() for digest, address in _PICTURE.findall(page)
     }
-    return EarlierPage(found[2].decode(), pictures)
+    return EarlierPage(made_of[2].decode(), pictures)
 
 
 def sealed(page: str) -> bytes:
-    """The page with its own digest in place of `UNSEALED`."""
+    """Return the page with its own digest in place of `UNSEALED`."""
     text = page.encode()
     digest = hashlib.sha256(text).hexdigest()
     return text.replace(UNSEALED.encode(), digest.encode(), 1)
 
 
 def inputs_digest(folder: Path, output: Path, about: Any) -> str:
-    """SHA-256 of all that the page of a folder shows: stores, results and their pictures, what a
-    study says. about: what else decides the page; JSON."""
+    """Return the SHA-256 of all that the page of a folder shows.
+
+    Args:
+        folder: its stores, its results and their pictures, and its study count.
+        output: the page, whose links are relative.
+        about: what else decides the page, as JSON.
+    """
     study = read_study(folder)
     failed = failed_steps(study)
-    said = msgspec.to_builtins(msgspec.structs.replace(study, steps={}))
-    place = os.path.relpath(folder.absolute(), output.absolute().parent)
-    digest = hashlib.sha256(
-        json.dumps([about, place, said, failed], default=str).encode()
-    )
+    # Of the steps only failures are on the page: the rest would change with every run.
+    study_record = msgspec.to_builtins(msgspec.structs.replace(study, steps={}))
+    link = os.path.relpath(folder.absolute(), output.absolute().parent)
+    head = json.dumps([about, link, study_record, failed], default=str)
+    digest = hashlib.sha256(head.encode())
     for path in candidates(folder):
         digest.update(f"\0{path.relative_to(folder)}\0".encode())
         try:
@@ -95,25 +104,27 @@ def inputs_digest(folder: Path, output: Path, about: Any) -> str:
                 digest.update(json.dumps(describe(path), default=str).encode())
                 continue
             sidecar = path.with_name(f"{path.name}.json")
-            files = [path, sidecar, picture_beside(path), *_results_in(sidecar)]
-            digest.update(
-                str(path.stat().st_mtime_ns).encode()
-            )  # results are in this order
+            files = [path, sidecar, picture_beside(path), *_input_results(sidecar)]
+            # The page has results in the order of their times.
+            digest.update(str(path.stat().st_mtime_ns).encode())
             for file in files:
-                found = file is not None and file.is_file()
-                digest.update(
-                    hashlib.sha256(read_file(file)).digest() if found and file else b"-"
-                )
+                if file is not None and file.is_file():
+                    digest.update(hashlib.sha256(read_file(file)).digest())
+                else:
+                    digest.update(b"-")
         except (OSError, VitseeError) as error:
             digest.update(str(error).encode())
     return digest.hexdigest()
 
 
-def _results_in(sidecar: Path) -> list[Path]:
-    """The results that one was made of, whose curves its figure shows."""
+def _input_results(sidecar: Path) -> list[Path]:
+    """Return the results that a result was made of, whose curves its figure shows.
+
+    None of them if the sidecar has another form: it may be a stranger's.
+    """
     try:
         entries = json.loads(read_file(sidecar)).get("results")
-        return [Path(str(one["path"])) for one in entries or ()]
+        return [Path(str(entry["path"])) for entry in entries or ()]
     except (
         OSError,
         ValueError,

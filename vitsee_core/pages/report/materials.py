@@ -1,4 +1,4 @@
-"""The results and the stores below a folder, which a report is made of."""
+"""Finds the results and the stores below a folder, which a report shows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import html
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vitsee_core.pages.report.redrawing import Result, open_result
@@ -26,20 +26,28 @@ STORE_FILE = "zarr.json"
 
 @dataclass(frozen=True)
 class FoundStore:
-    """A store. record: as `vitsee_stores.info.describe` gives it."""
+    """A store and its description by `vitsee_stores.info.describe`."""
 
     path: Path
     record: dict[str, Any]
 
     @property
     def name(self) -> str:
+        """The folder's name without its ending."""
         return self.path.stem
 
 
 @dataclass(frozen=True)
 class Materials:
-    """Results, stores and records below a folder. left_out: path -> why it is no part of the
-    report; records: of trainings, how each step ended."""
+    """Results, stores and records below a folder.
+
+    Attributes:
+        folder: in which they were found.
+        results: in the order in which they were made.
+        stores: in the order of their paths.
+        left_out: path -> why the report does not show it.
+        records: of trainings; how each step ended.
+    """
 
     folder: Path
     results: tuple[Result, ...]
@@ -47,11 +55,16 @@ class Materials:
     left_out: dict[Path, str] = field(default_factory=dict)
     records: tuple[ResultFile, ...] = ()
 
+    def without_left_out(self) -> Materials:
+        """Return the same without the results that are left out."""
+        shown = [r for r in self.results if r.file.path not in self.left_out]
+        return replace(self, results=tuple(shown))
+
 
 def find_materials(folder: Path) -> Materials:
-    """All results with sidecars, in the order in which they were made, and all stores below.
+    """Return all results with sidecars, in the order in which they were made, and all stores.
 
-    Nothing inside a store and no hidden folder is looked into, and no link to a folder followed.
+    Stores and hidden folders are not searched, and links to folders not followed.
 
     Raises:
         VitseeError: there is no such folder, or neither a result nor a store in it.
@@ -66,89 +79,95 @@ def find_materials(folder: Path) -> Materials:
         try:
             if path.is_dir():
                 stores.append(FoundStore(path, describe(path)))
-            elif (
-                path.name == RECORD
-                and "status" in (file := read_result(path)).table.frame
-            ):
-                records.append(file)
+                continue
+            record = read_result(path) if path.name == RECORD else None
+            if record is not None and "status" in record.table.frame:
+                records.append(record)
             else:
                 results.append(open_result(path))
         except (VitseeError, OSError) as error:
-            left_out[path] = " ".join(str(error).split())
+            left_out[path] = " ".join(str(error).split())  # on one line
     if not results and not stores:
-        reasons = "".join(f"; {reason}" for reason in list(left_out.values())[:1])
+        first_reason = "".join(f"; {reason}" for reason in list(left_out.values())[:1])
         raise VitseeError(
             f"{folder} has neither results (tables that commands wrote with -o, with "
-            f"their sidecars) nor stores{reasons}"
+            f"their sidecars) nor stores{first_reason}"
         )
-    results.sort(key=_made)
+    results.sort(key=_time_made)
     return Materials(folder, tuple(results), tuple(stores), left_out, tuple(records))
 
 
-def _made(result: Result) -> tuple[str, int, str]:
-    """When: sidecars say the second, files the rest."""
+def _time_made(result: Result) -> tuple[str, int, str]:
+    """Return a key that sorts results by the time at which they were made."""
     path = result.file.path
-    return str(result.file.sidecar.get("created", "")), path.stat().st_mtime_ns, str(path)
+    second = str(result.file.sidecar.get("created", ""))
+    # Within a second the files' times decide.
+    return second, path.stat().st_mtime_ns, str(path)
 
 
 def picture_beside(table: Path) -> Path | None:
-    """The figure beside a table (`r.png`, else `r.svg`), if there is one."""
-    places = (table.with_name(stem_of(table) + kind) for kind in FIGURE_ENDINGS[:2])
-    return next((place for place in places if place.is_file()), None)
+    """Return the figure beside a table (`r.png`, else `r.svg`), or None."""
+    for ending in FIGURE_ENDINGS[:2]:
+        path = table.with_name(f"{stem_of(table)}{ending}")
+        if path.is_file():
+            return path
+    return None
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Stores, and files that may be tables of results."""
-    for here, folders, files in os.walk(folder):
-        place = Path(here)
+    """Yield the paths of stores, and of files that may be tables of results, in order."""
+    for parent_name, folders, files in os.walk(folder):
+        parent = Path(parent_name)
         if STORE_FILE in files:
-            folders.clear()
-            yield place
+            folders.clear()  # os.walk goes no deeper
+            yield parent
             continue
-        # The Gram matrices beside a store are its own.
+        # The folder of Gram matrices beside a store is a cache of its own.
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and ".grams" not in f
         )
         for name in sorted(files):
-            path = place / name
-            if name.lower().endswith(TABLE_ENDINGS) and not name.startswith("."):
-                of_sidecar = name.endswith(".json") and not Path(f"{path}.json").exists()
-                if f".{WORD}." not in name and not of_sidecar and path.is_file():
-                    yield path
+            if name.startswith(".") or f".{WORD}." in name:  # WORD: of replicates
+                continue
+            path = parent / name
+            # A table in JSON has a sidecar, `r.json.json`; a sidecar has none.
+            is_sidecar = name.endswith(".json") and not Path(f"{path}.json").exists()
+            if name.lower().endswith(TABLE_ENDINGS) and not is_sidecar and path.is_file():
+                yield path
 
 
 HEAD = 4096  # bytes within which a page says who made it and what it is called
-_MADE = b'<meta name="generator" content="vitsee explore">'
+_GENERATOR = b'<meta name="generator" content="vitsee explore">'
 _TITLE = re.compile(rb"<title>([^<]*) \xc2\xb7 vitsee explore</title>")
 
 
 def relative(path: Path, folder: Path) -> str:
+    """Return the path from a folder, with control characters written out."""
     return visible(os.path.relpath(path.absolute(), folder.absolute()))
 
 
-@dataclass(frozen=True)
-class ExploredPage:
-    """link: from the report; title: of the page."""
+class ExploredPage(NamedTuple):
+    """A page of `vitsee explore`: the link from the report, and the page's title."""
 
     link: str
     title: str
 
 
 def explored_pages(folder: Path, output: Path) -> list[ExploredPage]:
-    """The pages of `vitsee explore` in the folder, and in that of the report at `output`."""
-    around = output.absolute().parent
-    places = {
-        path.absolute() for where in (folder, around) for path in where.glob("*.html")
-    }
-    found = []
-    for path in sorted(places):
+    """Return the pages of `vitsee explore` in the folder, and in that of the report at `output`."""
+    report_folder = output.absolute().parent
+    paths = {path.absolute() for path in folder.glob("*.html")}
+    paths |= {path.absolute() for path in report_folder.glob("*.html")}
+    pages = []
+    for path in sorted(paths):
         try:
             with path.open("rb") as file:
                 head = file.read(HEAD)
         except OSError:
             continue
         title = _TITLE.search(head)
-        if _MADE in head and title is not None:
+        if _GENERATOR in head and title is not None:
             text = html.unescape(title[1].decode("utf-8", "replace"))
-            found.append(ExploredPage(quote(relative(path, around)), visible(text)))
-    return found
+            link = quote(relative(path, report_folder))
+            pages.append(ExploredPage(link, visible(text)))
+    return pages

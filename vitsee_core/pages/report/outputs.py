@@ -1,4 +1,4 @@
-"""How a result reaches the disk: the table, its sidecar, the picture.
+"""Writes a result to the disk: the table, its sidecar, its replicates, the figure.
 
 A command opens the stores, calls `check_outputs` before the work starts, and passes table and
 figure to `write_results`.
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Rows of a longer table that a terminal shows, and how many are not too long for one.
-ON_A_TERMINAL = 50
-MOST_ON_A_TERMINAL = 2000
+# A terminal shows all rows of a table, or the first few if there are more than that.
+MAX_TERMINAL_ROWS = 2000
+SHOWN_TERMINAL_ROWS = 50
 # Parameters on which no number depends.
 WITHOUT_EFFECT = ("jobs", "memory")
 NO_REPLICATES = "no value of this table has an interval from blocks of images"
@@ -45,10 +45,15 @@ NO_REPLICATES = "no value of this table has an interval from blocks of images"
 
 @dataclass(frozen=True)
 class Outputs:
-    """The places that a result goes to: table (None: CSV on stdout), picture (None: none), both in
-    the format that their endings say, whether files that exist are replaced, whether the table's
-    block replicates go into a file beside it, and whether files that are up to date stay as they
-    are, see `is_up_to_date`."""
+    """Where a result goes, in the formats that the endings say.
+
+    Attributes:
+        csv: the table's file; None for CSV on stdout.
+        png: the figure's file; None for no figure.
+        force: files that exist are replaced.
+        with_replicates: the table's block replicates go into a file beside it.
+        if_changed: files that are up to date (`is_up_to_date`) stay as they are.
+    """
 
     csv: Path | None = None
     png: Path | None = None
@@ -58,20 +63,23 @@ class Outputs:
 
     @property
     def sidecar(self) -> Path | None:
-        """`r.csv.json` for `r.csv`."""
+        """The path of the sidecar: `r.csv.json` for `r.csv`."""
         if self.csv is None:
             return None
         return self.csv.with_name(self.csv.name + ".json")
 
     @property
     def replicates(self) -> Path | None:
-        """`r.replicates.csv` for `r.csv`."""
+        """The path of the replicates, if they are wanted: `r.replicates.csv` for `r.csv`."""
         if self.csv is None or not self.with_replicates:
             return None
         return replicates.replicates_path(self.csv)
 
     def paths(self) -> list[Path]:
-        """Every file that will be written, in that order: the table last."""
+        """Return every file that will be written, in that order.
+
+        The table is last: one that is there has all that belongs to it.
+        """
         files = (self.sidecar, self.png, self.replicates, self.csv)
         return [path for path in files if path is not None]
 
@@ -79,13 +87,15 @@ class Outputs:
 def check_outputs(
     outputs: Outputs, *, inputs: Iterable[Path] = (), images: str = ""
 ) -> None:
-    """Refuse outputs that exist, cannot be written, or whose endings say no format; to be called
-    before the work starts.
+    """Refuse outputs that exist, cannot be written, or whose endings say no format.
+
+    A command calls it before the work starts.
 
     Args:
-        outputs: see `Outputs`.
-        inputs: files that the work reads, see `check_new_files`.
-        images: the command's --data; a picture is not written below it, see `check_output_path`.
+        outputs: the files.
+        inputs: files that the work reads; these are never replaced.
+        images: the command's --data; a figure is not written below it, where the next command would
+            read it as an image.
 
     Raises:
         VitseeError: names the file and what to do.
@@ -101,34 +111,39 @@ def check_outputs(
 def is_up_to_date(
     outputs: Outputs, sidecar: Mapping[str, Any], inputs: Iterable[Path] = ()
 ) -> bool:
-    """Whether all files of a result are there, unchanged, and of the same stores, options, results
-    and versions as `sidecar` says, and no file that the command reads is newer.
+    """Return whether a command would write the files that are there.
+
+    All of them exist, unchanged, and are of the same stores, options, results and versions, and no
+    file that the command reads is newer.
 
     Args:
         outputs: the files.
-        sidecar: how the result would be made now, see `describe_run`.
+        sidecar: how the result would be made now, by `describe_run`.
         inputs: paths that the options name.
     """
     if outputs.csv is None or not all(path.is_file() for path in outputs.paths()):
         return False
     try:
-        before = read_result(outputs.csv)
+        previous = read_result(outputs.csv)
     except (VitseeError, OSError):
         return False
-    partial = [store for store in sidecar.get("stores", ()) if not store["complete"]]
-    if partial or not before.as_written:
+    # A store that is not complete may get more slabs under the same identity.
+    is_partial = any(not store["complete"] for store in sidecar.get("stores", ()))
+    if is_partial or not previous.as_written:
         return False
-    if _deciding(before.sidecar) != _deciding(
-        json.loads(json.dumps(plain_json(sidecar)))
-    ):
+    # As it would be read back: tuples are lists, keys text.
+    planned = json.loads(json.dumps(plain_json(sidecar)))
+    if _deciding_entries(previous.sidecar) != _deciding_entries(planned):
         return False
     made_ns = min(path.stat().st_mtime_ns for path in outputs.paths())
     return newest_ns(inputs) <= made_ns
 
 
-def _deciding(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a sidecar that decides the numbers and the figure."""
-    parameters = sidecar.get("parameters", {})
+def _deciding_entries(sidecar: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a sidecar that decide the numbers and the figure."""
+    parameters = dict(sidecar.get("parameters", {}))
+    for name in WITHOUT_EFFECT:
+        parameters.pop(name, None)
     stores = [
         {key: value for key, value in store.items() if key != "path"}
         for store in sidecar.get("stores", ())
@@ -138,12 +153,12 @@ def _deciding(sidecar: Mapping[str, Any]) -> dict[str, Any]:
         for result in sidecar.get("results", ())
     ]
     return {
-        "parameters": {
-            key: x for key, x in parameters.items() if key not in WITHOUT_EFFECT
-        },
+        "parameters": parameters,
         "stores": stores,
         "results": results,
-        **{key: sidecar.get(key) for key in ("versions", "package", "figure")},
+        "versions": sidecar.get("versions"),
+        "package": sidecar.get("package"),
+        "figure": sidecar.get("figure"),
     }
 
 
@@ -162,19 +177,17 @@ def write_results(
     stdout: IO[str],
     more: Mapping[Path, bytes] | None = None,
 ) -> None:
-    """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
+    """Write the table to stdout, or to its file with the sidecar beside it, and the figure.
 
-    Everything is made before the first file appears, so a failure leaves none behind. The sidecar
-    is what the caller gives, the table's notes, what its columns hold, the number of rows and the
-    SHA-256 of the table's file.
+    Everything is made before the first file appears, so a failure leaves none behind.
 
     Args:
         table: the result.
         outputs: where it goes.
-        figure: draws it; called only where a picture is wanted.
-        sidecar: see `describe_run`.
-        stdout: receives the CSV, and nothing else, where no CSV file is named; a terminal the
-            first rows of a long one.
+        figure: draws it; called only if a figure is wanted.
+        sidecar: how the result was made, by `describe_run`.
+        stdout: receives the CSV, and nothing else, if the table has no file; a terminal receives
+            the first rows of a long one.
         more: other files, which appear with these or not at all.
 
     Raises:
@@ -183,36 +196,41 @@ def write_results(
     """
     check_outputs(outputs)
     files: dict[Path, bytes] = dict(more or {})
-    written = b""
+    table_file = b""
+    ending = ""
     if outputs.csv is not None and outputs.sidecar is not None:
-        written = table_bytes(table.written, ending_of(outputs.csv, TABLE_ENDINGS, "-o"))
+        ending = ending_of(outputs.csv, TABLE_ENDINGS, "-o")
+        table_file = table_bytes(table.written, ending)
         files[outputs.sidecar] = sidecar_bytes(
-            table.written, table.notes, sidecar, written
+            table.written, table.notes, sidecar, table_file
         )
     if outputs.png is not None:
-        ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
+        figure_ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         with soon_said("drawing the figure"):
-            files[outputs.png] = figure_bytes(figure(), ending)
-    if outputs.csv is not None:
-        ending = ending_of(outputs.csv, TABLE_ENDINGS, "-o")
-        if outputs.replicates is not None and table.replicates is not None:
-            files[outputs.replicates] = table_bytes(
-                replicates.expand_replicates(table.frame), ending
-            )
-        elif outputs.replicates is not None:
+            files[outputs.png] = figure_bytes(figure(), figure_ending)
+    if outputs.replicates is not None:
+        if table.replicates is not None:
+            rows = replicates.expand_replicates(table.frame)
+            files[outputs.replicates] = table_bytes(rows, ending)
+        else:
             log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)
-        files[outputs.csv] = written
+    if outputs.csv is not None:
+        files[outputs.csv] = table_file  # last, see `Outputs.paths`
+        write_files(files, force=outputs.force)
+        return
+    # The text is made before any file appears, and printed once all have.
+    is_cut = stdout.isatty() and len(table) > MAX_TERMINAL_ROWS
+    shown_table = table
+    if is_cut:
+        shown_table = table.with_frame(table.frame.head(SHOWN_TERMINAL_ROWS))
     text = io.StringIO()
-    if outputs.csv is None:
-        cut = stdout.isatty() and len(table) > MOST_ON_A_TERMINAL
-        (table.with_frame(table.frame.head(ON_A_TERMINAL)) if cut else table).to_csv(text)
+    shown_table.to_csv(text)
     write_files(files, force=outputs.force)
-    if outputs.csv is None:
-        stdout.write(text.getvalue())
-        stdout.flush()
-        if cut:
-            log.warning(
-                "the first %d of %s rows, as this is a terminal; -o FILE keeps them all",
-                ON_A_TERMINAL,
-                f"{len(table):,}",
-            )
+    stdout.write(text.getvalue())
+    stdout.flush()
+    if is_cut:
+        log.warning(
+            "the first %d of %s rows, as this is a terminal; -o FILE keeps them all",
+            SHOWN_TERMINAL_ROWS,
+            f"{len(table):,}",
+        )

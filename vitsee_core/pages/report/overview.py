@@ -22,10 +22,14 @@ from vitsee_core.types import pl
 SHOWN_MODELS = 6  # in a title
 
 
-@dataclass(frozen=True)
-class Overview:
-    """title: of the page; about: what it shows, in short pieces; command: that made it all, ""
-    where several did."""
+class Overview(NamedTuple):
+    """The head of the page.
+
+    Attributes:
+        title: of the page.
+        about: what it shows, in short texts.
+        command: that made it all; "" if several did.
+    """
 
     title: str
     about: list[str]
@@ -33,64 +37,72 @@ class Overview:
 
 
 def overview(materials: Materials, title: str) -> Overview:
-    """A study's models and images, or another folder's name and what lies in it."""
+    """Return the head of a report: a study's models and images, or what lies in a folder.
+
+    Args:
+        materials: of the report.
+        title: of the page; "" for the study's, its models, or the folder's name.
+    """
     study = read_study(materials.folder)
-    names = list(study.models)
-    images = _images(materials, study)
-    kinds = {result.command for result in materials.results}
+    n_analyses = len({result.command for result in materials.results})
     about = [
-        *images,
-        plural(len(kinds), "analyses"),
+        *_image_texts(materials, study),
+        plural(n_analyses, "analyses"),
         plural(len(materials.results), "results"),
+        _last_date(materials),
     ]
-    about += [_date(materials)]
-    own = materials.folder.resolve().name
-    if names:
-        own = ", ".join(names[:SHOWN_MODELS])
-        own += (
-            f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
-        )
-    own = study.title or own
-    command = shlex.join(study.command)
+    models = list(study.models)
+    names = ", ".join(models[:SHOWN_MODELS])
+    if len(models) > SHOWN_MODELS:
+        names += f" and {len(models) - SHOWN_MODELS} more"
+    title = title or study.title or names or materials.folder.resolve().name
     return Overview(
-        visible(title or own), [visible(one) for one in about if one], visible(command)
+        title=visible(title),
+        about=[visible(text) for text in about if text],
+        command=visible(shlex.join(study.command)),
     )
 
 
-def _images(materials: Materials, study: StudyRecord) -> list[str]:
-    """`1,000 images of demo:test`, `500 of demo:train to learn classes from`."""
-    of_data: dict[str, int] = {}
+def _image_texts(materials: Materials, study: StudyRecord) -> list[str]:
+    """Return `1,000 images of demo:test`, `500 of demo:train to learn classes from`.
+
+    Without a study of these data: the number of models, and that of images of the largest data.
+    """
+    n_images: dict[str, int] = {}  # of each data set: of its largest store
     examples: dict[str, str] = {}
     for store in materials.stores:
         data = data_of(store)
-        of_data[data] = max(of_data.get(data, 0), store.record["n_images"])
+        n_images[data] = max(n_images.get(data, 0), store.record["n_images"])
         examples[data] = example_noun(store.record)
-    texts = ["{0:,} {1} of {2}", "{0:,} of {2} to learn classes from"]
-    found = [
-        text.format(of_data[data], examples[data], data)
-        for text, data in zip(texts, (study.data, study.train), strict=True)
-        if data and data in of_data
-    ]
-    if found or not of_data:
-        return found
-    models = {*map(_model, materials.stores)}
-    data, most = max(of_data.items(), key=lambda item: item[1])
-    one = examples[data] if most > 1 else examples[data].removesuffix("s")
-    return [plural(len(models), "models"), f"{most:,} {one}"]
+    texts = []
+    if study.data and study.data in n_images:
+        data = study.data
+        texts.append(f"{n_images[data]:,} {examples[data]} of {data}")
+    if study.train and study.train in n_images:
+        texts.append(f"{n_images[study.train]:,} of {study.train} to learn classes from")
+    if texts or not n_images:
+        return texts
+    n_models = len({_model_and_weights(store) for store in materials.stores})
+    data = max(n_images, key=lambda name: n_images[name])
+    noun = examples[data]
+    if n_images[data] <= 1:
+        noun = noun.removesuffix("s")
+    return [plural(n_models, "models"), f"{n_images[data]:,} {noun}"]
 
 
 def data_of(store: FoundStore) -> str:
+    """Return the name or path of the data that a store was extracted from; "" if unknown."""
     data = store.record["info"].get("data")
     return str(data.get("data", "")) if isinstance(data, dict) else ""
 
 
-def _date(materials: Materials) -> str:
+def _last_date(materials: Materials) -> str:
+    """Return the day of the newest result, `3 May 2025`; "" if no sidecar says one."""
     dates = []
     for result in materials.results:
+        created = str(result.file.sidecar.get("created"))
         try:
-            dates.append(
-                datetime.fromisoformat(str(result.file.sidecar.get("created"))).date()
-            )
+            dates.append(datetime.fromisoformat(created).date())
         except ValueError:
             continue
     return f"{max(dates):%d %B %Y}".lstrip("0") if dates else ""
@@ -101,7 +113,11 @@ def _date(materials: Materials) -> str:
 
 @dataclass(frozen=True)
 class StoreRow:
-    """A line of the table of stores. state: complete and checked, or what it lacks."""
+    """A line of the table of stores.
+
+    `state` says that the store is complete and checked, or what it lacks; `sound` whether it lacks
+    nothing.
+    """
 
     name: str
     data: str
@@ -114,8 +130,8 @@ class StoreRow:
 
 
 def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
-    """Model with its weights -> its stores."""
-    found: dict[str, list[StoreRow]] = {}
+    """Return model with its weights -> its stores."""
+    rows: dict[str, list[StoreRow]] = {}
     for store in materials.stores:
         record = store.record
         lacks = []
@@ -135,12 +151,12 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
             command=visible(str(record["info"].get("command") or "")),
             store=store,
         )
-        found.setdefault(_model(store), []).append(row)
-    return found
+        rows.setdefault(_model_and_weights(store), []).append(row)
+    return rows
 
 
-def _model(store: FoundStore) -> str:
-    """`demo:vit (random 0)`."""
+def _model_and_weights(store: FoundStore) -> str:
+    """Return `demo:vit (random 0)`."""
     name = str(store.record["model"].get("name"))
     weights = store.record["weights"]
     return visible(f"{name} ({weights})" if weights else name)
@@ -150,30 +166,40 @@ NOT_THERE = "not measured here"
 
 
 class Number(NamedTuple):
-    """what: it measures; paper: as printed; ours: with its interval and where it is."""
+    """A number that a paper prints, beside ours.
 
-    what: str
+    Attributes:
+        quantity: in words.
+        paper: as printed.
+        ours: with its interval and its site.
+    """
+
+    quantity: str
     paper: str
     ours: str
 
 
 def paper_numbers(section: Section, results: Sequence[Result]) -> list[Number]:
-    """The numbers that the paper of a figure prints, beside ours."""
-    found = []
-    for one in section.printed:
-        own = (
-            result
-            for result in results
-            if result.file.path.stem in section.results
-            and one.result in (result.file.path.stem, result.command)
-        )
-        ours = next((_best(result, one.where) for result in own), "")
-        found.append(Number(visible(one.what), f"{one.paper:.10g}", ours or NOT_THERE))
-    return found
+    """Return the numbers that the paper of a figure prints, beside ours."""
+    numbers = []
+    for printed in section.printed:
+        ours = ""
+        for result in results:
+            stem = result.file.path.stem
+            # A result is named by its file, or by its command.
+            if stem in section.results and printed.result in (stem, result.command):
+                ours = _largest_value(result, printed.where)
+                break
+        paper = f"{printed.paper:.10g}"
+        numbers.append(Number(visible(printed.what), paper, ours or NOT_THERE))
+    return numbers
 
 
-def _best(result: Result, where: Mapping[str, Any]) -> str:
-    """The largest value of these rows, without baselines; "" if there is none."""
+def _largest_value(result: Result, where: Mapping[str, Any]) -> str:
+    """Return the largest value of some rows, without baselines: `0.81 [0.79, 0.83] at blocks.3`.
+
+    "" if there is none. `where` is column -> cell of the rows that count.
+    """
     rows = result.file.table.frame
     if not {"value", *where} <= {*rows.columns}:
         return ""
@@ -186,6 +212,9 @@ def _best(result: Result, where: Mapping[str, Any]) -> str:
     best = rows.filter(value=rows["value"][-1]).row(0, named=True)
     text = f"{best['value']:.4g}"
     if {"low", "high"} <= {*best}:
-        low, high = (np.nan if best[n] is None else best[n] for n in ("low", "high"))
+        low = np.nan if best["low"] is None else best["low"]
+        high = np.nan if best["high"] is None else best["high"]
         text += f" [{low:.4g}, {high:.4g}]"
-    return visible(text + (f" at {best['site']}" if "site" in best else ""))
+    if "site" in best:
+        text += f" at {best['site']}"
+    return visible(text)

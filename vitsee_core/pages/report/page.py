@@ -7,16 +7,22 @@ the page's policy allows no script but its own, by its hash, and no request at a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from vitsee_core.figures.plotting import stores_in_order
 from vitsee_core.pages.html import asset, csp_hash, json_for_html, script, template
-from vitsee_core.pages.report.cards import Sections, command_of, groups_of
+from vitsee_core.pages.report.cards import (
+    Group,
+    Headings,
+    Sections,
+    command_of,
+    group_results,
+)
 from vitsee_core.pages.report.earlier import (
     UNSEALED,
     code_digest,
@@ -55,8 +61,9 @@ def write_report(
     force: bool = False,
     progress: Progress = SILENT,
 ) -> Materials | None:
-    """Write the report of a folder; returns what it shows, None where the page at `output` shows
-    that already. Figures that are on that page are not packed again.
+    """Write the report of a folder, and return what it shows.
+
+    None if the page at `output` shows that already. Figures of that page are not packed again.
 
     Args:
         folder: with results and stores, anywhere below.
@@ -69,7 +76,7 @@ def write_report(
     Raises:
         VitseeError: nothing to show, or the file exists or cannot be written.
     """
-    if folder.is_dir():  # else there is nothing to find
+    if folder.is_dir():  # if not, `find_materials` says so
         check_new_files([output], force=force)
     sections = {heading: list(commands) for heading, commands in (sections or {}).items()}
     earlier = read_page(output)
@@ -83,7 +90,7 @@ def write_report(
         materials = find_materials(folder)
         page = render(
             materials,
-            output,
+            output=output,
             sections=sections,
             title=title,
             made_of=made_of,
@@ -97,6 +104,7 @@ def write_report(
 
 def render(
     materials: Materials,
+    *,
     output: Path,
     sections: Sections,
     title: str,
@@ -105,45 +113,55 @@ def render(
     explored: Sequence[ExploredPage],
     progress: Progress = SILENT,
 ) -> str:
-    """The page as text. made_of: see `report.earlier`; explored: where it leads to."""
+    """Return the page as text; figures are drawn meanwhile.
+
+    Args:
+        materials: of the report.
+        output: the page, to which links are relative.
+        sections: headings with their commands.
+        title: of the page, "" for the default.
+        made_of: the digests by which `report.earlier` recognises the page.
+        addresses: of the pictures.
+        explored: pages that this one leads to.
+        progress: advanced by one per result.
+    """
     study = read_study(materials.folder)
-    figures = {
-        visible(one.title): msgspec.structs.replace(one, note=visible(one.note))
-        for one in study.sections
-    }
-    own = {title: figure.results for title, figure in figures.items()}
-    known = {store.record["store_id"]: store for store in materials.stores}
-    left_out = materials.left_out
-    tables = [result.file.table for result in materials.results]
-    stores = [
-        s
-        for of in tables
-        if "store" in of.frame.columns
-        for s in of.frame["store"].unique()
-    ]
+    # A study's figures, where it was written as a file: heading -> its section.
+    figures = {}
+    for section in study.sections:
+        note = visible(section.note)
+        figures[visible(section.title)] = msgspec.structs.replace(section, note=note)
+    headings = Headings(
+        sections, {name: section.results for name, section in figures.items()}
+    )
     with (
-        stores_in_order(list(dict.fromkeys(map(str, stores)))),
-        _garbage_of_figures_alone(),
+        # One colour per store in all figures of the page.
+        stores_in_order(_stores_of_tables(materials)),
+        _collect_garbage_of_figures_only(),
     ):
-        found = groups_of(
-            materials.results, sections, output, known, progress, left_out, addresses, own
+        groups = group_results(
+            materials.results,
+            headings,
+            output,
+            stores={store.record["store_id"]: store for store in materials.stores},
+            left_out=materials.left_out,
+            addresses=addresses,
+            progress=progress,
         )
-    shown = [r for r in materials.results if r.file.path not in materials.left_out]
-    materials = replace(materials, results=tuple(shown))
-    cards = [
-        card for groups in found.values() for group in groups for card in group.cards
-    ]
+    # Some results may have turned out not to be showable.
+    materials = materials.without_left_out()
     code = script("pages/report/assets/script.js")
     style = asset("pages/html/assets/base.css") + asset("pages/report/assets/style.css")
     page: str = template("pages/report/assets/page.html").render(
         head=overview(materials, title),
-        sections=found,
+        sections=groups,
         figures=figures,
         paper_numbers=paper_numbers,
         said_once=said_once,
         results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,
+        # The gravest first: the page shows one, and the others on demand.
         cautions=[
             *failures(study),
             *steps_without_values(materials.records),
@@ -151,12 +169,13 @@ def render(
             *remarks(study),
         ],
         left_out={
-            relative(p, materials.folder): why for p, why in materials.left_out.items()
+            relative(path, materials.folder): reason
+            for path, reason in materials.left_out.items()
         },
-        commands=[line for line in map(command_of, materials.results) if line],
+        commands=[command for command in map(command_of, materials.results) if command],
         explored=explored,
         made_of=made_of,
-        data=json_for_html({card.id: card.charts for card in cards if card.charts}),
+        data=json_for_html(_charts_by_card(groups)),
         script=code,
         style=style,
         script_hash=csp_hash(code),
@@ -165,10 +184,31 @@ def render(
     return page
 
 
+def _charts_by_card(groups: Mapping[str, Sequence[Group]]) -> dict[str, Any]:
+    """Return id of the card -> its charts, for the page's script."""
+    charts = {}
+    for heading_groups in groups.values():
+        for group in heading_groups:
+            charts.update({card.id: card.charts for card in group.cards if card.charts})
+    return charts
+
+
+def _stores_of_tables(materials: Materials) -> list[str]:
+    """Return the labels of the stores in all tables, each once, in order of appearance."""
+    labels: dict[str, None] = {}
+    for result in materials.results:
+        rows = result.file.table.frame
+        if "store" in rows.columns:
+            labels.update(dict.fromkeys(str(label) for label in rows["store"].unique()))
+    return list(labels)
+
+
 @contextmanager
-def _garbage_of_figures_alone() -> Iterator[None]:
-    """While it lasts, the collector of garbage leaves what there is now alone, modules above all,
-    which it would look through again as figures come and go."""
+def _collect_garbage_of_figures_only() -> Iterator[None]:
+    """Keep the garbage collector from searching what exists now, modules above all.
+
+    Figures come and go, and would have it look through all of that again and again.
+    """
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The figures of a report: as an address that carries the image, in fewer bytes than its file."""
+"""The figures of a report, as addresses (data URLs) that hold the image in fewer bytes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ from vitsee_core.runtime import registry
 from vitsee_core.runtime.machine import n_cores
 from vitsee_core.tables.text import visible
 
-PIXELS_AN_INCH = 110  # of a figure on the page
-# Of lossless WebP: how hard it is tried. An effort of 50 takes twice the time for a sixth less.
+PIXELS_PER_INCH = 110  # of a figure on the page
+# Settings of lossless WebP. An effort of 50 takes twice the time for a sixth less bytes.
 METHOD = 1
 EFFORT = 20
-STEP = 4
-TALLEST = 1.3  # of a tile's picture, height over width
+STEP = 4  # between the values of a channel, of 255
+MAX_TILE_ASPECT = 1.3  # of a tile's picture, height over width
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page. carried: its address, "" where there is none, or what will be it;
-    width, height: in CSS pixels, 0 where the image has its own; trouble: why there is none; digest:
-    of the PNG."""
+    """A figure on the page.
 
-    carried: str | Future[str]
+    Attributes:
+        pending_address: the address, or the future that will be it; "" if there is no figure.
+        width: in CSS pixels; 0 if the image says its size.
+        height: likewise.
+        trouble: why there is no figure.
+        digest: of the PNG.
+    """
+
+    pending_address: str | Future[str]
     width: int = 0
     height: int = 0
     trouble: str = ""
@@ -41,91 +47,109 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """Where the browser finds the image, once that is packed."""
-        if isinstance(self.carried, str):
-            return self.carried
-        return self.carried.result()
+        """The data URL of the image; waits until that is packed."""
+        if isinstance(self.pending_address, str):
+            return self.pending_address
+        return self.pending_address.result()
 
 
 class Addresses:
-    """Addresses of PNG images: those of an earlier page, others packed by threads at once, while
-    tables are read and further figures drawn."""
+    """The addresses of PNG images: those of an earlier page, and images that threads pack.
+
+    Packing begins at once, so that it goes on while tables are read and further figures drawn.
+
+    Args:
+        earlier: digest -> address, of the earlier page.
+        tables: their pictures will be needed.
+    """
 
     def __init__(self, earlier: Mapping[str, str], tables: Iterable[Path]) -> None:
-        """earlier: digest -> address. tables: whose pictures will be asked for."""
         self.earlier = earlier
         self._packed: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(max(1, n_cores() - 1))  # a core draws meanwhile
-        for place in map(picture_beside, tables):
-            if place is not None and place.suffix.lower() == ".png":
-                with suppress(OSError):  # which the page says
-                    self.of(place.read_bytes())
+        for path in map(picture_beside, tables):
+            if path is not None and path.suffix.lower() == ".png":
+                with suppress(OSError):  # `picture` meets it again, and the page says it
+                    self.address_of(path.read_bytes())
 
-    def of(self, png: bytes) -> tuple[str | Future[str], str]:
-        """The picture's address and digest."""
+    def address_of(self, png: bytes) -> tuple[str | Future[str], str]:
+        """Return the address of an image, or its future, and the digest."""
         digest = hashlib.sha256(png).hexdigest()
         if digest in self.earlier:
             return self.earlier[digest], digest
         if digest not in self._packed:
-            self._packed[digest] = self._pool.submit(lambda: carried(*packed(png)))
+            self._packed[digest] = self._pool.submit(lambda: data_url(*pack_png(png)))
         return self._packed[digest], digest
 
     def close(self) -> None:
-        """Pack no more of them."""
+        """Cancel the packing of images that no thread has begun."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def picture(result: Result, addresses: Addresses) -> Picture:
-    """The figure beside a table, else drawn from it."""
-    place = picture_beside(result.file.path)
-    if place is not None and place.suffix.lower() == ".svg":
-        return Picture(carried(place.read_bytes(), "image/svg+xml"))
-    if place is not None and not _coloured_alike(result):
-        place = None
+    """Return the figure beside a table, else one that is drawn from it."""
+    path = picture_beside(result.file.path)
+    if path is not None and path.suffix.lower() == ".svg":
+        return Picture(data_url(path.read_bytes(), "image/svg+xml"))
     try:
-        png = place.read_bytes() if place else figure_bytes(result.figure(), ".png", DPI)
+        if path is not None and _has_page_colours(result):
+            png = path.read_bytes()
+        else:
+            png = figure_bytes(result.figure(), ".png", DPI)
     except Exception as error:  # a stranger's table may be anything: the page says so
         reason = f"no figure: {type(error).__name__}: {visible(str(error))[:300]}"
         return Picture("", trouble=reason)
-    address, digest = addresses.of(png)
-    return Picture(address, *_size(png), digest=digest)
+    address, digest = addresses.address_of(png)
+    width, height = _css_size(png)
+    return Picture(address, width, height, digest=digest)
 
 
 TILE = Medium(3.3, 3.0, 6.5, 6)  # a tile's width, from which on letters get smaller
 
 
 def tile(result: Result, addresses: Addresses) -> Picture | None:
-    """The figure that stands for an analysis, drawn for the width of a tile: of the rows that its
-    `at_a_glance` chooses, where it has that. None: it cannot be drawn, or would be too tall. Its
-    digest is that of the table, so that what an earlier page shows is not drawn again."""
+    """Return the figure that stands for an analysis, drawn for the width of a tile.
+
+    It shows the rows that the analysis' `at_a_glance` chooses, or all. Its digest is that of the
+    table, so that what an earlier page shows is not drawn again. None if it cannot be drawn, or
+    would be too tall.
+    """
     rows = result.file.table.frame
     stores = store_order(rows) if "store" in rows.columns else []
     key = hashlib.sha256(f"tile {result.file.digest} {stores}".encode()).hexdigest()
-    if address := addresses.earlier.get(key):
-        return Picture(address, digest=key)
+    earlier_address = addresses.earlier.get(key)
+    if earlier_address:
+        return Picture(earlier_address, digest=key)
     at_a_glance = result.analysis.at_a_glance
-    chosen = result.file.table
+    table = result.file.table
     try:
         if at_a_glance is not None:
             with registry.blamed(result.analysis.module):
-                chosen = at_a_glance(chosen)
-        png = figure_bytes(result.figure(chosen, medium=TILE), ".png", DPI, quick=True)
-    except Exception:
-        return None  # its figure stands there
-    width, height = _size(png)
-    if height > TALLEST * width:
+                table = at_a_glance(table)
+        figure = result.figure(table, medium=TILE)
+        png = figure_bytes(figure, ".png", DPI, quick=True)
+    except Exception:  # the tile shows the card's figure instead
         return None
-    return Picture(addresses.of(png)[0], digest=key)
+    width, height = _css_size(png)
+    if height > MAX_TILE_ASPECT * width:
+        return None
+    address, _ = addresses.address_of(png)
+    return Picture(address, digest=key)
 
 
-def _size(png: bytes) -> tuple[int, int]:
-    """Width and height of a PNG in CSS pixels."""
-    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-    return round(width * PIXELS_AN_INCH / DPI), round(height * PIXELS_AN_INCH / DPI)
+def _css_size(png: bytes) -> tuple[int, int]:
+    """Return width and height of a PNG in CSS pixels."""
+    # Two big-endian integers at the beginning of the first chunk, IHDR.
+    width = int.from_bytes(png[16:20], "big")
+    height = int.from_bytes(png[20:24], "big")
+    return round(width * PIXELS_PER_INCH / DPI), round(height * PIXELS_PER_INCH / DPI)
 
 
-def _coloured_alike(result: Result) -> bool:
-    """Whether its stores have the colours that they have in the other figures of the report."""
+def _has_page_colours(result: Result) -> bool:
+    """Return whether the stores' colours in a result's own figure are those of the whole report.
+
+    A figure by rows of the image has no colours of stores.
+    """
     rows = result.file.table.frame
     if not {"store", "rel_depth"} <= {*rows.columns} or "row" in rows.columns:
         return True
@@ -133,36 +157,33 @@ def _coloured_alike(result: Result) -> bool:
     return store_order(rows)[: len(stores)] == stores
 
 
-def packed(png: bytes) -> tuple[bytes, str]:
-    """A PNG as lossless WebP of colours in steps of `STEP`, where that is smaller, which it is by
-    two thirds for most figures: no channel of a pixel moves by more than half a step of 255, white
-    stays white, and every browser has shown the format since 2020.
+def pack_png(png: bytes) -> tuple[bytes, str]:
+    """Return an image in fewer bytes, and its media type.
 
-    Returns:
-        the image and its media type.
+    That is lossless WebP of colours in steps of `STEP`, smaller by two thirds for most figures: no
+    channel of a pixel moves by more than half a step of 255, and white stays white. Every browser
+    has shown the format since 2020. The PNG itself is returned if it is smaller, has transparent
+    pixels or cannot be read, or Pillow was built without WebP.
     """
     from PIL import Image, UnidentifiedImageError, features
 
     if not features.check("webp"):
         return png, "image/png"
-    steps = [
-        255 if value > 255 - STEP / 2 else round(value / STEP) * STEP
-        for value in range(256)
-    ]
-    found = io.BytesIO()
+    levels = [min(round(value / STEP) * STEP, 255) for value in range(256)]
+    webp = io.BytesIO()
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             if image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255):
                 return png, "image/png"
-            kept = image.convert("RGB").point(steps * 3)
-        kept.save(found, "WEBP", lossless=True, quality=EFFORT, method=METHOD)
+            coarse = image.convert("RGB").point(levels * 3)
+        coarse.save(webp, "WEBP", lossless=True, quality=EFFORT, method=METHOD)
     except (UnidentifiedImageError, OSError, ValueError):
-        return png, "image/png"  # as it is: the browser shows what can be shown of it
-    smaller = found.tell() < len(png)
-    if smaller:
-        return (found.getvalue(), "image/webp")
-    return (png, "image/png")
+        return png, "image/png"  # the browser shows what can be shown of it
+    if webp.tell() < len(png):
+        return webp.getvalue(), "image/webp"
+    return png, "image/png"
 
 
-def carried(data: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+def data_url(data: bytes, media_type: str) -> str:
+    """Return an address that holds the data itself, in base64."""
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

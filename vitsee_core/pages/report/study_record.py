@@ -1,4 +1,4 @@
-"""`study.json`: what was asked of a study, and how each of its steps ended, as it is read again."""
+"""Reads `study.json`: the request of a study, and how each of its steps ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitsee_stores.metadata import parse
 from vitsee_stores.schema import Real, checked
 
 STUDY = "study.json"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20  # of the file
 
 
 class StudyStep(Struct, omit_defaults=True):
@@ -37,7 +37,7 @@ class Printed(Struct, forbid_unknown_fields=True):
 
 
 class Section(Struct):
-    """A figure of a study that is written as a file. results: the stems of its tables."""
+    """A figure of a study that was given as a file; `results` are the stems of its tables."""
 
     title: str
     note: str
@@ -46,8 +46,12 @@ class Section(Struct):
 
 
 class Survey(Struct, frozen=True):
-    """The survey of a study's models: what each offers. versions: of the packages it was made
-    with; models: name -> fields of a `SurveyedModel`."""
+    """The survey of a study's models: what each offers.
+
+    Attributes:
+        versions: of the packages with which it was made.
+        models: name -> fields of a `SurveyedModel`.
+    """
 
     versions: dict[str, str] = {}
     models: dict[str, Any] = {}
@@ -69,40 +73,45 @@ class StudyRecord(Struct):
 
 
 def read_study_file(path: Path) -> StudyRecord | None:
-    """The record of a study in this file; None if there is none, or the file is something else."""
+    """Return the record of a study in a file; None if the file is missing or something else."""
     try:
-        found = parse(read_regular(path, MOST_BYTES))
-        ours = isinstance(found, dict) and ("steps" in found or "models" in found)
-        return checked(found, StudyRecord) if ours else None
+        document = parse(read_regular(path, MAX_BYTES))
+        # Every field has a default: any JSON object would be an empty record.
+        if isinstance(document, dict) and ("steps" in document or "models" in document):
+            return checked(document, StudyRecord)
     except (OSError, ValueError):
-        return None
+        pass
+    return None
 
 
 def read_study(folder: Path) -> StudyRecord:
-    """The record of the study in a folder; an empty one without any."""
-    found = read_study_file(folder / STUDY)
-    if found is not None and found.models:
-        return found
+    """Return the record of the study in a folder; an empty one if there is none with models."""
+    record = read_study_file(folder / STUDY)
+    if record is not None and record.models:
+        return record
     return StudyRecord()
 
 
 def failed_steps(study: StudyRecord) -> dict[str, str]:
-    """Steps of a study that failed -> why."""
+    """Return step -> reason, of the steps of a study that failed."""
     return {
         name: step.reason for name, step in study.steps.items() if step.status == "failed"
     }
 
 
 def failures(study: StudyRecord) -> list[str]:
-    """The same, a line each."""
-    failed = failed_steps(study)
-    return [
-        f"Failed: {x}: {why or 'no reason is recorded'}." for x, why in failed.items()
-    ]
+    """Return a line for each step of a study that failed."""
+    lines = []
+    for step, reason in failed_steps(study).items():
+        lines.append(f"Failed: {step}: {reason or 'no reason is recorded'}.")
+    return lines
 
 
 def remarks(study: StudyRecord) -> list[str]:
-    """The note on all figures, and the analyses that were left out, a line per reason."""
-    left_out = by_reason(study.left_out, shown=len(study.left_out))
-    note = [study.note] if study.note else []
-    return note + [f"Not in this study: {line}." for line in left_out]
+    """Return the note on all figures, and the analyses that were left out, a line per reason."""
+    lines = []
+    if study.note:
+        lines.append(study.note)
+    for line in by_reason(study.left_out, shown=len(study.left_out)):
+        lines.append(f"Not in this study: {line}.")
+    return lines
