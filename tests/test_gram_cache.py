@@ -136,12 +136,12 @@ def test_groups_of_tiles_count_each_row_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
-    monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
-    of = products.StripPlan.of
+    monkeypatch.setattr(products, "MIN_COLUMNS", 1)
+    plan = products.StripPlan.within_memory
     monkeypatch.setattr(
         products.StripPlan,
-        "of",
-        lambda *a: products.StripPlan(2, min(5, of(*a).columns), 2),
+        "within_memory",
+        lambda **a: products.StripPlan(2, min(5, plan(**a).columns), 2),
     )
     compare(store)
     view = views(store)["blocks.2.out"]
@@ -195,7 +195,7 @@ def test_a_failing_thread_ends_the_others(
 ) -> None:
     monkeypatch.setattr(machine, "n_cores", lambda: 3)
     monkeypatch.setattr(products, "GOOD_COLUMNS", 4)
-    monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
+    monkeypatch.setattr(products, "MIN_COLUMNS", 1)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 4)
     load = products._Pass._load
 
@@ -380,7 +380,7 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     edges = [slice(at, at + side) for at in range(0, n, side)]
     tiles_ = [products.GramTile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
     features = Representation(store, store.select(["all"])[0]).features
-    plan = products.StripPlan.of(features, n, tiles_, memory, 4)
+    plan = products.StripPlan.within_memory(features, n, tiles_, memory, 4)
     sums = plan.at_once * side * side * 8
     pairs = [(a, b) for a in range(len(edges)) for b in range(a, len(edges))]
     groups = [pairs[at : at + plan.at_once] for at in range(0, len(pairs), plan.at_once)]
@@ -397,7 +397,7 @@ def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> No
     features = Representation(store, store.site("rows")).features
     batches_ = [np.arange(at, at + 1024) for at in range(0, 1_000_000 - 1024, 1024)]
     tiles_ = [products.GramTile(places, places) for places in batches_]
-    plan = products.StripPlan.of(features, 1_000_000, tiles_, 512 * 10**6, 4)
+    plan = products.StripPlan.within_memory(features, 1_000_000, tiles_, 512 * 10**6, 4)
     assert plan.at_once == 22
     assert (
         plan.columns > 700

@@ -80,9 +80,11 @@ def test_reading_grows_with_the_images(
     for name, size in (("MANY", 8), ("RUN", 4), ("WINDOW", 16)):
         monkeypatch.setattr(estimators, name, size)
     # two batches' Gram matrices fit the memory
-    plan = products.StripPlan.of
+    plan = products.StripPlan.within_memory
     monkeypatch.setattr(
-        products.StripPlan, "of", lambda *a: products.StripPlan(2, plan(*a).columns, 1)
+        products.StripPlan,
+        "within_memory",
+        lambda **a: products.StripPlan(2, plan(**a).columns, 1),
     )
     names: Counter[str] = Counter()
     read = Folder.read_chunk

@@ -236,10 +236,10 @@ def test_tiles_groups_and_strips_do_not_matter(
     )
     a, b = representations(store), representations(other)
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
-    monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
+    monkeypatch.setattr("vitsee_core.similarity.gram_file.MAX_TILE", 8)
     monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
-    monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
-    monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("vitsee_core.similarity.products.MAX_COLUMNS", 6)
+    monkeypatch.setattr("vitsee_core.similarity.products.MIN_COLUMNS", 1)
     monkeypatch.setattr(
         "vitsee_core.similarity.estimators.bytes_per_matrix", lambda n, p, t: 1 << 20
     )

@@ -33,9 +33,9 @@ from vitsee_core.similarity.gram_file import (
     Header,
     covers,
     format_of,
-    is_whole,
+    has_batches,
+    has_full_size,
     read_regular,
-    same_batches,
     write_tiles,
 )
 from vitsee_core.similarity.representation import FeatureOffset
@@ -176,13 +176,13 @@ class GramCache:
             if header is None or (header.store, header.key) != identity:
                 continue
             if batches:
-                is_usable = same_batches(header, batches)
+                is_usable = has_batches(header, batches)
             else:
                 is_usable = covers(header, rows)
             if not is_usable:
                 continue
             tiles = path.with_suffix(".tiles")
-            if is_whole(tiles, header):
+            if has_full_size(tiles, header):
                 return GramFile(tiles, header)
             if tiles.exists():
                 log.warning("%s is cut short; it is made again", tiles)

@@ -21,7 +21,7 @@ from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator
 from vitsee_core.similarity.gram_file import (
-    LARGEST_TILE,
+    MAX_TILE,
     GramFile,
     GramView,
     gram_bytes,
@@ -163,7 +163,7 @@ def _n_blocks(n: int) -> int:
     """Return the number of the jackknife's blocks of n images."""
     if n < BLOCKS + 4:
         return n
-    return max(BLOCKS, -(-n // LARGEST_TILE))
+    return max(BLOCKS, -(-n // MAX_TILE))
 
 
 def leave_one_out(

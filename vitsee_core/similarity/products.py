@@ -1,6 +1,8 @@
-"""Gram matrices from features: each strip of columns is read once and added to all tiles that fit.
+"""Compute Gram matrices from features: each strip of columns is read once and added to all tiles.
 
     store -> slab (fp16) -> strip: float32 less a mean -> x_i x_j^T -> float64 tile
+
+A tile is one block of a Gram matrix, rows i times rows j; a lane is a thread.
 
 Each thread reads, casts and multiplies a strip of its own with single-threaded BLAS, and adds it
 after the previous strips: the result does not depend on the number of threads.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -44,14 +46,23 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from vitsee_core.kernels.backend import Staging
 
-MEAN_ROWS = 128
+MEAN_ROWS = 128  # rows that the mean of a strip is taken over
 PIECE = 1 << 18  # elements shifted and summed while in cache
 HALF_TO_SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 NO_SUMS = np.zeros((0, 2), np.float32)
 
 
 class StripMeans:
-    """The mean of each strip over the rows that are read first."""
+    """The mean of each strip over the rows that are read first, subtracted from all rows.
+
+    Args:
+        centred: whether means are subtracted at all.
+        origin: records the means and the rows' products with them; None records nothing.
+        cast: converts features as stored to float32, on the host.
+        fused: cast and shift half-precision features in one compiled loop.
+        scale: factor of all features, a power of two; means and the records of `origin` are of
+            scaled features.
+    """
 
     def __init__(
         self,
@@ -61,32 +72,41 @@ class StripMeans:
         fused: bool = False,
         scale: float = 1.0,
     ) -> None:
-        """fused: shift half-precision features by compiled code. scale: of all features, a power of
-        two; means and what `origin` records are of scaled features."""
         self._centred = centred
         self._origin = origin
         self._cast = cast
         self._fused = fused
         self._scale = np.float64(scale)
-        self._of: dict[int, NDArray[np.float32]] = {}
-        self._sums: dict[int, NDArray[np.float32]] = {}
+        self._means: dict[int, NDArray[np.float32]] = {}  # strip -> (columns,)
+        self._sums: dict[
+            int, NDArray[np.float32]
+        ] = {}  # strip -> (rows, 2), see `_weights`
 
     def has_mean(self, strip: int) -> bool:
-        """Whether a strip's mean is known, or none is wanted."""
-        return not self._centred or strip in self._of
+        """Return whether a strip can be filled in pieces: its mean is known or not needed."""
+        return not self._centred or strip in self._means
 
     def fill(
         self, x: Any, raw: NDArray[Any], strip: int, rows: slice, columns: slice
     ) -> None:
-        """x[rows, columns] = raw - its strip's mean, in cache-sized pieces. All columns of the
-        first rows come first."""
+        """Write scale * raw less the strip's mean to x[rows, columns].
+
+        The first call for a strip has all of its columns, as its mean is taken from them.
+
+        Args:
+            x: (rows, columns) of the strip, changed.
+            raw: features as stored, of these rows and columns.
+            strip: number of the strip.
+            rows: rows of x to fill.
+            columns: columns of x to fill.
+        """
         if not self._centred:
             self._cast_scaled(x[rows, columns], raw)
             return
         self.take_mean(raw, strip)
-        mean = self._of[strip][columns]
+        mean = self._means[strip][columns]
         sums = NO_SUMS
-        if self._sums_up:
+        if self._records_sums:
             if strip not in self._sums:
                 self._sums[strip] = np.zeros((len(x), 2), np.float32)
             sums = self._sums[strip][rows]
@@ -94,44 +114,37 @@ class StripMeans:
             bits = np.ascontiguousarray(raw).view(np.uint16)
             shift_half(bits, mean, x[rows], columns.start, sums)
             return
+        # Cast, shift and sum a piece at a time, so that it is still in the cache for each.
         weights = _weights(mean)
         step = max(1, PIECE // raw.shape[1])
-        for at in range(0, len(raw), step):
-            piece = x[rows, columns][at : at + step]
-            self._cast_scaled(piece, raw[at : at + step])
+        for start in range(0, len(raw), step):
+            piece = x[rows, columns][start : start + step]
+            self._cast_scaled(piece, raw[start : start + step])
             piece -= mean
             if len(sums):
-                sums[at : at + step] += piece @ weights
+                sums[start : start + step] += piece @ weights
 
     def _cast_scaled(self, out: Any, raw: NDArray[Any]) -> None:
-        """out = raw * scale. Scaled before the cast, which could not hold what comes of it else."""
-        self._cast(out, raw if self._scale == 1 else raw * self._scale)
+        """Write raw * scale to `out`, scaled before the cast: float32 overflows or underflows at
+        unscaled features that are far from 1."""
+        if self._scale == 1:
+            self._cast(out, raw)
+        else:
+            self._cast(out, raw * self._scale)
 
     @property
-    def _sums_up(self) -> bool:
+    def _records_sums(self) -> bool:
+        """Whether rows' products with the mean are recorded."""
         return self._origin is not None and bool(self._origin.n_rows)
 
     def take_mean(self, raw: NDArray[Any], strip: int) -> None:
-        """Compute a strip's mean from the rows that are read first; later calls do nothing."""
-        if self._centred and strip not in self._of:
-            self._of[strip] = self._mean(raw, strip)
+        """Compute a strip's mean from the rows that are read first; later calls do nothing.
 
-    def shift(self, x: Any, strip: int, staging: Staging) -> None:
-        """x = scale * x - its strip's mean, on the device."""
-        if self._scale != 1:
-            x *= float(self._scale)
-        if self._centred:
-            mean = self._of[strip]
-            staging.shift(x, mean)
-            if self._sums_up:
-                self._sums[strip] = staging.times(x, _weights(mean))
-
-    def done(self, strip: int, places: Integers, fresh: NDArray[np.bool_]) -> None:
-        """Mark a strip as complete; called in the strips' order."""
-        if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
-            self._origin.add(places, sums[fresh])
-
-    def _mean(self, raw: NDArray[Any], strip: int) -> NDArray[np.float32]:
+        raw: (rows, columns), all columns of the strip.
+        """
+        if not self._centred or strip in self._means:
+            return
+        # Rows spread over the slab, as neighbouring images may be of one class.
         chosen = raw[:: max(1, len(raw) // MEAN_ROWS)]
         sample = np.empty(chosen.shape, np.float32)
         self._cast_scaled(sample, chosen)
@@ -139,29 +152,52 @@ class StripMeans:
         if self._origin is not None:
             sample -= mean
             self._origin.centre(strip, mean, sample)
-        return mean
+        self._means[strip] = mean
+
+    def shift(self, x: Any, strip: int, staging: Staging) -> None:
+        """Scale x, (rows, columns) on the device, and subtract its strip's mean, in place."""
+        if self._scale != 1:
+            x *= float(self._scale)
+        if self._centred:
+            mean = self._means[strip]
+            staging.shift(x, mean)
+            if self._records_sums:
+                self._sums[strip] = staging.times(x, _weights(mean))
+
+    def done(self, strip: int, row_indices: Integers, fresh: NDArray[np.bool_]) -> None:
+        """Pass the sums of a complete strip to `origin`; to be called in the strips' order.
+
+        Args:
+            strip: number of the strip.
+            row_indices: (fresh rows,) their indices among all rows of the matrix.
+            fresh: (rows,) which of the strip's rows were not read for an earlier group of tiles.
+        """
+        sums = self._sums.pop(strip, None)
+        if self._origin is not None and sums is not None:
+            self._origin.add(row_indices, sums[fresh])
 
 
 def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Factors that give the rows' products with the mean, and their sums."""
+    """Return factors (columns, 2) that give a row's product with the mean, and its sum."""
     return np.stack([mean, np.ones_like(mean)], 1)
 
 
-Places = slice | Integers
+Indices = slice | Integers
 
-MOST_COLUMNS = 32768
+# Columns of a strip: GOOD_COLUMNS if the memory allows it, up to MAX_COLUMNS if a stored chunk
+# has more columns, so that it is decoded once.
+MAX_COLUMNS = 32768
 GOOD_COLUMNS = 16384
-FEWEST_COLUMNS = 256
+MIN_COLUMNS = 256
 LANES = 2  # threads that strips are sized for, whatever the number of cores
 
 
-@dataclass(frozen=True)
-class GramTile:
-    """A requested product of the chosen rows: indices `i` times indices `j`; `i is j` if
-    symmetric."""
+class GramTile(NamedTuple):
+    """A requested product: the features of rows `i` times those of rows `j`, by their indices among
+    the chosen rows; `i is j` if symmetric."""
 
-    i: Places
-    j: Places
+    i: Indices
+    j: Indices
 
 
 class Workspace:
@@ -172,7 +208,7 @@ class Workspace:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def take(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
-        """(n,) uninitialised, in the memory of the last call with this name."""
+        """Return (n,) uninitialised numbers, in the memory of the last call with this name."""
         size = n * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
@@ -181,19 +217,20 @@ class Workspace:
         return buffer[:size].view(dtype)
 
     def clear(self) -> None:
+        """Free all buffers."""
         self._buffers.clear()
 
 
 @dataclass(frozen=True)
 class StripPlan:
-    """The division of a pass."""
+    """How many tiles, columns and threads fit the memory."""
 
     at_once: int  # tiles that are computed together
     columns: int  # of a strip
     lanes: int  # number of threads with memory for a strip
 
     @classmethod
-    def of(
+    def within_memory(
         cls,
         features: FeatureMatrix,
         n: int,
@@ -201,34 +238,47 @@ class StripPlan:
         memory: int,
         item: int,
     ) -> StripPlan:
-        """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
-        for the libraries, and for a tile on its way to disk. Raises VitseeError: not even one tile
-        and two narrow strips fit."""
-        largest = max(_length(t.i) * _length(t.j) for t in tiles)
+        """Return the plan of a pass over n rows.
+
+        Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is for
+        the libraries, and for a tile on its way to disk.
+
+        Args:
+            features: the matrix.
+            n: number of chosen rows.
+            tiles: products to compute.
+            memory: bytes to stay within.
+            item: bytes of a number of a strip and of a product.
+
+        Raises:
+            VitseeError: not even one tile and two narrow strips fit.
+        """
+        largest = max(_length(tile.i) * _length(tile.j) for tile in tiles)
         share = memory * 3 // 8
-        at_once = max(1, share // (largest * 8))
+        at_once = max(1, share // (largest * 8))  # sums are float64
         # A lane holds its strip, a slab of it as stored, a stored chunk and a product.
         slab = min(features.store.plan.slab, n)
-        groups = (
-            tiles[first : first + at_once] for first in range(0, len(tiles), at_once)
-        )
-        used = max(len(_used(n, group)) for group in groups)
-        a_column = used * item + slab * features.item_size
-        fixed = largest * item + features.chunk_bytes
-        p = features.n_features
-        least = min(FEWEST_COLUMNS, features.n_features)
-        good = min(p, MOST_COLUMNS, max(GOOD_COLUMNS, features.chunk_columns))
+        n_used = 0
+        for first in range(0, len(tiles), at_once):
+            n_used = max(n_used, len(_used_rows(n, tiles[first : first + at_once])))
+        column_bytes = n_used * item + slab * features.item_size
+        fixed_bytes = largest * item + features.chunk_bytes
+        narrowest = min(MIN_COLUMNS, features.n_features)
+        preferred = max(GOOD_COLUMNS, features.chunk_columns)
+        widest = min(features.n_features, MAX_COLUMNS, preferred)
         columns = 0
         for lanes in (LANES, 1):
-            if columns < least:
-                columns = min(good, (share // lanes - fixed) // a_column)
-        if columns < least or largest * 8 > share:
-            need = max(least * a_column + fixed, largest * 8) * 8 / 3
+            if columns < narrowest:
+                columns = min(widest, (share // lanes - fixed_bytes) // column_bytes)
+        if columns < narrowest or largest * 8 > share:
+            strip_bytes = narrowest * column_bytes + fixed_bytes
+            need = max(strip_bytes, largest * 8) * 8 / 3
             raise VitseeError(
                 f"{human_bytes(memory)} of memory are too few for {n} images; give --memory "
                 f"{human_bytes(need * 1.01).replace(' ', '')} or more, or fewer --images"
             )
-        return cls(at_once, columns, max(1, share // (columns * a_column + fixed)))
+        strip_bytes = columns * column_bytes + fixed_bytes
+        return cls(at_once=at_once, columns=columns, lanes=max(1, share // strip_bytes))
 
 
 def products(
@@ -246,12 +296,12 @@ def products(
     workspace: Workspace | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[NDArray[np.float64]]:
-    """x_i x_j^T of every tile, in their order; x the features of `rows`, minus a common vector, and
-    times a power of two where they are far from 1 (see `scaling`).
+    """Yield x_i x_j^T of every tile, in their order.
 
-    The vector is the mean over some rows of the first slab. Everything derived from the result
-    (HSIC, centred kernels) is independent of it, but float32 precision is not (offsets of 300
-    standard deviations would cost two digits of CKA).
+    x are the features of `rows`, minus a common vector, and times a power of two where they are far
+    from 1 (`feature_scale`). The vector is the mean over some rows of the first slab. Everything
+    derived from the result (HSIC, centred kernels) is independent of it, but float32 precision is
+    not (offsets of 300 standard deviations would cost two digits of CKA).
 
     Args:
         features: the matrix.
@@ -262,7 +312,7 @@ def products(
         memory: bytes to stay within, of the host; on a GPU also of the device.
         centred: subtract that vector.
         dtype: of the products; sums over strips are in float64.
-        precision: "bf16" rounds the factors of the products; see `kernels.backend`.
+        precision: "bf16" rounds the factors of the products to bfloat16.
         fused: shift half-precision features by compiled code, which takes a second to load; sums
             that `origin` records then round differently.
         origin: records what was subtracted.
@@ -275,32 +325,47 @@ def products(
     backend = matmul_backend(device, precision)
     memory = min(memory, backend.free_bytes() or memory)
     item = np.dtype(dtype)
-    plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
+    plan = StripPlan.within_memory(
+        features=features, n=len(rows), tiles=tiles, memory=memory, item=item.itemsize
+    )
     lanes = n_lanes(plan.lanes)
-    strips = _balanced(features.strips(plan.columns), plan.columns)
-    scale = feature_scale(features)
-    centres = StripMeans(centred, origin, backend.cast, fused, scale)
+    strips = _split_last_strip(features.strips(plan.columns), plan.columns)
+    means = StripMeans(
+        centred=centred,
+        origin=origin,
+        cast=backend.cast,
+        fused=fused,
+        scale=feature_scale(features),
+    )
     workspace = workspace or Workspace()
-    counted = np.zeros(len(rows), bool)
+    # A row that several groups of tiles need is recorded in `origin` once.
+    was_read = np.zeros(len(rows), bool)
     for first in range(0, len(tiles), plan.at_once):
         group = tiles[first : first + plan.at_once]
-        used = _used(len(rows), group)
-        local = [_localise(tile, used, len(rows)) for tile in group]
-        work = _Pass(features, strips, rows[used], local, centres, backend)
-        work.places = used
-        work.fresh = ~counted[used]
-        counted[used] = True
-        yield from work.run(lanes, item, workspace, progress)
+        used = _used_rows(len(rows), group)
+        reading = _Pass(
+            features=features,
+            strips=strips,
+            rows=rows[used],
+            row_indices=used,
+            fresh=~was_read[used],
+            tiles=[_index_read_rows(tile, used, len(rows)) for tile in group],
+            means=means,
+            backend=backend,
+        )
+        was_read[used] = True
+        yield from reading.run(lanes, item, workspace, progress)
 
 
-def _length(part: Places) -> int:
-    if isinstance(part, slice):
-        return part.stop - part.start
-    return len(part)
+def _length(indices: Indices) -> int:
+    """Return the number of rows that a tile's side takes."""
+    if isinstance(indices, slice):
+        return indices.stop - indices.start
+    return len(indices)
 
 
-def _used(n: int, tiles: Sequence[GramTile]) -> Integers:
-    """The indices below n that any of these tiles needs."""
+def _used_rows(n: int, tiles: Sequence[GramTile]) -> Integers:
+    """Return the indices below n that any of these tiles needs, ascending."""
     mask = np.zeros(n, bool)
     for tile in tiles:
         mask[tile.i] = True
@@ -308,53 +373,85 @@ def _used(n: int, tiles: Sequence[GramTile]) -> Integers:
     return np.flatnonzero(mask)
 
 
-def _localise(tile: GramTile, places: Integers, n: int) -> GramTile:
-    """The tile in terms of the rows that were read; runs become slices, which are views."""
+def _index_read_rows(tile: GramTile, used: Integers, n: int) -> GramTile:
+    """Return the tile with indices among the `used` rows in place of those among all n."""
     to_local = np.full(n, -1)
-    to_local[places] = np.arange(len(places))
+    to_local[used] = np.arange(len(used))
 
-    def local(part: Places) -> Places:
-        shifted: Integers = to_local[part]
-        first = int(shifted[0])
-        last = int(shifted[-1])
-        if last - first + 1 == len(shifted):
+    def as_local(indices: Indices) -> Indices:
+        """Consecutive rows become a slice: a view of the strip, not a copy."""
+        local: Integers = to_local[indices]
+        first = int(local[0])
+        last = int(local[-1])
+        if last - first + 1 == len(local):
             return slice(first, last + 1)
-        return shifted
+        return local
 
-    i = local(tile.i)
-    return GramTile(i, i if tile.i is tile.j else local(tile.j))
+    i = as_local(tile.i)
+    if tile.i is tile.j:  # stays the same object, which marks a symmetric product
+        return GramTile(i, i)
+    return GramTile(i, as_local(tile.j))
 
 
-def _balanced(strips: list[FeatureBlock], columns: int) -> list[FeatureBlock]:
+def _split_last_strip(strips: list[FeatureBlock], columns: int) -> list[FeatureBlock]:
     """Split the last wide strip in two, so that of two threads neither idles meanwhile."""
-    if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * FEWEST_COLUMNS:
+    if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * MIN_COLUMNS:
         return strips
     return [*strips[:-1], *strips[-1].cut(strips[-1].n_columns // 2)]
 
 
-class _Pass:
-    """One reading of the features of some rows, for a group of tiles."""
+class _LaneBuffers(NamedTuple):
+    """Memory of one thread, reused from strip to strip."""
 
-    places: Integers  # of its rows, among all of the matrix
-    fresh: NDArray[np.bool_]  # which of them no earlier group read
+    strip: NDArray[Any]  # (rows * columns,) cast; empty if the strip is staged
+    slab: NDArray[np.uint8]  # bytes of a slab as stored
+    product: Any  # of the largest tile, on the device
+    staging: Staging | None  # the strip on its way to a GPU
+
+
+class _SlabRows(NamedTuple):
+    """The chosen rows of one slab."""
+
+    span: slice  # all rows of the slab, in the store
+    chosen: Integers | None  # the chosen ones, counted from the span's start; None: all
+    target: slice  # rows of the strip that they fill
+
+
+class _Pass:
+    """One reading of the features of some rows, for a group of tiles.
+
+    Args:
+        features: the matrix.
+        strips: its columns, in blocks.
+        rows: rows of the store to read, ascending.
+        row_indices: their indices among all chosen rows of the matrix.
+        fresh: which of them no earlier group read.
+        tiles: products to compute, with indices among `rows`.
+        means: what is subtracted.
+        backend: where to multiply.
+    """
 
     def __init__(
         self,
         features: FeatureMatrix,
         strips: Sequence[FeatureBlock],
         rows: Integers,
+        row_indices: Integers,
+        fresh: NDArray[np.bool_],
         tiles: Sequence[GramTile],
-        centres: StripMeans,
+        means: StripMeans,
         backend: MatmulBackend,
     ) -> None:
         self._strips = strips
+        self._row_indices = row_indices
+        self._fresh = fresh
         self._tiles = tiles
-        self._centres = centres
+        self._means = means
         self._backend = backend
         self._n = len(rows)
-        self._slabs = _by_slab(features, rows)
+        self._slabs = _rows_by_slab(features, rows)
         self._item_size = features.item_size
-        self._slab = features.store.plan.slab
+        self._slab_rows = features.store.plan.slab
         self._dtype = features.dtype
 
     def run(
@@ -364,103 +461,121 @@ class _Pass:
         workspace: Workspace,
         progress: Callable[[int], object] | None,
     ) -> Iterator[NDArray[np.float64]]:
-        """The tiles of the products, one after the other."""
+        """Yield the tiles' products, one after the other, once all strips are read."""
         lanes = min(lanes, len(self._strips))
         backend = self._backend
-        widest = max(strip.n_columns for strip in self._strips)
-        largest = max(product_size(_length(t.i), _length(t.j)) for t in self._tiles)
-        staged = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
-        buffers = [
-            (
-                workspace.take(f"strip {k}", 0 if staging else self._n * widest, dtype),
-                workspace.take(
-                    f"slab {k}", self._slab * widest * self._item_size, np.uint8
-                ),
-                backend.buffer(workspace.take(f"product {k}", largest, dtype)),
-                staging,
-            )
-            for k, staging in enumerate(staged)
-        ]
+        buffers = self._allocate(lanes, dtype, workspace)
         sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
+        # Strips are added to a tile in their order, so that rounding does not depend on threads.
         turns = OrderedAccess(len(self._tiles) + 1)
 
         def work(lane: int, take: Callable[[], int | None]) -> None:
-            strip_buffer, slab, memory, staging = buffers[lane]
+            """Read strips and add their products, until `take` has no more."""
+            lane_buffers = buffers[lane]
             while (k := take()) is not None:
-                if staging is None:
-                    x, read = self._load(k, strip_buffer, slab)
+                if lane_buffers.staging is None:
+                    x, n_bytes = self._load(k, lane_buffers.strip, lane_buffers.slab)
                     on_device = backend.take(x)
                 else:
-                    on_device, read = self._send(k, staging, slab, dtype)
+                    on_device, n_bytes = self._send(
+                        k, lane_buffers.staging, lane_buffers.slab, dtype
+                    )
                 for t, tile in enumerate(self._tiles):
                     left = on_device[tile.i]
+                    # The same object: the backend then makes one triangle only.
                     right = left if tile.i is tile.j else on_device[tile.j]
-                    product = product_in(memory, len(left), len(right))
+                    product = product_in(lane_buffers.product, len(left), len(right))
                     backend.multiply(left, right, product)
                     with turns.of(k, t):
                         backend.add(sums[t], product)
                 with turns.of(k, len(self._tiles)):
-                    self._centres.done(k, self.places[self.fresh], self.fresh)
+                    self._means.done(k, self._row_indices[self._fresh], self._fresh)
                     if progress is not None:
-                        progress(read)
+                        progress(n_bytes)
 
         with backend.one_thread():
             run_lanes(lanes, work, len(self._strips), turns.stop)
         for tile, total in zip(self._tiles, sums, strict=True):
             yield backend.host(total, tile.i is tile.j)
 
-    def _load(
-        self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
-    ) -> tuple[NDArray[Any], int]:
-        """A strip (rows, columns) minus its mean, and the bytes it was read from."""
-        strip = self._strips[k]
-        size = 0
-        x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
-        with in_this_thread():
-            for span, inside, target in self._slabs:
-                whole = slice(0, strip.n_columns)
-                pieces: Iterable[tuple[slice, NDArray[Any]]] = (
-                    strip.pieces(span, slab)
-                    if self._centres.has_mean(k) or strip.in_one_chunk(span)
-                    else [(whole, strip.read(span, slab))]
+    def _allocate(
+        self, lanes: int, dtype: np.dtype[Any], workspace: Workspace
+    ) -> list[_LaneBuffers]:
+        """Return the memory of each thread, large enough for the widest strip."""
+        backend = self._backend
+        widest = max(strip.n_columns for strip in self._strips)
+        product_sizes = [product_size(_length(t.i), _length(t.j)) for t in self._tiles]
+        slab_bytes = self._slab_rows * widest * self._item_size
+        stagings = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
+        buffers = []
+        for k, staging in enumerate(stagings):
+            strip_size = 0 if staging else self._n * widest
+            product = workspace.take(f"product {k}", max(product_sizes), dtype)
+            buffers.append(
+                _LaneBuffers(
+                    strip=workspace.take(f"strip {k}", strip_size, dtype),
+                    slab=workspace.take(f"slab {k}", slab_bytes, np.uint8),
+                    product=backend.buffer(product),
+                    staging=staging,
                 )
+            )
+        return buffers
+
+    def _load(
+        self, k: int, buffer: NDArray[Any], slab_buffer: NDArray[np.uint8]
+    ) -> tuple[NDArray[Any], int]:
+        """Return strip k (rows, columns) minus its mean, and the bytes that were read for it."""
+        strip = self._strips[k]
+        n_bytes = 0
+        x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
+        all_columns = slice(0, strip.n_columns)
+        with in_this_thread():
+            for span, chosen, target in self._slabs:
+                pieces: Iterable[tuple[slice, NDArray[Any]]]
+                if self._means.has_mean(k) or strip.in_one_chunk(span):
+                    pieces = strip.pieces(span, slab_buffer)
+                else:  # the mean needs all columns at once
+                    pieces = [(all_columns, strip.read(span, slab_buffer))]
                 for columns, values in pieces:
-                    size += values.nbytes
-                    values = values if inside is None else values[inside]
-                    self._centres.fill(x, values, k, target, columns)
-        return x, size
+                    n_bytes += values.nbytes
+                    if chosen is not None:
+                        values = values[chosen]
+                    self._means.fill(x, values, strip=k, rows=target, columns=columns)
+        return x, n_bytes
 
     def _send(
-        self, k: int, staging: Staging, slab: NDArray[np.uint8], dtype: np.dtype[Any]
+        self,
+        k: int,
+        staging: Staging,
+        slab_buffer: NDArray[np.uint8],
+        dtype: np.dtype[Any],
     ) -> tuple[Any, int]:
-        """A strip on the device, minus its mean; and the bytes it was read from."""
+        """Return strip k (rows, columns) on the device, minus its mean, and the bytes that were
+        read for it."""
         strip = self._strips[k]
-        size = 0
-        shape = self._n, strip.n_columns
-        room = staging.room(*shape)
+        n_bytes = 0
+        room = staging.room(self._n, strip.n_columns)
         with in_this_thread():
-            for span, inside, target in self._slabs:
-                values = strip.read(span, slab)
-                size += values.nbytes
-                room[target] = values if inside is None else values[inside]
-                self._centres.take_mean(room[target], k)
-        x = staging.send(*shape, dtype)
-        self._centres.shift(x, k, staging)
-        return x, size
+            for span, chosen, target in self._slabs:
+                values = strip.read(span, slab_buffer)
+                n_bytes += values.nbytes
+                room[target] = values if chosen is None else values[chosen]
+                self._means.take_mean(room[target], k)
+        x = staging.send(self._n, strip.n_columns, dtype)
+        self._means.shift(x, k, staging)
+        return x, n_bytes
 
 
-def _by_slab(
-    features: FeatureMatrix, rows: Integers
-) -> list[tuple[slice, Integers | None, slice]]:
-    """The pieces of every slab with rows that count: its rows in the store, which of them count
-    (None: all), and their destination."""
+def _rows_by_slab(features: FeatureMatrix, rows: Integers) -> list[_SlabRows]:
+    """Return the chosen rows of every slab that has any."""
     plan = features.store.plan
     spans = []
-    for k in range(plan.n_slabs):
-        span = plan.rows(k)
-        low, high = np.searchsorted(rows, [span.start, span.stop])
+    for slab in range(plan.n_slabs):
+        span = plan.rows(slab)
+        low, high = np.searchsorted(rows, [span.start, span.stop]).tolist()
         if high > low:
-            inside = rows[low:high] - span.start
-            whole = high - low == span.stop - span.start
-            spans.append((span, None if whole else inside, slice(int(low), int(high))))
+            chosen = None
+            if high - low < span.stop - span.start:
+                chosen = rows[low:high] - span.start
+            spans.append(_SlabRows(span, chosen, target=slice(low, high)))
     return spans

@@ -1,8 +1,9 @@
-"""Features near 1, so that single precision holds products of their products.
+"""Choose a power of two that brings features near 1, so that float32 holds products of products.
 
-HSIC multiplies entries of Gram matrices, which are products of features: float32 holds the fourth
-power of 1e-10 or of 1e10 no more. Measures of similarity do not depend on the features' scale, so
-that features far from 1 are multiplied by a power of two first, which rounds nothing.
+HSIC multiplies entries of Gram matrices, which are products of features themselves: of features of
+1e-10 or 1e10 these are 1e-40 or 1e40, which float32 does not hold. Measures of
+similarity do not depend on the features' scale, so features that are far from 1 are multiplied by
+a power of two first, which rounds nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from vitsee_core.features.matrix import FeatureMatrix, not_finite
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-# 2^20 to the fourth power, times the 2^40 products of a million features and images each, is 2^120
+# float32 ends at 2^128. (2^20)^4, times the 2^40 products that are summed over a million features
+# and a million images, is 2^120.
 MAX_EXPONENT = 20
-_COLUMNS = 1 << 16
+_COLUMNS = 1 << 16  # that are read at a time
 
 
 def power_of_two(largest: float) -> float:
-    """The power of two that brings features of this largest size near 1; 1 where they are not far
-    from it (within 2^20), or all 0."""
+    """Return the power of two that brings features near 1.
+
+    largest: their largest absolute value. Between 2^-20 and 2^20, and for 0, the result is 1.
+    """
     if largest == 0:
         return 1.0
     _, exponent = math.frexp(largest)
@@ -38,21 +42,19 @@ def feature_scale(features: FeatureMatrix) -> float:
     """Return the power of two that brings the features of a site near 1; 1 if they are near it.
 
     The order of magnitude is that of the first slab with a feature other than 0, so that one slab
-    is read again and not the whole site. It depends on the site alone: Gram matrices of other rows
-    of the same site, another minibatch or another worker's, have the same scale and add up. Slabs
-    may differ by 2^20 from the first one before single precision loses any of them.
-
-    Half precision holds nothing that is far from 1, and is not read.
+    is read again and not the site. It depends on the site alone: Gram matrices of other rows of the
+    same site, those of another minibatch or worker, have the same scale and add up. Features of
+    other slabs may differ by 2^20 from those of the first before float32 loses any of them.
 
     Raises:
         VitseeError: a number of that slab is not finite.
     """
     if features.dtype == np.float16:
-        return 1.0
+        return 1.0  # float16 holds 2^-24 to 2^16: near enough to 1
     store = features.store
     for slab in range(store.plan.n_slabs):
         rows = store.plan.rows(slab)
-        valid = store.valid[rows]
+        valid = store.valid[rows]  # (images,) unreadable images are NaN
         largest = 0.0
         for strip in features.strips(_COLUMNS):
             largest = max(largest, largest_size(strip.read(rows)[valid]))
@@ -78,5 +80,5 @@ def stored_gram_scale(store: Store, site: str) -> float:
 
 
 def largest_size(values: NDArray[Any]) -> float:
-    """The largest |x|; NaN where a value is."""
+    """Return the largest |x|, without a copy of `values`; NaN if any value is."""
     return float(max(values.max(initial=0), -values.min(initial=0)))
