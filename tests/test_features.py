@@ -177,7 +177,7 @@ def test_a_stack_takes_tokens_in_any_order(tmp_path: Path) -> None:
     grid = TokenStack(chosen(store, "patches"), np.array([4, 1, 5]))
     truth = values(VIT)[:, 2:][:, [4, 1, 5]]
     assert np.array_equal(grid.read(slice(0, 3)), truth[:3])
-    assert np.array_equal(grid.part(slice(1, 3)).read(slice(4, 6)), truth[4:6, 1:])
+    assert np.array_equal(grid.take(slice(1, 3)).read(slice(4, 6)), truth[4:6, 1:])
     assert (grid.n_matrices, grid.n_features) == (3, DIM)
 
 

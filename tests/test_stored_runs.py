@@ -25,13 +25,13 @@ UNEVEN = TokenLayout((), (2, 3), stride_px=(5.0, 5.0), offset_px=(0.0, 0.0))
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stacks that were kept as they are stored."""
     found: list[str] = []
-    real = StoredRuns._jobs
+    real = StoredRuns._request
 
     def watch(self: StoredRuns, run: slice) -> Any:
         found.append(type(self.stack).__name__)
         return real(self, run)
 
-    monkeypatch.setattr(StoredRuns, "_jobs", watch)
+    monkeypatch.setattr(StoredRuns, "_request", watch)
     return found
 
 

@@ -290,7 +290,7 @@ def _split_stacks(stacks: Sequence[Stack], n_groups: int) -> list[list[Stack]]:
             start = end - stack.n_matrices
             inside = slice(int(max(low - start, 0)), int(min(high, end) - start))
             if inside.stop > inside.start:
-                group.append(stack.part(inside))
+                group.append(stack.take(inside))
         groups.append(group)
     return groups
 
@@ -348,9 +348,9 @@ class StackGram:
         """The number of images."""
         return len(self.features.images)
 
-    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+    def loading_jobs(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
         """Return jobs to run, in any order, before a block is computed; none the second time."""
-        return self.features.reading(i, j)
+        return self.features.loading_jobs(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
         """Return the entries (len(i), len(j)), on the device of the features."""
@@ -366,10 +366,10 @@ class StackGram:
         """Return the features of the images in `i` and of those in `j`; one array twice if they are
         the same."""
         self.progress.advance(1)
-        left = self.features.of(self.k, i, "left")
+        left = self.features.features(self.k, i, "left")
         if i == j:
             return left, left
-        return left, self.features.of(self.k, j, "right")
+        return left, self.features.features(self.k, j, "right")
 
 
 def bytes_per_value(stack: Stack, stored: bool) -> int:
@@ -379,7 +379,7 @@ def bytes_per_value(stack: Stack, stored: bool) -> int:
         stack: of tokens or pixels.
         stored: whether they are kept in their stored type, if possible.
     """
-    if not stored or not StoredRuns.takes(stack):
+    if not stored or not StoredRuns.supports(stack):
         return 4  # float32
     return 2 if isinstance(stack, TokenStack) else 1  # float16 tokens, uint8 pixels
 
@@ -404,7 +404,7 @@ def matrices(
     """
     for stack in stacks:
         features: Runs
-        if stored and StoredRuns.takes(stack):
+        if stored and StoredRuns.supports(stack):
             features = StoredRuns(stack, images, kept, backend, progress)
         else:
             features = Runs(stack, images, kept, backend, progress)

@@ -155,7 +155,7 @@ class Matrix(Protocol):
 class Computed(Matrix, Protocol):
     """A matrix whose blocks are computed on demand."""
 
-    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+    def loading_jobs(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
         """Jobs to run first, in any order; none the second time."""
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
@@ -172,7 +172,10 @@ def read(
 ) -> None:
     """Read the features that blocks of some matrices are computed from."""
     jobs = [
-        job for matrix in matrices if is_computed(matrix) for job in matrix.reading(i, j)
+        job
+        for matrix in matrices
+        if is_computed(matrix)
+        for job in matrix.loading_jobs(i, j)
     ]
     run_all(lambda job: job(), jobs, pool)
 
