@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tests.every_command import TABLES, vitsee, write_everything
 from tests.processes import Server, server
+from tests.recipes import make_first_look
 from vitsee_cli import console
 from vitsee_core.runtime import progress
 from vitsee_stores import StoreWriter
@@ -239,3 +240,12 @@ def make_store(
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture(scope="session")
+def first_look(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what README's own blocks leave."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    return make_first_look(base)

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import click
 import docs_source
 import pytest
-from click.testing import CliRunner
 
+from tests.recipes import (
+    README,
+    blocks_of,
+    lines_of,
+    link_first_look,
+    run_blocks,
+)
 from vitsee_cli.main import main
 from vitsee_core.pages.report.captions import captions
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text()
     for folder in ("guide", "analyses")
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 }
 TEXTS = {"README.md": README, **PAGES}
-
-
-def blocks_of(page: str) -> list[tuple[str, str]]:
-    """(language, text) of the blocks of a page that are marked."""
-    return re.findall(r"<!-- tested -->\n```(\w+)\n(.*?)```", page, re.DOTALL)
-
-
-def lines_of(text: str) -> list[str]:
-    """The command lines of a block, each in one line."""
-    return [line.strip() for line in text.replace("\\\n", " ").strip().splitlines()]
 
 
 def vitsee_lines(page: str) -> list[str]:
@@ -61,59 +51,6 @@ def test_every_vitsee_line_parses(name: str) -> None:
         command.make_context(words[0], words[1:], parent=click.Context(main))
 
 
-def run_in_shell(command: list[str], folder: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def run_here(words: list[str], line: str) -> None:
-    """`vitsee ... > FILE` in this process, which has imported torch already."""
-    words, target = (words[:-2], words[-1]) if ">" in words else (words, os.devnull)
-    assert words[0] == "vitsee" and not {"|", ">", "&&", ";"} & {*words}
-    done = CliRunner().invoke(main, words[1:])
-    assert done.exit_code == 0, f"{line}: {done.stderr}"
-    Path(target).write_text(done.stdout)
-
-
-def run_blocks(page: str, folder: Path) -> None:
-    """Pipes and other programs in a shell, our commands and Python in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for language, text in blocks_of(page):
-            if language == "python":
-                exec(text, {})
-                continue
-            assert language == "sh"
-            for line in lines_of(text):
-                words = shlex.split(line, comments=True)
-                if words[0] == "vitsee" and "|" not in words:
-                    run_here(words, line)
-                elif words[:2] == ["python", "-c"]:
-                    exec(words[2], {})
-                else:
-                    run_in_shell(["bash", "-euo", "pipefail", "-c", line], folder)
-
-
-@pytest.fixture(scope="session")
-def first_look(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What README's own blocks leave, made by one of the processes of a test run."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder, made = base / "first-look", base / "first-look-made"
-    with open(base / "first-look.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            run_blocks(README, folder)
-            made.touch()
-    return folder
-
-
 @pytest.mark.slow
 def test_readme_runs(first_look: Path) -> None:
     for picture in ("dist.png", "cka.png", "probe.png"):
@@ -132,11 +69,7 @@ def test_readme_runs(first_look: Path) -> None:
 def test_a_page_runs_on_the_stores_of_readme(
     name: str, first_look: Path, tmp_path: Path
 ) -> None:
-    for path in first_look.iterdir():
-        if path.suffix == ".zarr":
-            (tmp_path / path.name).symlink_to(path)
-        elif ".csv" in path.name:
-            shutil.copy(path, tmp_path)
+    link_first_look(first_look, tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     run_blocks(PAGES[name], tmp_path)
     for line in vitsee_lines(

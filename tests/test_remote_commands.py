@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import vitsee
+from tests.recipes import README, blocks_of
 from tests.s3 import download, environment, make_bucket, objects, server, upload
-from tests.test_readme import README, blocks_of
 from vitsee_cli import values
 from vitsee_cli.main import main
 from vitsee_core.extraction import run as extraction

@@ -66,7 +66,14 @@ SPOKEN = {
 }
 FOLDERS = ("docs/guide", "docs/analyses")
 PICTURE = r"!\[([^\]]*)\]\(/pictures/([\w-]+)\.png\)"
-PYTHON = ("open_store", "extract", "Store", "Table", "Segmentation")
+PYTHON = (
+    "open_store", "extract", "explore", "Store", "Table", "Segmentation", "Monitor",
+    "NotebookProgress", "VitseeError",
+)  # fmt: skip
+EXAMPLES = (
+    "Examples here and on the pages of the analyses run as they stand in a folder with the stores "
+    "of [the first look](/index.md#a-first-look); the recipes of an analysis make its other stores."
+)
 
 
 def main() -> None:
@@ -192,8 +199,8 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def python_page() -> str:
-    """What `import vitsee` gives besides the analyses."""
-    parts = ["# In Python", inspect.getdoc(vitsee) or ""]
+    """What `import vitsee` gives besides the analyses, whose `run` stands on their own pages."""
+    parts = ["# In Python", inspect.getdoc(vitsee) or "", EXAMPLES]
     for name in PYTHON:
         thing = getattr(vitsee, name)
         parts += [f"## {name}", documented(thing, name)]

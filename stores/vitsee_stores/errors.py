@@ -7,7 +7,16 @@ from typing import Any, Self
 
 class VitseeError(Exception):
     """Root of all errors shown without a traceback: what was found, what was expected, what to run.
-    Errors of other processes unpickle unchanged, whatever their constructors take."""
+    Errors of other processes unpickle unchanged, whatever their constructors take.
+
+    Examples:
+        >>> import vitsee
+        >>> try:
+        ...     vitsee.open_store("nowhere/none.zarr")
+        ... except vitsee.VitseeError as error:
+        ...     print(str(error).split(" (")[0])  # the rest says what to run
+        no store at nowhere/none.zarr: nothing is there
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._again, (self.args, self.__dict__)

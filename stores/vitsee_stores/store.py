@@ -55,6 +55,14 @@ class Store(StoreContents):
 
     Every method returns a lazy array, which reads from disk when it is sliced. A store
     pickles as its address, so that workers open it themselves.
+
+    Examples:
+        >>> import vitsee
+        >>> store = vitsee.open_store("vit.zarr")
+        >>> isinstance(store, vitsee.Store)
+        True
+        >>> store.samples.label[:3].tolist()
+        [1, 4, 8]
     """
 
     def acts(
@@ -453,10 +461,13 @@ def open_store(
         IncompleteStore: the store is unfinished and `allow_partial` is False, or it has no
             slab yet.
 
-    Example:
-        >>> store = open_store("b16.zarr")
-        >>> store.pooled("norm", "cls")[:].shape
-        (10000, 768)
+    Examples:
+        >>> import vitsee
+        >>> store = vitsee.open_store("vit.zarr")
+        >>> len(store.samples), sorted(store.sites)[:2]
+        (200, ['blocks.0.in', 'blocks.0.out'])
+        >>> store.acts("blocks.3.out", tokens="patches").shape  # (images, rows, cols, dim)
+        (200, 8, 8, 96)
     """
     return _open_generations(path, allow_partial, label, max_generations=None)
 

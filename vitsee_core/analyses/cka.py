@@ -106,6 +106,18 @@ def run(
         MissingInput: a store lacks a site or its tokens.
         SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images, disk or memory.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.cka("vit.zarr", "resnet.zarr", sites="last")
+        >>> table["site_a"].item(), table["site_b"].item(), round(table["value"].item(), 2)
+        ('blocks.5.out', 'layer4.1.out', 0.71)
+        >>> len(vitsee.cka("vit.zarr", sites="blocks"))  # embedding and six blocks: 7 x 7 pairs
+        49
+        >>> vit = vitsee.open_store("vit.zarr")
+        >>> values = vitsee.cka(vit.pooled("blocks.4.out")[:], vit.pooled("blocks.5.out")[:])
+        >>> len(values)
+        1
     """
     if preset in PRESETS and pairs == "all":
         sites = sites or PRESETS[preset].sites

@@ -115,6 +115,12 @@ def run(
         MissingInput: the first store lacks attention summaries or the heads' outputs.
         SiteError: no such block or site.
         VitseeError: not two stores, choices that do not go together, too few images.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.cka_heads("heads.zarr", "resnet.zarr", sites_b="last")
+        >>> len(table)  # four heads
+        4
     """
     if len(stores) != 2:
         raise VitseeError(

@@ -105,6 +105,12 @@ def extract(
     Raises:
         OptionError: an option that does not exist, or a value that it does not take.
         VitseeError: as the command's line on stderr; committed slabs are kept.
+
+    Examples:
+        >>> import vitsee
+        >>> store = vitsee.extract("demo:vit", "demo:test", "few.zarr", images=8, sites="blocks")
+        >>> store.acts("blocks.-1.out").shape
+        (8, 65, 96)
     """
     if isinstance(model, str) and "?" in model:
         model, named = options_in_name(model)

@@ -218,32 +218,58 @@ def _run_on_arrays(
 def documented(text: str, parameters: dict[str, DeclaredParameter]) -> str:
     """Return a docstring with Args entries for `execution` and for all parameters with options.
 
-    They are appended to the block `Args:`, or to a new one before the block `Raises:`.
+    An entry of an option is its help, in place of an entry that the docstring has of the same
+    parameter: the command line and `help(vitsee.x)` then say the same. Entries are in the order
+    of the parameters, in the block `Args:` or in a new one before the block `Raises:`.
     """
-    entries = []
+    blocks = inspect.cleandoc(text).split("\n\n")
+    titles = [block.partition("\n")[0] for block in blocks]
+    args_index = next(
+        (i for i, title in enumerate(titles) if title.startswith("Args:")), None
+    )
+    written = {} if args_index is None else _entries_of(blocks[args_index])
+    entries = dict(written)
     for parameter in parameters.values():
-        metadata = parameter.metadata
+        name, metadata = parameter.name, parameter.metadata
         if isinstance(metadata, Option) and metadata.help:
-            entries.append(_args_lines(parameter, metadata))
-        elif isinstance(metadata, Gather) and f"    {parameter.name}: " not in text:
-            entries.append(f"    {parameter.name}: a `{metadata.kind.__name__}`.")
-    if "execution" in parameters and "    execution: " not in text:
-        entries.append(
+            entries[name] = _args_lines(parameter, metadata)
+        elif isinstance(metadata, Gather) and name not in written:
+            entries[name] = f"    {name}: a `{metadata.kind.__name__}`."
+    if "execution" in parameters and "execution" not in written:
+        entries["execution"] = (
             "    execution: which images, and what the work may use; see `Execution`, whose fields "
             "are\n        keywords too."
         )
-    blocks = inspect.cleandoc(text).split("\n\n")
-    titles = [block.partition("\n")[0] for block in blocks]
-    if not any(title.startswith("Args:") for title in titles) and entries:
-        raises = [i for i, title in enumerate(titles) if title.startswith("Raises:")]
-        position = raises[0] if raises else len(blocks)
-        blocks.insert(position, "Args:")
-        titles.insert(position, "Args:")
-    for i, title in enumerate(titles):
-        if title.startswith("Args:"):
-            blocks[i] = "\n".join([blocks[i], *entries])
-            break
+    if not entries:
+        return "\n\n".join(blocks)
+    position = {name: i for i, name in enumerate(parameters)}
+    # A parameter with `Fields` is not a keyword of callers: its fields are, and have entries.
+    shown = [name for name in entries if name in position or not name.isidentifier()]
+    ordered = sorted(shown, key=lambda name: position.get(name, -1))
+    args_block = "\n".join(["Args:", *(entries[name] for name in ordered)])
+    if args_index is not None:
+        blocks[args_index] = args_block
+    else:
+        later = [
+            i
+            for i, title in enumerate(titles)
+            if title.startswith(("Raises:", "Examples:"))
+        ]
+        blocks.insert(later[0] if later else len(blocks), args_block)
     return "\n\n".join(blocks)
+
+
+def _entries_of(args_block: str) -> dict[str, str]:
+    """Return parameter -> its lines, of a docstring's block `Args:`."""
+    entries: dict[str, str] = {}
+    name = ""
+    for line in args_block.splitlines()[1:]:
+        if line.startswith("     "):  # a line that goes on with the entry above it
+            entries[name] += f"\n{line}"
+        else:
+            name = line.partition(":")[0].strip()
+            entries[name] = line
+    return entries
 
 
 def _args_lines(parameter: DeclaredParameter, option: Option) -> str:

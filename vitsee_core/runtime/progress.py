@@ -132,10 +132,9 @@ class NotebookProgress:
     Args:
         what: text before the numbers.
 
-    Example:
+    Examples:
         >>> import vitsee
-        >>> progress = vitsee.NotebookProgress()
-        >>> vitsee.knn("train.zarr", "vit.zarr", progress=progress)  # doctest: +SKIP
+        >>> table = vitsee.attn_dist("vit.zarr", progress=vitsee.NotebookProgress())
     """
 
     def __init__(self, what: str = "vitsee") -> None:

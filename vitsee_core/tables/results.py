@@ -57,6 +57,15 @@ class Table:
         made_by: the analysis and its arguments, if an analysis returned the table.
         analysis: the analysis whose figure `plot` draws, if the table is a part of another one or
             was read from a file.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.attn_dist("vit.zarr")
+        >>> table.to_csv("dist.csv")
+        >>> vitsee.Table.read("dist.csv").filter(head=1)["site"].tolist()[:2]
+        ['blocks.0', 'blocks.1']
+        >>> len(table.to_pandas()) == len(table)
+        True
     """
 
     frame: pl.DataFrame

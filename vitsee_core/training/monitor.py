@@ -105,6 +105,26 @@ class Monitor:
     Raises:
         OptionError: an unknown analysis or keyword, or values that do not go together.
         VitseeError: the folder has steps and `resume` is False, or something else.
+
+    Examples:
+        >>> import vitsee
+        >>> import timm, torch
+        >>> model = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=10)
+        >>> prepare = {"input_size": (3, 32, 32), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+        >>> monitor = vitsee.Monitor(
+        ...     model,
+        ...     "demo:test",
+        ...     "run.zarrs",
+        ...     every=5,
+        ...     images=20,
+        ...     transform=prepare,
+        ...     analyses=["spectrum"],
+        ...     say=lambda line: None,
+        ... )
+        >>> for step in range(6):  # in a training: after optimizer.step()
+        ...     tables = monitor(step)
+        >>> sorted(set(vitsee.Table.read("run.zarrs/results/spectrum.csv")["step"].tolist()))
+        [0, 5]
     """
 
     def __init__(

@@ -120,6 +120,13 @@ def run(
         MissingInput: no store has attention summaries, or no store has what is asked for of clips.
         SiteError: a pattern matches no block.
         VitseeError: unknown metric, or no valid image among those asked for.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.attn_dist("vit.zarr", sites="blocks.-1", metrics="distance_px")
+        >>> table["head"].tolist(), table["value"].round(1).tolist()  # pixels, one value per head
+        ([0, 1, 2, 3], [16.1, 16.6, 17.1, 15.7])
+        >>> table.plot().savefig("distances.png")
     """
     all_metrics = (*METRICS, *IN_TIME)
     requested = select_metrics(metrics or all_metrics, all_metrics, "attn-dist")

@@ -135,6 +135,12 @@ def run(
         MissingInput: no store has such summaries, or a class token.
         SiteError: a pattern matches no block.
         VitseeError: options that do not go together, no such head, image or cell.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.attn_map("vit.zarr", kind="entropy", sites="blocks.-1")
+        >>> table["head"].tolist(), table["value"].round(2).tolist()
+        ([0, 1, 2, 3], [3.23, 3.32, 3.51, 3.86])
     """
     _check_options(
         kind,

@@ -166,6 +166,13 @@ def run(
     Raises:
         VitseeError: a file is not such a result, none of them has such a metric, or the metric has
             no direction.
+
+    Examples:
+        >>> import vitsee
+        >>> vitsee.knn("train.zarr", "vit.zarr").to_csv("knn.csv")
+        >>> best = vitsee.best_layer("knn.csv")
+        >>> best["metric"].tolist(), best["site"].tolist(), best["value"].round(2).tolist()
+        (['top1', 'top5'], ['blocks.5.out', 'blocks.4.out'], [0.86, 0.99])
     """
     files = disambiguate_labels(_read_unless_opened(files))
     remarks = []

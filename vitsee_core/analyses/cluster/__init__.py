@@ -182,6 +182,12 @@ def run(
         VitseeError: more clusters than images, seeds beyond `MAX_SEED`, vectors beyond the
             memory, segments of one category only, masks that cannot be used (see
             `Segmentation.open`, `find_segments`), or an unknown choice.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.cluster("vit.zarr", sites="blocks.-1.out", metrics="purity")
+        >>> list(zip(table["baseline"].tolist(), table["value"].round(1).tolist()))
+        [('', 0.9), ('shuffled', 0.2), ('random', 0.2)]
     """
     segmentation = as_segmentation(masks)
     if preset is not None:

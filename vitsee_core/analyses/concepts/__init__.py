@@ -150,6 +150,12 @@ def run(
         SiteError: no such site, none with a grid, or more axes than channels.
         VitseeError: negative numbers in nmf without `clamp`, fewer patches than concepts, a
             dictionary of several sites to save, or a file that exists, without `force`.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.concepts("vit.zarr", sites="blocks.-1.out", k=4)
+        >>> sorted(set(table["metric"]))
+        ['activation', 'purity', 'r2', 'share', 'stability']
     """
     _check_options(method, k, epochs, top, execution.seed)
     # Rows about concepts are always in the table: the figure is made of them.

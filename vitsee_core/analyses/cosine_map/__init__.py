@@ -152,6 +152,13 @@ def run(
         MissingInput: a site is stored pooled only.
         SiteError: no site matches, none has a grid, or a patch lies outside of grid or image.
         VitseeError: a store does not have an image or a pixel, or options exclude each other.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.cosine_map("vit.zarr", image="1", at="4,3", sites="blocks.-1.out")
+        >>> sorted(set(table["metric"]))
+        ['cosine', 'cosine_area', 'cosine_mean', 'cosine_neighbours']
+        >>> table.plot().savefig("cosine.png")
     """
     # Refused rather than ignored: the command would otherwise seem to use them.
     if offsets and (image or at or to):

@@ -187,6 +187,14 @@ def run(
         StoreMismatch: other models, or images that are both trained and tested on.
         VitseeError: no class maps, one that is damaged, of another size or with other values, or
             choices that exclude each other.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.dense_probe(
+        ...     "voc.zarr", masks="sets/VOC2012", holdout=0.2, sites="blocks.-1.out"
+        ... )
+        >>> sorted(set(table["metric"]))
+        ['boundary_iou', 'miou', 'pixel_accuracy']
     """
     n_ways = (len(tests) > 0) + (truth.split is not None) + (truth.holdout is not None)
     if n_ways != 1:

@@ -145,6 +145,12 @@ def run(
         MissingInput: a store lacks the tokens, or nothing can be compared.
         SiteError: no such site, or none that both stores hold.
         VitseeError: no changed store, one store twice, or too few images.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.effect("vit.zarr", "no-skip.zarr", metrics="agreement")
+        >>> table["store"].tolist(), table["value"].tolist()
+        (['no-skip'], [0.07])
     """
     if not changed:
         raise VitseeError(

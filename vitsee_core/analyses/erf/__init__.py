@@ -106,6 +106,12 @@ def run(
         MissingInput: no store has receptive fields, or none of the sites has them.
         SiteError: a pattern matches no site.
         VitseeError: a metric is unknown, or no image is valid.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.erf("seen.zarr", metrics="radius50_px", sites="first,last")
+        >>> table["site"].tolist(), table["value"].round().tolist()  # pixels
+        (['blocks.0.out', 'blocks.5.out'], [4.0, 9.0])
     """
     row_metrics = select_metrics(metrics, METRICS, "erf")
     selection = select_each(stores, sites, _select_with_fields)

@@ -125,6 +125,13 @@ def run(
         MissingInput: no store has attention and a model with a classifier.
         SiteError: a pattern matches no block.
         VitseeError: weights or images are gone, or are not those of the store.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.head_importance("vit.zarr", sites="blocks.-1", images=20)
+        >>> ablated = table.filter(metric="kl")
+        >>> len(ablated)
+        4
     """
     origin = origin or Provenance()
     row_metrics = select_metrics(metrics or METRICS, METRICS, "head-importance")

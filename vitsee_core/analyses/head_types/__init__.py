@@ -111,6 +111,13 @@ def run(
         MissingInput: no store has attention summaries.
         SiteError: a pattern matches no block.
         VitseeError: no chosen image is valid, or a threshold is out of its range.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.head_types("vit.zarr", sites="blocks.-1")
+        >>> of_heads = table.filter(metric="head_std")
+        >>> of_heads["head"].tolist(), of_heads["type"].tolist()
+        ([0, 1, 2, 3], ['global', 'global', 'global', 'global'])
     """
     thresholds = thresholds or Thresholds()
     thresholds.check()

@@ -168,6 +168,14 @@ def run(
         SiteError: no site with a grid matches.
         VitseeError: files of pairs are missing or damaged, an option has an unknown value, or
             most of the images are not in a store.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.keypoints(
+        ...     "vit-clothes.zarr", pairs="clothes", sites="blocks.-1.out", alphas=[0.1]
+        ... )
+        >>> sorted(set(table["metric"])), sorted(set(table["baseline"]))
+        (['pck@0.1', 'pck_image@0.1', 'pck_point@0.1'], ['', 'chance', 'grid', 'still'])
     """
     if not stores:
         raise VitseeError("no store was given; expected one or more")

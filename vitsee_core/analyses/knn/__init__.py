@@ -181,6 +181,12 @@ def run(
         StoreMismatch: other models, other classes, or images that are in both.
         VitseeError: k larger than the number of training images, an unknown choice, or masks that
             cannot be used (see `Segmentation.open`, `find_segments`).
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.knn("train.zarr", "vit.zarr", sites="blocks.-1.out", ks=(5, 20))
+        >>> table["k"].tolist(), table["metric"].tolist(), table["value"].round(2).tolist()
+        ([5, 5, 20, 20], ['top1', 'top5', 'top1', 'top5'], [0.86, 0.95, 0.86, 0.98])
     """
     if not tests:
         raise VitseeError("no store to test on; expected one or more")

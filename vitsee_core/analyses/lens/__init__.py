@@ -113,6 +113,12 @@ def run(
         MissingInput: no store has a classifier, or the tokens that it reads.
         SiteError: no such site, or none of the classifier's width.
         VitseeError: unknown metric, or labels that are not the classifier's classes.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.lens("vit.zarr", metrics="lens_top1")
+        >>> list(zip(table["site"].tolist(), table["value"].round(2).tolist()))[-2:]
+        [('blocks.4.out', 0.84), ('blocks.5.out', 0.88)]
     """
     for metric in metrics:
         if metric not in METRICS:

@@ -164,6 +164,12 @@ def run(
         VitseeError: choices that do not go together, too few images or too little memory. A site
             whose maps alone are too large for the memory is left out, which is logged, unless all
             are too large.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.localize("vit.zarr", sites="blocks.-1.out")
+        >>> len(table)  # the CKA of each of 8 x 8 tokens with each of 8 x 8 input patches
+        4096
     """
     _check_choices(summary, tokens, metrics)
     summary_metrics = TOKEN_METRICS if summary == "token" else SITE_METRICS

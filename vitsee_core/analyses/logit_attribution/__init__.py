@@ -171,6 +171,12 @@ def run(
         MissingInput: no store has the branches and a classifier, or its logits are not such a sum.
         SiteError: the classifier does not have a class that was named.
         VitseeError: options that exclude each other, or labels that are not the model's classes.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.logit_attribution("branches.zarr", images=50)
+        >>> table["site"].tolist()[:5]  # a row for each part of the logit
+        ['embed', 'blocks.0.attn', 'blocks.0.mlp', 'blocks.1.attn', 'blocks.1.mlp']
     """
     if classes and (by_class or target):
         option = "--by-class" if by_class else "--target"

@@ -132,6 +132,12 @@ def run(
         SiteError: a pattern that matches in no store or tokens that no store has, or a store left
             without any.
         VitseeError: unknown metric, or no valid image among those chosen.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.normratio("vit.zarr", metrics="norm_ratio", tokens="cls")
+        >>> list(zip(table["site"].tolist(), table["value"].round(1).tolist()))[:2]
+        [('blocks.0.attn', 0.3), ('blocks.0.mlp', 1.7)]
     """
     requested = select_metrics(metrics, METRICS, "normratio")
     selected = choose_sublayers(stores, sites)

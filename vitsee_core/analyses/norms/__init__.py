@@ -143,6 +143,12 @@ def run(
         SiteError: no such site, or none with tokens.
         VitseeError: unknown metric, a threshold that is not a positive number, more tokens than fit
             the memory, or numbers that are not finite.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.norms("vit.zarr", metrics="norm", sites="blocks.-1.out")
+        >>> table["token"].tolist()[:2], table["value"].round(1).tolist()[:2]
+        (['cls', 'patches'], [18.8, 13.0])
     """
     select_metrics(metrics, METRICS, "norms")
     if not (np.isfinite(threshold) and threshold > 0):

@@ -155,6 +155,13 @@ def run(
         SiteError: no site matches, none has a grid, or more components than channels.
         VitseeError: a store does not have an image; the foreground is unknown or empty; or the
             work does not fit the memory.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.pca("vit.zarr", sites="blocks.-1.out")
+        >>> sorted(set(table["metric"]))
+        ['axis_agreement', 'explained_variance', 'score']
+        >>> table.plot().savefig("pca.png")
     """
     if foreground not in FOREGROUND:
         raise VitseeError(

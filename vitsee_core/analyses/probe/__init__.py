@@ -124,6 +124,12 @@ def run(
         StoreMismatch: other models, other classes, or images that are both trained and tested on.
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.probe("train.zarr", "vit.zarr", sites="blocks.-1.out")
+        >>> list(zip(table["metric"].tolist(), table["value"].round(2).tolist()))
+        [('top1', 0.86), ('top5', 1.0)]
     """
     stores = ProbedStores(train, tests, split)
     segmentation = as_segmentation(masks)

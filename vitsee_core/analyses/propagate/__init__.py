@@ -140,6 +140,12 @@ def run(
         MissingInput: a store keeps a site pooled only.
         SiteError: a site without a grid.
         VitseeError: see `davis.find_videos`, `choose_settings`; `save` exists.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.propagate("normal.zarr", masks="videos", sites="blocks.-1.out")
+        >>> sorted(set(table["metric"]))
+        ['f', 'f_decay', 'f_recall', 'j', 'j_decay', 'j_recall', 'jf']
     """
     from vitsee_core.analyses.propagate.davis import (
         find_masks,

@@ -135,6 +135,13 @@ def run(
             that is a right image.
         VitseeError: a ground truth that is none, a query that could not be read, none with a right
             image, or an unknown choice.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.retrieve("vit.zarr", sites="blocks.-1.out")
+        >>> means = table.filter(metric="map")
+        >>> list(zip(means["baseline"].tolist(), means["value"].round(2).tolist()))
+        [('', 0.81), ('chance', 0.12)]
     """
     known, source = _opened(truth)
     form = _checked(known, form, at, execution.images)

@@ -168,6 +168,14 @@ def run(
         SiteError: a pattern matches no block.
         VitseeError: an option has an unknown value, masks cannot be read or belong to none of the
             images, or images or weights are gone.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.saliency(
+        ...     "scenes.zarr", masks="scenes/annotations/instances_val2017.json"
+        ... )
+        >>> sorted(set(table["metric"])), sorted(set(table["baseline"]))
+        (['iou'], ['', 'centre', 'random', 'uniform'])
     """
     validate_options(tokens, mass, foreground, best)
     selected = blocks_of_each(stores, sites)

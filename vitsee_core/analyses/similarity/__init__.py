@@ -214,6 +214,14 @@ def run(
         MissingInput: a store lacks a site or its tokens, or keeps only blocks within slabs.
         SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images, disk or memory.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.similarity(
+        ...     "vit.zarr", "untrained.zarr", metrics="mutual_knn", pairs="same-depth", sites="last"
+        ... )
+        >>> table["k"].item(), round(table["value"].item(), 2)
+        (10, 0.65)
     """
     measures = choose_measures(metrics, k=k, rdm=rdm, ridge=ridge, variance=variance)
     if calibrate is not None and calibrate < comparing.LEAST:

@@ -133,6 +133,12 @@ def run(
         SiteError: no such site, or none with a grid.
         VitseeError: unknown metric, `srss` without masks, masks that cannot be used, numbers that
             are not finite.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.spatial("vit.zarr", metrics=("lds", "rmsc"), sites="blocks.-1.out")
+        >>> list(zip(table["metric"].tolist(), table["value"].round(2).tolist()))
+        [('lds', 0.48), ('rmsc', 0.8)]
     """
     requested = select_metrics(metrics or METRICS, METRICS, "spatial")
     if OF_MASKS in metrics and not masks:

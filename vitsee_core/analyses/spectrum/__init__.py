@@ -129,6 +129,12 @@ def run(
         SiteError: no site matches, or it does not have these tokens.
         VitseeError: a metric is unknown or needs one vector per image, labels or logits that are
             missing; or the work does not fit the memory.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.spectrum("vit.zarr", metrics=("rankme", "alpha"), sites="blocks.-1.out")
+        >>> list(zip(table["metric"].tolist(), table["value"].round(1).tolist()))
+        [('rankme', 29.0), ('alpha', nan)]
     """
     select_metrics(metrics, METRICS, "spectrum")
     selected = select_each(stores, sites, sites_of)

@@ -109,6 +109,12 @@ def run(
     Raises:
         VitseeError: no source has what is asked for, a store has no weights, or two sources have
             one name.
+
+    Examples:
+        >>> import vitsee
+        >>> table = vitsee.weights("vit.zarr", what="positions")
+        >>> sorted(set(table["metric"])), len(table)
+        (['cosine'], 4096)
     """
     from vitsee_stores import Store
 

@@ -134,6 +134,12 @@ def explore(
         SiteError: no such site, or none with a grid of patches.
         StoreMismatch: no image is in all stores, or clips have other numbers of places in time.
         VitseeError: no such image; the file exists or cannot be written.
+
+    Examples:
+        >>> import vitsee
+        >>> page = vitsee.explore("vit.zarr", output="explore.html", images=3)
+        >>> page.n_images, page.n_sites
+        (3, 7)
     """
     path = Path(output)
     check_new_files([path], force=force)

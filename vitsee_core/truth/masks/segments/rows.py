@@ -62,6 +62,13 @@ class Segmentation:
             not.
         segments: the largest number of segments, those of images drawn with the seed.
         first: only segments of so many first images of the masks (of COCO files by their ids).
+
+    Examples:
+        >>> import vitsee
+        >>> masks = vitsee.Segmentation("scenes/annotations/instances_val2017.json", weights="any")
+        >>> table = vitsee.cluster("scenes.zarr", masks=masks, sites="last", metrics="purity")
+        >>> sorted(set(table["baseline"]))
+        ['', 'image', 'random', 'shuffled']
     """
 
     masks: Annotated[Path | str | Sequence[Path | str], SEGMENTS]
