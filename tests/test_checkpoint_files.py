@@ -105,6 +105,15 @@ def objects(tmp_path: Path) -> dict[Any, Any]:
         "function": touch,
         "class": Base,
         "bytes": b"\x80\xff",
+        "range": range(1, 9, 2),
+        "frozen": frozenset({3}),
+        "bytearray": bytearray(b"ab"),
+        "complex": 1 + 2j,
+        "slice": slice(1, 5),
+        "types": [int, str, float, bool, list, dict, complex, Exception, ValueError],
+        "user_dict": collections.UserDict(a=1),
+        "large": 1 << 80,
+        "error": KeyError("lr"),
         datetime.date(2024, 5, 6): "a key that is an object",
     }
 
@@ -183,6 +192,7 @@ class Calls:
         (Calls(pickle.loads, (b"",)), "pickle.loads"),
         (Calls(os.mkdir, ("{mark}",)), "mkdir"),
         (Calls(__import__, ("os",)), "__import__"),
+        (Calls(map, (touch, ("{mark}",))), "map"),
     ],
 )
 def test_functions_of_python_are_refused(tmp_path: Path, call: Calls, name: str) -> None:

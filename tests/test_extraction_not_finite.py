@@ -135,8 +135,22 @@ def test_on_error_fail_names_it(model: str, tmp_path: Path) -> None:
     (line,) = [
         line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")
     ]
-    assert ".png: NaN or inf at embed" in line
+    name = open_store(path, allow_partial=True).samples.id[4]
+    assert line == (
+        f"vitsee extract: {name}: NaN or inf at embed, where the model's output of other images "
+        "is sound; expected finite values: --on-error nan leaves such images out"
+    )
     assert not open_store(path, allow_partial=True).complete
+
+
+def test_on_error_fail_counts_the_images_of_a_slab(model: str, tmp_path: Path) -> None:
+    """No image of the second slab is sound, those of the first are."""
+    data = black_among(tmp_path / "data", *range(3, 7))
+    options = ["--slab", 3, "--order", "dataset", "--on-error", "fail"]
+    result = extract(model, "--data", data, "-o", tmp_path / "store.zarr", *options)
+    assert result.exit_code == 1
+    assert "and 2 more of these images: NaN or inf at embed, where" in result.stderr
+    assert "the model's own output is broken" not in result.stderr
 
 
 def test_nothing_but_such_images_is_a_broken_model(model: str, tmp_path: Path) -> None:

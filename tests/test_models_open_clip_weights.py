@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[State], State], str]] = {
     ),
     "positions of no square": (
         lambda state: {**state, POSITIONS: torch.zeros(19, 32)},
-        "of another size: 1",
+        "has 18 positions, which are no square, and does not say its grid; expected --weights-size",
     ),
 }
 

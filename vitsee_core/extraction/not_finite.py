@@ -105,7 +105,7 @@ def without_broken(
         The batches, and the images that break the model.
 
     Raises:
-        NotFinite: with `fail`, names the first such image. Else `failure` is raised if all
+        NotFinite: with `fail`, names the first such image. `failure` is raised if all
             images of the store break the model, or none of the slab does by itself.
     """
     loaded: list[tuple[Batch, NDArray[np.bool_]]] = []
@@ -119,15 +119,21 @@ def without_broken(
         for row in np.flatnonzero(broken & batch.valid).tolist():
             store_row = batch.rows.start + row
             left_out.append(LeftOut(store_row, ids[store_row], watch.first_sites[row]))
-        if left_out and fail:
-            first = left_out[0]
-            raise NotFinite(f"{first.name}: {first.reason} ({failure})")
         if sound_pixels is None:
             sound_pixels = pixels_of_sound(batch, watch)
     if sound_pixels is None and left_out:
         sound_pixels = elsewhere()
     if sound_pixels is None or not left_out:
         raise failure
+    if fail:
+        images = left_out[0].name
+        if len(left_out) > 1:
+            images += f" and {len(left_out) - 1} more of these images"
+        raise NotFinite(
+            f"{images}: {left_out[0].reason}, where the model's output of other images is sound; "
+            "expected finite values: --on-error nan leaves such images out",
+            failure.advice,
+        )
     for batch, broken in loaded:
         # The zeros of an unreadable image may break the model, too.
         batch.pixels[torch.from_numpy(broken)] = sound_pixels

@@ -356,11 +356,12 @@ def check_peaks(
         peak = float(peaks[site.name])
         stored_half = site.name in kept and site.dtype == "float16"
         if not np.isfinite(peak):
-            way_on = ""
+            advice = ""
             if precision == "fp16":
-                way_on = "; try --precision bf16 or fp32"
+                advice = "try --precision bf16 or fp32"
             raise NotFinite(
-                f"{site.name} has {peak} in {where}: the model's own output is broken{way_on}"
+                f"{site.name} has {peak} in {where}: the model's own output is broken",
+                advice,
             )
         if stored_half and peak > FLOAT16_MAX:
             way_on = ""

@@ -286,5 +286,5 @@ def refuse_compiled(module: nn.Module) -> None:
                 kind = "an fx graph"
             raise ModelError(
                 f"the model's {name or 'root module'} is {kind}, where hooks see nothing; "
-                "expected plain modules: pass the model as timm.create_model returns it"
+                "expected plain modules: the model before torch.compile, torch.jit or torch.fx"
             )

@@ -48,7 +48,15 @@ OFFSET_WARNING = 1e4
 
 
 class NotFinite(VitseeError):
-    """Weights or activations of a model are NaN or inf."""
+    """Weights or activations of a model are NaN or inf.
+
+    Attributes:
+        advice: what to try, the end of the message; "" if nothing is known to help.
+    """
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(f"{message}; {advice}" if advice else message)
+        self.advice = advice
 
 
 @dataclass

@@ -19,6 +19,7 @@ from vitsee_core.models.weights.names import (
     preferred_copy,
     without_wrappers,
 )
+from vitsee_core.models.weights.positions import no_guessed_grids
 
 State = dict[str, Tensor]
 Convert = Callable[..., Any]
@@ -52,13 +53,14 @@ def call_conversion(convert: Convert, state: State, model: nn.Module) -> State:
     model, and some ask whether layer scale has the older names (`gamma_1`)."""
     parameters = inspect.signature(convert).parameters
     converted: State
-    if len(parameters) == 1:
-        converted = convert(dict(state))
-    elif "adapt_layer_scale" in parameters:
-        has_old_names = any("gamma_1" in name for name in state)
-        converted = convert(dict(state), model, adapt_layer_scale=has_old_names)
-    else:
-        converted = convert(dict(state), model)
+    with no_guessed_grids():
+        if len(parameters) == 1:
+            converted = convert(dict(state))
+        elif "adapt_layer_scale" in parameters:
+            has_old_names = any("gamma_1" in name for name in state)
+            converted = convert(dict(state), model, adapt_layer_scale=has_old_names)
+        else:
+            converted = convert(dict(state), model)
     return converted
 
 

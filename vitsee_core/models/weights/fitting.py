@@ -32,7 +32,13 @@ from vitsee_core.models.weights.copies import (
     call_conversion,
     choose_copy,
 )
-from vitsee_core.models.weights.left_over import FIXED_TABLES, unknown
+from vitsee_core.models.weights.left_over import (
+    FIXED_TABLES,
+    adapter_names,
+    is_counter,
+    one_copy_alone,
+    unknown,
+)
 from vitsee_core.models.weights.names import unchunked, without_wrappers
 from vitsee_core.models.weights.origins import Origins
 from vitsee_core.models.weights.positions import (
@@ -145,6 +151,13 @@ def fit(
     file_state = {renamed[name]: x for name, x in state.items()}
     copy, other_copies = choose_copy(file_state, model, convert)
     stored = {clean: file_state[name] for clean, name in copy.names.items()}
+    adapters = adapter_names(unknown(list(stored)))
+    if adapters and not adapter_names(model_state):
+        raise ModelError(
+            f"{who} does not fit this model: {len(adapters)} tensors of an adapter "
+            f"({some(adapters)}); expected weights that it is merged into, as of peft's "
+            "model.merge_and_unload().state_dict()"
+        )
     names_in_copy = set(copy.names.values())
     names_beside = [name for name in file_state if name not in names_in_copy]
 
@@ -167,31 +180,49 @@ def fit(
 
     # Position tables change in `tensors`, before sizes are compared.
     conversion = Conversion(stored, tensors, sources, origins)
-    resampled_tables, notes = fit_positions(model, conversion, resampling, who)
+    positions = fit_positions(model, conversion, resampling, who)
 
     comparison = _compare(model, tensors, unused, converted)
+    _require_known_grids(who, comparison, positions.unknown_grids)
+    # Counters of a training loop stand beside the model's parts, in none of them.
+    modules = {name for name, _ in model.named_modules() if name}
+    unexplained = [
+        name
+        for name in comparison.unexplained
+        if name.rpartition(".")[0] in modules or not is_counter(name, stored[name])
+    ]
     if refuse_incomplete:
         require_fit(
             who,
             missing=comparison.missing,
             sizes=list(comparison.other_sizes.values()),
-            left_over=comparison.unexplained,
+            left_over=unexplained,
+            expected=one_copy_alone(unexplained, model_state) or EXPECTED,
         )
         # A classifier for other classes stays random; load_state_dict would refuse its tensors.
         for name in comparison.other_classifier_sizes:
             del tensors[name]
     else:
-        require_fit(who, left_over=comparison.unexplained)
+        require_fit(who, left_over=unexplained)
     if not ignore_beside and copy.prefix:
         labels = [copy.label, *(other.label for other in other_copies)]
-        require_fit(who, left_over=unknown(names_beside, labels))
+        unexplained = [
+            name
+            for name in unknown(names_beside, labels)
+            if not is_counter(name, file_state[name])
+        ]
+        require_fit(
+            who,
+            left_over=unexplained,
+            expected=one_copy_alone(unexplained, model_state, copy.label) or EXPECTED,
+        )
 
     n_beside_by_part = Counter(_part_name(name) for name in names_beside)
     sizes = resized(conversion, patches=resampling.patches, who=who)
     # A table whose whole shape changed is already in `sizes`, by the same first word.
     names_in_sizes = {text.split(" ")[0] for text in sizes}
     same_sized_tables = [
-        text for text in resampled_tables if text.split(" ")[0] not in names_in_sizes
+        text for text in positions.resampled if text.split(" ")[0] not in names_in_sizes
     ]
     return Fit(
         tensors,
@@ -204,7 +235,7 @@ def fit(
             *(f"{part}.* ({n})" for part, n in n_beside_by_part.items()),
         ],
         resampled=sizes + same_sized_tables,
-        notes=notes,
+        notes=positions.notes,
     )
 
 
@@ -256,6 +287,26 @@ def require_fit(
     if problems:
         raise ModelError(
             f"{who} does not fit this model: {'; '.join(problems)}; {expected}"
+        )
+
+
+def _require_known_grids(
+    who: str, comparison: _Comparison, unknown_grids: Mapping[str, int]
+) -> None:
+    """Refuse weights of which nothing but the grids of position tables is unknown.
+
+    Raises:
+        ModelError: names the option that says the grid.
+    """
+    sizes = comparison.other_sizes
+    if not sizes or comparison.missing or comparison.unexplained:
+        return
+    if sizes.keys() <= unknown_grids.keys():
+        name = next(iter(sizes))
+        raise ModelError(
+            f"{who}: {name} has {unknown_grids[name]} positions, which are no square, and does not "
+            "say its grid; expected --weights-size ROWSxCOLS, the size in pixels of the images "
+            "that the weights were trained with"
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import Tensor
+
 from vitsee_core.models.weights.names import without_wrappers
 
 # First words of what stands beside an encoder.
@@ -84,6 +86,33 @@ _HEAD = frozenset(
     }
 )
 _HEAD_ENDINGS = ("_head", "_heads", "_classifier")
+# Of averages of weights and of training loops: numbers that they count with. Last words.
+_COUNTERS = frozenset(
+    {
+        "n_averaged",
+        "num_updates",
+        "n_updates",
+        "num_steps",
+        "decay",
+        "ema_decay",
+        "initted",
+        "initialized",
+        "initialised",
+        "step",
+        "steps",
+        "global_step",
+        "epoch",
+        "epochs",
+        "iter",
+        "iters",
+        "iteration",
+        "iterations",
+        "it",
+    }
+)
+_COUNTER_ENDINGS = ("_step", "_steps", "_updates", "_epoch", "_iter", "_iteration")
+# Words of peft's adapters; without them weights are not those that were trained.
+_ADAPTER_WORDS = ("lora_", "modules_to_save", "hada_w", "lokr_w", "ia3_l")
 # Of losses and metrics of a training loop, beside the model.
 _TRAINING = frozenset(
     {"criterion", "loss", "loss_fn", "metrics", "n_averaged", "teacher_temp"}
@@ -111,6 +140,42 @@ FIXED_TABLES = frozenset(
 )
 # In OpenAI's layout the text's tower has these names, beside `visual.`.
 _TEXT_BESIDE_VISUAL = frozenset({"transformer", "positional_embedding"})
+
+
+def is_counter(name: str, x: Tensor) -> bool:
+    """Return whether a tensor is one number that a training loop counts with, by its name."""
+    last = name.rpartition(".")[2]
+    return x.numel() == 1 and (last in _COUNTERS or last.endswith(_COUNTER_ENDINGS))
+
+
+def adapter_names(names: Collection[str]) -> list[str]:
+    """Return the names that have a word of an adapter (LoRA) of the library peft."""
+    return [
+        name
+        for name in names
+        if any(word.startswith(_ADAPTER_WORDS) for word in name.split("."))
+    ]
+
+
+def one_copy_alone(
+    left_over: Sequence[str], model_names: Collection[str], label: str = ""
+) -> str:
+    """Return how to take one copy of a model alone, where names that are left over are those of
+    another copy that lacks tensors; "" where they are not.
+
+    Args:
+        left_over: names of the file's tensors without use.
+        model_names: names of the model's tensors.
+        label: the chosen copy's prefix, as --checkpoint-key takes it; "" if it has none.
+    """
+    # Loops join the names of a copy by a dot or an underscore: `b.cls_token`, `ema_cls_token`.
+    endings = tuple(f"{joint}{name}" for name in model_names for joint in "._")
+    n_of_copy = sum(name.endswith(endings) for name in left_over)
+    if 2 * n_of_copy <= len(left_over):
+        return ""
+    if label:
+        return f"expected one copy of the model: --checkpoint-key {label}"
+    return "expected one copy of the model: save the state dict of one alone"
 
 
 def is_known(name: str) -> bool:

@@ -1,32 +1,43 @@
 """Position tables of weights for another grid of patches than the model's.
 
 A table (1, prefix tokens + rows * cols, channels) does not say its grid. Libraries resample it
-where the number of tokens differs, and take 4 x 4 positions for 2 x 8 as they are. Here it is
-resampled where the grid differs: that of the user's `--weights-size`, else a square one where the
-number of positions is a square, which is said.
+where the number of tokens differs, take any number of positions for a square, and 4 x 4 positions
+for 2 x 8 as they are. Here it is resampled where the grid differs: that of the user's
+`--weights-size`, else a square one where the number of positions is a square, which is said. Other
+numbers need `--weights-size`, unless they are the model's own grid.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.weights.origins import Origins
 
+log = logging.getLogger(__name__)
+
 POSITION_NAMES = (
     "pos_embed",
+    "patch_pos",
     "position_embedding",
     "positional_embedding",
     "pos_embedding",
 )
 MAX_PREFIX_TOKENS = 64
 # Names of the module that cuts images into patches, in timm and in transformers.
-_PATCH_EMBEDDINGS = ("patch_embed", "patch_embeddings", "patch_embedding")
+_PATCH_EMBEDDINGS = ("patch_embed", "patch_embeddings", "patch_embedding", "pixel_embed")
+# Images that most models were published for, where a model does not state its own.
+_USUAL_SIZE = (224, 224)
 
 
 @dataclass(frozen=True)
@@ -84,9 +95,59 @@ class _Patches:
     size: tuple[int, int] | None
 
 
+class PositionFit(NamedTuple):
+    """What became of the position tables of weights.
+
+    Attributes:
+        resampled: lines "NAME ROWS x COLS to ROWS x COLS".
+        notes: lines about the grids that were assumed.
+        unknown_grids: the model's name of a table whose grid nothing says -> its number of
+            positions.
+    """
+
+    resampled: list[str]
+    notes: list[str]
+    unknown_grids: dict[str, int]
+
+
+@contextmanager
+def no_guessed_grids() -> Iterator[None]:
+    """Return a context in which conversions of timm's leave position tables as they are stored,
+    where timm would take a number of positions that is not a square for one.
+
+    `fit_positions` resamples these tables from the grid that the user says.
+    """
+    layers = sys.modules.get("timm.layers")
+    if layers is None:  # no conversion of timm's has been imported
+        yield
+        return
+    resample = layers.resample_abs_pos_embed
+    signature = inspect.signature(resample)
+
+    def resample_known(table: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(table, *args, **kwargs)
+        call.apply_defaults()
+        n_positions = table.shape[1] - call.arguments["num_prefix_tokens"]
+        if call.arguments["old_size"] is None and not _square_side(n_positions):
+            return table
+        return resample(table, *args, **kwargs)
+
+    with ExitStack() as patches:
+        # Conversions look the function up in their own module, each time that they are called.
+        for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith("timm.models."):
+                continue
+            if vars(module).get("resample_abs_pos_embed") is resample:
+                patch = mock.patch.object(
+                    module, "resample_abs_pos_embed", resample_known
+                )
+                patches.enter_context(patch)
+        yield
+
+
 def fit_positions(
     model: nn.Module, conversion: Conversion, resampling: Resampling, who: str
-) -> tuple[list[str], list[str]]:
+) -> PositionFit:
     """Resample the position tables whose grid differs from the model's, in place in the conversion.
 
     Args:
@@ -95,16 +156,13 @@ def fit_positions(
         resampling: what the user or a configuration says of the weights' grid.
         who: the file or the model, in messages.
 
-    Returns:
-        Lines about what was resampled, "NAME ROWS x COLS to ROWS x COLS", and about what was
-        assumed.
-
     Raises:
         ModelError: a table has another number of positions than images of the size that the user
             says have patches.
     """
     resampled: list[str] = []
     notes: list[str] = []
+    unknown_grids: dict[str, int] = {}
     for name, parameter in model.state_dict().items():
         table = conversion.tensors.get(name)
         patches = None if table is None else _patches_below(model, name)
@@ -135,12 +193,15 @@ def fit_positions(
             n_positions = table.shape[-2] - n_prefix
             is_same_size = n_positions == math.prod(grid)
             if is_same_size and grid[0] == grid[1]:
+                if resampling.stated_size is None:
+                    _say_square(model, name, patches, who)
                 continue
             likely_grid = _likely_grid(
                 conversion, resampling.stated_size, patches, n_positions
             )
             if likely_grid is None:
-                continue  # `require_fit` refuses its size
+                unknown_grids[name] = n_positions
+                continue  # `fit` refuses its size
             stored_grid = likely_grid
             if resampling.stated_size is None:
                 notes.append(
@@ -154,7 +215,34 @@ def fit_positions(
             )
             sizes = f"{stored_grid[0]} x {stored_grid[1]} to {grid[0]} x {grid[1]}"
             resampled.append(f"{name} {sizes}")
-    return resampled, notes
+    return PositionFit(resampled, notes, unknown_grids)
+
+
+def _say_square(model: nn.Module, name: str, patches: _Patches, who: str) -> None:
+    """Log that a table was taken for a square grid, where it could be of another.
+
+    Nothing is said of a prime number of rows, and of a model whose images have their usual size:
+    published weights are square.
+
+    Args:
+        model: the model.
+        name: name of a table with as many positions as the model's square grid.
+        patches: the model's patches.
+        who: the file or the model, in the message.
+    """
+    side = patches.grid[0]
+    has_other_grid = any(side % divisor == 0 for divisor in range(2, side))
+    rows, cols = patches.size or (1, 1)
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    usual_size = tuple(config.get("input_size") or _USUAL_SIZE)[-2:]
+    if has_other_grid and (side * rows, side * cols) != usual_size:
+        log.info(
+            "%s: %s does not say its grid, assumed is %d x %d (for others: --weights-size)",
+            who,
+            name,
+            side,
+            side,
+        )
 
 
 def require_same_grid(module: nn.Module, trained: nn.Module, who: str) -> None:
@@ -245,6 +333,10 @@ def _stated_patches(module: Any) -> _Patches | None:
     """Return the patches that a module states, as `grid_size` or as the sizes of images and
     patches; None where it states neither."""
     patch = _pair(getattr(module, "patch_size", None))
+    ratio = _pair(getattr(module, "feature_ratio", None))
+    if patch is not None and ratio is not None:
+        # timm's HybridEmbed cuts feature maps, whose positions are `ratio` pixels apart.
+        patch = patch[0] * ratio[0], patch[1] * ratio[1]
     grid = getattr(module, "grid_size", None)
     if isinstance(grid, tuple | list):  # a number may count something else
         sides = _pair(grid)
@@ -279,10 +371,16 @@ def _likely_grid(
         stated_grid = _stated_grid(conversion, stated_size, patches)
         if math.prod(stated_grid) == n_positions:
             return stated_grid
-    side = math.isqrt(max(n_positions, 0))
-    if side > 0 and side * side == n_positions:
+    side = _square_side(n_positions)
+    if side:
         return side, side
     return patches.grid if math.prod(patches.grid) == n_positions else None
+
+
+def _square_side(n_positions: int) -> int:
+    """Return the rows of a square grid with this many positions, 0 where there is none."""
+    side = math.isqrt(max(n_positions, 0))
+    return side if side * side == n_positions else 0
 
 
 def _stated_grid(
@@ -290,9 +388,12 @@ def _stated_grid(
 ) -> tuple[int, int]:
     """Return rows and columns of patches in images of this size, with the weights' patch size, or
     the model's where the weights do not show it."""
-    for name in conversion.tensors:
+    for name, model_filters in conversion.tensors.items():
         filters = conversion.only_source(name)
-        if "patch_embed" in name and filters is not None and filters.ndim == 4:
+        if "patch_embed" not in name or filters is None or filters.ndim != 4:
+            continue
+        # Filters of a stem in front of the patches have other sizes than patches.
+        if patches.size is None or tuple(model_filters.shape[2:]) == patches.size:
             return size[0] // filters.shape[2], size[1] // filters.shape[3]
     rows, cols = patches.size or (1, 1)
     return size[0] // rows, size[1] // cols

@@ -12,6 +12,8 @@ as a damaged file asks for.
 
 from __future__ import annotations
 
+import _compat_pickle
+import builtins
 import collections
 import pickle
 import struct
@@ -82,6 +84,9 @@ BUILTIN_DATA = frozenset(
         "tuple",
     }
 )
+# The standard library's own tables: name or module in Python 2 -> in Python 3.
+_PYTHON2_NAMES: dict[tuple[str, str], tuple[str, str]] = _compat_pickle.NAME_MAPPING
+_PYTHON2_MODULES: dict[str, str] = _compat_pickle.IMPORT_MAPPING
 # torch.serialization writes these in front of files older than its zip archives.
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -240,10 +245,8 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def other(self, module: str, name: str) -> Any:
         """Return the class that stands for a name that is not one of torch's for tensors."""
         package = module.partition(".")[0]
-        is_data = module in ("builtins", "__builtin__") and name in BUILTIN_DATA
-        is_data = is_data or (package in DATA_MODULES and "." not in name)
-        standard = package in sys.stdlib_module_names or package == "__builtin__"
-        if standard and not is_data:
+        is_standard = package in sys.stdlib_module_names or package == "__builtin__"
+        if is_standard and not _is_data(*_python3_name(module, name)):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
         self.skipped.append(f"{module}.{name}")
         return type("Skipped", (Skipped,), {"name": f"{module}.{name}"})
@@ -264,6 +267,23 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def persistent_load(self, pid: Any) -> Any:
         """The storage of a tensor."""
         return self._storage_of(pid)
+
+
+def _python3_name(module: str, name: str) -> tuple[str, str]:
+    """Return module and name of a class or function today, where a pickle has those of Python 2, as
+    the protocols that torch writes by default do (`__builtin__.xrange` for `range`)."""
+    if (module, name) in _PYTHON2_NAMES:
+        return _PYTHON2_NAMES[module, name]
+    return _PYTHON2_MODULES.get(module, module), name
+
+
+def _is_data(module: str, name: str) -> bool:
+    """Return whether a name of the standard library is that of a class whose objects are data."""
+    if module == "builtins":
+        builtin = getattr(builtins, name, None)
+        is_exception = isinstance(builtin, type) and issubclass(builtin, BaseException)
+        return name in BUILTIN_DATA or is_exception
+    return module.partition(".")[0] in DATA_MODULES and "." not in name
 
 
 def refused(pid: Any) -> Any:
