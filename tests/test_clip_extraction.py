@@ -22,9 +22,9 @@ from tests.clip_files import write_frames, write_video
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted
 from vitsee_cli.main import main
 from vitsee_core.extraction.by_frame import (
-    OF_COUNTED,
-    OF_FRAMES,
-    OF_QUERIES,
+    COUNTED_MEANS,
+    FRAME_MEANS,
+    QUERY_MEANS,
     FrameObserver,
     clip_layout,
     frame_layout,
@@ -552,16 +552,16 @@ def test_frames_count_by_their_queries() -> None:
     """Clips of two frames, one head: 3 queries of mean distance 4 and 1 of 8 have a mean of 5; a
     frame without queries has no part in it, and a clip without any has no value."""
     kind: Any = type(
-        "OfTwo", (FrameObserver,), {"_frames": 2, "_sum_dtype": torch.float64}
+        "OfTwo", (FrameObserver,), {"_n_frames": 2, "_sum_dtype": torch.float64}
     )
     observer: Any = kind.__new__(kind)
     counts = torch.tensor([[3], [1], [2], [0], [0], [0]])
     distance = torch.tensor([[4.0], [8.0], [7.0], [np.nan], [np.nan], [np.nan]])
-    others = dict.fromkeys((*OF_QUERIES, *OF_FRAMES), torch.zeros(6, 1))
-    given = {"n_queries": counts, **dict.fromkeys(OF_COUNTED, distance), **others}
-    found = observer._of_clips(SimpleNamespace(**given), torch.ones(3, 1, 4))
+    others = dict.fromkeys((*QUERY_MEANS, *FRAME_MEANS), torch.zeros(6, 1))
+    given = {"n_queries": counts, **dict.fromkeys(COUNTED_MEANS, distance), **others}
+    found = observer._clip_values(SimpleNamespace(**given), torch.ones(3, 1, 4))
     assert found["n_queries"].flatten().tolist() == [4, 2, 0]
-    for name in OF_COUNTED:
+    for name in COUNTED_MEANS:
         np.testing.assert_array_equal(found[name].flatten(), [5.0, 7.0, np.nan])
     np.testing.assert_array_equal(found["frame_mass"].flatten(), [1.0, 1.0, np.nan])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import (
     DEFAULT_SLAB,
-    OF_NATIVE,
+    NATIVE_OPTIONS,
     ModelOptions,
     OptionError,
     Request,
@@ -85,9 +85,9 @@ def needs_weights(model: ModelOptions, asked: Request) -> bool:
         data.short_side is not None
         or data.tiles
         or data.multiple is not None
-        or data.of_clips
+        or data.has_clip_options
     )
-    canvas = canvas or any(getattr(data, name) for name in OF_NATIVE)
+    canvas = canvas or any(getattr(data, name) for name in NATIVE_OPTIONS)
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
     changed = ablated or any(model.interventions.values())
     if canvas or changed or asked.keep.erf or _brings_arguments(model):

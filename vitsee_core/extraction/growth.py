@@ -263,7 +263,9 @@ def _prepare_addition(
             growth=Growth(
                 after=tuple(store_ids),
                 first_slab=addition.first_slab,
-                sites=tuple(site.name for site in in_order(sites.values(), layout.kept)),
+                sites=tuple(
+                    site.name for site in in_order(sites.values(), layout.storable)
+                ),
                 samples_fingerprint=identity["samples_fingerprint"],
             ),
         )
@@ -323,7 +325,7 @@ def find_addition(
                 f"{place} has {plural(plan.n_images, 'images')}: sites are added for all of them "
                 f"(give --images {plan.n_images})"
             )
-        return Addition(in_order(sites, layout.kept), first_slab=0, n_images=n_images)
+        return Addition(in_order(sites, layout.storable), first_slab=0, n_images=n_images)
     first_part = selection.samples.part(slice(0, plan.n_images))
     begins_alike = first_part.fingerprint() == store.manifest.samples_fingerprint
     if n_images <= plan.n_images or not begins_alike:

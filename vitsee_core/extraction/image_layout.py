@@ -1,8 +1,11 @@
-"""How images and clips reach the model. `--short-side`: images in their own proportions, on one
-canvas; the model sees the whole canvas if all images fill it, else (`--tiles`) tiles of its own
-input size. `--native`: each image at the size that the model's own image processor gives it, on one
-canvas; where they differ in size the model sees each alone. `--frames`: frames of clips, together
-or one by one."""
+"""How images and clips reach the model.
+
+--short-side  images in their own proportions, on one canvas; the model sees the whole canvas if
+              all images fill it, else (`--tiles`) tiles of its own input size
+--native      each image at the size that the model's own image processor gives it, on one
+              canvas; where they differ in size the model sees each alone
+--frames      frames of clips, together or one by one
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.extraction.by_frame import check_by_frame, clip_table
-from vitsee_core.extraction.native import OWN_GRIDS, table_on_canvas
+from vitsee_core.extraction.native import (
+    OWN_GRIDS,
+    table_on_canvas,
+    without_dangling_aliases,
+)
 from vitsee_core.extraction.options import (
-    OF_CLIPS,
+    CLIP_OPTIONS,
     DataOptions,
     ModelOptions,
     OptionError,
@@ -48,9 +55,10 @@ from vitsee_stores.plan import Canvas, Clip, Size
 
 log = logging.getLogger(__name__)
 
-OWN_BOUND = " (the image processor's own where it is not given)"
-READERS = 8  # threads that read the headers of images
-TRANSFORM = ("input_size", "interpolation", "mean", "std")
+PROCESSOR_BOUND = " (the image processor's own where it is not given)"
+HEADER_THREADS = 8  # threads that read the headers of images
+# Entries of a transform that hold whatever the size of the images.
+TRANSFORM_KEYS = ("input_size", "interpolation", "mean", "std")
 
 
 @dataclass(frozen=True)
@@ -58,16 +66,18 @@ class ImageLayout:
     """How images reach the model.
 
     Attributes:
-        model, table: as they run.
-        kept: the sites that a store can keep, with their layout in the store.
+        model: the model as it runs.
+        table: its sites as it runs.
+        storable: the sites that a store can have, with their layout in the store.
         canvas: None if every image is resized to the model's input.
-        clip: how frames are taken of clips, None of images.
-        left_out: what tiles do not support -> reason.
+        left_out: site or summary that tiles or grids of different sizes exclude -> reason.
+        notes: remarks for the user.
+        clip: how frames are sampled from clips, None for images.
     """
 
     model: LoadedModel
     table: SiteTable
-    kept: SiteTable
+    storable: SiteTable
     canvas: Canvas | None = None
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -81,196 +91,287 @@ class ImageLayout:
 
 
 def lay_out(
-    asked: Request, selection: Selection, stored: StorePlan | None = None
+    request: Request, selection: Selection, stored_plan: StorePlan | None = None
 ) -> ImageLayout:
-    """The model, and the canvas or the frames if some are requested.
+    """Load the model, and decide the canvas or the frames that its images need.
 
     Args:
-        asked: the model, and the options of the canvas and of clips.
+        request: the model, and the options of the canvas and of clips.
         selection: the images, whose headers are read for a canvas.
-        stored: the plan of an existing store, whose canvas and clips are kept.
+        stored_plan: the plan of an existing store, whose canvas and clips are reused.
 
     Raises:
         OptionError: options that exclude each other.
         VitseeError: the model has no grid, or one that does not fit; images that would not fill the
             canvas, without tiles.
     """
-    _check_options(asked)
-    options = asked.model
-    data = asked.data
-    before = None if stored is None else stored.clip
-    frames = data.frames or (None if before is None else before.frames)
+    _check_options(request)
+    options = request.model
+    data = request.data
+    stored_clip = None if stored_plan is None else stored_plan.clip
+    frames = data.frames
+    if frames is None and stored_clip is not None:
+        frames = stored_clip.frames
     if isinstance(options, LoadedModel):
         model = options
     else:
         model = load_model(**vars(options), frames=frames, native=data.native)
     model.module.cpu()
     if data.native:
-        return _at_native(model, asked, selection, stored)
+        return _lay_out_native(model, request, selection, stored_plan)
+
     try:
         table = site_table(model)
     except ModelError as error:
-        own = isinstance(options, LoadedModel) or model.origin.get("kind") == "file"
-        if frames is None and own and not isinstance(error, ChangingModelError):
+        # A caller's module or file may be a model of clips, which runs on no single image.
+        is_custom = isinstance(options, LoadedModel) or model.origin.get("kind") == "file"
+        if frames is None and is_custom and not isinstance(error, ChangingModelError):
             option = "frames=N" if isinstance(options, LoadedModel) else "--frames N"
             raise ModelError(f"{error}; if it takes clips, give {option}") from error
         raise
-    clip = _clip(data, model, before)
+    clip = _choose_clip(data, model, stored_clip)
     if clip is not None:
-        return _of_clips(asked, model, table, clip, selection.identity["seed"])
+        seed = selection.identity["seed"]
+        return _lay_out_clips(request, model, table, clip, seed)
     if data.short_side is None:
-        return ImageLayout(model, table, table)
-    step = _step(model, table)
+        return ImageLayout(model=model, table=table, storable=table)
+    return _lay_out_short_side(model, table, request, selection, stored_plan)
+
+
+def _lay_out_short_side(
+    model: LoadedModel,
+    table: SiteTable,
+    request: Request,
+    selection: Selection,
+    stored_plan: StorePlan | None,
+) -> ImageLayout:
+    """Lay images out in their own proportions, by the length of their short side.
+
+    Without tiles the model is loaded again for the canvas as its input.
+
+    Args:
+        model: the model, for its default input.
+        table: its sites there.
+        request: the options, `short_side` among them.
+        selection: the images, whose headers say the size of the canvas.
+        stored_plan: the plan of an existing store, whose canvas is reused.
+
+    Raises:
+        VitseeError: a size that the model's grid does not divide, or images of several sizes
+            without tiles.
+    """
+    options = request.model
+    data = request.data
+    assert data.short_side is not None
+    step = _required_multiple(model, table)
     multiple = step if data.multiple is None else data.multiple
     tiles = model.input_size[1:] if data.tiles else None
-    _check_numbers(model, data.short_side, multiple, step, tiles)
+    _check_sides(model, data.short_side, multiple, step=step, tiles=tiles)
     canvas = Canvas((0, 0), data.short_side, multiple, tiles)
-    notes = tuple[str, ...]()
-    if stored is not None and stored.canvas is not None:
-        canvas = dataclasses.replace(canvas, size=stored.canvas.size)
+    notes: tuple[str, ...] = ()
+    if stored_plan is not None and stored_plan.canvas is not None:
+        canvas = dataclasses.replace(canvas, size=stored_plan.canvas.size)
     else:
-        canvas, notes = _around(canvas, image_sizes(selection), selection)
+        canvas, notes = _fit_canvas(canvas, image_sizes(selection), selection)
+
     if tiles is None and canvas.size != model.input_size[1:]:
         assert isinstance(options, ModelOptions)
         model = load_model(**{**vars(options), "img_size": canvas.size})
         table = site_table(model)
-    transform = {key: model.transform[key] for key in TRANSFORM} | {
+    transform = {key: model.transform[key] for key in TRANSFORM_KEYS} | {
         "input_size": (model.input_size[0], *canvas.size),
         "crop_mode": canvas.crop_mode,
         "short_side": canvas.short_side,
         "multiple": canvas.multiple,
     }
     model = dataclasses.replace(model, transform=transform)
-    if tiles is None:
-        return ImageLayout(model, table, table, canvas, {}, notes)
-    kept, left_out = _tiled(table, canvas, tiles, step)
-    return ImageLayout(model, table, kept, canvas, left_out, notes)
+    storable = table
+    left_out: dict[str, str] = {}
+    if tiles is not None:
+        storable, left_out = _tiled_table(table, canvas, tiles, step)
+    return ImageLayout(
+        model=model,
+        table=table,
+        storable=storable,
+        canvas=canvas,
+        left_out=left_out,
+        notes=notes,
+    )
 
 
-def _at_native(
-    model: LoadedModel, asked: Request, selection: Selection, stored: StorePlan | None
+def _lay_out_native(
+    model: LoadedModel,
+    request: Request,
+    selection: Selection,
+    stored_plan: StorePlan | None,
 ) -> ImageLayout:
-    """A tower on images at native resolution. Where they differ in size its sites are found on
-    images of its own size, or of the canvas' where that is smaller. Raises VitseeError: bounds that
-    are missing, or are none; no image that can be brought to them."""
-    canvas = _bounded(model, asked.data)
-    notes = tuple[str, ...]()
-    if stored is not None and stored.canvas is not None:
-        own = stored.canvas.own_grids
-        canvas = dataclasses.replace(canvas, size=stored.canvas.size, own_grids=own)
+    """Lay images out at the sizes that the model's image processor gives them.
+
+    Where they differ in size the model's sites are found on images of its default size, or of the
+    canvas' where that is smaller.
+
+    Raises:
+        VitseeError: bounds that are missing or invalid, or no image that can be brought to them.
+    """
+    canvas = _bounded_canvas(model, request.data)
+    notes: tuple[str, ...] = ()
+    if stored_plan is not None and stored_plan.canvas is not None:
+        canvas = dataclasses.replace(
+            canvas,
+            size=stored_plan.canvas.size,
+            own_grids=stored_plan.canvas.own_grids,
+        )
     else:
-        canvas, notes = _around(canvas, image_sizes(selection), selection)
-    channels, *size = model.input_size
-    seen = canvas.size
+        canvas, notes = _fit_canvas(canvas, image_sizes(selection), selection)
+    channels, height, width = model.input_size
+    examined_size = canvas.size
     if canvas.own_grids:
         for name in ("grams", "erf"):
-            if getattr(asked.keep, name):
+            if getattr(request.keep, name):
                 raise VitseeError(f"--{name} is not supported: {OWN_GRIDS}")
-        if asked.keep.attention in ("rows", "full"):
+        if request.keep.attention in ("rows", "full"):
             raise VitseeError(
-                f"--attention {asked.keep.attention} is not supported: {OWN_GRIDS}; expected "
+                f"--attention {request.keep.attention} is not supported: {OWN_GRIDS}; expected "
                 "--attention summary"
             )
-        seen = min(size[0], seen[0]), min(size[1], seen[1])
-    names = (*TRANSFORM, "processor")
-    transform = {key: model.transform[key] for key in names if key in model.transform}
+        # The whole canvas can be larger than any image: do not examine the model on it.
+        examined_size = min(height, canvas.size[0]), min(width, canvas.size[1])
+    transform = {
+        key: model.transform[key]
+        for key in (*TRANSFORM_KEYS, "processor")
+        if key in model.transform
+    }
     transform |= {"input_size": (channels, *canvas.size), **canvas_transform(canvas)}
-    model = dataclasses.replace(model, input_size=(channels, *seen), transform=transform)
+    model = dataclasses.replace(
+        model, input_size=(channels, *examined_size), transform=transform
+    )
     table = site_table(model)
-    if not canvas.own_grids:
-        return ImageLayout(model, table, table, canvas, {}, notes)
-    kept, left_out = table_on_canvas(table, canvas)
-    return ImageLayout(model, table, kept, canvas, left_out, notes)
+    storable = table
+    left_out: dict[str, str] = {}
+    if canvas.own_grids:
+        storable, left_out = table_on_canvas(table, canvas)
+    return ImageLayout(
+        model=model,
+        table=table,
+        storable=storable,
+        canvas=canvas,
+        left_out=left_out,
+        notes=notes,
+    )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flag(field_name: str) -> str:
+    """Return the option of the command line for a field: `short_side` -> `--short-side`."""
+    return f"--{field_name.replace('_', '-')}"
 
 
-def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
-    """The canvas, still without a size, with the bounds that are asked for. Raises VitseeError:
-    neither processor nor options say them, or they do not fit the model."""
+def _bounded_canvas(model: LoadedModel, data: DataOptions) -> Canvas:
+    """Return the canvas of images at native resolution with its bounds, still without a size.
+
+    Raises:
+        VitseeError: neither processor nor options give the bounds, or they do not fit the model.
+    """
     canvas = model.native
     assert canvas is not None
-    given = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
     if canvas.crop_mode == "patches" and data.min_pixels is not None:
         raise VitseeError(
             f"--min-pixels is not supported: {model.name} gets as many patches of every image as "
             "--max-pixels hold"
         )
-    wanted = (
-        ("max_pixels",) if canvas.crop_mode == "patches" else ("min_pixels", "max_pixels")
-    )
-    changed = {name for name, number in given.items() if number is not None}
+    bound_names = ["min_pixels", "max_pixels"]
+    if canvas.crop_mode == "patches":
+        bound_names = ["max_pixels"]
     canvas = dataclasses.replace(
         canvas,
         min_pixels=data.min_pixels or canvas.min_pixels,
         max_pixels=data.max_pixels or canvas.max_pixels,
     )
-    unknown = [_flag(name) for name in wanted if getattr(canvas, name) is None]
+    unknown = [_flag(name) for name in bound_names if getattr(canvas, name) is None]
     if unknown:
         raise VitseeError(
             f"{model.name} has no image processor, which would say {' and '.join(unknown)}: give "
             f"--native {' '.join(f'{option} N' for option in unknown)}"
         )
-    for name in wanted:
-        option = _flag(name)
-        number = getattr(canvas, name)
-        if name in changed and number < canvas.multiple**2:
+    # The processor's own bounds are not checked: the model was trained with them.
+    explicit_names = [name for name in bound_names if getattr(data, name) is not None]
+    least = canvas.multiple**2
+    for name in explicit_names:
+        n_pixels = getattr(canvas, name)
+        if n_pixels < least:
             raise VitseeError(
-                f"{option} is {number}, less than the {canvas.multiple} x {canvas.multiple} pixels "
-                f"of one group of patches of {model.name}; expected at least {canvas.multiple**2}"
+                f"{_flag(name)} is {n_pixels}, less than the {canvas.multiple} x "
+                f"{canvas.multiple} pixels of one group of patches of {model.name}; expected at "
+                f"least {least}"
             )
     if (canvas.min_pixels or 0) > (canvas.max_pixels or 0):
+        origin = "" if len(explicit_names) == 2 else PROCESSOR_BOUND
         raise VitseeError(
             f"--min-pixels {canvas.min_pixels} is more than --max-pixels {canvas.max_pixels}"
-            f"{'' if len(changed) == 2 else OWN_BOUND}; expected at most as many"
+            f"{origin}; expected at most as many"
         )
     return canvas
 
 
-def _clip(data: DataOptions, model: LoadedModel, stored: Clip | None) -> Clip | None:
-    """How frames are taken: as asked, else as in an existing store, else as the model has them;
-    None of images. Raises OptionError: options of clips without a number of frames; VitseeError:
-    another number of frames than the model takes."""
-    own = frames_of(model.module)
-    kept = stored or Clip(own or 1)
-    frames = data.frames or (own if stored is None else stored.frames)
-    if own is not None and frames != own:
+def _choose_clip(
+    data: DataOptions, model: LoadedModel, stored_clip: Clip | None
+) -> Clip | None:
+    """Return how frames are sampled, None for images.
+
+    Options come first, then an existing store, then the number of frames that the model takes.
+
+    Raises:
+        OptionError: options of clips without a number of frames.
+        VitseeError: another number of frames than the model takes.
+    """
+    model_frames = frames_of(model.module)
+    defaults = stored_clip or Clip(model_frames or 1)
+    frames = data.frames
+    if frames is None:
+        frames = model_frames if stored_clip is None else stored_clip.frames
+    if model_frames is not None and frames != model_frames:
         raise VitseeError(
-            f"{model.name} takes clips of {own} frames: --frames {frames} is not it"
+            f"{model.name} takes clips of {model_frames} frames: --frames {frames} is not it"
         )
     if frames is None:
-        if data.of_clips:
+        if data.has_clip_options:
             name = "--every" if data.every is not None else "--time"
             raise OptionError(f"{name} is about frames of clips: give --frames N too")
         return None
-    every = kept.every if data.every is None else data.every
-    return Clip(frames, every, data.time or kept.time, by_frame=own is None)
+    every = defaults.every if data.every is None else data.every
+    time = data.time or defaults.time
+    # An image model sees the frames one by one, a model of clips all of them together.
+    return Clip(frames, every, time, by_frame=model_frames is None)
 
 
-def _of_clips(
-    asked: Request, model: LoadedModel, table: SiteTable, clip: Clip, seed: int
+def _lay_out_clips(
+    request: Request, model: LoadedModel, table: SiteTable, clip: Clip, seed: int
 ) -> ImageLayout:
-    """A model on clips. Raises VitseeError: options that clips do not have."""
-    for option, given in (("short-side", asked.data.short_side), ("erf", asked.keep.erf)):
-        if given:
-            raise VitseeError(f"--{option} is not supported with clips (--frames)")
-    about: dict[str, Any] = {
+    """Return the layout of a model on clips, whose sampling becomes part of its transform.
+
+    Raises:
+        VitseeError: options that clips do not have.
+    """
+    if request.data.short_side:
+        raise VitseeError("--short-side is not supported with clips (--frames)")
+    if request.keep.erf:
+        raise VitseeError("--erf is not supported with clips (--frames)")
+    sampling: dict[str, Any] = {
         "frames": clip.frames,
         "every": clip.every,
         "time": clip.time,
     }
     if clip.time == SHUFFLED:
-        about["seed"] = seed
-    model = dataclasses.replace(model, transform={**model.transform, "clip": about})
+        sampling["seed"] = seed
+    model = dataclasses.replace(model, transform={**model.transform, "clip": sampling})
     if not clip.by_frame:
-        return ImageLayout(model, table, table, clip=clip)
-    check_by_frame(asked.keep.attention, model.interventions)
-    return ImageLayout(model, table, clip_table(table, clip.frames), clip=clip)
+        return ImageLayout(model=model, table=table, storable=table, clip=clip)
+    check_by_frame(request.keep.attention, model.interventions)
+    storable = clip_table(table, clip.frames)
+    return ImageLayout(model=model, table=table, storable=storable, clip=clip)
 
 
-def describe(canvas: Canvas | None) -> str:
+def describe_canvas(canvas: Canvas | None) -> str:
+    """Describe a canvas in a line for the user; "" if there is none."""
     if canvas is None:
         return ""
     height, width = canvas.size
@@ -279,52 +380,59 @@ def describe(canvas: Canvas | None) -> str:
         return f"{line}, each image alone on a grid of its own"
     if canvas.tiles is None:
         return line
-    most = n_tiles(canvas.size, canvas.tiles)
-    return f"{line}, up to {most} tiles of {canvas.tiles[1]} x {canvas.tiles[0]} an image"
+    max_tiles = n_tiles(canvas.size, canvas.tiles)
+    tile_height, tile_width = canvas.tiles
+    return f"{line}, up to {max_tiles} tiles of {tile_width} x {tile_height} an image"
 
 
 def image_sizes(selection: Selection) -> NDArray[np.int64]:
-    """(images, 2) height and width from the images' headers, 0 if one cannot be read."""
+    """Return (images, 2) height and width from the images' headers, 0 if one cannot be read."""
     log.info("reading the sizes of %s", plural(len(selection), "images"))
 
     # Reported with the image's name when it is read.
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-    def size(index: int) -> Size:
+    def read_size(index: int) -> Size:
+        """(height, width) of an image, (0, 0) if it cannot be read."""
         try:
             return selection.source.size(index)
         except ImageError:
             return 0, 0
 
-    with ThreadPoolExecutor(READERS) as pool:
-        sizes = list(pool.map(size, selection.samples.index.tolist()))
+    with ThreadPoolExecutor(HEADER_THREADS) as pool:
+        sizes = list(pool.map(read_size, selection.samples.index.tolist()))
     return np.array(sizes, np.int64).reshape(-1, 2)
 
 
-def _check_options(asked: Request) -> None:
-    options = asked.model
-    data = asked.data
+def _check_options(request: Request) -> None:
+    """Refuse options of a canvas that exclude each other or that have no effect.
+
+    Raises:
+        OptionError: names the options.
+        VitseeError: --grams or --erf with tiles.
+    """
+    options = request.model
+    data = request.data
     if data.native:
         _check_native(options, data)
         return
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) is not None:
-            option = name.replace("_", "-")
             raise OptionError(
-                f"--{option} is about images at native resolution: give --native too"
+                f"{_flag(name)} is about images at native resolution: give --native too"
             )
     if data.short_side is None:
         if data.tiles or data.multiple is not None:
-            name = "--tiles" if data.tiles else "--multiple"
+            option = "--tiles" if data.tiles else "--multiple"
             raise OptionError(
-                f"{name} is about images on a canvas: give --short-side N too"
+                f"{option} is about images on a canvas: give --short-side N too"
             )
         return
     if isinstance(options, ModelOptions):
         for name in ("crop_mode", "crop_pct", "fill", "processor"):
             if getattr(options, name) is not None:
                 raise OptionError(
-                    f"--{name.replace('_', '-')} and --short-side exclude each other: with "
+                    f"{_flag(name)} and --short-side exclude each other: with "
                     "--short-side vitsee resizes, and nothing is cropped or filled up"
                 )
         if options.img_size is not None and not data.tiles:
@@ -338,35 +446,52 @@ def _check_options(asked: Request) -> None:
         )
     if data.tiles:
         for name in ("grams", "erf"):
-            if getattr(asked.keep, name):
+            if getattr(request.keep, name):
                 raise VitseeError(f"--{name} is not supported with --tiles: {TILED}")
 
 
 def _check_native(options: ModelOptions | LoadedModel, data: DataOptions) -> None:
+    """Refuse options that decide a size which with --native the image processor decides.
+
+    Raises:
+        OptionError: names the option, or a model without a name.
+    """
     if not isinstance(options, ModelOptions):
         raise OptionError("native needs the model's image processor: give a model's name")
-    of_data = ("short_side", "multiple", "tiles", *OF_CLIPS)
-    of_model = ("img_size", "crop_mode", "crop_pct", "fill", "transform")
-    for of, names in ((data, of_data), (options, of_model)):
-        for name in names:
-            if getattr(of, name):
-                raise OptionError(
-                    f"--{name.replace('_', '-')} and --native exclude each other: with --native "
-                    "the model's image processor says the size of each image"
-                )
+    data_names = ["short_side", "multiple", "tiles", *CLIP_OPTIONS]
+    model_names = ["img_size", "crop_mode", "crop_pct", "fill", "transform"]
+    excluded = [name for name in data_names if getattr(data, name)]
+    excluded += [name for name in model_names if getattr(options, name)]
+    if excluded:
+        raise OptionError(
+            f"{_flag(excluded[0])} and --native exclude each other: with --native "
+            "the model's image processor says the size of each image"
+        )
 
 
-def _step(model: LoadedModel, table: SiteTable) -> int:
-    """Required multiple, in pixels, of every image side: the steps between the cells of all block
-    outputs whose grids cover the input exactly, and of what a language model receives."""
-    grids = [
-        s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])
+def _required_multiple(model: LoadedModel, table: SiteTable) -> int:
+    """Return the pixels of which every side of an image must be a multiple.
+
+    It is the least common multiple of the steps between cells of all block outputs whose grids
+    cover the input exactly, and of the patches that a language model receives.
+
+    Raises:
+        VitseeError: the model has no grid of whole patches.
+    """
+    size = model.input_size[1:]
+    grid_sites = [
+        site
+        for site in table.sites
+        if site.layout is not None and _covers(site.layout, size)
     ]
-    blocks = [
-        site for site in grids if "blocks" in site.groups or site.name == PART
-    ] or grids
-    steps = {round(stride) for site in blocks for stride in site.stride_px or ()}
-    if (packing := packing_of(model.module)) is not None:
+    block_sites = [
+        site for site in grid_sites if "blocks" in site.groups or site.name == PART
+    ]
+    steps: set[int] = set()
+    for site in block_sites or grid_sites:
+        steps.update(round(stride) for stride in site.stride_px or ())
+    packing = packing_of(model.module)
+    if packing is not None:
         steps.add(packing.step)
     if not steps:
         raise VitseeError(
@@ -376,118 +501,174 @@ def _step(model: LoadedModel, table: SiteTable) -> int:
     return math.lcm(*steps)
 
 
-def _divides(layout: TokenLayout, size: Size, step: int | None = None) -> bool:
-    """Whether the cells of a grid cover an input exactly, with a step that divides `step` if
-    given."""
+def _covers(layout: TokenLayout, size: Size, step: int | None = None) -> bool:
+    """Return whether the cells of a grid cover an input of this size exactly.
+
+    With `step`, the pixels between cells must be whole and divide it, too.
+    """
     if layout.grid is None or layout.stride_px is None or layout.offset_px != (0, 0):
         return False
     return all(
-        cells * stride == side and stride == int(stride) and not (step or 0) % stride
-        for cells, stride, side in zip(layout.grid, layout.stride_px, size, strict=True)
+        n_cells * stride == side and stride == int(stride) and not (step or 0) % stride
+        for n_cells, stride, side in zip(layout.grid, layout.stride_px, size, strict=True)
     )
 
 
-def _check_numbers(
-    model: LoadedModel, short: int, multiple: int, step: int, tiles: Size | None
+def _check_sides(
+    model: LoadedModel, short_side: int, multiple: int, *, step: int, tiles: Size | None
 ) -> None:
-    for name, number in (("--short-side", short), ("--multiple", multiple)):
-        if number % step:
-            near = max(step, number // step * step)
+    """Refuse sides that the model's cells do not divide, or that are smaller than a tile.
+
+    Args:
+        model: the model.
+        short_side: pixels of each image's short side.
+        multiple: pixels of which its long side becomes a multiple.
+        step: pixels of which both must be a multiple.
+        tiles: (height, width) of a tile.
+
+    Raises:
+        VitseeError: names the option.
+    """
+    for option, n_pixels in {"--short-side": short_side, "--multiple": multiple}.items():
+        if n_pixels % step:
+            below = max(step, n_pixels // step * step)
             raise VitseeError(
-                f"{name} is {number}, no multiple of the {step} pixels between cells of "
-                f"{model.name}; expected {near} or {near + step}"
+                f"{option} is {n_pixels}, no multiple of the {step} pixels between cells of "
+                f"{model.name}; expected {below} or {below + step}"
             )
-    if multiple > short:
+    if multiple > short_side:
         raise VitseeError(
-            f"--multiple is {multiple}; expected at most --short-side, {short}"
+            f"--multiple is {multiple}; expected at most --short-side, {short_side}"
         )
-    least = short // multiple * multiple  # of a square image's second side
-    if tiles is not None and least < max(tiles):
+    # A square image's second side is rounded down, so that no side is shorter than this.
+    shortest = short_side // multiple * multiple
+    if tiles is not None and shortest < max(tiles):
         raise VitseeError(
-            f"--short-side {short} gives sides of {least} pixels and more, a tile has "
+            f"--short-side {short_side} gives sides of {shortest} pixels and more, a tile has "
             f"{tiles[1]} x {tiles[0]}; expected at least {max(tiles)} (--img-size makes tiles "
             "smaller)"
         )
 
 
-def _around(
-    asked: Canvas, sizes: NDArray[np.int64], selection: Selection
+def _fit_canvas(
+    canvas: Canvas, sizes: NDArray[np.int64], selection: Selection
 ) -> tuple[Canvas, tuple[str, ...]]:
-    """The canvas that the largest images need, and remarks about it."""
-    needed: Counter[Size] = Counter()
-    names: dict[Size, str] = {}
+    """Make a canvas as large as its largest images need.
+
+    Args:
+        canvas: the canvas, whose size is not used.
+        sizes: (images, 2) height and width of the original images, 0 for unreadable ones.
+        selection: the images.
+
+    Returns:
+        The canvas, and remarks for the user.
+
+    Raises:
+        VitseeError: no image can be read, or images of several sizes for a model without tiles.
+    """
+    n_by_size: Counter[Size] = Counter()
+    example_by_size: dict[Size, str] = {}  # name of the first image of each size
     why = "expected image files that Pillow opens"
     for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
-        if height > 0 and width > 0:
-            try:
-                image = asked.image((height, width))
-            except ValueError as error:  # refused on reading, as unreadable
-                why = f"{name}: {error}"
-                continue
-            if math.prod(image) > MAX_PIXELS:
-                continue  # refused on reading, as unreadable
-            needed[image] += 1
-            names.setdefault(image, name)
-    if not needed:
+        if height <= 0 or width <= 0:
+            continue
+        # What is too long or too large is skipped here and reported as unreadable when it is read.
+        try:
+            size_on_canvas = canvas.image((height, width))
+        except ValueError as error:
+            why = f"{name}: {error}"
+            continue
+        if math.prod(size_on_canvas) > MAX_PIXELS:
+            continue
+        n_by_size[size_on_canvas] += 1
+        example_by_size.setdefault(size_on_canvas, name)
+    if not n_by_size:
         raise VitseeError(f"no image of {selection.source.name} can be read; {why}")
-    size = max(h for h, _ in needed), max(w for _, w in needed)
-    own_grids = True if asked.is_native and len(needed) > 1 else None
-    if asked.tiles is None and not asked.is_native and len(needed) > 1:
-        shown = [f"{w} x {h} ({names[h, w]})" for h, w in list(needed)[:2]]
-        height, width = needed.most_common(1)[0][0]
-        raise VitseeError(
-            f"--short-side {asked.short_side} brings the images to {len(needed)} sizes: "
-            f"{' and '.join(shown)}{' ...' if len(needed) > 2 else ''}; give --tiles, or bring all "
-            f"to one with --img-size {height}x{width} --crop-mode squash"
-        )
-    mean = sum(n * h * w for (h, w), n in needed.items()) / needed.total()
+    own_grids = None
+    if len(n_by_size) > 1:
+        if canvas.is_native:
+            own_grids = True
+        elif canvas.tiles is None:
+            raise VitseeError(_several_sizes(canvas, n_by_size, example_by_size))
+
+    height = max(height for height, _ in n_by_size)
+    width = max(width for _, width in n_by_size)
+    area = height * width
+    mean_area = sum(n * h * w for (h, w), n in n_by_size.items()) / n_by_size.total()
     notes: tuple[str, ...] = ()
-    if size[0] * size[1] > 2 * mean:
-        share = mean / (size[0] * size[1])
+    if area > 2 * mean_area:
         notes = (
-            f"images cover {share:.0%} of the canvas of {size[1]} x {size[0]} pixels: leave the "
-            "few large ones out with --only, or give --codec zstd, which the empty part costs "
-            "nothing",
+            f"images cover {mean_area / area:.0%} of the canvas of {width} x {height} pixels: "
+            "leave the few large ones out with --only, or give --codec zstd, which the empty part "
+            "costs nothing",
         )
-    return dataclasses.replace(asked, size=size, own_grids=own_grids), notes
+    fitted = dataclasses.replace(canvas, size=(height, width), own_grids=own_grids)
+    return fitted, notes
 
 
-def _tiled(
+def _several_sizes(
+    canvas: Canvas, n_by_size: Counter[Size], example_by_size: dict[Size, str]
+) -> str:
+    """Return the error line for images that have no common size: two sizes and a way out."""
+    examples = [
+        f"{width} x {height} ({name})"
+        for (height, width), name in list(example_by_size.items())[:2]
+    ]
+    more = " ..." if len(n_by_size) > 2 else ""
+    (common_height, common_width), _ = n_by_size.most_common(1)[0]
+    return (
+        f"--short-side {canvas.short_side} brings the images to {len(n_by_size)} sizes: "
+        f"{' and '.join(examples)}{more}; give --tiles, or bring all "
+        f"to one with --img-size {common_height}x{common_width} --crop-mode squash"
+    )
+
+
+def _tiled_table(
     table: SiteTable, canvas: Canvas, tiles: Size, step: int
 ) -> tuple[SiteTable, dict[str, str]]:
-    """The sites that can be assembled from tiles, on the canvas; and why others cannot."""
+    """Find the sites that can be assembled from tiles.
+
+    Args:
+        table: the model's sites on one tile.
+        canvas: the canvas, with its size.
+        tiles: (height, width) of a tile.
+        step: pixels of which every side is a multiple.
+
+    Returns:
+        The sites with their grids on the whole canvas; and site -> reason for those left out.
+    """
     left_out: dict[str, str] = {}
-    kept: dict[str, SiteSpec] = {}
-    prefix = False
+    tiled: list[SiteSpec] = []
+    has_prefix = False
     for site in table.sites:
         layout = site.layout
         if (
             layout is not None
             and layout.stride_px is not None
-            and _divides(layout, tiles, step)
+            and _covers(layout, tiles, step)
         ):
-            strides = (round(stride) for stride in layout.stride_px)
-            rows, cols = (
-                n // stride for n, stride in zip(canvas.size, strides, strict=True)
-            )
-            prefix |= layout.n_prefix > 0
-            whole = dataclasses.replace(layout, prefix=(), grid=(rows, cols))
+            rows = canvas.size[0] // round(layout.stride_px[0])
+            cols = canvas.size[1] // round(layout.stride_px[1])
+            has_prefix |= layout.n_prefix > 0
+            # Each tile has prefix tokens of its own, which do not stand for the image.
+            layout = dataclasses.replace(layout, prefix=(), grid=(rows, cols))
             shape = (rows * cols, site.dim)
-            kept[site.name] = dataclasses.replace(site, layout=whole, shape=shape)
+            tiled.append(dataclasses.replace(site, layout=layout, shape=shape))
         elif {"blocks", "head"} & set(site.groups):
-            what = (
-                "no grid" if layout is None or layout.grid is None else "no whole patches"
-            )
-            left_out[site.name] = f"{what}, and {TILED}"
-    sites = tuple(s for s in kept.values() if s.alias_of is None or s.alias_of in kept)
-    if prefix:
+            lack = "no whole patches"
+            if layout is None or layout.grid is None:
+                lack = "no grid"
+            left_out[site.name] = f"{lack}, and {TILED}"
+    if has_prefix:
         left_out["prefix tokens"] = TILED
-    return dataclasses.replace(
+    # Whatever mixes tokens of an image is left out: tiles do not attend to each other.
+    tiled_table = dataclasses.replace(
         table,
-        sites=sites,
+        sites=without_dangling_aliases(tiled),
         sublayers=(),
         attention=(),
         attention_refusal=TILED,
         residual_refusal=TILED,
         rollout_refusal=None,
-    ), left_out
+    )
+    return tiled_table, left_out

@@ -382,9 +382,9 @@ class SlabLoop:
         # break the model.
         sizes = np.where(batch.valid[:, None], batch.size, 0).tolist()
         if isinstance(observer, NativeObserver):
-            return observer.parts(pixels, sizes)
+            return observer.passes(pixels, sizes)
         if isinstance(observer, TiledObserver):
-            return observer.parts(pixels, sizes, self.strategy.batch_size)
+            return observer.passes(pixels, sizes, self.strategy.batch_size)
         return (pixels,)
 
     def _add_erf(

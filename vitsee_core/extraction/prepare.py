@@ -376,9 +376,11 @@ def plan_contents(
             match, or slabs that do not fit the memory.
     """
     choices = choose_of(layout, keep, {})
-    slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images, layout.clip)
+    slab, slab_note = fit_slab(keep.slab, choices, layout.storable, n_images, layout.clip)
     weights = small_weights(layout.model, layout.table, keep.head_weights)
-    plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas, layout.clip)
+    plan = build_plan(
+        choices, layout.storable, n_images, slab, layout.canvas, layout.clip
+    )
     plan = replace(plan, weights=weights.shapes)
     notes = list(layout.notes)
     if slab_note:
@@ -405,7 +407,7 @@ def choose_of(
             a match; names the option of the canvas if that excludes it.
     """
     try:
-        return choose(keep, stored, layout.kept, layout.input_size)
+        return choose(keep, stored, layout.storable, layout.input_size)
     except SiteError as error:
         if layout.canvas is None or not layout.canvas.in_parts:
             raise
@@ -516,7 +518,7 @@ def _open_data(
             progress=progress,
         )
 
-    if clips or data.of_clips or "clip" in stored.get("transform", {}):
+    if clips or data.has_clip_options or "clip" in stored.get("transform", {}):
         return open_as(as_clips=True)
     try:
         return open_as(as_clips=False)

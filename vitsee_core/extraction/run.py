@@ -20,7 +20,7 @@ import torch
 
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.growth import grow_store
-from vitsee_core.extraction.image_layout import describe
+from vitsee_core.extraction.image_layout import describe_canvas
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import Request, RunOptions
 from vitsee_core.extraction.outcome import REST, Interrupted, Outcome, StopRequest
@@ -153,7 +153,7 @@ def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
         log.info("left out: %s", line)
-    if canvas := describe(prepared.plan.canvas):
+    if canvas := describe_canvas(prepared.plan.canvas):
         log.info("%s", canvas)
     if prepared.adds:
         log.info("%s", prepared.adds)

@@ -92,7 +92,7 @@ class SlabObserver:
         self._sum_dtype = wide
         self._stored = {site.name: site for site in plan.sites}
         self._groups = [(group, self._reducer(group)) for group in plan.attention]
-        self._place: dict[str, tuple[AttentionGroup, AttentionReducer, int]] = {
+        self._slots: dict[str, tuple[AttentionGroup, AttentionReducer, int]] = {
             block: (group, reducer, row)
             for group, reducer in self._groups
             for row, block in enumerate(group.blocks)
@@ -154,7 +154,7 @@ class SlabObserver:
             if self._plan.rollout:
                 group = self._plan.attention[0]
                 means = [self._head_means[block] for block in group.blocks]
-                self._keep("attention/rollout", self._rolled(means, group.layout))
+                self._keep("attention/rollout", self._rollout(means, group.layout))
             for path, value in self._staged.items():
                 self._keep(path, value)
         self._head_means = {}
@@ -164,7 +164,8 @@ class SlabObserver:
             self._keep("input", self._batch.pixels)
         self._copies.end_batch()
 
-    def _rolled(self, means: list[Tensor], layout: TokenLayout) -> Tensor:
+    def _rollout(self, means: list[Tensor], layout: TokenLayout) -> Tensor:
+        """Return the rollout of each image from the blocks' means over heads."""
         return rollout(means, layout)
 
     def finish(self) -> None:
@@ -276,7 +277,7 @@ class SlabObserver:
 
     def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """Reduce one call of a block's attention, and stage its numbers of each image."""
-        group, reducer, row = self._place[block.name]
+        group, reducer, row = self._slots[block.name]
         folder = group.folder
         heads = slice(0, block.n_heads)
         summary = reducer.reduce(call, self._mask)
@@ -322,6 +323,7 @@ class SlabObserver:
         self._copies.copy(self._buffers[path][self._rows][images], value)
 
     def _note_peak(self, name: str, *peaks: Tensor) -> None:
+        """Raise a site's largest |x| to these, on the device: nothing waits for the numbers."""
         for peak in peaks:
             with self._lock:
                 before = self._peaks.get(name)

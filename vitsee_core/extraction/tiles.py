@@ -70,44 +70,51 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
 class TiledObserver(SlabObserver):
     """Assembles the tokens of tiles into the grids of their images.
 
-    Per batch: `begin_batch`, for each part of `parts` a captured forward of its pixels, and
+    Per batch: `begin_batch`, for each tensor of `passes` a captured forward of its pixels, and
     `end_batch`. Memory on the device, beside that of `SlabObserver`: the grids of one batch of
     images, for one site if all their tiles go through the model at once, else for all.
     """
 
     def start(self, buffers: SlabBuffers) -> None:
+        """Begin a slab in these buffers."""
         super().start(buffers)
         self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
-    def parts(self, pixels: Tensor, sizes: Sequence[Size], most: int) -> Iterator[Tensor]:
-        """Pixels of at most `most` tiles at a time, (tiles, channels, rows, cols).
+    def passes(
+        self, pixels: Tensor, sizes: Sequence[Size], max_tiles: int
+    ) -> Iterator[Tensor]:
+        """Yield the pixels of the next tiles, (tiles, channels, rows, cols), until all were taken.
 
         Args:
             pixels: (images, channels, height, width) of a batch, on the canvas.
             sizes: as for `tiles_of`.
-            most: tiles in one forward pass.
+            max_tiles: tiles in one forward pass.
         """
         canvas = self._plan.canvas
         assert canvas is not None and canvas.tiles is not None
-        tiles, (height, width) = tiles_of(sizes, canvas), canvas.tiles
+        tiles = tiles_of(sizes, canvas)
+        height, width = canvas.tiles
         self._grids: dict[str, Tensor] = {}
         self._sizes = [canvas.image(size) if min(size) > 0 else (0, 0) for size in sizes]
         self._n_cells: dict[Size, Tensor] = {}
-        for first in range(0, len(tiles), most):
-            self._tiles = tiles[first : first + most]
-            self._last = first + most >= len(tiles)
-            yield torch.stack(
-                [
-                    pixels[t.image, :, t.top : t.top + height, t.left : t.left + width]
-                    for t in self._tiles
-                ]
-            )
+        for first in range(0, len(tiles), max_tiles):
+            # What the model's hooks then observe belongs to these tiles.
+            self._tiles = tiles[first : first + max_tiles]
+            self._is_last_pass = first + max_tiles >= len(tiles)
+            crops = []
+            for tile in self._tiles:
+                bottom = tile.top + height
+                right = tile.left + width
+                crops.append(pixels[tile.image, :, tile.top : bottom, tile.left : right])
+            yield torch.stack(crops)
 
     def images_of_pass(self, n_rows: int) -> list[int]:
+        """Return the index in the batch of the image of each tile."""
         return [tile.image for tile in self._tiles]
 
     def end_batch(self) -> None:
-        """Images without tiles have grids of zeros."""
+        """Store what needs all blocks of a batch; images without tiles have grids of zeros."""
+        # Without any tile there was no pass, so that no site was stored.
         if not any(min(size) for size in self._sizes):
             with self._exactly():
                 for site in self._plan.stored:
@@ -115,6 +122,10 @@ class TiledObserver(SlabObserver):
         super().end_batch()
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Copy the new cells of each tile into its image's grid.
+
+        `body` is (tiles, rows, cols, dim). The grids are stored with the last pass of a batch.
+        """
         stored = self._stored[site.name]
         self._note_peak(site.name, largest_magnitude(body))
         step_y, step_x = _steps(stored.layout)
@@ -126,12 +137,13 @@ class TiledObserver(SlabObserver):
             col = tile.new[1] // step_x
             top = tile.top // step_y + row
             left = tile.left // step_x + col
-            new = tokens[row:, col:]
+            new = tokens[row:, col:]  # (rows, cols, dim) that no earlier tile has
             grid[tile.image, top : top + len(new), left : left + new.shape[1]] = new
-        if self._last:
+        if self._is_last_pass:
             self._lay_out(site.name, self._grids.pop(site.name))
 
     def _empty(self, site: SiteSpec, like: Tensor | None = None) -> Tensor:
+        """Return zeros (images, rows, cols, dim) for a batch's grids, in the type of `like`."""
         assert site.layout is not None and site.layout.grid is not None
         shape = (len(self._sizes), *site.layout.grid, site.dim)
         dtype = torch.float32 if like is None else like.dtype
@@ -152,10 +164,12 @@ class TiledObserver(SlabObserver):
     def _cells(self, step: Size) -> Tensor:
         """(images, 1) cells on each image, sent to the device once per batch."""
         if step not in self._n_cells:
-            n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._sizes]
-            self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[
-                :, None
-            ]
+            # At least 1: images without tiles have sums of 0, and means of 0, too.
+            counts = np.array(
+                [max(1, (h // step[0]) * (w // step[1])) for h, w in self._sizes],
+                np.float32,
+            )
+            self._n_cells[step] = to_device(counts, self._device)[:, None]
         return self._n_cells[step]
 
 

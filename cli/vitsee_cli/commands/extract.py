@@ -164,7 +164,7 @@ def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
 
     The sum stands first, then each folder, or each array.
     """
-    from vitsee_core.extraction.image_layout import describe
+    from vitsee_core.extraction.image_layout import describe_canvas
     from vitsee_core.extraction.plan import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.runtime.machine import free_disk_bytes, human_bytes, scratch_folder
     from vitsee_stores.manifest import by_reason
@@ -183,7 +183,7 @@ def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
         console.say(planned.cost)
     for line in by_reason(planned.left_out):
         console.say(f"left out: {line}")
-    canvas_line = describe(plan.canvas)
+    canvas_line = describe_canvas(plan.canvas)
     if canvas_line:
         console.say(canvas_line)
     size_line = (
