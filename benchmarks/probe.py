@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.score import Prober
-from vitsee_core.analyses.probe.sources import Block
+from vitsee_core.analyses.probe.inputs import Block, Draw
+from vitsee_core.analyses.probe.prober import Prober
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.machine import memory_bytes

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.attention_calls import Call, random_scores
-from vitsee_core.analyses.probe.settings import Training
-from vitsee_core.analyses.probe.sgd import train_linear
+from vitsee_core.analyses.probe.fit import train_linear
+from vitsee_core.analyses.probe.options import Training
 from vitsee_core.models.selfcheck import SelfCheck, _judge_output
 from vitsee_core.runtime.device import current_precision, no_autocast, precision_context
 from vitsee_core.summaries import (

@@ -24,8 +24,8 @@ from tests.stores import VIT
 from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import COLUMNS, plot, run
-from vitsee_core.analyses.probe.draws import draw_images, split_rows
-from vitsee_core.analyses.probe.tally import _mean_l2
+from vitsee_core.analyses.probe.inputs import draw_images, split_rows
+from vitsee_core.analyses.probe.sites import _mean_l2
 from vitsee_core.features.reader import adaptive_average, flatten_patches, largest_patch
 from vitsee_core.kernels.ridge import Linear
 from vitsee_core.tables.results import Table

@@ -17,9 +17,9 @@ from tests.command_line import said
 from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import plot, run
-from vitsee_core.analyses.probe.responses import Sums, reliability
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
+from vitsee_core.statistics.correlation import CorrelationSums, reliability
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores import open_store
@@ -140,13 +140,13 @@ def test_held_out_images_as_a_slow_loop_scores_them(folder: Path, tmp_path: Path
 def test_scores_by_hand() -> None:
     """y = 1, 2, 3, 4 and p = 1, 1, 3, 3: r = 2 / sqrt(5), r2 = 1 - 2 / 5."""
     y, p = np.array([[1.0], [2], [3], [4]]), np.array([[1.0], [1], [3], [3]])
-    sums = Sums.by_block(y, p, np.array([0, 0, 1, 1]), 2)
+    sums = CorrelationSums.by_block(y, p, np.array([0, 0, 1, 1]), 2)
     assert sums.total().r == pytest.approx(2 / np.sqrt(5))
     assert sums.total().r2 == pytest.approx(0.6)
-    flat = Sums.by_block(y, np.full((4, 1), 7.0), np.zeros(4, int), 1).total()
+    flat = CorrelationSums.by_block(y, np.full((4, 1), 7.0), np.zeros(4, int), 1).total()
     assert flat.r == 0 and flat.r2 == pytest.approx(1 - (36 + 25 + 16 + 9) / 5)
-    assert np.isnan(Sums.by_block(p * 0 + 2, p, np.zeros(4, int), 1).total().r)
-    without = Sums.by_block(y, p, np.arange(4), 4).without()
+    assert np.isnan(CorrelationSums.by_block(p * 0 + 2, p, np.zeros(4, int), 1).total().r)
+    without = CorrelationSums.by_block(y, p, np.arange(4), 4).without()
     kept = [1, 2, 3]
     assert without.r[0, 0] == pytest.approx(np.corrcoef(y[kept, 0], p[kept, 0])[0, 1])
 

@@ -74,7 +74,7 @@ def test_the_last_is_checked_before_the_first_is_read(
     where = (
         "analyses.knn.voting.nearest"
         if name == "knn"
-        else "analyses.probe.score.Prober.each"
+        else "analyses.probe.prober.Prober.each"
     )
     monkeypatch.setattr(f"vitsee_core.{where}", lambda *_: pytest.fail("work began"))
     with pytest.raises(

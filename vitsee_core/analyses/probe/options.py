@@ -1,72 +1,127 @@
-"""The options of `vitsee probe`, in groups that are handed on as one object each.
+"""The options of `vitsee probe`, in groups, and the settings of probes that follow from them.
 
-Callers give every option by its own name. `SplitOptions` and `FeatureOptions` are for all probes,
-`ClassOptions` only for probes of classes, `ResponseOptions` only for probes of responses.
+Callers give every option by its own name. `inputs.SplitOptions` and `FeatureOptions` are for all
+probes, `ClassOptions` only for probes of classes, `ResponseOptions` only for probes of responses.
+The defaults of probes of classes are those of published protocols:
+
+`raghu`: Raghu et al. 2021, appendix A: 10 images per class, the mean of all tokens, l2 tuned on a
+held-out part of the training images; CNNs converted to the last stage's grid and channels. They
+follow Dosovitskiy et al. 2021 and say nothing of scaling: features are centred, the intercept is
+not penalised. Seeds and the held-out share are not given.
+
+`big_vision`: the few-shot evaluation of Dosovitskiy et al. 2021 in its published code
+(google-research/big_vision, evaluators/fewshot_lsr.py): standardised features, a constant column of
+100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 it is that protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from vitsee_core.analyses.probe import responses
-from vitsee_core.analyses.probe.settings import (
-    PRESETS,
-    SEEDS,
-    SOLVERS,
-    Training,
-    parse_intercept,
-    parse_l2,
-)
+from vitsee_core.analyses.probe.inputs import HELD_OUT
+from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
+from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.options import Option, sites_option, tokens_option
 from vitsee_core.runtime.parameters import options_of
 from vitsee_core.truth.labels.labelled_rows import (
-    ALLOW_SHARED,
     PER_CLASS,
     RANDOM_BASELINE,
-    TRAIN_IMAGES,
+    word_or_number,
 )
-from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import VECTOR_WORDS
 
+PRESETS = ("raghu", "big_vision")
+SEEDS = 3
+CHOOSERS = ("holdout", "loo")
+FREE = "free"
+SOLVERS = ("ridge", "sgd")
+MOMENTUM = 0.9
+
+L2_WORDS = (*CHOOSERS, "grid")
+parse_l2 = partial(
+    word_or_number,
+    words=L2_WORDS,
+    expected=f"a number above 0, {', '.join(L2_WORDS)}",
+)
+parse_intercept = partial(
+    word_or_number, words=(FREE,), expected=f"{FREE} or a number above 0, e.g. 100"
+)
+
 
 @dataclass(frozen=True)
-class SplitOptions:
-    """Which images train, which test, and whether some may do both."""
+class Training:
+    """Settings of stochastic gradient descent.
 
-    test_split: Annotated[
-        str | None,
-        Option(
-            "Without TEST: test on images of this split of the data, train on all others.",
-            metavar="NAME",
-            default="none",
-        ),
-    ] = None
-    holdout: Annotated[
-        float | None,
-        Option(
-            "Without TEST: test on this share of each class, e.g. 0.2.",
-            metavar="SHARE",
-            above=0,
-            below=1,
-            default="none",
-        ),
-    ] = None
-    train_images: Annotated[int | None, TRAIN_IMAGES] = None
-    allow_shared: Annotated[bool, ALLOW_SHARED] = False
+    Attributes:
+        epochs: passes over the training images.
+        lr: learning rate for 256 images per step.
+        batch: images per step.
+        batch_norm: batch-normalise the features.
+        device: torch device.
+    """
+
+    epochs: int = 20
+    lr: float = 0.1
+    batch: int = 1024
+    batch_norm: bool = False
+    device: str = "cpu"
+
+    def describe(self) -> str:
+        """Return how the probes are trained, in words for a table's notes."""
+        norm = "batch-normalised features" if self.batch_norm else "features as they are"
+        return (
+            f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, cross-entropy, "
+            f"momentum {MOMENTUM}, no weight decay, learning rate {self.lr:g} x batch / 256 "
+            "falling to 0 along a cosine"
+        )
 
 
 @dataclass(frozen=True)
 class ResponseOptions:
     """The responses that are predicted in place of classes, and how predictions are tested."""
 
-    response: Annotated[Path | None, responses.RESPONSE] = None
-    response_ids: Annotated[Path | None, responses.RESPONSE_IDS] = None
-    folds: Annotated[int | None, responses.FOLDS] = None
-    by_column: Annotated[bool, responses.BY_COLUMN] = False
+    response: Annotated[
+        Path | None,
+        Option(
+            "Predict these responses in place of classes: a store that `vitsee import` "
+            "made, or a file (.csv, .tsv or .parquet with a column id; .npy, .npz, .pt, "
+            ".safetensors) of a row per image and a column per neuron, voxel or rating. "
+            "Repeats: several rows with one id, or an array (repeats, images, columns).",
+            metavar="FILE|STORE",
+            default="none: classes",
+        ),
+    ] = None
+    response_ids: Annotated[
+        Path | None,
+        Option(
+            "Whose rows the responses are: an id per line, or a table with a column id.",
+            metavar="FILE",
+            default="the file's column id, else the images of TRAIN in its order",
+            only_with=("response",),
+        ),
+    ] = None
+    folds: Annotated[
+        int | None,
+        Option(
+            "--response without TEST, --test-split and --holdout: cross-validate, each "
+            "image tested once.",
+            metavar="N",
+            least=2,
+            default="5",
+            only_with=("response",),
+        ),
+    ] = None
+    by_column: Annotated[
+        bool,
+        Option(
+            "--response: also a row per column of the responses.", only_with=("response",)
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -218,28 +273,208 @@ class ClassOptions:
         }
 
 
-class ProbedStores(NamedTuple):
-    """The stores of a probe.
+@dataclass(frozen=True)
+class Settings:
+    """Settings of all probes of a run.
 
     Attributes:
-        train: store whose images train.
-        tests: stores whose images test; without any, a part of `train` tests.
-        split: which part that is.
+        sites: patterns of site names.
+        tokens: words for tokens; () for each site's default.
+        shots: numbers of training images per class; () for all images.
+        seeds: seed of each draw of training images.
+        algebra: treatment of the intercept and of feature scales.
+        l2s: values to report; () if `choose` decides.
+        choose: "holdout", "loo", or "given" where `l2s` are.
+        match_last_stage: convert a CNN's sites to its last stage's grid and channels.
     """
 
-    train: Store
-    tests: tuple[Store, ...]
-    split: SplitOptions
+    sites: tuple[str, ...]
+    tokens: tuple[str, ...]
+    shots: tuple[int, ...]
+    seeds: tuple[int, ...]
+    algebra: Algebra
+    l2s: tuple[float, ...]
+    choose: str
+    match_last_stage: bool
 
-    @property
-    def all(self) -> tuple[Store, ...]:
-        """The training store, then the test stores."""
-        return (self.train, *self.tests)
+    def describe(self) -> dict[str, str]:
+        """Return how the probes are fitted, in words for a table's notes."""
+        features = "centred, not scaled"
+        if self.algebra.standardise:
+            features = "standardised (std over training images + 1e-5)"
+        intercept = "not penalised"
+        if self.algebra.constant is not None:
+            constant = self.algebra.constant
+            intercept = f"weight of a constant column of {constant:g}, penalised"
+        return {
+            "features": features,
+            "intercept": intercept,
+            "l2": self._l2_in_words(),
+        }
 
-    @property
-    def n_ways(self) -> int:
-        """How many of TEST, --test-split and --holdout were given."""
-        has_tests = len(self.tests) > 0
-        has_split = self.split.test_split is not None
-        has_holdout = self.split.holdout is not None
-        return has_tests + has_split + has_holdout
+    def _l2_in_words(self) -> str:
+        """Return how l2 is chosen, in words."""
+        if self.l2s:
+            return "given"
+        grid = f"of 2^-10 to 2^19 ({len(GRID)} values)"
+        if self.choose == "loo":
+            return f"{LeaveOneOut.method} {grid}, exact"
+        return (
+            f"{grid}, by {HELD_OUT:.0%} of each class of the training images, held out with the "
+            f"probe's seed: {HeldOut.method}; then fitted to all training images; with one image "
+            f"a class: {LeaveOneOut.method}"
+        )
+
+
+def choose_settings(
+    preset: str | None = None,
+    *,
+    sites: Sequence[str] = (),
+    tokens: Sequence[str] = (),
+    shots: Sequence[int] = (),
+    seeds: int | None = None,
+    seed: int = 0,
+    l2: Sequence[float | str] = (),
+    standardise: bool | None = None,
+    intercept: float | str | None = None,
+    match_last_stage: bool | None = None,
+) -> Settings:
+    """Return the user's options, else the preset's, else the defaults.
+
+    Args:
+        preset: one of `PRESETS`, or None.
+        sites: patterns of site names; () for the preset's or `blocks`.
+        tokens: words for tokens; () for each site's default.
+        shots: numbers of training images per class; () for all.
+        seeds: number of draws.
+        seed: seed of the first draw.
+        l2: numbers and `grid`, or one of `CHOOSERS`.
+        standardise: divide features by their standard deviation over the training images.
+        intercept: `free`, or the value of a penalised constant column.
+        match_last_stage: convert a CNN's sites to its last stage's grid and channels.
+
+    Raises:
+        VitseeError: an unknown word, or choices that exclude each other.
+    """
+    if preset not in (None, *PRESETS):
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    is_raghu = preset == "raghu"
+    is_big_vision = preset == "big_vision"
+
+    site_patterns = tuple(sites)
+    if not site_patterns:
+        site_patterns = ("pooled",) if is_big_vision else ("blocks",)
+    token_words = tuple(dict.fromkeys(tokens))
+    if is_raghu and not token_words:
+        token_words = ("mean-all",)
+    shot_counts = tuple(sorted(set(shots)))
+    if is_raghu and not shot_counts:
+        shot_counts = (10,)
+    if shot_counts and shot_counts[0] < 1:
+        raise VitseeError(f"--shots is {shot_counts[0]}; expected at least 1")
+
+    if seeds is not None and not shot_counts:
+        raise VitseeError(
+            "--seeds counts draws of --shots images per class; give --shots too"
+        )
+    if seeds is not None and seeds < 1:
+        raise VitseeError(f"--seeds is {seeds}; expected at least 1")
+    n_seeds = 1  # all images: nothing is drawn that a seed could change
+    if shot_counts:
+        n_seeds = seeds or SEEDS
+
+    if intercept is None:
+        intercept = 100.0 if is_big_vision else FREE
+    if isinstance(intercept, str) and intercept != FREE:
+        raise VitseeError(f"--intercept is {intercept!r}; expected {FREE} or a number")
+    constant = None if isinstance(intercept, str) else float(intercept)
+    if constant is not None and not 0 < constant < float("inf"):
+        raise VitseeError(
+            f"--intercept is {intercept}; expected {FREE} or a number above 0"
+        )
+    if standardise is None:
+        standardise = is_big_vision
+    if is_big_vision and not l2:
+        l2 = (1024.0,)
+    l2_choice = choose_l2(l2)
+    if match_last_stage is None:
+        match_last_stage = is_raghu
+    return Settings(
+        sites=site_patterns,
+        tokens=token_words,
+        shots=shot_counts,
+        seeds=tuple(range(seed, seed + n_seeds)),
+        algebra=Algebra(standardise, constant),
+        l2s=l2_choice.l2s,
+        choose=l2_choice.method,
+        match_last_stage=match_last_stage,
+    )
+
+
+class L2Choice(NamedTuple):
+    """The l2 values to report, and "given"; or () and the method that chooses one."""
+
+    l2s: tuple[float, ...]
+    method: str
+
+
+def choose_l2(values: Sequence[float | str]) -> L2Choice:
+    """Return the meaning of the values of --l2: numbers, `grid`, or one of `CHOOSERS`.
+
+    Raises:
+        VitseeError: an unknown word, a method beside other values, or numbers that are not above 0.
+    """
+    words = [value for value in values if isinstance(value, str)]
+    unknown = [word for word in words if word not in L2_WORDS]
+    if unknown:
+        raise VitseeError(
+            f"--l2 is {unknown[0]!r}; expected a number, grid, {' or '.join(CHOOSERS)}"
+        )
+    if not values:
+        return L2Choice((), "holdout")
+    methods = [word for word in words if word in CHOOSERS]
+    if methods and len(values) > 1:
+        raise VitseeError(
+            f"--l2 {methods[0]} chooses the value; give no other --l2 beside it"
+        )
+    if methods:
+        return L2Choice((), methods[0])
+    numbers = {float(value) for value in values if not isinstance(value, str)}
+    if numbers and not 0 < min(numbers) <= max(numbers) < float("inf"):
+        raise VitseeError("--l2: expected finite numbers above 0")
+    if "grid" in words:
+        numbers |= set(GRID)
+    return L2Choice(tuple(sorted(numbers)), "given")
+
+
+def choose_training(
+    solver: str, device: str, *, sgd: Mapping[str, Any], ridge: Mapping[str, Any]
+) -> Training | None:
+    """Return the settings of SGD; None for ridge.
+
+    Args:
+        solver: one of `SOLVERS`.
+        device: torch device.
+        sgd: flag -> value of the options of SGD alone, None if not given; they are `Training`'s
+            fields.
+        ridge: flag -> value of the options of ridge alone, None if not given.
+
+    Raises:
+        VitseeError: an unknown solver, or options of the other one.
+    """
+    if solver not in SOLVERS:
+        raise VitseeError(f"no solver {solver!r}; expected {' or '.join(SOLVERS)}")
+    other = "ridge" if solver == "sgd" else "sgd"
+    other_options = ridge if solver == "sgd" else sgd
+    for flag, value in other_options.items():
+        if value is not None:
+            raise VitseeError(
+                f"{flag} belongs to --solver {other}, not to {solver}; leave it out"
+            )
+    if solver == "ridge":
+        return None
+    fields = {}
+    for flag, value in sgd.items():
+        if value is not None:
+            fields[flag.removeprefix("--").replace("-", "_")] = value
+    return Training(device=device, **fields)

@@ -1,11 +1,12 @@
-"""The run of `probe --response`: which images train and test, and the table.
+"""The run of `probe --response`: its responses, its training and test images, and its table.
 
-The regressions themselves are in `response_fit`.
+The regressions themselves are in `responses`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,31 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.probe.draws import HELD_OUT
-from vitsee_core.analyses.probe.options import (
-    FeatureOptions,
-    ProbedStores,
-    ResponseOptions,
-    SplitOptions,
-)
-from vitsee_core.analyses.probe.probed_sites import SitePair, each_selection
-from vitsee_core.analyses.probe.response_fit import (
+from vitsee_core.analyses.probe.inputs import HELD_OUT, ProbedStores, SplitOptions
+from vitsee_core.analyses.probe.options import FeatureOptions, ResponseOptions
+from vitsee_core.analyses.probe.responses import (
     ImageSplit,
     ResponseImages,
     ResponseProbe,
+    Responses,
     ResponseSettings,
 )
-from vitsee_core.analyses.probe.responses import (
-    N_SPLITS,
-    Responses,
-    read_responses,
-    reliability,
-)
+from vitsee_core.analyses.probe.sites import SitePair, each_selection
 from vitsee_core.features import choose_features, compared, require_comparable
 from vitsee_core.features.compared import other_precision
+from vitsee_core.features.imports import read_arrays, read_ids
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
+from vitsee_core.statistics.correlation import N_SPLITS, reliability
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.metrics import select_metrics
@@ -51,16 +44,18 @@ from vitsee_core.truth.labels.labelled_rows import (
     training_execution,
 )
 from vitsee_core.types import Float
+from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Store
 
-log = logging.getLogger(__name__)
 
-COLUMNS = (
+log = logging.getLogger(__name__)
+RESPONSE_COLUMNS = (
     *(*SITE, "token", "column", "l2", "metric", "value", "low", "high"),
     *("n_images", "n_columns", "baseline"),
 )
@@ -82,7 +77,7 @@ def run_responses(
     metrics: Sequence[str],
     execution: Execution,
 ) -> Table:
-    """Return the table of probes that predict responses, with `COLUMNS`.
+    """Return the table of probes that predict responses, with `RESPONSE_COLUMNS`.
 
     Args:
         stores: stores that train and test.
@@ -161,7 +156,7 @@ def run_responses(
     notes[WORD] = {probe.test.store.label: probe.blocks.describe() for probe in probes}
     notes["seed"] = settings.seed
     notes["remarks"] = [*remarks, *other_precision(stores.all)]
-    names = [name for name in COLUMNS if name != "column" or settings.by_column]
+    names = [name for name in RESPONSE_COLUMNS if name != "column" or settings.by_column]
     return Table.from_rows(rows, names, notes)
 
 
@@ -368,3 +363,98 @@ def _notes(
         },
         "tests": tests,
     }
+
+
+def read_responses(path: Path | Url, ids: Path | None) -> Responses:
+    """Read the responses of a file or a store.
+
+    Args:
+        path: a store that `vitsee import` made; or a table or array with a row per image and a
+            column per neuron, voxel or rating, or (repeats, images, columns).
+        ids: file with the image id of each row; None: the file's column id, if it has one.
+
+    Raises:
+        VitseeError: no responses, several arrays, or ids that do not fit them.
+        OSError: it cannot be opened.
+    """
+    if isinstance(path, Url) or path.is_dir():
+        if ids is not None:
+            raise VitseeError(
+                f"{path} is a store, which has ids; leave --response-ids out"
+            )
+        return _responses_of_store(open_store(path))
+    arrays = read_arrays(path)
+    if len(arrays.values) != 1:
+        raise VitseeError(
+            f"{path} holds {len(arrays.values)} arrays ({abbreviate(list(arrays.values))}); "
+            "expected one"
+        )
+    ((name, array),) = arrays.values.items()
+    if array.ndim > 3:
+        raise VitseeError(
+            f"{path} has {array.ndim} axes; expected (images, columns), or (repeats, images, "
+            "columns)"
+        )
+    columns = arrays.columns.get(name) or [str(i) for i in range(array.shape[-1])]
+    image_ids = arrays.ids if ids is None else read_ids(ids)[0]
+    values = np.asarray(array, np.float64)
+    n_rows = values.shape[-2]
+    if image_ids is not None and len(image_ids) != n_rows:
+        raise VitseeError(
+            f"{ids or path} has {len(image_ids)} ids for responses to {n_rows} images; expected as "
+            "many"
+        )
+    if values.ndim == 3:
+        if image_ids is not None:
+            twice = [name for name, count in Counter(image_ids).items() if count > 1]
+            if twice:
+                raise VitseeError(
+                    f"{path} has an axis of repeats, and {twice[0]!r} twice; expected one or the "
+                    "other"
+                )
+        return Responses(image_ids, values, columns, path.name)
+    if image_ids is None:
+        return Responses(None, values[np.newaxis], columns, path.name)
+    distinct_ids, repeats = _group_repeats(image_ids, values)
+    return Responses(distinct_ids, repeats, columns, path.name)
+
+
+def _group_repeats(ids: list[str], values: Float) -> tuple[list[str], Float]:
+    """Return each id once, and its rows as repeats of one image, (repeats, images, columns).
+
+    Images with fewer repeats than others have NaN in the last ones.
+
+    Args:
+        ids: image id of each row.
+        values: (rows, columns).
+    """
+    row_of_id = {image_id: row for row, image_id in enumerate(dict.fromkeys(ids))}
+    n_repeats = max(Counter(ids).values())
+    repeats = np.full((n_repeats, len(row_of_id), values.shape[1]), np.nan)
+    counts: Counter[str] = Counter()
+    for image_id, row_values in zip(ids, values, strict=True):
+        repeats[counts[image_id], row_of_id[image_id]] = row_values
+        counts[image_id] += 1
+    return list(row_of_id), repeats
+
+
+def _responses_of_store(store: Store) -> Responses:
+    """Return the vectors of all sites of a store, side by side, as responses without repeats."""
+    sites = [site for site in store.sites.values() if site.kind == "vector"]
+    if not sites:
+        raise VitseeError(
+            f"{store.label} has no vectors; expected responses that vitsee import made"
+        )
+    columns_of_sites: dict[str, Any] = store.manifest.info.get("columns") or {}
+    names: list[str] = []
+    for site in sites:
+        site_columns = columns_of_sites.get(site.name) or []
+        if len(site_columns) != site.dim:
+            site_columns = [str(i) for i in range(site.dim)]
+        if len(sites) > 1:
+            site_columns = [f"{site.name}:{column}" for column in site_columns]
+        names += site_columns
+    values = np.concatenate([store.vectors(site.name)[:] for site in sites], axis=1)
+    valid_values = values[store.valid].astype(np.float64)
+    ids = store.samples.id[store.valid].tolist()
+    return Responses(ids, valid_values[np.newaxis], names, store.label)

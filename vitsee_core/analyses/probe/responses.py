@@ -1,70 +1,52 @@
-"""Measured responses to images, of neurons, voxels or people: a column each, matched by image ids;
-and how predictions compare with them.
+"""Measured responses to images, and their regression on the features of one site.
 
-    r = corr(y, p)        r2 = 1 - sum (y - p)^2 / sum (y - mean y)^2
-
-of a column's responses y, the mean over repeats, and predictions p, over the images of a test set;
-with several test sets (cross-validation) the mean over them. A prediction that is the same for all
-images has r = 0.
-
-The noise ceiling is the reliability of y: the correlation over images between the means of two
-halves of the repeats, averaged over random halves, and corrected from h repeats per half to all R
-by Spearman and Brown's formula (1910),
-
-    reliability = k c / (1 + (k - 1) c),   k = R / h
-
-which for halves is 2 c / (1 + c), as in Schrimpf et al. 2018. It is the share of the variance of y
-that a repetition of the measurement explains, so that the noise-free response would have r2 equal
-to it and r equal to its square root; `r_normalised` is r over that root, `r2_normalised` r2 over
-the reliability (the share of the explainable variance that is explained; Cadena et al. 2019 take
-the noise's variance from the repeats instead). Other work divides r by the reliability itself.
+Responses are of neurons, voxels or people: one column each, matched to the images of stores by
+image ids. One eigendecomposition of a site's training images serves every column and every l2. The
+l2 of each column is the one with the least squared error on `HELD_OUT` of the training images,
+which were not fitted to; with the chosen ones all training images are fitted again. Test images
+choose nothing. How predictions are compared with responses: `statistics.correlation`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vitsee_core.features.imports import read_arrays, read_ids
-from vitsee_core.runtime.options import Option
-from vitsee_core.statistics.jackknife import block_sums
-from vitsee_core.types import Float, Integers
-from vitsee_stores import open_store
+from vitsee_core.analyses.probe.inputs import HELD_OUT
+from vitsee_core.analyses.probe.sites import SitePair
+from vitsee_core.features import SiteFeatures
+from vitsee_core.kernels.l2_choice import GRID
+from vitsee_core.kernels.ridge import Algebra, Factors
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.statistics.correlation import CorrelationSums, mean_of_repeats
+from vitsee_core.statistics.jackknife import (
+    UNLIMITED,
+    Blocks,
+    Limits,
+    interval_cells,
+)
+from vitsee_core.tables.columns import site_columns
+from vitsee_core.tables.words import CEILING
+from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import abbreviate
-from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
+    from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Store
 
-RESPONSE = Option(
-    "Predict these responses in place of classes: a store that `vitsee import` made, or a file "
-    "(.csv, .tsv or .parquet with a column id; .npy, .npz, .pt, .safetensors) of a row per image "
-    "and a column per neuron, voxel or rating. Repeats: several rows with one id, or an array "
-    "(repeats, images, columns).",
-    metavar="FILE|STORE",
-    default="none: classes",
-)
-RESPONSE_IDS = Option(
-    "Whose rows the responses are: an id per line, or a table with a column id.",
-    metavar="FILE",
-    default="the file's column id, else the images of TRAIN in its order",
-    only_with=("response",),
-)
-FOLDS = Option(
-    "--response without TEST, --test-split and --holdout: cross-validate, each image tested once.",
-    metavar="N",
-    least=2,
-    default="5",
-    only_with=("response",),
-)
-BY_COLUMN = Option(
-    "--response: also a row per column of the responses.", only_with=("response",)
-)
+
+log = logging.getLogger(__name__)
+
+# Where the interval of a metric ends.
+CORRELATION: Limits = (-1.0, 1.0)
+EXPLAINED: Limits = (-np.inf, 1.0)
+# Summaries over columns: name -> numpy's function.
+SUMMARIES: Mapping[str, Callable[..., Any]] = {"median": np.median, "mean": np.mean}
 
 
 @dataclass(frozen=True)
@@ -144,238 +126,314 @@ class Responses:
             )
 
 
-def read_responses(path: Path | Url, ids: Path | None) -> Responses:
-    """Read the responses of a file or a store.
+class ImageSplit(NamedTuple):
+    """The images of one fit: indices of those that train and of those that test."""
 
-    Args:
-        path: a store that `vitsee import` made; or a table or array with a row per image and a
-            column per neuron, voxel or rating, or (repeats, images, columns).
-        ids: file with the image id of each row; None: the file's column id, if it has one.
+    train: Integers
+    test: Integers
 
-    Raises:
-        VitseeError: no responses, several arrays, or ids that do not fit them.
-        OSError: it cannot be opened.
+
+class MetricValues(NamedTuple):
+    """One metric of all columns.
+
+    Attributes:
+        value: (columns,).
+        replicates: (blocks, columns), without each block of test images.
+        limits: where its interval ends.
     """
-    if isinstance(path, Url) or path.is_dir():
-        if ids is not None:
-            raise VitseeError(
-                f"{path} is a store, which has ids; leave --response-ids out"
-            )
-        return _responses_of_store(open_store(path))
-    arrays = read_arrays(path)
-    if len(arrays.values) != 1:
-        raise VitseeError(
-            f"{path} holds {len(arrays.values)} arrays ({abbreviate(list(arrays.values))}); "
-            "expected one"
-        )
-    ((name, array),) = arrays.values.items()
-    if array.ndim > 3:
-        raise VitseeError(
-            f"{path} has {array.ndim} axes; expected (images, columns), or (repeats, images, "
-            "columns)"
-        )
-    columns = arrays.columns.get(name) or [str(i) for i in range(array.shape[-1])]
-    image_ids = arrays.ids if ids is None else read_ids(ids)[0]
-    values = np.asarray(array, np.float64)
-    n_rows = values.shape[-2]
-    if image_ids is not None and len(image_ids) != n_rows:
-        raise VitseeError(
-            f"{ids or path} has {len(image_ids)} ids for responses to {n_rows} images; expected as "
-            "many"
-        )
-    if values.ndim == 3:
-        if image_ids is not None:
-            twice = [name for name, count in Counter(image_ids).items() if count > 1]
-            if twice:
-                raise VitseeError(
-                    f"{path} has an axis of repeats, and {twice[0]!r} twice; expected one or the "
-                    "other"
-                )
-        return Responses(image_ids, values, columns, path.name)
-    if image_ids is None:
-        return Responses(None, values[np.newaxis], columns, path.name)
-    distinct_ids, repeats = _group_repeats(image_ids, values)
-    return Responses(distinct_ids, repeats, columns, path.name)
 
-
-def _group_repeats(ids: list[str], values: Float) -> tuple[list[str], Float]:
-    """Return each id once, and its rows as repeats of one image, (repeats, images, columns).
-
-    Images with fewer repeats than others have NaN in the last ones.
-
-    Args:
-        ids: image id of each row.
-        values: (rows, columns).
-    """
-    row_of_id = {image_id: row for row, image_id in enumerate(dict.fromkeys(ids))}
-    n_repeats = max(Counter(ids).values())
-    repeats = np.full((n_repeats, len(row_of_id), values.shape[1]), np.nan)
-    counts: Counter[str] = Counter()
-    for image_id, row_values in zip(ids, values, strict=True):
-        repeats[counts[image_id], row_of_id[image_id]] = row_values
-        counts[image_id] += 1
-    return list(row_of_id), repeats
-
-
-def _responses_of_store(store: Store) -> Responses:
-    """Return the vectors of all sites of a store, side by side, as responses without repeats."""
-    sites = [site for site in store.sites.values() if site.kind == "vector"]
-    if not sites:
-        raise VitseeError(
-            f"{store.label} has no vectors; expected responses that vitsee import made"
-        )
-    columns_of_sites: dict[str, Any] = store.manifest.info.get("columns") or {}
-    names: list[str] = []
-    for site in sites:
-        site_columns = columns_of_sites.get(site.name) or []
-        if len(site_columns) != site.dim:
-            site_columns = [str(i) for i in range(site.dim)]
-        if len(sites) > 1:
-            site_columns = [f"{site.name}:{column}" for column in site_columns]
-        names += site_columns
-    values = np.concatenate([store.vectors(site.name)[:] for site in sites], axis=1)
-    valid_values = values[store.valid].astype(np.float64)
-    ids = store.samples.id[store.valid].tolist()
-    return Responses(ids, valid_values[np.newaxis], names, store.label)
-
-
-N_SPLITS = 100  # random halves of the repeats
-# A variance below this share of the mean square is rounding.
-VARIANCE_ROUNDING = 1e-12
+    value: Float
+    replicates: Float
+    limits: Limits
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums over images, (..., columns), from which r and r2 follow.
-
-    Measured responses y and predictions p are both taken minus the same number, so that a large
-    mean costs no digits.
+class ResponseSettings:
+    """Choices of the user.
 
     Attributes:
-        n: number of images.
-        y: sum of y.
-        p: sum of p.
-        yy: sum of y^2.
-        pp: sum of p^2.
-        yp: sum of y p.
+        sites: patterns of site names.
+        tokens: words for tokens; () for the default of each site.
+        l2s: values to report, each for all columns; () if it is chosen for each column.
+        algebra: whether features are scaled; the intercept is not penalised.
+        folds: number of folds of a cross-validation.
+        by_column: add the rows of every column.
+        allow_shared: let images both train and test.
+        seed: seed of every draw of images.
     """
 
-    n: Float
-    y: Float
-    p: Float
-    yy: Float
-    pp: Float
-    yp: Float
+    sites: tuple[str, ...]
+    tokens: tuple[str, ...]
+    l2s: tuple[float, ...]
+    algebra: Algebra
+    folds: int
+    by_column: bool
+    allow_shared: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class ResponseImages:
+    """The images of one store that have responses.
+
+    Attributes:
+        store: the store.
+        mask: (images of the store,) which of them.
+        rows: (images,) their rows in the responses.
+        n_left_out: number of images that were selected and have no response.
+    """
+
+    store: Store
+    mask: Mask
+    rows: Integers
+    n_left_out: int
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.rows)
 
     @classmethod
-    def by_block(cls, y: Float, p: Float, labels: Integers, n_blocks: int) -> Sums:
-        """Return the sums over each block of images, (blocks, columns).
+    def of(
+        cls, store: Store, responses: Responses, execution: Execution
+    ) -> ResponseImages:
+        """Return the images of a store that were selected, can be read and have responses.
+
+        Raises:
+            VitseeError: there are none.
+        """
+        rows = responses.rows_of(store)
+        selected = execution.rows(store).mask & store.valid
+        n_selected = int(selected.sum())
+        mask = selected & (rows >= 0)
+        n_left_out = n_selected - int(mask.sum())
+        if not mask.any():
+            raise VitseeError(
+                f"none of the {n_selected} images chosen of {store.label} has a response in "
+                f"{responses.source}; expected ids like {store.samples.id[0]}"
+            )
+        if n_left_out:
+            log.info(
+                "%s: %d of the %d images have no response in %s and are left out",
+                store.label,
+                n_left_out,
+                n_selected,
+                responses.source,
+            )
+        return cls(store, mask, rows[mask], n_left_out)
+
+
+@dataclass(frozen=True)
+class ResponseProbe:
+    """The probes of one pair of stores, or of one store; called with the features of a site.
+
+    Attributes:
+        train: images that train.
+        test: images that test; the same object if both are of one store.
+        sets: the images of each fit.
+        y_train: (training images, columns) responses.
+        y_test: (test images, columns) responses.
+        blocks: jackknife blocks of the test images.
+        ceiling: (columns,) reliability of the responses; None without repeats.
+        columns: names of the columns.
+        settings: choices of the user.
+    """
+
+    train: ResponseImages
+    test: ResponseImages
+    sets: Sequence[ImageSplit]
+    y_train: Float
+    y_test: Float
+    blocks: Blocks
+    ceiling: Float | None
+    columns: Sequence[str]
+    settings: ResponseSettings
+
+    @property
+    def n_tested(self) -> int:
+        """The number of images that are in a test set."""
+        return sum(len(test) for _, test in self.sets)
+
+    @property
+    def usable_ceiling(self) -> Float | None:
+        """The reliability of each column, (columns,), NaN where it is not above 0."""
+        if self.ceiling is None:
+            return None
+        return np.where(self.ceiling > 0, self.ceiling, np.nan)
+
+    def __call__(self, execution: Execution, item: SitePair) -> list[dict[str, Any]]:
+        """Return the rows of a site, from its features in training and in test images."""
+        train_features, test_features = item
+        x_train = _feature_matrix(train_features, self.train, execution)
+        n_read = len(self.train)
+        if self.test is self.train:
+            x_test = x_train
+        else:
+            x_test = _feature_matrix(test_features, self.test, execution)
+            n_read += len(self.test)
+        execution.progress.advance(n_read)
+        site_cells = site_columns(self.test.store, train_features.site)
+        has_tokens = train_features.site.layout is not None
+        site_cells["token"] = str(train_features.selection) if has_tokens else ""
+        return [{**site_cells, **row} for row in self.rows(x_train, x_test)]
+
+    def rows(self, x_train: Float, x_test: Float) -> Iterator[dict[str, Any]]:
+        """Yield the rows of features, (training images, dim) and (test images, dim)."""
+        # Requested l2 (None: chosen for each column) -> the sums and l2 values of each test set.
+        sums_of_l2: dict[float | None, list[CorrelationSums]] = {}
+        l2s_of_l2: dict[float | None, list[Float]] = {}
+        for train, test in self.sets:
+            x = x_train[train]
+            y = self.y_train[train]
+            l2s_of_columns: dict[float | None, Float] = {}
+            for given_l2 in self.settings.l2s:
+                l2s_of_columns[given_l2] = np.full(y.shape[1], given_l2)
+            if not l2s_of_columns:
+                l2s_of_columns[None] = self._choose_l2s(x, y)
+            factors = Factors.of_targets(x, y, self.settings.algebra)
+            coordinates = factors.coordinates(x_test[test])
+            y_centred = self.y_test[test] - factors.mean_target
+            labels = self.blocks.labels[test]
+            for l2, l2s in l2s_of_columns.items():
+                # W = diag(1 / (v + l2)) Q'X'Y, with an l2 for each column.
+                weights = factors.rhs / (factors.values[:, np.newaxis] + l2s)
+                predictions = coordinates @ weights
+                sums = CorrelationSums.by_block(
+                    y_centred, predictions, labels, self.blocks.n
+                )
+                sums_of_l2.setdefault(l2, []).append(sums)
+                l2s_of_l2.setdefault(l2, []).append(l2s)
+        for l2, sums_of_sets in sums_of_l2.items():
+            yield from self._rows_of_l2(sums_of_sets, np.stack(l2s_of_l2[l2]))
+        yield from self._ceiling_rows()
+
+    def _choose_l2s(self, x: Float, y: Float) -> Float:
+        """Return the l2 of each column, (columns,), from features and responses that train.
+
+        It has the least squared error on held-out training images; of several the largest.
+        """
+        rng = np.random.default_rng((self.settings.seed, 1))
+        n_held_out = max(1, round(HELD_OUT * len(x)))
+        is_held_out = np.zeros(len(x), bool)
+        is_held_out[rng.permutation(len(x))[:n_held_out]] = True
+        factors = Factors.of_targets(
+            x[~is_held_out], y[~is_held_out], self.settings.algebra
+        )
+        coordinates = factors.coordinates(x[is_held_out])
+        least_error = np.full(y.shape[1], np.inf)
+        chosen = np.full(y.shape[1], GRID[-1])
+        # From the largest down, and only less is better: ties keep the larger l2.
+        for l2 in reversed(GRID):
+            predictions = factors.scores(coordinates, l2)
+            error = np.square(predictions - y[is_held_out]).sum(0)
+            is_better = error < least_error
+            least_error[is_better] = error[is_better]
+            chosen[is_better] = l2
+        return chosen
+
+    def _rows_of_l2(
+        self, sums_of_sets: Sequence[CorrelationSums], l2s: Float
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the rows of one choice of l2: of each column if asked for, then of all of them.
 
         Args:
-            y: (images, columns) measured responses.
-            p: (images, columns) predicted responses.
-            labels: (images,) block of each image.
-            n_blocks: number of blocks.
+            sums_of_sets: sums by block of each test set.
+            l2s: (test sets, columns).
         """
+        metrics = self._metrics(sums_of_sets)
+        counts = {"n_images": self.n_tested, "baseline": ""}
+        if self.settings.by_column:
+            mean_l2s = _geometric_mean(l2s)
+            for name, (value, replicates, limits) in metrics.items():
+                for i, column in enumerate(self.columns):
+                    yield {
+                        **counts,
+                        "column": column,
+                        "l2": float(mean_l2s[i]),
+                        "n_columns": 1,
+                        "metric": name,
+                        **interval_cells(value[i], replicates[:, i], limits),
+                    }
+        l2 = float(_geometric_mean(_geometric_mean(l2s)))
+        for name, (value, replicates, limits) in metrics.items():
+            is_finite = np.isfinite(value)
+            for summary_name, summarise in SUMMARIES.items():
+                row = {
+                    **counts,
+                    "l2": l2,
+                    "n_columns": int(is_finite.sum()),
+                    "metric": f"{name}_{summary_name}",
+                }
+                if not is_finite.any():
+                    yield {**row, "value": np.nan}
+                    continue
+                summary = summarise(value[is_finite])
+                summary_replicates = summarise(replicates[:, is_finite], axis=1)
+                yield {**row, **interval_cells(summary, summary_replicates, limits)}
 
-        def sums(values: Float) -> Float:
-            """Return the sums (blocks, columns) of values (images, columns)."""
-            return block_sums(values, labels, n_blocks).swapaxes(-1, -2)
-
-        return cls(
-            n=sums(np.ones_like(y)),
-            y=sums(y),
-            p=sums(p),
-            yy=sums(y * y),
-            pp=sums(p * p),
-            yp=sums(y * p),
-        )
-
-    def total(self) -> Sums:
-        """Return the sums over all blocks, (columns,)."""
-        return Sums(**{name: sums.sum(0) for name, sums in vars(self).items()})
-
-    def without(self) -> Sums:
-        """Return the sums over all blocks but one, for each left-out block, (blocks, columns)."""
-        return Sums(**{name: sums.sum(0) - sums for name, sums in vars(self).items()})
-
-    @property
-    def r(self) -> Float:
-        """Pearson's correlation; 0 where the prediction has no variance, NaN where y has none."""
-        n = np.maximum(self.n, 1)
-        variance_y = self.yy - self.y**2 / n
-        variance_p = self.pp - self.p**2 / n
-        covariance = self.yp - self.y * self.p / n
-        p_is_constant = variance_p <= VARIANCE_ROUNDING * self.pp
-        with np.errstate(invalid="ignore", divide="ignore"):
-            r = np.where(
-                p_is_constant, 0.0, covariance / np.sqrt(variance_y * variance_p)
+    def _metrics(
+        self, sums_of_sets: Sequence[CorrelationSums]
+    ) -> dict[str, MetricValues]:
+        """Return r and r2 of each column and, with repeats, both over the noise ceiling."""
+        r = _mean_over_sets(sums_of_sets, lambda sums: sums.r, CORRELATION)
+        r2 = _mean_over_sets(sums_of_sets, lambda sums: sums.r2, EXPLAINED)
+        metrics = {"r": r, "r2": r2}
+        ceiling = self.usable_ceiling
+        if ceiling is not None:
+            # A response without noise has r2 = reliability, and r its root. Divided, neither has
+            # an upper limit: the ceiling is an estimate.
+            root = np.sqrt(ceiling)
+            metrics["r_normalised"] = MetricValues(
+                r.value / root, r.replicates / root, UNLIMITED
             )
-        # Rounding can exceed 1 by a digit.
-        r = np.clip(r, -1, 1)
-        return np.where(variance_y > VARIANCE_ROUNDING * self.yy, r, np.nan)
+            metrics["r2_normalised"] = MetricValues(
+                r2.value / ceiling, r2.replicates / ceiling, UNLIMITED
+            )
+        return metrics
 
-    @property
-    def r2(self) -> Float:
-        """The explained variance: 1 less the squared error over the variance; NaN where y has
-        none."""
-        variance_y = self.yy - self.y**2 / np.maximum(self.n, 1)
-        squared_error = self.yy - 2 * self.yp + self.pp
-        with np.errstate(invalid="ignore", divide="ignore"):
-            r2: Float = 1 - squared_error / variance_y
-        return np.where(variance_y > VARIANCE_ROUNDING * self.yy, r2, np.nan)
-
-
-def reliability(repeats: Float, seed: int) -> Float | None:
-    """Return the reliability of the mean over repeats, (columns,).
-
-    It is the split-half correlation, averaged over random halves and corrected for their length
-    (Spearman and Brown 1910; Schrimpf et al. 2018). NaN for a column whose halves have no variance.
-
-    Args:
-        repeats: (repeats, images, columns).
-        seed: seed of the random halves.
-
-    Returns:
-        The reliability; None with a single repeat.
-    """
-    n_repeats = len(repeats)
-    if n_repeats < 2:
-        return None
-    # Of an odd number one repeat is left out of each split, another one every time.
-    n_half = n_repeats // 2
-    # Two repeats have one split only.
-    n_splits = 1 if n_repeats == 2 else N_SPLITS
-    rng = np.random.default_rng((seed, 4))
-    correlations = []
-    for _ in range(n_splits):
-        order = rng.permutation(n_repeats)
-        first_half = mean_of_repeats(repeats[order[:n_half]])
-        second_half = mean_of_repeats(repeats[order[n_half : 2 * n_half]])
-        correlations.append(_correlation(first_half, second_half))
-    c = np.mean(correlations, axis=0)
-    k = n_repeats / n_half
-    with np.errstate(invalid="ignore", divide="ignore"):
-        corrected: Float = k * c / (1 + (k - 1) * c)  # Spearman-Brown
-    return corrected
+    def _ceiling_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the noise ceiling, over the columns that have one."""
+        if self.ceiling is None:
+            return
+        usable = self.ceiling[self.ceiling > 0]
+        bounds = {"r": np.sqrt(usable), "r2": usable}
+        for name, bound in bounds.items():
+            for summary_name, summarise in SUMMARIES.items():
+                yield {
+                    "metric": f"{name}_{summary_name}",
+                    "value": float(summarise(bound)) if len(bound) else np.nan,
+                    "n_images": self.n_tested,
+                    "n_columns": len(bound),
+                    "baseline": CEILING,
+                }
 
 
-def mean_of_repeats(repeats: Float) -> Float:
-    """Return the mean over the finite repeats, (images, columns); NaN where none is finite."""
-    is_finite = np.isfinite(repeats)
-    n_finite = is_finite.sum(0)
-    sums = np.where(is_finite, repeats, 0).sum(0)
-    return np.where(n_finite > 0, sums / np.maximum(n_finite, 1), np.nan)
+def _geometric_mean(l2s: Float) -> Float:
+    """Return the geometric mean over the first axis; without rounding where all are equal."""
+    return np.where(np.ptp(l2s, 0) > 0, np.exp(np.log(l2s).mean(0)), l2s[0])
 
 
-def _correlation(a: Float, b: Float) -> Float:
-    """Return Pearson's correlation of a and b (images, columns) over images that have both."""
-    has_both = np.isfinite(a) & np.isfinite(b)
-    n = np.maximum(has_both.sum(0), 1)
-    mean_a = np.where(has_both, a, 0).sum(0) / n
-    mean_b = np.where(has_both, b, 0).sum(0) / n
-    a = np.where(has_both, a - mean_a, 0)
-    b = np.where(has_both, b - mean_b, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        r: Float = (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
-    return r
+def _mean_over_sets(
+    sums_of_sets: Sequence[CorrelationSums],
+    score: Callable[[CorrelationSums], Float],
+    limits: Limits,
+) -> MetricValues:
+    """Return the mean score over test sets, and its replicates without each block."""
+    values = [score(sums.total()) for sums in sums_of_sets]
+    replicates = [score(sums.without()) for sums in sums_of_sets]
+    return MetricValues(np.mean(values, axis=0), np.mean(replicates, axis=0), limits)
+
+
+def _feature_matrix(
+    features: SiteFeatures, images: ResponseImages, execution: Execution
+) -> Float:
+    """Return the features (images, dim) of the images with a response, in the store's order."""
+    # float64: the matrix, its centred copy, and the copies that are fitted to and held out.
+    n_bytes = 8 * 4 * len(images) * features.dim
+    if n_bytes > execution.budget:
+        raise VitseeError(
+            f"{features.site.name}: {len(images)} images of {features.dim} channels take "
+            f"{human_bytes(n_bytes)}, {human_bytes(execution.budget)} are allowed; give --memory, "
+            "or fewer --images"
+        )
+    slabs = features.vectors(images.mask, jobs=execution.jobs, memory=execution.budget)
+    return np.concatenate([slab.astype(np.float64) for slab in slabs])

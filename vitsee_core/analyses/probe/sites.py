@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,21 +10,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.score import Prober
-from vitsee_core.analyses.probe.settings import Settings
-from vitsee_core.analyses.probe.sources import Random, Stored
-from vitsee_core.analyses.probe.tally import Scorer, Tally
+from vitsee_core.analyses.probe.inputs import Draw, Random, Stored
+from vitsee_core.analyses.probe.options import Settings
+from vitsee_core.analyses.probe.prober import Prober, Tally
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import Blocks, means_without
+from vitsee_core.statistics.moments import Moments
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import share_interval
 from vitsee_core.tables.columns import site_columns
+from vitsee_core.tables.replicates import WORD
 from vitsee_core.truth.labels.labelled_rows import LabelledRows
 from vitsee_core.truth.masks.segments import Examples
+from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.selectors import Token
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
+
+
+INTERVAL = (
+    "95 % Wilson score interval of the share of test images that are right, training images and "
+    "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
+    f"Rows of token `each` (mean over the probes of all patches): {SHARES}"
+)
 
 
 class RandomShape(NamedTuple):
@@ -287,3 +299,158 @@ class ProbedSites:
             among=self.stores,
             match_last_stage=self.settings.match_last_stage,
         )
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Turns tallies into rows of a table.
+
+    Attributes:
+        draws: the draws of training images, as in the tally.
+        test: the labelled test images.
+        classes: names of the classes that have rows of their own; () for none.
+        blocks: jackknife blocks of the test images, as in the tally.
+    """
+
+    draws: Sequence[Draw]
+    test: LabelledRows
+    classes: Sequence[str]
+    blocks: Blocks
+
+    def rows(
+        self, tokens: Sequence[Token], tally: Tally, each: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the rows of one site, for each number of shots and each l2.
+
+        Args:
+            tokens: the probed tokens.
+            tally: right answers of their probes.
+            each: add a row `each` after those of the tokens, the mean over the patches' probes.
+        """
+        for shots in dict.fromkeys(draw.shots for draw in self.draws):
+            # The draws with this number of shots differ in their seed only.
+            seeds = np.array(
+                [d for d, draw in enumerate(self.draws) if draw.shots == shots]
+            )
+            for i in range(tally.right.shape[1]):
+                for t, token in enumerate(tokens):
+                    probe = {
+                        "token": token.name,
+                        "row": token.row,
+                        "col": token.col,
+                        "shots": shots,
+                        "l2": _mean_l2(tally.l2s[seeds, i, t]),
+                    }
+                    for scores in self._scores_of_probe(tally, seeds, i, t):
+                        yield {**probe, **scores}
+                if each:
+                    l2s = tally.l2s[seeds, i]
+                    same_l2 = (l2s == l2s.flat[0]).all()
+                    mean_probe = {
+                        "token": "each",
+                        "shots": shots,
+                        "l2": _mean_l2(l2s) if same_l2 else None,
+                    }
+                    for scores in self._scores_of_mean(tally, seeds, i, len(tokens)):
+                        yield {**mean_probe, **scores}
+
+    def _scores_of_mean(
+        self, tally: Tally, seeds: Integers, i: int, n_tokens: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the scores of the mean over the patches' probes at l2 number i, one per metric."""
+        n_averaged = n_tokens - tally.first
+        failed = tally.failed[seeds, i, tally.first :].any()
+        for m, metric in enumerate(tally.metrics):
+            share = tally.share[seeds, i, m] / n_averaged  # (seeds, images)
+            if failed:
+                share = np.full_like(share, np.nan)
+            without = self.blocks.means_without(share.mean(0, dtype=np.float64))
+            yield {"metric": metric, WORD: without, **_mean_share(share)}
+
+    def _scores_of_probe(
+        self, tally: Tally, seeds: Integers, i: int, t: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the scores of token t at l2 number i: one per metric, then one per named class.
+
+        seeds: numbers of the draws over which the scores are averaged.
+        """
+        right = tally.right[seeds, i, t]  # (seeds, metrics, classes)
+        failed = tally.failed[seeds, i, t]
+        labels = self.test.labels
+        images_in_block = self.blocks.sums(np.ones(len(labels)))
+        for m, metric in enumerate(tally.metrics):
+            right_in_block = tally.in_block[seeds, i, t, m].mean(0)
+            without = means_without(right_in_block, images_in_block)
+            scores = self._over_seeds(right[:, m].sum(-1), len(labels), failed, without)
+            if failed.any():
+                without = without * math.nan
+            counts = self.test.counted()
+            yield {"metric": metric, **scores, WORD: without, **counts}
+        images_in_class = np.bincount(labels, minlength=tally.n_classes)
+        for c, name in enumerate(self.classes):
+            n_images = int(images_in_class[c])
+            scores = self._over_seeds(right[:, 0, c], n_images, failed, None)
+            counts = self.test.counted(labels == c)
+            yield {"metric": "top1_class", "class": name, **scores, **counts}
+
+    def _over_seeds(
+        self, right: Integers, n: int, failed: Mask, without: Float | None
+    ) -> dict[str, Any]:
+        """Return the value, spread and interval of a share over seeds.
+
+        Args:
+            right: (seeds,) number of right answers among n.
+            n: number of images.
+            failed: (seeds,) probes without a result; any of them makes all cells NaN.
+            without: (blocks,) mean share without each jackknife block.
+        """
+        mean_share = right.mean() / max(n, 1)
+        low = np.zeros(len(right))
+        high = np.zeros(len(right))
+        for s, n_right in enumerate(right):
+            low[s], high[s] = self.test.ends(mean_share, n, int(n_right), without)
+        if failed.any():
+            missing = np.full(len(right), math.nan)
+            return _summary(missing, missing, missing, n)
+        # Divided after the summary, not before: equal counts give exactly their mean, without
+        # spread.
+        scores = _summary(right, low, high, n)
+        for name in ("value", "std"):
+            scores[name] = scores[name] / n if n else math.nan
+        return scores
+
+
+def _mean_l2(values: Float) -> float | None:
+    """Return the geometric mean of some l2 values, exact if they are equal; None if one is NaN."""
+    if not np.isfinite(values).all():
+        return None
+    if (values == values.flat[0]).all():
+        return float(values.flat[0])
+    # The grid of l2 is geometric (2^-10 to 2^19), so is its mean.
+    return float(np.exp2(np.log2(values).mean()))
+
+
+def _mean_share(share: Float32) -> dict[str, Any]:
+    """Return the value, spread and interval of a mean share.
+
+    share: (seeds, images), the share of the patches' probes that are right about each image.
+    """
+    moments = Moments()
+    moments.add(share.T)
+    summary = moments.summary()
+    n = share.shape[1]
+    standard_error = summary.std / np.sqrt(n)
+    low, high = share_interval(summary.mean, standard_error, n)
+    return _summary(summary.mean, low, high, n)
+
+
+def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
+    """Return mean, standard deviation (n - 1) and mean interval over seeds, of arrays (seeds,)."""
+    spread = float(value.std(ddof=1)) if len(value) > 1 else math.nan
+    return {
+        "value": float(value.mean()),
+        "std": spread,
+        "low": float(low.mean()),
+        "high": float(high.mean()),
+        "n_images": n,
+    }
