@@ -12,7 +12,9 @@ from PIL import Image
 
 from tests.extractions import VIT, extracted
 from vitsee_cli.main import main
+from vitsee_core.images.folders import image_stem
 from vitsee_core.tables.results import Table
+from vitsee_core.truth.labels.labelled_rows import _without_endings
 from vitsee_stores import open_store, validate
 
 CLASSES = ("cat", "dog")
@@ -109,10 +111,16 @@ def test_the_same_pictures_saved_anew_are_refused(
 
 @pytest.mark.parametrize("command", ["probe", "knn"])
 @pytest.mark.parametrize(
-    ("test", "remarked"), [("others", True), ("same-names", True), ("strangers", False)]
+    ("test", "remarked", "ending"),
+    [
+        ("others", True, ""),
+        ("same-names", True, ""),
+        ("lossy", True, f"; {N} but for the ending"),
+        ("strangers", False, ""),
+    ],
 )
 def test_equal_ids_alone_are_a_remark(
-    folder: Path, command: str, test: str, remarked: bool
+    folder: Path, command: str, test: str, remarked: bool, ending: str
 ) -> None:
     """Other pictures of the same names, and the same pictures with loss."""
     result = run(folder, command, test)
@@ -122,7 +130,27 @@ def test_equal_ids_alone_are_a_remark(
     assert len(said) == remarked
     if remarked:
         assert said[0].startswith(f"{N} of the {N} test images of {test}")
+        assert f"{ending}) but other bytes and pixels" in said[0]
+        assert ("but for the ending" in said[0]) == bool(ending)
         assert said[0] in result.stderr
+
+
+def test_ids_without_their_endings() -> None:
+    """By arrays as one by one."""
+    ids = [
+        "a/b.png",
+        "a/b.JPG",
+        "b.jpeg",
+        "b.txt",
+        ".png",
+        "a/.png",
+        "a.b/c",
+        "x.png#0,1",
+    ]
+    ids += ["a.png.jpg", "é/ü.webp", ""]
+    encoded = np.array([name.encode() for name in ids])
+    stems = [stem.decode() for stem in _without_endings(encoded).tolist()]
+    assert stems == [image_stem(name) for name in ids]
 
 
 def test_one_picture_of_both(folder: Path, tmp_path: Path) -> None:

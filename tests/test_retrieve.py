@@ -574,6 +574,25 @@ def test_pictures_saved_anew_are_refused(tmp_path: Path) -> None:
         run(store, queries=[others], distractors=[again])
 
 
+def test_equal_ids_but_for_the_ending_are_a_remark(tmp_path: Path) -> None:
+    """Pictures that were saved anew with loss have neither bytes nor pixels of before."""
+    names = [f"{name}{i}" for i, name in enumerate("abcdef")]
+    store = pictures(tmp_path / "a.zarr", [f"{name}.png" for name in names])
+    anew = [f"{name}.jpg" for name in [*names[:2], "s", "t", "u", "v"]]
+    more = pictures(tmp_path / "anew.zarr", anew, seed=9, hash_offset=100)
+    for what, options in (
+        ("distractors", {"distractors": [more]}),
+        ("queries", {"queries": [more]}),
+    ):
+        remarks = run(store, **options).notes["remarks"]
+        said = [remark for remark in remarks if "have ids of images" in remark]
+        assert said == [
+            f"2 of the 6 {what} of anew have ids of images of a (a0.jpg, b1.jpg; 2 but for the "
+            "ending) but other bytes and pixels: other pictures of the same names, or the same "
+            "ones saved anew with loss"
+        ]
+
+
 def test_pictures_that_occur_again_by_pixels(tmp_path: Path) -> None:
     ids = [f"x{i}" for i in range(6)]
     pixels = np.array([1, 2, 3, 4, 4, 1])

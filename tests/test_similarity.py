@@ -165,14 +165,25 @@ def test_a_common_offset_changes_nothing(tmp_path: Path) -> None:
     assert found == pytest.approx(expected(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 1000), ("float16", 300)])
+@pytest.mark.parametrize("as_tokens", [False, True])
 def test_an_offset_that_cost_digits_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    dtype: str,
+    offset: int,
+    as_tokens: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    far = write_sites(tmp_path / "a.zarr", {k: v + 1000 for k, v in SITES.items()})
+    """Tokens that are stored in float16 lost digits; those in float32, and vectors, did not."""
+    sites = {name: values + offset for name, values in SITES.items()}
+    if not as_tokens:
+        sites = {name: values[:, 0] for name, values in sites.items()}
+    far = write_sites(tmp_path / "a.zarr", sites, dtype=dtype)
     h = hsic(representations(far), options=options())
-    assert (
-        "a blocks.0.out, a blocks.1.out" in caplog.text and "--dtype SITE" in caplog.text
-    )
+    assert "a blocks.0.out, a blocks.1.out" in caplog.text
+    is_rounded = as_tokens and dtype == "float16"
+    assert ("--dtype SITE=float32, or import" in caplog.text) == is_rounded
+    assert ("have few digits in float32" in caplog.text) == (not is_rounded)
     assert h.notes["common_offset"]["a blocks.0.out"] > 1e4
 
 

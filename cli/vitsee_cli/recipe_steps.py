@@ -4,7 +4,9 @@ write lies in the study's folder."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +43,9 @@ NOT_OF_A_FILE = ("--help",)
 NOT_OF_A_STORE = ("--dry-run", "--force", "--help", "--plan", "--shard")
 
 
+_OPTION = re.compile(
+    r"--?[A-Za-z]"
+)  # how an option begins, and a negative number does not
 MAX_ERROR_CHARS = 300  # characters of a wrong option's error in a message
 
 
@@ -81,6 +86,7 @@ def _typed_values(command: click.Command, step: Step) -> Iterator[TypedValue]:
     """
     ctx = click.Context(command, info_name=step.command)
     parser = command.make_parser(ctx)
+    _check_values(command.get_params(ctx), step.words[1:])
     texts, rest, order = parser.parse_args(list(step.words[1:]))
     if rest:
         raise click.UsageError(f"{rest[0][:MAX_SHOWN_CHARS]} is one word too many")
@@ -96,6 +102,28 @@ def _typed_values(command: click.Command, step: Step) -> Iterator[TypedValue]:
         refused = NOT_OF_A_STORE if step.command == "extract" else NOT_OF_A_FILE
         if typed and param.opts[-1] in refused:
             raise click.UsageError(f"{param.opts[-1]} is not of a study's file")
+
+
+def _check_values(params: Sequence[click.Parameter], words: Sequence[str]) -> None:
+    """Refuse an option without its value, which takes the next option for it.
+
+    What follows a command's last option is what a study appends, `-o` and `--png`: they would be
+    swallowed, and the command would go on without them.
+
+    Raises:
+        click.UsageError: names both options.
+    """
+    with_value = {
+        spelling
+        for param in params
+        if isinstance(param, click.Option) and not param.is_flag and not param.count
+        for spelling in param.opts
+    }
+    for word, following in pairwise(words):
+        if word in with_value and _OPTION.match(following):
+            raise click.UsageError(
+                f"{word} has no value: {following[:MAX_SHOWN_CHARS]} follows"
+            )
 
 
 def _check_path(study: Study, step: Step, value: TypedValue) -> None:

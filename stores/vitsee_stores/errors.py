@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
+
+_MANY_DIGITS = re.compile(r"\((\d+) digits\) for integer.*?(?:value has (\d+) digits|$)")
 
 
 class VitseeError(Exception):
@@ -71,3 +74,15 @@ def reason(error: OSError) -> str:
     or directory`."""
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]
+
+
+def reason_of_text(error: Exception) -> str:
+    """What is wrong with a text that was parsed, in a user's words where Python's are for programs:
+    `a number has 5000 digits; at most 4300 are read`, `it is not text in UTF-8 (byte 3)`."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not text in {error.encoding.upper()} (byte {error.start})"
+    match = _MANY_DIGITS.search(str(error))
+    if match is None:
+        return str(error)
+    digits = f"{match[2]} digits" if match[2] else "too many digits"
+    return f"a number has {digits}; at most {match[1]} are read"

@@ -522,15 +522,19 @@ def _check_numbers(
         wrong = ~(np.abs(some) <= most).reshape(len(some), -1).all(1)
         for row in (start + np.flatnonzero(wrong)).tolist():
             if row in name:
-                what = (
-                    "not finite"
-                    if not np.isfinite(array[row]).all()
-                    else f"beyond {site.dtype}"
-                )
                 raise VitseeError(
-                    f"{site.name}: row {row} ({name[row]}) holds numbers that are {what}; leave "
-                    "that image out, or give --dtype float32"
+                    f"{site.name}: row {row} ({name[row]}) holds numbers that are "
+                    f"{_why_refused(array[row], site.dtype)}"
                 )
+
+
+def _why_refused(values: Array, dtype: str) -> str:
+    """What is wrong with numbers that a store of this type does not take, and what to do."""
+    if not np.isfinite(values).all():
+        return "not finite; leave that image out"
+    if dtype == "float32" or np.abs(values).max() > LARGEST["float32"]:
+        return "beyond float32; leave that image out, or divide all numbers"
+    return f"beyond {dtype}; leave that image out, or give --dtype float32"
 
 
 def _slab(

@@ -41,7 +41,7 @@ from vitsee_core.images.picture_remarks import (
 from vitsee_core.images.pillow_warnings import hear_libtiff, heard_warnings
 from vitsee_core.images.shared_memory import SharedBlock
 from vitsee_stores.disk import open_regular, read_regular
-from vitsee_stores.errors import reason
+from vitsee_stores.errors import reason, reason_of_text
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.folder import Folder
 from vitsee_stores.plan import Size
@@ -562,5 +562,8 @@ def load_into(
 
 def one_line(error: BaseException) -> str:
     """Return an error's text on one line, cut at 200 characters, or its type if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, ValueError):
+        text = reason_of_text(error)
+    text = " ".join(text.split()) or type(error).__name__
     return text[:_MAX_REASON_LENGTH]

@@ -319,16 +319,23 @@ def _n_multiplications(comparison: Comparison) -> float:
     return n * n / 2 * (n_features + n_pairs)
 
 
+def _is_rounded(r: Representation) -> bool:
+    """Return whether features were rounded to float16 when they were stored."""
+    is_pooled = r.tokens in ("cls", "mean", "mean-all")  # vectors in float32 of their own
+    return r.stored.kind != "vector" and r.stored.dtype == "float16" and not is_pooled
+
+
 def _without_constant_features(
     comparison: Comparison, result: Hsic
 ) -> tuple[Hsic, dict[str, float]]:
     """Return the result with NaN for features that are constant up to rounding, and the offsets of
-    others that lost digits when they were stored. Both are logged.
+    others that are almost constant. Both are logged.
 
     Returns:
         The result; and site -> |mean|^2 over the total variance, for the ill-conditioned ones.
     """
     offsets: dict[str, float] = {}
+    rounded = {True: dict[str, float](), False: dict[str, float]()}  # to float16
     constant: list[int] = []  # indices of representations
     names: list[str] = []
     for index, r in enumerate(comparison.representations):
@@ -339,13 +346,21 @@ def _without_constant_features(
             constant.append(index)
         elif offset > ILL_CONDITIONED:
             offsets[names[index]] = offset
-    if offsets:
+            rounded[_is_rounded(r)][names[index]] = offset
+    if rounded[True]:
         log.warning(
             "features that are almost the same for all images, whose differences lost digits when "
             "they were stored: %s (|mean|^2 up to %.0e times the variance; extract such sites with "
-            "--dtype SITE=float32)",
-            abbreviate(list(offsets)),
-            max(offsets.values()),
+            "--dtype SITE=float32, or import them so)",
+            abbreviate(list(rounded[True])),
+            max(rounded[True].values()),
+        )
+    if rounded[False]:
+        log.warning(
+            "features that are almost the same for all images, whose differences have few digits "
+            "in float32: %s (|mean|^2 up to %.0e times the variance)",
+            abbreviate(list(rounded[False])),
+            max(rounded[False].values()),
         )
     if constant:
         log.warning(

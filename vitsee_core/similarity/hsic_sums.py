@@ -141,7 +141,8 @@ def without_value(names: Sequence[str], self_hsics: Float) -> list[str]:
         sites = "every site"
     return [
         f"no CKA for {sites}: the HSIC with itself is not positive (the features of all images, or "
-        "of all but one, are the same, or noise of too few images)"
+        "of all but one, are the same, or too small beside those of one for float32; or noise of "
+        "too few images)"
     ]
 
 

@@ -48,7 +48,7 @@ from vitsee_core.study.recipe_checks import (
     check_store_name,
 )
 from vitsee_stores.disk import read_regular
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError, reason, reason_of_text
 from vitsee_stores.schema import checked
 
 LONGEST_ERROR = 500  # characters of what is wrong with a file in a message
@@ -247,7 +247,7 @@ def read_toml(place: Any, name: str) -> dict[str, Any]:
     except RecursionError:
         raise RecipeError(f"{name} is no TOML: it is nested too deeply") from None
     except ValueError as error:
-        raise RecipeError(f"{name} is no TOML: {error}") from None
+        raise RecipeError(f"{name} is no TOML: {reason_of_text(error)}") from None
 
 
 class _Store(Struct, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from vitsee_core.types import Float
 from vitsee_stores.disk import read_regular
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError, reason, reason_of_text
 from vitsee_stores.plan import Side
 from vitsee_stores.schema import check_name, checked
 
@@ -238,7 +238,7 @@ def _read_pair(path: Path) -> Pair:
         ) from None
     except ValueError as error:
         # Names in the file may contain line breaks; an error is one line.
-        message = re.sub(r"\s+", " ", str(error))[:200]
+        message = re.sub(r"\s+", " ", reason_of_text(error))[:200]
         raise VitseeError(f"{path} is not a pair of SPair-71k: {message}") from None
 
 

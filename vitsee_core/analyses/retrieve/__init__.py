@@ -158,7 +158,8 @@ def run(
         else:
             search = by_truth(known, store, own)
         search = replace(search, distractors=tuple(more))
-        check_search(search)
+        remarks_on_ids = check_search(search)
+        search = replace(search, remarks=(*search.remarks, *remarks_on_ids))
         searches.append(search)
     plans = [
         Plan.of(search, chosen, tokens, form, at, seed)

@@ -32,6 +32,7 @@ from vitsee_core.truth.labels.labelled_rows import (
     check_label_spaces,
     labelled_rows,
     random_pieces,
+    shared_ids,
 )
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -315,8 +316,8 @@ def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Sear
     )
 
 
-def check_search(search: Search) -> None:
-    """Refuse invalid searches.
+def check_search(search: Search) -> list[str]:
+    """Refuse invalid searches; return remarks.
 
     Raises:
         StoreMismatch: stores of other models or transforms, a query that is among the searched
@@ -332,6 +333,20 @@ def check_search(search: Search) -> None:
         _check_queries_apart(search)
     if search.distractors:
         _check_distractors(search)
+    return _remarks_on_ids(search)
+
+
+def _remarks_on_ids(search: Search) -> list[str]:
+    """Return remarks on queries, and distractors, that may be searched images saved anew."""
+    remarks = []
+    if search.itself is None:
+        remarks += shared_ids(
+            search.store, search.rows, search.query_store, search.queries, "queries"
+        )
+    for store in search.distractors:
+        rows = np.flatnonzero(store.valid)
+        remarks += shared_ids(search.store, search.rows, store, rows, "distractors")
+    return remarks
 
 
 def _check_queries_apart(search: Search) -> None:

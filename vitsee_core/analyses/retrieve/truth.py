@@ -27,7 +27,7 @@ from typing import Any
 from vitsee_core.analyses.retrieve.plain_pickle import load_plain, read_at_most
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.tables.text import visible
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError, reason, reason_of_text
 
 JUNK = "junk"
 LABELS = "labels"
@@ -301,7 +301,8 @@ def read_truth(path: Path) -> RetrievalTruth:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise VitseeError(f"{path} is not JSON: {str(error)[:120]}") from None
+        why = reason_of_text(error)[:120]
+        raise VitseeError(f"{path} is not JSON: {why}") from None
     return revisited(value, str(path))
 
 

@@ -322,11 +322,6 @@ def _read_rows(path: Path, name: str) -> Iterator[Row]:
         for row in reader:
             if any(cell.strip() for cell in row):
                 yield reader.line_num, row
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name} cannot be read as a list: it is not text in UTF-8 (byte {error.start}); save "
-            "it as UTF-8"
-        ) from None
     except (csv.Error, ValueError) as error:
         raise DataError(f"{name} cannot be read as a list: {one_line(error)}") from None
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.formats import FORMAT_OF_ENDING
 from vitsee_core.runtime.options import Option
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.statistics.jackknife import Blocks
@@ -383,28 +384,44 @@ def _in_train(
 
 
 def shared_ids(
-    train: Store, train_rows: Integers, test: Store, test_rows: Integers
+    train: Store,
+    train_rows: Integers,
+    test: Store,
+    test_rows: Integers,
+    what: str = "test images",
 ) -> list[str]:
     """Return a remark on test images with the id of a training image but other bytes and pixels.
 
-    They are other pictures of the same name, or the same picture saved anew with loss. The list is
-    empty if there are none, or if both stores are the same.
+    They are other pictures of the same name, or the same picture saved anew with loss. Ids are
+    compared without the endings of image files: the same picture may be there as PNG and as JPEG.
+    The list is empty if there are none, or if both stores are the same.
+
+    Args:
+        train: the store of the training images.
+        train_rows: its rows, of which some may occur several times.
+        test: the store of the test images.
+        test_rows: its rows.
+        what: the test images in words.
     """
     if train.manifest.store_id == test.manifest.store_id:
         return []
     rows = np.unique(test_rows)
     same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
     train_ids = _id_bytes(train)[np.unique(train_rows)]
-    same_id_only = np.isin(_id_bytes(test)[rows], train_ids) & ~same_bytes & ~same_pixels
-    n_same = int(same_id_only.sum())
+    test_ids = _id_bytes(test)[rows]
+    same_stem = np.isin(_without_endings(test_ids), _without_endings(train_ids))
+    same_stem_only = same_stem & ~same_bytes & ~same_pixels
+    n_same = int(same_stem_only.sum())
     if not n_same:
         return []
-    names = test.samples.id[rows[same_id_only][:MAX_IDS_NAMED]].tolist()
+    names = test.samples.id[rows[same_stem_only][:MAX_IDS_NAMED]].tolist()
     more = ", ..." if n_same > len(names) else ""
+    n_other_ending = int((same_stem_only & ~np.isin(test_ids, train_ids)).sum())
+    ending = f"; {n_other_ending} but for the ending" if n_other_ending else ""
     return [
-        f"{n_same} of the {len(rows)} test images of {test.label} have ids of images of "
-        f"{train.label} ({', '.join(names)}{more}) but other bytes and pixels: other pictures of "
-        "the same names, or the same ones saved anew with loss"
+        f"{n_same} of the {len(rows)} {what} of {test.label} have ids of images of "
+        f"{train.label} ({', '.join(names)}{more}{ending}) but other bytes and pixels: other "
+        "pictures of the same names, or the same ones saved anew with loss"
     ]
 
 
@@ -412,6 +429,16 @@ def _id_bytes(store: Store) -> NDArray[np.bytes_]:
     """Return (images,) the ids as bytes, which take a quarter of the memory of NumPy's text."""
     encoded = np.ascontiguousarray(store.samples.encoded_id)
     return encoded.view(f"S{encoded.shape[1]}")[:, 0]
+
+
+def _without_endings(ids: NDArray[np.bytes_]) -> NDArray[np.bytes_]:
+    """Return (images,) the ids without the endings of image files, as `image_stem` does for one."""
+    stems, _, endings = np.strings.rpartition(ids, b".")
+    known = [ending[1:].encode() for ending in FORMAT_OF_ENDING]
+    is_image = np.isin(np.strings.lower(endings), known)
+    # A name that is nothing but an ending, as `.png`, has none.
+    is_image &= (stems != b"") & ~np.strings.endswith(stems, b"/")
+    return np.where(is_image, stems, ids)
 
 
 def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError, reason, reason_of_text
 
 EXPECTED = "a COCO file with 'images' and 'annotations'"
 LONGEST_ID = 40  # characters of an id in a message
@@ -44,7 +44,7 @@ def read_annotations(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise VitseeError(f"{path} is not JSON: {error}") from None
+        raise VitseeError(f"{path} is not JSON: {reason_of_text(error)}") from None
     if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
         held = ", ".join(found) if isinstance(found, dict) else type(found).__name__
         raise VitseeError(f"{path} has {held or 'nothing'}; expected {EXPECTED}")
