@@ -135,7 +135,7 @@ def beside(
             sites, None, options=GramOptions(use_cache=False, device="cpu")
         ) as grams:
             done = compare_all(grams, measure, np.array(pairs), intervals=False)
-        found["ours"] = dict(zip(pairs, done.value.tolist(), strict=True))
+        found["ours"] = dict(zip(pairs, done.values.tolist(), strict=True))
 
     def theirs() -> float:
         began = time.perf_counter()

@@ -256,7 +256,7 @@ def test_permutations_whose_states_do_not_fit_the_memory(
 ) -> None:
     """Of any measure: they stay here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparing, "STATES", 1e-9)
+    monkeypatch.setattr(comparing, "STATES_SHARE", 1e-9)
     how = {
         "metrics": similarity.MEASURES,
         "sites": ("blocks.0.out", "blocks.2.out"),

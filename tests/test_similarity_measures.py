@@ -19,6 +19,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
 from vitsee_core.analyses.similarity.comparing import calibrate
+from vitsee_core.analyses.similarity.decompositions import Procrustes, RidgeR2, Svcca
 from vitsee_core.analyses.similarity.measure import (
     Cknna,
     Measure,
@@ -26,14 +27,7 @@ from vitsee_core.analyses.similarity.measure import (
     SiteGram,
     nearest,
 )
-from vitsee_core.analyses.similarity.products import (
-    Cka,
-    Gulp,
-    Procrustes,
-    RidgeR2,
-    Rsa,
-    Svcca,
-)
+from vitsee_core.analyses.similarity.products import Cka, Gulp, Rsa
 from vitsee_core.similarity.estimators import block_labels
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.statistics.jackknife import standard_error
@@ -193,16 +187,16 @@ def test_what_is_left_of_a_state_is_that_of_fewer_images(
 ) -> None:
     x, y = (np.round(z, 1) for z in related(seed, n=40))  # with ties
     places = np.setdiff1d(np.arange(40), [seed, 17 + seed])
-    of = [gram_of(z).of(places) for z in (x, y)]
+    of = [gram_of(z).take(places) for z in (x, y)]
     anew = [measure.prepare(one) for one in of]
     states = [measure.prepare(gram_of(z)) for z in (x, y)]
-    left = [measure.reduced(one, places) for one in states]
+    left = [measure.restrict(one, places) for one in states]
     assert all(one is not None for one in left)
     expected = measure.compare(anew, anew, PAIR)
     assert measure.compare(left, left, PAIR) == pytest.approx(expected, abs=2e-6)
     # In a state of neighbours there are as many more as a block of the jackknife may hold.
     if isinstance(measure, MutualKnn):
-        assert measure.reduced(states[0], places[:20]) is None
+        assert measure.restrict(states[0], places[:20]) is None
 
 
 @pytest.mark.slow
@@ -242,7 +236,7 @@ def test_the_ridge_of_replicates_is_that_of_all_images(tmp_path: Path) -> None:
     measure = RidgeR2()
     states = [measure.prepare(gram_of(z)) for z in (x, y)]
     measure.compare(states, states, PAIR)
-    ridges = measure.kept(states[1])
+    ridges = measure.choices(states[1])
     assert len(ridges) == 1
     without = []
     for block in range(20):

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 
 from vitsee_core.analyses.similarity import LABELS
 from vitsee_core.analyses.similarity.comparing import calibrate
+from vitsee_core.analyses.similarity.decompositions import Procrustes, Svcca
 from vitsee_core.analyses.similarity.measure import Measure, MutualKnn, SiteGram
-from vitsee_core.analyses.similarity.products import Cka, Procrustes, Rsa, Svcca
+from vitsee_core.analyses.similarity.products import Cka, Rsa
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import (
     colour,

@@ -27,7 +27,7 @@ from vitsee_stores.errors import VitseeError
 
 # How long a shared file system may take to show another machine's file.
 VISIBLE_SECONDS = 60.0
-SHARE = "--dask needs a --cache DIR that all machines share"
+SHARED_CACHE_HINT = "--dask needs a --cache DIR that all machines share"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class Comparison:
             if not path.exists():
                 raise VitseeError(
                     f"the Gram matrix of {r.store.label} {r.site.name} is not at {path}, where "
-                    f"another process put it: {SHARE}"
+                    f"another process put it: {SHARED_CACHE_HINT}"
                 )
 
     @property

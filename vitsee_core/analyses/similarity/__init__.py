@@ -32,16 +32,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.similarity import comparing
-from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
+from vitsee_core.analyses.similarity.comparing import PairResults, compare_all, grams_of
+from vitsee_core.analyses.similarity.decompositions import Procrustes, RidgeR2, Svcca
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
-from vitsee_core.analyses.similarity.products import (
-    Cka,
-    Gulp,
-    Procrustes,
-    RidgeR2,
-    Rsa,
-    Svcca,
-)
+from vitsee_core.analyses.similarity.products import Cka, Gulp, Rsa
 from vitsee_core.declaration import Analysis
 from vitsee_core.features.matrix import quantile_of_sizes
 from vitsee_core.figures.heatmaps import (
@@ -170,7 +164,7 @@ def run(
         Option(
             "Compare with B permutations of the images: threshold, p-values, calibrated value.",
             metavar="B",
-            least=comparing.LEAST,
+            least=comparing.MIN_PERMUTATIONS,
             default="no calibration",
         ),
     ] = None,
@@ -224,9 +218,10 @@ def run(
         (10, 0.65)
     """
     measures = choose_measures(metrics, k=k, rdm=rdm, ridge=ridge, variance=variance)
-    if calibrate is not None and calibrate < comparing.LEAST:
+    if calibrate is not None and calibrate < comparing.MIN_PERMUTATIONS:
         raise VitseeError(
-            f"{calibrate} permutations give no 5 % threshold; expected {comparing.LEAST} and more"
+            f"{calibrate} permutations give no 5 % threshold; expected "
+            f"{comparing.MIN_PERMUTATIONS} and more"
         )
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
@@ -407,7 +402,7 @@ def _measure_rows(
     measure: Measure,
     sides: Sequence[Side],
     pair_indices: Integers,
-    compared: Compared,
+    results: PairResults,
 ) -> list[dict[str, Any]]:
     """Return the table's rows of one measure.
 
@@ -415,17 +410,17 @@ def _measure_rows(
         measure: that was computed.
         sides: store and site of each representation.
         pair_indices: (pairs, 2) indices into the sides.
-        compared: the result of each pair.
+        results: of each pair.
     """
-    value = compared.value
-    missing = np.full(len(value), np.nan)
-    numbers = {"value": value, "std": missing, "low": missing, "high": missing}
+    values = results.values
+    missing = np.full(len(values), np.nan)
+    numbers = {"value": values, "std": missing, "low": missing, "high": missing}
     spread = ""
-    if compared.without is not None:
-        std, low, high = interval(value, compared.without.T, measure.limits)
+    if results.replicates is not None:
+        std, low, high = interval(values, results.replicates.T, measure.limits)
         numbers.update(std=std, low=low, high=high)
         spread = "jackknife"
-    if compared.null is None:
+    if results.null is None:
         numbers.update(dict.fromkeys(NULL, missing))
     else:
         # The largest value over the layers of two stores is compared with the largest of a
@@ -435,7 +430,7 @@ def _measure_rows(
         ]
         _, families = np.unique(stores, axis=0, return_inverse=True)
         calibrated = comparing.calibrate(
-            value, compared.null, families.ravel(), distance=measure.distance
+            values, results.null, families.ravel(), distance=measure.distance
         )
         numbers.update(calibrated)
     rows = []
@@ -446,10 +441,10 @@ def _measure_rows(
         row["spread"] = spread
         for name, column in numbers.items():
             row[name] = float(column[pair])
-        row["n_images"] = compared.n_images
+        row["n_images"] = results.n_images
         row[REPLICATES] = None
-        if compared.without is not None:
-            row[REPLICATES] = compared.without[:, pair]
+        if results.replicates is not None:
+            row[REPLICATES] = results.replicates[:, pair]
         rows.append(row)
     return rows
 

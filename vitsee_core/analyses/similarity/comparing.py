@@ -1,11 +1,12 @@
-"""All pairs by one measure: values, jackknife replicates, values of permuted images, and what the
-latter say of the former.
+"""Compute one measure of all pairs, its jackknife replicates, and its values of permuted images.
 
-Gram matrices are read on demand (`Grams`). `compare_all` computes the states of the representations
-in groups that fit the memory, and from them all numbers.
+`grams_of` opens the Gram matrices of all representations (`Grams` reads each on demand),
+`compare_all` prepares a state of each representation (`Measure.prepare`), in groups whose states
+fit the memory, and makes all numbers from pairs of states.
 
-`calibrate`: under the null hypothesis the images are exchangeable: any order of one side's goes
-with the other's. With s_1 .. s_B of B permutations (arXiv 2602.14486):
+`calibrate` says what the values of permuted images tell about the value itself. Under the null
+hypothesis the images are exchangeable: any order of one side's goes with the other's. With
+s_1 .. s_B of B permutations (arXiv 2602.14486):
 
     p          = (1 + #{s_b >= s}) / (B + 1)
     tau        = the ceil((1 - alpha)(B + 1))-th smallest s_b, alpha = 0.05
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import combinations_with_replacement, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import Representation
-from vitsee_core.similarity.comparison import SHARE, Comparison
+from vitsee_core.similarity.comparison import SHARED_CACHE_HINT, Comparison
 from vitsee_core.similarity.estimate import comparing
 from vitsee_core.similarity.estimators import full_grams, jackknife_blocks
 from vitsee_core.similarity.gram_file import DamagedGram, GramView
@@ -45,22 +46,31 @@ from vitsee_stores.errors import MissingInput, VitseeError
 
 log = logging.getLogger(__name__)
 
-LEAST_IMAGES = 4
-MOST_SLOW = 100  # pairs of a slow measure up to which there are intervals and calibration
-STATES = 0.625  # of the memory; a quarter is for Gram matrices, the rest for what is being made
-Kept = dict[int, tuple[int, ...]]  # of each representation, see `Measure.kept`
-_SAID = 10  # seconds above which a slow measure's cost is logged first
+MIN_IMAGES = 4
+MAX_SLOW_PAIRS = (
+    100  # of a slow measure, beyond which there are no intervals, no calibration
+)
+# Shares of the memory: for states, and for matrices that are kept after they were read. The rest is
+# for what is being computed.
+STATES_SHARE = 0.625
+GRAMS_SHARE = 0.25
+LOG_SECONDS = 10  # an estimated cost of a slow measure above this is logged first
+
+# Representation -> what replicates reuse from the state of all images (`Measure.choices`).
+Choices = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Results for the requested pairs."""
+class PairResults:
+    """What `compare_all` found for the requested pairs."""
 
-    value: Float  # (pairs,), NaN if a representation is constant
-    without: Float | None  # (blocks, pairs) replicates; None for none
+    values: Float  # (pairs,), NaN if a representation is constant
+    replicates: (
+        Float | None
+    )  # (blocks, pairs) without one block of images each; None for none
     null: Float | None  # (permutations, pairs); None for none
     n_images: int  # images counted
-    remarks: list[str] = field(default_factory=list)  # what was left out
+    remarks: list[str] = field(default_factory=list)  # what was left out, in words
 
 
 def compare_all(
@@ -70,353 +80,462 @@ def compare_all(
     *,
     intervals: bool = True,
     permutations: int = 0,
-) -> Compared:
-    """A measure of pairs of representations.
+) -> PairResults:
+    """Return a measure of pairs of representations.
 
     Args:
         grams: of the representations.
-        measure: see `Measure`.
+        measure: what to compute.
         pairs: (pairs, 2) indices of representations.
         intervals: whether to compute replicates without one block of images each.
-        permutations: of the images, for the null.
+        permutations: number of random orders of one side's images, for the null.
 
     Raises:
         VitseeError: too few images.
     """
     remarks: list[str] = []
-    constant, places = _images(grams, measure, np.unique(pairs), remarks)
-    # Both orders of a symmetric pair are computed once.
+    constant, image_indices = _choose_images(grams, measure, np.unique(pairs), remarks)
+    n_images = len(image_indices)
+    # Both orders of a symmetric pair are computed once; `pair_of` leads back to the requested ones.
     ordered = np.sort(pairs, 1) if measure.symmetric else pairs
-    distinct, back = np.unique(ordered, axis=0, return_inverse=True)
-    back = back.ravel()
-    work = _Work(grams, measure, distinct, constant)
-    if measure.slow and len(distinct) > MOST_SLOW and (intervals or permutations):
+    distinct, pair_of = np.unique(ordered, axis=0, return_inverse=True)
+    pair_of = pair_of.ravel()
+    if measure.slow and len(distinct) > MAX_SLOW_PAIRS and (intervals or permutations):
         remarks.append(
             f"{measure.name}: no intervals and no calibration of {len(distinct)} pairs, each takes "
-            f"seconds; they are made of at most {MOST_SLOW} (--pairs same-depth, fewer --sites)"
+            f"seconds; they are made of at most {MAX_SLOW_PAIRS} (--pairs same-depth, fewer "
+            "--sites)"
         )
         intervals = False
         permutations = 0
-    labels = grams.labels[places]
+    labels = grams.labels[image_indices]
     blocks = np.unique(labels)
-    intervals = intervals and len(blocks) > 1 and len(places) > LEAST_IMAGES
-    orders = draw_orders(len(places), permutations, grams.comparison.seed)
-    rounds = 1 + (len(blocks) if intervals else 0)
-    steps = rounds * work.steps(len(places))
+    intervals = intervals and len(blocks) > 1 and n_images > MIN_IMAGES
+    # Each replicate's images, as indices into `image_indices`.
+    subsets: list[Integers] = []
+    if intervals:
+        subsets = [np.flatnonzero(labels != block) for block in blocks]
+    orders = draw_orders(n_images, permutations, grams.comparison.seed)
+    work = _PairWork(grams, measure, distinct, constant)
+    steps = (1 + len(subsets)) * work.count_states(n_images)
     with counting(grams.comparison.progress, steps, f"matrices for {measure.name}"):
-        parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
-        value, null, without, kept = work.whole(
-            places, orders, parts if measure.reduces else [], remarks
+        values, null, replicates, choices = work.compute_all(
+            image_indices,
+            orders=orders,
+            subsets=subsets if measure.can_restrict else [],
+            remarks=remarks,
         )
-        if intervals and not measure.reduces:
-            without = np.stack([work.value(places[part], kept) for part in parts])
-    return Compared(
-        value[back],
-        without[:, back] if intervals else None,
-        null[:, back] if permutations else None,
-        len(places),
-        remarks,
+        if intervals and not measure.can_restrict:
+            replicates = np.stack(
+                [work.compute(image_indices[subset], choices) for subset in subsets]
+            )
+    return PairResults(
+        values=values[pair_of],
+        replicates=replicates[:, pair_of] if intervals else None,
+        null=null[:, pair_of] if permutations else None,
+        n_images=n_images,
+        remarks=remarks,
     )
 
 
 def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
-    """Random orders of n images."""
+    """Return random orders of n images, the first ones the same for any number of them."""
     rng = np.random.default_rng(seed)
     return [rng.permutation(n) for _ in range(permutations)]
 
 
-def _images(
+def _choose_images(
     grams: Grams, measure: Measure, used: Integers, remarks: list[str]
 ) -> tuple[set[int], Integers]:
-    """The representations that are constant, and the images that count; remarks are appended."""
-    places = grams.sample(measure.most_images)
-    if len(places) < (n := grams.comparison.n_images):
+    """Return the representations that are constant, and the indices of the images that count.
+
+    Args:
+        grams: of all representations.
+        measure: may take a sample of images, and images may lack a value in it.
+        used: indices of the representations in any pair.
+        remarks: gets a sentence for whatever is left out.
+
+    Raises:
+        VitseeError: fewer than `MIN_IMAGES` images are left.
+    """
+    image_indices = grams.sample(measure.most_images)
+    n_sampled = len(image_indices)
+    n_all = grams.comparison.n_images
+    if n_sampled < n_all:
         remarks.append(
-            f"{measure.name}: of {len(places)} of the {n} images, drawn at random"
+            f"{measure.name}: of {n_sampled} of the {n_all} images, drawn at random"
         )
     constant: set[int] = set()
-    lacking = np.zeros(len(places), bool)
+    # An image without a value at one site is left out at all, so that all pairs have the same.
+    is_lacking = np.zeros(n_sampled, bool)
     for k in used.tolist():
-        gram = grams.read(k, places)
+        gram = grams.read(k, image_indices)
         if gram.is_constant:
             constant.add(k)
-        elif (lacks := measure.lacking(gram)) is not None:
-            lacking |= lacks
+            continue
+        lacking = measure.images_without_value(gram)
+        if lacking is not None:
+            is_lacking |= lacking
     if constant:
         names = ", ".join(sorted({grams.name(k) for k in constant}))
         remarks.append(
             f"no {measure.name} for {names}: the features of all images are the same"
         )
-    if lacking.any():
+    if is_lacking.any():
         remarks.append(
-            f"{measure.name}: {lacking.sum()} of {len(places)} images are left out, whose features "
-            "are all 0 (or, for correlations, all the same) at some site"
+            f"{measure.name}: {is_lacking.sum()} of {n_sampled} images are left out, whose "
+            "features are all 0 (or, for correlations, all the same) at some site"
         )
-    if (left := len(places) - int(lacking.sum())) < LEAST_IMAGES:
+    n_left = n_sampled - int(is_lacking.sum())
+    if n_left < MIN_IMAGES:
         raise VitseeError(
-            f"{left} images have features that are not all 0 at every site; expected at least "
-            f"{LEAST_IMAGES} for {measure.name}"
+            f"{n_left} images have features that are not all 0 at every site; expected at least "
+            f"{MIN_IMAGES} for {measure.name}"
         )
-    return constant, places[~lacking]
+    return constant, image_indices[~is_lacking]
+
+
+class _PairGroup(NamedTuple):
+    """Pairs whose representations' states fit the memory together."""
+
+    pair_indices: Integers  # among the distinct pairs
+    members: list[int]  # the representations in them
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Distinct pairs of representations, in groups whose states fit the memory together."""
+class _PairWork:
+    """The numbers of distinct pairs of representations.
+
+    Lists of states have one entry per representation, None for those without a state.
+    """
 
     grams: Grams
     measure: Measure
-    pairs: Integers
-    constant: set[int]
+    pairs: Integers  # (pairs, 2)
+    constant: set[int]  # representations without a state
 
-    def steps(self, n: int) -> int:
-        """Number of states to compute."""
-        return sum(len(members) for _, members in self._groups(n))
+    def count_states(self, n: int) -> int:
+        """Return the number of states of n images to compute; one may be in several groups."""
+        return sum(len(group.members) for group in self._groups(n))
 
-    def whole(
+    def compute_all(
         self,
-        places: Integers,
+        image_indices: Integers,
+        *,
         orders: Sequence[Integers],
-        parts: Sequence[Integers],
+        subsets: Sequence[Integers],
         remarks: list[str],
-    ) -> tuple[Float, Float, Float, Kept]:
-        """The values of all images (pairs,), of permuted ones (permutations, pairs), of the images
-        at each of `parts` among `places` (parts, pairs), for measures that reduce, and what
-        replicates reuse. Remarks are appended to `remarks`."""
+    ) -> tuple[Float, Float, Float, Choices]:
+        """Return the values of all images and all that follows from their states.
+
+        Args:
+            image_indices: the images.
+            orders: permutations of the second side's images.
+            subsets: each replicate's images, as indices into `image_indices`; none for measures
+                that cannot restrict a state.
+            remarks: gets the measure's caveats.
+
+        Returns:
+            Values (pairs,), values of permuted images (permutations, pairs), of the subsets
+            (subsets, pairs), and what replicates reuse.
+        """
         n = len(self.pairs)
-        rows = (1, len(orders), len(parts))
-        (value,), null, without = (np.full((k, n), np.nan) for k in rows)
-        kept: Kept = {}
-        for of, states in self._in_groups(places, {}):
-            pairs = self.pairs[of]
+        values = np.full(n, np.nan)
+        null = np.full((len(orders), n), np.nan)
+        replicates = np.full((len(subsets), n), np.nan)
+        choices: Choices = {}
+        for at, states in self._prepared_groups(image_indices, {}):
+            pairs = self.pairs[at]
             if self.measure.slow:
-                self._say_cost(states, pairs, 1 + len(orders))
-            value[of] = self.measure.compare(states, states, pairs)
-            if (remark := self.measure.remark(states, states, pairs)) is not None:
+                self._log_cost(states, pairs, 1 + len(orders))
+            values[at] = self.measure.compare(states, states, pairs)
+            remark = self.measure.remark(states, states, pairs)
+            if remark is not None:
                 remarks.append(remark)
             if orders:
-                null[:, of] = self._null(states, pairs, places, orders)
-            with one_blas_thread():  # set once for all parts
-                for row, part in zip(without, parts, strict=True):
-                    row[of] = self._reduced(states, pairs, places, part)
+                null[:, at] = self._permute(states, pairs, image_indices, orders)
+            with one_blas_thread():  # set once for all subsets
+                for row, subset in zip(replicates, subsets, strict=True):
+                    row[at] = self._restrict(states, pairs, image_indices, subset)
+            # After `compare`, which makes the choices; of several groups they are merged.
             for k, state in enumerate(states):
                 if state is not None:
-                    kept[k] = tuple(sorted({*kept.get(k, ()), *self.measure.kept(state)}))
-        return value, null, without, kept
+                    merged = {*choices.get(k, ()), *self.measure.choices(state)}
+                    choices[k] = tuple(sorted(merged))
+        return values, null, replicates, choices
 
-    def _null(
+    def compute(self, image_indices: Integers, choices: Choices) -> Float:
+        """Return the values (pairs,) of these images alone, from new states."""
+        values = np.full(len(self.pairs), np.nan)
+        for at, states in self._prepared_groups(image_indices, choices):
+            values[at] = self.measure.compare(states, states, self.pairs[at])
+        return values
+
+    def _permute(
         self,
         states: Sequence[Any],
         pairs: Integers,
-        places: Integers,
+        image_indices: Integers,
         orders: Sequence[Integers],
     ) -> Float:
-        """The values of permuted images, (permutations, pairs): in this process, or a range of
-        permutations in each of a map's processes, which recompute the states, if their memory holds
-        these."""
+        """Return the values of permuted images, (permutations, pairs).
+
+        They are computed in this process, or a range of permutations in each of a map's processes,
+        which prepare the states again, if their memory holds these.
+        """
         used = np.unique(pairs).tolist()
         execution = self.grams.comparison.execution
-        there = self.grams.elsewhere(used)
+        remote_grams = self.grams.for_workers(used)
         memory = execution.budget // max(1, getattr(execution.map, "local", 0))
-        need = 2 * self.measure.state_bytes(len(places)) * len(used)
-        if there is None or need > STATES * memory:
+        # Twice: the states, and those of one permutation.
+        need = 2 * self.measure.state_bytes(len(image_indices)) * len(used)
+        if remote_grams is None or need > STATES_SHARE * memory:
             return self.measure.null(states, states, pairs, orders)
-        work = partial(_null_elsewhere, there, self.measure, pairs, places)
-        edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(
-            int
+        work = partial(
+            _permute_on_worker, remote_grams, self.measure, pairs, image_indices
         )
+        n_ranges = min(len(orders), execution.width)
+        edges = np.linspace(0, len(orders), n_ranges + 1).astype(int)
         ranges = [range(start, stop) for start, stop in pairwise(edges.tolist())]
         return np.concatenate(list(execution.spread(work, ranges)))
 
-    def _reduced(
-        self, states: Sequence[Any], pairs: Integers, places: Integers, part: Integers
+    def _restrict(
+        self,
+        states: Sequence[Any],
+        pairs: Integers,
+        image_indices: Integers,
+        subset: Integers,
     ) -> Float:
-        """The values of the images at `part` among `places`, (pairs,), from the states of all of
-        these."""
+        """Return the values (pairs,) of a subset of the images, from the states of all of them.
 
-        def reduce(k: int) -> Any:
-            if (made := self.measure.reduced(states[k], part)) is None:
-                made = self.measure.prepare(self.grams.read(k, places[part]))
+        subset: indices into `image_indices`.
+        """
+
+        def restrict(k: int) -> Any:
+            """Return the state of the subset; None if it has no value."""
+            state = self.measure.restrict(states[k], subset)
+            if state is None:
+                state = self.measure.prepare(self.grams.read(k, image_indices[subset]))
             self.grams.comparison.progress.advance(1)
-            return made
+            return state
 
-        fewer = self.made(reduce, np.unique(pairs).tolist())
-        value = np.full(len(pairs), np.nan)
-        there = np.array([state is not None for state in fewer])[pairs].all(1)
-        if there.any():
-            value[there] = self.measure.compare(fewer, fewer, pairs[there])
-        return value
+        fewer = self.make_states(restrict, np.unique(pairs).tolist())
+        values = np.full(len(pairs), np.nan)
+        has_state = np.array([state is not None for state in fewer])
+        is_defined = has_state[pairs].all(1)
+        if is_defined.any():
+            values[is_defined] = self.measure.compare(fewer, fewer, pairs[is_defined])
+        return values
 
-    def value(self, places: Integers, kept: Kept) -> Float:
-        """The values of some of the images, (pairs,)."""
-        value = np.full(len(self.pairs), np.nan)
-        for of, states in self._in_groups(places, kept):
-            value[of] = self.measure.compare(states, states, self.pairs[of])
-        return value
-
-    def _in_groups(
-        self, places: Integers, kept: Kept
+    def _prepared_groups(
+        self, image_indices: Integers, choices: Choices
     ) -> Iterator[tuple[Integers, list[Any]]]:
-        """The pairs in groups: indices of pairs, and the states that they need, at their
-        representations' places. Pairs of representations without a state are left out."""
+        """Yield indices of pairs, and the states that they need, group by group.
+
+        Pairs of representations without a state are left out.
+        """
 
         def prepare(k: int) -> Any:
-            made = None
+            """Return the state of representation k; None if it is constant."""
+            state = None
             if k not in self.constant:
-                made = self.measure.prepare(self.grams.read(k, places), kept.get(k, ()))
+                gram = self.grams.read(k, image_indices)
+                state = self.measure.prepare(gram, choices.get(k, ()))
             self.grams.comparison.progress.advance(1)
-            return made
+            return state
 
-        for of, members in self._groups(len(places)):
-            states = self.made(prepare, members)
-            there = np.array([state is not None for state in states])
-            of = of[there[self.pairs[of]].all(1)]
-            if len(of):
-                yield of, states
+        for group in self._groups(len(image_indices)):
+            states = self.make_states(prepare, group.members)
+            has_state = np.array([state is not None for state in states])
+            is_defined = has_state[self.pairs[group.pair_indices]].all(1)
+            if is_defined.any():
+                yield group.pair_indices[is_defined], states
 
-    def made(self, make: Callable[[int], Any], members: list[int]) -> list[Any]:
-        """`make` of each of these representations, on all cores, at its place; None elsewhere."""
+    def make_states(self, make: Callable[[int], Any], members: list[int]) -> list[Any]:
+        """Return `make(k)` of each of these representations, computed on all cores."""
         states: list[Any] = [None] * len(self.grams.views)
         with lane_pool(n_lanes()) as pool:
-            made = in_order(make, members, pool, n_lanes() + 1)
-            for k, state in zip(members, made, strict=True):
+            # One result ahead of the threads at most, as each may be a large matrix.
+            results = in_order(make, members, pool, n_lanes() + 1)
+            for k, state in zip(members, results, strict=True):
                 states[k] = state
         return states
 
-    def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
-        """Indices of pairs, and the representations in them, whose states fit the memory."""
-        used = np.unique(self.pairs)
-        each = 2 * self.measure.state_bytes(n)  # also for permuted or reduced states
-        most = max(2, int(STATES * self.grams.comparison.memory // each))
-        if len(used) <= most:
-            return [(np.arange(len(self.pairs)), used.tolist())]
-        group_of = {int(k): at // (most // 2) for at, k in enumerate(used)}
-        groups = np.vectorize(group_of.__getitem__)(self.pairs)
-        grouped = []
-        for a, b in combinations_with_replacement(range(max(group_of.values()) + 1), 2):
-            of = np.flatnonzero((np.sort(groups, 1) == (a, b)).all(1))
-            if len(of):
-                grouped.append((of, np.unique(self.pairs[of]).tolist()))
-        return grouped
+    def _groups(self, n: int) -> list[_PairGroup]:
+        """Return the pairs in groups whose states of n images fit the memory.
 
-    def _say_cost(self, states: list[Any], pairs: Integers, times: int) -> None:
-        """Log the estimated time of all pairs, from one of them."""
+        If not all fit, the representations are cut into sets of half the number that fits, and a
+        group has the pairs of one set with another, or with itself.
+        """
+        used = np.unique(self.pairs)
+        bytes_per_state = 2 * self.measure.state_bytes(n)  # also permuted or restricted
+        memory = STATES_SHARE * self.grams.comparison.memory
+        max_states = max(2, int(memory // bytes_per_state))
+        if len(used) <= max_states:
+            return [_PairGroup(np.arange(len(self.pairs)), used.tolist())]
+        set_of = {int(k): index // (max_states // 2) for index, k in enumerate(used)}
+        pair_sets = np.sort(np.vectorize(set_of.__getitem__)(self.pairs), 1)
+        groups = []
+        n_sets = max(set_of.values()) + 1
+        for set_pair in combinations_with_replacement(range(n_sets), 2):
+            at = np.flatnonzero((pair_sets == set_pair).all(1))
+            if len(at):
+                groups.append(_PairGroup(at, np.unique(self.pairs[at]).tolist()))
+        return groups
+
+    def _log_cost(self, states: list[Any], pairs: Integers, rounds: int) -> None:
+        """Log the estimated time of all pairs, `rounds` times each, from one of them."""
         start = time.perf_counter()
         self.measure.compare(states, states, pairs[len(pairs) // 2][np.newaxis])
-        seconds = (time.perf_counter() - start) * len(pairs) * times / n_lanes()
-        if seconds > _SAID:
+        seconds = (time.perf_counter() - start) * len(pairs) * rounds / n_lanes()
+        if seconds > LOG_SECONDS:
             log.warning(
                 "%s: %d pairs, %d times, take about %.0f s",
                 self.measure.name,
                 len(pairs),
-                times,
+                rounds,
                 seconds,
             )
 
 
-def _null_elsewhere(
+def _permute_on_worker(
     grams: Grams,
     measure: Measure,
     pairs: Integers,
-    places: Integers,
+    image_indices: Integers,
     execution: Execution,
-    some: range,
+    permutations: range,
 ) -> Float:
-    """The values of these permutations, (permutations, pairs), in another process."""
+    """Return the values of these permutations, (permutations, pairs), in another process.
+
+    The orders are drawn again from the seed, rather than sent.
+    """
     used = np.unique(pairs).tolist()
-    grams.require(used)
+    grams.require_files(used)
     grams = replace(grams, comparison=replace(grams.comparison, memory=execution.budget))
-    states = _Work(grams, measure, pairs, set()).made(
-        lambda k: measure.prepare(grams.read(k, places)), used
+    work = _PairWork(grams, measure, pairs, constant=set())
+    states = work.make_states(
+        lambda k: measure.prepare(grams.read(k, image_indices)), used
     )
-    orders = draw_orders(len(places), some.stop, grams.comparison.seed)[some.start :]
-    return measure.null(states, states, pairs, orders)
-
-
-HELD = 0.25  # of the memory, for matrices that are read once
+    orders = draw_orders(len(image_indices), permutations.stop, grams.comparison.seed)
+    return measure.null(states, states, pairs, orders[permutations.start :])
 
 
 @dataclass(frozen=True)
 class Grams:
-    """Gram matrices, each read on demand, and kept if the memory allows it."""
+    """Gram matrices of a comparison's representations, each read on demand.
+
+    Matrices stay in memory as long as they take at most `GRAMS_SHARE` of it.
+    """
 
     comparison: Comparison
-    views: Sequence[GramView]
-    _held: dict[int, SiteGram] = field(default_factory=dict)
+    views: Sequence[GramView]  # one per representation
+    _in_memory: dict[int, SiteGram] = field(default_factory=dict)
 
     @cached_property
     def labels(self) -> Integers:
-        """The jackknife's block of each image, (images,), as in `vitsee cka`."""
-        of = self.comparison
-        return jackknife_blocks(of.n_images, of.shuffled, of.seed).labels
+        """(images,) the jackknife's block of each image, as in `vitsee cka`."""
+        comparison = self.comparison
+        blocks = jackknife_blocks(
+            comparison.n_images, comparison.shuffled, comparison.seed
+        )
+        return blocks.labels
 
     def sample(self, most: int | None) -> Integers:
-        """The places of at most this many of the images, ascending: the first ones of a store in
-        random order, else drawn."""
-        of = self.comparison
-        n = self.comparison.n_images
+        """Return the indices of at most `most` of the images, ascending; None: of all.
+
+        They are the first ones of a store in random order, else drawn.
+        """
+        comparison = self.comparison
+        n = comparison.n_images
         if most is None or n <= most:
             return np.arange(n)
-        if of.shuffled:
+        if comparison.shuffled:
             return np.arange(most)
-        return np.sort(np.random.default_rng(of.seed).choice(n, most, replace=False))
+        rng = np.random.default_rng(comparison.seed)
+        return np.sort(rng.choice(n, most, replace=False))
 
-    def elsewhere(self, used: Sequence[int]) -> Grams | None:
-        """A picklable reader for another process; None if there are no files."""
-        own = self.comparison
-        among = [self.comparison.representations[k] for k in used]
-        if own.map is None or not all(
-            own.cache.is_shared(of.store, own.map) for of in among
-        ):
+    def for_workers(self, used: Sequence[int]) -> Grams | None:
+        """Return a reader of these matrices that can be pickled; None if workers would not find
+        their files, or there are no workers."""
+        comparison = self.comparison
+        if comparison.map is None:
             return None
-        return Grams(own.alone, self.views)
+        for k in used:
+            store = comparison.representations[k].store
+            if not comparison.cache.is_shared(store, comparison.map):
+                return None
+        return Grams(comparison.alone, self.views)
 
-    def require(self, used: Sequence[int]) -> None:
-        """Refuse files that this process does not find. Raises VitseeError: names one."""
-        for path in (self.views[k].file.path for k in used):
+    def require_files(self, used: Sequence[int]) -> None:
+        """Refuse matrices whose files this process does not find.
+
+        Raises:
+            VitseeError: names one.
+        """
+        for k in used:
+            path = self.views[k].file.path
             if not path.exists():
                 raise VitseeError(
-                    f"the Gram matrix {path} is not on a worker's disk: {SHARE}"
+                    f"the Gram matrix {path} is not on a worker's disk: {SHARED_CACHE_HINT}"
                 )
 
     def name(self, k: int) -> str:
-        of = self.comparison.representations[k]
-        return f"{of.store.label} {of.site.name}"
+        """Return store and site of the k-th representation, in words."""
+        representation = self.comparison.representations[k]
+        return f"{representation.store.label} {representation.site.name}"
 
-    def read(self, k: int, places: Integers) -> SiteGram:
-        """The Gram matrix of the k-th representation, over some of the images. Raises DamagedGram:
-        its file is not what was written."""
-        whole = self._held.get(k)
+    def read(self, k: int, image_indices: Integers) -> SiteGram:
+        """Return the Gram matrix of the k-th representation over these images, ascending.
+
+        Raises:
+            DamagedGram: its file is not what was written.
+        """
+        gram = self._in_memory.get(k)
         n = self.comparison.n_images
-        if whole is None:
+        if gram is None:
             view = self.views[k]
-            whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
-            if (
-                len(self._held) + 1
-            ) * whole.shifted.nbytes <= HELD * self.comparison.memory:
-                self._held[k] = whole
-        return whole if len(places) == n else whole.of(places)
+            gram = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
+            # All have the same size.
+            n_bytes = (len(self._in_memory) + 1) * gram.shifted.nbytes
+            if n_bytes <= GRAMS_SHARE * self.comparison.memory:
+                self._in_memory[k] = gram
+        if len(image_indices) == n:
+            return gram
+        return gram.take(image_indices)
 
 
 @contextmanager
 def grams_of(
-    rows: Sequence[Representation], cols: Sequence[Representation] | None, **choice: Any
+    rows: Sequence[Representation],
+    cols: Sequence[Representation] | None,
+    **comparison_args: Any,
 ) -> Iterator[Grams]:
-    """The Gram matrices of `rows`, then of `cols`, computed as in `vitsee cka` if not cached; see
-    `similarity.estimate.hsic` for the other arguments and errors."""
-    for one in (*rows, *(cols or ())):
-        if one.has_blocks_only:
+    """Context with the Gram matrices of `rows`, then of `cols`, read from the cache or computed.
+
+    Args:
+        rows: representations.
+        cols: others, None if the rows are compared among themselves.
+        **comparison_args: the other arguments of `similarity.estimate.hsic`, which has the errors,
+            too.
+
+    Raises:
+        MissingInput: a store keeps only Gram matrices within slabs.
+    """
+    for representation in (*rows, *(cols or ())):
+        if representation.has_blocks_only:
             raise MissingInput(
-                f"{one.store.label} keeps only Gram matrices within slabs of {one.site.name}, "
-                "which serve cka alone; run: vitsee cka, or give --tokens mean, or run: vitsee "
-                "extract MODEL --tokens all ..."
+                f"{representation.store.label} keeps only Gram matrices within slabs of "
+                f"{representation.site.name}, which serve cka alone; run: vitsee cka, or give "
+                "--tokens mean, or run: vitsee extract MODEL --tokens all ..."
             )
-    with comparing(rows, cols, **choice) as comparison:
-        yield Grams(comparison, _whole(comparison))
+    with comparing(rows, cols, **comparison_args) as comparison:
+        yield Grams(comparison, _verified_views(comparison))
 
 
-def _whole(comparison: Comparison) -> list[GramView]:
-    """Views of verified tiles; damaged ones are recomputed."""
+def _verified_views(comparison: Comparison) -> list[GramView]:
+    """Return views of Gram matrices whose tiles all match their checksums; others are removed and
+    computed again."""
     for _ in range(len(comparison.representations)):
         with full_precision(comparison.device), one_blas_thread():
             views = full_grams(comparison)
@@ -428,13 +547,14 @@ def _whole(comparison: Comparison) -> list[GramView]:
             error.path.unlink(missing_ok=True)
         else:
             return views
+    # One attempt per matrix: whatever is still damaged is an error when it is read.
     with full_precision(comparison.device), one_blas_thread():
         return full_grams(comparison)
 
 
 ALPHA = 0.05
 ROUNDING = 1e-9
-LEAST = 19  # permutations that give a 5 % threshold
+MIN_PERMUTATIONS = 19  # that give a 5 % threshold
 METHOD = (
     "permutations of the images of side b, one for all layers; tau the 5 % threshold, p one-sided, "
     "p_family against the largest of all layers of two stores in each permutation"
@@ -444,34 +564,41 @@ METHOD = (
 def calibrate(
     value: Float, null: Float, families: Integers, *, distance: bool
 ) -> dict[str, Float]:
-    """The columns `NULL`, (pairs,) each, of values beside those of permuted images.
+    """Return what values of permuted images say about values: the columns `NULL`, (pairs,) each.
 
     Args:
         value: (pairs,), NaN for none.
         null: (permutations, pairs) likewise.
-        families: (pairs,) which pairs are tested together.
+        families: (pairs,) pairs with one number are tested together.
         distance: a lower value is nearer.
     """
+    # From here on larger is nearer.
     sign = -1.0 if distance else 1.0
-    s = sign * value
-    of_null = sign * null
-    draws = len(null)
-    place = int(np.ceil((1 - ALPHA) * (draws + 1) - 1e-9))
-    tau = np.sort(of_null, 0)[place - 1]
-    largest = np.empty_like(of_null)
+    signed_value = sign * value
+    signed_null = sign * null
+    n_draws = len(null)
+    # Rounding must not turn 19.000000001 into 20.
+    rank = int(np.ceil((1 - ALPHA) * (n_draws + 1) - 1e-9))
+    tau = np.sort(signed_null, 0)[rank - 1]
+    # (permutations, pairs) the largest value of the pair's family in each permutation.
+    family_null = np.empty_like(signed_null)
     for family in np.unique(families):
-        members = families == family
-        there = members & np.isfinite(value)
-        most = of_null[:, there].max(1, initial=-np.inf)
-        largest[:, members] = most[:, np.newaxis]
+        is_member = families == family
+        with_value = is_member & np.isfinite(value)
+        largest = signed_null[:, with_value].max(1, initial=-np.inf)
+        family_null[:, is_member] = largest[:, np.newaxis]
     with np.errstate(invalid="ignore", divide="ignore"):
         if distance:
-            calibrated = np.maximum(0, (s - tau) / -tau)
+            calibrated = np.maximum(0, (signed_value - tau) / -tau)
         else:
-            calibrated = np.maximum(0, (np.minimum(s, 1) - tau) / (1 - tau))
+            calibrated = np.maximum(0, (np.minimum(signed_value, 1) - tau) / (1 - tau))
     # A permutation that does not change a pair counts, despite rounding.
-    p = (1 + (of_null >= s - ROUNDING).sum(0)) / (draws + 1)
-    p_family = (1 + (largest >= s - ROUNDING).sum(0)) / (draws + 1)
-    absent = ~np.isfinite(value)
-    columns = zip(NULL, (null.mean(0), sign * tau, p, p_family, calibrated), strict=True)
-    return {name: np.where(absent, np.nan, one) for name, one in columns}
+    threshold = signed_value - ROUNDING
+    p = (1 + (signed_null >= threshold).sum(0)) / (n_draws + 1)
+    p_family = (1 + (family_null >= threshold).sum(0)) / (n_draws + 1)
+    columns = [null.mean(0), sign * tau, p, p_family, calibrated]
+    is_absent = ~np.isfinite(value)
+    return {
+        name: np.where(is_absent, np.nan, column)
+        for name, column in zip(NULL, columns, strict=True)
+    }
