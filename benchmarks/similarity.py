@@ -35,7 +35,8 @@ from activations import Activations
 from common import Result, add_record_option, interleaved, machine, record
 
 from vitsee_core.analyses.similarity import choose_measures, run
-from vitsee_core.analyses.similarity.comparing import compare_all, grams_of
+from vitsee_core.analyses.similarity.comparing import compare_all
+from vitsee_core.analyses.similarity.gram_reader import grams_of
 from vitsee_core.analyses.similarity.measure import Measure
 from vitsee_core.similarity import GramOptions, Representation
 

@@ -13,7 +13,8 @@ from vitsee_core.analyses.localize import run
 from vitsee_core.features import choose_features
 from vitsee_core.similarity import on_the_fly
 from vitsee_core.similarity.on_the_fly import bytes_per_value
-from vitsee_core.similarity.stacks import PatchPixels, StoredRuns, TokenStack
+from vitsee_core.similarity.runs import StoredRuns
+from vitsee_core.similarity.stacks import PatchPixels, TokenStack
 from vitsee_stores import Store
 from vitsee_stores.layout import TokenLayout
 

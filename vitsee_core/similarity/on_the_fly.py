@@ -49,7 +49,8 @@ from vitsee_core.similarity.hsic_sums import (
     bytes_per_matrix,
     stacked,
 )
-from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
+from vitsee_core.similarity.runs import Runs, StoredRuns
+from vitsee_core.similarity.stacks import Stack, TokenStack
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
