@@ -121,3 +121,10 @@ def test_several_stores(make_store: MakeStore, tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert "2 of 3 stores are damaged" in result.stderr
     assert validate().exit_code == 2
+
+
+def test_a_store_s_name_without_its_ending_is_near(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    result = CliRunner().invoke(main, ["norms", str(tmp_path / "a")])
+    assert result.exit_code == 1
+    assert "nothing is there; near names: a.zarr (run: vitsee extract" in result.stderr

@@ -144,6 +144,9 @@ def _near(place: str) -> str:
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, names, n=3)
+    whole_name = f"{path.name}.zarr"  # too far from a short name
+    if whole_name in names and whole_name not in near:
+        near = [whole_name, *near[:2]]
     return f"; near names: {', '.join(near)}" if near else ""
 
 
