@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score
 
-from vitsee_core.analyses.retrieve.passes import Counter, Listed
+from vitsee_core.analyses.retrieve.passes import Counter, ListedPairs
 from vitsee_core.analyses.retrieve.scoring import (
-    Ranked,
+    RightRanks,
     average_precision,
     chance_precision,
     chance_precision_at,
     precision_at,
-    ranked,
+    rank_right_images,
 )
 from vitsee_core.kernels.neighbours import Cosines
 
@@ -31,12 +31,12 @@ Array = NDArray[Any]
 CPU = torch.device("cpu")
 
 
-def of_ranks(*ranks: Sequence[int]) -> Ranked:
+def of_ranks(*ranks: Sequence[int]) -> RightRanks:
     """One query each."""
     n = np.array([len(own) for own in ranks])
     number = np.concatenate([np.arange(k) for k in n])
     flat = np.array([r for own in ranks for r in own], np.int64)
-    return Ranked(np.repeat(np.arange(len(ranks)), n), number, flat, n)
+    return RightRanks(np.repeat(np.arange(len(ranks)), n), number, flat, n)
 
 
 def loop_precision(order: Sequence[bool], form: str, top: int = 0) -> float:
@@ -76,12 +76,12 @@ def test_by_hand() -> None:
 
 
 def test_queries_without_right_images_have_no_value() -> None:
-    ours = Ranked(*(np.empty(0, np.int64),) * 3, n=np.zeros(2, np.int64))
+    ours = RightRanks(*(np.empty(0, np.int64),) * 3, n_right=np.zeros(2, np.int64))
     for form in ("trapezoid", "plain"):
         assert np.isnan(average_precision(ours, form)).all()
-        assert np.isnan(chance_precision(ours.n, np.array([3, 4]), form)).all()
+        assert np.isnan(chance_precision(ours.n_right, np.array([3, 4]), form)).all()
     assert np.isnan(precision_at(ours, 3)).all()
-    assert np.isnan(chance_precision_at(ours.n, np.array([3, 4]), 3)).all()
+    assert np.isnan(chance_precision_at(ours.n_right, np.array([3, 4]), 3)).all()
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60).filter(any), st.integers(1, 70))
@@ -164,11 +164,11 @@ def counted_ranks(
     cut: int,
     unread: Any = (),
 ) -> list[list[int]]:
-    listed = Listed.of(
+    listed = ListedPairs.from_lists(
         [{k: np.array(v, np.int64) for k, v in own.items()} for own in lists]
     )
     there = np.array([i for i in range(len(images)) if i not in unread], np.int64)
-    right, cosines = listed.among(["right"]), Cosines(queries, CPU)
+    right, cosines = listed.in_lists(["right"]), Cosines(queries, CPU)
     counter = Counter(len(queries), listed, cosines)
     for step in (counter.find, counter.count):
         for start in range(0, len(there), cut):
@@ -185,7 +185,9 @@ def counted_ranks(
     by_block = counted.result()
     assert np.array_equal(by_block[0], keys) and np.array_equal(by_block[1], above)
     assert np.array_equal(by_block[2].sum(1), above) and in_block.shape[1] == 0
-    found = ranked(len(queries), listed.query[right], keys[right], above[right])
+    found = rank_right_images(
+        len(queries), listed.query[right], keys[right], above[right]
+    )
     return [found.rank[found.query == i].tolist() for i in range(len(queries))]
 
 

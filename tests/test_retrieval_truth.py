@@ -22,16 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitsee_core.analyses.retrieve import plain_pickle
+from vitsee_core.analyses.retrieve.exports import export, truth_to_json
 from vitsee_core.analyses.retrieve.plain_pickle import load_plain
 from vitsee_core.analyses.retrieve.truth import (
     JUNK,
     LANDMARKS,
-    ONE,
     OXFORD,
+    RELEVANT_ONLY,
     REVISITED,
     RetrievalTruth,
-    as_json,
-    export,
     read_truth,
 )
 from vitsee_core.demo.revisited import write_revisited
@@ -85,9 +84,11 @@ def test_every_protocol_of_lists_and_arrays(
     tmp_path: Path, protocol: int, make: Callable[[], Any]
 ) -> None:
     truth = read_truth(write(tmp_path / "gnd.pkl", make(), protocol))
-    assert as_json(truth) == as_json(read_truth(_json(tmp_path / "gnd.json", plain())))
+    assert truth_to_json(truth) == truth_to_json(
+        read_truth(_json(tmp_path / "gnd.json", plain()))
+    )
     assert truth.images == ("a", "b", "c", "d") and truth.settings == REVISITED
-    assert truth.form == "trapezoid" and truth.boxed and not truth.more
+    assert truth.form == "trapezoid" and truth.has_boxes and not truth.searches_unlisted
     first = truth.queries[0]
     assert (first.name, first.box) == ("q", (1.0, 2.0, 30.5, 40.0))
     assert first.lists == {"easy": (2,), "hard": (0, 1), JUNK: ()}
@@ -268,7 +269,7 @@ def test_damaged_pickles_are_refused_or_read(tmp_path_factory: Any, data: Any) -
 
 
 def test_too_large_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_pickle, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(plain_pickle, "MAX_BYTES", 1 << 20)
     (tmp_path / "gnd.pkl").write_bytes(b"\x00" * ((1 << 20) + 1))
     with pytest.raises(VitseeError, match=r"larger than 1 MiB.*as JSON"):
         load_plain(tmp_path / "gnd.pkl")
@@ -419,19 +420,28 @@ def test_landmarks(tmp_path: Path) -> None:
         '\ufeffid,images,Usage\nq,"b a",Public\nr,None,Ignored\ns,c b,Private\n\n'
     )
     truth = read_truth(path)
-    assert truth.images == ("b", "a", "c") and truth.more and truth.form == "plain"
+    assert (
+        truth.images == ("b", "a", "c")
+        and truth.searches_unlisted
+        and truth.form == "plain"
+    )
     assert [q.lists["relevant"] for q in truth.queries] == [(0, 1), (), (0, 2)]
     assert [q.use for q in truth.queries] == ["public", "ignored", "private"]
     assert truth.settings == LANDMARKS
-    assert [s.map for s in truth.settings] == [
+    assert [s.map_name for s in truth.settings] == [
         "map@100",
         "map@100_public",
         "map@100_private",
     ]
     path.write_text("id,images,Usage\nq,a,Public\n")
-    assert [s.map for s in read_truth(path).settings] == ["map@100", "map@100_public"]
+    assert [s.map_name for s in read_truth(path).settings] == [
+        "map@100",
+        "map@100_public",
+    ]
     path.write_text("id,images\nq,a b\n")
-    assert read_truth(path).settings == ONE and ONE[0].map == "map"
+    assert (
+        read_truth(path).settings == RELEVANT_ONLY and RELEVANT_ONLY[0].map_name == "map"
+    )
 
 
 # ---------------------------------------------------------------- what is written

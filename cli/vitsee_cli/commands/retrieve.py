@@ -149,7 +149,7 @@ def command(
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import retrieve
-    from vitsee_core.analyses.retrieve.truth import export
+    from vitsee_core.analyses.retrieve.exports import export
     from vitsee_core.pages.report.outputs import check_outputs
 
     if not stores and export_queries is None and export_truth is None:

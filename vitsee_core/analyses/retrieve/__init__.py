@@ -1,17 +1,17 @@
 """Image retrieval: do the nearest images show the same thing?
 
-The images of a store are ranked by the cosine of one vector per image with that of a query; the
-value is the mean over queries of the average precision (Walmer et al. 2023, Figs. 9 right, 29, with
-the class token of each block on ROxford and RParis, Radenovic et al. 2018). `retrieve.truth` says
-what is right, `retrieve.scoring` has the formulas of `map` and `mp@K`, and `retrieve.passes` counts
-ranks without a ranking of all images.
+The images of a store are ranked by the cosine of one vector per image with that of a
+query; the value is the mean over queries of the average precision (Walmer et al. 2023,
+Figs. 9 right, 29, with the class token of each block on ROxford and RParis, Radenovic et
+al. 2018). `retrieve.truth` says what is right, `retrieve.scoring` has the formulas of
+`map` and `mp@K`, and `retrieve.passes` counts ranks without a ranking of all images.
 
-As the benchmark demands, and other than in the code of Walmer et al. and of DINO (Caron et al.
-2021), a query can be cropped to its box: extracted from the list of `--export-queries`, it comes as
-a store of its own.
+As the benchmark demands, and other than in the code of Walmer et al. and of DINO (Caron et
+al. 2021), a query can be cropped to its box: extracted from the list of
+`--export-queries`, it comes as a store of its own.
 
-Where the vectors of all images are equal (a class token before the first block), their order says
-nothing, and the value is that of chance, which is remarked on.
+Where the vectors of all images are equal (a class token before the first block), their
+order says nothing, and the value is that of chance, which is remarked on.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vitsee_core.analyses.retrieve.scoring import Plan, Scores, ranked
+from vitsee_core.analyses.retrieve.scoring import Plan, Scores, rank_right_images
 from vitsee_core.analyses.retrieve.search import (
     Features,
-    by_labels,
-    by_truth,
     check_search,
+    search_by_labels,
+    search_by_truth,
 )
 from vitsee_core.analyses.retrieve.truth import (
     FORMS,
@@ -65,23 +65,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from vitsee_core.analyses.retrieve.passes import QueryBlock
+
 
 log = logging.getLogger(__name__)
 
 headline = partial(best_layers, units={"map": "mAP", "map_medium": "mAP (medium)"})
 
 COLUMNS = (
-    *(*SITE, "query"),
-    *("metric", "value", "std", "low", "high", "n_queries", "n_images", "baseline"),
+    *SITE,
+    "query",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_queries",
+    "n_images",
+    "baseline",
 )
 CHANCE = "chance"
 RANDOM = "random"
 BASELINES = (RANDOM,)
 AT = (1, 5, 10)
 INTERVAL_METHOD = (
-    "std: standard deviation over queries (n - 1). Where every image is a query, low and high are "
-    "value -+ t(0.975, blocks - 1) * standard error of a jackknife that leaves a block of images "
-    "out of queries and database alike; with queries apart value -+ t(0.975, n - 1) * std / "
+    "std: standard deviation over queries (n - 1). Where every image is a query, low and "
+    "high are "
+    "value -+ t(0.975, blocks - 1) * standard error of a jackknife that leaves a block "
+    "of images "
+    "out of queries and database alike; with queries apart value -+ t(0.975, n - 1) * "
+    "std / "
     f"sqrt(n), over queries, the database held fixed. Of mp@K with that error: {SHARES}"
 )
 
@@ -101,40 +114,43 @@ def run(
     per_query: bool = False,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row per site and metric, then those of chance; with `per_query` one per query too.
+    """Return one row per site and metric, then those of chance; with `per_query` one per
+    query too.
 
-    Columns: see `COLUMNS`; `query` only with `per_query`, whose rows have the metrics `ap...`;
-    `n_images` are those searched, distractors among them; `baseline` is empty in the rows about the
-    model.
+    Columns: `COLUMNS`; `query` only with `per_query`, whose rows have the metrics `ap...`;
+    `n_images` are those searched, distractors among them; `baseline` is empty in the rows
+    about the model.
 
-    Memory: the queries' vectors and lists, and a tile of cosines; queries are worked on so many at
-    a time as fit. The images are streamed, and there may be any number.
+    Memory: the queries' vectors and lists, and a tile of cosines; queries are worked on so
+    many at a time as fit. The images are streamed, and there may be any number.
 
     Args:
         stores: the images that are searched, and without `queries` the queries too.
-        truth: "labels" (each image is a query, itself left out; right are those of its class), the
-            path of a ground truth (.pkl or .json of ROxford's form, .csv of GLDv2's), or one that
-            was read.
+        truth: "labels" (each image is a query, itself left out; right are those of its
+            class), the path of a ground truth (.pkl or .json of ROxford's form, .csv of
+            GLDv2's), or one that was read.
         queries: stores of the queries, one of each model in `stores`.
-        distractors: stores of images that are wrong for every query; of each model in `stores`.
+        distractors: stores of images that are wrong for every query; of each model in
+            `stores`.
         sites: names, globs and groups.
-        tokens: which token stands for an image; see `features.choose_features`.
-        form: of the average precision, "trapezoid" or "plain"; by default that of the ground truth:
-            trapezoid for ROxford, RParis and Oxford5k, plain for the rest.
+        tokens: which token stands for an image, as in `features.choose_features`.
+        form: of the average precision, "trapezoid" or "plain"; by default that of the
+            ground truth: trapezoid for ROxford, RParis and Oxford5k, plain for the rest.
         at: the K of mp@K.
         metrics: some of those that the ground truth gives, by default all.
-        baselines: `random`: standard normal vectors in place of the features (Walmer et al. 2023,
-            B.3), one draw for each number of channels.
+        baselines: `random`: standard normal vectors in place of the features (Walmer et
+            al. 2023, B.3), one draw for each number of channels.
         per_query: add the average precision of each query.
-        execution: which images (with labels only), and what the work may use; see `Execution`.
+        execution: which images (with labels only), and what the work may use; see
+            `Execution`.
 
     Raises:
-        MissingInput: no labels, an image of the ground truth that is not in a store, or a store
-            lacks a site.
-        StoreMismatch: other models, transforms or classes; a query among the images; a distractor
-            that is a right image.
-        VitseeError: a ground truth that is none, a query that could not be read, none with a right
-            image, or an unknown choice.
+        MissingInput: no labels, an image of the ground truth that is not in a store, or a
+            store lacks a site.
+        StoreMismatch: other models, transforms or classes; a query among the images; a
+            distractor that is a right image.
+        VitseeError: a ground truth that is none, a query that could not be read, none with
+            a right image, or an unknown choice.
 
     Examples:
         >>> import vitsee
@@ -143,88 +159,98 @@ def run(
         >>> list(zip(means["baseline"].tolist(), means["value"].round(2).tolist()))
         [('', 0.81), ('chance', 0.12)]
     """
-    known, source = _opened(truth)
-    form = _checked(known, form, at, execution.images)
-    seed = execution.seed
-    if unknown := {*baselines} - {*BASELINES}:
+    parsed_truth, truth_description = _read_truth_option(truth)
+    form = _average_precision_form(parsed_truth, form)
+    if min(at, default=1) < 1:
+        raise VitseeError(f"precision at {min(at)} was asked for; expected 1 or more")
+    if parsed_truth is not None and execution.images is not None:
         raise VitseeError(
-            f"no baseline {min(unknown)!r}; expected {', '.join(BASELINES)}"
+            f"--images would leave out images that {parsed_truth.source} names; it goes with "
+            "labels only"
         )
+    seed = execution.seed
+    unknown_baselines = {*baselines} - {*BASELINES}
+    if unknown_baselines:
+        raise VitseeError(
+            f"no baseline {min(unknown_baselines)!r}; expected {', '.join(BASELINES)}"
+        )
+
+    # One search per store, then what is scored at which of its sites.
     selected = select_each(stores, sites, sites_of)
     searches = []
-    for store, own, more in _by_model(selected.stores, queries, distractors):
-        if known is None:
-            search = by_labels(store, own, execution.images, seed)
+    for inputs in _stores_by_model(selected.stores, queries, distractors):
+        if parsed_truth is None:
+            search = search_by_labels(
+                inputs.images, inputs.queries, images=execution.images, seed=seed
+            )
         else:
-            search = by_truth(known, store, own)
-        search = replace(search, distractors=tuple(more))
+            search = search_by_truth(parsed_truth, inputs.images, inputs.queries)
+        search = replace(search, distractors=inputs.distractors)
         remarks_on_ids = check_search(search)
         search = replace(search, remarks=(*search.remarks, *remarks_on_ids))
         searches.append(search)
     plans = [
-        Plan.of(search, chosen, tokens, form, at, seed)
-        for search, chosen in zip(searches, selected.chosen, strict=True)
+        Plan.from_search(search, chosen_sites, tokens, form=form, ks=at, seed=seed)
+        for search, chosen_sites in zip(searches, selected.chosen, strict=True)
     ]
     if metrics:
-        known_ = dict.fromkeys(metric for plan in plans for metric in plan.metrics)
-        wanted = select_metrics(metrics, known_, "retrieve")
-        plans = [plan.only(wanted) for plan in plans]
+        choices = dict.fromkeys(metric for plan in plans for metric in plan.metrics)
+        chosen_metrics = select_metrics(metrics, choices, "retrieve")
+        plans = [plan.with_metrics(chosen_metrics) for plan in plans]
     remarks = [remark for plan in plans for remark in plan.remarks]
     for remark in remarks:
         log.info("%s", remark)
+
+    # Rows about the model first, then those of the baselines.
     rows: list[dict[str, Any]] = []
-    chance_rows: list[dict[str, Any]] = []
-    drawn = [
-        dict.fromkeys(of.images.dim for _, of in plan.read.values() if baselines)
+    baseline_rows: list[dict[str, Any]] = []
+    with_random = RANDOM in baselines
+    n_passes = [
+        len(plan.features) + (len(_channel_counts(plan)) if with_random else 0)
         for plan in plans
     ]
-    total = sum(
-        plan.search.n_images * (len(plan.read) + len(dims))
-        for plan, dims in zip(plans, drawn, strict=True)
+    n_total = sum(
+        plan.search.n_images * n for plan, n in zip(plans, n_passes, strict=True)
     )
-    with counting(execution.progress, total):
-        for plan, dims in zip(plans, drawn, strict=True):
-            read = list(plan.read.values())
-            noises = [Features.random(plan.search, dim, seed) for dim in dims]
-            items = [*(features for _, features in read), *noises]
-            results = list(execution.spread(partial(_scores, plan), items))
-            of_noise = dict(zip(dims, results[len(read) :], strict=True))
-            for (site, features), (scores, without, remark) in zip(
-                read, results, strict=False
+    with counting(execution.progress, n_total):
+        for plan in plans:
+            site_scores, random_scores = _score_plan(
+                plan, seed, execution, with_random=with_random
+            )
+            for (site, features), scores in zip(
+                plan.features.values(), site_scores, strict=True
             ):
-                if remark:
-                    remarks.append(remark)
-                    log.info("%s", remark)
-                place = site_columns(plan.search.store, site)
-                rows += [place | row for row in plan.rows(scores, without, per_query)]
-                chance_rows += [
-                    place | row | {"baseline": CHANCE} for row in plan.chance_rows()
-                ]
-                if baselines:
-                    noise = of_noise[features.images.dim][:2]
-                    chance_rows += [
-                        place | row | {"baseline": RANDOM}
-                        for row in plan.rows(*noise, False)
-                    ]
+                if scores.remark:
+                    remarks.append(scores.remark)
+                    log.info("%s", scores.remark)
+                about = site_columns(plan.search.store, site)
+                for row in plan.rows(scores.values, scores.without, per_query=per_query):
+                    rows.append(about | row)
+                for row in plan.chance_rows():
+                    baseline_rows.append(about | row | {"baseline": CHANCE})
+                if with_random:
+                    scores = random_scores[features.images.dim]
+                    for row in plan.rows(scores.values, scores.without, per_query=False):
+                        baseline_rows.append(about | row | {"baseline": RANDOM})
     notes = {
         "interval": INTERVAL_METHOD,
-        "truth": source,
+        "truth": truth_description,
         "average_precision": form,
         "searched": {plan.search.store.label: plan.describe() for plan in plans},
-        "compared": [plan.compared(tokens) for plan in plans],
+        "compared": [plan.describe_compared(tokens) for plan in plans],
         "seed": seed,
         WORD: {plan.search.store.label: plan.blocks.describe() for plan in plans},
         "remarks": remarks,
         **selected.notes(),
     }
-    names = [name for name in COLUMNS if name != "query" or per_query]
-    return Table.from_rows(rows + chance_rows, names, notes)
+    columns = [name for name in COLUMNS if name != "query" or per_query]
+    return Table.from_rows(rows + baseline_rows, columns, notes)
 
 
-def _opened(
+def _read_truth_option(
     truth: str | os.PathLike[str] | RetrievalTruth,
 ) -> tuple[RetrievalTruth | None, dict[str, Any]]:
-    """The ground truth, None for labels, and its description for a sidecar."""
+    """Return the ground truth, None for labels, and its description for a sidecar."""
     if isinstance(truth, RetrievalTruth):
         return truth, {"source": truth.source}
     if str(truth) == LABELS:
@@ -233,168 +259,238 @@ def _opened(
     return read_truth(path), {"source": str(path), "sha256": digest(path)}
 
 
-def _checked(
-    truth: RetrievalTruth | None, form: str | None, at: Sequence[int], images: int | None
-) -> str:
-    """The form of the average precision."""
-    own = "plain" if truth is None else truth.form
-    form = own if form is None else form
+def _average_precision_form(truth: RetrievalTruth | None, form: str | None) -> str:
+    """Return the form of the average precision: the option, or else that of the ground truth."""
+    if form is None:
+        form = "plain" if truth is None else truth.form
     if form not in FORMS:
         raise VitseeError(f"no average precision {form!r}; expected {' or '.join(FORMS)}")
-    if form == "trapezoid" and truth is not None and any(s.top for s in truth.settings):
+    has_top = truth is not None and any(setting.top for setting in truth.settings)
+    if form == "trapezoid" and has_top:
         raise VitseeError(
             "map@100 is defined for the plain average precision only; use --ap plain"
-        )
-    if min(at, default=1) < 1:
-        raise VitseeError(f"precision at {min(at)} was asked for; expected 1 or more")
-    if truth is not None and images is not None:
-        raise VitseeError(
-            f"--images would leave out images that {truth.source} names; it goes with labels only"
         )
     return form
 
 
-def _by_model(
+class StoresOfModel(NamedTuple):
+    """The stores of one search: the searched images, the queries, the distractors."""
+
+    images: Store
+    queries: Store | None
+    distractors: tuple[Store, ...]
+
+
+def _stores_by_model(
     stores: Sequence[Store], queries: Sequence[Store], distractors: Sequence[Store]
-) -> Iterator[tuple[Store, Store | None, list[Store]]]:
-    """Each store with the stores of queries and of distractors of its model."""
+) -> Iterator[StoresOfModel]:
+    """Yield each store with the stores of queries and of distractors of its model."""
     models = {model_key(store) for store in stores}
-    for given, what in ((queries, "queries"), (distractors, "distractors")):
-        for other in given:
-            if model_key(other) not in models:
-                name = other.manifest.model.get("name")
-                raise StoreMismatch(
-                    f"{other.label} ({name}) is of none of the models that are searched with; "
-                    f"extract the {what} with the same model and weights"
-                )
+    _require_known_models(queries, models, "queries")
+    _require_known_models(distractors, models, "distractors")
     for store in stores:
-        own, more = (
-            [other for other in given if model_key(other) == model_key(store)]
-            for given in (queries, distractors)
-        )
-        if queries and len(own) != 1:
-            labels = " and ".join(other.label for other in own) or "none"
+        model = model_key(store)
+        own_queries = [query for query in queries if model_key(query) == model]
+        own_distractors = [other for other in distractors if model_key(other) == model]
+        if queries and len(own_queries) != 1:
+            labels = " and ".join(query.label for query in own_queries) or "none"
             raise StoreMismatch(
                 f"{store.label} has {labels} of the stores of queries; expected one of its model"
             )
-        if distractors and not more:
+        if distractors and not own_distractors:
             raise StoreMismatch(
                 f"none of the stores of distractors is of the model of {store.label}"
             )
-        yield store, own[0] if own else None, more
+        yield StoresOfModel(
+            images=store,
+            queries=own_queries[0] if own_queries else None,
+            distractors=tuple(own_distractors),
+        )
 
 
-def _scores(
-    plan: Plan, execution: Execution, features: Features
-) -> tuple[Scores, Scores, str]:
-    """The scores of one site: setting -> metric -> (queries,); the same as (blocks, queries)
-    without each block of images, if these are the queries; and remarks."""
-    from vitsee_core.analyses.retrieve.passes import passes
-
-    parts: dict[Setting, list[list[dict[str, Float]]]] = {
-        one: [] for one, _ in plan.scored
-    }
-    itself = plan.search.itself
-    blank = []
-    constant = False
-    for block in passes(plan.search, features, execution):
-        listed = block.listed
-        for setting, _ in plan.scored:
-            right = listed.among(setting.positives)
-            of = [(right, block.above)]
-            if itself is not None:
-                label = itself.labels[listed.place]
-                of += [
-                    (right & (label != b), block.above - block.in_block[:, b])
-                    for b in range(itself.n)
-                ]
-            found = [
-                plan.scores(
-                    setting,
-                    ranked(block.n, listed.query[keep], block.keys[keep], above[keep]),
-                )
-                for keep, above in of
-            ]
-            parts[setting].append(found)
-        blank.append(block.blank)
-        constant = block.constant
-    equal = np.concatenate(blank)
-    scores = Scores()
-    without = Scores()
-    for setting, some in parts.items():
-        whole = {
-            metric: np.where(
-                equal,
-                values,
-                np.stack(
-                    [
-                        np.concatenate([one[k][metric] for one in some])
-                        for k in range(len(some[0]))
-                    ]
-                ),
+def _require_known_models(stores: Sequence[Store], models: set[Any], what: str) -> None:
+    """Refuse stores of models that are not searched with; what: "queries" or "distractors"."""
+    for store in stores:
+        if model_key(store) not in models:
+            name = store.manifest.model.get("name")
+            raise StoreMismatch(
+                f"{store.label} ({name}) is of none of the models that are searched with; "
+                f"extract the {what} with the same model and weights"
             )
-            for metric, values in plan.chance[setting].items()
-        }
-        scores[setting] = {metric: values[0] for metric, values in whole.items()}
-        without[setting] = {metric: values[1:] for metric, values in whole.items()}
+
+
+class SiteScores(NamedTuple):
+    """The scores of one site.
+
+    Attributes:
+        values: setting -> metric -> (queries,).
+        without: the same as (blocks, queries) without each block of images, if the images
+            are the queries; (0, queries) otherwise.
+        remark: for the user; "" if there is none.
+    """
+
+    values: Scores
+    without: Scores
+    remark: str
+
+
+def _channel_counts(plan: Plan) -> list[int]:
+    """Return the distinct numbers of channels of a plan's sites: one random draw for each."""
+    return list(
+        dict.fromkeys(features.images.dim for _, features in plan.features.values())
+    )
+
+
+def _score_plan(
+    plan: Plan, seed: int, execution: Execution, *, with_random: bool
+) -> tuple[list[SiteScores], dict[int, SiteScores]]:
+    """Return the scores of each site, and of random vectors by their number of channels."""
+    site_features = [features for _, features in plan.features.values()]
+    dims = _channel_counts(plan) if with_random else []
+    random_features = [Features.random(plan.search, dim, seed) for dim in dims]
+    results = list(
+        execution.spread(partial(_score_site, plan), site_features + random_features)
+    )
+    random_results = results[len(site_features) :]
+    return results[: len(site_features)], dict(zip(dims, random_results, strict=True))
+
+
+def _score_site(plan: Plan, execution: Execution, features: Features) -> SiteScores:
+    """Return the scores of one site or of random vectors."""
+    from vitsee_core.analyses.retrieve.passes import count_in_two_passes
+
+    # Setting -> metric -> one array (1 + blocks, queries) per block of queries.
+    scored: dict[Setting, dict[str, list[Float]]] = {
+        setting: {metric: [] for metric in plan.chance[setting]}
+        for setting in plan.scored_queries
+    }
+    is_blank_parts = []
+    is_constant = False
+    for query_block in count_in_two_passes(plan.search, features, execution):
+        for setting in plan.scored_queries:
+            for metric, values in _score_query_block(plan, setting, query_block).items():
+                scored[setting][metric].append(values)
+        is_blank_parts.append(query_block.is_blank)
+        is_constant = query_block.is_constant
+    is_blank = np.concatenate(is_blank_parts)
+
+    values_of_all = Scores()
+    without = Scores()
+    for setting, parts_by_metric in scored.items():
+        values_of_all[setting] = {}
+        without[setting] = {}
+        for metric, parts in parts_by_metric.items():
+            # Equal cosines are in the store's order, which says nothing: chance in its
+            # place.
+            chance = plan.chance[setting][metric]
+            values = np.where(is_blank, chance, np.concatenate(parts, axis=1))
+            values_of_all[setting][metric] = values[0]
+            without[setting][metric] = values[1:]
     name = f"{plan.search.store.label} {features.name}"
     remark = ""
-    if constant:
+    if is_constant:
         remark = (
             f"{name}: the vector of every image is the same; its value is that of chance"
         )
-    elif equal.any():
+    elif is_blank.any():
         remark = (
-            f"{name}: {int(equal.sum())} of {len(equal)} queries are zero, with the same "
+            f"{name}: {int(is_blank.sum())} of {len(is_blank)} queries are zero, with the same "
             "cosine to every image; their values are those of chance"
         )
-    return scores, without, remark
+    return SiteScores(values_of_all, without, remark)
+
+
+def _score_query_block(
+    plan: Plan, setting: Setting, query_block: QueryBlock
+) -> dict[str, Float]:
+    """Return metric -> (1 + blocks, queries): of all images, then without each block of
+    images.
+
+    There are such blocks if the queries are the images.
+    """
+    pairs = query_block.pairs
+    counts = query_block.counts
+    is_right = pairs.in_lists(setting.positives)
+    # Which pairs count, and how many wrong images are above each.
+    selections = [(is_right, counts.n_above)]
+    if plan.search.image_blocks is not None:
+        block_of_image = plan.search.image_blocks.labels[pairs.image]
+        for b in range(plan.search.image_blocks.n):
+            n_above = counts.n_above - counts.n_above_by_block[:, b]
+            selections.append((is_right & (block_of_image != b), n_above))
+    scores = []
+    for mask, n_above in selections:
+        ranks = rank_right_images(
+            query_block.n_queries, pairs.query[mask], counts.keys[mask], n_above[mask]
+        )
+        scores.append(plan.score(setting, ranks))
+    return {
+        metric: np.stack([values[metric] for values in scores]) for metric in scores[0]
+    }
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """Mean average precision, and precision at the largest K, against relative depth: a panel per
-    metric, a curve per store with its interval as a band, chance dashed (Walmer et al. 2023, Figs.
-    9 right, 29)."""
-    drawn = table.frame
-    if "query" in drawn.columns:
-        drawn = drawn.filter(pl.col("query").is_null())
-    metrics = [*drawn["metric"].unique(maintain_order=True)]
-    metrics = [m for m in metrics if m.startswith(("map", "mp@"))]
-    lines = [[m for m in metrics if m.startswith("map")]]
-    ats = sorted({int(m[3:].partition("_")[0]) for m in metrics if m.startswith("mp@")})
-    if ats:
-        last = [m for m in metrics if m.partition("_")[0] == f"mp@{ats[-1]}"]
-        lines = [[*lines[0], *last]] if len(lines[0]) == 1 else [*lines, last]
-    lines = [line for line in lines if line]
-    among = drawn.filter(
-        pl.col("metric").is_in([metric for line in lines for metric in line])
-    )
-    grids = [CurveGrid.of(len(line), among) for line in lines]
-    figure, parts = stack(*grids)
-    every: list[Axes] = []
-    for line, grid, part in zip(lines, grids, parts, strict=True):
-        panels = grid.panels(part, of_metrics(drawn, line))
-        row = [axes for axes, *_ in panels]
+    """Draw mean average precision, and precision at the largest K, against relative depth.
+
+    A panel per metric, a curve per store with its interval as a band, chance dashed
+    (Walmer et al. 2023, Figs. 9 right, 29).
+    """
+    frame = table.frame
+    if "query" in frame.columns:
+        frame = frame.filter(pl.col("query").is_null())
+    lines = _lines_of_panels(frame["metric"].unique(maintain_order=True).to_list())
+    drawn_metrics = [metric for line in lines for metric in line]
+    drawn_rows = frame.filter(pl.col("metric").is_in(drawn_metrics))
+    grids = [CurveGrid.of(len(line), drawn_rows) for line in lines]
+    figure, boxes = stack(*grids)
+    all_axes: list[Axes] = []
+    for line, grid, box in zip(lines, grids, boxes, strict=True):
+        panels = grid.panels(box, of_metrics(frame, line))
+        line_axes = [axes for axes, *_ in panels]
         for axes, _, rows in panels:
-            spread = "95 % interval over queries"
-            queries = ("n_queries", f"queries, {count(rows)} images")
-            draw_depth_curves(axes, rows, among=among, spread=spread, counts=queries)
-        limits = [axes.get_ylim() for axes in row]
-        for axes in row:
+            draw_depth_curves(
+                axes,
+                rows,
+                among=drawn_rows,
+                spread="95 % interval over queries",
+                counts=("n_queries", f"queries, {count(rows)} images"),
+            )
+        # Panels of a line have one scale, to be compared.
+        limits = [axes.get_ylim() for axes in line_axes]
+        for axes in line_axes:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
         grid.finish(panels)
-        every += row
-    add_curve_legend(figure, every)
+        all_axes += line_axes
+    add_curve_legend(figure, all_axes)
     return figure
+
+
+def _lines_of_panels(metrics: Sequence[str]) -> list[list[str]]:
+    """Return the metrics of each line of panels: mean average precisions, then mp@K,
+    largest K.
+
+    One panel of each shares a line.
+    """
+    maps = [metric for metric in metrics if metric.startswith("map")]
+    precisions = [metric for metric in metrics if metric.startswith("mp@")]
+    ks = {int(metric.removeprefix("mp@").partition("_")[0]) for metric in precisions}
+    at_largest_k = [
+        metric for metric in precisions if metric.partition("_")[0] == f"mp@{max(ks)}"
+    ]
+    if len(maps) == 1:
+        return [maps + at_largest_k]
+    return [line for line in (maps, at_largest_k) if line]
 
 
 ANALYSIS = Analysis(
     module=__name__,
     needs=("sites",),
     reading=(
-        "Whether the images nearest to a query show the same thing: mean average precision "
-        "against depth. The dashed line is what an order by chance gets; intervals are over "
+        "Whether the images nearest to a query show the same thing: mean average "
+        "precision "
+        "against depth. The dashed line is what an order by chance gets; intervals are "
+        "over "
         "queries."
     ),
     source="Radenovic et al. 2018; Walmer et al. 2023, Figs. 9 right, 29",

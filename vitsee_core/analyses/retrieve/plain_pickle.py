@@ -1,10 +1,11 @@
 """Pickles of plain data, read without running anything that they name.
 
 A pickle is a program that may call any function by its name. Here it may call six names,
-implemented below: numpy's arrays, scalars and types as pickles of protocols 0 to 4 describe them,
-and bytes. Instructions that plain data does not need are refused, among them those that reserve
-memory as the file claims. The interpreter is the standard library's in Python, whose object table
-grows with the objects and not with the numbers that a file gives them.
+implemented below: numpy's arrays, scalars and types as pickles of protocols 0 to 4
+describe them, and bytes. Instructions that plain data does not need are refused, among
+them those that reserve memory as the file claims. The interpreter is the standard
+library's in Python, whose object table grows with the objects and not with the numbers
+that a file gives them.
 """
 
 from __future__ import annotations
@@ -22,75 +23,110 @@ from vitsee_core.tables.text import visible
 from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import VitseeError, reason
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 JSON_INSTEAD = "give the same as JSON"
 _INSTRUCTIONS = (
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "POP",
-        "POP_MARK",
-        "DUP",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-    ),
-    *(
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-    ),
-    *(
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-    ),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *(
-        "EMPTY_LIST",
-        "LIST",
-        "APPEND",
-        "APPENDS",
-        "EMPTY_DICT",
-        "DICT",
-        "SETITEM",
-        "SETITEMS",
-    ),
-    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
-    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+    # the frame of a pickle, its stack, and the constants
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "DUP",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    # numbers
+    "INT",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG",
+    "LONG1",
+    "LONG4",
+    "FLOAT",
+    "BINFLOAT",
+    # bytes, and text of Python 2
+    "STRING",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINBYTES8",
+    # text
+    "UNICODE",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    # lists and dictionaries
+    "EMPTY_LIST",
+    "LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_DICT",
+    "DICT",
+    "SETITEM",
+    "SETITEMS",
+    # tuples
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    # objects that occur again
+    "GET",
+    "BINGET",
+    "LONG_BINGET",
+    "PUT",
+    "BINPUT",
+    "LONG_BINPUT",
+    "MEMOIZE",
+    # names and what is made of them
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "REDUCE",
+    "BUILD",
 )
+# Types of arrays: one letter with an optional size in bytes; U and S have a length.
 _TYPE = re.compile(r"[?bBhHiIlLqQefd]|[biuf](1|2|4|8)|[US][1-9]\d{0,3}|O8?")
 
 
 def load_plain(path: Path) -> Any:
-    """The dicts, lists, tuples, texts, bytes and numbers of a pickle; one-dimensional arrays become
-    lists. Raises VitseeError: unreadable, larger than `MOST_BYTES`, not a pickle, or naming
-    anything else."""
-    data = read_at_most(path, MOST_BYTES, f"pickled ground truth is; {JSON_INSTEAD}")
+    """Return the dicts, lists, texts, bytes and numbers of a pickle.
+
+    Tuples and one-dimensional arrays become lists.
+
+    Raises:
+        VitseeError: the file cannot be read, is larger than `MAX_BYTES`, is not a pickle,
+            or names anything else than plain data.
+    """
+    data = read_at_most(path, MAX_BYTES, f"pickled ground truth is; {JSON_INSTEAD}")
     try:
-        return _plain(_Unpickler(io.BytesIO(data), encoding="latin1").load(), {})
+        # latin1: numpy's arrays in pickles of Python 2 are text whose characters are
+        # bytes.
+        value = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+        return _arrays_as_lists(value, {})
     except Exception as error:  # arbitrary bytes can raise anything
-        why = str(error) if isinstance(error, pickle.UnpicklingError) else _kind(error)
+        why = _error_words(error)
+        if isinstance(error, pickle.UnpicklingError):
+            why = str(error)
         raise VitseeError(
             f"{path} cannot be read as a pickle of plain data: {visible(why)}"
         ) from None
 
 
 def read_at_most(path: Path, limit: int, what: str) -> bytes:
-    """The bytes of a file of at most `limit`. Raises VitseeError: unreadable, or larger, "which
-    no `what`"."""
+    """Return the bytes of a file of limited size.
+
+    Args:
+        path: the file, which must not be a pipe or a device.
+        limit: the largest size in bytes, a multiple of 1 MiB.
+        what: the end of the message "which no ...", for instance "ground truth is".
+
+    Raises:
+        VitseeError: the file cannot be read, or is larger.
+    """
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(limit + 1)
@@ -101,7 +137,8 @@ def read_at_most(path: Path, limit: int, what: str) -> bytes:
     return data
 
 
-def _kind(error: Exception) -> str:
+def _error_words(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
     text = str(error).partition("\n")[0][:120]
     if text:
         return f"{type(error).__name__}: {text}"
@@ -109,22 +146,26 @@ def _kind(error: Exception) -> str:
 
 
 class _Callable:
-    """The object behind a name in a pickle; takes no attributes and no state."""
+    """A function that pickles may call; it takes no attributes and no state.
 
-    __slots__ = ("_work",)
+    A plain function would: a pickle may set `__code__` or `__defaults__` by BUILD.
+    """
 
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        return self._work(*args)
+        return self._function(*args)
 
     def __setstate__(self, state: Any) -> None:
+        """Refuse the instruction BUILD."""
         raise pickle.UnpicklingError("it changes a function")
 
 
-class _Type:
-    """A numpy type of integers, floats, text or objects."""
+class _DType:
+    """A numpy type of integers, floats, text or objects, as pickles describe it."""
 
     __slots__ = ("_code", "_order")
 
@@ -135,17 +176,19 @@ class _Type:
         self._order = "="
 
     def __setstate__(self, state: Any) -> None:
+        """Set the byte order, the second entry of numpy's state."""
         order = state[1]
         if order not in ("<", ">", "|", "="):
             raise pickle.UnpicklingError("it has an array of an unknown type")
         self._order = order
 
     @property
-    def of_objects(self) -> bool:
+    def holds_objects(self) -> bool:
+        """Whether arrays of this type hold Python objects rather than bytes."""
         return self._code.startswith("O")
 
-    def values(self, raw: Any, n: int) -> list[Any]:
-        """n values from their bytes."""
+    def decode(self, raw: Any, n: int) -> list[Any]:
+        """Return n values from their bytes."""
         order: Any = "=" if self._order == "|" else self._order
         dtype = np.dtype(self._code).newbyteorder(order)
         if isinstance(raw, str):  # protocols 0 to 2
@@ -164,47 +207,50 @@ class _Array:
         self.values: list[Any] = []
 
     def __setstate__(self, state: Any) -> None:
+        """Fill the array from numpy's state: version, shape, type, Fortran order, content."""
         _, shape, dtype, _, raw = state
-        if (
-            not isinstance(dtype, _Type)
-            or len(shape) != 1
-            or not isinstance(shape[0], int)
-        ):
+        is_vector = len(shape) == 1 and isinstance(shape[0], int)
+        if not isinstance(dtype, _DType) or not is_vector:
             raise pickle.UnpicklingError("it has an array that is no list of values")
-        if not dtype.of_objects:
-            self.values = dtype.values(raw, shape[0])
+        if not dtype.holds_objects:
+            self.values = dtype.decode(raw, shape[0])
         elif isinstance(raw, list) and len(raw) == shape[0]:
             self.values = raw
         else:
             raise pickle.UnpicklingError("it has an array without its objects")
 
 
-_NDARRAY = _Callable(lambda *_: _refuse("ndarray"))
+def _refuse_ndarray(*_: Any) -> Any:
+    """Refuse a call of numpy.ndarray: it would reserve memory, and arrays only name it."""
+    raise pickle.UnpicklingError("it calls ndarray")
 
 
-def _refuse(name: str) -> Any:
-    raise pickle.UnpicklingError(f"it calls {name}")
+_NDARRAY = _Callable(_refuse_ndarray)
 
 
-def _reconstruct(kind: Any, shape: Any, _code: Any) -> _Array:
-    if kind is not _NDARRAY or shape != (0,):
+def _reconstruct(array_type: Any, shape: Any, _code: Any) -> _Array:
+    """Return an empty array, whose state follows: numpy's function of this name."""
+    if array_type is not _NDARRAY or shape != (0,):
         raise pickle.UnpicklingError("it has something else than a plain numpy array")
     return _Array()
 
 
 def _scalar(dtype: Any, raw: Any) -> Any:
-    if not isinstance(dtype, _Type) or dtype.of_objects:
+    """Return a numpy scalar as a plain number or text: numpy's function `scalar`."""
+    if not isinstance(dtype, _DType) or dtype.holds_objects:
         raise pickle.UnpicklingError("it has a numpy scalar of an unknown type")
-    return dtype.values(raw, 1)[0]
+    return dtype.decode(raw, 1)[0]
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
+    """Return bytes from text: how protocols 0 to 2 of Python 3 have bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise pickle.UnpicklingError("it encodes something else than bytes")
     return text.encode("latin1")
 
 
-def _bytes(*args: Any) -> bytes:
+def _empty_bytes(*args: Any) -> bytes:
+    """Return b"": how protocols 0 to 2 have empty bytes."""
     # bytes(10**12) would reserve that many.
     if args not in ((), ("",)):
         raise pickle.UnpicklingError("it calls bytes")
@@ -212,15 +258,18 @@ def _bytes(*args: Any) -> bytes:
 
 
 _MULTIARRAY = {"_reconstruct": _Callable(_reconstruct), "scalar": _Callable(_scalar)}
-_BUILTINS = {"bytes": _Callable(_bytes)}
+_BUILTINS = {"bytes": _Callable(_empty_bytes)}
+# The only names that a pickle may use: module -> name -> what it gets. numpy 2 has
+# `_core`.
 _KNOWN = {
     "numpy.core.multiarray": _MULTIARRAY,
     "numpy._core.multiarray": _MULTIARRAY,
-    "numpy": {"ndarray": _NDARRAY, "dtype": _Callable(_Type)},
+    "numpy": {"ndarray": _NDARRAY, "dtype": _Callable(_DType)},
     "_codecs": {"encode": _Callable(_encode)},
     "builtins": _BUILTINS,
     "__builtin__": _BUILTINS,
 }
+# The interpreter in Python: the one in C cannot be restricted to some instructions.
 _INTERPRETER: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
@@ -233,50 +282,56 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
     }
 
     def load(self) -> Any:
-        """The object. Raises UnpicklingError: an unknown instruction or name."""
+        """Return the object of the pickle.
+
+        Raises:
+            UnpicklingError: an unknown instruction or name.
+        """
         try:
             return super().load()
         except KeyError as error:
+            # `dispatch` lacks the instruction, or a dictionary of the data lacks a key.
             code = error.args[0]
-            text = (
-                repr(bytes([code])) if isinstance(code, int) and 0 <= code < 256 else "?"
-            )
-            raise pickle.UnpicklingError(f"it has the instruction {text[1:]}") from None
+            text = ""
+            if isinstance(code, int) and 0 <= code < 256:
+                text = repr(bytes([code])).removeprefix("b")
+            raise pickle.UnpicklingError(f"it has the instruction {text}") from None
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get(module, {}).get(name)
-        if known is not None:
-            return known
-        more = (
-            f" (an array of protocol 5: {JSON_INSTEAD})" if name == "_frombuffer" else ""
-        )
-        raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}{more}")
+        """Return our own function of a name; nothing is imported."""
+        function = _KNOWN.get(module, {}).get(name)
+        if function is not None:
+            return function
+        advice = ""
+        if name == "_frombuffer":
+            advice = f" (an array of protocol 5: {JSON_INSTEAD})"
+        raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}{advice}")
 
     def persistent_load(self, pid: Any) -> Any:
+        """Refuse objects that a program would supply."""
         raise pickle.UnpicklingError("it refers to objects outside of the file")
 
 
-def _plain(value: Any, seen: dict[int, Any]) -> Any:
-    """The value with arrays as lists. A shared object stays shared.
+def _arrays_as_lists(value: Any, converted: dict[int, Any]) -> Any:
+    """Return the value with arrays and tuples as lists. A shared object stays shared.
 
-    seen: id -> converted object; None during its conversion.
+    converted: id of an object -> its conversion; None while it goes on, so that a list
+        that contains itself is noticed.
     """
     if not isinstance(value, (_Array, list, tuple, dict)):
         return value
-    if id(value) in seen:
-        if seen[id(value)] is None:
+    if id(value) in converted:
+        if converted[id(value)] is None:
             raise pickle.UnpicklingError("it has a list that contains itself")
-        return seen[id(value)]
-    if len(seen) > MOST_BYTES:
+        return converted[id(value)]
+    if len(converted) > MAX_BYTES:
         raise pickle.UnpicklingError("it has too many lists")
-    seen[id(value)] = None
+    converted[id(value)] = None
     plain: Any
     if isinstance(value, dict):
-        plain = {key: _plain(one, seen) for key, one in value.items()}
+        plain = {key: _arrays_as_lists(item, converted) for key, item in value.items()}
     else:
-        plain = [
-            _plain(one, seen)
-            for one in (value.values if isinstance(value, _Array) else value)
-        ]
-    seen[id(value)] = plain
+        items = value.values if isinstance(value, _Array) else value
+        plain = [_arrays_as_lists(item, converted) for item in items]
+    converted[id(value)] = plain
     return plain
