@@ -19,40 +19,42 @@ from vitsee_stores.layout import ArraySpec, SiteSpec, StorePlan, arrays
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 # Values for missing heads and invalid images in arrays of integers.
 MISSING = {"n_queries": 0, "received_argmax": -1}
-PEAKS = "peaks"
-
-ALIGNED = 64
+PEAKS = "peaks"  # name of the memory of the largest |x|, which is no array of a store
+ALIGNED = 64  # bytes: a cache line, and enough for every type
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class SlabBuffers:
-    """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of per-image
-    values, and one row of sums over a slab.
+    """Host memory for the numbers of one slab, reused from slab to slab.
 
     Attributes:
-        unstored: activations that are not stored but needed for Gram matrices.
-        sums: the sums so far.
-        peaks: the largest |x| by site.
-        done: what to wait for before reading.
+        arrays: array name -> (slab, ...) values of each image.
+        unstored: array name -> (slab, ...) activations that Gram matrices need and that are not
+            stored; None without any.
+        sums: array name -> sum over the slab, as far as it was sent.
+        peaks: site -> its largest |x|.
+        done: event after which everything has arrived, None if it has.
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
         specs = {
-            p: s for p, s in arrays(plan).items() if s.per == "image" or is_sum(p, s)
+            path: spec
+            for path, spec in arrays(plan).items()
+            if spec.per == "image" or is_sum(path, spec)
         }
         self._sites = [site.name for site in plan.sites]
         shapes: dict[str, Shape] = {PEAKS: ((len(self._sites),), torch.float32)}
         for path, spec in specs.items():
-            shape = (
-                (plan.slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
-            )
+            shape = spec.shape[1:]
+            if spec.per == "image":
+                shape = (plan.slab, *shape)
             shapes[path] = shape, getattr(torch, spec.dtype)
         self._memory = HostMemory(shapes, pinned=pinned)
-        tensors = self._memory.tensors
-        self.arrays = {
-            path: tensors[path] for path, spec in specs.items() if spec.per == "image"
-        }
-        self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
+        self.arrays: dict[str, Tensor] = {}
+        self._sum_memory: dict[str, Tensor] = {}
+        for path, spec in specs.items():
+            tensors = self.arrays if spec.per == "image" else self._sum_memory
+            tensors[path] = self._memory.tensors[path]
         self.unstored: dict[str, Tensor] | None = None
         self.begin()
 
@@ -63,20 +65,23 @@ class SlabBuffers:
         self.done: torch.cuda.Event | None = None
 
     def __getitem__(self, path: str) -> Tensor:
-        """(slab, ...) of one array."""
+        """Return one array, (slab, ...), stored or not."""
         if path in self.arrays:
             return self.arrays[path]
         assert self.unstored is not None, path
         return self.unstored[path]
 
     def sum(self, path: str, shape: torch.Size) -> Tensor:
-        """Destination of a sum of this shape; a Gram matrix of fewer images than a slab is smaller
-        than its place."""
-        self.sums[path] = self._row[path].flatten()[: shape.numel()].view(shape)
+        """Return the memory that a sum of this shape is copied to.
+
+        A Gram matrix of fewer images than a slab is smaller than its memory.
+        """
+        memory = self._sum_memory[path].flatten()
+        self.sums[path] = memory[: shape.numel()].view(shape)
         return self.sums[path]
 
     def largest(self, names: list[str]) -> Tensor:
-        """Destination of the largest |x| of these sites, in their order."""
+        """Return the memory that the largest |x| of these sites is copied to, in their order."""
         out = self._memory.tensors[PEAKS][: len(names)]
         self.peaks = dict(zip(names, out.unbind(), strict=True))
         return out
@@ -92,68 +97,88 @@ class SlabBuffers:
 
 
 def feature_paths(site: SiteSpec) -> list[str]:
-    """The arrays of a site's activations, prefix first."""
+    """Return the names of the arrays of a site's activations, prefix first."""
     body = {"tokens": "grid", "rows": "rows", "raw": "raw"}[site.kind]
-    has_prefix = site.layout is not None and site.layout.n_prefix > 0
-    return [
-        f"acts/{site.name}/{part}" for part in (["prefix"] if has_prefix else []) + [body]
-    ]
+    paths = [f"acts/{site.name}/{body}"]
+    if site.layout is not None and site.layout.n_prefix > 0:
+        paths.insert(0, f"acts/{site.name}/prefix")
+    return paths
 
 
 def is_sum(path: str, spec: ArraySpec) -> bool:
-    """Whether an array has one row per slab that the observer sums on the device."""
+    """Return whether an array has one row per slab, which the observer sums on the device."""
     return spec.per == "slab" and path.startswith(("attention/", "grams/"))
 
 
 def to_store(
-    buffers: SlabBuffers, sums: Mapping[str, Tensor], n: int, plan: StorePlan
+    buffers: SlabBuffers, sums: Mapping[str, Tensor], n_images: int, plan: StorePlan
 ) -> dict[str, NDArray[Any]]:
-    """The first `n` rows of the buffers and the slab's sums as arrays, after their arrival; invalid
-    rows become NaN."""
-    out: dict[str, NDArray[Any]] = {k: v[:n].numpy() for k, v in buffers.arrays.items()}
-    invalid = np.flatnonzero(out["valid"] == 0)
-    if invalid.size:
-        for path, array in out.items():
+    """Return the arrays of a slab for the store, after all numbers have arrived.
+
+    Floats of invalid images become NaN, in the buffers too.
+
+    Args:
+        buffers: the slab's buffers.
+        sums: array name -> sum over the slab, or Gram matrix of its valid images.
+        n_images: images of the slab, the first rows of the buffers.
+        plan: contents of the store.
+    """
+    slab_arrays: dict[str, NDArray[Any]] = {
+        path: tensor[:n_images].numpy() for path, tensor in buffers.arrays.items()
+    }
+    invalid_rows = np.flatnonzero(slab_arrays["valid"] == 0)
+    if invalid_rows.size:
+        for path, array in slab_arrays.items():
+            name = path.rpartition("/")[2]
             if array.dtype.kind == "f":
-                array[invalid] = np.nan
-            elif (name := path.rpartition("/")[2]) in MISSING:
-                array[invalid] = MISSING[name]
-    # Beyond a block's own heads, as buffers are reused and initially undefined.
+                array[invalid_rows] = np.nan
+            elif name in MISSING:
+                array[invalid_rows] = MISSING[name]
+    # A group's arrays are as wide as its block with most heads, and buffers are undefined at first.
     for group in plan.attention:
-        for row, heads in enumerate(group.n_heads):
+        for row, n_heads in enumerate(group.n_heads):
+            if n_heads == max(group.n_heads):
+                continue
             for name in (*PER_HEAD, *PER_CLIP, "cls_rows", "received_rows"):
-                if heads < max(group.n_heads) and (group.folder + name) in out:
-                    out[group.folder + name][:, row, heads:] = MISSING.get(name, np.nan)
-    valid = out["valid"] == 1
-    for path, value in sums.items():
-        array = value.numpy()
-        out[path] = (
-            as_block(array, valid, plan.slab) if path.startswith("grams/") else array
-        )
-    out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
-    return out
+                path = group.folder + name
+                if path in slab_arrays:
+                    slab_arrays[path][:, row, n_heads:] = MISSING.get(name, np.nan)
+    valid = slab_arrays["valid"] == 1
+    for path, tensor in sums.items():
+        array = tensor.numpy()
+        if path.startswith("grams/"):
+            array = as_block(array, valid, plan.slab)
+        slab_arrays[path] = array
+    slab_arrays["n_valid"] = np.asarray(int(slab_arrays["valid"].sum()), np.int64)
+    return slab_arrays
 
 
 def as_block(
     gram: NDArray[Any], valid: NDArray[np.bool_], slab: int
 ) -> NDArray[np.float32]:
-    """(slab, slab): the matrix of the valid images in their places, NaN elsewhere."""
+    """Return (slab, slab) with the matrix at the rows and columns of valid images, else NaN.
+
+    Args:
+        gram: (n, n) of the n valid images.
+        valid: (images,) which images of the slab are valid.
+        slab: images of a whole slab.
+    """
     block = np.full((slab, slab), np.nan, np.float32)
-    places = np.flatnonzero(valid)
-    block[np.ix_(places, places)] = gram
+    valid_rows = np.flatnonzero(valid)
+    block[np.ix_(valid_rows, valid_rows)] = gram
     return block
 
 
 class HostMemory:
-    """Tensors of given shapes and types, consecutive in one block.
+    """Tensors of several shapes and types, consecutive in one block of memory.
 
     The block itself is pinned by registering it with CUDA: torch's own pinned tensors are each
     rounded up to powers of two, up to twice the size, and cannot be swapped out.
 
     Args:
         shapes: name -> (shape, type).
-        pinned: for asynchronous copies from a GPU; until `release`.
-        block: uint8, at least `block_bytes(shapes)` long, instead of its own memory.
+        pinned: whether a GPU can copy to it asynchronously, until `release`.
+        block: uint8, at least `block_bytes(shapes)` long; None for new memory.
 
     Raises:
         VitseeError: CUDA refuses to pin so much.
@@ -172,9 +197,10 @@ class HostMemory:
         self.tensors: dict[str, Tensor] = {}
         offset = 0
         for name, (shape, dtype) in shapes.items():
-            n = math.prod(shape) * dtype.itemsize
-            self.tensors[name] = self._block[offset : offset + n].view(dtype).view(shape)
-            offset += _aligned(n)
+            n_bytes = math.prod(shape) * dtype.itemsize
+            memory = self._block[offset : offset + n_bytes]
+            self.tensors[name] = memory.view(dtype).view(shape)
+            offset += _aligned(n_bytes)
         if self._pinned:
             code = torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0)
             if int(code) != 0:
@@ -192,10 +218,12 @@ class HostMemory:
 
 
 def block_bytes(shapes: Mapping[str, Shape]) -> int:
+    """Return the bytes of a block with tensors of these shapes and types."""
     return sum(
         _aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values()
     )
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNED) * ALIGNED
+def _aligned(n_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNED`."""
+    return -(-n_bytes // ALIGNED) * ALIGNED

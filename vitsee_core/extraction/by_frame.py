@@ -152,7 +152,7 @@ class FrameObserver(SlabObserver):
         tensors = [self._by_clip(body)]
         if prefix is not None:
             tensors.insert(0, self._clip_prefix(prefix))
-        self._sums |= self._grams.of_batch(name, tensors, self._valid)
+        self._sums |= self._grams.batch_matrices(name, tensors, self._valid)
         if stored.kind == "raw" or stored.layout is None:
             for tensor in tensors:
                 if tensor.numel():

@@ -49,40 +49,48 @@ PROBE_IMAGES = 2
 
 @dataclass(frozen=True)
 class ErfCost:
-    """The cost, measured on a few images.
+    """The cost of receptive fields, measured on a few images.
 
     Attributes:
-        seconds: per image, all sites.
+        seconds: time per image, of all sites.
         image_bytes: memory of autograd per image.
-        left_out: site -> why it has no field.
+        left_out: site -> reason why it has no field.
     """
 
     seconds: float
     image_bytes: int
     left_out: dict[str, str]
 
-    def batch_size(self, device: torch.device, most: int) -> int:
-        """Images per backward pass: at most `most`, limited to a quarter of the memory, or half of
-        a GPU's free memory."""
+    def batch_size(self, device: torch.device, max_images: int) -> int:
+        """Return the images per backward pass.
+
+        At most `max_images`, limited to a quarter of the memory, or half of a GPU's free memory.
+        """
         if device.type == "cuda":
             room = torch.cuda.mem_get_info(device)[0] // 2
         else:
             room = memory_bytes() // 4
-        return max(1, min(most, room // max(1, self.image_bytes)))
+        return max(1, min(max_images, room // max(1, self.image_bytes)))
 
-    def describe(self, batches: Sequence[int], n_sites: int) -> str:
-        """The cost in words, for batches of these many remaining images."""
-        n_images = sum(batches)
-        largest = max(batches)
+    def describe(self, batch_sizes: Sequence[int], n_sites: int) -> str:
+        """Return the cost in words, for batches of these sizes that are still to do."""
+        n_images = sum(batch_sizes)
+        largest = max(batch_sizes)
+        n_passes = len(batch_sizes) * n_sites
         return (
-            f"receptive fields of {n_images} images at {n_sites} sites: {len(batches) * n_sites} "
+            f"receptive fields of {n_images} images at {n_sites} sites: {n_passes} "
             f"backward passes over at most {largest} images, about {self.seconds * n_images:.3g} s "
             f"and {human_bytes(self.image_bytes * largest)} of memory"
         )
 
 
 class ErfPasses:
-    """Forward and backward passes of one model for these sites."""
+    """Forward and backward passes of one model for the fields of some of its sites.
+
+    Attributes:
+        plain_attention: whether attention runs without fused kernels, some of which have no
+            backward pass on some devices.
+    """
 
     def __init__(
         self,
@@ -100,31 +108,38 @@ class ErfPasses:
 
     @property
     def names(self) -> list[str]:
+        """Names of the sites."""
         return [site.name for site in self._sites]
 
     def without(self, names: Collection[str]) -> ErfPasses:
-        """The passes for the other sites only."""
-        kept = [site for site in self._sites if site.name not in names]
-        other = ErfPasses(self._model, self._table, kept, self._device)
-        other.plain_attention = self.plain_attention
-        return other
+        """Return the passes for the other sites only."""
+        sites = [site for site in self._sites if site.name not in names]
+        passes = ErfPasses(self._model, self._table, sites, self._device)
+        passes.plain_attention = self.plain_attention
+        return passes
 
     def fields(self, pixels: Tensor) -> dict[str, Tensor | None]:
-        """Site -> (images, H, W) field of each image, None if nothing depends on the input.
+        """Return each site's field of each image, (images, H, W); None if nothing depends on x.
 
-        pixels: (images, 3, H, W) normalised, on the device; not changed.
+        Args:
+            pixels: (images, 3, H, W) normalised, on the device; not changed.
         """
         with self._context():
-            x, centres = self._forward(pixels)
-            return {name: _field(centres[name], x) for name in self.names}
+            x, centre_sums = self._forward(pixels)
+            return {name: _field(centre_sums[name], x) for name in self.names}
 
     def probe(self, pixels: Tensor) -> ErfCost:
-        """Fields of a few images: which sites have one, and the cost. Raises VitseeError: the model
-        has no backward pass."""
-        for plain in (False, True):
-            self.plain_attention = plain
+        """Compute the fields of a few images, and return their cost and the sites without one.
+
+        `plain_attention` is set if fused kernels have no backward pass here.
+
+        Raises:
+            VitseeError: the model has no backward pass.
+        """
+        for plain_attention in (False, True):
+            self.plain_attention = plain_attention
             try:
-                return self._probe(pixels)
+                return self._measure(pixels)
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
@@ -137,35 +152,46 @@ class ErfPasses:
             f"--erf is not supported: {self._model.name} has no backward pass here: {text}"
         )
 
-    def _probe(self, pixels: Tensor) -> ErfCost:
+    def _measure(self, pixels: Tensor) -> ErfCost:
+        """Return the time and memory of these images' fields, and the sites without one."""
         # The first pass on a GPU loads its libraries, which takes longer than a pass.
-        for _ in range(1 if self._device.type == "cpu" else 2):
+        n_passes = 1 if self._device.type == "cpu" else 2
+        for _ in range(n_passes):
             began = time.perf_counter()
             fields = self.fields(pixels)
-            left_out = {
-                name: why for name, field in fields.items() if (why := _refusal(field))
-            }
+            left_out: dict[str, str] = {}
+            for name, field in fields.items():
+                # This waits for the device, so that the time below includes its work.
+                reason = _refusal(field)
+                if reason is not None:
+                    left_out[name] = reason
             seconds = (time.perf_counter() - began) / len(pixels)
-        kept: dict[int, int] = {}
 
-        def pack(x: Tensor) -> Tensor:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        # Memory that autograd saves, by address: several nodes may save the same tensor.
+        saved_bytes: dict[int, int] = {}
+
+        def note_saved(x: Tensor) -> Tensor:
+            """Note the size of a tensor that autograd saves, and return it as it is."""
+            storage = x.untyped_storage()
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
             return x
 
-        with self._context(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hooks = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda x: x)
+        with self._context(), hooks:
             graph = self._forward(pixels)
         for parameter in self._model.module.parameters():
-            kept.pop(parameter.untyped_storage().data_ptr(), None)
+            saved_bytes.pop(parameter.untyped_storage().data_ptr(), None)
+        # The graph lives until here: a freed tensor's address would be used again.
         del graph
-        size = math.ceil(BACKWARD_FACTOR * sum(kept.values()) / len(pixels))
-        return ErfCost(seconds, size, left_out)
+        per_image = BACKWARD_FACTOR * sum(saved_bytes.values()) / len(pixels)
+        return ErfCost(seconds, math.ceil(per_image), left_out)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        """Gradients, float32, and kernels that have a backward pass."""
-        kernels: AbstractContextManager[Any] = (
-            sdpa_kernel(SDPBackend.MATH) if self.plain_attention else nullcontext()
-        )
+        """Context with gradients, float32, and kernels that have a backward pass."""
+        kernels: AbstractContextManager[Any] = nullcontext()
+        if self.plain_attention:
+            kernels = sdpa_kernel(SDPBackend.MATH)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -175,24 +201,31 @@ class ErfPasses:
             yield
 
     def _forward(self, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The input and, per site, the sum over images of s."""
+        """Return the input, and for each site the sum of s over images."""
         x = pixels.clone().requires_grad_(True)
         centres = _CentreSums()
         with self._capture as capture:
-            # A copy, because the model may modify its input.
+            # A copy, because the model may modify its input, which a leaf does not allow.
             capture.run(x.clone(), centres)
         return x, centres.sums
 
 
-def _field(centre: Tensor, x: Tensor) -> Tensor | None:
-    if not centre.requires_grad:
+def _field(centre_sum: Tensor, x: Tensor) -> Tensor | None:
+    """Return |d s / d x| summed over channels, (images, H, W); None if s does not depend on x.
+
+    Args:
+        centre_sum: sum of s over the images.
+        x: (images, 3, H, W) input.
+    """
+    if not centre_sum.requires_grad:
         return None
-    (gradient,) = torch.autograd.grad(centre, x, retain_graph=True, allow_unused=True)
+    # The graph is retained for the other sites.
+    (gradient,) = torch.autograd.grad(centre_sum, x, retain_graph=True, allow_unused=True)
     return None if gradient is None else gradient.abs().sum(1)
 
 
 def _refusal(field: Tensor | None) -> str | None:
-    """Why a site has no field; the field's values arrive on the host with the answer."""
+    """Return why a site has no usable field, None if it has one; waits for the device."""
     if field is None:
         return "does not depend on the input by gradient"
     if bool(field.isfinite().all()):
@@ -204,39 +237,72 @@ def prepare_erf(
     model: LoadedModel,
     table: SiteTable,
     plan: StorePlan,
-    asked: ErfPlan,
+    erf_plan: ErfPlan,
     pixels: Tensor,
     device: torch.device,
 ) -> tuple[StorePlan, tuple[ErfPasses, ErfCost], dict[str, str]]:
-    """The passes for the plan's receptive fields, tried on a few images; the plan without the sites
-    that have none, and the reasons. Raises VitseeError: no site has one."""
-    sites = [site for site in plan.sites if site.name in asked.sites]
+    """Try the receptive fields of a plan on a few images.
+
+    Args:
+        model: the model, on the device.
+        table: its sites.
+        plan: contents of the store.
+        erf_plan: the receptive fields that it asks for.
+        pixels: (images, 3, H, W) uint8; the first ones are used.
+        device: where the model runs.
+
+    Returns:
+        The plan without the sites that have no field; the passes and their cost; and
+        `SITE erf` -> reason for these sites.
+
+    Raises:
+        VitseeError: no site has a field.
+    """
+    sites = [site for site in plan.sites if site.name in erf_plan.sites]
     passes = ErfPasses(model, table, sites, device)
     cost = passes.probe(normalise(pixels[:PROBE_IMAGES], model.transform, device))
     passes = passes.without(cost.left_out)
     if not passes.names:
         reasons = "; ".join(by_reason(cost.left_out))
-        raise VitseeError(f"--erf {asked.n_images} is not supported: {reasons}")
-    erf = replace(asked, sites=tuple(passes.names))
-    why = {f"{name} erf": reason for name, reason in cost.left_out.items()}
-    return replace(plan, erf=erf), (passes, cost), why
+        raise VitseeError(f"--erf {erf_plan.n_images} is not supported: {reasons}")
+    tried_plan = replace(erf_plan, sites=tuple(passes.names))
+    left_out = {f"{name} erf": reason for name, reason in cost.left_out.items()}
+    return replace(plan, erf=tried_plan), (passes, cost), left_out
 
 
 class _CentreSums(Observer):
-    """An observer that takes the sums at the centres, before the model overwrites them."""
+    """Sums the activations at the centres of grids, before the model overwrites them.
+
+    Attributes:
+        sums: site -> scalar, the sum of s over images, with its graph.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Sum over images and channels at the centre of the grid."""
-        rows, cols = (slice((n - 1) // 2, n // 2 + 1) for n in body.shape[1:3])
+        """Sum over images and channels at the centre of the grid (images, rows, cols, dim)."""
+        rows = _middle(body.shape[1])
+        cols = _middle(body.shape[2])
         self.sums[site.name] = body[:, rows, cols].mean((1, 2)).sum()
 
 
+def _middle(n_cells: int) -> slice:
+    """Return the middle cell of an axis, or the middle two of an even number of cells."""
+    return slice((n_cells - 1) // 2, n_cells // 2 + 1)
+
+
 class ErfSums:
-    """One slab's sums: `start`, `add` for each batch, `finish`. Memory: a field per site, in
-    float64 (float32 on Metal), and autograd's memory of a batch of `batch_size` images."""
+    """The sums of fields over one slab: `start`, `add` for each batch, `finish`.
+
+    Memory: a field per site, in float64 (float32 on Metal), and autograd's memory of a batch of
+    `batch_size` images.
+
+    Args:
+        passes: the passes of the model.
+        size: (height, width) of a field.
+        batch_size: images per backward pass.
+    """
 
     def __init__(self, passes: ErfPasses, size: tuple[int, int], batch_size: int) -> None:
         self._passes = passes
@@ -244,39 +310,63 @@ class ErfSums:
         self._batch_size = batch_size
 
     def start(self) -> None:
+        """Begin a slab."""
         self._sums: dict[str, Tensor] = {}
         self._count = 0
 
     def add(self, pixels: Tensor, stopped: Callable[[], bool]) -> bool:
-        """Add images (images, 3, H, W); False if stopped before all were added."""
-        for some in pixels.split(self._batch_size) if len(pixels) else ():
+        """Add the fields of images.
+
+        Args:
+            pixels: (images, 3, H, W) normalised, on the device.
+            stopped: says whether the run is to stop; asked before each backward pass.
+
+        Returns:
+            False if stopped before all images were added.
+
+        Raises:
+            VitseeError: a site that had a field has none now.
+        """
+        batches = pixels.split(self._batch_size) if len(pixels) else ()
+        for batch in batches:
             if stopped():
                 return False
-            fields = self._passes.fields(some)
+            fields = self._passes.fields(batch)
             for name, field in fields.items():
                 if field is None:
                     raise VitseeError(
                         f"{name} no longer depends on the input by gradient"
                     )
-                wide = torch.float32 if field.device.type == "mps" else torch.float64
-                total = field.sum(0, dtype=wide)
-                self._sums[name] = (
-                    self._sums[name] + total if name in self._sums else total
-                )
-            self._count += len(some)
+                sum_dtype = torch.float64
+                if field.device.type == "mps":
+                    sum_dtype = torch.float32
+                total = field.sum(0, dtype=sum_dtype)
+                if name in self._sums:
+                    total = self._sums[name] + total
+                self._sums[name] = total
+            self._count += len(batch)
         return True
 
     def finish(self, where: str) -> dict[str, NDArray[Any]]:
-        """The slab's arrays for the store. Raises VitseeError: a gradient is not finite."""
-        out: dict[str, NDArray[Any]] = {"erf/count": np.asarray(self._count, np.int64)}
+        """Return the slab's arrays for the store: `erf/count`, and `erf/SITE` of each site.
+
+        Args:
+            where: images of the slab, in words.
+
+        Raises:
+            VitseeError: a gradient is not finite.
+        """
+        slab_arrays: dict[str, NDArray[Any]] = {
+            "erf/count": np.asarray(self._count, np.int64)
+        }
         for name in self._passes.names:
-            total = self._sums.get(name)
-            empty = np.zeros(self._size, np.float32)
-            field = empty if total is None else total.cpu().numpy().astype(np.float32)
+            field = np.zeros(self._size, np.float32)
+            if name in self._sums:
+                field = self._sums[name].cpu().numpy().astype(np.float32)
             if not np.isfinite(field).all():
                 raise VitseeError(
                     f"the gradient at the centre of {name} is not finite in {where}: extract "
                     "without --erf, or choose other --sites"
                 )
-            out[f"erf/{name}"] = field
-        return out
+            slab_arrays[f"erf/{name}"] = field
+        return slab_arrays

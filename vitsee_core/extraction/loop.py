@@ -173,7 +173,7 @@ class SlabLoop:
         plan = self.prepared.plan
         with self.clock("waiting for the writer"):
             buffers = self._take(self._free)
-            tools.grams.reserve(buffers, self._take)
+            tools.grams.reserve_memory(buffers, self._take)
         if not self._forward(k, buffers, feed, tools):
             return False
         with self.clock("reductions"):
@@ -425,13 +425,15 @@ class SlabLoop:
         precision = self.prepared.precision
         with self.clock("writing"):
             try:
-                check_peaks(buffers.peaks, plan.stored, where, grams.kept, precision)
+                check_peaks(
+                    buffers.peaks, plan.stored, where, grams.host_sites, precision
+                )
             except NotFinite as error:
                 # Made again at the end, without the images that did it.
                 self._broken[k] = error
                 self._free.put(buffers)
                 return
-            sums = {**buffers.sums, **grams.on_host(buffers, n_images)}
+            sums = {**buffers.sums, **grams.host_matrices(buffers, n_images)}
             slab = {**to_store(buffers, sums, n_images, plan), **erf_arrays}
             if self.prepared.recorded is not None:
                 ids = self.prepared.selection.samples.ids

@@ -1,5 +1,4 @@
-"""How a run ends: its counts, where the time went, and signals as a request to stop between two
-batches."""
+"""How a run ends: its counts, its time by stage, and signals that stop it between two batches."""
 
 from __future__ import annotations
 
@@ -22,14 +21,20 @@ REST = "setting up"  # mostly compiled loops, which are read or made, and buffer
 
 @dataclass
 class Outcome:
-    """Result of one call of `extract`; `complete` refers to the whole store.
+    """Result of one call of `extract`.
 
     Attributes:
+        complete: whether the store has all of its slabs now, by whatever process.
+        n_images: images that this call did.
+        size_bytes: bytes that it wrote.
+        seconds: its time.
         clock: seconds by consecutive stage: their sum is `seconds`, of each worker if there are
             several.
         beside: seconds of stages that ran concurrently.
-        examples: images or clips.
-        remarks: what was done to images -> of how many of them, see `picture_remarks`.
+        unreadable: (row, name, reason) of each image that could not be read.
+        examples: "images" or "clips".
+        remarks: what was done to images -> number of these images.
+        not_finite: (row, name, reason) of each image that makes the model give NaN or inf.
     """
 
     complete: bool
@@ -44,59 +49,71 @@ class Outcome:
     not_finite: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Add the results of another round."""
+        """Add the results of another round; `complete` stays as it is."""
         self.n_images += other.n_images
         self.size_bytes += other.size_bytes
         self.seconds += other.seconds
-        for own, added in ((self.clock, other.clock), (self.beside, other.beside)):
-            for stage, seconds in added.items():
-                own[stage] = own.get(stage, 0.0) + seconds
+        _add_seconds(self.clock, other.clock)
+        _add_seconds(self.beside, other.beside)
         self.unreadable += other.unreadable
         self.remarks.update(other.remarks)
         self.not_finite += other.not_finite
 
     def stages(self) -> str:
-        """The time by stage, in words."""
-
-        def listed(clock: Mapping[str, float]) -> str:
-            longest = sorted(clock.items(), key=lambda item: -item[1])
-            return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in longest)
-
-        several = sum(self.clock.values()) > 1.05 * self.seconds
-        line = ("all workers together: " if several else "") + listed(self.clock)
+        """Return the time by stage, in words."""
+        line = _stage_list(self.clock)
+        # Stages of one process add up to its time; those of several workers to a multiple of it.
+        if sum(self.clock.values()) > 1.05 * self.seconds:
+            line = f"all workers together: {line}"
         if self.beside:
-            return f"{line}; beside these {listed(self.beside)}"
+            return f"{line}; beside these {_stage_list(self.beside)}"
         return line
 
     def unreadable_line(self) -> str:
-        """Which images could not be read, or break the model, and why; "" if none."""
+        """Return which images could not be read or break the model, and why; "" if none."""
+        images_by_deed = {
+            "could not be read": self.unreadable,
+            "make the model give NaN or inf": self.not_finite,
+        }
         lines = []
-        for images, deed in (
-            (self.unreadable, "could not be read"),
-            (self.not_finite, "make the model give NaN or inf"),
-        ):
+        for deed, images in images_by_deed.items():
             if not images:
                 continue
-            named = "; ".join(f"{name} ({reason})" for _, name, reason in images[:10])
+            names = "; ".join(f"{name} ({reason})" for _, name, reason in images[:10])
             more = f"; and {len(images) - 10} more" if len(images) > 10 else ""
             lines.append(
-                f"{len(images)} of {plural(self.n_images, self.examples)} {deed}: {named}{more}; "
+                f"{len(images)} of {plural(self.n_images, self.examples)} {deed}: {names}{more}; "
                 "their rows are NaN with valid = 0"
             )
         return "; ".join(lines)
 
     def remark_lines(self) -> list[str]:
-        """Remarks on images that were made plain RGB, a line for each kind of change."""
+        """Return remarks on images that were made plain RGB, a line for each kind of change."""
         return remark_lines(self.remarks, plural(self.n_images, self.examples))
+
+
+def _stage_list(seconds_by_stage: Mapping[str, float]) -> str:
+    """Return `model 2.0 s, loading 1.0 s`, the longest first."""
+    longest_first = sorted(seconds_by_stage.items(), key=lambda item: -item[1])
+    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in longest_first)
+
+
+def _add_seconds(total: dict[str, float], added: Mapping[str, float]) -> None:
+    """Add seconds by stage to others, in place."""
+    for stage, seconds in added.items():
+        total[stage] = total.get(stage, 0.0) + seconds
 
 
 class Clock:
     """Seconds by stage; `with clock("loading"): ...`. Thread-safe.
 
-    seconds: of the thread that created the clock, each moment in its innermost running stage, so
-    that they add up to the time of the outermost. beside: of other threads, which work
-    concurrently. On a CPU a stage includes all its computation; an asynchronous device continues
-    after the call, and its time is in the stage that waits for it.
+    On a CPU a stage includes all its computation; an asynchronous device continues after the call,
+    and its time is in the stage that waits for it.
+
+    Attributes:
+        seconds: stage -> seconds of the thread that created the clock. Each moment belongs to the
+            innermost running stage, so that all add up to the time of the outermost.
+        beside: stage -> seconds of other threads, which work concurrently.
     """
 
     def __init__(self) -> None:
@@ -107,20 +124,23 @@ class Clock:
         self._running = _Running()
 
     def add(self, stage: str, seconds: float) -> None:
+        """Add time to a stage of the calling thread."""
+        is_owner = threading.get_ident() == self._owner
         with self._lock:
-            of = self.seconds if threading.get_ident() == self._owner else self.beside
-            of[stage] = of.get(stage, 0.0) + seconds
+            _add_seconds(self.seconds if is_owner else self.beside, {stage: seconds})
 
     def limit(self) -> str:
-        """The part that the run mostly waited for, in words: images, the disk, or the model."""
-        stages = {
-            "loading (more --workers, smaller files)": ("loading",),
-            "writing (a faster disk, --tokens pooled)": ("waiting for the writer",),
-            "the model and its summaries": ("model", "reductions", "grams", "erf"),
+        """Return what the run mostly waited for, in words: images, the disk, or the model."""
+        stages_by_cause = {
+            "loading (more --workers, smaller files)": ["loading"],
+            "writing (a faster disk, --tokens pooled)": ["waiting for the writer"],
+            "the model and its summaries": ["model", "reductions", "grams", "erf"],
         }
-        return max(
-            stages, key=lambda part: sum(self.seconds.get(s, 0.0) for s in stages[part])
-        )
+        seconds_by_cause = {
+            cause: sum(self.seconds.get(stage, 0.0) for stage in stages)
+            for cause, stages in stages_by_cause.items()
+        }
+        return max(seconds_by_cause, key=seconds_by_cause.__getitem__)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -165,34 +185,40 @@ class Interrupted(VitseeError):
 
 
 class StopRequest:
-    """Context in which the first SIGTERM or SIGINT sets `signal_name`; a second one has its
-    original effect.
+    """Context in which the first SIGTERM or SIGINT is a request to stop, and a second one acts.
 
-    Signals can be caught in the main thread only; elsewhere nothing is installed.
+    It is true once a signal came. Signals can be caught in the main thread only; elsewhere nothing
+    is installed.
+
+    Attributes:
+        signal_name: name of the signal that came, None so far.
     """
 
     CAUGHT = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in self.CAUGHT}
+            for caught in self.CAUGHT:
+                self._handlers[caught] = signal.signal(caught, self._on_signal)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._restore()
+        self._restore_handlers()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal; the next one has its original effect."""
         self.signal_name = signal.Signals(number).name
-        self._restore()
+        self._restore_handlers()
 
-    def _restore(self) -> None:
-        for caught, handler in self._before.items():
+    def _restore_handlers(self) -> None:
+        """Give the signals back to the handlers that they had before."""
+        for caught, handler in self._handlers.items():
             signal.signal(caught, handler)
-        self._before = {}
+        self._handlers = {}

@@ -170,7 +170,9 @@ class SlabObserver:
 
     def finish(self) -> None:
         """Send the slab's sums and peaks; the buffers are complete once their `wait` returns."""
-        self._sums |= self._grams.on_device(self._buffers, self._rows.stop, self._copies)
+        self._sums |= self._grams.device_matrices(
+            self._buffers, self._rows.stop, self._copies
+        )
         for path, value in self._sums.items():
             self._copies.copy(self._buffers.sum(path, value.shape), value)
         if self._peaks:
@@ -201,7 +203,7 @@ class SlabObserver:
             self._keep(f"vectors/{site.name}", body)
             return
         parts = [body] if prefix is None else [prefix, body]
-        self._sums |= self._grams.of_batch(site.name, parts, self._valid)
+        self._sums |= self._grams.batch_matrices(site.name, parts, self._valid)
         paths = self._paths(stored)
         layout = None if stored.kind == "raw" else stored.layout
         if layout is not None and is_by_token(body):
@@ -230,7 +232,7 @@ class SlabObserver:
 
     def _paths(self, site: SiteSpec) -> list[str]:
         """The arrays of a site's activations that are kept, prefix first."""
-        if site.name in self._grams.kept:
+        if site.name in self._grams.host_sites:
             return feature_paths(site)
         return []
 
@@ -336,7 +338,7 @@ def check_peaks(
     peaks: Mapping[str, Tensor],
     sites: Sequence[SiteSpec],
     where: str,
-    kept: Collection[str],
+    host_sites: Collection[str],
     precision: str = "fp32",
 ) -> None:
     """Stop at the first site whose values were not finite or did not fit their stored type.
@@ -345,7 +347,7 @@ def check_peaks(
         peaks: site -> its largest |x|.
         sites: sites in the order of the model.
         where: rows of the slab, in words.
-        kept: names of the sites whose tokens went to host memory in their stored type.
+        host_sites: names of the sites whose tokens went to host memory in their stored type.
         precision: precision of the model's forward passes.
 
     Raises:
@@ -356,7 +358,7 @@ def check_peaks(
         if site.name not in peaks:
             continue
         peak = float(peaks[site.name])
-        stored_half = site.name in kept and site.dtype == "float16"
+        stored_half = site.name in host_sites and site.dtype == "float16"
         if not np.isfinite(peak):
             advice = ""
             if precision == "fp16":

@@ -55,20 +55,23 @@ class HostCopies:
         # Always a copy: the model may overwrite a live tensor before the side stream reads it.
         staged = value.new_empty(value.shape, dtype=out.dtype).copy_(value)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        between = None if out.is_pinned() else self._room(out.nbytes)
-        target = out if between is None else _seen_as(between, out)
+        bounce = None if out.is_pinned() else self._bounce_buffer(out.nbytes)
+        target = out if bounce is None else _view_like(bounce, out)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
+        # Else torch may give the memory to another tensor of the model's stream before the copy.
         staged.record_stream(self._stream)
-        if between is not None:
-            self._bouncing.append((self._now(), between, out))
+        if bounce is not None:
+            self._bouncing.append((self._record_event(), bounce, out))
 
     def end_batch(self) -> None:
-        """Wait until the results of the batch before last have left the device: otherwise they
-        would pile up if the model is faster than the bus."""
+        """Wait until the results of the batch before last have left the device.
+
+        Otherwise they would pile up if the model is faster than the bus.
+        """
         if self._stream is None:
             return
-        self._batches.append(self._now())
+        self._batches.append(self._record_event())
         if len(self._batches) > BATCHES_UNDER_WAY:
             self._batches.popleft().synchronize()
 
@@ -79,41 +82,48 @@ class HostCopies:
         self._settle(0)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after all copies so far: when its `synchronize` returns, on any thread, they
-        have arrived. None if they have already."""
-        self._settle(0)
-        return None if self._stream is None else self._now()
+        """Return an event after all copies so far, None if they have arrived already.
 
-    def _now(self) -> torch.cuda.Event:
+        When its `synchronize` returns, on any thread, they have arrived.
+        """
+        self._settle(0)
+        return None if self._stream is None else self._record_event()
+
+    def _record_event(self) -> torch.cuda.Event:
+        """Return an event after everything that the copying stream was given so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
-    def _room(self, n: int) -> Tensor:
-        """At least `n` bytes of pinned memory that no copy needs."""
+    def _bounce_buffer(self, n_bytes: int) -> Tensor:
+        """Return pinned memory, uint8 and at least this long, that no copy uses."""
         self._settle(N_BOUNCES - 1)
-        if self._spare and len(self._spare[0]) >= n:
+        if self._spare and len(self._spare[0]) >= n_bytes:
             return self._spare.pop(0)
+        # A buffer that was too small once is freed: at most N_BOUNCES exist.
         del self._spare[:1]
-        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def _settle(self, n: int) -> None:
-        """Complete the oldest copies, until at most `n` lack the second step."""
-        while len(self._bouncing) > n:
-            event, between, out = self._bouncing.popleft()
+    def _settle(self, max_pending: int) -> None:
+        """Complete the oldest copies, until at most this many lack the second step."""
+        while len(self._bouncing) > max_pending:
+            event, bounce, out = self._bouncing.popleft()
             event.synchronize()
-            out.copy_(_seen_as(between, out))
-            self._spare.append(between)
+            out.copy_(_view_like(bounce, out))
+            self._spare.append(bounce)
 
 
-def _seen_as(memory: Tensor, like: Tensor) -> Tensor:
-    """The front of flat uint8 memory as a tensor of the type and shape of `like`."""
+def _view_like(memory: Tensor, like: Tensor) -> Tensor:
+    """Return the front of flat uint8 memory as a tensor of the type and shape of `like`."""
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 class PixelFeed:
-    """Batches with their pixels on the device. On CUDA they are copied while the model processes
-    the previous batch: call `ahead` once its forward pass has been started."""
+    """Batches with their pixels on the device.
+
+    On CUDA they are copied while the model processes the previous batch: call `ahead` once its
+    forward pass has been started.
+    """
 
     def __init__(self, loading: Iterator[Batch], device: torch.device) -> None:
         self._loading = loading
@@ -129,8 +139,8 @@ class PixelFeed:
         batch = next(self._loading, None)
         if batch is None:
             return
-        memory = self._room(batch.pixels.nbytes)
-        pinned = _seen_as(memory, batch.pixels).copy_(batch.pixels)
+        memory = self._pinned_memory(batch.pixels.nbytes)
+        pinned = _view_like(memory, batch.pixels).copy_(batch.pixels)
         with torch.cuda.stream(self._stream):
             pixels = pinned.to(self._device, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -139,8 +149,13 @@ class PixelFeed:
         self._next = batch, pixels, arrived
 
     def take(self) -> tuple[Batch, Tensor]:
-        """The next batch, and its pixels (images, channels, height, width) uint8 on the device.
-        Raises StopIteration: there is none."""
+        """Return the next batch, and its pixels (images, channels, height, width) uint8.
+
+        The pixels are on the device.
+
+        Raises:
+            StopIteration: there is no further batch.
+        """
         if self._stream is None:
             batch = next(self._loading)
             return batch, batch.pixels.to(self._device)
@@ -151,14 +166,18 @@ class PixelFeed:
         self._next = None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
+        # They were allocated on the copying stream and are used on the model's.
         pixels.record_stream(current)
         return batch, pixels
 
-    def _room(self, n: int) -> Tensor:
-        """At least `n` bytes of pinned memory; the oldest copy's, once it has arrived."""
+    def _pinned_memory(self, n_bytes: int) -> Tensor:
+        """Return pinned memory, uint8 and at least this long.
+
+        It is that of the oldest copy, once that has arrived, if there are `N_PINNED_BATCHES`.
+        """
         if len(self._pinned) == N_PINNED_BATCHES:
             arrived, memory = self._pinned.popleft()
             arrived.synchronize()
-            if len(memory) >= n:
+            if len(memory) >= n_bytes:
                 return memory
-        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
