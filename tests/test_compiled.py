@@ -89,7 +89,7 @@ def test_a_compiled_function_runs_no_code_of_another() -> None:
     the caller's copy runs, and they round differently."""
     x = np.arange(5.0)
     assert add_twice(x) == pytest.approx(2 * add_in_lanes(x, x, x))
-    caller: Any = vars(add_twice)["made"](
+    caller: Any = vars(add_twice)["dispatcher"](
         True
     )  # not from the cache, whose code cannot be read
     caller(x)

@@ -93,7 +93,7 @@ def test_metrics_are_chosen(folder: Path) -> None:
 def test_every_column_and_l2_is_scikit_learns(n: int, standardise: bool) -> None:
     """By rows where images are fewer than channels, by channels else."""
     x, y = X[:n] * np.arange(1, DIM + 1), RNG.normal(size=(n, 3)) + 5
-    factors = Factors.of_targets(x, y, Algebra(standardise))
+    factors = Factors.from_targets(x, y, Algebra(standardise))
     scale = x.std(0) + 1e-5 if standardise else 1
     for l2 in (1e-2, 3.0, 200.0):
         for column in range(3):

@@ -19,7 +19,7 @@ from vitsee_core.kernels.ridge import (
     Factors,
     SufficientStats,
     from_kernel,
-    ranks,
+    rank_true_classes,
     solve,
     targets,
 )
@@ -68,7 +68,7 @@ def test_normal_equations_and_scikit_learn(n: int, dim: int, l2: float) -> None:
     weights, bias = ridge(x, labels, 4, l2)
     theirs = Ridge(alpha=l2).fit(x.astype(float), 2.0 * np.eye(4)[labels] - 1)
     one = solve(stats_of(x, labels), PLAIN, l2)
-    many = Factors.of(stats_of(x, labels), PLAIN).linear(l2)
+    many = Factors.from_stats(stats_of(x, labels), PLAIN).linear(l2)
     for linear in (one, many):
         # X'X has entries of 1e3 and l2 goes down to 1e-3: six digits of float64 are lost
         np.testing.assert_allclose(linear.weights, weights, rtol=1e-7, atol=1e-9)
@@ -85,7 +85,7 @@ def test_constant_column_of_big_vision(n: int, dim: int) -> None:
         expected = padded_ridge(x, labels, test, 4, l2)
         for linear in (
             solve(stats_of(x, labels), BIG_VISION, l2),
-            Factors.of(stats_of(x, labels), BIG_VISION).linear(l2),
+            Factors.from_stats(stats_of(x, labels), BIG_VISION).linear(l2),
         ):
             # their X'X has entries of 1e4 n
             np.testing.assert_allclose(
@@ -114,7 +114,7 @@ def test_a_constant_column_of_any_size(constant: float) -> None:
 
 def test_primal_is_dual() -> None:
     x, labels = data(12, 12)
-    primal = Factors.of(stats_of(x, labels), PLAIN)
+    primal = Factors.from_stats(stats_of(x, labels), PLAIN)
     assert not stats_of(x, labels).by_rows
     centred = x.astype(float) - x.mean(0, dtype=float)
     dual = from_kernel(centred @ centred.T, labels, 4, PLAIN)
@@ -135,7 +135,7 @@ def test_pieces_and_parts_do_not_matter(
     algebra = Algebra(standardise)
     whole = solve(stats_of(x, labels, piece=40), algebra, 1.0)
     parts = stats_of(x[:cut], labels[:cut], piece=piece)
-    joined = parts.joined(stats_of(x[cut:], labels[cut:], piece=piece))
+    joined = parts.merge(stats_of(x[cut:], labels[cut:], piece=piece))
     assert joined.n == 40
     # other order of float64 additions, and divisions by standard deviations
     np.testing.assert_allclose(
@@ -160,7 +160,7 @@ def test_equal_features_give_equal_scores(algebra: Algebra, n: int) -> None:
     x, labels = np.full((n, 8), 0.1, np.float32), np.arange(n) % 3
     for linear in (
         solve(stats_of(x, labels, 3), algebra, 2.0**-10),
-        Factors.of(stats_of(x, labels, 3), algebra).linear(2.0**-10),
+        Factors.from_stats(stats_of(x, labels, 3), algebra).linear(2.0**-10),
     ):
         assert not linear.weights.any()
 
@@ -172,7 +172,7 @@ def test_equal_features_give_equal_scores(algebra: Algebra, n: int) -> None:
 def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
     x, labels = data(n, dim, classes=3)
     l2s = (0.1, 3.0, 200.0)
-    judge = LeaveOneOut(Factors.of(stats_of(x, labels, 3), PLAIN), l2s)
+    judge = LeaveOneOut(Factors.from_stats(stats_of(x, labels, 3), PLAIN), l2s)
     judge.add(x[:5], labels[:5])
     judge.add(x[5:], labels[5:])
     y = 2.0 * np.eye(3)[labels] - 1
@@ -191,7 +191,7 @@ def test_leave_one_out_of_features_without_variance() -> None:
     """The probe answers with the mean target of the other images, at every l2."""
     labels = np.array([0, 0, 1, 1, 1])
     judge = LeaveOneOut(
-        Factors.of(stats_of(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID
+        Factors.from_stats(stats_of(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID
     )
     judge.add(np.ones((5, 3), np.float32), labels)
     # Of class 0: its own target is 1, the others' mean (1 - 3) / 4; of class 1: 1 and 0.
@@ -202,7 +202,7 @@ def test_leave_one_out_of_features_without_variance() -> None:
 def test_leave_one_out_with_a_penalised_constant() -> None:
     x, labels = data(15, 4, classes=3)
     algebra, l2 = Algebra(constant=2.0), 5.0
-    judge = LeaveOneOut(Factors.of(stats_of(x, labels, 3), algebra), [l2])
+    judge = LeaveOneOut(Factors.from_stats(stats_of(x, labels, 3), algebra), [l2])
     judge.add(x, labels)
     centred = x - x.mean(0, dtype=float)
     padded = np.concatenate([centred, np.full((15, 1), 2.0)], axis=1)
@@ -223,9 +223,9 @@ def test_left_out_errors_at_many_l2_are_those_at_each(
 ) -> None:
     """From mixtures of fewer weights, where images are many more than directions."""
     x, labels = data(n, dim)
-    factors = Factors.of(stats_of(x, labels), PLAIN)
+    factors = Factors.from_stats(stats_of(x, labels), PLAIN)
     monkeypatch.setattr(l2_choice, "BLOCK", 30 * 4 * 7)  # 7 images
-    monkeypatch.setattr(l2_choice, "PARTS", 30 * 4 * 16)
+    monkeypatch.setattr(l2_choice, "COMPONENT_BLOCK", 30 * 4 * 16)
     together = LeaveOneOut(factors, GRID)
     together.add(x, labels)
     for l2, error in zip(GRID, together.squared_error, strict=True):
@@ -245,7 +245,7 @@ def test_left_out_errors_at_many_l2_are_those_at_each(
 def test_held_out_images_choose() -> None:
     x, labels = data(30, 6)
     others, own = data(50, 6, seed=3)
-    judge = HeldOut(Factors.of(stats_of(x, labels), PLAIN), GRID)
+    judge = HeldOut(Factors.from_stats(stats_of(x, labels), PLAIN), GRID)
     judge.add(others[:20], own[:20])
     judge.add(others[20:], own[20:])
     right, errors = [], []
@@ -266,12 +266,12 @@ def test_held_out_images_choose() -> None:
 def test_features_that_say_nothing(dim: int) -> None:
     """They get the largest l2, and the lower class."""
     x, labels = np.ones((12, dim), np.float32), np.arange(12) % 3
-    factors = Factors.of(stats_of(x, labels, 3), PLAIN)
+    factors = Factors.from_stats(stats_of(x, labels, 3), PLAIN)
     judge = HeldOut(factors, GRID)
     judge.add(x, labels)
     assert judge.best() == GRID[-1]
     z = factors.coordinates(x.astype(float))
-    assert ranks(factors.scores(z, 1.0), labels).tolist() == labels.tolist()
+    assert rank_true_classes(factors.scores(z, 1.0), labels).tolist() == labels.tolist()
 
 
 def test_targets() -> None:
@@ -297,14 +297,14 @@ def counted_ranks(scores: Array, labels: Array) -> list[int]:
 @pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
 def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
     x, labels = data(n, dim)
-    factors = Factors.of(
+    factors = Factors.from_stats(
         stats_of(x, labels, classes=9), algebra
     )  # of five there is no image
     others, own = data(200, dim, classes=9, seed=4)
     z = factors.coordinates(others.astype(float))
     for l2 in GRID:
         scores = factors.scores(z, l2)
-        assert ranks(scores, own).tolist() == counted_ranks(scores, own)
+        assert rank_true_classes(scores, own).tolist() == counted_ranks(scores, own)
         expected = (
             others.astype(float) @ factors.linear(l2).weights + factors.linear(l2).bias
         )
@@ -325,10 +325,10 @@ def test_a_first_image_far_from_all_others() -> None:
     tests, own = x[1:1001].astype(np.float64), labels[1:1001]
     right = []
     for l2 in (1e-6, 1.0):
-        made = Factors.of(stats_of(first, labels, 10, piece=512), PLAIN)
+        made = Factors.from_stats(stats_of(first, labels, 10, piece=512), PLAIN)
         weights, bias = ridge(first, labels, 10, l2)
         for scores in (made.scores(made.coordinates(tests), l2), tests @ weights + bias):
-            right.append((ranks(scores, own) == 0).mean())
+            right.append((rank_true_classes(scores, own) == 0).mean())
     assert max(right) < 0.95  # not all are right
     assert right[::2] == pytest.approx(
         right[1::2], abs=2e-3
@@ -337,10 +337,10 @@ def test_a_first_image_far_from_all_others() -> None:
 
 def test_scores_that_are_no_numbers_are_never_right() -> None:
     x, labels = data(40, 7)
-    factors = Factors.of(stats_of(x, labels), PLAIN)
+    factors = Factors.from_stats(stats_of(x, labels), PLAIN)
     z = factors.coordinates(x[:2].astype(np.float64))
     z[1, 3] = np.nan
-    found = ranks(factors.scores(z, 1.0), labels[:2])
+    found = rank_true_classes(factors.scores(z, 1.0), labels[:2])
     assert found[0] < 4 and found[1] == 4
 
 
@@ -358,12 +358,12 @@ def test_sums_made_ahead_are_those_made_at_once() -> None:
     for start in range(0, 50, 4):
         some = slice(start, start + 4)
         once.add(x[some], labels[some])
-        if (piece := ahead.wait(x[some], labels[some])) is not None:
+        if (piece := ahead.queue(x[some], labels[some])) is not None:
             due.append(piece)
     assert [sum(len(x) for x, _ in piece) for piece in due] == [24] * 2
     # The last piece first: summing changes nothing, counting is in order.
-    for sums in [ahead.sums_of(piece) for piece in due[::-1]][::-1]:
-        ahead.count(sums)
+    for sums in [ahead.compute_sums(piece) for piece in due[::-1]][::-1]:
+        ahead.add_sums(sums)
     for a, b in zip(once.moments(), ahead.moments(), strict=True):
         np.testing.assert_array_equal(a, b)
     wide = x.astype(np.float64)

@@ -138,7 +138,7 @@ def test_what_a_cache_keeps_beside_its_matrix(
 def test_symmetric_products_are_whole_after_half_the_work(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "GOOD_WIDTH", 4)
+    monkeypatch.setattr(backend, "MIN_WIDTH", 4)
     device = Cuda("cpu")
     x = torch.randn(n, 30, generator=torch.Generator().manual_seed(0))
     y = torch.randn(n + 3, 30, generator=torch.Generator().manual_seed(1))

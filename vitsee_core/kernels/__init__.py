@@ -1,5 +1,6 @@
-"""Everything that multiplies: matrix products on the CPU and on GPUs, compiled loops, nearest
-neighbours and ridge regression. Knows no store and no analysis.
+"""Multiply matrices on the CPU and on GPUs, find nearest neighbours, solve ridge regressions.
+
+Nothing here knows a store or an analysis.
 
 Gram matrices (`similarity/`, `extraction/slab_grams`) go through the protocol `MatmulBackend`:
 
@@ -25,8 +26,8 @@ passes of numpy or torch. Products of float64 (`covariance`, `ridge`) are plain 
 | `ridge` | ridge regression to classes or targets: one eigendecomposition for every l2 | float64 |
 | `l2_choice` | l2 by held-out or left-out images | float64 |
 
-Loops that only one room uses stay there: `reductions/` (attention summaries),
-`analyses/similarity/products`, `features/reader`, `statistics/covariance`.
+Loops that only one package uses stay there: `summaries/` (attention and residual branches),
+`analyses/similarity/products`, `similarity/stacks`.
 
 A loop or a kernel of our own stays where it saves 5 % or more of a whole command on a processor
 that CI has; the scripts in `benchmarks/` say how much.

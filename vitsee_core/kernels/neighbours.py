@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine, with torch on any device.
+"""Find exact nearest neighbours by cosine, with torch on any device.
 
 Cosines are float64 products rounded to float32; equal ones are ties, and the lower row comes first.
 So neighbours and cosines do not depend on how the rows were split, nor on the device, up to a
@@ -19,21 +19,27 @@ from numpy.typing import NDArray
 
 from vitsee_core.types import Float32
 
-TILE_QUERIES = 1024
-PAD = 8
-GROUP = 32
-PIECE = 16  # queries per product of candidates on a CPU: they stay in cache
+TILE_QUERIES = 1024  # queries that are processed at a time
+PAD = 8  # candidates beyond k
+GROUP = 32  # neighbouring rows of which the largest product is found first
+QUERIES_AT_ONCE = 16  # per product with candidates on a CPU: these stay in cache
 ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
-UNUSED = torch.iinfo(torch.int64).min
+UNUSED = torch.iinfo(torch.int64).min  # key of an empty slot
 
 
 class Neighbours:
-    """The k nearest rows of each query, among all rows added so far."""
+    """The k nearest rows of each query, among all rows added so far.
+
+    Args:
+        queries: (m, dim).
+        k: number of neighbours.
+        device: where to multiply.
+        tile: queries processed at a time; 0 for `TILE_QUERIES`.
+    """
 
     def __init__(
         self, queries: Float32, k: int, device: torch.device, tile: int = 0
     ) -> None:
-        """queries: (m, dim). tile: queries processed at a time."""
         # Metal has no float64: it computes only the first product.
         self._exact_device = torch.device("cpu") if device.type == "mps" else device
         self._device = device
@@ -59,79 +65,105 @@ class Neighbours:
         if len(self._memory) < size:
             self._memory = fast.new_empty(size)
         for start in range(0, len(self._queries), self._tile):
-            part = slice(start, start + self._tile)
-            candidates = largest_products(self._fast[part], fast, width, self._memory)
-            near, which = (x.to(self._exact_device) for x in candidates)
-            queries = self._queries[part]
-            keys = self._keys[part]
-            best = self._best(keys, queries, stored, lengths, near, which)
-            if near.shape[1] < len(rows):
-                hidden = near[:, -1] >= _cosines_in(best[:, -1]) - self._error
-                if hidden.any():
-                    cosines = rounded(
-                        queries[hidden] @ (stored.double() / lengths[:, None]).T
-                    )
-                    numbers = torch.arange(
+            tile = slice(start, start + self._tile)
+            # (queries, width) float32 cosines, largest first, and the rows that they are of.
+            fast_cosines, candidates = largest_products(
+                self._fast[tile], fast, width, self._memory
+            )
+            fast_cosines = fast_cosines.to(self._exact_device)
+            candidates = candidates.to(self._exact_device)
+            queries = self._queries[tile]
+            keys = self._keys[tile]
+            best = self._best_keys(
+                keys,
+                queries,
+                rows=stored,
+                lengths=lengths,
+                fast_cosines=fast_cosines,
+                candidates=candidates,
+            )
+            if fast_cosines.shape[1] < len(rows):
+                # The last candidate could, by float32's error, be as near as the k-th neighbour: so
+                # could rows that are no candidates.
+                kth_cosines = _cosines_in(best[:, -1])
+                is_doubtful = fast_cosines[:, -1] >= kth_cosines - self._error
+                if is_doubtful.any():
+                    unit_rows = stored.double() / lengths[:, None]
+                    cosines = rounded(queries[is_doubtful] @ unit_rows.T)
+                    row_numbers = torch.arange(
                         self._n, self._n + len(rows), device=cosines.device
                     )
-                    every = torch.cat([keys[hidden], keys_of(cosines, numbers)], 1)
-                    best[hidden] = every.topk(keys.shape[1]).values
-            self._keys[part] = best
+                    new_keys = keys_of(cosines, row_numbers)
+                    all_keys = torch.cat([keys[is_doubtful], new_keys], 1)
+                    best[is_doubtful] = all_keys.topk(keys.shape[1]).values
+            self._keys[tile] = best
         self._n += len(rows)
 
-    def _best(
+    def _best_keys(
         self,
         keys: torch.Tensor,
         queries: torch.Tensor,
+        *,
         rows: torch.Tensor,
         lengths: torch.Tensor,
-        near: torch.Tensor,
-        which: torch.Tensor,
+        fast_cosines: torch.Tensor,
+        candidates: torch.Tensor,
     ) -> torch.Tensor:
-        """The best k among `keys` and the rows `which`, whose float32 cosines are `near`."""
+        """Return the keys (queries, k) of the best among earlier ones and candidates.
+
+        Args:
+            keys: (queries, k) of the best so far.
+            queries: (queries, dim) float64, of length 1.
+            rows: (n, dim) as they were added.
+            lengths: (n,) their lengths.
+            fast_cosines: (queries, width) float32, largest first.
+            candidates: (queries, width) the rows that these are of.
+        """
         k = keys.shape[1]
-        at_least = (
-            torch.cat([_cosines_in(keys), near - self._error], 1).topk(k).values[:, -1:]
-        )
-        open_ = near >= at_least - self._error  # for a query the first columns
-        products = torch.zeros_like(near, dtype=torch.float64)
-        n_open = open_.sum(1)
-        step = PIECE if queries.device.type == "cpu" else len(queries)
+        # The k-th best cosine is at least this, whatever float32's errors are.
+        lower_bounds = torch.cat([_cosines_in(keys), fast_cosines - self._error], 1)
+        kth_bound = lower_bounds.topk(k).values[:, -1:]
+        is_open = fast_cosines >= kth_bound - self._error  # for a query the first columns
+        n_open = is_open.sum(1)
+        products = torch.zeros_like(fast_cosines, dtype=torch.float64)
+        on_cpu = queries.device.type == "cpu"
+        step = QUERIES_AT_ONCE if on_cpu else len(queries)
         for start in range(0, len(queries), step):
-            some = slice(start, start + step)
-            first = slice(0, int(n_open[some].max()))
-            exact = rows[which[some, first]].double() @ queries[some, :, None]
-            products[some, first] = exact[..., 0]
-        new = keys_of(rounded(products / lengths[which]), which + self._n)
-        return torch.cat([keys, torch.where(open_, new, UNUSED)], 1).topk(k).values
+            batch = slice(start, start + step)
+            columns = slice(0, int(n_open[batch].max()))
+            chosen = rows[candidates[batch, columns]].double()  # (queries, columns, dim)
+            products[batch, columns] = (chosen @ queries[batch, :, None])[..., 0]
+        cosines = rounded(products / lengths[candidates])
+        new_keys = torch.where(is_open, keys_of(cosines, candidates + self._n), UNUSED)
+        return torch.cat([keys, new_keys], 1).topk(k).values
 
     def result(self) -> tuple[Float32, NDArray[np.int64]]:
-        """Cosines and row numbers (m, k), nearest first; ties by row."""
+        """Return cosines and row numbers (m, k), nearest first; ties by row."""
         rows = 0xFFFFFFFF - (self._keys & 0xFFFFFFFF)
         return _cosines_in(self._keys).cpu().numpy(), rows.cpu().numpy()
 
 
 class Cosines:
-    """Cosines of queries (m, dim) with rows that arrive piece by piece."""
+    """Computes cosines of queries (m, dim) with rows that arrive batch by batch."""
 
     def __init__(self, queries: Float32, device: torch.device) -> None:
         self._device = torch.device("cpu") if device.type == "mps" else device
         self._queries = unit(queries, self._device)
 
     def __call__(self, rows: Float32) -> Float32:
-        """(m, n) with rows (n, dim)."""
+        """Return the cosines (m, n) with rows (n, dim)."""
         return rounded(self._queries @ unit(rows, self._device).T).cpu().numpy()
 
 
 def unit(rows: Float32, device: torch.device) -> torch.Tensor:
-    """(n, dim) float64 of length 1; a row of zeros is unchanged, and has cosine 0 with
-    everything."""
+    """Return rows (n, dim) in float64 with length 1; a row of zeros is unchanged, and has cosine 0
+    with any other."""
     stored = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
     return stored.double().div_(_lengths(stored)[:, None])
 
 
 def _lengths(rows: torch.Tensor) -> torch.Tensor:
-    """(n,) float64 lengths; 1 for a row of zeros."""
+    """Return the lengths (n,) in float64; 1 for a row of zeros."""
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return torch.where(lengths > 0, lengths, 1.0)
 
@@ -139,45 +171,57 @@ def _lengths(rows: torch.Tensor) -> torch.Tensor:
 def largest_products(
     queries: torch.Tensor, rows: torch.Tensor, k: int, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest products of each query (m, dim) with rows (n, dim), and their rows; all
-    products if there are fewer rows.
+    """Return the k largest products of each query with the rows, and the indices of these rows.
 
     They are in the k groups of products with the largest maxima: a pass over the maxima of groups
-    takes a third of the time of `topk`. memory: (m (n + GROUP),) is overwritten.
+    takes a third of the time of `topk`.
+
+    Args:
+        queries: (m, dim).
+        rows: (n, dim).
+        k: number of products; all are returned if there are fewer rows.
+        memory: (m (n + GROUP),), overwritten.
     """
     m = len(queries)
     n = len(rows)
     width = -(-len(rows) // GROUP) * GROUP
-    near = memory[: m * width].view(m, width)
-    near[:, n:] = -torch.inf
-    torch.mm(queries, rows.T, out=near[:, :n])
+    products = memory[: m * width].view(m, width)
+    products[:, n:] = -torch.inf  # pads the last group
+    torch.mm(queries, rows.T, out=products[:, :n])
     if n <= k * GROUP:
-        return near[:, :n].topk(min(n, k))
-    groups = near.unflatten(1, (-1, GROUP))
-    first = groups.amax(2).topk(k).indices
-    values, places = (
-        groups.gather(1, first[..., None].expand(-1, -1, GROUP)).flatten(1).topk(k)
-    )
-    return values, first.gather(1, places // GROUP) * GROUP + places % GROUP
+        return products[:, :n].topk(min(n, k))
+    groups = products.unflatten(1, (-1, GROUP))
+    best_groups = groups.amax(2).topk(k).indices  # (m, k)
+    group_columns = best_groups[..., None].expand(-1, -1, GROUP)
+    in_best_groups = groups.gather(1, group_columns).flatten(1)  # (m, k * GROUP)
+    values, positions = in_best_groups.topk(k)
+    first_rows = best_groups.gather(1, positions // GROUP) * GROUP
+    return values, first_rows + positions % GROUP
 
 
 def rounded(cosines: torch.Tensor) -> torch.Tensor:
-    """Cosines in float32; those of orthogonal vectors 0, which float32 alone would not give."""
+    """Return cosines in float32; those of orthogonal vectors are 0, not a rounding error of the
+    float64 product, so that they tie."""
     return torch.where(cosines.abs() < ORTHOGONAL, 0.0, cosines).float()
 
 
 def keys_of(cosines: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """int64 that order as (cosine, then lower row first): the cosine's bits above the row's.
+    """Return int64 keys that order by cosine, then lower row first.
 
-    cosines: float32, any shape; rows: of the last axis, or of the same shape.
+    The cosine's bits are above the row's, so that one `topk` of whole numbers breaks ties.
+
+    Args:
+        cosines: float32, any shape.
+        rows: row numbers, of the last axis or of the same shape.
     """
     bits = (cosines + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0 and 0 are a tie
+    # Of negative floats the larger bits are the smaller number: all but the sign are flipped.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered << 32) | (0xFFFFFFFF - rows)
 
 
 def _cosines_in(keys: torch.Tensor) -> torch.Tensor:
-    """The float32 cosines in keys; -inf for an empty slot."""
+    """Return the float32 cosines in keys; -inf for an empty slot."""
     ordered = keys >> 32
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(torch.int32)
     return torch.where(keys == UNUSED, -torch.inf, bits.view(torch.float32))

@@ -1,4 +1,7 @@
-"""Ridge regression in closed form, to classes or to any targets, from sums collected in pieces.
+"""Fit ridge regressions in closed form, to classes or to any targets, from sums over batches.
+
+`SufficientStats` collects the training images, `Factors` decomposes them so that any l2 costs
+little, `solve` is for one l2 alone.
 
 With centred features X (n, dim), targets Y (n, classes) of +-1 and l2 > 0:
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +29,23 @@ from numpy.typing import NDArray
 from vitsee_core.types import Float, Integers
 
 WORTH = 4  # images per channel that make an update of the scatter matrix worthwhile
-Piece = list[tuple[NDArray[np.float32], Integers]]
-# Of a piece, minus the shift: the scatter matrix (dim, dim), sums over each class (classes, dim).
-TrainingSums = tuple[Float, Float]
 EPSILON = 1e-5  # added to standard deviations, as in big_vision
+Piece = list[tuple[NDArray[np.float32], Integers]]  # features (m, dim) and labels (m,)
+
+
+class TrainingSums(NamedTuple):
+    """Sums over the images of a piece, of features minus the shift."""
+
+    scatter: Float  # (dim, dim)
+    class_sums: Float  # (classes, dim)
 
 
 class SufficientStats:
-    """Training images of one probe: rows while they are fewer than channels, sums beyond.
+    """The training images of one probe: rows while they are fewer than channels, sums beyond.
+
+    Args:
+        dim: number of channels.
+        n_classes: number of classes.
 
     With n images of `dim` channels and n < dim the rows are kept (the dual needs them, and they are
     smaller), else n, the sum, the scatter matrix (dim, dim) and one sum per class: X'Y of targets
@@ -44,23 +57,25 @@ class SufficientStats:
         self.dim = dim
         self.n_classes = n_classes
         self.n = 0
-        self.counts: Integers = np.zeros(n_classes, np.int64)
-        self._shift: Float | None = None
-        self._scatter: Float | None = None
-        self._sums = np.zeros(0)
-        self._class_sums = np.zeros((0, 0))
+        self.counts: Integers = np.zeros(n_classes, np.int64)  # images, by class
+        self._shift: Float | None = None  # (dim,)
+        self._scatter: Float | None = None  # (dim, dim), once there are sums
+        self._sums = np.zeros(0)  # (dim,)
+        self._class_sums = np.zeros((0, 0))  # (classes, dim)
+        # Images that are in no sum yet.
         self._waiting: Piece = []
         self._n_waiting = 0
 
     def add(self, x: NDArray[np.float32], labels: Integers) -> None:
         """Count these images; `x`, (m, dim), is kept and must not change."""
-        if (piece := self.wait(x, labels)) is not None:
-            self.count(self.sums_of(piece))
+        piece = self.queue(x, labels)
+        if piece is not None:
+            self.add_sums(self.compute_sums(piece))
 
-    def wait(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
+    def queue(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
         """Queue these images, and return all queued images once they are worth processing.
 
-        None before that. The sums of what is returned must go to `count`, in the pieces' order.
+        None before that. The sums of what is returned must go to `add_sums`, in the pieces' order.
         """
         if len(x) == 0:
             return None
@@ -69,17 +84,17 @@ class SufficientStats:
         self._waiting.append((x, labels))
         self._n_waiting += len(x)
         if self._n_waiting >= WORTH * self.dim:
-            return self._ready()
+            return self._take_queue()
         return None
 
-    def joined(self, other: SufficientStats) -> SufficientStats:
+    def merge(self, other: SufficientStats) -> SufficientStats:
         """Return the statistics of both sets of images; neither is changed."""
         out = SufficientStats(self.dim, self.n_classes)
-        for part in (self, other):
-            if part._scatter is not None and part._shift is not None:
-                out._take_sums(part)
-        for part in (self, other):
-            for x, labels in part._waiting:
+        for stats in (self, other):
+            if stats._scatter is not None and stats._shift is not None:
+                out._add_stats(stats)
+        for stats in (self, other):
+            for x, labels in stats._waiting:
                 out._waiting.append((x, labels))
                 out._n_waiting += len(x)
         out.n = self.n + other.n
@@ -94,10 +109,10 @@ class SufficientStats:
         return self.n < self.dim
 
     def rows(self) -> tuple[Float, Float, Integers]:
-        """Centred features (n, dim), their mean (dim,) and labels (n,), if `by_rows`."""
+        """Return centred features (n, dim), their mean (dim,) and labels (n,), if `by_rows`."""
         x = np.concatenate([x for x, _ in self._waiting]).astype(np.float64)
         labels = np.concatenate([labels for _, labels in self._waiting])
-        shift = x[0].copy()
+        shift = x[0].copy()  # first, so that a large common mean costs no digits
         x -= shift
         mean = x.mean(axis=0)
         x -= mean
@@ -122,25 +137,27 @@ class SufficientStats:
         class_sums = self._class_sums - self.counts[:, np.newaxis] * offset
         return scatter, 2 * class_sums.T, offset + self._shift
 
-    def sums_of(self, piece: Piece) -> TrainingSums:
-        """The contribution of these images; without side effects, so that several threads may call
-        it."""
+    def compute_sums(self, piece: Piece) -> TrainingSums:
+        """Return the sums of these images; changes nothing, so that several threads may call it."""
         assert self._shift is not None
-        apart = np.concatenate([x for x, _ in piece]).astype(np.float64)
-        apart -= self._shift
+        shifted = np.concatenate([x for x, _ in piece]).astype(np.float64)
+        shifted -= self._shift
         labels = np.concatenate([labels for _, labels in piece])
-        return apart.T @ apart, class_sums(apart, labels, self.n_classes)
+        return TrainingSums(
+            scatter=shifted.T @ shifted,
+            class_sums=class_sums(shifted, labels, self.n_classes),
+        )
 
-    def count(self, sums: TrainingSums) -> None:
+    def add_sums(self, sums: TrainingSums) -> None:
         """Add the sums of a piece."""
-        self._start()
+        self._allocate()
         assert self._scatter is not None
-        scatter, of_class = sums
-        self._scatter += scatter
-        self._sums += of_class.sum(axis=0)
-        self._class_sums += of_class
+        self._scatter += sums.scatter
+        self._sums += sums.class_sums.sum(axis=0)
+        self._class_sums += sums.class_sums
 
-    def _ready(self) -> Piece:
+    def _take_queue(self) -> Piece:
+        """Empty the queue and return what was in it; the first image ever is the shift."""
         piece = self._waiting
         self._waiting = []
         self._n_waiting = 0
@@ -150,34 +167,37 @@ class SufficientStats:
 
     def _flush(self) -> None:
         """Add the images that wait to the sums."""
-        self.count(self.sums_of(self._ready()))
+        self.add_sums(self.compute_sums(self._take_queue()))
 
-    def _start(self) -> None:
+    def _allocate(self) -> None:
+        """Make sums of 0, unless there are sums already."""
         if self._scatter is None:
             self._scatter = np.zeros((self.dim, self.dim))
             self._sums = np.zeros(self.dim)
             self._class_sums = np.zeros((self.n_classes, self.dim))
 
-    def _take_sums(self, part: SufficientStats) -> None:
+    def _add_stats(self, other: SufficientStats) -> None:
         """Add another's sums, converted to this one's shift."""
-        assert part._shift is not None and part._scatter is not None
+        assert other._shift is not None and other._scatter is not None
         if self._shift is None:
-            self._shift = part._shift
-        self._start()
+            self._shift = other._shift
+        self._allocate()
         assert self._scatter is not None
-        n = part.n - part._n_waiting
-        waiting = (np.bincount(y, minlength=self.n_classes) for _, y in part._waiting)
-        counts = part.counts - sum(waiting, np.zeros(self.n_classes, np.int64))
+        # The images in the other's sums, which are all but those in its queue.
+        n = other.n - other._n_waiting
+        counts = other.counts.copy()
+        for _, labels in other._waiting:
+            counts -= np.bincount(labels, minlength=self.n_classes)
         # x - s = (x - s') + d with d = s' - s: sums of products get the terms in d.
-        delta = part._shift - self._shift
-        cross = np.outer(delta, part._sums)
-        self._scatter += part._scatter + cross + cross.T + n * np.outer(delta, delta)
-        self._sums += part._sums + n * delta
-        self._class_sums += part._class_sums + counts[:, np.newaxis] * delta
+        delta = other._shift - self._shift
+        cross = np.outer(delta, other._sums)
+        self._scatter += other._scatter + cross + cross.T + n * np.outer(delta, delta)
+        self._sums += other._sums + n * delta
+        self._class_sums += other._class_sums + counts[:, np.newaxis] * delta
 
 
 def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
-    """Return (classes, dim) sums of the rows of x (n, dim) over each class."""
+    """Return the sums (classes, dim) of the rows of x (n, dim) over each class."""
     from scipy.sparse import csc_array
 
     ones = np.ones(len(labels))
@@ -203,28 +223,34 @@ def n_bytes(n: int, dim: int, n_classes: int) -> int:
 
 @dataclass(frozen=True)
 class Algebra:
-    """Treatment of the intercept and of feature scales."""
+    """How a ridge regression treats the intercept and the features' scales.
 
-    # divide features by their standard deviation over the training images (over n) + 1e-5
+    Attributes:
+        standardise: divide features by their standard deviation over the training images (over n)
+            + 1e-5.
+        constant: value of a constant column whose weight is the intercept, penalised as the others
+            are; None: the intercept is not penalised.
+    """
+
     standardise: bool = False
-    # of a penalised constant column; None: the intercept is not penalised
     constant: float | None = None
 
     def intercept(self, mean_target: Float, n: int, l2: float) -> Float:
-        """(classes,) the score of an image at the mean of the training images."""
+        """Return the scores (classes,) of an image at the mean of the n training images."""
         if self.constant is None:
             return mean_target
         # c^2 n / (c^2 n + l2), for any c.
         return mean_target / (1 + l2 / self.constant / self.constant / n)
 
     def leverage(self, n: int, l2: float) -> float:
-        """The intercept's share in each training image's leverage."""
-        return 1 / (
-            n if self.constant is None else n + l2 / self.constant / self.constant
-        )
+        """Return the intercept's share in each training image's leverage."""
+        if self.constant is None:
+            return 1 / n
+        # c^2 / (c^2 n + l2)
+        return 1 / (n + l2 / self.constant / self.constant)
 
     def scales(self, sums_of_squares: Float, n: int) -> Float | None:
-        """(dim,) factors of the centred features; None for all 1."""
+        """Return the factors (dim,) of the centred features; None if they are not scaled."""
         if not self.standardise:
             return None
         return 1 / (np.sqrt(np.maximum(sums_of_squares, 0) / n) + EPSILON)
@@ -232,75 +258,95 @@ class Algebra:
 
 @dataclass(frozen=True)
 class Linear:
-    """scores(x) = x @ weights + bias: weights (dim, classes), bias (classes,)."""
+    """A linear model of features: scores(x) = x @ weights + bias."""
 
-    weights: Float
-    bias: Float
+    weights: Float  # (dim, classes)
+    bias: Float  # (classes,)
 
     def scores(self, x: Float) -> Float:
-        """(m, classes) of features (m, dim)."""
+        """Return the scores (m, classes) of features (m, dim)."""
         return x @ self.weights + self.bias
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A training set decomposed, so that any l2 costs little."""
+    """A training set decomposed, so that any l2 costs little.
 
-    basis: Float  # (dim, r) maps features to coordinates
-    origin: Float  # (r,) the mean's coordinates
-    values: Float  # (r,) eigenvalues of X'X, which is diagonal in these coordinates
-    rhs: Float  # (r, classes) X'Y in these coordinates
-    mean_target: Float  # (classes,)
-    n: int  # number of training images
+    Attributes:
+        basis: (dim, r) maps features to coordinates, along the eigenvectors of X'X.
+        origin: (r,) the mean's coordinates.
+        values: (r,) eigenvalues of X'X, which is diagonal in these coordinates.
+        xty: (r, classes) X'Y in these coordinates.
+        mean_target: (classes,) mean of the targets.
+        n: number of training images.
+        algebra: treatment of the intercept and of scales.
+    """
+
+    basis: Float
+    origin: Float
+    values: Float
+    xty: Float
+    mean_target: Float
+    n: int
     algebra: Algebra
 
     def coordinates(self, x: Float) -> Float:
-        """(m, r) for features (m, dim): rotated once, for every l2."""
+        """Return the coordinates (m, r) of features (m, dim), which serve all l2."""
         coordinates: Float = x @ self.basis
         coordinates -= self.origin
         return coordinates
 
     def scores(self, coordinates: Float, l2: float) -> Float:
-        """(m, classes) from coordinates (m, r)."""
+        """Return the scores (m, classes) of images with these coordinates (m, r)."""
         scores: Float = coordinates @ self.weights(l2)
         scores += self.algebra.intercept(self.mean_target, self.n, l2)
         return scores
 
     def linear(self, l2: float) -> Linear:
-        """The weights at one l2."""
-        shrunk = self.weights(l2)
-        bias = self.algebra.intercept(self.mean_target, self.n, l2) - self.origin @ shrunk
-        return Linear(self.basis @ shrunk, bias)
+        """Return the model of features at one l2."""
+        weights = self.weights(l2)
+        intercept = self.algebra.intercept(self.mean_target, self.n, l2)
+        return Linear(self.basis @ weights, intercept - self.origin @ weights)
 
     def weights(self, l2: float) -> Float:
-        """(r, classes) in coordinates."""
-        return self.rhs / (self.values + l2)[:, np.newaxis]
+        """Return the weights (r, classes) of coordinates at one l2."""
+        return self.xty / (self.values + l2)[:, np.newaxis]
 
     def leverages(self, coordinates: Float, l2s: Sequence[float]) -> Float:
-        """(m, l2s) weight of each training image's own target in its score."""
-        inverses = 1 / (self.values[:, np.newaxis] + np.array(l2s))
-        own: Float = np.square(coordinates) @ inverses
-        return own + [self.algebra.leverage(self.n, l2) for l2 in l2s]
+        """Return the weight (m, l2s) of each training image's own target in its score.
+
+        coordinates: (m, r) of training images.
+        """
+        inverses = 1 / (self.values[:, np.newaxis] + np.array(l2s))  # (r, l2s)
+        leverages: Float = np.square(coordinates) @ inverses
+        return leverages + [self.algebra.leverage(self.n, l2) for l2 in l2s]
 
     @classmethod
-    def of(cls, images: SufficientStats, algebra: Algebra) -> Factors:
-        """Decompose X'X, or XX' if it is smaller."""
-        target = mean_target(images.counts)
+    def from_stats(cls, images: SufficientStats, algebra: Algebra) -> Factors:
+        """Return the decomposition of X'X, or of XX' if it is smaller."""
         if images.by_rows:
             x, mean, labels, scales = _scaled_rows(images, algebra)
-            basis, values, rhs = _by_dual(x, targets(labels, images.n_classes))
+            basis, values, xty = _decompose_rows(x, targets(labels, images.n_classes))
         else:
-            scatter, rhs, mean, scales = _scaled_moments(images, algebra)
+            scatter, xty, mean, scales = _scaled_moments(images, algebra)
             values, basis = np.linalg.eigh(scatter)
             values = np.maximum(values, 0)  # rounding
-            rhs = basis.T @ rhs
+            xty = basis.T @ xty
         if scales is not None:
             basis = basis * scales[:, np.newaxis]
-        return cls(basis, mean @ basis, values, rhs, target, images.n, algebra)
+        return cls(
+            basis=basis,
+            origin=mean @ basis,
+            values=values,
+            xty=xty,
+            mean_target=mean_target(images.counts),
+            n=images.n,
+            algebra=algebra,
+        )
 
     @classmethod
-    def of_targets(cls, x: Float, y: Float, algebra: Algebra) -> Factors:
-        """The same for targets that are numbers: one decomposition for every column of `y`.
+    def from_targets(cls, x: Float, y: Float, algebra: Algebra) -> Factors:
+        """Return the decomposition for targets that are numbers: one for all columns of `y`.
 
         Args:
             x: (n, dim) features.
@@ -308,44 +354,59 @@ class Factors:
             algebra: treatment of the intercept and of scales.
         """
         mean = x.mean(0)
-        target = y.mean(0)
+        target_mean = y.mean(0)
         x = x - mean
-        y = y - target
+        y = y - target_mean
         scales = algebra.scales(np.einsum("ij,ij->j", x, x), len(x))
         if scales is not None:
             x *= scales
         if len(x) < x.shape[1]:
-            basis, values, rhs = _by_dual(x, y)
+            basis, values, xty = _decompose_rows(x, y)
         else:
             values, basis = np.linalg.eigh(x.T @ x)
-            values = np.maximum(values, 0)
-            rhs = basis.T @ (x.T @ y)
+            values = np.maximum(values, 0)  # rounding
+            xty = basis.T @ (x.T @ y)
         if scales is not None:
             basis = basis * scales[:, np.newaxis]
-        return cls(basis, mean @ basis, values, rhs, target, len(x), algebra)
+        return cls(
+            basis=basis,
+            origin=mean @ basis,
+            values=values,
+            xty=xty,
+            mean_target=target_mean,
+            n=len(x),
+            algebra=algebra,
+        )
 
 
-def _by_dual(x: Float, y: Float) -> tuple[Float, Float, Float]:
-    """Basis, values and right-hand sides of centred features (n, dim) and targets (n, columns), by
-    the matrix of inner products."""
+def _decompose_rows(x: Float, y: Float) -> tuple[Float, Float, Float]:
+    """Return basis, values and xty of `Factors`, by the n x n matrix XX' (dual).
+
+    Args:
+        x: (n, dim) centred features.
+        y: (n, columns) centred targets.
+    """
+    # XX' = U diag(v) U' gives X'X = Q diag(v) Q' with Q = X'U / sqrt(v), and Q'X'Y = sqrt(v) U'Y.
     values, vectors = _eigendecomposition(x @ x.T)
     roots = np.sqrt(values)
     return x.T @ (vectors / roots), values, roots[:, np.newaxis] * (vectors.T @ y)
 
 
 def _eigendecomposition(kernel: Float) -> tuple[Float, Float]:
-    """Eigenvalues that are above rounding, and their eigenvectors."""
+    """Return the eigenvalues (r,) of (n, n) that are above rounding, and their vectors (n, r)."""
     values, vectors = np.linalg.eigh(kernel)
-    kept = values > max(values[-1], 0) * len(kernel) * np.finfo(np.float64).eps
-    return values[kept], vectors[:, kept]
+    rounding = max(values[-1], 0) * len(kernel) * np.finfo(np.float64).eps
+    is_above = values > rounding
+    return values[is_above], vectors[:, is_above]
 
 
 def from_kernel(
     kernel: Float, labels: Integers, n_classes: int, algebra: Algebra
 ) -> Factors:
-    """`Factors` of images known by their inner products only.
+    """Return the `Factors` of images known by their inner products only.
 
-    `coordinates` then takes the inner products (m, n) of images with the training images.
+    Their method `coordinates` then takes the inner products (m, n) of images with the training
+    images.
 
     Args:
         kernel: (n, n) of the training images' features, centred (and scaled).
@@ -355,16 +416,22 @@ def from_kernel(
     """
     values, vectors = _eigendecomposition(kernel)
     roots = np.sqrt(values)
-    rhs = roots[:, np.newaxis] * (vectors.T @ targets(labels, n_classes))
-    target = mean_target(np.bincount(labels, minlength=n_classes))
-    origin = np.zeros(len(values))
-    return Factors(vectors / roots, origin, values, rhs, target, len(kernel), algebra)
+    return Factors(
+        basis=vectors / roots,
+        origin=np.zeros(len(values)),  # inner products are of centred features
+        values=values,
+        xty=roots[:, np.newaxis] * (vectors.T @ targets(labels, n_classes)),
+        mean_target=mean_target(np.bincount(labels, minlength=n_classes)),
+        n=len(kernel),
+        algebra=algebra,
+    )
 
 
 def _scaled_rows(
     images: SufficientStats, algebra: Algebra
 ) -> tuple[Float, Float, Integers, Float | None]:
-    """Features (n, d), centred and scaled; their mean, labels and scales (None for none)."""
+    """Return features (n, dim), centred and scaled; their mean (dim,), labels (n,) and scales
+    (dim,), None if they are not scaled."""
     x, mean, labels = images.rows()
     scales = algebra.scales(np.einsum("ij,ij->j", x, x), images.n)
     if scales is not None:
@@ -375,47 +442,57 @@ def _scaled_rows(
 def _scaled_moments(
     images: SufficientStats, algebra: Algebra
 ) -> tuple[Float, Float, Float, Float | None]:
-    """X'X and X'Y of scaled features; the features' mean and scales (None for none)."""
-    scatter, rhs, mean = images.moments()
+    """Return X'X (dim, dim) and X'Y (dim, classes) of scaled features; their mean (dim,) and scales
+    (dim,), None if they are not scaled."""
+    scatter, xty, mean = images.moments()
     scales = algebra.scales(np.diagonal(scatter), images.n)
     if scales is not None:
         scatter = scatter * np.outer(scales, scales)
-        rhs = rhs * scales[:, np.newaxis]
-    return scatter, rhs, mean, scales
+        xty = xty * scales[:, np.newaxis]
+    return scatter, xty, mean, scales
 
 
 def solve(images: SufficientStats, algebra: Algebra, l2: float) -> Linear:
-    """The weights at a single l2, without a decomposition (a tenth of its cost)."""
+    """Return the model at a single l2, without a decomposition (a tenth of its cost)."""
     if images.by_rows:
         x, mean, labels, scales = _scaled_rows(images, algebra)
         kernel = x @ x.T
         kernel[np.diag_indices_from(kernel)] += l2
         weights = x.T @ np.linalg.solve(kernel, targets(labels, images.n_classes))
     else:
-        scatter, rhs, mean, scales = _scaled_moments(images, algebra)
+        scatter, xty, mean, scales = _scaled_moments(images, algebra)
         scatter[np.diag_indices_from(scatter)] += l2
-        weights = np.linalg.solve(scatter, rhs)
+        weights = np.linalg.solve(scatter, xty)
     if scales is not None:
         weights = weights * scales[:, np.newaxis]
-    target = mean_target(images.counts)
-    return Linear(weights, algebra.intercept(target, images.n, l2) - mean @ weights)
+    intercept = algebra.intercept(mean_target(images.counts), images.n, l2)
+    return Linear(weights, intercept - mean @ weights)
 
 
-def ranks(scores: Float, labels: Integers) -> Integers:
-    """(m,) number of classes ranked before each image's own; among equal scores the lower class
-    comes first, and NaN comes before everything."""
-    own = scores[np.arange(len(labels)), labels][:, np.newaxis]
-    above: Integers = scores.shape[1] - np.count_nonzero(scores <= own, axis=1)
-    equal = scores == own
+def rank_true_classes(scores: Float, labels: Integers) -> Integers:
+    """Return the number (m,) of classes that are ranked before each image's true class.
+
+    Among equal scores the lower class comes first, and NaN comes before any number.
+
+    Args:
+        scores: (m, classes).
+        labels: (m,) true classes.
+    """
+    n_classes = scores.shape[1]
+    true_scores = scores[np.arange(len(labels)), labels][:, np.newaxis]
+    # Counted by <=, which is false for NaN.
+    n_above: Integers = n_classes - np.count_nonzero(scores <= true_scores, axis=1)
+    # Ties are rare: only images that have some are looked at.
+    equal = scores == true_scores
     tied = np.flatnonzero(np.count_nonzero(equal, axis=1) > 1)
-    lower = np.arange(scores.shape[1]) < labels[tied, np.newaxis]
-    above[tied] += np.count_nonzero(equal[tied] & lower, axis=1)
-    return above
+    is_lower_class = np.arange(n_classes) < labels[tied, np.newaxis]
+    n_above[tied] += np.count_nonzero(equal[tied] & is_lower_class, axis=1)
+    return n_above
 
 
 def targets(labels: Integers, n_classes: int) -> Float:
-    """(n, classes): centred targets, +1 for an image's own class and -1 for the others, minus their
-    mean."""
+    """Return centred targets (n, classes): +1 for an image's class and -1 for the others, minus
+    their mean over the images."""
     out = np.full((len(labels), n_classes), -1.0)
     out[np.arange(len(labels)), labels] = 1.0
     out -= out.mean(axis=0)
@@ -423,5 +500,5 @@ def targets(labels: Integers, n_classes: int) -> Float:
 
 
 def mean_target(counts: Integers) -> Float:
-    """(classes,) mean of the targets."""
+    """Return the mean (classes,) of targets of +-1, from the images of each class."""
     return 2 * counts / counts.sum() - 1

@@ -33,7 +33,7 @@ from vitsee_core.kernels.ridge import (
     SufficientStats,
     TrainingSums,
     n_bytes,
-    ranks,
+    rank_true_classes,
     solve,
 )
 from vitsee_core.runtime.streaming import thread_map
@@ -120,7 +120,7 @@ class Fitted(NamedTuple):
     @property
     def blind(self) -> bool:
         """Whether it gives every image the same scores, as its training features were all equal."""
-        weights = self.model.weights if isinstance(self.model, Linear) else self.model.rhs
+        weights = self.model.weights if isinstance(self.model, Linear) else self.model.xty
         return not weights.any()
 
     def ranks(self, x: Float, labels: Integers) -> Integers:
@@ -133,10 +133,12 @@ class Fitted(NamedTuple):
             labels: (m,) classes.
         """
         if isinstance(self.model, Linear):
-            return ranks(self.model.scores(x), labels)[np.newaxis]
+            return rank_true_classes(self.model.scores(x), labels)[np.newaxis]
         # Rotated once; in these coordinates each further l2 costs one small product.
         z = self.model.coordinates(x)
-        return np.stack([ranks(self.model.scores(z, l2), labels) for l2 in self.l2s])
+        return np.stack(
+            [rank_true_classes(self.model.scores(z, l2), labels) for l2 in self.l2s]
+        )
 
 
 def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
@@ -189,11 +191,13 @@ def fit(
         d, t = key
         if methods[d] == "given":
             if len(task.l2s) > 1:
-                return Fitted(task.l2s, Factors.of(sums.fitted[d][t], task.algebra))
+                return Fitted(
+                    task.l2s, Factors.from_stats(sums.fitted[d][t], task.algebra)
+                )
             l2 = task.l2s[0]
         else:
             l2 = criteria[key].best()
-        all_images = sums.fitted[d][t].joined(sums.held_out[d][t])
+        all_images = sums.fitted[d][t].merge(sums.held_out[d][t])
         return Fitted((l2,), solve(all_images, task.algebra, l2))
 
     probes = list(thread_map(task.jobs)(finish, keys))
@@ -265,11 +269,11 @@ class _Sums:
         ) -> tuple[SufficientStats, TrainingSums]:
             """Return the sums over a piece, beside those that they are to be added to."""
             stats, piece = due
-            return stats, stats.sums_of(piece)
+            return stats, stats.compute_sums(piece)
 
         # The products run in threads; adding happens here, in the order of the images.
         for stats, piece_sums in thread_map(self.task.jobs)(summed, self._due(blocks)):
-            stats.count(piece_sums)
+            stats.add_sums(piece_sums)
 
     def _due(self, blocks: Iterable[Block]) -> Iterator[tuple[SufficientStats, Piece]]:
         """Yield the images whose sums are due, beside the statistics that they belong to."""
@@ -281,7 +285,7 @@ class _Sums:
                 if len(labels) == 0:
                     continue
                 for t in range(self.n_tokens):
-                    piece = stats[t].wait(features[:, t], labels)
+                    piece = stats[t].queue(features[:, t], labels)
                     if piece is not None:
                         yield stats[t], piece
             if self.kept is not None:
@@ -312,7 +316,7 @@ def _evaluate_l2s(
     def criterion(key: ProbeKey) -> HeldOut | LeaveOneOut:
         """Return the criterion of one probe, before it has met an image."""
         d, t = key
-        factors = Factors.of(fitted[d][t], task.algebra)
+        factors = Factors.from_stats(fitted[d][t], task.algebra)
         if methods[d] == "loo":
             return LeaveOneOut(factors, GRID)
         return HeldOut(factors, GRID)
@@ -337,10 +341,10 @@ def _evaluate_l2s(
     ) -> tuple[ProbeKey, Any]:
         """Return the contribution of a piece to its probe's criterion."""
         key, x, labels = piece
-        return key, criteria[key].judged(x, labels)
+        return key, criteria[key].contribution(x, labels)
 
     for key, contribution in thread_map(task.jobs)(evaluate, pieces()):
-        criteria[key].count(contribution)
+        criteria[key].add_contribution(contribution)
     return criteria
 
 

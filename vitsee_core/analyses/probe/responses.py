@@ -289,13 +289,13 @@ class ResponseProbe:
                 l2s_of_columns[given_l2] = np.full(y.shape[1], given_l2)
             if not l2s_of_columns:
                 l2s_of_columns[None] = self._choose_l2s(x, y)
-            factors = Factors.of_targets(x, y, self.settings.algebra)
+            factors = Factors.from_targets(x, y, self.settings.algebra)
             coordinates = factors.coordinates(x_test[test])
             y_centred = self.y_test[test] - factors.mean_target
             labels = self.blocks.labels[test]
             for l2, l2s in l2s_of_columns.items():
                 # W = diag(1 / (v + l2)) Q'X'Y, with an l2 for each column.
-                weights = factors.rhs / (factors.values[:, np.newaxis] + l2s)
+                weights = factors.xty / (factors.values[:, np.newaxis] + l2s)
                 predictions = coordinates @ weights
                 sums = CorrelationSums.by_block(
                     y_centred, predictions, labels, self.blocks.n
@@ -315,7 +315,7 @@ class ResponseProbe:
         n_held_out = max(1, round(HELD_OUT * len(x)))
         is_held_out = np.zeros(len(x), bool)
         is_held_out[rng.permutation(len(x))[:n_held_out]] = True
-        factors = Factors.of_targets(
+        factors = Factors.from_targets(
             x[~is_held_out], y[~is_held_out], self.settings.algebra
         )
         coordinates = factors.coordinates(x[is_held_out])
