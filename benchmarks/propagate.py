@@ -175,7 +175,7 @@ def released(
         )
         a *= near
         a = a.transpose(2, 1).reshape(-1, n)  # (keys of all frames, queries)
-        least = torch.topk(a, SETTINGS.top, dim=0).values.min(dim=0).values
+        least = torch.topk(a, SETTINGS.topk, dim=0).values.min(dim=0).values
         a[a < least] = 0
         a = a / a.sum(0, keepdim=True)
         found = torch.cat([labels[s] for s in frames], 1) @ a

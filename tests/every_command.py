@@ -41,7 +41,7 @@ OTHERS = {
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "lens": [["cnn.zarr", "--patches"]],
     "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
-    "logit-attribution": [VIT, [*VIT, "--heads"], [*VIT, "--patches", "--image", "0"]],
+    "logit-attribution": [VIT, [*VIT, "--by-head"], [*VIT, "--patches", "--image", "0"]],
     "normratio": [VIT, ["cnn.zarr"]],
     "norms": [VIT, ["cnn.zarr"]],
     "pca": [[*VIT, "cnn.zarr"], [*VIT, "--foreground", "centre", "--image", "0"]],

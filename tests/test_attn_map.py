@@ -201,7 +201,7 @@ def test_rollout_against_the_matrix_product(
             for i in range(n)
             if valid[i]
         ]
-        table = run(store, kind="rollout", residual=residual)
+        table = run(store, kind="rollout", rollout_residual=residual)
         expected = np.mean(rolled, 0)[len(prefix) :]
         assert table["value"] == pytest.approx(expected, rel=1e-6)
         assert table["std"] == pytest.approx(
@@ -469,8 +469,8 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     assert computed["value"] == pytest.approx(stored["value"], rel=2e-3)
     # one store keeps the pixels, the other's are read again: the same pictures
     assert computed.notes["pictures"] == stored.notes["pictures"]
-    rolled = run(summary, kind="rollout", residual=False)
-    expected = run(full, kind="rollout", residual=False)["value"]
+    rolled = run(summary, kind="rollout", rollout_residual=False)
+    expected = run(full, kind="rollout", rollout_residual=False)["value"]
     assert rolled["value"] == pytest.approx(expected, rel=2e-3)
     row = int(np.flatnonzero(full.samples.id == image)[0])
     own = having(computed, image=image, metric="rollout")

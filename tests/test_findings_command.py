@@ -132,7 +132,7 @@ def test_what_cannot_be_looked_for(folder: Path) -> None:
 def test_no_line_is_said_twice(folder: Path) -> None:
     """Several findings are of the heads of one store, and all are of some of its images."""
     words = [word for name in ("offset-heads", "repeating", "local-heads", "distance-rises")
-             for word in ("--only", name)]  # fmt: skip
+             for word in ("--finding", name)]  # fmt: skip
     done = invoke("findings", folder / "a.zarr", "--images", 25, *words)
     assert done.exit_code == 0, done.output
     lines = done.stderr.splitlines()
@@ -143,21 +143,24 @@ def test_no_line_is_said_twice(folder: Path) -> None:
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     a = folder / "a.zarr"
-    done = invoke("findings", a, "--only", "distance-rises", "--only", "fields-branch")
+    done = invoke(
+        "findings", a, "--finding", "distance-rises", "--finding", "fields-branch"
+    )
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert tuple(rows[0]) == COLUMNS
     assert [one["verdict"] for one in rows][1] == "not measured" and not rows[1]["value"]
     out = tmp_path / "f.csv"
     assert (
-        invoke("findings", f"x={a}", "--only", "distance-rises", "-o", out).exit_code == 0
+        invoke("findings", f"x={a}", "--finding", "distance-rises", "-o", out).exit_code
+        == 0
     )
     assert (
         Table.read(out)["stores"].tolist() == ["vit=x"]
         and out.with_name("f.csv.json").exists()
     )
     for words, code, expected in (
-        ((a, "--only", "nope"), 1, "vitsee findings: no finding 'nope'"),
+        ((a, "--finding", "nope"), 1, "vitsee findings: no finding 'nope'"),
         ((tmp_path / "no.zarr",), 1, "no.zarr"),
         ((a, "-o", out), 1, "exists"),
         ((), 2, "STORE"),

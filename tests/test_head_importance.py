@@ -76,12 +76,12 @@ def by_hooks(store: Store, block: int, head: int, by: str) -> tuple[Any, Any]:
         return whole.double().tolist(), module(x).double().tolist()
 
 
-@pytest.mark.parametrize("by", ["mean", "zero"])
-def test_against_hooks_and_loops(store: Store, by: str) -> None:
-    table = run(store, by=by, device="cpu")
+@pytest.mark.parametrize("ablation", ["mean", "zero"])
+def test_against_hooks_and_loops(store: Store, ablation: str) -> None:
+    table = run(store, ablation=ablation, device="cpu")
     assert len(table.filter(metric="kl")) == 8
     for block, head in ((0, 0), (0, 3), (1, 2)):
-        whole, without = by_hooks(store, block, head, by)
+        whole, without = by_hooks(store, block, head, ablation)
         total, gained, same = 0.0, 0, 0
         for u, v, label in zip(whole, without, store.samples.label.tolist(), strict=True):
             p, q = ([math.exp(z) / sum(map(math.exp, w)) for z in w] for w in (u, v))
@@ -207,6 +207,6 @@ def test_one_line_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
         run(gone, device="cpu")
     assert "\n" not in str(caught.value)
     result = CliRunner().invoke(
-        main, ["head-importance", str(store.path), "--by", "noise"]
+        main, ["head-importance", str(store.path), "--ablation", "noise"]
     )
     assert result.exit_code == 2 and "'mean', 'zero'" in result.output

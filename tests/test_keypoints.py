@@ -298,7 +298,7 @@ def test_found_is_strictly_nearer_than_alpha_times_the_longer_side(
         table = run(store, pairs=folder, match="token", alphas=[alpha])
         assert value(table, f"pck@{alpha:g}") == hit
     for alpha, hit in ((5 / 64, 0), (5.01 / 64, 1)):
-        table = run(store, pairs=folder, match="token", alphas=[alpha], threshold="image")
+        table = run(store, pairs=folder, match="token", alphas=[alpha], alpha_of="image")
         assert value(table, f"pck@{alpha:g}") == hit
 
 
@@ -487,7 +487,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
 
 def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     store, folder, _ = made(tmp_path)
-    table = run(store, pairs=folder, by=["class", "viewpoint", "scale"], alphas=[0.2])
+    table = run(
+        store, pairs=folder, by_group=["class", "viewpoint", "scale"], alphas=[0.2]
+    )
     assert tuple(table.written.columns) == COLUMNS
     whole = having(table, **{"class": "", "group": ""})
     assert len(whole) == 3 * 4 and whole["n_pairs"].tolist() == [12] * 12

@@ -280,12 +280,12 @@ def test_choices_that_do_not_exist(store: Store, tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
     for option, word in (
         ("--alpha", "0"), ("--alpha", "-1"), ("--alpha", "nan"), ("--match", "x"),
-        ("--pairs-per-class", "0"), ("--by", "x"), ("--preset", "x"), ("--candidates", "x"),
+        ("--pairs-per-class", "0"), ("--by-group", "x"), ("--preset", "x"), ("--candidates", "x"),
     ):  # fmt: skip
         assert command(store.path, "--pairs", folder, option, word).exit_code == 2
     for choice in (
         {"alphas": [0.0]}, {"alphas": [float("inf")]}, {"match": "x"}, {"preset": "x"},
-        {"by": ["x"]}, {"threshold": "x"}, {"pairs_per_class": 0},
+        {"by_group": ["x"]}, {"alpha_of": "x"}, {"pairs_per_class": 0},
     ):  # fmt: skip
         with pytest.raises(VitseeError):
             run(store, pairs=folder, **choice)
@@ -294,7 +294,7 @@ def test_choices_that_do_not_exist(store: Store, tmp_path: Path) -> None:
     pair = annotation()
     del pair["occlusion"]
     line = one_line(store, write_pairs(tmp_path / "t", [pair]), "--by", "occlusion")
-    assert line.endswith("has no occlusion; leave out --by occlusion")
+    assert line.endswith("has no occlusion; leave out --by-group occlusion")
 
 
 # ---------------------------------------------------------------- the miniature set

@@ -155,7 +155,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
             ),
             "--residual": (
                 "vit.zarr --kind rollout",
-                "vit.zarr --kind rollout --no-residual",
+                "vit.zarr --kind rollout --no-rollout-residual",
             ),
             "--images": "--images 4",
             "--seed": (
@@ -311,7 +311,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
         "vit.zarr --sites blocks.0",
         {
             "--sites": ("vit.zarr", "vit.zarr --sites blocks.0"),
-            "--by": "--by zero",
+            "--ablation": "--ablation zero",
             "--metric": "--metric kl",
             "--images": "--images 6",
             "--seed": (
@@ -343,9 +343,9 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
             "--sites": ("pairs.zarr --pairs pairs", SPAIR),
             "--alpha": "--alpha 0.3",
             "--match": "--match token",
-            "--threshold": "--threshold image",
+            "--alpha-of": "--alpha-of image",
             "--candidates": "--candidates box",
-            "--by": "--by class",
+            "--by-group": "--by-group class",
             "--pairs-per-class": "--pairs-per-class 2",
             "--preset": "--preset walmer",
             "--metric": "--metric pck_point",
@@ -504,10 +504,10 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
             "--preset": "--preset dinov3",
             "--context": "--context 1",
             "--radius": "--radius 1",
-            "--window": "--window circle --radius 2",
-            "--top": "--top 1",
+            "--neighbourhood": "--neighbourhood circle --radius 2",
+            "--topk": "--topk 1",
             "--temperature": "--temperature 5",
-            "--seeds": "--seeds area",
+            "--first-labels": "--first-labels area",
             "--upsample": "--upsample nearest",
             "--metric": "--metric j",
             "--baseline": "--baseline none",
@@ -522,7 +522,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
             "--distractors": "--distractors train.zarr",
             "--sites": ("vit.zarr --truth labels", LABELS),
             "--tokens": "--tokens mean-all",
-            "--at": "--at 2",
+            "--cutoff": "--cutoff 2",
             "--metric": "--metric map",
             "--baseline": "--baseline random",
             "--per-query": "--per-query",
@@ -618,7 +618,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
             "--components": "--components 3",
             "--every": (
                 "test_vit --random-init 0 --what positions",
-                "test_vit --random-init 0 --what positions --every 3",
+                "test_vit --random-init 0 --what positions --query-stride 3",
             ),
             "--random-init": ("test_vit --random-init 0", "test_vit --random-init 1"),
             "--img-size": (

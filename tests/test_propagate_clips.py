@@ -128,7 +128,7 @@ def test_a_token_of_two_frames_by_hand(
     store = clips_of(tmp_path / "s.zarr", {"a": np.eye(DIM)[cells[::2]]}, 6)
     with caplog.at_level(logging.INFO):
         table = run(
-            store, masks=masks, save=tmp_path / "saved", top=4, upsample="nearest"
+            store, masks=masks, save=tmp_path / "saved", topk=4, upsample="nearest"
         )
     for frame in range(6):
         found = np.asarray(Image.open(tmp_path / "saved" / "a" / f"{frame:05d}.png"))

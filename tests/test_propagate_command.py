@@ -247,17 +247,17 @@ def test_what_a_reader_should_know(
         table = run(store, masks=masks, radius=0.0, context=1)
     lost = (
         "s, 6 x 10 tokens: 1 of 2 objects of the first masks are lost: no token stands for them; "
-        "--seeds area keeps them"
+        "--first-labels area keeps them"
     )
     capped = (
-        "s blocks.0.out: the window has 2 tokens in all frames: --top 5 takes them all"
+        "s blocks.0.out: the window has 2 tokens in all frames: --topk 5 takes them all"
     )
     assert table.notes["remarks"] == [capped, lost]
     assert {capped, lost} <= {record.getMessage() for record in caplog.records}
     assert any(
         "3 frames, 2 times (sites and noise)" in r.getMessage() for r in caplog.records
     )
-    assert "remarks" not in run(store, masks=masks, seeds="area").notes
+    assert "remarks" not in run(store, masks=masks, first_labels="area").notes
 
 
 def test_frames_that_were_cropped(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_one_site_is_saved_as_the_official_evaluation_reads_it(
 def test_settings_reach_the_sidecar(demo: Path, tmp_path: Path) -> None:
     result = invoke(
         demo / "s.zarr", "--masks", demo / "DAVIS", "--preset", "dinov3", "--radius", "64px",
-        "--top", 7, "-o", tmp_path / "r.csv", "--baseline", "still",
+        "--topk", 7, "-o", tmp_path / "r.csv", "--baseline", "still",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]

@@ -391,7 +391,7 @@ def test_a_csv_with_usage(tmp_path: Path) -> None:
     store = vectors_store(tmp_path / "g.zarr", ids, {"a": vectors})
     text = "id,images,Usage\nq0,i1 i0,Public\nq1,i3,Private\nq2,None,Ignored\n"
     (tmp_path / "s.csv").write_text(text)
-    table = run(store, truth=tmp_path / "s.csv", sites="a", at=(2,), per_query=True)
+    table = run(store, truth=tmp_path / "s.csv", sites="a", cutoffs=(2,), per_query=True)
     rows = having(table, baseline="", query=None)
     assert rows["metric"].tolist() == [
         "map@100",
@@ -429,7 +429,7 @@ def labelled(path: Path, n: int = 20, **more: Any) -> tuple[Store, Array]:
 @pytest.mark.parametrize("form", FORMS)
 def test_labels_against_scikit_learn(tmp_path: Path, form: str) -> None:
     store, labels = labelled(tmp_path / "s.zarr")
-    table = run(store, form=form, at=(1, 3), per_query=True)
+    table = run(store, form=form, cutoffs=(1, 3), per_query=True)
     for site in SITES:
         x = store.pooled(site, "cls")[:]
         values: dict[str, list[float]] = {"map": [], "mp@1": [], "mp@3": []}
@@ -491,7 +491,7 @@ def test_labels_with_queries_of_their_own(tmp_path: Path) -> None:
 def test_replicates_are_searches_without_a_block(tmp_path: Path) -> None:
     """Its images are neither queries nor found; the query alone in its class is left out."""
     store, labels = labelled(tmp_path / "s.zarr", 41)
-    table = run(store, at=(2,))
+    table = run(store, cutoffs=(2,))
     assert table.replicates is not None
     x, block = store.pooled("embed", "cls")[:], np.arange(41) * 20 // 41
     expected: dict[str, list[float]] = {"map": [], "mp@2": []}
@@ -739,7 +739,7 @@ def test_the_command(tmp_path: Path) -> None:
     both = ("--queries", tmp_path / "q.zarr", "--distractors", tmp_path / "d.zarr")
     result = vitsee(
         "retrieve", tmp_path / "ox.zarr", "--truth", path, *both, "-o", out, "--png", png,
-        "--replicates", "--at", 3,
+        "--replicates", "--cutoff", 3,
     )  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, ""), result.stderr
     table = Table.read(out)

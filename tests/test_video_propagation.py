@@ -64,12 +64,15 @@ def clip(
     [
         ((4, 7), PropagationSettings(radius=2)),
         ((7, 4), PropagationSettings(radius=2, context=2)),
-        ((4, 7), PropagationSettings(radius=2.9, window="circle", temperature=0.2)),
+        (
+            (4, 7),
+            PropagationSettings(radius=2.9, neighbourhood="circle", temperature=0.2),
+        ),
         ((5, 5), PropagationSettings(radius=1, context=0)),
-        ((3, 9), PropagationSettings(radius=None, top=8, context=3)),
-        ((3, 9), PropagationSettings(radius=0, top=3)),  # fewer tokens than are taken
-        ((1, 6), PropagationSettings(radius=1, top=1, temperature=0.01)),
-        ((4, 5), PropagationSettings(radius=30, top=500)),
+        ((3, 9), PropagationSettings(radius=None, topk=8, context=3)),
+        ((3, 9), PropagationSettings(radius=0, topk=3)),  # fewer tokens than are taken
+        ((1, 6), PropagationSettings(radius=1, topk=1, temperature=0.01)),
+        ((4, 5), PropagationSettings(radius=30, topk=500)),
     ],
 )
 def test_labels_are_those_of_a_loop(
@@ -77,8 +80,8 @@ def test_labels_are_those_of_a_loop(
 ) -> None:
     tokens, seeds = clip(11, grid)
     expected = propagated(
-        tokens, seeds, context=settings.context, radii=settings.radii((1, 1)), top=settings.top,
-        circle=settings.window == "circle", temperature=settings.temperature,
+        tokens, seeds, context=settings.context, radii=settings.radii((1, 1)), top=settings.topk,
+        circle=settings.neighbourhood == "circle", temperature=settings.temperature,
     )  # fmt: skip
     for n_queries in (1, 10, 192):  # strips of one line, of some, of all
         monkeypatch.setattr(propagation, "CPU_QUERIES", n_queries)
@@ -102,7 +105,7 @@ def test_by_hand() -> None:
     # one row of three tokens, all seen: cosines of the first with them 1, 0, -1
     frame = np.array([[[1.0, 0], [0, 1], [-1, 0]]])
     seeds = np.eye(3)[None]
-    found = carried(np.stack([frame, frame]), seeds, PropagationSettings(top=2))[1]
+    found = carried(np.stack([frame, frame]), seeds, PropagationSettings(topk=2))[1]
     near = 1 / (1 + np.exp(-10))
     np.testing.assert_allclose(found[0, 0], [near, 1 - near, 0], atol=1e-6)
     # the middle one is as near to both: three are kept
@@ -122,8 +125,8 @@ def test_ties_are_all_kept() -> None:
 def test_no_temperature_is_too_small() -> None:
     """exp(1 / T) alone overflows below 0.0113; the nearest token's label is what is left."""
     tokens, seeds = clip(2, (3, 4))
-    found = carried(tokens, seeds, PropagationSettings(top=1))
-    small = carried(tokens, seeds, PropagationSettings(temperature=1e-4, top=5))
+    found = carried(tokens, seeds, PropagationSettings(topk=1))
+    small = carried(tokens, seeds, PropagationSettings(temperature=1e-4, topk=5))
     np.testing.assert_allclose(small, found, atol=1e-6)
 
 
@@ -320,7 +323,7 @@ def test_a_grid_beside_the_frame() -> None:
 
 def test_settings_of_presets() -> None:
     assert choose_settings(None) == choose_settings("walmer") == choose_settings("dino")
-    third = choose_settings("dinov3", top=3)
+    third = choose_settings("dinov3", topk=3)
     assert third == PropagationSettings(
         7, 12, None, "circle", 3, 0.2, "nearest", "nearest"
     )

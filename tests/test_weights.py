@@ -185,7 +185,7 @@ def test_cosines_against_loops(made: Any, step: int, rows: int, cols: int) -> No
         np.random.default_rng(1).normal(0.3, 1, (rows, cols, 6)).astype(np.float32)
     )
     wide = positions.astype(np.float64)
-    table = made(None, positions, what=("positions",), every=step)
+    table = made(None, positions, what=("positions",), query_stride=step)
     down, across = (list(range((n - 1) % step // 2, n, step)) for n in (rows, cols))
     assert len(table) == len(down) * len(across) * rows * cols
     i = 0
@@ -604,7 +604,7 @@ def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:
         (vit, "--img-size", "64"),
         ("test_vit", "--checkpoint", "w.pth", "--random-init", "0"),
         (vit, "--what", "position"),
-        (vit, "--every", "0"),
+        (vit, "--query-stride", "0"),
     )
     for args in usage:
         result = weights_command(*args)

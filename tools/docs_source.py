@@ -51,6 +51,7 @@ PAGES = {
     "docs/architectures-towers.md": "architectures-towers",
     "docs/architecture.md": "architecture",
     "docs/files.md": "files",
+    "docs/options.md": "options",
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",
     "CONTRIBUTING.md": "contributing",

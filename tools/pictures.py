@@ -142,7 +142,7 @@ PICTURES = (
         "logit-attribution",
         f"{_EXTRACT} --sites blocks --sites head --sites residual --sites heads --tokens pooled "
         "-o stores/branches.zarr",
-        "logit-attribution vit=stores/branches.zarr --heads",
+        "logit-attribution vit=stores/branches.zarr --by-head",
     ),
     _made("head-importance", f"head-importance {VIT}"),
     _made("cosine-map", f"cosine-map {VIT} {RESNET} --image 1 --image 2 --at 12,14px"),

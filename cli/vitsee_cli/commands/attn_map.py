@@ -73,7 +73,7 @@ def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "so that attention spread evenly is flat, or draw the mass as Walmer et al. do.",
 )
 @click.option(
-    "--residual/--no-residual",
+    "--rollout-residual/--no-rollout-residual",
     help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of --attention "
     "full, else recomputed).",
 )

@@ -39,7 +39,8 @@ QUESTION = STORES
     "was fitted on, if its file says it]",
 )
 @click.option(
-    "--kind",
+    "--activation",
+    "kind",
     type=click.Choice(("linear", "relu", "topk", "batchtopk", "jumprelu")),
     help="How the encoder's numbers become codes.  [default: what the file says]",
 )

@@ -22,7 +22,7 @@ QUESTION = RESULTS
 @options.stores_argument
 @options.table_options
 @click.option(
-    "--only",
+    "--finding",
     "findings",
     metavar="NAME",
     cls=Listed,
@@ -44,7 +44,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     \b
       $ vitsee findings b16.zarr r50.zarr -o findings.csv
-      $ vitsee findings vit=b16.zarr vit-gap=gap.zarr r50.zarr --only place-gap -o gap.csv
+      $ vitsee findings vit=b16.zarr vit-gap=gap.zarr r50.zarr --finding place-gap -o gap.csv
       $ vitsee findings study/stores/*.zarr -o findings.csv
 
     What a finding takes and a store does not keep (norms and hidden layers, receptive fields,

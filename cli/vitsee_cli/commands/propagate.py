@@ -86,16 +86,16 @@ def parse_radius(text: str) -> dict[str, float]:
         help="Look R tokens far, or R pixels (192px), or anywhere (none).",
     ),
     click.option(
-        "--window",
+        "--neighbourhood",
         type=click.Choice(WINDOWS),
-        show_default=WALMER.window,
+        show_default=WALMER.neighbourhood,
         help="The shape of what is looked at.",
     ),
     click.option(
-        "--top",
+        "--topk",
         metavar="K",
         type=WholeNumber(min=1),
-        show_default=f"{WALMER.top:g}",
+        show_default=f"{WALMER.topk:g}",
         help="Take the K most similar tokens of all these frames together, and those that tie.",
     ),
     click.option(
@@ -106,9 +106,9 @@ def parse_radius(text: str) -> dict[str, float]:
         help="They count exp(cosine / T).",
     ),
     click.option(
-        "--seeds",
+        "--first-labels",
         type=click.Choice(SEEDS),
-        show_default=WALMER.seeds,
+        show_default=WALMER.first_labels,
         help="The first mask's labels of tokens: of the pixel in the middle, or shares of area, "
         "which lose no object.",
     ),

@@ -68,7 +68,8 @@ def _optional_stores(command: Any) -> Any:
     help="Average precision: the area below the broken line, or scikit-learn's.",
 )
 @click.option(
-    "--at",
+    "--cutoff",
+    "cutoffs",
     metavar="K",
     type=WholeNumber(min=1),
     cls=Listed,

@@ -51,7 +51,7 @@ QUESTION = KNOWLEDGE
     help="Show the first N components; the table has the shares of variance of all.",
 )
 @a_number(
-    "--every",
+    "--query-stride",
     show_default="1, more beyond a million rows",
     help="Compare the position embeddings of every N-th row and column with all others.",
 )

@@ -15,7 +15,7 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
   values by default; Walmer et al. draw the mass.
 - `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
   all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
-  2021, Figs. 6, 13, mention no residual term: `residual=False` leaves I out.
+  2021, Figs. 6, 13, mention no residual term: `rollout_residual=False` leaves I out.
 - `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
   tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
 - `sink`: keys that draw far more attention than their share, of which kind they are, and whether
@@ -102,7 +102,7 @@ def run(
     sites: Sequence[str] = (),
     heads: Sequence[int] = (),
     coverage: bool = False,
-    residual: bool = True,
+    rollout_residual: bool = True,
     image: Sequence[str] = (),
     query: Sequence[tuple[int, ...]] = (),
     origin: Provenance | None = None,
@@ -123,8 +123,8 @@ def run(
         sites: blocks by path or glob; by default all, for single images the last one.
         heads: numbers of the heads of each block; by default all.
         coverage: correct `aligned` for the number of queries that have a key at each offset.
-        residual: have the residual term in a `rollout`; without it the full attention of every
-            image is read (extract --attention full) or recomputed.
+        rollout_residual: have the residual term in a `rollout`; without it the full
+            attention of every image is read (extract --attention full) or recomputed.
         image: ids or row numbers of single images, instead of a kind.
         query: cells of the grid whose maps single images get, too: (row, col), of clips (frame,
             row, col).
@@ -146,7 +146,7 @@ def run(
         kind,
         has_choice=bool(sites or heads),
         coverage=coverage,
-        residual=residual,
+        residual=rollout_residual,
         image=image,
         query=query,
         execution=execution,
@@ -171,7 +171,7 @@ def run(
                 kind,
                 heads=heads,
                 coverage=coverage,
-                residual=residual,
+                residual=rollout_residual,
                 origin=origin,
                 execution=execution,
             )

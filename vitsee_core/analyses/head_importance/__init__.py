@@ -87,7 +87,7 @@ CORRELATIONS = (-1.0, 1.0)
 def run(
     *stores: Store,
     sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
-    by: Annotated[
+    ablation: Annotated[
         str,
         Option(
             "What takes the place of a head's output: its mean, or zero.", choices=WAYS
@@ -116,7 +116,7 @@ def run(
         stores: stores with attention summaries, of models with a classifier. Others are left out,
             as long as one can be used.
         sites: patterns of the blocks whose heads are ablated.
-        by: "mean" or "zero".
+        ablation: "mean" or "zero".
         metrics: names out of `METRICS`; empty for all that the stores allow.
         origin: where the model's weights and the images are now.
         execution: images, seed and device.
@@ -140,7 +140,7 @@ def run(
     notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
     for store, blocks in selection.members:
         work = StoreAblations(store, blocks, origin, execution)
-        for row in work.rows(by):
+        for row in work.rows(ablation):
             if _is_requested(row["metric"], row_metrics):
                 rows.append(row)
         if work.remark:
@@ -154,7 +154,7 @@ def run(
             "spearman": SPEARMAN,
         },
         "p": PAIRED_TEST,
-        "replaced_by": by,
+        "replaced_by": ablation,
         "seed": execution.seed,
         **selection.notes(),
     }
@@ -204,13 +204,13 @@ class StoreAblations:
         self.image_blocks = Blocks.of(store, self.mask, execution.seed)
         self.remark = ""
 
-    def rows(self, by: str) -> list[Cells]:
+    def rows(self, ablation: str) -> list[Cells]:
         """Return the rows about each head, then those about all heads.
 
         Args:
-            by: what replaces a head's output, "mean" or "zero".
+            ablation: what replaces a head's output, "mean" or "zero".
         """
-        outputs = self._compare_without_each_head(by)
+        outputs = self._compare_without_each_head(ablation)
         read_distances = partial(_read_distances, self.runs.blocks)
         distances = self.execution.fold(
             self.store,
@@ -231,7 +231,9 @@ class StoreAblations:
             rows.append({**about_head, "metric": DISTANCE, **distances[head].cells()})
         return rows + self._correlation_rows(outputs, distances)
 
-    def _compare_without_each_head(self, by: str) -> dict[Head, dict[str, BlockMean]]:
+    def _compare_without_each_head(
+        self, ablation: str
+    ) -> dict[Head, dict[str, BlockMean]]:
         """Run the model whole and without each head; return head -> metric -> mean over images.
 
         The metrics are those of `compare_outputs`. Sets `remark`.
@@ -239,7 +241,7 @@ class StoreAblations:
         labels = self.store.samples.label.astype(np.int64)
         means = BlockMeans(None, self.image_blocks)
         # One pass of the whole model, one without each head, and one to take the heads' means.
-        n_passes_per_image = 1 + len(self.runs.heads) + (by == "mean")
+        n_passes_per_image = 1 + len(self.runs.heads) + (ablation == "mean")
         n_passes = len(self.row_indices) * n_passes_per_image
         # Said before the work, which may take hours.
         log.info(
@@ -254,7 +256,7 @@ class StoreAblations:
             self.runs,
         ):
             head_means = None
-            if by == "mean":
+            if ablation == "mean":
                 head_means = self.runs.means(self.row_indices, progress.advance)
             changes = self.runs.changes(head_means)
             # All heads of a batch before the next batch: its images are decoded once.
@@ -418,7 +420,7 @@ ANALYSIS = Analysis(
 
       $ vitsee extract vit_base_patch16_224 --data val --images 500 -o b16.zarr
       $ vitsee head-importance b16.zarr --images 200 -o heads.csv --png heads.png
-      $ vitsee head-importance b16.zarr --sites blocks.0,blocks.11 --by zero > ends.csv
+      $ vitsee head-importance b16.zarr --sites blocks.0,blocks.11 --ablation zero > ends.csv
 
     Needs the model's weights and the images again, where extract read them.
     """,

@@ -145,9 +145,9 @@ def run(
     PCK is the mean over classes (`pck@0.1`), over points (`pck_point@0.1`) and over pairs
     (`pck_image@0.1`).
 
-    Columns: `COLUMNS`, `class` and `group` only with `by`. `value`: between 0 and 1. `std`, `low`,
-    `high`: of the jackknife over images, NaN where leaving out an image leaves a class without
-    pairs. `group`: `viewpoint 0` and so on.
+    Columns: `COLUMNS`, `class` and `group` only with `by_group`. `value`: between 0 and 1. `std`,
+    `low`, `high`: of the jackknife over images, NaN where leaving out an image leaves a class
+    without pairs. `group`: `viewpoint 0` and so on.
 
     Memory: one slab of the site as it is stored, one image in float32, and the features of the
     distinct source keypoints.
@@ -224,23 +224,23 @@ def run(
     }
     # Columns of groups only where the user asked for them.
     columns = list(COLUMNS)
-    if CLASS not in protocol.by:
+    if CLASS not in protocol.by_group:
         columns.remove(CLASS)
-    if not {*protocol.by} - {CLASS}:
+    if not {*protocol.by_group} - {CLASS}:
         columns.remove(GROUP)
     return Table.from_rows(rows + baseline_rows, columns, notes)
 
 
 def _require_variations(pairs: Sequence[Pair], protocol: Protocol) -> None:
     """Raise VitseeError if a pair does not state a variation that pairs are grouped by."""
-    for word in protocol.by:
+    for word in protocol.by_group:
         if word not in VARIATIONS:
             continue
         for pair in pairs:
             if word not in pair.variations:
                 raise VitseeError(
                     f"the pair {pair.name} has no {VARIATIONS[word]}; leave out "
-                    f"--by {word}"
+                    f"--by-group {word}"
                 )
 
 
@@ -402,7 +402,7 @@ ANALYSIS = Analysis(
             --crop-mode border --fill black --crop-pct 1 -o b16.zarr
       $ vitsee keypoints b16.zarr --pairs SPair-71k -o pck.csv --png pck.png
       $ vitsee keypoints b16.zarr dino.zarr --pairs SPair-71k --preset walmer --png both.png
-      $ vitsee keypoints b16.zarr --pairs SPair-71k/Layout/small/test.txt --by class --alpha 0.1
+      $ vitsee keypoints b16.zarr --pairs SPair-71k/Layout/small/test.txt --by-group class
 
     Features are bilinear between tokens, and scaled to unit length after that; the
     released code does not scale, so that what it finds lies on the token grid: --match
@@ -423,7 +423,7 @@ ANALYSIS = Analysis(
     source="Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5",
     columns=COLUMNS,
     meanings={
-        "group": "class, group: with --by",
+        "group": "class, group: with --by-group",
         "high": "95 % interval by a jackknife that leaves out an image with all its pairs",
     },
     metrics=("pck@*", "pck_point@*", "pck_image@*"),

@@ -311,7 +311,7 @@ def _point_columns(
     box = np.array(pair.box).reshape(
         2, 2
     )  # upper left and lower right corner, x before y
-    if protocol.threshold == "box":
+    if protocol.alpha_of == "box":
         longer_side = max(box[1] - box[0])
     else:
         longer_side = max(height, width)

@@ -14,7 +14,7 @@ from vitsee_stores.errors import VitseeError
 MATCHES = ("smooth", "token", "vit_analysis")
 CANDIDATES = ("image", "canvas", "box")
 THRESHOLDS = ("box", "image")
-CLASS = "class"  # a group of `--by`, and a column
+CLASS = "class"  # a group of `--by-group`, and a column
 GROUP = "group"  # the column of all other groups
 RANDOM = "random"  # baseline: a search among random features
 GROUPS = (*VARIATIONS, CLASS)
@@ -60,9 +60,9 @@ class ProtocolOptions:
     Attributes:
         alphas: thresholds, as shares of the longer side.
         match: one of `MATCHES`.
-        threshold: one of `THRESHOLDS`.
+        alpha_of: one of `THRESHOLDS`.
         candidates: one of `CANDIDATES`.
-        by: some of `GROUPS`.
+        by_group: some of `GROUPS`.
         pairs_per_class: number of pairs drawn of each class.
         preset: one of `PRESETS`.
     """
@@ -86,7 +86,7 @@ class ProtocolOptions:
             default="smooth",
         ),
     ] = None
-    threshold: Annotated[
+    alpha_of: Annotated[
         str | None,
         Option(
             "Whose longer side that is: the target object's box, or the target image.",
@@ -103,7 +103,7 @@ class ProtocolOptions:
             default="image",
         ),
     ] = None
-    by: Annotated[
+    by_group: Annotated[
         Sequence[str],
         Option("Add the rows of each group of pairs.", choices=GROUPS, default="none"),
     ] = ()
@@ -128,22 +128,22 @@ class Protocol:
     Attributes:
         match: one of `MATCHES`.
         candidates: positions of the target, one of `CANDIDATES`.
-        threshold: whose longer side alpha is a fraction of, one of `THRESHOLDS`.
+        alpha_of: whose longer side alpha is a fraction of, one of `THRESHOLDS`.
         alphas: descending.
         pairs_per_class: number of pairs drawn, None for all.
-        by: some of `GROUPS`.
+        by_group: some of `GROUPS`.
     """
 
     match: str
     candidates: str
-    threshold: str
+    alpha_of: str
     alphas: tuple[float, ...]
     pairs_per_class: int | None
-    by: tuple[str, ...]
+    by_group: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
         """Return the settings in words, for the table's notes."""
-        side = THRESHOLD_DESCRIPTIONS[self.threshold]
+        side = THRESHOLD_DESCRIPTIONS[self.alpha_of]
         return {
             "match": f"{self.match}: {MATCH_DESCRIPTIONS[self.match]}",
             "candidates": f"{self.candidates}: {CANDIDATE_DESCRIPTIONS[self.candidates]}",
@@ -175,17 +175,19 @@ def choose_protocol(options: ProtocolOptions) -> Protocol:
     protocol = Protocol(
         match=match or "smooth",
         candidates=candidates or "image",
-        threshold=options.threshold or "box",
+        alpha_of=options.alpha_of or "box",
         alphas=tuple(
             sorted({float(alpha) for alpha in options.alphas or ALPHAS}, reverse=True)
         ),
         pairs_per_class=pairs_per_class,
-        by=tuple(dict.fromkeys(options.by)),  # each group once, in the user's order
+        by_group=tuple(
+            dict.fromkeys(options.by_group)
+        ),  # each group once, in the user's order
     )
     _require_word("match", protocol.match, MATCHES)
     _require_word("set of candidates", protocol.candidates, CANDIDATES)
-    _require_word("threshold", protocol.threshold, THRESHOLDS)
-    for group in protocol.by:
+    _require_word("alpha-of", protocol.alpha_of, THRESHOLDS)
+    for group in protocol.by_group:
         _require_word("group", group, GROUPS)
     for alpha in protocol.alphas:
         if not (alpha > 0 and math.isfinite(alpha)):

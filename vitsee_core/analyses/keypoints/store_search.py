@@ -183,7 +183,7 @@ class StoreSearch:
         """
         yield {CLASS: "", GROUP: ""}, None
         pairs = self.located.pairs
-        for word in self.protocol.by:
+        for word in self.protocol.by_group:
             if word == CLASS:
                 values = np.array([pair.category for pair in pairs])
             else:

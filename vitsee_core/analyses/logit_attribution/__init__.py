@@ -22,7 +22,7 @@ Softmax does not see a constant that is added to all logits of an image. So the 
 subtracted from every part, unless `raw`. A direct part is not the effect of a sublayer: what it
 writes also changes what later sublayers do, and an ablation changes these, too.
 
-With `heads`, the part of attention is divided further: into what each head gave, through its
+With `by_head`, the part of attention is divided further: into what each head gave, through its
 columns of the output projection, and the projection's bias.
 
 With `patches`, single images are mapped. If the classifier reads the mean over tokens, a patch has
@@ -97,7 +97,7 @@ COLUMNS = (
 @analysis
 def run(
     *stores: Store,
-    heads: Annotated[
+    by_head: Annotated[
         bool,
         Option("Also each attention head, of extract --sites heads (loads the model)."),
     ] = False,
@@ -143,7 +143,8 @@ def run(
 ) -> Table:
     """Return the part of the logits that each term of the stream adds.
 
-    There is a row per store, term and class, with `heads` also per head. The columns are `COLUMNS`.
+    There is a row per store, term and class, with `by_head` also per head. The columns are
+    `COLUMNS`.
     `value` is in units of logits, mean over images. `part` says what the row is about: `input`
     (where the stream begins), the kind of sublayer, `head`, `projection_bias`, `bias` (of norm and
     classifier), `residue` (the logit less all parts but heads), and `logit` as stored. Images
@@ -155,7 +156,7 @@ def run(
 
     Args:
         stores: stores with a classifier and all branches of the blocks that it reads.
-        heads: also explain each attention head; the store needs the heads' outputs.
+        by_head: also explain each attention head; the store needs the heads' outputs.
         target: "label" or "predicted", the class of each image; by default the label.
         by_class: means over the images of each class in place of all.
         classes: names or numbers of classes that are explained for every image.
@@ -163,7 +164,7 @@ def run(
         patches: maps of single images in place of means.
         image: the images that are mapped; by default the first four.
         origin: where weights and images are now. Weights are read for stores without a classifier,
-            for `heads`, and for `patches` of a class token; images for the latter and for
+            for `by_head`, and for `patches` of a class token; images for the latter and for
             photographs.
         execution: images, seed and parallel explained.
 
@@ -184,9 +185,9 @@ def run(
             f"--class takes one class's logit of every image, {option} each image's "
             "own: give one of them"
         )
-    if patches and (heads or by_class):
+    if patches and (by_head or by_class):
         raise VitseeError(
-            "--patches maps single images: leave --heads and --by-class out"
+            "--patches maps single images: leave --by-head and --by-class out"
         )
     if image and not patches:
         raise VitseeError("--image names images to map: give --patches, too")
@@ -204,7 +205,7 @@ def run(
             store,
             stream,
             execution.rows(store),
-            heads=heads,
+            heads=by_head,
             target=target,
             by_class=by_class,
             classes=classes,
@@ -300,13 +301,13 @@ ANALYSIS = Analysis(
     the image) and the classifier: direct logit attribution (Elhage et al. 2021;
     Gandelsman et al. 2024). The parts add up to the logit of each image's label, less
     the mean over classes; what rounding leaves is a row of its own. Stores need every
-    branch, and for --heads what each head gave:
+    branch, and for --by-head what each head gave:
 
       $ vitsee extract vit_base_patch16_224 --data photos --sites blocks --sites head \\
           --sites residual --sites heads --tokens pooled -o b16.zarr
 
       $ vitsee logit-attribution b16.zarr -o parts.csv --png parts.png
-      $ vitsee logit-attribution b16.zarr --heads --by-class -o heads.csv
+      $ vitsee logit-attribution b16.zarr --by-head --by-class -o heads.csv
       $ vitsee logit-attribution b16.zarr --patches --image cat.jpg --png cat.png > cat.csv
 
     --tokens pooled is enough where the classifier reads the class token, or normalises

@@ -95,10 +95,10 @@ def run(
     context: int | None = None,
     radius: float | None = None,
     radius_px: float | None = None,
-    window: str | None = None,
-    top: int | None = None,
+    neighbourhood: str | None = None,
+    topk: int | None = None,
     temperature: float | None = None,
-    seeds: str | None = None,
+    first_labels: str | None = None,
     upsample: str | None = None,
     metrics: Sequence[str] = (),
     baselines: Sequence[str] = BASELINES,
@@ -124,10 +124,10 @@ def run(
         context: see `PropagationSettings`, as for those that follow; None is the preset's.
         radius: `math.inf` for no window.
         radius_px: in place of `radius`.
-        window: `square` or `circle`.
-        top: number of tokens.
+        neighbourhood: `square` or `circle`.
+        topk: number of tokens.
         temperature: of their weights.
-        seeds: `nearest` or `area`.
+        first_labels: `nearest` or `area`.
         upsample: `bilinear` or `nearest`.
         metrics: some of `METRICS`; by default all.
         baselines: some of `BASELINES`.
@@ -158,10 +158,10 @@ def run(
         context=context,
         radius=radius,
         radius_px=radius_px,
-        window=window,
-        top=top,
+        neighbourhood=neighbourhood,
+        topk=topk,
         temperature=temperature,
-        seeds=seeds,
+        first_labels=first_labels,
         upsample=upsample,
     )
     wanted = select_metrics(metrics or METRICS, METRICS, "propagate")
@@ -329,10 +329,10 @@ def _remarks(work: VideoWork, found: PropagationScores) -> list[str]:
             assert site.layout is not None and site.layout.stride_px is not None
             grids.setdefault(site.layout.grid, site.name)
             most = work.settings.most(site.layout.stride_px)
-            if work.settings.top > most:
+            if work.settings.topk > most:
                 remarks.append(
                     f"{store.label} {site.name}: the window has {most:g} tokens in all frames: "
-                    f"--top {work.settings.top} takes them all"
+                    f"--topk {work.settings.topk} takes them all"
                 )
         lengths = {site.layout.stride_frames for site in sites if site.layout is not None}
         for length in sorted(length for length in lengths if length and length > 1):
@@ -347,8 +347,8 @@ def _remarks(work: VideoWork, found: PropagationScores) -> list[str]:
             lost, there = map(sum, zip(*found.lost[key].values(), strict=True))
             if lost:
                 area = (
-                    "; --seeds area keeps them"
-                    if work.settings.seeds == "nearest"
+                    "; --first-labels area keeps them"
+                    if work.settings.first_labels == "nearest"
                     else ""
                 )
                 remarks.append(

@@ -270,7 +270,7 @@ class Window:
         ]
         a = far[0][:, None, :, None]
         b = far[1][None, :, None, :]
-        square = self.settings.window == "square"
+        square = self.settings.neighbourhood == "square"
         within = ((np.maximum(a, b) if square else a**2 + b**2) <= 1 + _TINY).reshape(
             queries.stop - queries.start, -1
         )
@@ -338,7 +338,7 @@ class Propagation:
         if strip.outside is not None:
             near += strip.outside[:, None]
         near = near.reshape(len(queries), -1)
-        top = min(self._settings.top, near.shape[1])
+        top = min(self._settings.topk, near.shape[1])
         # One more, to detect ties with the last.
         values, places = near.topk(min(top + 1, near.shape[1]), dim=1)
         weights = torch.softmax(values[:, :top] / self._settings.temperature, dim=1)
@@ -355,7 +355,7 @@ class Propagation:
 
     def _with_ties(self, near: Tensor, values: Tensor, labels: Tensor) -> Tensor:
         """Labels of queries with more than `top` tied tokens."""
-        top = self._settings.top
+        top = self._settings.topk
         temperature = self._settings.temperature
         kept = near >= values[:, top - 1 : top]
         weights = torch.where(kept, torch.exp((near - values[:, :1]) / temperature), 0.0)

@@ -24,21 +24,21 @@ class PropagationSettings:
         context: how many of the last frames count beside the first.
         radius: of the window, in tokens.
         radius_px: in input pixels, instead of `radius`; both None: no window.
-        window: `square` (|dy| and |dx| up to the radius) or `circle`.
-        top: how many tokens count; more if they tie.
+        neighbourhood: `square` (|dy| and |dx| up to the radius) or `circle`.
+        topk: how many tokens count; more if they tie.
         temperature: of their weights.
-        seeds: how the first mask becomes labels of tokens, `nearest` (the pixel in the middle;
-            small objects vanish) or `area` (shares).
+        first_labels: how the first mask becomes labels of tokens, `nearest` (the pixel in the
+            middle; small objects vanish) or `area` (shares).
         upsample: how these become pixels, `bilinear` or `nearest`.
     """
 
     context: int = 7
     radius: float | None = 12.0
     radius_px: float | None = None
-    window: str = "square"
-    top: int = 5
+    neighbourhood: str = "square"
+    topk: int = 5
     temperature: float = 0.1
-    seeds: str = "nearest"
+    first_labels: str = "nearest"
     upsample: str = "bilinear"
 
     def radii(self, stride_px: tuple[float, float]) -> tuple[float, float] | None:
@@ -77,7 +77,7 @@ PRESETS = {
         "the long side a multiple of 64",
     ),
     "dinov3": PropagationPreset(
-        PropagationSettings(temperature=0.2, window="circle", upsample="nearest"),
+        PropagationSettings(temperature=0.2, neighbourhood="circle", upsample="nearest"),
         ("norm",),
         "Simeoni et al. 2025, notebook segmentation_tracking: frames with a short side of 960",
     ),
@@ -96,12 +96,16 @@ def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     )
     if settings.radius_px is not None or settings.radius == math.inf:
         settings = replace(settings, radius=None)
-    for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
+    for name, known in (
+        ("neighbourhood", WINDOWS),
+        ("first_labels", SEEDS),
+        ("upsample", UPSAMPLES),
+    ):
         if getattr(settings, name) not in known:
             raise VitseeError(
                 f"no {name} {getattr(settings, name)!r}; expected {' or '.join(known)}"
             )
-    for name, least in (("context", 0), ("top", 1)):
+    for name, least in (("context", 0), ("topk", 1)):
         if getattr(settings, name) < least:
             raise VitseeError(
                 f"{name} is {getattr(settings, name)}; expected at least {least}"

@@ -253,7 +253,9 @@ class VideoRun:
 
     def _seeds(self, frame: int) -> Float32:
         labels = self._truth.labels[frame]
-        return self._where.seeds(labels, self._n_classes, self._window.settings.seeds)
+        return self._where.seeds(
+            labels, self._n_classes, self._window.settings.first_labels
+        )
 
 
 def scored(truth: VideoTruth, labels: Callable[[int], Labels]) -> FrameScores:

@@ -108,7 +108,7 @@ def run(
     sites: Sequence[str] = ("blocks",),
     tokens: str | None = None,
     form: str | None = None,
-    at: Sequence[int] = AT,
+    cutoffs: Sequence[int] = AT,
     metrics: Sequence[str] = (),
     baselines: Sequence[str] = (),
     per_query: bool = False,
@@ -136,7 +136,7 @@ def run(
         tokens: which token stands for an image, as in `features.choose_features`.
         form: of the average precision, "trapezoid" or "plain"; by default that of the
             ground truth: trapezoid for ROxford, RParis and Oxford5k, plain for the rest.
-        at: the K of mp@K.
+        cutoffs: the K of mp@K.
         metrics: some of those that the ground truth gives, by default all.
         baselines: `random`: standard normal vectors in place of the features (Walmer et
             al. 2023, B.3), one draw for each number of channels.
@@ -161,8 +161,8 @@ def run(
     """
     parsed_truth, truth_description = _read_truth_option(truth)
     form = _average_precision_form(parsed_truth, form)
-    if min(at, default=1) < 1:
-        raise VitseeError(f"precision at {min(at)} was asked for; expected 1 or more")
+    if min(cutoffs, default=1) < 1:
+        raise VitseeError(f"precision at {min(cutoffs)} was asked for; expected 1 or more")
     if parsed_truth is not None and execution.images is not None:
         raise VitseeError(
             f"--images would leave out images that {parsed_truth.source} names; it goes with "
@@ -190,7 +190,7 @@ def run(
         search = replace(search, remarks=(*search.remarks, *remarks_on_ids))
         searches.append(search)
     plans = [
-        Plan.from_search(search, chosen_sites, tokens, form=form, ks=at, seed=seed)
+        Plan.from_search(search, chosen_sites, tokens, form=form, ks=cutoffs, seed=seed)
         for search, chosen_sites in zip(searches, selected.chosen, strict=True)
     ]
     if metrics:

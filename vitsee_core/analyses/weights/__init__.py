@@ -88,7 +88,7 @@ def run(
     *sources: Store | LoadedModel,
     what: Sequence[str] = (),
     components: int = 28,
-    every: int | None = None,
+    query_stride: int | None = None,
 ) -> Table:
     """Return a table of a model's input weights: a row per component (its `variance_share`, and
     `variance_cumulative` with all before it), per weight of a component or of a filter, and per
@@ -103,7 +103,7 @@ def run(
         sources: open stores, or models on the CPU. What a source lacks is said on stderr.
         what: some of `WHAT`; by default all that the model has, filters if they are few.
         components: the number of components whose weights are in the table.
-        every: take every n-th row and column of queries, centred on the grid; by default the
+        query_stride: take every n-th row and column of queries, centred on the grid; by default the
             smallest n that gives few enough rows.
 
     Raises:
@@ -141,7 +141,9 @@ def run(
     notes = {}
     for label, input_weights in by_label.items():
         prefix = f"{label}: " if len(by_label) > 1 else ""
-        rows, notes[label] = _source_rows(input_weights, what, components, every, prefix)
+        rows, notes[label] = _source_rows(
+            input_weights, what, components, query_stride, prefix
+        )
         blocks += rows
     columns = {
         name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS
@@ -176,7 +178,7 @@ def _source_rows(
     input_weights: InputWeights,
     what: Sequence[str],
     components: int,
-    every: int | None,
+    query_stride: int | None,
     prefix: str,
 ) -> tuple[list[dict[str, NDArray[Any]]], dict[str, Any]]:
     """Return one source's rows and notes; remarks that are logged begin with `prefix`."""
@@ -205,7 +207,9 @@ def _source_rows(
     if (positions := input_weights.arrays.get(POSITIONS)) is not None and (
         not what or "positions" in what
     ):
-        step = every if every is not None else _query_step(positions.shape[:2])
+        step = (
+            query_stride if query_stride is not None else _query_step(positions.shape[:2])
+        )
         if step > 1:
             log.info(
                 "%sposition embeddings: cosines of one row and column in %d with all",
