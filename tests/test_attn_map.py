@@ -295,7 +295,10 @@ def test_refusals(tmp_path: Path) -> None:
         ({"kind": "mean-cls", "image": ["0"]}, "and not both"),
         ({"kind": "cls"}, "no kind 'cls'; kinds of attn-map: mean-cls"),
         ({"kind": "mean-cls", "coverage": True}, "coverage corrects aligned maps only"),
-        ({"kind": "mean-cls", "residual": False}, "only the kind rollout goes without"),
+        (
+            {"kind": "mean-cls", "rollout_residual": False},
+            "only the kind rollout goes without",
+        ),
         ({"kind": "mean-cls", "query": [(0, 0)]}, "name an --image"),
         ({"kind": "rollout", "sites": ["blocks.0"]}, "through all blocks"),
         ({"image": ["0"], "coverage": True}, "aligned maps only, not single images"),

@@ -293,7 +293,7 @@ def test_choices_that_do_not_exist(store: Store, tmp_path: Path) -> None:
         run(pairs=folder)
     pair = annotation()
     del pair["occlusion"]
-    line = one_line(store, write_pairs(tmp_path / "t", [pair]), "--by", "occlusion")
+    line = one_line(store, write_pairs(tmp_path / "t", [pair]), "--by-group", "occlusion")
     assert line.endswith("has no occlusion; leave out --by-group occlusion")
 
 
@@ -381,7 +381,7 @@ def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
         csv_file,
         "--png",
         png,
-        "--by",
+        "--by-group",
         "class",
         "--replicates",
     ]

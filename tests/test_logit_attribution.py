@@ -226,7 +226,7 @@ def test_heads_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
     """One head: the projection of what it gave, the others' set to 0. All with the projection's
     bias: the attention."""
     store, model = slow
-    table = run(store, heads=True, classes=("0",), raw=True)
+    table = run(store, by_head=True, classes=("0",), raw=True)
     for i in range(6):
         rows = having(table, site=f"blocks.{i}.attn")
         inner = rows.filter(pl.col("part") != "attn")
@@ -476,7 +476,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     )
     words = [f"transformers:{tmp_path / 'vit'}", "--sites", "heads"]
     store = store_of(tmp_path, *words)
-    table = run(store, heads=True, origin=Provenance(trust=True))
+    table = run(store, by_head=True, origin=Provenance(trust=True))
     assert table.notes["residue"]["a"]["largest"] < 1e-5
     assert (table["part"] == "head").sum() == 6
 
@@ -525,9 +525,9 @@ def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) ->
     ):
         run(open_store(tmp_path / "no.zarr"))
     with pytest.raises(MissingInput, match=r"lacks blocks.0.attn.heads: extract with"):
-        run(stores["mean, then norm"], heads=True)
+        run(stores["mean, then norm"], by_head=True)
     with pytest.raises(MissingInput, match="has no attention among its branches"):
-        run(stores["last stage of a CNN"], heads=True)
+        run(stores["last stage of a CNN"], by_head=True)
     # pooled alone is not enough where tokens are normalised one by one
     args = words_of(FAMILIES["norm, then mean"][1])
     (tmp_path / "elsewhere").rename(tmp_path / "images")

@@ -54,6 +54,7 @@ EXCEPTIONS = {
     ("cka-heads", "--precision"): "of GPUs: tests/test_precision.py",
     ("cluster", "--void"): "three categories: tests/test_segment_masks.py",
     ("cluster", "--preset"): "80 clusters of segments: tests/test_segment_accuracy.py",
+    ("dense-probe", "--void"): "plain masks: tests/test_dense_probe.py",
     ("erf", "--images"): "whole slabs: tests/test_erf.py",
     ("erf", "--seed"): "whole slabs: tests/test_erf.py",
     ("head-types", "--strict"): PLANTED,
@@ -153,7 +154,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
                 "vit.zarr --kind aligned",
                 "vit.zarr --kind aligned --coverage",
             ),
-            "--residual": (
+            "--rollout-residual": (
                 "vit.zarr --kind rollout",
                 "vit.zarr --kind rollout --no-rollout-residual",
             ),
@@ -419,7 +420,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
     "logit-attribution": (
         "vit.zarr",
         {
-            "--heads": "--heads",
+            "--by-head": "--by-head",
             "--target": ("vit.zarr --class 1", "vit.zarr --target predicted"),
             "--by-class": "--by-class",
             "--class": "--class 3",
@@ -616,7 +617,7 @@ EFFECTS: dict[str, tuple[str, Lines]] = {
         {
             "--what": "--what positions",
             "--components": "--components 3",
-            "--every": (
+            "--query-stride": (
                 "test_vit --random-init 0 --what positions",
                 "test_vit --random-init 0 --what positions --query-stride 3",
             ),

@@ -395,8 +395,8 @@ def test_settings_reach_the_sidecar(demo: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
     assert notes["settings"] == {
-        "context": 7, "radius": None, "radius_px": 64.0, "window": "circle", "top": 7,
-        "temperature": 0.2, "seeds": "nearest", "upsample": "nearest",
+        "context": 7, "radius": None, "radius_px": 64.0, "neighbourhood": "circle", "topk": 7,
+        "temperature": 0.2, "first_labels": "nearest", "upsample": "nearest",
     }  # fmt: skip
     assert notes["preset"].startswith("dinov3: ")
     assert unique(Table.read(tmp_path / "r.csv"), "site") == ["norm"]

@@ -335,9 +335,12 @@ def test_settings_of_presets() -> None:
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        ({"window": "hexagon"}, "no window 'hexagon'; expected square or circle"),
+        (
+            {"neighbourhood": "hexagon"},
+            "no neighbourhood 'hexagon'; expected square or circle",
+        ),
         ({"context": -1}, "context is -1; expected at least 0"),
-        ({"top": 0}, "top is 0; expected at least 1"),
+        ({"topk": 0}, "topk is 0; expected at least 1"),
         ({"radius": -2.0}, "the radius is -2; expected 0 or more"),
         ({"radius_px": float("nan")}, "the radius is nan"),
         ({"temperature": 0.0}, "the temperature is 0; expected a number above 0"),
