@@ -162,7 +162,9 @@ def run(
     parsed_truth, truth_description = _read_truth_option(truth)
     form = _average_precision_form(parsed_truth, form)
     if min(cutoffs, default=1) < 1:
-        raise VitseeError(f"precision at {min(cutoffs)} was asked for; expected 1 or more")
+        raise VitseeError(
+            f"precision at {min(cutoffs)} was asked for; expected 1 or more"
+        )
     if parsed_truth is not None and execution.images is not None:
         raise VitseeError(
             f"--images would leave out images that {parsed_truth.source} names; it goes with "
