@@ -409,12 +409,12 @@ def test_an_archive_with_more_than_tensors_is_refused(
 
 
 def test_advice_of_timm_s_configuration_is_passed_on() -> None:
-    from vitsee_core.models.sources.timm import _record
+    from vitsee_core.models.sources.timm import _pretrained_name
 
     advice = "natively QuickGELU, use quickgelu model variant for original results"
     for name, said in ((CLIP, [advice]), (CLIP.replace("_224", "_quickgelu_224"), None)):
         module = made(f"{name}.openai")
-        record = _record(module, name)
+        record = _pretrained_name(module, name)
         assert record.get("notes") == said
         model = LoadedModel(name, module, (3, 32, 32), {}, record, name)
         lines = [f"{record['pretrained']}: {advice}"] if said else []

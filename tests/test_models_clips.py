@@ -527,7 +527,9 @@ def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path)
     sizes = {"size": {"shortest_edge": 37}, "crop_size": {"height": SIDE, "width": SIDE}}
     processor = processor_kind(**sizes)
     processor.save_pretrained(tmp_path)
-    assert not Processor(processor, name).cuts  # a clip of one frame is no image in tiles
+    assert not Processor(
+        processor, name
+    ).cuts_tiles  # a clip of one frame is no image in tiles
     model = load_model(f"transformers:{tmp_path}")
     frames = frames_of(model.module)
     assert frames is not None

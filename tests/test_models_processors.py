@@ -25,7 +25,8 @@ from vitsee_core.images.transform import crop_corner, make_recipe, normalise
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Pictures, model_of
-from vitsee_core.models.sources.processors import Processor, processor_config
+from vitsee_core.models.sources.processor_record import processor_config
+from vitsee_core.models.sources.processors import Processor
 from vitsee_core.truth.masks.mask_truth import mask_recipe
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError

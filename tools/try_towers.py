@@ -183,7 +183,7 @@ def plain(model: LoadedModel) -> nn.Module:
     """The module as its library makes it, with the same weights."""
     size = model.input_size[1:]
     wanted = {**model.model_args, "img_size": size}
-    module = source_of(model.name).make(pretrained=False, seed=1, wanted=wanted)
+    module = source_of(model.name).make(pretrained=False, seed=1, arguments=wanted)
     module.load_state_dict(model.module.state_dict())
     return module.eval()
 

@@ -45,7 +45,7 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.processors import canvas_transform
+from vitsee_core.models.sources.native_sizes import canvas_transform
 from vitsee_core.models.tokens.clips import frames_of
 from vitsee_core.models.tokens.towers import PART, packing_of
 from vitsee_core.runtime.machine import plural

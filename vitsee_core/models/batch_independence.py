@@ -336,9 +336,9 @@ def changing(module: nn.Module, images: Tensor) -> str | None:
     if where is None:
         return None
     return (
-        f"changes from run to run, first in {where}: dropout, noise or sampling that stays on, or "
-        "a count of its calls; expected a model in evaluation mode, which gives the same for the "
-        "same image"
+        f"changes from run to run, first in {where}: dropout, noise or sampling that "
+        "stays on, or a count of its calls; expected a model in evaluation mode, which "
+        "gives the same for the same image"
     )
 
 

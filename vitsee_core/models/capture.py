@@ -131,8 +131,8 @@ class Hooks:
             n_calls = self.counts[side]
             if n_calls != n_expected:
                 raise CaptureError(
-                    f"{name}: module {side.module or 'root'} was called {n_calls} times in "
-                    f"one forward pass, expected {n_expected}"
+                    f"{name}: module {side.module or 'root'} was called {n_calls} times "
+                    f"in one forward pass, expected {n_expected}"
                 )
 
     def to_grid_order(self, side: ModuleSide, x: Tensor) -> Tensor:
@@ -273,7 +273,8 @@ class Capture:
             n_calls = self._n_attention_calls[block.name]
             if n_calls != 1:
                 raise CaptureError(
-                    f"{block.name}: {n_calls} attention calls in one forward pass, expected 1"
+                    f"{block.name}: {n_calls} attention calls in one forward pass, "
+                    f"expected 1"
                 )
         return output
 
@@ -339,7 +340,8 @@ class Capture:
         """Raise CaptureError unless the first dimension of a site's tensor is the batch."""
         if len(x) != self.hooks.n_images:
             raise CaptureError(
-                f"{name}: first dimension {len(x)} for a batch of {self.hooks.n_images} images"
+                f"{name}: first dimension {len(x)} for a batch of {self.hooks.n_images} "
+                f"images"
             )
 
     def _begin_attention(self, block: AttentionBlock, *_hook_args: Any) -> None:
@@ -372,13 +374,13 @@ class Capture:
         expected = (self.hooks.n_images, block.n_heads, block.layout.n_tokens)
         if event.call is None or event.query != expected or event.n_keys != expected[2]:
             raise CaptureError(
-                f"{block.name}: attention of sizes {event.query} x {event.n_keys}, expected "
-                f"{expected} x {expected[2]}"
+                f"{block.name}: attention of sizes {event.query} x {event.n_keys}, "
+                f"expected {expected} x {expected[2]}"
             )
         if event.window != block.window:
             raise CaptureError(
-                f"{block.name}: attention within windows of {event.window} cells, expected "
-                f"{block.window}"
+                f"{block.name}: attention within windows of {event.window} cells, "
+                f"expected {block.window}"
             )
         self._n_attention_calls[block.name] += 1
         self._observer.attention(block, event.call)

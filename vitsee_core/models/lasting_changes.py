@@ -71,8 +71,8 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     for name in sublayers:
         if table.residuals[name].witness is not None:
             raise ModelError(
-                f"{option_by_sublayer[name]} {name} cannot be done in {model.name}: its branch is "
-                "scaled outside of any module before it is added"
+                f"{option_by_sublayer[name]} {name} cannot be done in {model.name}: its "
+                "branch is scaled outside of any module before it is added"
             )
     branch_outputs = [
         table.points[table.residuals[name].branch].hook_points[0] for name in sublayers
@@ -92,7 +92,8 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
                 block, "without its skip the block is no longer read"
             )
             raise ModelError(
-                f"{option_by_sublayer[name]} {name} cannot be done in {model.name}: {reason}"
+                f"{option_by_sublayer[name]} {name} cannot be done in {model.name}: "
+                f"{reason}"
             )
 
 
@@ -136,8 +137,8 @@ def _named_sublayers(
         raise ModelError(f"{option} {text}: {model.name} has {table.residual_refusal}")
     names = abbreviate(list(sublayers_by_name), MAX_NAMES_SHOWN)
     raise ModelError(
-        f"{option} {text}: {model.name} has no residual block or sublayer of this name whose "
-        f"skip is known; there are: {names} (run: vitsee sites {model.name})"
+        f"{option} {text}: {model.name} has no residual block or sublayer of this name "
+        f"whose skip is known; there are: {names} (run: vitsee sites {model.name})"
     )
 
 
@@ -270,7 +271,8 @@ def _modules_behind_blocks(observed: Survey, problem: str) -> list[str]:
     ]
     if not outer or any(len(trace.calls[name]) > 1 for name in outer):
         raise ModelError(
-            f"{problem}: no module, such as a final norm, takes the output of {last} as it is"
+            f"{problem}: no module, such as a final norm, takes the output of {last} as "
+            f"it is"
         )
     return outer
 

@@ -225,7 +225,7 @@ def _make_module(
     module = source.make(
         pretrained=options.checkpoint is None and seed is None,
         seed=seed or 0,
-        wanted=arguments,
+        arguments=arguments,
         foreign=options.foreign is not None,
     )
     require_plain_tensors(module, source.name)
@@ -233,8 +233,8 @@ def _make_module(
         return module
     if not source.depends_on_seed(module, options.random_init, arguments):
         raise ModelError(
-            f"{source.name} gives the same weights for every seed; expected random ones: give "
-            "its function a parameter 'pretrained', which is False for them"
+            f"{source.name} gives the same weights for every seed; expected random ones: "
+            "give its function a parameter 'pretrained', which is False for them"
         )
     return module
 
@@ -365,13 +365,13 @@ def _apply_lasting_changes(model: LoadedModel, ablate_skip: Sequence[str]) -> Lo
         ablate_skips(model, ablate_skip)
     if model.interventions and packing_of(model.module) is not None:
         raise ModelError(
-            f"{model.name} takes the patches of all images packed, where interventions do not "
-            "reach; expected none, or a model whose images lie in a batch"
+            f"{model.name} takes the patches of all images packed, where interventions "
+            "do not reach; expected none, or a model whose images lie in a batch"
         )
     if model.interventions and frames_of(model.module) is not None:
         raise ModelError(
-            f"{model.name} takes clips, of which interventions do not know the tokens' places; "
-            "expected none, or a model of images"
+            f"{model.name} takes clips, of which interventions do not know the tokens' "
+            "places; expected none, or a model of images"
         )
     for intervention in model.interventions:
         if isinstance(intervention, Registers):
@@ -419,8 +419,8 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
     )
     if random_init is not None and asks_to_resample:
         raise ModelError(
-            "--weights-size and --resample-patches are about trained weights, which --random-init "
-            "does not read; leave them out"
+            "--weights-size and --resample-patches are about trained weights, which "
+            "--random-init does not read; leave them out"
         )
     if checkpoint_key is not None and checkpoint is None:
         raise ModelError(

@@ -39,8 +39,8 @@ def require_plain_tensors(module: nn.Module, name: str) -> None:
             layer = key.partition(PACKED)[0]
             raise ModelError(
                 f"{name}: {layer} keeps a {type(value).__name__} in place of a weight, as "
-                "quantised layers do that pack theirs; expected the model as it was before it was "
-                "quantised"
+                "quantised layers do that pack theirs; expected the model as it was "
+                "before it was quantised"
             )
 
 
@@ -95,8 +95,8 @@ def _constant(layer: nn.Module, key: str, name: str) -> Tensor:
         again: Tensor = getattr(layer, key)
     if not value.is_meta and not torch.equal(value.nan_to_num(), again.nan_to_num()):
         raise ModelError(
-            f"the parametrization of {name} changes from run to run: noise, dropout or a power "
-            "iteration that stays on; expected a model in evaluation mode"
+            f"the parametrization of {name} changes from run to run: noise, dropout or a "
+            "power iteration that stays on; expected a model in evaluation mode"
         )
     return value
 

@@ -69,8 +69,9 @@ class Provenance:
     trust: Annotated[
         bool,
         Option(
-            "For your own store: take its model from the folder or the hub that it names.  "
-            "[default: only timm's models and files that this machine has, no network]",
+            "For your own store: take its model from the folder or the hub that it "
+            "names.  [default: only timm's models and files that this machine has, no "
+            "network]",
             "--trust-store",
         ),
     ] = False
@@ -140,13 +141,13 @@ def model_of(
     weights, (_, *size) = record["weights"], record["input_size"]
     if canvas is not None and canvas.tiles is not None:
         raise MissingInput(
-            f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} pixels, and "
-            "nothing is recomputed on tiles; extract anew without --tiles"
+            f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} "
+            "pixels, and nothing is recomputed on tiles; extract anew without --tiles"
         )
     if canvas is not None and canvas.own_grids:
         raise MissingInput(
-            f"{store.label} was made of images of several sizes at native resolution, and nothing "
-            "is recomputed on them; extract anew without --native"
+            f"{store.label} was made of images of several sizes at native resolution, "
+            "and nothing is recomputed on them; extract anew without --native"
         )
     if not trust:
         _check_size(store, (size[0], size[1]))
@@ -157,8 +158,8 @@ def model_of(
         )
     if weights.get("source") == "module":
         raise MissingInput(
-            f"{store.label} was made in Python from a torch module, which no store brings back; "
-            "extract it again with what is needed"
+            f"{store.label} was made in Python from a torch module, which no store "
+            "brings back; extract it again with what is needed"
         )
     info = store.manifest.info
     made_in = Path(info.get("data_folder", "."))
@@ -198,8 +199,8 @@ def model_of(
     if model.weights["sha256"] != weights["sha256"]:
         raise VitseeError(
             f"{model.name} now has other weights ({model.weights['sha256'][:12]}) than "
-            f"{store.label} was made with ({weights['sha256'][:12]}); name the file of those with "
-            "--checkpoint, or extract anew"
+            f"{store.label} was made with ({weights['sha256'][:12]}); name the file of "
+            "those with --checkpoint, or extract anew"
         )
     return model
 
@@ -250,15 +251,15 @@ def _check_size(store: Store, size: tuple[int, int]) -> None:
         covered = max(grid[axis] * stride_px[axis] for grid, stride_px in cells)
         if size[axis] > 2 * covered:
             raise MissingInput(
-                f"{store.label} says that its input has {size[0]} x {size[1]} pixels, and its "
-                f"sites cover {covered:g} of {size[axis]}; extract it anew"
+                f"{store.label} says that its input has {size[0]} x {size[1]} pixels, "
+                f"and its sites cover {covered:g} of {size[axis]}; extract it anew"
             )
     need = PIXEL_BYTES * size[0] * size[1]
     memory = memory_bytes()
     if need > memory:
         raise MissingInput(
-            f"{store.label} was made of {size[0]} x {size[1]} pixels: its model takes about "
-            f"{human_bytes(need)}, this machine has {human_bytes(memory)}"
+            f"{store.label} was made of {size[0]} x {size[1]} pixels: its model takes "
+            f"about {human_bytes(need)}, this machine has {human_bytes(memory)}"
         )
 
 
@@ -330,8 +331,8 @@ class Pictures:
                 found = hashlib.sha256(self(rows).tobytes()).hexdigest()
                 if found != self._store.manifest.info.get("first_images_sha256"):
                     raise VitseeError(
-                        f"the images of {self._store.label} come out with other pixels here than "
-                        "then (by another version of Pillow or timm)"
+                        f"the images of {self._store.label} come out with other pixels "
+                        "here than then (by another version of Pillow or timm)"
                     )
                 return
 
@@ -355,8 +356,8 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
         is_url(text := str(options["data"])) or text.startswith("hfds/")
     ):
         raise MissingInput(
-            f"{store.label} was made from {text[:80]}, which a store may not open by itself (name "
-            "it, or where its images are now, with --data)"
+            f"{store.label} was made from {text[:80]}, which a store may not open by "
+            "itself (name it, or where its images are now, with --data)"
         )
     text = (
         data if data is not None else placed(options["data"], Path(info["data_folder"]))
@@ -370,8 +371,8 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
         return open_source(text, split=options["split"], clips=clips, exif=exif, **own)
     except VitseeError as error:
         raise VitseeError(
-            f"the images of {store.label} cannot be read again: {error} (name where they are now "
-            "with --data)"
+            f"the images of {store.label} cannot be read again: {error} (name where they "
+            "are now with --data)"
         ) from None
 
 

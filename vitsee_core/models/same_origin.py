@@ -101,8 +101,8 @@ def first_images(
             examples = "clips"
             expected = "videos or frames that FFmpeg and Pillow open"
         raise VitseeError(
-            f"none of the first {batch.rows.stop} {examples} can be read (the last: {name}: "
-            f"{reason}); expected {expected}"
+            f"none of the first {batch.rows.stop} {examples} can be read (the last: "
+            f"{name}: {reason}); expected {expected}"
         )
     wanted = batch.valid
     if recorded:
@@ -142,16 +142,17 @@ def check_same_images(
             other.append(f"{ids[row]}{'' if found else ' (cannot be read)'}")
     if other:
         raise IdentityMismatch(
-            f"{writer.place} was made from other images of the same names: {abbreviate(other)} in "
-            f"{selection.source.name}, {len(other)} of {len(expected)} compared (give the data "
-            "that it was made from, choose another -o, or start anew with --force)"
+            f"{writer.place} was made from other images of the same names: "
+            f"{abbreviate(other)} in {selection.source.name}, {len(other)} of "
+            f"{len(expected)} compared (give the data that it was made from, choose "
+            f"another -o, or start anew with --force)"
         )
     made = info.get("first_images_sha256")
     if made is not None and made != first.record()["first_images_sha256"]:
         raise IdentityMismatch(
             f"{writer.place}: the same image files come out with other pixels here: "
-            f"{_other_versions(info.get('versions', {}))} (go on with the versions that the store "
-            "was begun with, choose another -o, or start anew with --force)"
+            f"{_other_versions(info.get('versions', {}))} (go on with the versions that "
+            "the store was begun with, choose another -o, or start anew with --force)"
         )
 
 
@@ -258,7 +259,8 @@ def check_reproduced(
         )
         if not error <= tolerance:
             raise IdentityMismatch(
-                f"{model.name} does not give what {store.place} has of {site.name} on the first "
-                f"images: {error:.2g} of its length apart, expected at most {tolerance:g} (grow it "
-                "with the model, the precision and the libraries that made it)"
+                f"{model.name} does not give what {store.place} has of {site.name} on "
+                f"the first images: {error:.2g} of its length apart, expected at most "
+                f"{tolerance:g} (grow it with the model, the precision and the libraries "
+                f"that made it)"
             )

@@ -129,7 +129,8 @@ class _SiteExaminer(AttentionProof):
         self.fingerprints.branch(sublayer, z, f)
         if z.shape != f.shape:
             raise CaptureError(
-                f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} differ"
+                f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} "
+                f"differ"
             )
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
@@ -274,8 +275,8 @@ def self_check(
     attention_names = [block.name for block in attention]
     for name, gap in beyond(examiner.errors, attention_names, allowed).items():
         check.failures.append(
-            f"{name}: attention times values is not what the block uses next (relative difference "
-            f"{gap:.3g}, allowed {allowed:.3g})"
+            f"{name}: attention times values is not what the block uses next (relative "
+            f"difference {gap:.3g}, allowed {allowed:.3g})"
         )
     check.figures["sums"] = _largest_error(sum_proof.errors)
     check.figures["aliases"] = _largest_error(alias_proof.errors)
@@ -313,12 +314,13 @@ def _judge_sums(
         residual = table.residuals[name]
         if residual.witness is None:
             check.failures.append(
-                f"{residual.formula} is not {residual.total} ({roundings:.3g} roundings apart)"
+                f"{residual.formula} is not {residual.total} ({roundings:.3g} roundings "
+                f"apart)"
             )
         else:
             check.left_out[name] = (
-                f"what it adds is not the output of {residual.witness.module}, nor that times a "
-                f"factor per channel ({roundings:.3g} roundings apart)"
+                f"what it adds is not the output of {residual.witness.module}, nor that "
+                f"times a factor per channel ({roundings:.3g} roundings apart)"
             )
 
 
@@ -404,8 +406,9 @@ def _dependence_failure(
         error = dependence.error
     return (
         f"features of an image depend on the other images of its batch, first in {where} "
-        f"(relative difference {error:.2g}): normalisation, centring or attention over the batch; "
-        "expected a model in evaluation mode, which gives the same for an image in every batch"
+        f"(relative difference {error:.2g}): normalisation, centring or attention over "
+        "the batch; expected a model in evaluation mode, which gives the same for an "
+        "image in every batch"
     )
 
 
@@ -485,7 +488,8 @@ def _judge_values(
         if dtype == "float16" and largest > FLOAT16_MAX:
             dtype = "float32"
             check.notes.append(
-                f"{name} is stored in float32: its largest value {largest:.4g} exceeds float16"
+                f"{name} is stored in float32: its largest value {largest:.4g} exceeds "
+                f"float16"
             )
         elif dtype == "float16" and loses_tokens:
             dtype = "float32"
@@ -500,8 +504,8 @@ def _judge_values(
     if underflowed:
         stored_as = "is" if len(underflowed) == 1 else "are"
         check.notes.append(
-            f"{abbreviate(underflowed)} {stored_as} stored in float32: values so small lose "
-            "digits or become 0 in float16"
+            f"{abbreviate(underflowed)} {stored_as} stored in float32: values so small "
+            "lose digits or become 0 in float16"
         )
     if examiner.broken:
         check.finite = False

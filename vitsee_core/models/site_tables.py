@@ -199,9 +199,9 @@ def _orders_of_size(
     if missing:
         rows, cols = model.input_size[1:]
         raise ModelError(
-            f"{model.name}: of images of {size[1]} x {size[0]} pixels the order of tokens at "
-            f"{missing[0].module or 'its output'} is not found, as it is of {cols} x {rows}; leave "
-            "such images out (--only), or leave out --native"
+            f"{model.name}: of images of {size[1]} x {size[0]} pixels the order of "
+            f"tokens at {missing[0].module or 'its output'} is not found, as it is of "
+            f"{cols} x {rows}; leave such images out (--only), or leave out --native"
         )
     return {side: order for side, order in orders.items() if order is not None}
 

@@ -134,7 +134,7 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     args = dict(options.get("model_args") or {})
     wanted = model_arguments(args, options.get("img_size"))
     with Unfilled():
-        module = source.make(pretrained=False, seed=0, wanted=wanted)
+        module = source.make(pretrained=False, seed=0, arguments=wanted)
     module.eval().float().requires_grad_(False)
     without_parametrizations(module)
     fill(module)

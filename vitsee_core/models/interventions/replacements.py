@@ -112,7 +112,8 @@ def places_of(word: str, layout: TokenLayout, what: str) -> Places:
             else "no prefix tokens"
         )
         raise ModelError(
-            f"{what}: there are no tokens {word!r}; there are {prefix} and {_patches(layout)}"
+            f"{what}: there are no tokens {word!r}; there are {prefix} and "
+            f"{_patches(layout)}"
         )
     return found
 
@@ -243,8 +244,8 @@ def check_base(store: Store, identity: Mapping[str, Any], kind: str, what: str) 
     found = next((words for words, there in differs.items() if there), None)
     if found is not None:
         raise ModelError(
-            f"{what}: {store.label} has {found}; expected a plain extraction with this model and "
-            f"transform{', of these images' if kind == 'shuffle' else ''}"
+            f"{what}: {store.label} has {found}; expected a plain extraction with this "
+            f"model and transform{', of these images' if kind == 'shuffle' else ''}"
         )
 
 
@@ -335,8 +336,9 @@ def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
     outliers = [x > above for x in norms]
     if not any(x.any() for x in outliers):
         raise ModelError(
-            f"no patch of {site} in {store.label} has an outlying norm, above {above:.4g}; "
-            f"expected a site with outliers (run: vitsee norms {store.label}.zarr)"
+            f"no patch of {site} in {store.label} has an outlying norm, above "
+            f"{above:.4g}; expected a site with outliers (run: vitsee norms "
+            f"{store.label}.zarr)"
         )
     return outliers
 

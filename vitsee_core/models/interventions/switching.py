@@ -179,7 +179,8 @@ class Switch:
             name = self.name
             there = (
                 f"{name} has no such block with token-to-token attention; there are: "
-                f"{abbreviate([block.name for block in served], SHOWN)} (run: vitsee sites {name})"
+                f"{abbreviate([block.name for block in served], SHOWN)} (run: vitsee "
+                f"sites {name})"
             )
             raise ModelError(f"{said}: {reason or there}") from None
         return [block for block in served if block.name in found]
@@ -193,7 +194,8 @@ class Switch:
         site = self.table[name]
         if one.heads[-1] >= block.n_heads:
             raise ModelError(
-                f"{said}: {block.name} has the heads 0 to {block.n_heads - 1}, not {one.heads[-1]}"
+                f"{said}: {block.name} has the heads 0 to {block.n_heads - 1}, not "
+                f"{one.heads[-1]}"
             )
         channels = np.arange(site.dim).reshape(block.n_heads, -1)[list(one.heads)].ravel()
         tokens = TokenChoice(block.layout, np.arange(block.layout.n_tokens))

@@ -184,8 +184,8 @@ def _capture_refusal(
         return f"{len(calls)} attention calls in one block"
     if event.mixed and not event.over_last:
         return (
-            "the softmax is not over the last axis of its argument, and the values are not "
-            "multiplied with it along the axis that it is over"
+            "the softmax is not over the last axis of its argument, and the values are "
+            "not multiplied with it along the axis that it is over"
         )
     if event.mixed:
         return "the values are not multiplied by the softmax as it is (heads mixed after it, say)"

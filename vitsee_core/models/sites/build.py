@@ -67,8 +67,8 @@ class TableBuilder:
         self.index = {name: i for i, name in enumerate(self.modules)}
         self.names = survey.names
         self.repeated = [
-            f"{path} runs {n_runs} times in one forward pass, and depths that share a block have "
-            "no site"
+            f"{path} runs {n_runs} times in one forward pass, and depths that share a "
+            "block have no site"
             for path, n_runs in repeated_blocks(model, self.trace, self.blocks).items()
         ]
         self.inputs = block_inputs(self.trace, self.blocks)
@@ -84,8 +84,9 @@ class TableBuilder:
                 added = branch_modules(model, path, self.trace)
                 if len(added) > MOST_BRANCHES:
                     self.left_out[f"{self.names[path]} residual"] = (
-                        f"it adds {len(added)} branches to its stream ({', '.join(added)}), and "
-                        "residual sites are of blocks that add one or two"
+                        f"it adds {len(added)} branches to its stream "
+                        f"({', '.join(added)}), and residual sites are of blocks that "
+                        f"add one or two"
                     )
 
     def build(self) -> SiteTable:

@@ -7,10 +7,12 @@ A source's module, and the library behind it, is imported when one of its names 
     timm, timm_create     timm's models, the demo's among them; how they are made
     tagged                torchvision's and open_clip's
     python_file           a user's own file, and repositories with a hubconf.py; `several_modules`
-                          which of the networks that these give
-    transformers          those of transformers: `transformers_classes` which there are, one part of
-                          a model and its weights; `transformers_inputs` how images go in;
-                          `processors` their image processors
+                          chooses among the networks that these return
+    transformers          those of transformers: `transformers_checkpoint` reads what a name points
+                          to, `transformers_classes` makes classes and reads a tower's weights,
+                          `transformers_inputs` lets images go in
+    processors            image processors of transformers: `processor_record` reads what they say,
+                          `native_sizes` finds their sizes at native resolution
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitsee_core.models.sources.base import Source
 
-# What a name begins with -> the module and the class of its source.
+# Beginning of a name -> (module, class) of its source.
 _PREFIXES = {
     "demo:": ("timm", "DemoSource"),
     "torchvision:": ("tagged", "TorchvisionSource"),

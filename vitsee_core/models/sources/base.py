@@ -88,7 +88,8 @@ class Source(ABC):
             )
         if choices.processor not in (None, *BACKENDS):
             raise ModelError(
-                f"--processor is {choices.processor!r}; expected one of: {', '.join(BACKENDS)}"
+                f"--processor is {choices.processor!r}; expected one of: "
+                f"{', '.join(BACKENDS)}"
             )
         if choices.transform is not None and choices.processor is not None:
             raise ModelError(
@@ -101,14 +102,15 @@ class Source(ABC):
             "--trust-remote-code": choices.trust_remote_code,
             "--native": choices.native,
         }
-        for option, given in is_given.items():
-            if given:
+        for option, is_set in is_given.items():
+            if is_set:
                 raise ModelError(
-                    f"{option} is for models of transformers, and {self.name} is none; leave it out"
+                    f"{option} is for models of transformers, and {self.name} is none; "
+                    "leave it out"
                 )
 
     def check_arguments(self, args: Mapping[str, Any]) -> None:
-        """Raise ModelError if an argument chooses what to load, which an option of its own does."""
+        """Raise ModelError if an argument chooses what to load, for which there is an option."""
         return
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
@@ -158,7 +160,7 @@ class Source(ABC):
         *,
         pretrained: bool,
         seed: int,
-        wanted: dict[str, Any],
+        arguments: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
         """Return the module.
@@ -166,8 +168,8 @@ class Source(ABC):
         Args:
             pretrained: whether it gets its own weights, or random ones.
             seed: the seed of all that is random.
-            wanted: its arguments; `img_size`, (rows, cols), among them is dropped by a model that
-                takes any size.
+            arguments: keywords of what builds it; `img_size`, (rows, cols), among them is dropped
+                by a model that takes any size.
             foreign: whether name and arguments are a stranger's: then the network is not asked,
                 and a model larger than the memory is not made.
 
@@ -177,24 +179,27 @@ class Source(ABC):
         """
 
     def depends_on_seed(
-        self, module: nn.Module, seed: int, wanted: dict[str, Any]
+        self, module: nn.Module, seed: int, arguments: dict[str, Any]
     ) -> bool:
         """Return whether another seed would give other random weights than the module has."""
         return True
 
-    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
+    def without_weights(self, arguments: dict[str, Any]) -> nn.Module:
         """Return the module on torch's meta device, where nothing is computed and no memory taken;
         with random weights if it cannot be made there.
 
-        wanted: as in `make`, whose errors it raises.
+        arguments: as in `make`.
+
+        Raises:
+            ModelError: as `make`.
         """
         try:
             with meta_device():
-                return self.make(pretrained=False, seed=0, wanted=wanted)
+                return self.make(pretrained=False, seed=0, arguments=arguments)
         except ModelError as error:
             # What computes with tensors while it is made (torchvision's RegNets their widths).
             if isinstance(error.__cause__, NotImplementedError):
-                return self.make(pretrained=False, seed=0, wanted=wanted)
+                return self.make(pretrained=False, seed=0, arguments=arguments)
             raise
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
@@ -225,15 +230,15 @@ class Source(ABC):
         self,
         module: nn.Module,
         img_size: tuple[int, int] | None,
-        given: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return how images are prepared: input_size (channels, rows, cols), interpolation,
         crop_pct, crop_mode, mean, std.
 
         Args:
             module: the module that `make` returned.
-            img_size: (rows, cols) in place of its own.
-            given: the same settings, and `fill`, in place of its own; None for those to keep.
+            img_size: (rows, cols) in place of the model's.
+            settings: the user's values of the same entries, and of `fill`; None for those to keep.
 
         Raises:
             ModelError: values that are not settings.
@@ -248,13 +253,13 @@ class Source(ABC):
         return None
 
     def pretrained_record(
-        self, module: nn.Module, wanted: dict[str, Any]
+        self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the record of the model's own weights, `LoadedModel.weights`: `source`,
         `pretrained`, and how they were fitted to these arguments."""
         return {"source": "pretrained"}
 
-    def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    def assumed(self, module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the settings that neither a checkpoint's file nor its caller states, without
         preprocessing."""
         return {}
@@ -266,35 +271,35 @@ class Source(ABC):
         return {}
 
 
-def drawn(seed: int, make: Any, what: str) -> nn.Module:
-    """Return the module that `make()` builds under a seed; the caller's random state stays as it
+def make_seeded(seed: int, build: Callable[[], Any], who: str) -> nn.Module:
+    """Return the module that `build()` makes under a seed; the caller's random state stays as it
     is.
 
-    what: the model, as messages call it.
+    who: the model, as messages call it.
 
     Raises:
-        ModelError: `make` raises, or does not return a module with parameters.
+        ModelError: `build` raises, or does not return a module with parameters.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            module = make()
+            module = build()
         except ModelError:
             raise
         except TypeError as error:
             raise ModelError(
-                f"{what} does not take these arguments: {one_line(error)}"
+                f"{who} does not take these arguments: {one_line(error)}"
             ) from error
         except Exception as error:
             raise ModelError(
-                f"{what} cannot be made: {type(error).__name__}: {one_line(error)}"
+                f"{who} cannot be made: {type(error).__name__}: {one_line(error)}"
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{what} gives {type(module).__name__}; expected a torch.nn.Module"
+            f"{who} gives {type(module).__name__}; expected a torch.nn.Module"
         )
     if next(module.parameters(), None) is None:
-        raise ModelError(f"{what} gives a module without parameters; expected a network")
+        raise ModelError(f"{who} gives a module without parameters; expected a network")
     return module
 
 
@@ -334,10 +339,10 @@ def one_line(error: BaseException) -> str:
     return f"{text[: MAX_LINE_LENGTH - 3]}..."
 
 
-def near_names(name: str, known: Sequence[str]) -> str:
+def near_names(name: str, known_names: Sequence[str]) -> str:
     """Return known names that resemble a name, as the end of a message: `; near names: a, b`, or
     "" without any."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, known_names, n=3, cutoff=0.5)
     if not near:
         return ""
     return f"; near names: {', '.join(near)}"
@@ -351,13 +356,15 @@ def foreign_place(name: str, where: str) -> ModelError:
         where: the store's label.
     """
     return ModelError(
-        f"{where} names the model {name[:80]}: a folder or a repository is not opened because a "
-        "store names it; if the store is your own, repeat the command with --trust-store"
+        f"{where} names the model {name[:80]}: a folder or a repository is not opened "
+        "because a store names it; if the store is your own, repeat the command with "
+        "--trust-store"
     )
 
 
 def missing_extra(package: str, extra: str) -> ModelError:
     """Return the error for a library that is not installed, and that an extra of vitsee brings."""
     return ModelError(
-        f"models of {package} need a package that is not installed (pip install 'vitsee[{extra}]')"
+        f"models of {package} need a package that is not installed (pip install "
+        f"'vitsee[{extra}]')"
     )

@@ -51,8 +51,8 @@ def refuse_loading(args: Mapping[str, Any]) -> None:
     for name in args:
         if name in LOADING:
             raise ModelError(
-                f"--model-arg {name}={str(args[name])[:40]} is not passed on to open_clip: "
-                f"{LOADING[name]}"
+                f"--model-arg {name}={str(args[name])[:40]} is not passed on to "
+                f"open_clip: {LOADING[name]}"
             )
 
 
@@ -73,6 +73,7 @@ def by_the_rule(who: str, resampling: Resampling) -> Iterator[list[Fit]]:
     fits: list[Fit] = []
 
     def load(model: nn.Module, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Load a file into the visual tower alone by the rule, in place of open_clip's function."""
         path = Path(checkpoint_path)
         if path.suffix in (".npz", ".npy"):
             # Arrays of big_vision, which open_clip copies one by one under names of its own.

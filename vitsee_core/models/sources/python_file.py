@@ -23,23 +23,29 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Choices, Source, drawn, one_line
+from vitsee_core.models.sources.base import Choices, Source, make_seeded, one_line
 from vitsee_core.models.sources.several_modules import choose, sort_out
-from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
+from vitsee_core.models.sources.transforms import ASSUMED, author_transform, changed, pair
 from vitsee_core.models.weights.watching import watched_loads
 
-SIZES = (
-    "img_size",
-    "image_size",
-    "input_size",
-)  # names of a size among a builder's parameters
-WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
+# Names that a builder's parameter for the image size may have.
+SIZE_PARAMETERS = ("img_size", "image_size", "input_size")
+PRETRAINED_PARAMETER = "pretrained"  # switches a model's own weights on or off
 PREFIX = "torchhub:"
-CONF = "hubconf.py"
+HUBCONF = "hubconf.py"
 
 
 class FileSource(Source):
-    """A callable of a Python file that makes a model."""
+    """A callable of a Python file that makes a model.
+
+    Attributes:
+        kind: the source's name in records.
+        author_values: the transform and the class names that came with the module, None for either
+            that did not; set by `make`.
+        assumes_transform: whether neither the author nor the user says how images are prepared;
+            set by `transform`.
+        network_note: which of several networks the module is, None where it is the only one.
+    """
 
     arguments_in_name = True
     kind = "file"
@@ -47,110 +53,132 @@ class FileSource(Source):
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         super().__init__(name, choices)
-        self.made: tuple[Any, list[str] | None] | None = None  # transform, class names
-        self.assumes = False
-        self.which: str | None = None  # which of several networks it is
+        self.author_values: tuple[Any, list[str] | None] = (None, None)
+        self.assumes_transform = False
+        self.network_note: str | None = None
 
     @property
-    def part(self) -> str:
+    def network_name(self) -> str:
         """The index, name or path behind `#`; "" without one."""
         return self.name.rpartition(":")[2].partition("#")[2]
 
     @property
-    def place(self) -> tuple[Path, str]:
-        """The file, and the name of the callable in it."""
-        path, _, entry = (
-            self.name.rpartition(":") if ".py:" in self.name else (self.name, "", "")
-        )
+    def path_and_entry(self) -> tuple[Path, str]:
+        """The file, and the name of the callable in it, "" where the name has none."""
+        if ".py:" not in self.name:
+            return Path(self.name).expanduser(), ""
+        path, _, entry = self.name.rpartition(":")
         return Path(path).expanduser(), entry.partition("#")[0]
 
-    def _with_part(self, name: str) -> str:
-        return f"{name}#{self.part}" if self.part else name
+    def _with_network_name(self, name: str) -> str:
+        """Return a name with what stands behind `#` in the source's."""
+        return f"{name}#{self.network_name}" if self.network_name else name
 
     def check(self) -> None:
         """Check the name like `Source.check`; the file is not run."""
-        path, entry = self.place
+        path, entry = self.path_and_entry
         if not entry.isidentifier():
             raise ModelError(
-                f"{self.name!r} names no function; expected FILE.py:NAME, where NAME() gives a "
-                "torch module, as in model.py:build"
+                f"{self.name!r} names no function; expected FILE.py:NAME, where NAME() "
+                "gives a torch module, as in model.py:build"
             )
         if not path.is_file():
             raise ModelError(f"no file {path} (of {self.name}); expected FILE.py:NAME")
 
     def placed(self, folder: Path) -> str:
-        path, entry = self.place
-        return self._with_part(f"{folder / path}:{entry}")
+        """Return the name with the path of the file made absolute."""
+        path, entry = self.path_and_entry
+        return self._with_network_name(f"{folder / path}:{entry}")
 
     @property
     def label(self) -> str:
-        return self.place[0].stem
+        """The file's name without its ending."""
+        path, _ = self.path_and_entry
+        return path.stem
 
     def make(
         self,
         *,
         pretrained: bool,
         seed: int,
-        wanted: dict[str, Any],
+        arguments: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
+        """Make the module like `Source.make`, and set `author_values` and `network_note`."""
         self.check()
 
-        def made() -> Any:
-            with importing_from(self.place[0].resolve().parent):
-                found = sort_out(build(**given))
-            if not found.networks or len(found.others) > 2:
-                n_things = len(found.networks) + len(found.others)
+        def make_network() -> Any:
+            """Call the user's function, and choose the network that the name means."""
+            path, _ = self.path_and_entry
+            with importing_from(path.resolve().parent):
+                built = sort_out(build(**keywords))
+            if not built.networks or len(built.others) > 2:
+                n_things = len(built.networks) + len(built.others)
                 raise ModelError(
                     f"{self.name} gives {n_things} things; expected a module, or (module, "
                     "transform), or (module, transform, class names)"
                 )
-            transform, names = [*found.others, None, None][:2]
-            self.made = transform, names
-            chosen = choose(found, self.part, self.name)
-            self.which = chosen.remark
+            transform, names = [*built.others, None, None][:2]
+            self.author_values = transform, names
+            chosen = choose(built, self.network_name, self.name)
+            self.network_note = chosen.remark
             return chosen.network
 
         with watched_loads(self.name) as loads:
             # The file may make and load its model when it is run, outside of the function.
-            build = self._entry()
-            given = self._arguments(build, wanted, pretrained)
-            module = drawn(seed, made, self.name)
+            build = self._load_entry()
+            keywords = self._builder_keywords(build, arguments, pretrained=pretrained)
+            module = make_seeded(seed, make_network, self.name)
         if pretrained and not _is_meta(module):
             loads.require_all(module, self.name)
         if _is_meta(module) and torch.get_default_device().type != "meta":
             raise ModelError(
-                f"{self.name} gives parameters on the meta device, which have no values; expected "
-                "a module on the CPU"
+                f"{self.name} gives parameters on the meta device, which have no values; "
+                "expected a module on the CPU"
             )
         return module
 
-    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
-        """The model of `Source.without_weights`; one that its code cannot make on the meta device
-        has random weights."""
+    def without_weights(self, arguments: dict[str, Any]) -> nn.Module:
+        """Return the module on the meta device, or with its weights on the CPU where the user's
+        code cannot make it there."""
         try:
-            return super().without_weights(wanted)
+            return super().without_weights(arguments)
         except ModelError:
-            return self.make(pretrained=True, seed=0, wanted=wanted)
+            return self.make(pretrained=True, seed=0, arguments=arguments)
 
     def transform(
         self,
         module: nn.Module,
         img_size: tuple[int, int] | None,
-        given: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> dict[str, Any]:
-        own, _ = self.made or (None, None)
-        stated_all = img_size is not None and None not in (given["mean"], given["std"])
-        has = own is not None or bool(getattr(module, "pretrained_cfg", None))
-        self.assumes = not has and not stated_all
-        return changed(stated(own, module, self.name), img_size, given, self.name)
+        """Return the author's transform with the user's settings, and set `assumes_transform`."""
+        transform, _ = self.author_values
+        has_transform = transform is not None or bool(
+            getattr(module, "pretrained_cfg", None)
+        )
+        user_says_all = (
+            img_size is not None
+            and settings["mean"] is not None
+            and settings["std"] is not None
+        )
+        self.assumes_transform = not has_transform and not user_says_all
+        config = author_transform(transform, module, self.name)
+        return changed(config, img_size, settings, self.name)
 
     def architecture(self, module: nn.Module) -> str:
-        path, entry = self.place
-        return f"{self._with_part(f'{path.name}:{entry}')} ({type(module).__qualname__})"
+        """Return file, function and class of the module."""
+        path, entry = self.path_and_entry
+        name = self._with_network_name(f"{path.name}:{entry}")
+        return f"{name} ({type(module).__qualname__})"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        names = self.made[1] if self.made else None
+        """Return the class names that came with the module.
+
+        Raises:
+            ModelError: they are not a list of words.
+        """
+        _, names = self.author_values
         if names is None:
             return None
         if isinstance(names, str) or not all(isinstance(label, str) for label in names):
@@ -160,72 +188,96 @@ class FileSource(Source):
         return list(names)
 
     def pretrained_record(
-        self, module: nn.Module, wanted: dict[str, Any]
+        self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return the source's kind and the name."""
         return {"source": self.kind, "pretrained": self.name}
 
     def origin(self) -> dict[str, Any]:
-        path, _ = self.place
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        notes = [note for note in (self.which, ASSUMED if self.assumes else None) if note]
-        return {
+        """Return the kind, the file's hash, and notes on network and assumed transform."""
+        path, _ = self.path_and_entry
+        record: dict[str, Any] = {
             "kind": self.kind,
-            "sha256": digest,
-            **({"notes": notes} if notes else {}),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
+        notes = []
+        if self.network_note:
+            notes.append(self.network_note)
+        if self.assumes_transform:
+            notes.append(ASSUMED)
+        if notes:
+            record["notes"] = notes
+        return record
 
-    def _entry(self) -> Callable[..., Any]:
-        path, entry = self.place
+    def _load_entry(self) -> Callable[..., Any]:
+        """Run the file and return the callable that the name means.
+
+        Raises:
+            ModelError: the file raises, or has no such function.
+        """
+        path, entry = self.path_and_entry
         module = run_file(path, self.name)
-        found = getattr(module, entry, None)
-        if not callable(found):
-            own = [
-                key
-                for key, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module.__name__
-            ]
-            known = (
-                f"; its functions: {', '.join(own)}"
-                if own
-                else ", and no function at all"
-            )
-            raise ModelError(f"{path} has no function {entry!r}{known}")
-        return found  # type: ignore[no-any-return]
+        build = getattr(module, entry, None)
+        if not callable(build):
+            functions = []
+            for key, value in vars(module).items():
+                # Imported functions are not meant.
+                if inspect.isfunction(value) and value.__module__ == module.__name__:
+                    functions.append(key)
+            hint = ", and no function at all"
+            if functions:
+                hint = f"; its functions: {', '.join(functions)}"
+            raise ModelError(f"{path} has no function {entry!r}{hint}")
+        return build  # type: ignore[no-any-return]
 
-    def _arguments(
-        self, build: Callable[..., Any], wanted: Mapping[str, Any], pretrained: bool
+    def _builder_keywords(
+        self, build: Callable[..., Any], arguments: Mapping[str, Any], *, pretrained: bool
     ) -> dict[str, Any]:
-        """The keywords of the callable: an image size under the name it has there, if any."""
-        given = dict(wanted)
-        size = given.pop("img_size", None)
+        """Return the keywords of the user's function.
+
+        An image size has the name of its parameter there, and is dropped where it has none. The
+        switch `pretrained`, where it has one, is off for random weights.
+        """
+        keywords = dict(arguments)
+        size = keywords.pop("img_size", None)
         try:
-            names = inspect.signature(build).parameters
-        except (TypeError, ValueError):
-            return given
-        own = next((name for name in SIZES if name in names), None)
-        if size is not None and own is not None and own not in given:
+            parameters = inspect.signature(build).parameters
+        except (TypeError, ValueError):  # a callable in C
+            return keywords
+        size_parameters = [name for name in SIZE_PARAMETERS if name in parameters]
+        if size is not None and size_parameters and size_parameters[0] not in keywords:
             rows, cols = pair(size)
-            given[own] = rows if rows == cols else (rows, cols)
-        if WEIGHTS in names and WEIGHTS not in given and not pretrained:
-            given[WEIGHTS] = False
-        return given
+            keywords[size_parameters[0]] = rows if rows == cols else (rows, cols)
+        has_switch = PRETRAINED_PARAMETER in parameters
+        if has_switch and PRETRAINED_PARAMETER not in keywords and not pretrained:
+            keywords[PRETRAINED_PARAMETER] = False
+        return keywords
 
     def depends_on_seed(
-        self, module: nn.Module, seed: int, wanted: dict[str, Any]
+        self, module: nn.Module, seed: int, arguments: dict[str, Any]
     ) -> bool:
-        """Code that loads its own weights, or sets the seed itself, has the same ones again."""
-        if _is_meta(module) or WEIGHTS in self._arguments(self._entry(), wanted, False):
+        """Return whether another seed gives other weights; code that loads its own, or sets the
+        seed itself, has the same again. The module is made once more unless its parameters say."""
+        if _is_meta(module):
             return True
-        kept = self.made
-        other = self.make(pretrained=False, seed=seed + 1, wanted=wanted)
-        self.made = kept
-        pairs = zip(module.parameters(), other.parameters(), strict=False)
+        build = self._load_entry()
+        keywords = self._builder_keywords(build, arguments, pretrained=False)
+        if PRETRAINED_PARAMETER in keywords:
+            return True
+        author_values = self.author_values
+        reseeded = self.make(pretrained=False, seed=seed + 1, arguments=arguments)
+        self.author_values = author_values
+        pairs = zip(module.parameters(), reseeded.parameters(), strict=False)
         return any(x.shape != y.shape or not torch.equal(x, y) for x, y in pairs)
 
 
 def run_file(path: Path, name: str) -> Any:
-    """The module of a Python file, run anew, with its folder among those that it imports from; a
-    ModelError where it raises."""
+    """Run a Python file anew and return its module; it may import from its own folder.
+
+    Raises:
+        ModelError: the file of the model `name` raises.
+    """
+    # The folder is part of the module's name: two files `model.py` are two modules.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"vitsee_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
@@ -245,7 +297,7 @@ def run_file(path: Path, name: str) -> Any:
 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """A context in which the folder's own modules can be imported."""
+    """Return a context in which modules of a folder can be imported."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -254,6 +306,7 @@ def importing_from(folder: Path) -> Iterator[None]:
 
 
 def _is_meta(module: nn.Module) -> bool:
+    """Return whether a parameter has no values."""
     return any(x.is_meta for x in module.parameters())
 
 
@@ -269,80 +322,90 @@ class TorchhubSource(FileSource):
         return repository, entry.partition("#")[0]
 
     @property
-    def place(self) -> tuple[Path, str]:
-        """The hubconf.py on this machine, where it is there, and the entry."""
+    def path_and_entry(self) -> tuple[Path, str]:
+        """The path that hubconf.py has on this machine, fetched or not, and the entry."""
         repository, entry = self.parts
         folder = Path(repository).expanduser()
         if not folder.is_dir():
-            owner, _, ref = repository.partition(":")
-            stem = owner.replace("/", "_")
-            wanted = [ref.replace("/", "_")] if ref else ["main", "master"]
+            # torch.hub's folder of a repository is OWNER_REPO_REF.
+            owner_and_name, _, ref = repository.partition(":")
+            stem = owner_and_name.replace("/", "_")
+            branches = [ref.replace("/", "_")] if ref else ["main", "master"]
             hub = Path(torch.hub.get_dir())
-            places = [hub / f"{stem}_{branch}" for branch in wanted]
-            folder = next((place for place in places if place.is_dir()), places[0])
-        return folder / CONF, entry
+            folders = [hub / f"{stem}_{branch}" for branch in branches]
+            folder = next((path for path in folders if path.is_dir()), folders[0])
+        return folder / HUBCONF, entry
 
     def check(self) -> None:
         """Check the name like `Source.check`; nothing is fetched."""
         repository, entry = self.parts
         folder = Path(repository).expanduser()
-        remote = repository.partition(":")[0].count(
-            "/"
-        ) == 1 and not repository.startswith((".", "/"))
-        if not entry.isidentifier() or not (remote or folder.is_dir()):
+        n_slashes = repository.partition(":")[0].count("/")
+        is_remote = n_slashes == 1 and not repository.startswith((".", "/"))
+        if not entry.isidentifier() or not (is_remote or folder.is_dir()):
             raise ModelError(
-                f"{self.name!r} names no entry of a repository on this machine or on GitHub; "
-                "expected torchhub:OWNER/REPO:ENTRY or torchhub:FOLDER:ENTRY"
+                f"{self.name!r} names no entry of a repository on this machine or on "
+                "GitHub; expected torchhub:OWNER/REPO:ENTRY or torchhub:FOLDER:ENTRY"
             )
-        if folder.is_dir() and not (folder / CONF).is_file():
+        if folder.is_dir() and not (folder / HUBCONF).is_file():
             raise ModelError(
-                f"{folder} has no {CONF}; expected a clone that torch.hub can load"
+                f"{folder} has no {HUBCONF}; expected a clone that torch.hub can load"
             )
 
     def placed(self, folder: Path) -> str:
+        """Return the name with the path of a local clone made absolute."""
         repository, entry = self.parts
-        own = folder / Path(repository).expanduser()
-        if own.is_dir():
-            return self._with_part(f"{PREFIX}{own}:{entry}")
+        clone = folder / Path(repository).expanduser()
+        if clone.is_dir():
+            return self._with_network_name(f"{PREFIX}{clone}:{entry}")
         return self.name
 
     @property
     def label(self) -> str:
+        """The entry."""
         return self.parts[1]
 
     def architecture(self, module: Any) -> str:
+        """Return repository, without its owner, and entry."""
         repository, entry = self.parts
-        return self._with_part(f"{PREFIX}{Path(repository).name}:{entry}")
+        return self._with_network_name(f"{PREFIX}{Path(repository).name}:{entry}")
 
-    def _entry(self) -> Any:
-        path, entry = self.place
+    def _load_entry(self) -> Any:
+        """Run hubconf.py, fetched if it is not here, and return the entry.
+
+        Raises:
+            ModelError: it cannot be fetched, needs packages that are not installed, raises, or has
+                no such entry.
+        """
+        path, entry = self.path_and_entry
         if not path.is_file():
             repository, _ = self.parts
-            try:
+            try:  # lists entries, which fetches the repository
                 torch.hub.list(
                     repository, trust_repo=True, skip_validation=True, verbose=False
                 )
             except Exception as error:
                 raise ModelError(
-                    f"{repository} is not in {torch.hub.get_dir()}, and cannot be fetched from "
-                    f"GitHub: {one_line(error)}; give a local clone as torchhub:FOLDER:ENTRY"
+                    f"{repository} is not in {torch.hub.get_dir()}, and cannot be "
+                    f"fetched from GitHub: {one_line(error)}; give a local clone as "
+                    f"torchhub:FOLDER:ENTRY"
                 ) from error
-            path, _ = self.place
+            path, _ = self.path_and_entry
         module = run_file(path, self.name)
-        lacking = [x for x in getattr(module, "dependencies", ()) if find_spec(x) is None]
+        packages = getattr(module, "dependencies", ())
+        lacking = [package for package in packages if find_spec(package) is None]
         if lacking:
             raise ModelError(
                 f"{self.name} needs packages that are not installed: {', '.join(lacking)} "
                 f"(pip install {' '.join(lacking)})"
             )
-        found = getattr(module, entry, None)
-        if not callable(found):
-            own = [
-                k
-                for k, x in vars(module).items()
-                if callable(x) and not k.startswith("_")
-            ]
+        build = getattr(module, entry, None)
+        if not callable(build):
+            entries = []
+            for key, value in vars(module).items():
+                if callable(value) and not key.startswith("_"):
+                    entries.append(key)
             raise ModelError(
-                f"{path} has no entry {entry!r}; it has: {', '.join(own) or 'none'}"
+                f"{path} has no entry {entry!r}; it has: {', '.join(entries) or 'none'}"
             )
-        return found
+        return build

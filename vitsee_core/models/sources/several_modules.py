@@ -1,5 +1,6 @@
-"""One network of the several that a builder gives: an encoder and its predictor as a tuple (hub
-entries of V-JEPA 2), in a dict, a dataclass or an nn.ModuleDict; or a part of one, by its path."""
+"""The choice of one network among several that a builder returns: an encoder and its predictor as a
+tuple (hub entries of V-JEPA 2), in a dict, a dataclass or an nn.ModuleDict; or of a module in one,
+by its path."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError, some
 
 
-class Given(NamedTuple):
-    """What a builder gives: networks by index or name, what else came with them in its order, and
-    whether it gave one network alone."""
+class Built(NamedTuple):
+    """The values that a builder returned.
+
+    Attributes:
+        networks: index or name -> network.
+        others: the values beside them, in their order.
+        single: whether the builder returned one network alone; its name is then "".
+    """
 
     networks: dict[str, Any]
     others: list[Any]
@@ -22,85 +28,97 @@ class Given(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A network, and a remark on which of several it is, None where there is one alone."""
+    """A network of those that a builder returned.
+
+    Attributes:
+        network: the network.
+        remark: note on which of several it is, None where it is the only one.
+    """
 
     network: nn.Module
     remark: str | None
 
 
 def is_network(value: object) -> bool:
-    """Whether a value is a module with parameters: transforms may be modules without any."""
+    """Return whether a value is a module with parameters: transforms may be modules without any."""
     return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
-def sort_out(value: Any) -> Given:
-    """Return the networks of what a builder gives: itself, the first of (module, transform, class
-    names), or those in a tuple, list, mapping or dataclass, which may stand in the place of the
-    module."""
+def sort_out(value: Any) -> Built:
+    """Return the networks of a builder's value.
+
+    value: a network; (network, transform, class names) or the first of them; or a tuple, list,
+    mapping or dataclass of networks, which may stand in the place of the network.
+    """
     if _is_single(value):
-        return Given({"": value}, [], single=True)
+        return Built({"": value}, [], single=True)
     entries = _entries(value)
     networks = {name: entry for name, entry in entries.items() if is_network(entry)}
-    if not _is_plain_tuple(value):
-        # Of a collection with names only these two are known to be about the images and the answer.
-        others = [
-            entries[name] for name in ("transform", "class_names") if name in entries
-        ]
-        return Given(networks, others, single=False)
+    is_plain_tuple = isinstance(value, tuple) and not hasattr(value, "_fields")
+    if not is_plain_tuple:
+        # In a collection with names other entries may be about anything.
+        others = []
+        if "transform" in entries:
+            others.append(entries["transform"])
+        if "class_names" in entries:
+            others.append(entries["class_names"])
+        return Built(networks, others, single=False)
     first: Any = value[0] if value else None
-    others = list(value[1:])
-    if list(networks) == ["0"] and _is_single(first):
-        return Given({"": first}, others, single=True)
-    if len(networks) < 2 and not _is_single(first):
-        return Given(sort_out(first).networks, others, single=False)
-    return Given(
-        networks, [entry for entry in value if not is_network(entry)], single=False
-    )
+    if list(networks) == ["0"] and _is_single(first):  # (network, transform, ...)
+        return Built({"": first}, list(value[1:]), single=True)
+    if len(networks) < 2 and not _is_single(first):  # (networks, transform, ...)
+        return Built(sort_out(first).networks, list(value[1:]), single=False)
+    others = [entry for entry in value if not is_network(entry)]
+    return Built(networks, others, single=False)
 
 
 def _is_single(value: object) -> bool:
-    """Whether a value is no collection of modules, for which one has to be chosen."""
+    """Return whether a value is not a collection, of which a network has to be chosen."""
     return not isinstance(value, nn.ModuleList | nn.ModuleDict) and not _entries(value)
 
 
-def _is_plain_tuple(value: object) -> bool:
-    return isinstance(value, tuple) and not hasattr(value, "_fields")
+def choose(built: Built, network_name: str, name: str) -> Chosen:
+    """Return the network that a name means.
 
-
-def choose(given: Given, part: str, name: str) -> Chosen:
-    """Return the network that `part` names, the index or name of one of several or the path of a
-    module in a single one; without a part the only network.
+    Args:
+        built: the builder's values.
+        network_name: index or name of one of several networks, with the path of a module in it
+            behind a dot; in a single network a path alone; "" for the only network.
+        name: the model, as messages call it.
 
     Raises:
-        ModelError: there are several and no part was named, or none of that name.
+        ModelError: there are several and none is named, or none has that name.
     """
-    if given.single:
-        (network,) = given.networks.values()
-        return Chosen(_below(network, part, name), None)
-    listed = [f"{key} ({type(x).__name__})" for key, x in given.networks.items()]
-    if not part and len(given.networks) == 1:
-        return Chosen(next(iter(given.networks.values())), None)
-    key, _, path = part.partition(".")
-    if key not in given.networks:
-        asked = f", and none is {key!r}" if part else ""
-        example = next(iter(given.networks))
+    if built.single:
+        (network,) = built.networks.values()
+        return Chosen(_submodule(network, network_name, name), None)
+    listed = [f"{key} ({type(x).__name__})" for key, x in built.networks.items()]
+    if not network_name and len(built.networks) == 1:
+        return Chosen(next(iter(built.networks.values())), None)
+    key, _, path = network_name.partition(".")
+    if key not in built.networks:
+        unknown = f", and none is {key!r}" if network_name else ""
+        example = next(iter(built.networks))
         raise ModelError(
-            f"{name} gives {len(listed)} networks{asked}: {some(listed)}; name one of them, as in "
-            f"{name.partition('#')[0]}#{example}"
+            f"{name} gives {len(listed)} networks{unknown}: {some(listed)}; name one of "
+            f"them, as in {name.partition('#')[0]}#{example}"
         )
-    others = [
-        text for other, text in zip(given.networks, listed, strict=True) if other != key
-    ]
-    remark = (
-        f"is {key} of what its function gives; beside it: {some(others)}"
-        if others
-        else None
-    )
-    return Chosen(_below(given.networks[key], path, name), remark)
+    rest = []
+    for network_key, text in zip(built.networks, listed, strict=True):
+        if network_key != key:
+            rest.append(text)
+    remark = None
+    if rest:
+        remark = f"is {key} of what its function gives; beside it: {some(rest)}"
+    return Chosen(_submodule(built.networks[key], path, name), remark)
 
 
-def _below(network: nn.Module, path: str, name: str) -> nn.Module:
-    """The module at a path."""
+def _submodule(network: nn.Module, path: str, name: str) -> nn.Module:
+    """Return the module at a path, the network itself at "".
+
+    Raises:
+        ModelError: there is none; names the network's children.
+    """
     if not path or not isinstance(network, nn.Module):
         return network
     try:
@@ -114,7 +132,7 @@ def _below(network: nn.Module, path: str, name: str) -> nn.Module:
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """The entries of a collection by name or index; {} of anything else."""
+    """Return the entries of a collection by name or index; {} for anything else."""
     if isinstance(value, Mapping | nn.ModuleDict):
         return {str(key): entry for key, entry in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -18,14 +18,14 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import (
     Source,
-    drawn,
+    make_seeded,
     missing_extra,
     near_names,
     one_line,
     quiet,
 )
 from vitsee_core.models.sources.open_clip_weights import by_the_rule, refuse_loading
-from vitsee_core.models.sources.transforms import DEFAULT, changed, pair, stated
+from vitsee_core.models.sources.transforms import DEFAULT, author_transform, changed, pair
 from vitsee_core.models.weights.fitting import Fit
 from vitsee_core.models.weights.positions import Resampling
 from vitsee_core.models.weights.watching import watched_loads
@@ -34,21 +34,27 @@ QUICK = "-quickgelu"  # of open_clip's architectures that compute QuickGELU
 
 
 class TaggedSource(Source):
-    """library: what stands before the colon. what: the kind of its models, in messages. all_names:
-    the option of `vitsee models` that lists as many as it has, if it needs one."""
+    """A model that a library knows by a name, with weights that it knows by a tag.
+
+    Attributes:
+        library: name of the library, which stands before the colon.
+        kind: noun for its models in messages.
+        all_names: option of `vitsee models`, with a blank before it, that lists as many models as
+            the library has; "" if it needs none.
+    """
 
     arguments_in_name = True
     library: str
-    what: str
+    kind: str
     all_names = ""
 
     @abstractmethod
-    def known(self) -> list[str]:
-        """The names of its models."""
+    def model_names(self) -> list[str]:
+        """Return the names of the library's models."""
 
     @abstractmethod
     def tags_of(self, model: str) -> list[str]:
-        """The tags of one's weights."""
+        """Return the tags of a model's weights."""
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -57,28 +63,38 @@ class TaggedSource(Source):
         return model, tag
 
     def check(self) -> None:
+        """Raise ModelError for an unknown model or tag."""
         self.tags()
 
     @property
     def label(self) -> str:
+        """The model's name without library and tag."""
         return self.parts[0]
 
     def matching(self) -> dict[str, list[str]]:
-        found = [name for name in self.known() if fnmatchcase(name, self.parts[0])]
-        if not found:
-            self.tags()  # which says so
-        return {f"{self.library}:{name}": self.tags_of(name) for name in found}
+        """Return the models whose names match the pattern, with all their tags."""
+        pattern = self.parts[0]
+        names = [name for name in self.model_names() if fnmatchcase(name, pattern)]
+        if not names:
+            self.tags()  # raises the error for an unknown name
+        return {f"{self.library}:{name}": self.tags_of(name) for name in names}
 
     def architecture(self, module: nn.Module) -> str:
+        """Return library and model, without the tag."""
         return f"{self.library}:{self.parts[0]}"
 
     def tags(self) -> list[str]:
-        """The tags of the model's weights; a ModelError for no such model, or none of its tags."""
+        """Return the tags of the model's weights.
+
+        Raises:
+            ModelError: the library does not have the model, or the model not the tag of the name.
+        """
         model, tag = self.parts
-        known = self.known()
-        if model not in known:
+        names = self.model_names()
+        if model not in names:
+            near = near_names(model, names)
             raise ModelError(
-                f"no {self.what} of {self.library} is called {model!r}{near_names(model, known)} "
+                f"no {self.kind} of {self.library} is called {model!r}{near} "
                 f"(run: vitsee models '{self.library}:*'{self.all_names})"
             )
         tags = self.tags_of(model)
@@ -90,7 +106,7 @@ class TaggedSource(Source):
         return tags
 
     def not_fetched(self, error: BaseException) -> ModelError:
-        """The line for weights that are neither here nor to be had."""
+        """Return the error for weights that are not on this machine and cannot be fetched."""
         return ModelError(
             f"the weights of {self.name} are not on this machine, and cannot be fetched: "
             f"{one_line(error)}; give --checkpoint FILE or --random-init SEED"
@@ -100,63 +116,68 @@ class TaggedSource(Source):
 class OpenClipSource(TaggedSource):
     """The visual tower of an architecture of open_clip, and the tag of its weights.
 
-    fit: how the tag's weights were fitted; None before, and for random ones.
+    Attributes:
+        fit: how the tag's weights were fitted; None before, and for random ones.
     """
 
     library = "open_clip"
-    what = "model"
+    kind = "model"
     all_names = " --names"
     fit: Fit | None = None
 
     def check_arguments(self, args: Mapping[str, Any]) -> None:
+        """Raise ModelError if an argument chooses what to load."""
         refuse_loading(args)
 
     def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Whether OpenAI's files ask for QuickGELU, in open_clip's word."""
+        """Return open_clip's word for QuickGELU, which OpenAI's files ask for in timm's."""
         return {"quick_gelu": True} if args.get("act_layer") == "quick_gelu" else {}
 
-    def known(self) -> list[str]:
+    def model_names(self) -> list[str]:
+        """Return the architectures that open_clip lists."""
         return list(library().list_models())
 
     def tags_of(self, model: str) -> list[str]:
-        return [str(x) for x in library().list_pretrained_tags_by_model(model)]
+        """Return the tags that open_clip lists for an architecture."""
+        return [str(tag) for tag in library().list_pretrained_tags_by_model(model)]
 
     def make(
         self,
         *,
         pretrained: bool,
         seed: int,
-        wanted: dict[str, Any],
+        arguments: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
+        """Make the visual tower like `Source.make`, and set `fit`."""
         tags = self.tags()
         architecture, tag = self.parts
         if pretrained and not tag:
             raise ModelError(
-                f"{self.name} names no weights: give {self.name}/TAG ({', '.join(tags) or 'none'}),"
-                " --checkpoint FILE or --random-init SEED"
+                f"{self.name} names no weights: give {self.name}/TAG "
+                f"({', '.join(tags) or 'none'}), --checkpoint FILE or --random-init SEED"
             )
-        given = dict(wanted)
-        size = given.pop("img_size", None)
+        keywords = dict(arguments)
+        size = keywords.pop("img_size", None)
         if size is not None:
             rows, cols = pair(size)
-            given["force_image_size"] = rows if rows == cols else (rows, cols)
+            keywords["force_image_size"] = rows if rows == cols else (rows, cols)
 
-        def made() -> Any:
+        def build() -> Any:
+            """Return the visual tower of open_clip's model."""
             with quiet(), warnings.catch_warnings():
-                # It does not know of `quick_gelu` among the arguments; asked above.
+                # open_clip does not see `quick_gelu` among the arguments; `_require_activation`
+                # does.
                 warnings.filterwarnings("ignore", message="QuickGELU mismatch")
-                weights = tag if pretrained else None
-                return (
-                    library()
-                    .create_model(architecture, pretrained=weights, **given)
-                    .visual
+                model = library().create_model(
+                    architecture, pretrained=tag if pretrained else None, **keywords
                 )
+                return model.visual
 
         config = library().get_model_config(architecture) or {}
         if pretrained:
-            self._require_activation({**config, **given})
-        # A tag's weights are for the architecture's own images, whatever size is asked for.
+            self._require_activation({**config, **keywords})
+        # A tag's weights are for images of the architecture's size, whatever the user's is.
         side = config.get("vision_cfg", {}).get("image_size")
         resampling = dataclasses.replace(
             self.resampling or Resampling(),
@@ -167,7 +188,7 @@ class OpenClipSource(TaggedSource):
                 watched_loads(self.name) as loads,
                 by_the_rule(self.name, resampling) as fits,
             ):
-                module = drawn(seed, made, self.name)
+                module = make_seeded(seed, build, self.name)
             loads.require_all(module, self.name)
             self.fit = fits[-1] if fits else None
             return module
@@ -177,46 +198,47 @@ class OpenClipSource(TaggedSource):
             raise
 
     def _require_activation(self, config: Mapping[str, Any]) -> None:
-        """Refuse a tag whose weights were trained with another activation than the model computes:
-        open_clip itself warns alone.
+        """Refuse a tag whose weights were trained with another activation than the model computes;
+        open_clip itself only warns.
 
         config: the architecture's configuration with the user's arguments.
 
         Raises:
-            ModelError: names the architecture that has it.
+            ModelError: names the architecture that computes it.
         """
         architecture, tag = self.parts
-        trained = bool(
-            library().get_pretrained_cfg(architecture, tag).get("quick_gelu", False)
-        )
-        computed = bool(config.get("quick_gelu") or config.get("force_quick_gelu"))
-        if trained == computed:
+        pretrained_config = library().get_pretrained_cfg(architecture, tag)
+        trained_quick = bool(pretrained_config.get("quick_gelu", False))
+        is_quick = bool(config.get("quick_gelu") or config.get("force_quick_gelu"))
+        if trained_quick == is_quick:
             return
-        other = f"{architecture}{QUICK}" if trained else architecture.removesuffix(QUICK)
-        expected = f"{self.name}?quick_gelu={str(trained).lower()}"
-        if other != architecture and other in self.known():
-            expected = f"{self.library}:{other}/{tag}"
+        sibling = architecture.removesuffix(QUICK)
+        if trained_quick:
+            sibling = f"{architecture}{QUICK}"
+        expected = f"{self.name}?quick_gelu={str(trained_quick).lower()}"
+        if sibling != architecture and sibling in self.model_names():
+            expected = f"{self.library}:{sibling}/{tag}"
         names = {True: "QuickGELU", False: "GELU"}
         raise ModelError(
-            f"{self.name}: these weights were trained with {names[trained]}, the model computes "
-            f"{names[computed]}; expected {expected}"
+            f"{self.name}: these weights were trained with {names[trained_quick]}, the "
+            f"model computes {names[is_quick]}; expected {expected}"
         )
 
-    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
-        """The model with random weights: open_clip moves what it makes to a device, so that it
-        cannot be on meta."""
-        return self.make(pretrained=False, seed=0, wanted=wanted)
+    def without_weights(self, arguments: dict[str, Any]) -> nn.Module:
+        """Return the model with random weights on the CPU: open_clip moves it to a device, which
+        the meta device does not allow."""
+        return self.make(pretrained=False, seed=0, arguments=arguments)
 
     def transform(
         self,
         module: nn.Module,
         img_size: tuple[int, int] | None,
-        given: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The transform of `Source`, from what the tower says of its images."""
+        """Return the transform of the tower's `preprocess_cfg`, with the user's settings."""
         config = getattr(module, "preprocess_cfg", None) or {}
         size = config.get("size") or getattr(module, "image_size", 224)
-        own = {
+        transform = {
             **DEFAULT,
             "input_size": (3, *pair(size)),
             "interpolation": config.get("interpolation", "bicubic"),
@@ -224,20 +246,28 @@ class OpenClipSource(TaggedSource):
             "mean": tuple(config.get("mean") or DEFAULT["mean"]),
             "std": tuple(config.get("std") or DEFAULT["std"]),
         }
-        return changed(own, img_size, given, self.name)
+        return changed(transform, img_size, settings, self.name)
 
     def pretrained_record(
-        self, module: nn.Module, wanted: dict[str, Any]
+        self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return ARCHITECTURE.TAG, and how the weights were fitted."""
         record = {"source": "pretrained", "pretrained": ".".join(self.parts)}
-        return {**record, **({} if self.fit is None else self.fit.record())}
+        if self.fit is None:
+            return record
+        return {**record, **self.fit.record()}
 
     def origin(self) -> dict[str, Any]:
+        """Return the library and its version."""
         return {"library": "open_clip", "version": library().__version__}
 
 
 def library() -> Any:
-    """open_clip; a ModelError where it is not installed."""
+    """Return the module open_clip.
+
+    Raises:
+        ModelError: it is not installed.
+    """
     try:
         import open_clip
     except ImportError as error:
@@ -249,14 +279,16 @@ class TorchvisionSource(TaggedSource):
     """A builder of torchvision.models, and one of its weights: `DEFAULT` where none is named."""
 
     library = "torchvision"
-    what = "classifier"
+    kind = "classifier"
 
-    def known(self) -> list[str]:
+    def model_names(self) -> list[str]:
+        """Return torchvision's classifiers, without those of its submodules."""
         from torchvision import models
 
         return list(models.list_models(module=models))
 
     def tags_of(self, model: str) -> list[str]:
+        """Return the members of the builder's enumeration of weights."""
         from torchvision import models
 
         return list(models.get_model_weights(model).__members__)
@@ -266,9 +298,10 @@ class TorchvisionSource(TaggedSource):
         *,
         pretrained: bool,
         seed: int,
-        wanted: dict[str, Any],
+        arguments: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
+        """Make the model like `Source.make`; weights are fetched into torch.hub's folder."""
         from torchvision import models
 
         weights = self._weights()
@@ -277,25 +310,32 @@ class TorchvisionSource(TaggedSource):
                 f"{self.name} has no weights; give --checkpoint or --random-init SEED"
             )
         if pretrained:
-            try:  # into torch.hub's folder
+            # Fetched apart, so that an error of the network is told from one of the builder.
+            try:
                 weights.get_state_dict(progress=False, check_hash=True)
             except (OSError, RuntimeError) as error:
                 raise self.not_fetched(error) from error
-        size = wanted.get("img_size")
-        given = {k: x for k, x in wanted.items() if k != "img_size"}
-        own = weights if pretrained else None
+        keywords = dict(arguments)
+        size = keywords.pop("img_size", None)
 
-        def build(sized: dict[str, Any]) -> nn.Module:
-            return models.get_model(self.parts[0], weights=own, **sized, **given)
+        def build(size_keywords: dict[str, Any]) -> nn.Module:
+            """Call torchvision's builder with the size under one of its names."""
+            return models.get_model(
+                self.parts[0],
+                weights=weights if pretrained else None,
+                **size_keywords,
+                **keywords,
+            )
 
-        for sized in _ways_of_size(size):
+        for size_keywords in _size_keywords(size):
             try:
                 with watched_loads(self.name) as loads:
-                    module = drawn(seed, partial(build, sized), self.name)
+                    module = make_seeded(seed, partial(build, size_keywords), self.name)
                 loads.require_all(module, self.name)
                 return module
             except ModelError as error:
-                if not any(f"argument '{key}'" in str(error) for key in sized):
+                # Only an unknown name of the size leads to the next one.
+                if not any(f"argument '{key}'" in str(error) for key in size_keywords):
                     raise
         raise ModelError(f"{self.name} takes square images alone; --img-size is {size}")
 
@@ -303,48 +343,56 @@ class TorchvisionSource(TaggedSource):
         self,
         module: nn.Module,
         img_size: tuple[int, int] | None,
-        given: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The transform of `Source`: that of the weights, also where they are not taken."""
+        """Return the transform of the weights, also of a model with random ones, with the user's
+        settings."""
         weights = self._weights()
-        own = stated(None if weights is None else weights.transforms(), module, self.name)
+        preset = None if weights is None else weights.transforms()
+        transform = author_transform(preset, module, self.name)
         side = getattr(module, "image_size", None)
         if img_size is None and isinstance(side, int):
             img_size = side, side
-        return changed(own, img_size, given, self.name)
+        return changed(transform, img_size, settings, self.name)
 
     def class_names(self, module: nn.Module) -> list[str] | None:
+        """Return the categories of the weights, also of a model with random ones."""
         weights = self._weights()
         if weights is None:
             return None
         return list(weights.meta["categories"])
 
     def pretrained_record(
-        self, module: nn.Module, wanted: dict[str, Any]
+        self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return BUILDER.TAG."""
         return {
             "source": "pretrained",
             "pretrained": f"{self.parts[0]}.{self._weights().name}",
         }
 
     def origin(self) -> dict[str, Any]:
+        """Return the library and its version."""
         import torchvision
 
         return {"library": "torchvision", "version": torchvision.__version__}
 
     def _weights(self) -> Any:
-        """The member of the builder's enumeration of weights; None where it has none. Errors as
-        `tags`."""
+        """Return the member of the builder's enumeration of weights, None where that is empty.
+
+        Raises:
+            ModelError: no such builder or tag.
+        """
         from torchvision import models
 
         self.tags()
         builder, tag = self.parts
-        found: Any = models.get_model_weights(builder)
-        return found[tag] if tag else getattr(found, "DEFAULT", None)
+        enumeration: Any = models.get_model_weights(builder)
+        return enumeration[tag] if tag else getattr(enumeration, "DEFAULT", None)
 
 
-def _ways_of_size(size: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
-    """The ways in which builders take an image size, the last one for those that take any."""
+def _size_keywords(size: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """Yield the keywords for an image size that builders may have; {} for those that take any."""
     if size is not None:
         if size[0] == size[1]:
             yield {"image_size": size[0]}

@@ -1,5 +1,7 @@
-"""timm's create_model with errors of one line, at the right moment: arguments are tried without
-weights before any are loaded, and weights come from this machine, or from a network that answers.
+"""timm's create_model with errors of one line.
+
+Arguments are tried on the meta device before any weights are loaded, and weights come from this
+machine, or from a network that answers.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None
     for name in args:
         if name in LOADING:
             raise ModelError(
-                f"{where}{name}={str(args[name])[:40]} is not passed on to timm: {LOADING[name]}"
+                f"{where}{name}={str(args[name])[:40]} is not passed on to timm: "
+                f"{LOADING[name]}"
             )
 
 
@@ -69,12 +72,21 @@ def create_model(
     *,
     pretrained: bool,
     seed: int,
-    wanted: dict[str, Any],
+    arguments: dict[str, Any],
     foreign: bool = False,
     resampling: Resampling | None = None,
 ) -> tuple[nn.Module, Fit | None]:
-    """The module as in `Source.make`, and how its weights were fitted, where it has trained ones.
-    full: the name as timm knows it; name: as the user knows it, for messages."""
+    """Make a module like `Source.make`.
+
+    Args:
+        full: the name that timm knows, which `TimmSource.full` returns.
+        name: the name that the user knows, for messages.
+        pretrained: as `seed`, `arguments` and `foreign` in `Source.make`.
+        resampling: which tensors of the weights may be resampled.
+
+    Returns:
+        The module, and how its weights were fitted, None for random ones.
+    """
     check_known(full, name)
     unreachable = None
     if foreign:
@@ -83,19 +95,26 @@ def create_model(
         unreachable = why_unreachable()
     with local_only() if unreachable else nullcontext():
         try:
-            wanted = _accepted(full, wanted)
-            arguments = ", ".join(f"{key}={value}" for key, value in wanted.items())
-            who = f"{name} with {arguments}" if wanted else name
-            fitting = by_the_rule(who, resampling or Resampling(), _size_in(full, name))
-            with fitting as fits:
-                module = _build(full, pretrained, seed, wanted)
+            arguments = _accepted_arguments(full, arguments)
+            who = name
+            if arguments:
+                who = f"{name} with {_listed(arguments)}"
+            size = _folder_image_size(full, name)
+            with by_the_rule(who, resampling or Resampling(), size) as fits:
+                module = _build(full, pretrained, seed, arguments)
             return module, fits[0] if fits else None
         except Exception as error:
-            raise _explained(error, name, pretrained, wanted, unreachable) from error
+            raise _explain(error, name, pretrained, arguments, unreachable) from error
 
 
-def _size_in(full: str, name: str) -> tuple[int, int] | None:
-    """Rows and columns of the images that a folder's weights are for, as its config.json says."""
+def _listed(arguments: Mapping[str, Any]) -> str:
+    """Return `key=value, ...` for a message."""
+    return ", ".join(f"{key}={value}" for key, value in arguments.items())
+
+
+def _folder_image_size(full: str, name: str) -> tuple[int, int] | None:
+    """Return (rows, cols) of the images that a folder's weights are for, None where its config.json
+    does not say."""
     if not full.startswith(FOLDER):
         return None
     config = read_config(Path(full.removeprefix(FOLDER)), name)
@@ -103,70 +122,75 @@ def _size_in(full: str, name: str) -> tuple[int, int] | None:
     size = args.get("img_size") if isinstance(args, dict) else None
     if isinstance(size, int):
         return size, size
-    if (
-        isinstance(size, list)
-        and len(size) == 2
-        and all(isinstance(n, int) for n in size)
-    ):
-        return size[0], size[1]
+    if not isinstance(size, list) or len(size) != 2:
+        return None
+    rows, cols = size
+    if isinstance(rows, int) and isinstance(cols, int):
+        return rows, cols
     return None
 
 
-def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
-    """The module without weights and without memory for them."""
+def on_meta(full: str, arguments: dict[str, Any]) -> nn.Module:
+    """Return the module without weights and without memory for them."""
     with meta_device(), Unfilled():
-        return _build(full, False, 0, wanted)
+        return _build(full, pretrained=False, seed=0, arguments=arguments)
 
 
-def not_as_pretrained(
-    module: nn.Module, full: str, wanted: dict[str, Any]
+def refitted_tensors(
+    module: nn.Module, full: str, arguments: dict[str, Any]
 ) -> dict[str, list[str]]:
-    """The tensors of a module that its pretrained weights do not have as they are, because of
-    arguments other than the weights': `missing`, classifier tensors left random, and `resampled`,
-    "NAME (shape) to (shape)", position tables above all. Without any, {}."""
-    if not wanted:
+    """Return the tensors whose shape differs from the pretrained weights', because of arguments.
+
+    Returns:
+        `missing`: classifier tensors, which are left random; `resampled`: "NAME (shape) to
+        (shape)", most of them position tables. An empty list has no entry.
+    """
+    if not arguments:
         return {}
     with local_only():
-        before = {key: tuple(p.shape) for key, p in on_meta(full, {}).named_parameters()}
+        pretrained_shapes = {
+            key: tuple(p.shape) for key, p in on_meta(full, {}).named_parameters()
+        }
     heads = classifier_prefixes(module)
-    changed = {
-        key: (before[key], tuple(p.shape))
-        for key, p in module.named_parameters()
-        if key in before and before[key] != tuple(p.shape)
-    }
-    found = {
-        "missing": [key for key in changed if key.startswith(heads)] if heads else [],
-        "resampled": [
-            f"{key} {old} to {new}"
-            for key, (old, new) in changed.items()
-            if not heads or not key.startswith(heads)
-        ],
-    }
-    return {key: entries for key, entries in found.items() if entries}
-
-
-def heads_no_shape_shows(
-    module: nn.Module, full: str, wanted: dict[str, Any]
-) -> int | None:
-    """How many heads the blocks of a module have, where its tensors would have the same shapes with
-    another number, which no checkpoint then shows; None where shapes tell, heads differ by block,
-    or their number was given."""
-    counts = {
-        n for m in module.modules() if isinstance(n := getattr(m, "num_heads", None), int)
-    }
-    if len(counts) != 1 or "num_heads" in wanted:
-        return None
-    (heads,) = counts
-    shapes = {key: x.shape for key, x in module.state_dict().items()}
-    for other in (2 * heads, heads // 2):
-        try:
-            changed = on_meta(full, {**wanted, "num_heads": other})
-        except (
-            Exception
-        ):  # not a number of heads that this architecture can have, or no argument
+    missing = []
+    resampled = []
+    for key, parameter in module.named_parameters():
+        shape = tuple(parameter.shape)
+        pretrained_shape = pretrained_shapes.get(key, shape)
+        if pretrained_shape == shape:
             continue
-        if {key: x.shape for key, x in changed.state_dict().items()} == shapes:
-            return heads
+        if heads and key.startswith(heads):
+            missing.append(key)
+        else:
+            resampled.append(f"{key} {pretrained_shape} to {shape}")
+    tensors = {"missing": missing, "resampled": resampled}
+    return {key: entries for key, entries in tensors.items() if entries}
+
+
+def ambiguous_head_count(
+    module: nn.Module, full: str, arguments: dict[str, Any]
+) -> int | None:
+    """Return the number of heads per block where no shape of a tensor depends on it, so that a
+    checkpoint does not show it.
+
+    None where shapes depend on it, heads differ by block, or the user gave their number.
+    """
+    counts = set()
+    for child in module.modules():
+        n_heads = getattr(child, "num_heads", None)
+        if isinstance(n_heads, int):
+            counts.add(n_heads)
+    if len(counts) != 1 or "num_heads" in arguments:
+        return None
+    (n_heads,) = counts
+    shapes = {key: x.shape for key, x in module.state_dict().items()}
+    for other_n_heads in (2 * n_heads, n_heads // 2):
+        try:
+            variant = on_meta(full, {**arguments, "num_heads": other_n_heads})
+        except Exception:  # it cannot have so many, or takes no such argument
+            continue
+        if {key: x.shape for key, x in variant.state_dict().items()} == shapes:
+            return n_heads
     return None
 
 
@@ -175,39 +199,51 @@ def check_known(full: str, name: str) -> None:
     import timm
 
     if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):
-        if hint := path_hint(name):
+        hint = path_hint(name)
+        if hint:
             raise ModelError(f"{name} {hint}")
         near = near_names(full.partition(".")[0], timm.list_models())
         raise ModelError(
             f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')"
         )
-    if not full.startswith(FOLDER):
-        return
-    folder = Path(full.removeprefix(FOLDER))
+    if full.startswith(FOLDER):
+        _check_folder(Path(full.removeprefix(FOLDER)), name)
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    """Raise ModelError unless a folder's config.json has entries of timm's types, and no argument
+    that chooses what to load."""
+    import timm
+
     if not folder.is_dir():
         raise ModelError(
             f"{name}: no such folder; expected one with config.json and model.safetensors"
         )
-    parts = read_config(folder, name)
-    architecture = parts.get("architecture")
+    config = read_config(folder, name)
+    architecture = config.get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ModelError(
-            f"{name}: its config.json says architecture {str(architecture)[:40]!r}; expected "
-            "a timm name (run: vitsee models '*PART*')"
+            f"{name}: its config.json says architecture {str(architecture)[:40]!r}; "
+            "expected a timm name (run: vitsee models '*PART*')"
         )
     for key in ("pretrained_cfg", "model_args"):
-        if not isinstance(parts.get(key, {}), dict):
+        if not isinstance(config.get(key, {}), dict):
             raise ModelError(f"{name}: {key} in its config.json is no object")
-    pretrained = parts.get("pretrained_cfg", parts)
-    if "input_size" in pretrained:
-        checked_size(pretrained["input_size"], name)
+    # timm's older config.json has the entries of pretrained_cfg at its top.
+    pretrained_config = config.get("pretrained_cfg", config)
+    if "input_size" in pretrained_config:
+        checked_size(pretrained_config["input_size"], name)
     refuse_loading(
-        parts.get("model_args", {}), f"{name}: model_args of its config.json: "
+        config.get("model_args", {}), f"{name}: model_args of its config.json: "
     )
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """A folder's config.json; {} where it is no object."""
+    """Return a folder's config.json, {} where it holds no object.
+
+    Raises:
+        ModelError: there is none, or it is not JSON.
+    """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except OSError as error:
@@ -221,79 +257,95 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without an image size that the architecture does not take."""
-    if not wanted:
-        return wanted
+def _accepted_arguments(full: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, without an image size that the architecture does not take.
+
+    Raises:
+        ModelError: the weights would not fit the memory, or images are smaller than a patch.
+        TypeError: the architecture does not take another argument.
+    """
+    if not arguments:
+        return arguments
     try:
-        module = on_meta(full, wanted)
+        module = on_meta(full, arguments)
     except TypeError as error:
-        if "img_size" in wanted and "img_size" in str(error):
-            rest = {key: x for key, x in wanted.items() if key != "img_size"}
-            return _accepted(full, rest)
+        if "img_size" in arguments and "img_size" in str(error):
+            rest = {key: x for key, x in arguments.items() if key != "img_size"}
+            return _accepted_arguments(full, rest)
         raise
     except NotImplementedError:  # an architecture that cannot be made without memory
-        return wanted
-    need = sum(x.numel() * x.element_size() for x in module.state_dict().values())
-    if need > memory_bytes():
+        return arguments
+    tensors = module.state_dict().values()
+    size_bytes = sum(x.numel() * x.element_size() for x in tensors)
+    if size_bytes > memory_bytes():
         raise ModelError(
-            f"the weights of {full} would take {human_bytes(need)}, more than the memory"
+            f"the weights of {full} would take {human_bytes(size_bytes)}, more than the "
+            f"memory"
         )
-    embed = getattr(module, "patch_embed", None)
-    patch: Any = getattr(embed, "patch_size", None)
-    size: Any = wanted.get("img_size")
-    pairs = (
-        isinstance(patch, tuple)
-        and isinstance(size, tuple)
-        and len(patch) == len(size) == 2
-    )
-    if pairs and (size[0] < patch[0] or size[1] < patch[1]):
+    patch: Any = getattr(getattr(module, "patch_embed", None), "patch_size", None)
+    size: Any = arguments.get("img_size")
+    are_tuples = isinstance(patch, tuple) and isinstance(size, tuple)
+    are_pairs = are_tuples and len(patch) == len(size) == 2
+    if are_pairs and (size[0] < patch[0] or size[1] < patch[1]):
         raise ModelError(
-            f"--img-size {size[0]}x{size[1]} is less than one patch of {patch[0]}x{patch[1]} "
-            "pixels; choose a larger one"
+            f"--img-size {size[0]}x{size[1]} is less than one patch of "
+            f"{patch[0]}x{patch[1]} pixels; choose a larger one"
         )
-    return wanted
+    return arguments
 
 
-def _build(full: str, pretrained: bool, seed: int, wanted: dict[str, Any]) -> nn.Module:
+def _build(
+    full: str, pretrained: bool, seed: int, arguments: dict[str, Any]
+) -> nn.Module:
+    """Return timm's module under a seed; the caller's random state stays as it is."""
     import timm
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module: nn.Module = timm.create_model(full, pretrained=pretrained, **wanted)
+        module: nn.Module = timm.create_model(full, pretrained=pretrained, **arguments)
     return module
 
 
-def _explained(
+def _explain(
     error: Exception,
     name: str,
     pretrained: bool,
-    wanted: dict[str, Any],
+    arguments: dict[str, Any],
     unreachable: str | None,
 ) -> Exception:
-    """The error that the user is shown; the same one where it is a fault of ours."""
+    """Return the error that the user is shown; the same one where it is a fault of vitsee.
+
+    Args:
+        error: what timm or the hub's client raised.
+        name: the model, as the user knows it.
+        pretrained: whether weights were loaded.
+        arguments: the model's arguments.
+        unreachable: why the hub was not asked, None if it was.
+    """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError | NotHere):
         why = unreachable or "they cannot be fetched"
         return NotHere(
-            f"the weights of {name} are not on this machine, and {why}; give --checkpoint FILE or "
-            "--random-init SEED"
+            f"the weights of {name} are not on this machine, and {why}; give "
+            "--checkpoint FILE or --random-init SEED"
         )
     if isinstance(error, ModelError):
         return error
     if "weights_only" in str(error):
         return ModelError(
-            f"{name} cannot be loaded: its weights hold objects besides tensors and plain values, "
-            "which could run code; save the state dict alone, as .safetensors"
+            f"{name} cannot be loaded: its weights hold objects besides tensors and "
+            "plain values, which could run code; save the state dict alone, as "
+            ".safetensors"
         )
-    given = ", ".join(f"{key}={value}" for key, value in wanted.items())
+    listed = _listed(arguments)
     if isinstance(error, TypeError):
         return ModelError(f"{name} does not take these arguments: {one_line(error)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         return ModelError(
-            f"the pretrained weights of {name} do not fit {given or 'it'}: {_misfit(error)}; "
-            "give --random-init SEED, or --checkpoint FILE with weights of this shape"
+            f"the pretrained weights of {name} do not fit {listed or 'it'}: "
+            f"{_abbreviate_misfit(error)}; give --random-init SEED, or --checkpoint FILE "
+            "with weights of this shape"
         )
     if isinstance(error, OSError) or "No pretrained weights" in str(error):
         hint = "; give --checkpoint FILE or --random-init SEED" if pretrained else ""
@@ -301,15 +353,14 @@ def _explained(
     if isinstance(
         error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError
     ):
-        hint = f" with {given}" if given else ""
-        return ModelError(
-            f"{name} cannot be made{hint}: {_check(error) or one_line(error)}"
-        )
+        hint = f" with {listed}" if listed else ""
+        reason = _failed_assertion(error) or one_line(error)
+        return ModelError(f"{name} cannot be made{hint}: {reason}")
     return error
 
 
-def _check(error: Exception) -> str:
-    """The condition that a bare assertion of timm's asks for; "" for other errors."""
+def _failed_assertion(error: Exception) -> str:
+    """Return the condition of an assertion of timm's without a message, "" for other errors."""
     if not isinstance(error, AssertionError) or str(error):
         return ""
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -318,19 +369,21 @@ def _check(error: Exception) -> str:
     return ""
 
 
-def _misfit(error: Exception) -> str:
-    """timm's list of tensors in a few words."""
+def _abbreviate_misfit(error: Exception) -> str:
+    """Return torch's list of tensors that do not fit as counts with the first names."""
     text = " ".join(str(error).split())
-    parts = []
-    for title, what in (("Missing", "not in them"), ("Unexpected", "left over")):
-        if found := re.search(
+    clauses = []
+    for title, description in (("Missing", "not in them"), ("Unexpected", "left over")):
+        listed = re.search(
             rf'{title} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)+)', text
-        ):
-            names = re.findall(r'"([^"]*)"', found[1])
-            parts.append(f"{what} {len(names)} ({some(names)})")
-    if sizes := re.findall(r"size mismatch for ([\w.]+):", text):
-        parts.append(f"of another size {len(sizes)} ({some(sizes)})")
-    return "; ".join(parts) or one_line(error)
+        )
+        if listed is not None:
+            names = re.findall(r'"([^"]*)"', listed[1])
+            clauses.append(f"{description} {len(names)} ({some(names)})")
+    sizes = re.findall(r"size mismatch for ([\w.]+):", text)
+    if sizes:
+        clauses.append(f"of another size {len(sizes)} ({some(sizes)})")
+    return "; ".join(clauses) or one_line(error)
 
 
 class NotHere(ModelError):
@@ -339,7 +392,7 @@ class NotHere(ModelError):
 
 @contextmanager
 def local_only() -> Iterator[None]:
-    """A context in which timm uses its caches and no network.
+    """Return a context in which timm uses its caches and no network.
 
     timm has no switch for it, so its two ways out, downloads from the hub and from an address,
     are closed where timm calls them.
@@ -349,6 +402,7 @@ def local_only() -> Iterator[None]:
     hub: Any = importlib.import_module("timm.models._hub")
 
     def refuse(url: str, *_: Any, **__: Any) -> None:
+        """Raise NotHere in place of a download."""
         raise NotHere(f"{Path(str(url)).name} is not on this machine")
 
     cached = functools.partial(hub.hf_hub_download, local_files_only=True)
@@ -361,7 +415,7 @@ def local_only() -> Iterator[None]:
 
 
 def why_unreachable() -> str | None:
-    """Why the hub does not answer, found out once within seconds; None if it does.
+    """Return why the hub does not answer, after seconds at most; None if it does.
 
     Without this the hub's own client retries each file for half a minute.
     """

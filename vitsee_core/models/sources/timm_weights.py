@@ -29,13 +29,17 @@ from vitsee_core.models.weights.positions import Resampling
 def by_the_rule(
     who: str, resampling: Resampling, stated_size: tuple[int, int] | None = None
 ) -> Iterator[list[Fit]]:
-    """A context in which timm's models get their weights by the rule; the fits of those that did.
+    """Return a context in which timm's models get their weights by the rule; the list gets the fit
+    of each that did.
 
-    who: the model, in messages. stated_size: rows and columns in pixels of the images that the
-    weights are for, as a folder's configuration says them.
+    Args:
+        who: the model, as messages call it.
+        resampling: which tensors may be resampled.
+        stated_size: (rows, cols) in pixels of the images that the weights are for, from a folder's
+            configuration; None for those of timm's.
 
     Raises:
-        ModelError: within, the weights are not the model's. What is missing is timm's own error.
+        ModelError: within: the weights are not the model's. What is missing is timm's own error.
     """
     builder: Any = importlib.import_module("timm.models._builder")
     hub: Any = importlib.import_module("timm.models._hub")
@@ -43,28 +47,32 @@ def by_the_rule(
     fits: list[Fit] = []
 
     def load(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Call timm's `load_pretrained` with the rule in place of its conversion."""
         convert: Convert | None = kwargs.pop("filter_fn", None)
         config: Mapping[str, Any] = kwargs.get("pretrained_cfg") or {}
+        # timm's input_size is (channels, rows, cols).
         size = stated_size or tuple(config.get("input_size") or ())[-2:]
-        said = dataclasses.replace(
+        sized_resampling = dataclasses.replace(
             resampling, stated_size=size if len(size) == 2 else None
         )
 
-        def converted(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
+        def fit_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
+            """Return the tensors of a file under the model's names."""
             result = fit(
                 module,
                 preferred_state(state, who),
                 who,
                 convert=convert,
-                resampling=said,
+                resampling=sized_resampling,
                 refuse_incomplete=False,
             )
             fits.append(result)
             return result.tensors
 
-        original(model, *args, filter_fn=converted, **kwargs)
+        original(model, *args, filter_fn=fit_state, **kwargs)
 
     def read(path: Any, *_: Any, **__: Any) -> Any:
+        """Read a file of weights without running its code."""
         return read_file(Path(path))
 
     with (

@@ -1,6 +1,8 @@
-"""The classes of models that transformers has: which take images, and how one is made; and one part
-of a larger model, a tower alone or with what leads to the language model, and its weights read
-alone."""
+"""The classes of models that transformers has: which take images, and how one is made.
+
+Of a larger model one tower is made alone, or with what leads to the language model, and its weights
+are read alone.
+"""
 
 from __future__ import annotations
 
@@ -30,85 +32,102 @@ from vitsee_core.models.weights.left_over import unknown
 
 PIXELS = "pixel_values"
 VIDEOS = "pixel_values_videos"
-# In a configuration these say that the model takes several frames at once, and how many.
+# Entries of a configuration with the number of frames that the model takes at once.
 FRAMES = ("num_frames", "frames_per_clip")
-_OF_VIDEOS = (*FRAMES, "tubelet_size")
+# Entries that only models of clips have.
+_CLIP_ENTRIES = (*FRAMES, "tubelet_size")
 _USUAL_FRAMES = 16
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 _TEXT = "input_ids"
 
 
 def library() -> Any:
-    """transformers; a ModelError where it is not installed."""
+    """Return the module transformers, without its warnings and progress bars.
+
+    Raises:
+        ModelError: it is not installed.
+    """
     try:
         import transformers
     except ImportError as error:
         raise missing_extra("transformers", "transformers") from error
-    found: Any = transformers
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
+    untyped: Any = transformers
+    untyped.logging.set_verbosity_error()
+    untyped.logging.disable_progress_bar()
+    return untyped
 
 
 def class_names() -> list[str]:
-    """The classes of models that transformers has a processor of images or of videos for."""
+    """Return the classes that transformers has a processor of images or of videos for, sorted."""
     auto: Any = library().models.auto
-    models = auto.modeling_auto.MODEL_MAPPING_NAMES
-    processors = [*auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES]
-    videos = getattr(
-        auto, "video_processing_auto", None
-    )  # transformers 4 has none at first
-    processors += [*getattr(videos, "VIDEO_PROCESSOR_MAPPING_NAMES", ())]
-    found = [models.get(kind) for kind in processors]
-    return sorted({name for name in found if isinstance(name, str)})
+    class_of_type = auto.modeling_auto.MODEL_MAPPING_NAMES
+    model_types = [*auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES]
+    # The first releases of transformers 4 have no processors of videos.
+    videos = getattr(auto, "video_processing_auto", None)
+    model_types += [*getattr(videos, "VIDEO_PROCESSOR_MAPPING_NAMES", ())]
+    names = set()
+    for model_type in model_types:
+        name = class_of_type.get(model_type)
+        if isinstance(name, str):  # a tuple has classes for pieces of a model
+            names.add(name)
+    return sorted(names)
 
 
-def backend(wanted: str | None) -> dict[str, Any]:
-    """The argument that chooses a processor's backend; transformers 4 has another."""
-    if wanted is None:
+def backend(backend_name: str | None) -> dict[str, Any]:
+    """Return the keyword that chooses a processor's backend, {} for the processor's default."""
+    if backend_name is None:
         return {}
     if int(library().__version__.partition(".")[0]) < 5:
-        return {"use_fast": wanted == "torchvision"}
-    return {"backend": wanted}
+        return {"use_fast": backend_name == "torchvision"}
+    return {"backend": backend_name}
 
 
-def remote_class(name: str, place: str, revision: str | None) -> Any:
-    """A class of a repository's own code, which runs."""
+def remote_class(name: str, repository: str, revision: str | None) -> Any:
+    """Return a class of a repository's own code; that code runs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(name, place, revision=revision)
+    return get_class_from_dynamic_module(name, repository, revision=revision)
 
 
-def _forward(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.forward).parameters
+def check_input(model_class: Any, who: str, *, remote: bool) -> None:
+    """Raise ModelError for a class that does not take a batch of images.
 
-
-def check_input(kind: Any, who: str, *, remote: bool) -> None:
-    """Refuse a class that does not take a batch of images, with a ModelError about `who`. remote:
-    its own code may run, whose `main_input_name` is often not set."""
-    refuse_others(kind, who)
-    remote = remote and "input_ids" not in _forward(kind)
-    taken = kind.main_input_name in (PIXELS, VIDEOS)
-    if not taken and not remote and not packed_inputs(kind):
+    Args:
+        model_class: class of transformers, or of a repository.
+        who: the model, as the message calls it.
+        remote: whether code of the repository may run, whose `main_input_name` is often not set.
+    """
+    refuse_others(model_class, who)
+    takes_images = model_class.main_input_name in (PIXELS, VIDEOS)
+    takes_text = _TEXT in inspect.signature(model_class.forward).parameters
+    is_unlabelled = remote and not takes_text
+    if not takes_images and not is_unlabelled and not packed_inputs(model_class):
         raise ModelError(
-            f"{who} takes {kind.main_input_name}; expected a model of {PIXELS}: name its tower "
-            "behind #, as in #vision_model"
+            f"{who} takes {model_class.main_input_name}; expected a model of {PIXELS}: "
+            "name its tower behind #, as in #vision_model"
         )
 
 
 def clip_frames(module: nn.Module) -> int | None:
-    """How many frames a model's configuration gives a clip; None for a model of images."""
+    """Return the number of frames of a clip; None for a model of images."""
     config = getattr(module, "config", None)
-    stated = [getattr(config, key, None) for key in _OF_VIDEOS]
-    videos = getattr(module, "main_input_name", None) == VIDEOS
-    if not videos and all(value is None for value in stated):
+    entries = [getattr(config, key, None) for key in _CLIP_ENTRIES]
+    takes_videos = getattr(module, "main_input_name", None) == VIDEOS
+    if not takes_videos and all(value is None for value in entries):
         return None
-    return next((n for n in stated[: len(FRAMES)] if isinstance(n, int)), _USUAL_FRAMES)
+    for key in FRAMES:
+        n_frames = getattr(config, key, None)
+        if isinstance(n_frames, int):
+            return n_frames
+    return _USUAL_FRAMES
 
 
 def by_attention(make: Callable[[str], Any]) -> Any:
-    """The model built with scaled_dot_product_attention, or eager attention if unsupported."""
+    """Return `make("sdpa")`, or `make("eager")` where the class has no such attention.
+
+    Capture reads q, k, v of scaled_dot_product_attention where a model calls it.
+    """
     try:
         return make("sdpa")
     except ValueError as error:
@@ -117,18 +136,19 @@ def by_attention(make: Callable[[str], Any]) -> Any:
         return make("eager")
 
 
-def random_model(kind: Any, config: Any) -> nn.Module:
-    """A model of new weights."""
+def random_model(model_class: Any, config: Any) -> nn.Module:
+    """Return a model with new weights, which torch's random state decides."""
 
-    def make(how: str) -> Any:
-        config._attn_implementation = how
-        return kind(config)
+    def make(attention: str) -> Any:
+        """Return the model with one of the library's attention functions."""
+        config._attn_implementation = attention
+        return model_class(config)
 
     return by_attention(make)
 
 
 def size_of(config: Any) -> tuple[int, int] | None:
-    """Rows and columns that a configuration states."""
+    """Return the (rows, cols) in pixels that a configuration states, None where it states none."""
     size = getattr(config, "image_size", getattr(config, "crop_size", None))
     if isinstance(size, Mapping):
         size = size.get("height"), size.get("width")
@@ -137,179 +157,237 @@ def size_of(config: Any) -> tuple[int, int] | None:
     patch = getattr(config, "patch_size", None)
     n_patches = getattr(config, "num_patches", None)
     if size is None and isinstance(n_patches, int) and isinstance(patch, int):
-        return math.isqrt(n_patches) * patch, math.isqrt(
-            n_patches
-        ) * patch  # of its positions
-    if (
-        isinstance(size, list | tuple)
-        and len(size) == 2
-        and all(isinstance(n, int) for n in size)
-    ):
-        return size[0], size[1]
+        # SigLIP 2 NaFlex states the square grid of its positions alone.
+        side = math.isqrt(n_patches) * patch
+        return side, side
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        return None
+    rows, cols = size
+    if isinstance(rows, int) and isinstance(cols, int):
+        return rows, cols
     return None
 
 
-def towers(whole: nn.Module) -> list[str]:
-    """Paths of the modules of a model that take images and no text, those inside one another left
-    out."""
-    found: list[str] = []
-    for path, module in whole.named_modules():
-        inside = any(path.startswith(f"{above}.") for above in found)
-        if path and not inside and hasattr(module, "config"):
-            taken = inspect.signature(module.forward).parameters
-            if _TEXT not in taken and (PIXELS in taken or packed_inputs(module)):
-                found.append(path)
-    return found
+# ------------------------------------------------------------ towers of a larger model
 
 
-def named_towers(name: str) -> list[str]:
-    """`NAME#PATH` of each tower of a class of transformers that takes images and text, made without
-    values from its default configuration; the class itself where it takes images alone, or where
-    it cannot be made or has no tower."""
-    kind: Any = getattr(library(), name)
+def towers(model: nn.Module) -> list[str]:
+    """Return the paths of a model's modules that take images and no text; of those within one
+    another the outermost."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{tower}.") for tower in paths)
+        if path and not is_inside and hasattr(module, "config"):
+            inputs = inspect.signature(module.forward).parameters
+            takes_images = PIXELS in inputs or packed_inputs(module)
+            if takes_images and _TEXT not in inputs:
+                paths.append(path)
+    return paths
+
+
+def named_towers(class_name: str) -> list[str]:
+    """Return `CLASS#PATH` of each tower of a class that takes images and text.
+
+    The model is made without values from its default configuration. A class that takes images
+    alone, that cannot be made so or that has no tower is returned as [class_name].
+    """
+    model_class: Any = getattr(library(), class_name)
     try:
-        if _TEXT not in inspect.signature(kind.forward).parameters:
-            return [name]
-        found = towers(on_meta(kind, kind.config_class()))
+        if _TEXT not in inspect.signature(model_class.forward).parameters:
+            return [class_name]
+        paths = towers(on_meta(model_class, model_class.config_class()))
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, KeyError):
-        return [name]
-    return [f"{name}#{path}" for path in found] or [name]
+        return [class_name]
+    return [f"{class_name}#{path}" for path in paths] or [class_name]
 
 
-def language_input_of(kind: Any, name: str) -> Any:
-    """A class like `kind`, a model of images and text, without its language model, which
-    `take_features` can make the language model's input of.
+def language_input_of(model_class: Any, name: str) -> Any:
+    """Return a subclass of a model of images and text whose instances have no language model.
+
+    `with_features` lets an instance compute the language model's input.
 
     Raises:
-        ModelError: in one line: `kind` is no such model.
+        ModelError: the class, of the model `name`, has no function for that input.
     """
-    if not hasattr(kind, FEATURES) or int(library().__version__.partition(".")[0]) < 5:
+    major_version = int(library().__version__.partition(".")[0])
+    if not hasattr(model_class, FEATURES) or major_version < 5:
         raise ModelError(
-            f"{name} asks for what a language model receives, and {kind.__name__} of transformers "
-            f"{library().__version__} has no {FEATURES} that says it; expected a model of images "
-            "and text of transformers 5"
+            f"{name} asks for what a language model receives, and {model_class.__name__} "
+            f"of transformers {library().__version__} has no {FEATURES} that says it; "
+            "expected a model of images and text of transformers 5"
         )
 
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, *args, **kwargs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Make the model, then drop its language model."""
+        model_class.__init__(self, *args, **kwargs)
         drop_language_model(self)
 
-    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
+    members = {"__init__": init, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
 
 
-def random_language_input(kind: Any, config: Any) -> nn.Module:
-    """One of `language_input_of`'s classes with new weights; the language model is only ever laid
-    out without values."""
+def random_language_input(model_class: Any, config: Any) -> nn.Module:
+    """Return an instance of a class of `language_input_of` with new weights, which takes images."""
 
-    def make(how: str) -> Any:
-        given = {"dtype": torch.float32, "attn_implementation": how}
-        return kind.from_pretrained(None, config=config, state_dict={}, **given)
+    def make(attention: str) -> Any:
+        """Return the model with one of the library's attention functions."""
+        # `from_pretrained` makes modules on the meta device and gives values to those that are
+        # left, so that the language model never takes memory.
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict={},
+            dtype=torch.float32,
+            attn_implementation=attention,
+        )
 
     if torch.get_default_device().type == "meta":
         config._attn_implementation = "sdpa"
-        made: nn.Module = kind(config)
+        module: nn.Module = model_class(config)
     else:
-        made = by_attention(make)
-    return with_features(made)
+        module = by_attention(make)
+    return with_features(module)
 
 
 def with_features(module: nn.Module) -> nn.Module:
-    """One of these classes' modules that takes images; LLaVA's own way is that of one image."""
+    """Let a module of `language_input_of` compute the language model's input, and return it."""
+    # LLaVA's images are one each; classes with tiles are called in the same way.
     take_features(module, library().LlavaModel.get_image_features)
     return module
 
 
+def on_meta(model_class: Any, config: Any) -> nn.Module:
+    """Return the model on the meta device, without values."""
+    with meta_device():
+        module: nn.Module = model_class(config)
+    return module
+
+
+# ------------------------------------------------------------ weights of one tower alone
+
+
 def read_parts(module: nn.Module, file_of: Callable[[str], str | None]) -> bool:
-    """Read the weights of each of a module's children as `read_weights` does, and its own."""
+    """Read the weights of each of a module's children like `read_weights`, and the parameters that
+    are the module's own.
+
+    Returns:
+        Whether all were read; if not, some may have been.
+    """
     from safetensors import safe_open
 
-    shards = _shards(file_of)
+    file_of_tensor = _tensor_files(file_of)
     for name, child in module.named_children():
         if child.state_dict() and not read_weights(child, file_of, name):
             return False
-    for name, own in module.named_parameters(recurse=False):
-        found = [key for key in shards if f".{key}".endswith(f".{name}")]
-        local = file_of(shards[found[0]]) if len(found) == 1 else None
-        if local is None:
+    for name, parameter in module.named_parameters(recurse=False):
+        keys = [key for key in file_of_tensor if f".{key}".endswith(f".{name}")]
+        if len(keys) != 1:
             return False
-        with safe_open(local, "pt") as tensors, torch.no_grad():
-            copy_into(own, tensors.get_tensor(found[0]), found[0])
+        key = keys[0]
+        path = file_of(file_of_tensor[key])
+        if path is None:
+            return False
+        with safe_open(path, "pt") as tensors, torch.no_grad():
+            copy_into(parameter, tensors.get_tensor(key), key)
     return True
-
-
-def on_meta(kind: Any, config: Any) -> nn.Module:
-    """The model without values."""
-    with meta_device():
-        made: nn.Module = kind(config)
-    return made
 
 
 def read_weights(
     module: nn.Module, file_of: Callable[[str], str | None], path: str
 ) -> bool:
-    """Read the module's weights from a checkpoint in safetensors of a model that has it at `path`,
-    file by file and tensor by tensor. False, with nothing read, where they are not there by the
-    names that the module has.
+    """Read a module's weights from the safetensors of a larger model, tensor by tensor.
 
-    file_of: the local path of a file of the checkpoint, None if there is none.
+    Args:
+        module: changed in place.
+        file_of: returns the local path of a file of the checkpoint, None if there is none.
+        path: the module's path in the larger model.
+
+    Returns:
+        Whether they were read; False, with nothing changed, where the checkpoint does not have them
+        under the module's names.
+
+    Raises:
+        ModelError: a tensor does not fit, or tensors below the path are left over.
     """
     from safetensors import safe_open
 
-    own = module.state_dict()
-    shards = _shards(file_of)
-    prefix = _prefix(own, shards, path)
+    state = module.state_dict()
+    file_of_tensor = _tensor_files(file_of)
+    prefix = _find_prefix(state, file_of_tensor, path)
     if prefix is None:
         return False
-    inside = [key.removeprefix(prefix) for key in shards if key.startswith(prefix)]
-    kept = {*own, *(name for name, _ in module.named_buffers())}
-    left_over = [name for name in inside if name not in kept]
+    expected = {*state, *(name for name, _ in module.named_buffers())}
+    left_over = []
+    for key in file_of_tensor:
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name not in expected:
+            left_over.append(name)
     require_fit(f"{path} of the checkpoint", left_over=unknown(left_over))
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for name in own:
-        by_file[shards[prefix + name]].append(name)
-    for file, names in by_file.items():
-        local = file_of(file)
-        if local is None:
+    # Each file is opened once.
+    names_in_file: dict[str, list[str]] = defaultdict(list)
+    for name in state:
+        names_in_file[file_of_tensor[prefix + name]].append(name)
+    for file, names in names_in_file.items():
+        file_path = file_of(file)
+        if file_path is None:
             return False
-        with safe_open(local, "pt") as tensors, torch.no_grad():
+        with safe_open(file_path, "pt") as tensors, torch.no_grad():
             for name in names:
-                copy_into(own[name], tensors.get_tensor(prefix + name), prefix + name)
+                key = prefix + name
+                copy_into(state[name], tensors.get_tensor(key), key)
     return True
 
 
-def copy_into(own: Tensor, stored: Tensor, name: str) -> None:
-    """Copy a checkpoint's tensor, by its name there, into a model's.
+def copy_into(target: Tensor, stored: Tensor, name: str) -> None:
+    """Copy a checkpoint's tensor into a model's.
+
+    name: the tensor's name in the checkpoint, for messages.
 
     Raises:
         ModelError: it has another shape, or no numbers of the model's kind.
     """
-    require_numbers("the checkpoint", {name: stored}, {name: own})
-    if stored.shape != own.shape:
-        size = f"{name} {tuple(stored.shape)} for {tuple(own.shape)}"
+    require_numbers("the checkpoint", {name: stored}, {name: target})
+    if stored.shape != target.shape:
+        size = f"{name} {tuple(stored.shape)} for {tuple(target.shape)}"
         require_fit("the checkpoint", sizes=[size])
-    own.copy_(stored)
+    target.copy_(stored)
 
 
-def _shards(file_of: Callable[[str], str | None]) -> dict[str, str]:
-    """The file of each tensor of a checkpoint; {} where it is in no safetensors."""
+def _tensor_files(file_of: Callable[[str], str | None]) -> dict[str, str]:
+    """Return tensor name -> file of a checkpoint; {} where it has no safetensors."""
     from safetensors import safe_open
 
-    if (index := file_of(_INDEX)) is not None:
-        return dict(json.loads(Path(index).read_text())["weight_map"])
-    if (whole := file_of(_WHOLE)) is not None:
-        with safe_open(whole, "pt") as tensors:
-            return dict.fromkeys(tensors.keys(), _WHOLE)
+    index_path = file_of(_INDEX_FILE)
+    if index_path is not None:
+        return dict(json.loads(Path(index_path).read_text())["weight_map"])
+    path = file_of(_SINGLE_FILE)
+    if path is not None:
+        with safe_open(path, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), _SINGLE_FILE)
     return {}
 
 
-def _prefix(own: Mapping[str, Any], shards: Mapping[str, str], path: str) -> str | None:
-    """The prefix of a module's names in a checkpoint; of several the one that ends like the
-    module's path."""
-    first = next(iter(own))
-    found = [key.removesuffix(first) for key in shards if key.endswith(f".{first}")]
-    found = [prefix for prefix in found if all(prefix + name in shards for name in own)]
-    named = [
-        prefix for prefix in found if f".{prefix}".endswith(f".{path.split('.')[-1]}.")
+def _find_prefix(
+    state: Mapping[str, Any], keys: Mapping[str, Any], path: str
+) -> str | None:
+    """Return what stands before a module's names in a checkpoint, None where none or several fit.
+
+    Args:
+        state: the module's tensors by name.
+        keys: the checkpoint's tensors by name.
+        path: the module's path in the larger model; of several prefixes the one counts that ends
+            with its last word.
+    """
+    first_name = next(iter(state))
+    prefixes = []
+    for key in keys:
+        if key.endswith(f".{first_name}"):
+            prefix = key.removesuffix(first_name)
+            if all(prefix + name in keys for name in state):
+                prefixes.append(prefix)
+    last_word = path.split(".")[-1]
+    named_alike = [
+        prefix for prefix in prefixes if f".{prefix}".endswith(f".{last_word}.")
     ]
-    fitting = named or found
+    fitting = named_alike or prefixes
     return fitting[0] if len(fitting) == 1 else None

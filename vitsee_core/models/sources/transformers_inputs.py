@@ -1,9 +1,10 @@
-"""How a batch of images becomes what a class of transformers takes, and its output one tensor.
+"""Hooks that turn a batch of images into the inputs of a class of transformers, and its output into
+one tensor.
 
-Of a tower of packed patches this is recognised on numbers. The shape of a patch is the one that its
-first layer takes; their order (row by row, or by groups that a merger joins later) the one in which
-each channel of the positions that its blocks get depends on the row alone, or on the column alone,
-of the patch that the token beside it was made of.
+How a tower of packed patches takes images is found by trial. The layout of a patch is the first
+that the tower computes with. The order of patches (row by row, or by groups that a merger joins
+later) is the first in which each channel of the positions that its blocks get depends on the row
+alone, or on the column alone, of the patch that the token beside it was made of.
 """
 
 from __future__ import annotations
@@ -33,91 +34,120 @@ from vitsee_core.models.tokens.towers import (
     packed_inputs,
 )
 
-# What of a model's output stands for it: the first that is there.
+# Entries of an output that may be the model's; the first that is there is taken.
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
 _INTERPOLATE = "interpolate_pos_encoding"
-# What `adapt` makes of images.
-_MADE = ("pixel_attention_mask", "spatial_shapes")
-# What configurations call the side of a group, and the frames of a patch.
-_UNITS = (
+# Arguments of SigLIP 2 NaFlex that `adapt` makes of images.
+_PADDED_INPUTS = ("pixel_attention_mask", "spatial_shapes")
+# Names that configurations have for the side of a group of patches.
+_GROUP_SIDE_KEYS = (
     "spatial_merge_size",
     "merge_size",
     "merge_kernel_size",
     "spatial_merge_kernel_size",
 )
-_FRAMES = "temporal_patch_size"
-_CHANNELS = ("in_channels", "num_channels", "in_chans")
-_MOST_MERGED = 4
-# Of the positions' largest number: rounding of sines.
-_LEVEL = 1e-5
-_ERRORS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
+_FRAMES_KEY = "temporal_patch_size"
+_CHANNELS_KEYS = ("in_channels", "num_channels", "in_chans")
+# Largest side of a group that is tried; no model that is known has a larger one.
+_MAX_GROUP_SIDE = 4
+# Differences below this share of the largest position are rounding of sines in float32.
+_POSITION_TOLERANCE = 1e-5
+# What towers raise on patches of another layout.
+_LAYOUT_ERRORS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 def refuse_others(kind: Any, name: str) -> None:
-    """Refuse a class, or a module, that needs more than images, or than their patches and grids,
-    with a ModelError."""
-    taken = inspect.signature(kind.forward).parameters.values()
-    plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    made = {*_MADE, *(packed_inputs(kind) or ())}
+    """Raise ModelError for a model that needs more than images, or than their patches and grids.
+
+    Args:
+        kind: the model's class, or a module.
+        name: the model, as the message calls it.
+    """
+    parameters = []
+    for parameter in inspect.signature(kind.forward).parameters.values():
+        is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_plain and parameter.name != "self":
+            parameters.append(parameter)
+    provided = {*_PADDED_INPUTS, *(packed_inputs(kind) or ())}
     if is_language_input(kind):
-        made.add(towers.SIZES)
-    more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in made]
-    if more:
+        provided.add(towers.SIZES)
+    lacking = []
+    for parameter in parameters[1:]:  # the first takes the images
+        is_required = parameter.default is parameter.empty
+        if is_required and parameter.name not in provided:
+            lacking.append(parameter.name)
+    if lacking:
         raise ModelError(
-            f"{name} takes {plain[0].name} with {', '.join(more)}; expected a model that takes a "
-            "batch of images alone"
+            f"{name} takes {parameters[0].name} with {', '.join(lacking)}; expected a "
+            "model that takes a batch of images alone"
         )
 
 
 def adapt(
     module: nn.Module, resized: bool, name: str, size: tuple[int, int] | None = None
 ) -> None:
-    """Let the module take a batch of images alone, and give one tensor.
+    """Register hooks that let a module take a batch of images alone, and give one tensor.
 
-    Positions are interpolated where images are `resized` and the class does so when asked. A class
-    that draws which patches it sees (ViT-MAE) sees them in their order. A class that takes patches
-    with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of the whole image; one
-    that takes the patches of all images with their grids (Qwen-VL's towers) these. size: of the
-    images, (rows, cols), for what makes a language model's input.
+    A class that draws which patches it sees (ViT-MAE) sees all in their order. A class that takes
+    patches with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of each image. A
+    class that takes the patches of all images with their grids (Qwen-VL's towers) gets those.
+
+    Args:
+        module: changed in place.
+        resized: whether images have another size than the weights' positions are for; then they are
+            interpolated if the class can.
+        name: the model, as messages call it.
+        size: (rows, cols) of the images, which a language model's input is tried on.
 
     Raises:
-        ModelError: of such a class `name` the order of patches is not found.
+        ModelError: the order of packed patches is not found.
     """
-    taken = inspect.signature(module.forward).parameters
-    whole = is_language_input(module)
-    asked = [child.forward for child in module.children()] if whole else [module.forward]
-    interpolates = any(_INTERPOLATE in inspect.signature(one).parameters for one in asked)
-    given = {_INTERPOLATE: True} if interpolates else {}
-    # The predictor of V-JEPA 2 is not its encoder.
-    always = {"skip_predictor": True} if "skip_predictor" in taken else {}
+    inputs = inspect.signature(module.forward).parameters
+    gives_language_input = is_language_input(module)
+    forwards = [module.forward]
+    if (
+        gives_language_input
+    ):  # its forward is the library's function, which passes arguments on
+        forwards = [child.forward for child in module.children()]
+    interpolates = any(
+        _INTERPOLATE in inspect.signature(forward).parameters for forward in forwards
+    )
+    constants = {}
+    if "skip_predictor" in inputs:  # the predictor of V-JEPA 2 is not its encoder
+        constants["skip_predictor"] = True
+    if interpolates and resized:
+        constants[_INTERPOLATE] = True
+    patch_rows, patch_cols = pair(getattr(image_config(module), "patch_size", None) or 16)
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return (args, kwargs) with what the class takes beside the images."""
         images, *rest = args
-        kwargs = {**always, **(given if resized else {}), **kwargs}
-        if "noise" in taken:
-            n = (images.shape[-2] // sides[0]) * (images.shape[-1] // sides[1])
+        kwargs = {**constants, **kwargs}
+        if "noise" in inputs:
+            # ViT-MAE sorts patches by noise: ascending numbers keep their order.
+            n = (images.shape[-2] // patch_rows) * (images.shape[-1] // patch_cols)
             kwargs["noise"] = torch.arange(n, device=images.device).expand(len(images), n)
-        if "spatial_shapes" in taken and images.ndim == 4:
-            images, more = as_patches(images, sides)
-            kwargs = {**kwargs, **more}
+        if "spatial_shapes" in inputs and images.ndim == 4:
+            images, masks_and_shapes = as_patches(images, (patch_rows, patch_cols))
+            kwargs = {**kwargs, **masks_and_shapes}
         return (images, *rest), kwargs
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return output
-        named = output if isinstance(output, Mapping) else {}
-        found = [named[key] for key in OUTPUTS if isinstance(named.get(key), Tensor)]
-        return found[0] if found else output
+        """Return the output's first tensor of `OUTPUTS`; the output itself without one."""
+        if isinstance(output, Mapping):
+            for key in OUTPUTS:
+                if isinstance(output.get(key), Tensor):
+                    return output[key]
+        return output
 
-    sides = pair(getattr(image_config(module), "patch_size", None) or 16)
     if packed_inputs(module):
         accept_images(module, name)
     else:
         module.register_forward_pre_hook(enter, with_kwargs=True)
-    if not whole:
+    if not gives_language_input:
         module.register_forward_hook(leave)
         return
-    if size is not None and not packed_inputs(module) and "spatial_shapes" not in taken:
+    if size is not None and not packed_inputs(module) and "spatial_shapes" not in inputs:
         before = towers.enter(module, size)
         module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(lambda _m, _a, output: towers.tokens(output))
@@ -126,162 +156,232 @@ def adapt(
 def as_patches(
     images: Tensor, sides: tuple[int, int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(images, patches, rows x cols x channels) of images (images, channels, rows, cols), patches
-    and the pixels of each row by row; and `pixel_attention_mask` and `spatial_shapes` of them.
+    """Cut images into patches.
+
+    Args:
+        images: (images, channels, rows, cols).
+        sides: (rows, cols) of a patch in pixels.
+
+    Returns:
+        (images, patches, rows x cols x channels), patches and the pixels of each row by row; and
+        the arguments `pixel_attention_mask` (images, patches) and `spatial_shapes` (images, 2).
 
     Raises:
         ValueError: the patches do not divide the image.
     """
-    n, channels, *size = images.shape
-    rows, cols = (length // side for length, side in zip(size, sides, strict=True))
-    if (rows * sides[0], cols * sides[1]) != tuple(size):
-        raise ValueError(f"patches of {sides[0]} x {sides[1]} pixels do not divide them")
-    cut = images.reshape(n, channels, rows, sides[0], cols, sides[1])
+    n, channels, height, width = images.shape
+    patch_rows, patch_cols = sides
+    rows = height // patch_rows
+    cols = width // patch_cols
+    if (rows * patch_rows, cols * patch_cols) != (height, width):
+        raise ValueError(
+            f"patches of {patch_rows} x {patch_cols} pixels do not divide them"
+        )
+    # (images, channels, rows, patch rows, cols, patch cols)
+    cut = images.reshape(n, channels, rows, patch_rows, cols, patch_cols)
+    # -> (images, rows, cols, patch rows, patch cols, channels)
     patches = cut.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * cols, -1)
-    return patches, {
-        "pixel_attention_mask": torch.ones(
-            n, rows * cols, dtype=torch.long, device=images.device
-        ),
-        "spatial_shapes": torch.tensor([[rows, cols]], device=images.device).expand(n, 2),
-    }
+    mask = torch.ones(n, rows * cols, dtype=torch.long, device=images.device)
+    shape = torch.tensor([[rows, cols]], device=images.device)
+    return patches, {"pixel_attention_mask": mask, "spatial_shapes": shape.expand(n, 2)}
+
+
+# ------------------------------------------------------------ towers of packed patches
 
 
 def accept_images(module: nn.Module, name: str) -> Packing:
     """Let a tower of packed patches take images (images, channels, rows, cols).
 
+    Args:
+        module: gets a hook, and its packing as the attribute `ATTRIBUTE`.
+        name: the model, as messages call it.
+
     Raises:
-        ModelError: in one line: neither its configuration nor its positions show how.
+        ModelError: neither its configuration nor its positions show how.
     """
-    packing = _recognised(module, name)
+    packing = _find_packing(module, name)
     setattr(module, ATTRIBUTE, packing)
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not args or not isinstance(args[0], Tensor) or set(kwargs) & set(GRIDS):
+        """Return (args, kwargs) of packed patches; None, for no change, if they are packed."""
+        is_packed = bool(set(kwargs) & set(GRIDS))
+        if is_packed or not args or not isinstance(args[0], Tensor):
             return None
-        return _given(packing, args[0], kwargs)
+        return _pack_inputs(packing, args[0], kwargs)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     return packing
 
 
-def _given(packing: Packing, images: Tensor, kwargs: Mapping[str, Any]) -> Any:
+def _pack_inputs(packing: Packing, images: Tensor, kwargs: Mapping[str, Any]) -> Any:
+    """Return (args, kwargs) of a tower for images (images, channels, rows, cols)."""
     grid = packing.grid((images.shape[2], images.shape[3]))
-    more = packing.arguments(len(images), grid, images.device)
-    return (packing.pack(images),), {**kwargs, **more}
+    grids = packing.arguments(len(images), grid, images.device)
+    return (packing.pack(images),), {**kwargs, **grids}
 
 
-def _recognised(module: nn.Module, name: str) -> Packing:
-    config: Any = image_config(module)
-    stated = getattr(config, "patch_size", None)
-    patch = stated[-1] if isinstance(stated, list | tuple) else stated
-    grids = packed_inputs(module)
-    if not isinstance(patch, int) or patch < 1 or not grids:
-        raise ModelError(f"{name}: its configuration has no patch_size; expected one")
-    unit = max(_number(config, key) for key in _UNITS)
-    frames = _number(config, _FRAMES)
-    packing = Packing(
-        patch,
-        frames=frames,
-        unit=unit,
-        grids=grids[0],
-        merges=next((name for name in grids if name in MERGES), ""),
-        channels=next((n for key in _CHANNELS if (n := getattr(config, key, None))), 3),
-    )
+def _find_packing(module: nn.Module, name: str) -> Packing:
+    """Return the first layout and order of patches with which a tower's positions go by row and
+    column.
+
+    Raises:
+        ModelError: none does, or the configuration states no side of patches.
+    """
+    stated = _stated_packing(module, name)
     if next(module.parameters()).is_meta:
-        return replace(packing, merge=unit)  # `find_orders` asks for values
-    taken = False
-    refused = ""
-    for one in _candidates(packing):
-        side = math.lcm(_MOST_MERGED, one.unit)
+        # Without values there is no order to find; `find_orders` asks for them.
+        return replace(stated, merge=stated.unit)
+    computes = False
+    first_error = ""
+    for packing in _candidates(stated):
+        # A grid of different sides that each group divides tells rows from columns.
+        side = math.lcm(_MAX_GROUP_SIDE, packing.unit)
         try:
-            tables = _positions(module, one, (side, 2 * side))
-        except _ERRORS as error:
-            refused = refused or " ".join(str(error).split())
+            tables = _positions(module, packing, (side, 2 * side))
+        except _LAYOUT_ERRORS as error:
+            first_error = first_error or " ".join(str(error).split())
             continue
-        if _consistent(tables):
-            return one
-        taken = True
-    if taken:
+        if _are_by_row_and_column(tables):
+            return packing
+        computes = True
+    if computes:
         raise ModelError(
-            f"{name}: no order of its patches gives its blocks positions by row and column, so "
-            "where a token lies in the image is not known; expected rotary positions of two axes"
+            f"{name}: no order of its patches gives its blocks positions by row and "
+            "column, so where a token lies in the image is not known; expected rotary "
+            "positions of two axes"
         )
-    raise ModelError(f"{name} takes no form of packed patches that is known: {refused}")
+    raise ModelError(
+        f"{name} takes no form of packed patches that is known: {first_error}"
+    )
 
 
-def _number(config: Any, key: str) -> int:
+def _stated_packing(module: nn.Module, name: str) -> Packing:
+    """Return the packing by a tower's configuration and arguments alone, in one row by row.
+
+    Raises:
+        ModelError: the configuration states no side of patches.
+    """
+    config: Any = image_config(module)
+    patch = getattr(config, "patch_size", None)
+    if isinstance(patch, list | tuple):
+        patch = patch[-1]
+    inputs = packed_inputs(module)
+    if not isinstance(patch, int) or patch < 1 or not inputs:
+        raise ModelError(f"{name}: its configuration has no patch_size; expected one")
+    merges = [argument for argument in inputs if argument in MERGES]
+    channels = [getattr(config, key, None) for key in _CHANNELS_KEYS]
+    return Packing(
+        patch,
+        frames=_positive_number(config, _FRAMES_KEY),
+        unit=max(_positive_number(config, key) for key in _GROUP_SIDE_KEYS),
+        grids=inputs[0],
+        merges=merges[0] if merges else "",
+        channels=next((n for n in channels if n), 3),
+    )
+
+
+def _positive_number(config: Any, key: str) -> int:
+    """Return a number of a configuration, of several the last one; 1 without one."""
     value = getattr(config, key, 1)
-    value = value[-1] if isinstance(value, list | tuple) and value else value
+    if isinstance(value, list | tuple) and value:
+        value = value[-1]
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def _candidates(packing: Packing) -> Iterator[Packing]:
-    """Forms of patches, and orders; those that the configuration states first."""
-    merges = dict.fromkeys([packing.unit, *range(1, _MOST_MERGED + 1)])
-    frames = dict.fromkeys([packing.frames, 1, 2])
-    for form, n in (
-        *(("cthw", n) for n in frames),
-        ("image", 1),
-        ("sequence", 1),
-        ("hwc", 1),
-    ):
-        for merge in merges:
-            unit = math.lcm(packing.unit, merge)
-            yield replace(packing, form=form, frames=n, merge=merge, unit=unit)
+def _candidates(stated: Packing) -> Iterator[Packing]:
+    """Yield layouts of a patch and orders of patches, those that the configuration states first."""
+    group_sides = dict.fromkeys([stated.unit, *range(1, _MAX_GROUP_SIDE + 1)])
+    forms = [("cthw", n_frames) for n_frames in dict.fromkeys([stated.frames, 1, 2])]
+    forms += [("image", 1), ("sequence", 1), ("hwc", 1)]
+    for form, n_frames in forms:
+        for side in group_sides:
+            yield replace(
+                stated,
+                form=form,
+                frames=n_frames,
+                merge=side,
+                unit=math.lcm(stated.unit, side),
+            )
 
 
 def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
-    """The arguments with a value for each token that the first attention, and the modules that it
-    is in, get beside their first one, for images of this grid of patches: (images, rows, cols,
-    numbers) each, in the order of the first argument's tokens."""
+    """Return the arguments with numbers per token that the first attention, and the modules around
+    it, get beside their first argument.
+
+    Args:
+        module: a tower of packed patches.
+        packing: layout and order that it is tried with.
+        grid: (rows, cols) of patches of the images that it is tried on.
+
+    Returns:
+        (images, rows, cols, numbers) each, where a token stands at the patch that the first
+        argument's token was made of.
+
+    Raises:
+        RuntimeError: the tower computes no attention, or refuses the patches.
+    """
     codes = Codes(grid)
-    n_tokens = len(codes.cells) * math.prod(grid)
-    opened: list[list[Tensor]] = []  # of each module that was entered and not left
+    n_images = len(codes.cells)
+    n_tokens = n_images * math.prod(grid)
+    # A list per module that was entered and not left: the first attention ends the forward pass,
+    # so that those of the modules around it remain.
+    tables_by_depth: list[list[Tensor]] = []
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """Append a list with the module's arguments of one axis of tokens."""
         first = input_tensor(args, kwargs)
-        found = list[Tensor]()
-        opened.append(found)
+        tables: list[Tensor] = []
+        tables_by_depth.append(tables)
         order: Order | None = None
-        for x in _flat([*args, *kwargs.values()]):
+        for x in _flat_tensors([*args, *kwargs.values()]):
             if x is first or list(x.shape).count(n_tokens) != 1:
                 continue
-            order = order or (None if first is None else order_of(first, codes))
+            if order is None and first is not None:  # costs a search, so only when needed
+                order = order_of(first, codes)
             if order is not None and order.grid == grid:
-                table = x.movedim(list(x.shape).index(n_tokens), 0).reshape(n_tokens, -1)
-                laid = Order(grid, order.index, 0).to_grid_order(table.double())
-                found.append(laid.reshape(len(codes.cells), *grid, -1))
+                token_axis = list(x.shape).index(n_tokens)
+                table = x.movedim(token_axis, 0).reshape(n_tokens, -1).double()
+                on_grid = Order(grid, order.index, 0).to_grid_order(table)
+                tables.append(on_grid.reshape(n_images, *grid, -1))
 
     def leave(*_: Any) -> None:
-        opened.pop()
+        """Drop the list of a module that has returned."""
+        tables_by_depth.pop()
 
-    args, kwargs = _given(packing, codes.images(packing), {})
+    args, kwargs = _pack_inputs(packing, codes.images(packing), {})
     try:
         with hooked(module, enter, leave), torch.no_grad(), FirstAttention():
             module.forward(*args, **kwargs)
     except ForwardEnded:
-        return [table for found in opened for table in found]
+        return [table for tables in tables_by_depth for table in tables]
     raise RuntimeError("it computes no attention")
 
 
-def _flat(values: Any) -> Iterator[Tensor]:
+def _flat_tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _flat(value)
+            yield from _flat_tensors(value)
 
 
-def _consistent(tables: list[Tensor]) -> bool:
-    """Whether each channel of each table (images, rows, cols, numbers) is one of the row, or of the
-    column, and some of both, in every image alike."""
-    depends = [False, False]
-    for laid in tables:
-        level = _LEVEL * max(float(laid.abs().max()), 1.0)
-        by_row = (laid - laid[:, :1]).abs().amax((0, 1, 2)) > level
-        by_col = (laid - laid[:, :, :1]).abs().amax((0, 1, 2)) > level
-        by_image = (laid - laid[:1]).abs().amax() > level
-        if bool((by_row & by_col).any()) or bool(by_image):
+def _are_by_row_and_column(tables: list[Tensor]) -> bool:
+    """Return whether each channel depends on the row alone or on the column alone, some on each,
+    and none on the image.
+
+    tables: (images, rows, cols, numbers) each.
+    """
+    row_matters = False
+    col_matters = False
+    for table in tables:
+        tolerance = _POSITION_TOLERANCE * max(float(table.abs().max()), 1.0)
+        # (numbers,) of booleans
+        by_row = (table - table[:, :1]).abs().amax((0, 1, 2)) > tolerance
+        by_col = (table - table[:, :, :1]).abs().amax((0, 1, 2)) > tolerance
+        by_image = bool((table - table[:1]).abs().amax() > tolerance)
+        if bool((by_row & by_col).any()) or by_image:
             return False
-        depends = [depends[0] or bool(by_row.any()), depends[1] or bool(by_col.any())]
-    return all(depends)
+        row_matters |= bool(by_row.any())
+        col_matters |= bool(by_col.any())
+    return row_matters and col_matters

@@ -44,10 +44,11 @@ from vitsee_core.models.weights.names import (
 FileOf = Callable[[str], str | None]
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 EXPECTED = (
-    "expected a folder or repository whose config.json and weights belong together, all but the "
-    "classifier (random weights are --random-init SEED)"
+    "expected a folder or repository whose config.json and weights belong together, all "
+    "but the classifier (random weights are --random-init SEED)"
 )
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of safetensors
+# Types of floats as safetensors calls them.
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class LoadedWeights(NamedTuple):
@@ -82,7 +83,7 @@ def load_whole(
     file_of: FileOf,
     who: str,
     *,
-    part: str = "",
+    tower: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
 ) -> LoadedWeights:
     """Load a checkpoint with `from_pretrained`, and refuse it where it is not the model's.
@@ -92,7 +93,7 @@ def load_whole(
             returns the module and the library's report.
         file_of: returns the local path of a file of the checkpoint, None if there is none.
         who: the model, as error messages call it.
-        part: path of the only part that is used, "" for all of it.
+        tower: path of the only module that is used, "" for all of it.
         base_names: returns the tensor names of the class that the checkpoint was saved from, whose
             task's layers may be left over.
 
@@ -100,17 +101,20 @@ def load_whole(
         ModelError: the weights are not the model's.
     """
     paths = weight_files(file_of)
+    # Before loading: the library would turn integers into floats without a word.
     require_floats(stored_types(paths), who)
     with quiet():
         module, info = load(None)
     copies: list[str] = []
-    if _may_need_cutting(module, info, part):
+    # The library does not know the prefixes of training loops: such files are loaded once more,
+    # under the names that it knows.
+    if _may_need_cutting(module, info, tower):
         state, copies = _cut_state(module, paths, who, base_names)
         if state is not None:
             with quiet():
                 module, info = load(state)
     missing, left_over = require_loaded(
-        module, info, who, part=part, base_names=base_names
+        module, info, who, tower=tower, base_names=base_names
     )
     return LoadedWeights(module, missing, left_over, copies)
 
@@ -129,14 +133,14 @@ def renamed_by_library(state: dict[str, Tensor], module: nn.Module) -> dict[str,
     names = module.state_dict().keys()
     if names <= state.keys():
         return state
-    kind: Any = type(module)
+    model_class: Any = type(module)
     # In one thread, so that each result can be traced to the file's tensors (`Origins`).
     with (
         quiet(),
         torch.random.fork_rng(devices=[]),
         mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
     ):
-        loaded, info = kind.from_pretrained(
+        loaded, info = model_class.from_pretrained(
             None,
             config=copy.deepcopy(module.config),
             state_dict=dict(state),
@@ -144,7 +148,7 @@ def renamed_by_library(state: dict[str, Tensor], module: nn.Module) -> dict[str,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    report = _load_report(info, part="")
+    report = _load_report(info, tower="")
     random = {*report.missing, *report.mismatched}
     loaded_state: dict[str, Tensor] = loaded.state_dict(keep_vars=True)
     converted = {name: x for name, x in state.items() if name not in names}
@@ -232,7 +236,7 @@ def require_loaded(
     info: Mapping[str, Any],
     who: str,
     *,
-    part: str = "",
+    tower: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Return the classifier's tensors that are random, and the checkpoint's tensors without use.
@@ -241,13 +245,13 @@ def require_loaded(
         module: the module after `from_pretrained`.
         info: what `from_pretrained` reported.
         who: the model, as error messages call it.
-        part: path of the only part that is used, "" for all of it.
+        tower: path of the only module that is used, "" for all of it.
         base_names: returns the tensor names of the class that the checkpoint was saved from.
 
     Raises:
         ModelError: other tensors are random, of another size, or without use.
     """
-    report = _load_report(info, part)
+    report = _load_report(info, tower)
     heads = classifier_names(module)
     strange = [
         name for name in report.left_over if not _may_be_left_over(name, module, heads)
@@ -268,17 +272,17 @@ def require_loaded(
     return sorted({*report.missing, *report.mismatched}), report.left_over
 
 
-def _load_report(info: Mapping[str, Any], part: str) -> _LoadReport:
-    """Return the names that `from_pretrained` reports, for a part of a model those of the part."""
+def _load_report(info: Mapping[str, Any], tower: str) -> _LoadReport:
+    """Return the names that `from_pretrained` reports; for a tower those below its path."""
     missing = sorted(map(str, info.get("missing_keys", ())))
     left_over = sorted(map(str, info.get("unexpected_keys", ())))
     mismatched = {
         str(name): f"{name} {tuple(stored)} for {tuple(expected)}"
         for name, stored, expected in info.get("mismatched_keys", ())
     }
-    if part:
+    if tower:
         # The library reports names with and without the base model's prefix.
-        prefixes = (f"{part}.", f"{part.removeprefix('model.')}.")
+        prefixes = (f"{tower}.", f"{tower.removeprefix('model.')}.")
         missing = [name for name in missing if name.startswith(prefixes)]
         mismatched = {
             name: text for name, text in mismatched.items() if name.startswith(prefixes)
@@ -308,10 +312,10 @@ def _may_be_left_over(name: str, module: nn.Module, heads: tuple[str, ...]) -> b
     return is_known_beside(name, [base_prefix] if is_base_model else [])
 
 
-def _may_need_cutting(module: nn.Module, info: Mapping[str, Any], part: str) -> bool:
+def _may_need_cutting(module: nn.Module, info: Mapping[str, Any], tower: str) -> bool:
     """Return whether names of the checkpoint may have a prefix that hides them from the library:
     something is missing or strange."""
-    report = _load_report(info, part)
+    report = _load_report(info, tower)
     heads = classifier_names(module)
     has_strange = any(
         not _may_be_left_over(name, module, heads) for name in report.left_over
@@ -342,12 +346,12 @@ def _cut_state(
     if not groups:
         return None, []
     chosen, others = preferred_copy(groups)
-    labels = [other.label or "(no prefix)" for other in others]
+    labels = [copy.label or "(no prefix)" for copy in others]
     is_uncut = all(cut == name for cut, name in chosen.names.items())
     if is_uncut and len(chosen.names) == len(state):
         return None, labels
     names_beside = sorted(state.keys() - set(chosen.names.values()))
-    strange = unknown(names_beside, [chosen.label, *(other.label for other in others)])
+    strange = unknown(names_beside, [chosen.label, *(copy.label for copy in others)])
     if strange and base_names is not None:
         names_of_saved_class = base_names()
         strange = [
@@ -383,7 +387,7 @@ def _library_groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Grou
         prefix = label.split(".") if label else []
         # `ema.x` is below no prefix, too, but belongs to another copy.
         longer_prefixes = [
-            other.split(".") for other in raw_prefixes if len(other) > len(label)
+            longer.split(".") for longer in raw_prefixes if len(longer) > len(label)
         ]
         names: dict[str, str] = {}
         for name, original in original_names.items():

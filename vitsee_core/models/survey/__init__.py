@@ -154,9 +154,10 @@ def _survey_of_clips(
                 block_tensors.append(seen)
     if not block_tensors:
         raise ModelError(
-            f"no block of the model gives {math.prod(grid)} tokens, one for each of {grid[0]} x "
-            f"{grid[1]} x {grid[2]} pieces of the clip (time, rows, columns) and, attention aside, "
-            "made of its own piece alone; expected a transformer of clips"
+            f"no block of the model gives {math.prod(grid)} tokens, one for each of "
+            f"{grid[0]} x {grid[1]} x {grid[2]} pieces of the clip (time, rows, columns) "
+            "and, attention aside, made of its own piece alone; expected a transformer "
+            "of clips"
         )
     n_views = grid[0] if any(order.by_view for order in orders.values()) else 1
     prefix = kinds_of(module, max_prefix // n_views, block_tensors[0].shape[2])

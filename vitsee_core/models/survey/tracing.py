@@ -447,7 +447,7 @@ def trace(
             kind = type(module.get_submodule(where)).__name__
             text = text or f"{where or 'the model itself'} ({kind}) refuses its input"
             raise ModelError(
-                f"the model does not run on images of {size[1]} x {size[2]} pixels: {text}; "
-                "expected a size that it takes: try another --img-size"
+                f"the model does not run on images of {size[1]} x {size[2]} pixels: "
+                f"{text}; expected a size that it takes: try another --img-size"
             ) from error
     return record

@@ -57,9 +57,9 @@ def recognise(
     both = [_runs(module, clip), _runs(module, clip.transpose(1, 2))]
     if None not in both:
         raise ModelError(
-            f"{name} takes neither images of {size[1]} x {size[2]} pixels nor clips of {frames} "
-            f"frames of them: {both[0]}; expected a module that takes (clips, frames, channels, "
-            "rows, cols) or (clips, channels, frames, rows, cols)"
+            f"{name} takes neither images of {size[1]} x {size[2]} pixels nor clips of "
+            f"{frames} frames of them: {both[0]}; expected a module that takes (clips, "
+            "frames, channels, rows, cols) or (clips, channels, frames, rows, cols)"
         )
     accept_clips(module, frames, channels_first=both[0] is not None)
 
@@ -103,14 +103,15 @@ def clip_cells(module: nn.Module, frames: int, size: tuple[int, int, int]) -> Ce
         except Exception as error:
             if _runs(module, given[0]) is None:
                 raise ModelError(
-                    "the model takes the frames of all clips in one batch of images; expected one "
-                    "of (clips, frames, channels, rows, cols), or of images with --frames"
+                    "the model takes the frames of all clips in one batch of images; "
+                    "expected one of (clips, frames, channels, rows, cols), or of images "
+                    "with --frames"
                 ) from error
             text = " ".join(str(error).split()).rstrip(".")
             raise ModelError(
-                f"the model does not run on clips of {frames} frames of {size[1]} x {size[2]} "
-                f"pixels: {text or type(error).__name__}; expected a size that it takes: try "
-                "another --frames or --img-size"
+                f"the model does not run on clips of {frames} frames of {size[1]} x "
+                f"{size[2]} pixels: {text or type(error).__name__}; expected a size that "
+                "it takes: try another --frames or --img-size"
             ) from error
     cells = found[-1] if found else _stated(module, whole)
     if cells is None:
@@ -120,9 +121,9 @@ def clip_cells(module: nn.Module, frames: int, size: tuple[int, int, int]) -> Ce
         )
     if any(n % m for n, m in zip(whole, cells, strict=True)):
         raise ModelError(
-            f"the model makes {cells[0]} x {cells[1]} x {cells[2]} tokens of {frames} frames of "
-            f"{size[1]} x {size[2]} pixels, which they do not divide; expected another --frames or "
-            "--img-size"
+            f"the model makes {cells[0]} x {cells[1]} x {cells[2]} tokens of {frames} "
+            f"frames of {size[1]} x {size[2]} pixels, which they do not divide; expected "
+            "another --frames or --img-size"
         )
     return cells
 

@@ -178,8 +178,8 @@ def find_orders(
         grid = packing.grid((size[1], size[2]))
     except ValueError as error:
         raise ModelError(
-            f"the model does not run on images of {size[1]} x {size[2]} pixels: {error}; expected "
-            "a size that it takes: try another --img-size"
+            f"the model does not run on images of {size[1]} x {size[2]} pixels: {error}; "
+            "expected a size that it takes: try another --img-size"
         ) from error
     codes = Codes(grid)
     return _orders_of_codes(module, codes, codes.images(packing))
@@ -210,8 +210,9 @@ def output_order(
     order = _orders_of_codes(module, codes, images).get(output_side)
     if order is None:
         raise ModelError(
-            f"what the language model receives of {type(module).__name__} are no cells of the "
-            "image's grid (a resampler's, or weights that are all 0); expected one of its towers"
+            f"what the language model receives of {type(module).__name__} are no cells "
+            "of the image's grid (a resampler's, or weights that are all 0); expected "
+            "one of its towers"
         )
     return {output_side: order}
 

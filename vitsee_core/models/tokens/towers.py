@@ -22,23 +22,22 @@ from vitsee_core.models.hook_points import ModelError
 
 Grid = tuple[int, int]  # rows and columns of cells
 
-
-# Arguments that say the grid of each image, and how many numbers an image has there; the one that
-# says in how large groups patches come.
+# Arguments that hold the grid of each image -> how many numbers an image has there.
 GRIDS = {"grid_thw": 3, "image_grid_thw": 3, "grid_hws": 2, "grid_hw": 2}
+# Arguments that hold the side of the groups in which patches come.
 MERGES = ("merge_sizes", "image_merge_sizes")
 ATTRIBUTE = "_vitsee_packing"
-PART = "language-in"  # behind `#`, and the site
+PART = "language-in"  # what stands behind `#`, and the name of the site
 FEATURES = "get_image_features"
-# What those of classes that take an image in tiles need to know of it, and what joins the tiles.
+# Of classes that cut an image into tiles: the argument with its size, the method that joins tiles.
 SIZES = "image_sizes"
 JOINS = "pack_image_features"
-_LANGUAGE = "_vitsee_language_input"
+_LANGUAGE_INPUT_MARK = "_vitsee_language_input"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How images become patches.
+    """How a tower takes images as packed patches.
 
     Attributes:
         patch: rows and columns of a patch, in pixels.
@@ -50,6 +49,7 @@ class Packing:
             axis of length 1).
         grids: name of the argument that holds the grids, `grid_thw` or another.
         merges: name of the argument that takes `merge` of each image, "" where there is none.
+        channels: the number of channels of an image.
     """
 
     patch: int
@@ -63,35 +63,46 @@ class Packing:
 
     @property
     def step(self) -> int:
-        """A size is a multiple of so many pixels."""
+        """Number of pixels that both sides of an image are multiples of."""
         return self.patch * self.unit
 
     def grid(self, size: tuple[int, int]) -> Grid:
-        """Rows and columns of patches of an image of this size.
+        """Return (rows, cols) of patches of an image of a size in pixels.
 
         Raises:
-            ValueError: it is no multiple of `step`.
+            ValueError: a side is not a multiple of `step`.
         """
         if any(n < self.step or n % self.step for n in size):
             raise ValueError(
-                f"{self.unit} x {self.unit} patches of {self.patch} pixels are merged, which do "
-                f"not divide them (a multiple of {self.step}, as {self.nearest(size[0])})"
+                f"{self.unit} x {self.unit} patches of {self.patch} pixels are merged, "
+                f"which do not divide them (a multiple of {self.step}, as "
+                f"{self.nearest(size[0])})"
             )
         return size[0] // self.patch, size[1] // self.patch
 
     def nearest(self, length: int) -> int:
-        """The multiple of `step` nearest to a length in pixels."""
+        """Return the multiple of `step` nearest to a length in pixels, `step` at least."""
         return max(round(length / self.step), 1) * self.step
 
     def pack(self, images: Tensor) -> Tensor:
-        """Patches of images (images, channels, rows, cols)."""
-        n, channels, *size = images.shape
-        (rows, cols), m, p = self.grid((size[0], size[1])), self.merge, self.patch
-        cut = images.reshape(n, channels, rows // m, m, p, cols // m, m, p)
-        cut = cut.permute(
-            0, 2, 5, 3, 6, 1, 4, 7
-        )  # image, group, in the group, channel, pixel
-        patches = cut.reshape(n * rows * cols, channels, p, p)
+        """Return the patches of images (images, channels, rows, cols), in the layout of `form`.
+
+        All images' patches lie on one axis, image by image, group by group, and row by row within
+        a group.
+        """
+        n, channels, height, width = images.shape
+        rows, cols = self.grid((height, width))
+        side = self.merge
+        patch = self.patch
+        groups_down = rows // side
+        groups_across = cols // side
+        cut = images.reshape(
+            n, channels, groups_down, side, patch, groups_across, side, patch
+        )
+        # -> (images, group rows, group cols, rows in the group, cols in the group, channels,
+        #     pixel rows, pixel cols)
+        cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)
+        patches = cut.reshape(n * rows * cols, channels, patch, patch)
         if self.form == "hwc":
             return patches.permute(0, 2, 3, 1).flatten(1)
         if self.form == "cthw":
@@ -103,39 +114,41 @@ class Packing:
     def arguments(
         self, n_images: int, grid: Grid, device: torch.device
     ) -> dict[str, Tensor]:
-        """The tower's arguments beside the patches, by name."""
-        one = [1, *grid][-GRIDS[self.grids] :]
-        found = {
-            self.grids: torch.tensor([one], device=device)
-            .expand(n_images, -1)
-            .contiguous()
-        }
+        """Return the tower's arguments beside the patches, by name.
+
+        grid: (rows, cols) of patches, the same for all images.
+        """
+        n_numbers = GRIDS[self.grids]
+        image_grid = [1, *grid][-n_numbers:]  # one frame, rows, cols; or rows, cols
+        grids = torch.tensor([image_grid], device=device).expand(n_images, -1)
+        arguments = {self.grids: grids.contiguous()}
         if self.merges:
-            found[self.merges] = torch.full((n_images,), self.merge, device=device)
-        return found
+            arguments[self.merges] = torch.full((n_images,), self.merge, device=device)
+        return arguments
 
 
 def packing_of(module: nn.Module) -> Packing | None:
-    """How a module takes images, where they are packed for it."""
+    """Return how images are packed for a module, None for modules that take them in a batch."""
     return getattr(module, ATTRIBUTE, None)
 
 
 def packed_inputs(module: nn.Module | type) -> list[str] | None:
-    """The arguments that a tower of packed patches needs beside these; None for other modules."""
-    taken = inspect.signature(module.forward).parameters  # type: ignore[union-attr]
-    grids = [name for name in GRIDS if name in taken]
-    if grids:
-        return [*grids, *(name for name in MERGES if name in taken)]
-    return None
+    """Return the arguments that a tower of packed patches needs beside them, the grids' first; None
+    for other modules and classes."""
+    parameters = inspect.signature(module.forward).parameters  # type: ignore[union-attr]
+    grids = [name for name in GRIDS if name in parameters]
+    if not grids:
+        return None
+    return [*grids, *(name for name in MERGES if name in parameters)]
 
 
 def is_language_input(module: nn.Module) -> bool:
-    """Whether a module is what `take_features` made."""
-    return hasattr(module, _LANGUAGE)
+    """Return whether `take_features` has made a module compute a language model's input."""
+    return hasattr(module, _LANGUAGE_INPUT_MARK)
 
 
 def image_config(module: nn.Module) -> Any:
-    """The configuration of what sees images, None where a module has none."""
+    """Return the configuration of the module that sees images, None where there is none."""
     config = getattr(module, "config", None)
     if is_language_input(module):
         return getattr(config, "vision_config", config)
@@ -143,101 +156,117 @@ def image_config(module: nn.Module) -> Any:
 
 
 def patch_side(module: nn.Module) -> int:
-    """Rows and columns of a patch in pixels.
+    """Return the side of a patch in pixels.
 
     Raises:
-        ModelError: the configuration of what sees images states none.
+        ModelError: the configuration of the module that sees images states none.
     """
-    stated = getattr(image_config(module), "patch_size", None)
-    side = (
-        stated[0] if isinstance(stated, list | tuple) and len({*stated}) == 1 else stated
-    )
+    patch_size = getattr(image_config(module), "patch_size", None)
+    side = patch_size
+    if isinstance(patch_size, list | tuple) and len({*patch_size}) == 1:
+        side = patch_size[0]
     if not isinstance(side, int) or side < 1:
         raise ModelError(
-            f"the vision part of {type(module).__name__} has patch_size {stated}; expected the "
-            "side of a square"
+            f"the vision part of {type(module).__name__} has patch_size {patch_size}; "
+            "expected the side of a square"
         )
     return side
 
 
 def drop_language_model(module: nn.Module) -> None:
-    """Take the part with the embeddings of words out of a model of images and text.
+    """Delete the child with the embeddings of words from a model of images and text.
 
     Raises:
-        ModelError: no part has them.
+        ModelError: no child has them.
     """
     try:
-        words = module.get_input_embeddings()  # type: ignore[operator]
+        word_embeddings = module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
-        words = None
-    found = [
-        n
-        for n, child in module.named_children()
-        if any(m is words for m in child.modules())
-    ]
-    if not found:
+        word_embeddings = None
+    names = []
+    for name, child in module.named_children():
+        if any(descendant is word_embeddings for descendant in child.modules()):
+            names.append(name)
+    if not names:
         raise ModelError(
-            f"{type(module).__name__} has no language model, so nothing is what one receives; "
-            "expected one of its towers"
+            f"{type(module).__name__} has no language model, so nothing is what one "
+            "receives; expected one of its towers"
         )
-    for name in found:
+    for name in names:
         delattr(module, name)
 
 
-def take_features(module: Any, of_one_image: Callable[..., Any]) -> None:
-    """Make `get_image_features` the forward pass. `of_one_image`: the same of a class whose images
-    are one each, for a class that joins an image's tiles."""
-    joins = hasattr(module, JOINS) and _needs(module.get_image_features, SIZES)
-    module.forward = of_one_image.__get__(module) if joins else module.get_image_features
-    setattr(module, _LANGUAGE, True)
+def take_features(module: Any, features_of_images: Callable[..., Any]) -> None:
+    """Make `get_image_features` the forward pass of a module, which gets a mark.
+
+    features_of_images: `get_image_features` of a class that does not cut images into tiles; it
+        replaces that of a class which joins tiles.
+    """
+    joins_tiles = hasattr(module, JOINS) and _requires(module.get_image_features, SIZES)
+    module.forward = module.get_image_features
+    if joins_tiles:
+        module.forward = features_of_images.__get__(module)
+    setattr(module, _LANGUAGE_INPUT_MARK, True)
 
 
 def enter(module: nn.Module, size: tuple[int, int]) -> Callable[..., Any]:
-    """A hook before the forward pass that makes its arguments from a batch of images (images,
-    channels, rows, cols); which one is decided on an image of this size."""
-    sizes = _needs(module.forward, SIZES)
+    """Return a hook before the forward pass that makes its arguments from a batch of images.
 
-    def given(
+    Images are (images, channels, rows, cols). Some classes take (images, pictures of each,
+    channels, rows, cols): a forward pass of one image of `size` pixels shows it.
+    """
+    needs_sizes = _requires(module.forward, SIZES)
+    has_picture_axis = False
+
+    def make_inputs(
         images: Tensor, kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
-        more = dict(kwargs)
-        if sizes:
-            own = torch.tensor([[*images.shape[2:]]], device=images.device)
-            more[SIZES] = own.expand(len(images), 2)
-        return (images.unsqueeze(1) if several else images,), more
+        """Return (args, kwargs) of the forward pass."""
+        kwargs = dict(kwargs)
+        if needs_sizes:
+            image_size = torch.tensor([[*images.shape[2:]]], device=images.device)
+            kwargs[SIZES] = image_size.expand(len(images), 2)
+        if has_picture_axis:
+            images = images.unsqueeze(1)  # (images, 1, channels, rows, cols)
+        return (images,), kwargs
 
-    several = False
     parameter = next(module.parameters())
     image = torch.ones(1, 3, *size, device=parameter.device, dtype=parameter.dtype)
     try:
         with torch.no_grad():
-            args, kwargs = given(image, {})
+            args, kwargs = make_inputs(image, {})
             module.forward(*args, **kwargs)
-    except (
-        ValueError
-    ) as error:  # (images, pictures of each, channels, rows, cols) = shape
-        several = "unpack" in str(error)
+    except ValueError as error:  # Python's, of five names for a shape of four axes
+        has_picture_axis = "unpack" in str(error)
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError):
-        several = False  # what is wrong shows again where there are values
+        pass  # what is wrong shows again where there are values
 
     def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return given(args[0], kwargs)
+        """Return (args, kwargs) of the forward pass for a batch of images."""
+        return make_inputs(args[0], kwargs)
 
     return hook
 
 
 def tokens(output: Any) -> Any:
-    """The tokens of all images, (tokens, dim), of what `get_image_features` gives; what it gives
-    where that has none."""
-    found = output if isinstance(output, Tensor | tuple | list) else None
-    found = getattr(output, "pooler_output", None) if found is None else found
-    if isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found):
-        return torch.cat([x.reshape(-1, x.shape[-1]) for x in found])
-    if isinstance(found, Tensor):
-        return found.flatten(0, -2)
+    """Return the tokens of all images, (tokens, dim), in an output of `get_image_features`: a
+    tensor, or one per image, or an object that has either as `pooler_output`.
+
+    Another output is returned as it is.
+    """
+    features = output
+    if not isinstance(output, Tensor | tuple | list):
+        features = getattr(output, "pooler_output", None)
+    if isinstance(features, tuple | list):
+        if all(isinstance(x, Tensor) for x in features):
+            return torch.cat([x.reshape(-1, x.shape[-1]) for x in features])
+        return output
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
     return output
 
 
-def _needs(forward: Any, name: str) -> bool:
+def _requires(forward: Any, name: str) -> bool:
+    """Return whether a function has a parameter without a default."""
     parameter = inspect.signature(forward).parameters.get(name)
     return parameter is not None and parameter.default is parameter.empty

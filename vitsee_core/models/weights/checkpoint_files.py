@@ -78,8 +78,8 @@ def read_file(path: Path) -> Any:
     except Exception as error:
         text = " ".join(str(error).split())[:120]
         raise ModelError(
-            f"{path} is no readable checkpoint ({type(error).__name__}: {text}); expected a whole "
-            "file of torch.save or safetensors"
+            f"{path} is no readable checkpoint ({type(error).__name__}: {text}); "
+            "expected a whole file of torch.save or safetensors"
         ) from error
 
 
@@ -157,8 +157,8 @@ def _holds_tensors(content: Any) -> bool:
 def _of_objects(path: Path, name: str) -> str:
     named = f" ({name})" if name else ""
     return (
-        f"{path} holds objects besides tensors and plain values{named}; expected a file that "
-        "torch.load(weights_only=True) reads: save its state dict alone"
+        f"{path} holds objects besides tensors and plain values{named}; expected a file "
+        "that torch.load(weights_only=True) reads: save its state dict alone"
     )
 
 

@@ -207,7 +207,8 @@ def _choose_state(content: Any, *, key: str | None, path: Path) -> _ChosenState:
         first_words = list(dict.fromkeys(name.split(".")[0] for name in states[""]))
         raise ModelError(
             f"{path} is itself one state dict without names below {key!r}: leave out "
-            f"--checkpoint-key, or name a prefix of it; its names begin with: {some(first_words)}"
+            f"--checkpoint-key, or name a prefix of it; its names begin with: "
+            f"{some(first_words)}"
         )
     key_list = ", ".join(name for name in states if name) or "none"
     raise ModelError(

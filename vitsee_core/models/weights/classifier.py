@@ -127,8 +127,8 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
         if best is not None:
             return best
     return (
-        "the logits are not head(norm(pool)) of a late site's tokens (the closest reading differs "
-        f"by {closest:.2g} of the largest)"
+        "the logits are not head(norm(pool)) of a late site's tokens (the closest "
+        f"reading differs by {closest:.2g} of the largest)"
     )
 
 

@@ -22,8 +22,8 @@ from vitsee_core.models.weights.fitting import (
 )
 
 EXPECTED = (
-    "expected code that loads all but the classifier: give it the weights by the model's own names "
-    "(random weights are --random-init SEED)"
+    "expected code that loads all but the classifier: give it the weights by the model's "
+    "own names (random weights are --random-init SEED)"
 )
 
 
