@@ -78,19 +78,19 @@ def colours_of(
 def test_axes_by_hand() -> None:
     """Along (3, 4) / 5 there are -10, 10, along (4, -3) / 5 -5, 5: shares 0.8 and 0.2."""
     x = np.array([[6.0, 8.0, 1], [-6, -8, 1], [4, -3, 1], [-4, 3, 1]]) + 2
-    found = principal_axes(CovarianceSums.of(x, x[0]), 3)
+    found = principal_axes(CovarianceSums.from_examples(x, x[0]), 3)
     assert np.allclose(
         found.axes, [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, 1.0]], atol=1e-14
     )
     assert np.allclose(found.shares, [0.8, 0.2, 0], atol=1e-14)
     assert np.allclose(found.scores(x), [[10, 0, 0], [-10, 0, 0], [0, 5, 0], [0, -5, 0]])
-    alike = principal_axes(CovarianceSums.of(np.ones((4, 3)), np.ones(3)), 3)
+    alike = principal_axes(CovarianceSums.from_examples(np.ones((4, 3)), np.ones(3)), 3)
     assert np.isnan(alike.shares).all()
 
 
 def test_axes_are_scikit_learns() -> None:
     x = tokens().reshape(-1, DIM)
-    found = principal_axes(CovarianceSums.of(x, x[3].astype(np.float64)), 4)
+    found = principal_axes(CovarianceSums.from_examples(x, x[3].astype(np.float64)), 4)
     expected = scikit(x, 4)
     assert np.allclose(found.axes, signed(expected.components_), atol=1e-9)
     assert np.allclose(found.shares, expected.explained_variance_ratio_, rtol=1e-10)

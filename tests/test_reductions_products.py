@@ -15,10 +15,10 @@ from vitsee_core.summaries.cpu_sums import (
     LANES,
     LEAST_SCORE,
     QUERIES,
+    copy_scores,
     exponential,
     padded,
     subtract_largest,
-    take,
 )
 from vitsee_core.types import Float32
 from vitsee_stores.layout import TokenLayout
@@ -36,7 +36,7 @@ def without_gaps(rows: Float32, n_prefix: int, n_tokens: int) -> Float32:
 def test_scores_in_rows_of_whole_vectors() -> None:
     given = np.arange(12, dtype=np.float32)
     scores = np.full(QUERIES * 2 * LANES, np.nan, np.float32)
-    take(given, 3, 2, 1, 3, 2 * LANES, scores)
+    copy_scores(given, 3, 2, 1, 3, 2 * LANES, scores)
     rows = scores.reshape(QUERIES, 2 * LANES)
     assert without_gaps(rows[:2], 1, 3).tolist() == [[3, 4, 5], [6, 7, 8]]
     assert rows[0, LANES : LANES + 2].tolist() == [4, 5]  # the grid begins with a vector

@@ -132,10 +132,10 @@ def test_by_hand() -> None:
         1.7547653506033158, rel=1e-12
     )
     # Three examples on a line, 0, 2, 4: centred one direction; about 0 one too.
-    line = Spectrum.of_examples(np.array([[0.0], [2.0], [4.0]]))
+    line = Spectrum.from_examples(np.array([[0.0], [2.0], [4.0]]))
     assert line.metrics()["rankme"] == line.metrics()["effective_rank"] == 1
     # (1, 0), (0, 1), (-1, 0): cosines 0, 0, -1.
-    cross = Spectrum.of_examples(np.array([[1.0, 0], [0, 1], [-1, 0]]))
+    cross = Spectrum.from_examples(np.array([[1.0, 0], [0, 1], [-1, 0]]))
     assert cross.metrics()["anisotropy"] == pytest.approx(-1 / 3, rel=1e-15)
     # Eigenvalues 7 rank^-1.5.
     assert power_law(7 * np.arange(1, 201.0) ** -1.5) == pytest.approx(1.5, rel=1e-12)
@@ -150,7 +150,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("shape", [(40, 6), (6, 40), (7, 7)])
 def test_spectra_of_sums_and_of_examples(shape: tuple[int, int]) -> None:
     x = features(*shape)
-    parts = [CovarianceSums.of(piece, x[0]) for piece in np.array_split(x, 3)]
+    parts = [CovarianceSums.from_examples(piece, x[0]) for piece in np.array_split(x, 3)]
     n, dim = shape
     raw = np.linalg.svd(x, compute_uv=False)[: min(n, dim)]
     centred = np.linalg.svd(x - x.mean(0), compute_uv=False)[: min(n - 1, dim)]
@@ -160,7 +160,7 @@ def test_spectra_of_sums_and_of_examples(shape: tuple[int, int]) -> None:
         "participation_ratio": loop_participation(x),
         "anisotropy": loop_anisotropy(x),
     }
-    for spectrum in (Spectrum.of_sums(total(parts)), Spectrum.of_examples(x)):
+    for spectrum in (Spectrum.from_sums(total(parts)), Spectrum.from_examples(x)):
         found = spectrum.metrics()
         assert math.isnan(found["alpha"])
         for name, value in expected.items():
@@ -173,7 +173,7 @@ def test_sums_are_the_loops(n: int, dim: int) -> None:
     """Over several pieces of `ROWS_AT_ONCE`, an example without a length among them."""
     x, shift = features(n, dim), np.full(dim, 0.5)
     x[n // 2] = 0
-    found = CovarianceSums.of(x.astype(np.float32), shift)
+    found = CovarianceSums.from_examples(x.astype(np.float32), shift)
     second, units = np.zeros((dim, dim)), np.zeros(dim)
     for row in x:
         second += np.outer(row - shift, row - shift)
@@ -181,7 +181,7 @@ def test_sums_are_the_loops(n: int, dim: int) -> None:
     assert np.allclose(found.second, second, rtol=1e-12, atol=1e-12)
     assert np.array_equal(found.second, found.second.T)
     assert np.allclose(found.directions, units, rtol=1e-12, atol=1e-12)
-    assert (found.n, found.n_long) == (n, n - 1)
+    assert (found.n, found.n_nonzero) == (n, n - 1)
 
 
 def test_sums_of_a_store_do_not_depend_on_the_cores(
@@ -210,7 +210,7 @@ def test_sums_of_a_store_do_not_depend_on_the_cores(
 
 def test_taking_a_block_out_again() -> None:
     x = features(60)
-    parts = [CovarianceSums.of(piece, x[0]) for piece in np.array_split(x, 4)]
+    parts = [CovarianceSums.from_examples(piece, x[0]) for piece in np.array_split(x, 4)]
     whole = total(parts)
     whole.add(parts[1], -1)
     left = np.concatenate(
@@ -227,7 +227,7 @@ def test_taking_a_block_out_again() -> None:
 def test_the_participation_ratio_passes_the_number_of_examples() -> None:
     """D = 1,500 equal directions from 150 examples; the naive ratio would be 141."""
     x = np.random.default_rng(0).normal(size=(150, 1500))
-    found = Spectrum.of_examples(x).metrics()["participation_ratio"]
+    found = Spectrum.from_examples(x).metrics()["participation_ratio"]
     # the standard error of tr(C^2) is about 2 D / n of it
     assert found == pytest.approx(1500, rel=0.03)
 
@@ -236,7 +236,7 @@ def test_the_participation_ratio_passes_the_number_of_examples() -> None:
 def test_one_large_mean_takes_rankme_to_one_and_leaves_the_effective_rank() -> None:
     x = np.random.default_rng(0).normal(size=(400, 50))
     x[:, 3] += 1000
-    found = Spectrum.of_examples(x).metrics()
+    found = Spectrum.from_examples(x).metrics()
     assert found["rankme"] < 1.5
     assert found["effective_rank"] > 48
 

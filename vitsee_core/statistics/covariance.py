@@ -1,4 +1,4 @@
-"""Second moments of a site's vectors or tokens: the sums of one pass, spectra and principal axes.
+"""Sum the second moments of a site's vectors or tokens in one pass; spectra and principal axes.
 
 Sums. Examples y are taken about a fixed `shift` (an example of the site), so that a large mean
 costs no digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. Unbiased estimates
@@ -56,19 +56,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Examples in float64 at a time: so many, or more of few channels.
+# Examples that are converted to float64 at a time: so many, or more of few channels.
 ROWS_AT_ONCE = 1024
 VALUES_AT_ONCE = 1 << 18
-DOUBLE = 0.5  # of the rate of products in single precision
+DOUBLE = 0.5  # rate of float64 products, of that of float32
 METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
 FIRST_RANK = 11
 LAST_RANK = 100
-# Below this part of the sum of squares the scatter is rounding: all examples are equal.
+# Below this share of the sum of squares the scatter is rounding: all examples are equal.
 ALIKE = 1e-10
-MANY = 128  # channels from which a few axes take less by iteration
-SMALL = (
-    1024  # channels up to which several threads do not find eigenvalues sooner than one
-)
+ITERATE_FROM = 128  # channels from which a few axes take less time by iteration
+ONE_THREAD_UP_TO = 1024  # channels up to which more threads find eigenvalues no sooner
 
 
 @dataclass
@@ -82,46 +80,56 @@ class CovarianceSums:
     third: Float  # (dim,) sum(|y|^2 y)
     fourth: float  # sum(|y|^4)
     directions: Float  # (dim,) sum of x / |x| over examples of non-zero length
-    n_long: int  # number of those
+    n_nonzero: int  # number of those
 
     @classmethod
     def empty(cls, shift: Float) -> CovarianceSums:
+        """Return the sums of no examples."""
         dim = len(shift)
-        first, third, directions = np.zeros((3, dim))
-        return cls(shift, 0, first, np.zeros((dim, dim)), third, 0.0, directions, 0)
+        return cls(
+            shift=shift,
+            n=0,
+            first=np.zeros(dim),
+            second=np.zeros((dim, dim)),
+            third=np.zeros(dim),
+            fourth=0.0,
+            directions=np.zeros(dim),
+            n_nonzero=0,
+        )
 
     @classmethod
-    def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
-        """The sums of examples x: (n, dim)."""
-        own = cls.empty(shift)
-        own.n = len(x)
+    def from_examples(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
+        """Return the sums of examples x (n, dim)."""
+        sums = cls.empty(shift)
+        sums.n = len(x)
         dim = len(shift)
-        rows = min(max(ROWS_AT_ONCE, VALUES_AT_ONCE // dim), len(x))
-        values, squares = np.empty((2, rows, dim))
-        ones = np.ones(max(rows, dim))
-        for start in range(0, len(x), rows or 1):
-            some = x[start : start + rows]
-            n = len(some)
+        batch = min(max(ROWS_AT_ONCE, VALUES_AT_ONCE // dim), len(x))
+        # Memory for all batches: fresh memory costs page faults.
+        values, squares = np.empty((2, batch, dim))
+        ones = np.ones(max(batch, dim))
+        for start in range(0, len(x), batch or 1):
+            examples = x[start : start + batch]
+            n = len(examples)
             y = values[:n]
             squared = squares[:n]
-            y[:] = some
+            y[:] = examples
             # Sums along rows as products: numpy's own, of short rows, take many times as long.
-            length = np.multiply(y, y, out=squared) @ ones[:dim]
-            long = length > 0
-            own.n_long += int(long.sum())
-            own.directions += (long / np.sqrt(np.where(long, length, 1))) @ y
+            norms = np.multiply(y, y, out=squared) @ ones[:dim]  # (n,) |x|^2
+            is_nonzero = norms > 0
+            sums.n_nonzero += int(is_nonzero.sum())
+            sums.directions += (is_nonzero / np.sqrt(np.where(is_nonzero, norms, 1))) @ y
             y -= shift
-            size = np.multiply(y, y, out=squared) @ ones[:dim]
-            own.first += ones[:n] @ y
-            own.third += size @ y
-            own.fourth += float(size @ size)
-            own.second += y.T @ y
-        return own
+            norms = np.multiply(y, y, out=squared) @ ones[:dim]  # (n,) |y|^2
+            sums.first += ones[:n] @ y
+            sums.third += norms @ y
+            sums.fourth += float(norms @ norms)
+            sums.second += y.T @ y
+        return sums
 
     def add(self, other: CovarianceSums, sign: int = 1) -> None:
-        """Add another's examples, which stays unchanged; sign -1 removes them again."""
+        """Add the examples of `other`, which stays unchanged; sign -1 removes them again."""
         self.n += sign * other.n
-        self.n_long += sign * other.n_long
+        self.n_nonzero += sign * other.n_nonzero
         self.fourth += sign * other.fourth
         self.first += sign * other.first
         self.third += sign * other.third
@@ -140,7 +148,7 @@ class CovarianceSums:
 
     @property
     def variance(self) -> float:
-        """The trace of the scatter; NaN where that is rounding, as all examples are equal."""
+        """Trace of the scatter; NaN where that is rounding, as all examples are equal."""
         trace = float(np.trace(self.second)) - float(self.first @ self.first) / self.n
         raw = trace + self.n * float(self.mean @ self.mean)
         return trace if trace > ALIKE * raw else math.nan
@@ -153,6 +161,7 @@ class CovarianceSums:
     @property
     def fourth_about_mean(self) -> float:
         """Sum of |x - mean|^4."""
+        # |y + d|^4 with d from the mean to the shift, multiplied out and summed over y.
         d = -self.first / self.n
         delta = float(d @ d)
         trace = float(np.trace(self.second))
@@ -171,7 +180,7 @@ class Examples(Protocol):
     """Selects and transforms the tokens that are examples; must be picklable."""
 
     def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
-        """(images, tokens, dim) values to sum, and (images, tokens) which of them count.
+        """Return the values to sum (images, tokens, dim), and which of them count (images, tokens).
 
         Args:
             x: (images, tokens, dim) as stored.
@@ -180,10 +189,13 @@ class Examples(Protocol):
 
 
 class SumsByBlock:
-    """Sums of each block of images, to be filled by `streaming.fold`: every token is an example, or
-    what `examples` makes of them.
+    """Sums of each block of images, to be filled by `streaming.fold`.
 
-    features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for none.
+    Args:
+        features: of one site.
+        shift: (dim,) subtracted from the examples.
+        labels: (all images,) the block of each image, below 0 for none.
+        examples: makes examples of the tokens; by default each token is one.
     """
 
     def __init__(
@@ -200,28 +212,30 @@ class SumsByBlock:
         self.blocks: dict[int, CovarianceSums] = {}
 
     def update(self, slab: Slab) -> None:
+        """Add the tokens of a slab, which is the only one of this object."""
         labels = self.labels[slab.rows][slab.valid]
         x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
         counts = None
         if self.examples is not None:
             rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
             x, counts = self.examples(x, rows)
-        for b in np.unique(labels[labels >= 0]).tolist():
-            of_block = labels == b
-            chosen = slice(None) if of_block.all() else of_block  # no copy of all of them
-            own = x[chosen].reshape(-1, x.shape[-1])
+        for block in np.unique(labels[labels >= 0]).tolist():
+            in_block = labels == block
+            images = slice(None) if in_block.all() else in_block  # a slice makes no copy
+            block_examples = x[images].reshape(-1, x.shape[-1])
             if counts is not None:
-                own = own[counts[chosen].ravel()]
-            self.blocks[b] = CovarianceSums.of(own, self.shift)
+                block_examples = block_examples[counts[images].ravel()]
+            self.blocks[block] = CovarianceSums.from_examples(block_examples, self.shift)
 
     def merge(self, other: SumsByBlock) -> None:
+        """Add the sums of later slabs."""
         for b, sums in other.blocks.items():
             if b not in self.blocks:
                 self.blocks[b] = CovarianceSums.empty(self.shift)
             self.blocks[b].add(sums)
 
     def result(self) -> list[CovarianceSums]:
-        """Sums of every block, in order."""
+        """Return the sums of each block, in order."""
         return [self.blocks[b] for b in sorted(self.blocks)]
 
 
@@ -232,19 +246,25 @@ def block_sums(
     execution: Execution,
     examples: Examples | None = None,
 ) -> list[CovarianceSums]:
-    """Sums of each block of a site's images. labels: (all images,) blocks, below 0 for none;
-    examples: selects and transforms tokens; by default all, unchanged.
+    """Return the sums of each block of a site's images.
 
     Memory: a D x D matrix in float64 for each block, and one more for each slab in progress.
+
+    Args:
+        features: of the site.
+        rows: images that count.
+        labels: (all images,) blocks, below 0 for none.
+        execution: threads or workers.
+        examples: selects and transforms tokens; by default all, unchanged.
     """
+    # The shift is the first example that counts.
     first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
-    token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(
-        np.float32
-    )
+    n_read = 1 if examples is None else len(features.tokens)
+    tokens: Float32 = features.load(slice(first, first + 1), slice(0, n_read))
+    tokens = tokens.astype(np.float32)
     if examples is not None:
-        whole = features.load(slice(first, first + 1), slice(0, len(features.tokens)))
-        token, _ = examples(whole.astype(np.float32), np.array([first]))
-    shift = token[0, 0].astype(np.float64)
+        tokens, _ = examples(tokens, np.array([first]))
+    shift = tokens[0, 0].astype(np.float64)
     make = partial(SumsByBlock, features, shift, labels, examples)
     size = features.slab_bytes + 8 * features.dim**2
     store: Store = features.store
@@ -255,12 +275,12 @@ def block_sums(
         return execution.fold(store, make, rows, slab_bytes=size).result()
 
 
-def total(parts: Sequence[CovarianceSums]) -> CovarianceSums:
-    """The sum of several blocks."""
-    whole = CovarianceSums.empty(parts[0].shift)
-    for part in parts:
-        whole.add(part)
-    return whole
+def total(blocks: Sequence[CovarianceSums]) -> CovarianceSums:
+    """Return the sums over all blocks."""
+    sums = CovarianceSums.empty(blocks[0].shift)
+    for block in blocks:
+        sums.add(block)
+    return sums
 
 
 def say_cost(sites: Sequence[SiteFeatures], n_images: int) -> float:
@@ -270,19 +290,27 @@ def say_cost(sites: Sequence[SiteFeatures], n_images: int) -> float:
     Returns:
         Multiply-adds: tokens x dim^2, summed over sites.
     """
-    products = float(sum(n_images * len(one.tokens) * one.dim**2 for one in sites))
-    if not products:
-        return products
-    read = sum(one.slab_bytes / one.store.plan.slab / 2 * n_images for one in sites)
-    seconds = products / (SHARE * DOUBLE * cpu_rate())
+    multiply_adds = 0.0
+    n_bytes = 0.0
+    for site in sites:
+        multiply_adds += n_images * len(site.tokens) * site.dim**2
+        # A slab takes twice its stored bytes while it is read.
+        n_bytes += site.slab_bytes / site.store.plan.slab / 2 * n_images
+    if not multiply_adds:
+        return multiply_adds
+    seconds = multiply_adds / (SHARE * DOUBLE * cpu_rate())
     log.log(
         logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG,
         "%s: second moments of %d sites over %d images: %.1e multiply-adds, %s of tokens, %s; "
         "twice as long for twice the images (--images N takes fewer)",
-        *(sites[0].store.label, len(sites), n_images, products),
-        *(human_bytes(read), rough_time(seconds)),
+        sites[0].store.label,
+        len(sites),
+        n_images,
+        multiply_adds,
+        human_bytes(n_bytes),
+        rough_time(seconds),
     )
-    return products
+    return multiply_adds
 
 
 @dataclass(frozen=True)
@@ -290,11 +318,13 @@ class Spectrum:
     """Spectrum of n examples with `dim` channels.
 
     Attributes:
+        n: number of examples.
+        dim: number of channels.
         raw: eigenvalues of X'X, largest first, 0 and above; min(n, dim) of them.
         centred: the same about the mean.
         fourth: sum of |x - mean|^4.
-        resultant: length of the sum of the unit vectors.
-        n_long: number of those.
+        resultant: length of the sum of x / |x| over examples of non-zero length.
+        n_nonzero: number of those.
     """
 
     n: int
@@ -303,58 +333,64 @@ class Spectrum:
     centred: Float
     fourth: float
     resultant: float
-    n_long: int
+    n_nonzero: int
 
     @classmethod
-    def of_sums(cls, sums: CovarianceSums) -> Spectrum:
-        """The spectrum of second moments, D x D; best if n is above D."""
+    def from_sums(cls, sums: CovarianceSums) -> Spectrum:
+        """Return the spectrum of second moments, D x D; faster if n is above D."""
         return cls(
-            sums.n,
-            len(sums.shift),
-            _eigenvalues(sums.raw),
-            _eigenvalues(sums.scatter),
-            sums.fourth_about_mean,
-            float(np.linalg.norm(sums.directions)),
-            sums.n_long,
+            n=sums.n,
+            dim=len(sums.shift),
+            raw=_eigenvalues(sums.raw),
+            centred=_eigenvalues(sums.scatter),
+            fourth=sums.fourth_about_mean,
+            resultant=float(np.linalg.norm(sums.directions)),
+            n_nonzero=sums.n_nonzero,
         )
 
     @classmethod
-    def of_examples(cls, x: Float) -> Spectrum:
-        """The spectrum of examples (n, dim) themselves, n x n; best if D is above n."""
+    def from_examples(cls, x: Float) -> Spectrum:
+        """Return the spectrum of examples (n, dim) themselves, n x n; faster if D is above n."""
         y = x - x.mean(0)
-        length = np.linalg.norm(x, axis=1)
-        long = length > 0
-        units = (x[long] / length[long, np.newaxis]).sum(0)
+        lengths = np.linalg.norm(x, axis=1)
+        is_nonzero = lengths > 0
+        directions = (x[is_nonzero] / lengths[is_nonzero, np.newaxis]).sum(0)
         return cls(
-            *(len(x), x.shape[1], _eigenvalues(x @ x.T), _eigenvalues(y @ y.T)),
-            float((np.einsum("nd,nd->n", y, y) ** 2).sum()),
-            *(float(np.linalg.norm(units)), int(long.sum())),
+            n=len(x),
+            dim=x.shape[1],
+            # X X^T has the eigenvalues of X^T X but for zeros.
+            raw=_eigenvalues(x @ x.T),
+            centred=_eigenvalues(y @ y.T),
+            fourth=float((np.einsum("nd,nd->n", y, y) ** 2).sum()),
+            resultant=float(np.linalg.norm(directions)),
+            n_nonzero=int(is_nonzero.sum()),
         )
 
     @property
-    def alike(self) -> bool:
+    def is_constant(self) -> bool:
         """Whether all examples are equal up to rounding."""
         return float(self.centred.sum()) <= ALIKE * float(self.raw.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Each of `METRICS`; NaN where undefined."""
+        """Return the value of each of `METRICS`; NaN where undefined."""
         n = self.n
         dim = self.dim
         metrics = dict.fromkeys(METRICS, math.nan)
         metrics["rankme"] = entropy_rank(self.raw[: min(n, dim)])
-        if self.n_long > 1:
-            k = self.n_long
+        if self.n_nonzero > 1:
+            # |sum u|^2 = k + the sum over pairs of different examples, of k unit vectors u.
+            k = self.n_nonzero
             metrics["anisotropy"] = (self.resultant**2 - k) / (k * (k - 1))
-        if self.alike:
+        if self.is_constant:
             return metrics
         metrics["effective_rank"] = entropy_rank(self.centred[: min(n - 1, dim)])
-        metrics["participation_ratio"] = self._participation()
+        metrics["participation_ratio"] = self.participation_ratio()
         if n > LAST_RANK and dim > LAST_RANK:
             metrics["alpha"] = power_law(self.centred)
         return metrics
 
     def caps(self) -> dict[str, float]:
-        """The largest possible value of each metric; NaN if there is none."""
+        """Return the largest possible value of each metric that has one."""
         n = self.n
         dim = self.dim
         return {
@@ -364,7 +400,9 @@ class Spectrum:
             "anisotropy": 1,
         }
 
-    def _participation(self) -> float:
+    def participation_ratio(self) -> float:
+        """Return (tr C)^2 / tr(C^2), tr(C^2) by its unbiased estimate; NaN below 4 examples, or
+        where that is not positive."""
         n = self.n
         if n < 4:
             return math.nan
@@ -381,8 +419,8 @@ class Spectrum:
 
 
 def entropy_rank(eigenvalues: Float) -> float:
-    """exp of the entropy of the singular values, the roots of these eigenvalues; NaN if all are
-    0."""
+    """Return exp of the entropy of the singular values, the roots of these eigenvalues; NaN if all
+    are 0."""
     values = np.sqrt(eigenvalues)
     if not values.sum() > 0:
         return math.nan
@@ -392,13 +430,16 @@ def entropy_rank(eigenvalues: Float) -> float:
 
 
 def power_law(eigenvalues: Float) -> float:
-    """Minus the slope of log eigenvalue on log rank, see above; NaN if one of them is 0."""
+    """Return the alpha with which eigenvalues fall as rank^-alpha, over ranks 11 to 100.
+
+    It is NaN if there are fewer eigenvalues, or one of them is 0.
+    """
     values = eigenvalues[FIRST_RANK - 1 : LAST_RANK]
-    if (
-        len(values) <= LAST_RANK - FIRST_RANK
-        or not values.min() > ALIKE * eigenvalues.sum()
-    ):
+    if len(values) <= LAST_RANK - FIRST_RANK:
         return math.nan
+    if not values.min() > ALIKE * eigenvalues.sum():
+        return math.nan
+    # Weighted least squares of log eigenvalue on log rank; alpha is minus the slope.
     rank = np.arange(FIRST_RANK, LAST_RANK + 1)
     weight = 1 / rank
     x = np.log(rank)
@@ -408,8 +449,9 @@ def power_law(eigenvalues: Float) -> float:
 
 
 def _eigenvalues(matrix: Float) -> Float:
-    """Largest first; negative rounding errors become 0."""
-    with one_blas_thread() if len(matrix) <= SMALL else nullcontext():
+    """Return the eigenvalues of a symmetric matrix, largest first; rounding errors below 0 are
+    0."""
+    with one_blas_thread() if len(matrix) <= ONE_THREAD_UP_TO else nullcontext():
         return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)
 
 
@@ -423,48 +465,61 @@ class PrincipalAxes:
     n: int  # examples
 
     def scores(self, x: NDArray[np.floating]) -> Float:
-        """(..., k) coordinates of features (..., dim) along the axes, about the mean."""
+        """Return the coordinates (..., k) of features (..., dim) along the axes, about the mean."""
         return (np.asarray(x, np.float64) - self.mean) @ self.axes.T
 
 
 def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:
-    """The first k axes; k is at most the number of channels. Time: (4/3) dim^3 for all k
-    together."""
+    """Return the first k axes, k at most the number of channels.
+
+    Time: (4/3) dim^3 for all k together.
+    """
     from scipy.linalg import eigh
 
     scatter = sums.scatter
     dim = len(sums.shift)
-    with one_blas_thread() if dim <= SMALL else nullcontext():
+    with one_blas_thread() if dim <= ONE_THREAD_UP_TO else nullcontext():
         values, vectors = eigh(scatter, subset_by_index=(dim - k, dim - 1))
     axes = vectors.T[::-1]
+    # The entry of largest magnitude is positive, so that signs do not depend on the library.
     largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, np.newaxis], 1)
     axes = axes * np.where(largest < 0, -1.0, 1.0)
-    return PrincipalAxes(
-        sums.mean, axes, np.maximum(values[::-1], 0) / sums.variance, sums.n
-    )
+    shares = np.maximum(values[::-1], 0) / sums.variance
+    return PrincipalAxes(mean=sums.mean, axes=axes, shares=shares, n=sums.n)
 
 
 def leading_shares(sums: CovarianceSums, near: PrincipalAxes) -> Float:
-    """(k,) shares of the variance of the first axes of some examples, as `principal_axes` gives
-    them. near: the axes of these and some more examples, which many channels' are found from."""
+    """Return the shares (k,) of the variance of the first axes, as `principal_axes` has them.
+
+    Args:
+        sums: of some examples, as of a jackknife's replicate.
+        near: k axes of these and a few more examples, from which an iteration starts.
+    """
     from scipy.linalg import eigh
     from scipy.sparse.linalg import ArpackError, eigsh
 
-    scatter, (k, dim), whole = sums.scatter, near.axes.shape, sums.variance
-    if dim >= MANY and not math.isnan(whole):
-        start = (
-            near.axes.sum(0) + np.random.default_rng(0).standard_normal(dim) / dim**0.5
-        )
+    scatter = sums.scatter
+    variance = sums.variance
+    k, dim = near.axes.shape
+    if dim >= ITERATE_FROM and not math.isnan(variance):
+        # With some of any direction, as an axis that is orthogonal to the start is never found.
+        noise = np.random.default_rng(0).standard_normal(dim) / dim**0.5
+        start = near.axes.sum(0) + noise
         with suppress(ArpackError):
             values = eigsh(scatter, k, which="LA", v0=start, return_eigenvectors=False)
-            return np.maximum(np.sort(values)[::-1], 0) / whole
+            return np.maximum(np.sort(values)[::-1], 0) / variance
     values = eigh(scatter, subset_by_index=(dim - k, dim - 1), eigvals_only=True)
-    return np.maximum(values[::-1], 0) / whole
+    return np.maximum(values[::-1], 0) / variance
 
 
 def autocorrelation(x: Float) -> Float:
-    """(2 rows, 2 cols) sum over tokens of x_t . x_(t + offset); offset 0 is at the origin, offsets
-    beyond the middle are negative, the middle itself is none."""
+    """Return the sums over tokens of x_t . x_(t + offset), (2 rows, 2 columns).
+
+    Offset 0 is at the origin, offsets beyond the middle are negative, the middle itself is none.
+
+    x: (rows, columns, dim).
+    """
+    # Padded to twice the size, so that the transform's period wraps no token onto another.
     shape = (2 * x.shape[0], 2 * x.shape[1])
     spectrum = np.fft.rfft2(x, shape, axes=(0, 1))
     power = np.einsum("yxd,yxd->yx", spectrum, spectrum.conj()).real

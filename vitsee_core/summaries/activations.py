@@ -1,5 +1,7 @@
-"""Summaries of activations: residual dot products, pooled vectors, largest values. On a CPU each is
-one compiled pass over the tokens."""
+"""Summarise activations: residual dot products, pooled vectors, largest values.
+
+On a CPU each is one compiled pass over the tokens.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,23 @@ def dot_products(
     """
     for token in range(tokens[0], tokens[1]):
         at = np.uintp(token * n_channels)
-        of_z = of_f = of_both = ZERO
+        zz = ff = zf = ZERO
         for channel in range(n_channels):
             x = z[at + np.uintp(channel)]
             y = f[at + np.uintp(channel)]
-            of_z += x * x
-            of_f += y * y
-            of_both += x * y
-        to = np.uintp(token * 3)
-        out[to], out[to + np.uintp(1)], out[to + np.uintp(2)] = of_z, of_f, of_both
+            zz += x * x
+            ff += y * y
+            zf += x * y
+        target = np.uintp(token * 3)
+        out[target] = zz
+        out[target + np.uintp(1)] = ff
+        out[target + np.uintp(2)] = zf
 
 
 @compiled
 def means_and_peak(
     memory: NDArray[np.float32],
-    places: tuple[int, int, int],
+    strides: tuple[int, int, int],
     shape: tuple[int, int],
     images: tuple[int, int],
     means: NDArray[np.float32],
@@ -66,8 +70,8 @@ def means_and_peak(
     """Fill the mean over tokens of every image, and return the largest |x|, NaN if any is NaN.
 
     Args:
-        memory: contains the tokens, the channels of each contiguous.
-        places: in it: the first number, and the strides by image and by token.
+        memory: flat, contains the tokens, the channels of each contiguous.
+        strides: index of the first number in `memory`, and the strides by image and by token.
         shape: tokens, channels.
         images: the first, and the one after the last.
         means: (images, channels), filled.
@@ -76,31 +80,34 @@ def means_and_peak(
     # Without sign bits, numbers sort like their bit patterns; NaN is above infinity.
     bits = memory.view(np.int32)
     largest = np.int32(0)
-    some = np.empty(n_channels, np.float32)
+    run_sum = np.empty(n_channels, np.float32)
     total = np.empty(n_channels, np.float32)
     for image in range(images[0], images[1]):
         total[:] = ZERO
         for first in range(0, n_tokens, RUN):
-            some[:] = ZERO
+            run_sum[:] = ZERO
             for token in range(first, min(first + RUN, n_tokens)):
-                at = np.uintp(places[0] + image * places[1] + token * places[2])
+                at = np.uintp(strides[0] + image * strides[1] + token * strides[2])
                 for channel in range(n_channels):
                     k = np.uintp(channel)
-                    some[k] += memory[at + k]
+                    run_sum[k] += memory[at + k]
                     largest = np.int32(max(largest, np.int32(bits[at + k] & MAGNITUDE)))
             for channel in range(n_channels):
-                total[channel] += some[channel]
+                total[channel] += run_sum[channel]
         for channel in range(n_channels):
             means[image, channel] = total[channel] / np.float32(n_tokens)
     return np.int32(largest).view(np.float32)
 
 
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
-    """Return the dot products z.z, f.f and z.f of every token, summed over channels in float32.
+    """Return the dot products z.z, f.f and z.f of each token, (images, tokens, 3) float32.
 
-    `z`, the skip input, and `f`, the branch: (images, tokens, dim), of any strides and float dtype.
-    Returns (images, tokens, 3) float32, from which the norm ratio |z| / |f| and the cosines of z
-    with f and with z + f follow (Raghu et al. 2021, Figs. 7, E.1, E.2).
+    The norm ratio |z| / |f| and the cosines of z with f and with z + f follow from these (Raghu et
+    al. 2021, Figs. 7, E.1, E.2).
+
+    Args:
+        z: (images, tokens, dim) the skip input, of any strides and float dtype.
+        f: (images, tokens, dim) the branch, likewise.
     """
     out = torch.empty(*z.shape[:2], 3, dtype=torch.float32, device=z.device)
     if z.device.type != "cpu":
@@ -158,10 +165,12 @@ class SitePass(NamedTuple):
 
 
 def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SitePass:
-    """Return the pooled vectors and the largest value of a site.
+    """Return the pooled vectors and the largest value of a site; sums are in float32.
 
-    `prefix`: (images, prefix tokens, dim) or None; `body`: (images, rows, cols, dim) or (images,
-    rows, dim). Sums are in float32.
+    Args:
+        prefix: (images, prefix tokens, dim), or None.
+        body: (images, rows, cols, dim) or (images, rows, dim).
+        layout: of the tokens.
     """
     cls = None
     if prefix is not None and layout.cls is not None:
@@ -177,29 +186,33 @@ def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SiteP
     return SitePass(cls, mean, peak)
 
 
-def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
+def take_tokens(body: Tensor, mean: Tensor, copies: Tensor | None) -> Tensor:
     """Fill means and copies of a site's tokens in one pass, and return their largest |x|.
 
-    The tokens must satisfy `is_by_token`.
+    Args:
+        body: tokens that satisfy `is_by_token`.
+        mean: (images, dim) float32, contiguous, filled with means over cells or rows.
+        copies: of the body's shape, contiguous, filled with the tokens in its own dtype; None for
+            no copies.
 
-    `mean`: (images, dim) float32, filled with means over cells or rows; `kept`: of the body's
-    shape, filled with the tokens in its own dtype, or None. Both are contiguous. Returns the
-    largest |x|, a float32 scalar, NaN if any is NaN.
+    Returns:
+        The largest |x|, a float32 scalar, NaN if any is NaN.
     """
     rows = body.flatten(1, -2)
     # All that the tensor is a view of, as one row.
     n = rows.untyped_storage().nbytes() // rows.itemsize
     memory = rows.detach().as_strided((n,), (1,), 0).numpy()
     shape = rows.shape[1], rows.shape[2]
-    places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
+    strides = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
     means = mean.numpy()
     peaks = np.zeros(len(rows), np.float32)
 
     def take(images: slice) -> None:
-        run = images.start, images.stop
-        peaks[images.start] = means_and_peak(memory, places, shape, run, means)
-        if kept is not None:
-            kept[images] = body[images]
+        """Process some images; their largest |x| is put at the first of them."""
+        bounds = images.start, images.stop
+        peaks[images.start] = means_and_peak(memory, strides, shape, bounds, means)
+        if copies is not None:
+            copies[images] = body[images]
 
     by_chunks(take, len(rows), 4 * shape[0] * shape[1], body.device)
     return torch.tensor(peaks.max())

@@ -1,4 +1,4 @@
-"""A on a CPU, and its sums: loops over A while it is in the caches.
+"""Compute A on a CPU, and its sums, by compiled loops while it is in the caches.
 
 As torch calls the same work is some twenty passes over A, and for small images mostly call
 overhead. Here the scores of a few queries at a time become probabilities and are summed in a core's
@@ -30,7 +30,7 @@ TOTALS = (
 )
 # Numbers in a vector: of the widest units one register, of others two or four.
 LANES = 16
-QUERIES = 8  # at a time
+QUERIES = 8  # at a time: their scores stay in a core's cache
 LEAST = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 ZERO = np.float32(0)
@@ -39,19 +39,14 @@ ONE = np.float32(1)
 # 1 + r + r^2 times a polynomial, the minimax of the relative error: 3e-9, and with all roundings
 # within 1 unit in the last place. Below LEAST_EXPONENT it is 0, as is what a float32 can only hold
 # with fewer digits. A number plus ROUND ends in the integer that is nearest to it.
-LOG2_E, LN_2, LN_2_REST = (
-    np.float32(x) for x in (1.44269504, 0.693359375, -2.12194440e-4)
-)
-EXP_2, EXP_3, EXP_4, EXP_5, EXP_6 = (
-    np.float32(x)
-    for x in (
-        4.9999993432e-1,
-        1.6666520399e-1,
-        4.1668390790e-2,
-        8.3687451271e-3,
-        1.3814539879e-3,
-    )
-)
+LOG2_E = np.float32(1.44269504)
+LN_2 = np.float32(0.693359375)
+LN_2_REST = np.float32(-2.12194440e-4)
+EXP_2 = np.float32(4.9999993432e-1)
+EXP_3 = np.float32(1.6666520399e-1)
+EXP_4 = np.float32(4.1668390790e-2)
+EXP_5 = np.float32(8.3687451271e-3)
+EXP_6 = np.float32(1.3814539879e-3)
 ROUND = np.float32(1.5 * 2**23)
 BITS_OF_ONE = 127 << 23
 LEAST_EXPONENT = np.float32(-87.3)
@@ -84,50 +79,46 @@ class HeadSums(NamedTuple):
     offsets: NDArray[np.float64]
 
 
-class InCommon(NamedTuple):
-    """Values shared by the heads of each image."""
+class SharedValues(NamedTuple):
+    """Values over all heads of each image."""
 
     head_mean: NDArray[np.float32]  # (batch, tokens, tokens), the mean over heads
     # (batch, tokens), for the grid's queries: the standard deviation over heads (n - 1; 0 for one),
     # mean over the grid's keys
     spread: NDArray[np.float32]
-    cls_rows: NDArray[
-        np.float32
-    ]  # (batch, heads, tokens), the class token's row, or of no heads
+    # (batch, heads, tokens), the class token's row, or of no heads
+    cls_rows: NDArray[np.float32]
 
 
-class OfHeads(NamedTuple):
-    """Values of every head by itself."""
+class HeadValues(NamedTuple):
+    """Values of each head by itself."""
 
-    numbers: NDArray[
-        np.float32
-    ]  # (8 or 10, batch, heads), `NUMBERS`, of clips `IN_TIME` too
+    # (8 or 10, batch, heads), `NUMBERS`, of clips `IN_TIME` too
+    numbers: NDArray[np.float32]
     counts: NDArray[np.int32]  # (2, batch, heads), `COUNTS`
     received_rows: NDArray[np.float32]  # (batch, heads, tokens), the mean over queries
 
 
-class OverImages(NamedTuple):
+class ImageSums(NamedTuple):
     """Sums over images that count, in float64, by part of the batch."""
 
-    aligned: NDArray[
-        np.float64
-    ]  # (parts, heads, offsets in space), of total mass 1 per image
-    in_time: NDArray[
-        np.float64
-    ]  # (parts, heads, offsets in time) of clips, else no parts
-    received: NDArray[np.float64]  # (parts, heads, tokens) of `OfHeads.received_rows`
-    cls: NDArray[np.float64]  # (parts, heads, tokens) of `InCommon.cls_rows`
+    # (parts, heads, offsets in space), of total mass 1 per image
+    aligned: NDArray[np.float64]
+    # (parts, heads, offsets in time) of clips, else no parts
+    in_time: NDArray[np.float64]
+    received: NDArray[np.float64]  # (parts, heads, tokens) of `HeadValues.received_rows`
+    cls: NDArray[np.float64]  # (parts, heads, tokens) of `SharedValues.cls_rows`
 
 
 @compiled
 def padded(n: int) -> int:
-    """The length of a row of `n` numbers, rounded up to whole vectors."""
+    """Return the length of a row of `n` numbers, rounded up to whole vectors."""
     return -(-n // LANES) * LANES
 
 
 @partial(compiled, flags=EXACT)
 def exponential(x: np.float32) -> np.float32:
-    """e^x for x <= 0."""
+    """Return e^x for x <= 0."""
     y = x * LOG2_E + ROUND
     n = y - ROUND
     r = x - n * LN_2 - n * LN_2_REST
@@ -144,8 +135,9 @@ def exponential(x: np.float32) -> np.float32:
 
 @compiled
 def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None:
-    """Scores minus the largest of their row, at least LEAST_SCORE; NaN if one is NaN or all are
-    -inf.
+    """Subtract the largest score of each row, in place.
+
+    Results are at least LEAST_SCORE; a row is NaN if one of its scores is NaN or all are -inf.
 
     Args:
         rows: of (rows, width), changed.
@@ -158,8 +150,11 @@ def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None
         at = np.uintp(i * width)
         largest = SMALLEST
         for k in range(width):
-            it = bits[at + np.uintp(k)]
-            largest = np.int32(max(largest, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
+            # Of negative floats the larger bits are the smaller number: all but the sign are
+            # flipped.
+            score_bits = bits[at + np.uintp(k)]
+            ordered = np.int32(score_bits ^ ((score_bits >> 31) & MAGNITUDE))
+            largest = np.int32(max(largest, ordered))
         top = np.int32(largest ^ ((largest >> 31) & MAGNITUDE)).view(np.float32)
         for k in range(width):
             score = rows[at + np.uintp(k)] - top
@@ -167,8 +162,8 @@ def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None
 
 
 @compiled
-def take(
-    given: NDArray[np.float32],
+def copy_scores(
+    all_scores: NDArray[np.float32],
     at: int,
     n_queries: int,
     n_prefix: int,
@@ -179,41 +174,43 @@ def take(
     """Copy the scores of a few queries into rows of whole vectors.
 
     Args:
-        given: (anything,) contiguous rows of the queries.
-        at: where the first begins.
+        all_scores: flat, contiguous rows of the queries.
+        at: index of the first row's first score.
         n_queries: number of queries.
         n_prefix: tokens before the grid's.
-        n_tokens: length of a given row.
+        n_tokens: length of a row of `all_scores`.
         width: length of a row of scores.
         scores: of (QUERIES, width), filled; LEAST in padding.
     """
     gap = padded(n_prefix) - n_prefix
     scores[:] = LEAST
     for i in range(n_queries):
-        from_ = np.uintp(at + i * n_tokens)
-        to = np.uintp(i * width)
+        source = np.uintp(at + i * n_tokens)
+        target = np.uintp(i * width)
         for k in range(n_prefix):
-            scores[to + np.uintp(k)] = given[from_ + np.uintp(k)]
+            scores[target + np.uintp(k)] = all_scores[source + np.uintp(k)]
         for k in range(n_prefix, n_tokens):
-            scores[to + np.uintp(k + gap)] = given[from_ + np.uintp(k)]
+            scores[target + np.uintp(k + gap)] = all_scores[source + np.uintp(k)]
 
 
 @compiled
 def sum_heads(
-    given: NDArray[np.float32],
+    scores: NDArray[np.float32],
     geometry: TokenPositions,
     image: int,
     heads: tuple[int, int],
     a: NDArray[np.float32],
     sums: HeadSums,
 ) -> None:
-    """A of an image and its sums over queries, for the heads from `heads[0]` to `heads[1]` - 1.
+    """Fill A of an image and its sums over queries, for some of its heads.
+
+    This is one function, as steps of it would be calls with a dozen arrays each.
 
     Args:
-        given: (heads tokens tokens,) scores of the image.
+        scores: (heads tokens tokens,) of the image.
         geometry: positions of tokens.
-        image: its place in the batch.
-        heads: the first, and the one after the last.
+        image: its index in the batch.
+        heads: the first head, and the one after the last.
         a: (heads, tokens, width), filled: the softmax of the scores. Prefix keys and grid keys each
             begin at a vector boundary, with zeros in between.
         sums: filled.
@@ -223,25 +220,27 @@ def sum_heads(
     totals, received, renormalised, offsets = sums
     n_tokens = a.shape[1]
     width = a.shape[2]
-    n, (gh, gw), begin = geometry.n_prefix, geometry.grid, padded(geometry.n_prefix)
+    n = geometry.n_prefix
+    gh, gw = geometry.grid
+    begin = padded(n)  # where the grid's keys begin in a row of A
     times = geometry.times
-    n_places = gh * gw
-    n_cells = times * n_places
-    reach_of = width - begin
+    n_positions = gh * gw
+    n_cells = times * n_positions
+    n_keys = width - begin
     n_rows = times * gh
-    # Keys are added up by the column of their query, of clips by its place, row by row.
-    n_groups = gw if times == 1 else n_places
-    made = np.empty(QUERIES * width, np.float32)
+    # Keys are added up by the column of their query, of clips by its cell in the image.
+    n_groups = gw if times == 1 else n_positions
+    batch_scores = np.empty(QUERIES * width, np.float32)
     inverse = np.empty(QUERIES, np.float32)
     share = np.empty(QUERIES, np.float32)
-    middle = np.empty(width, np.float32)
-    apart = np.empty(width, np.float32)
-    some = np.empty(width, np.float32)
-    some_weighted = np.empty(width, np.float32)
+    query_mean = np.empty(width, np.float32)
+    squared_deviations = np.empty(width, np.float32)
+    batch_mass = np.empty(width, np.float32)
+    batch_mean = np.empty(width, np.float32)
     mass = np.empty(width, np.float64)
     mean = np.empty(width, np.float64)
     # The last run of keys is read past its end, where zeros are.
-    by_row = np.empty(n_groups * (2 * n_rows - 1) * gw + reach_of - n_cells, np.float32)
+    by_row = np.empty(n_groups * (2 * n_rows - 1) * gw + n_keys - n_cells, np.float32)
     for head in range(heads[0], heads[1]):
         rows = a[head].reshape(-1)
         mass[:] = 0.0
@@ -254,19 +253,19 @@ def sum_heads(
         reach_unit: Any = 0.0
         n_queries = 0
         for start in range(0, n_tokens, QUERIES):
-            n_here = min(QUERIES, n_tokens - start)
+            n_batch = min(QUERIES, n_tokens - start)
             first = (head * n_tokens + start) * n_tokens
-            take(given, first, n_here, n, n_tokens, width, made)
-            subtract_largest(made, n_here, width)
-            for k in range(n_here * width):
+            copy_scores(scores, first, n_batch, n, n_tokens, width, batch_scores)
+            subtract_largest(batch_scores, n_batch, width)
+            for k in range(n_batch * width):
                 rows[np.uintp(start * width) + np.uintp(k)] = exponential(
-                    made[np.uintp(k)]
+                    batch_scores[np.uintp(k)]
                 )
-            # Rows by themselves: mass, entropies, distances. Flat places instead of rows of their
-            # own, each of which would be counted as a reference, by all threads at one place.
+            # Rows by themselves: mass, entropies, distances. Flat indices instead of views of rows:
+            # numba counts references to each view, in memory that all threads would share.
             all_totals: Any = 1.0
             all_masses: Any = 1.0
-            for i in range(n_here):
+            for i in range(n_batch):
                 q = start + i - n
                 at = np.uintp((start + i) * width)
                 at_scores = np.uintp(i * width)
@@ -274,38 +273,40 @@ def sum_heads(
                 for k in range(begin):
                     x = rows[at + np.uintp(k)]
                     before += x
-                    dot_before += x * made[at_scores + np.uintp(k)]
+                    dot_before += x * batch_scores[at_scores + np.uintp(k)]
                 at = at + np.uintp(begin)
                 at_scores = at_scores + np.uintp(begin)
-                away = np.uintp(max(q, 0) % n_places * reach_of)
+                distance_row = np.uintp(max(q, 0) % n_positions * n_keys)
                 m = dot = far = ZERO
-                for k in range(reach_of):
+                for k in range(n_keys):
                     x = rows[at + np.uintp(k)]
                     m += x
-                    dot += x * made[at_scores + np.uintp(k)]
-                    far += x * px[away + np.uintp(k)]
+                    dot += x * batch_scores[at_scores + np.uintp(k)]
+                    far += x * px[distance_row + np.uintp(k)]
                 total = np.float64(before) + m
-                part: Any = 1.0 / total
-                inverse[i] = np.float32(part)
+                inverse_total: Any = 1.0 / total
+                inverse[i] = np.float32(inverse_total)
                 if q < 0:
                     continue
                 far_unit = ZERO
                 if unit.shape[0]:
-                    for k in range(reach_of):
-                        far_unit += rows[at + np.uintp(k)] * unit[away + np.uintp(k)]
+                    for k in range(n_keys):
+                        far_unit += (
+                            rows[at + np.uintp(k)] * unit[distance_row + np.uintp(k)]
+                        )
                 # Of a row ln p = score - ln total, of the renormalised one score - ln m.
                 all_totals *= total
-                entropy -= (np.float64(dot) + dot_before) * part
-                reach_raw += far * part
+                entropy -= (np.float64(dot) + dot_before) * inverse_total
+                reach_raw += far * inverse_total
                 # Below the smallest normal number it depends on the device whether it is zero.
                 if m * inverse[i] >= TINY:
                     n_queries += 1
                     share[i] = np.float32(total / m)
                     all_masses *= m
-                    part = 1.0 / m
-                    within -= dot * part
-                    reach += far * part
-                    reach_unit += far_unit * part
+                    inverse_mass: Any = 1.0 / m
+                    within -= dot * inverse_mass
+                    reach += far * inverse_mass
+                    reach_unit += far_unit * inverse_mass
                 else:
                     share[i] = ZERO
                     reach += ZERO * far  # NaN where the row is NaN
@@ -313,9 +314,9 @@ def sum_heads(
             entropy += math.log(all_totals)
             within += math.log(all_masses)
             # Sums over queries.
-            some[:] = ZERO
-            some_weighted[:] = ZERO
-            for i in range(n_here):
+            batch_mass[:] = ZERO
+            batch_mean[:] = ZERO
+            for i in range(n_batch):
                 q = start + i - n
                 at = np.uintp((start + i) * width)
                 factor = inverse[i]
@@ -327,19 +328,19 @@ def sum_heads(
                 for k in range(begin):
                     x = rows[at + np.uintp(k)] * factor
                     rows[at + np.uintp(k)] = x
-                    some[np.uintp(k)] += x
+                    batch_mass[np.uintp(k)] += x
                 # By row a query's keys are one run: shifted by the query's row they add up.
                 at = at + np.uintp(begin)
                 to = (q % n_groups * (2 * n_rows - 1) + n_rows - 1 - q // gw) * gw
-                for k in range(reach_of):
+                for k in range(n_keys):
                     x = rows[at + np.uintp(k)] * factor
                     rows[at + np.uintp(k)] = x
-                    some[np.uintp(begin) + np.uintp(k)] += x
-                    some_weighted[np.uintp(begin) + np.uintp(k)] += weight * x
+                    batch_mass[np.uintp(begin) + np.uintp(k)] += x
+                    batch_mean[np.uintp(begin) + np.uintp(k)] += weight * x
                     by_row[np.uintp(to) + np.uintp(k)] += weight * x
             for k in range(width):
-                mass[k] += some[k]
-                mean[k] += some_weighted[k]
+                mass[k] += batch_mass[k]
+                mean[k] += batch_mean[k]
         to_offsets = offsets[image, head]
         to_offsets[:] = 0.0
         for group in range(n_groups):
@@ -348,37 +349,44 @@ def sum_heads(
             for y in range(2 * n_rows - 1):
                 # A key's row less its query's is a number of frames and of rows, of images rows
                 # alone, as those of all queries are shifted by their own.
-                apart_rows = y - (n_rows - 1) + row
-                frame = apart_rows // gh if times > 1 else 0
-                down = apart_rows - frame * gh - row
+                row_offset = y - (n_rows - 1) + row
+                frame = row_offset // gh if times > 1 else 0
+                down = row_offset - frame * gh - row
                 if frame <= -times or frame >= times:
                     continue
                 at = np.uintp((group * (2 * n_rows - 1) + y) * gw)
-                place = ((frame + times - 1) * (2 * gh - 1) + down + gh - 1) * (
+                first_offset = ((frame + times - 1) * (2 * gh - 1) + down + gh - 1) * (
                     2 * gw - 1
                 )
-                to_offset = np.uintp(place + gw - 1 - column)
+                to_offset = np.uintp(first_offset + gw - 1 - column)
                 for k in range(gw):
                     to_offsets[to_offset + np.uintp(k)] += by_row[at + np.uintp(k)]
         # Squares of differences from the mean: a difference of sums of squares loses all digits
         # where rows are nearly alike.
-        apart[:] = ZERO
+        squared_deviations[:] = ZERO
         for k in range(width):
-            middle[k] = mass[k] / n_cells
+            query_mean[k] = mass[k] / n_cells
         for q in range(n, n_tokens):
             for k in range(begin, width):
-                difference = rows[np.uintp(q * width) + np.uintp(k)] - middle[np.uintp(k)]
-                apart[np.uintp(k)] += difference * difference
+                difference = (
+                    rows[np.uintp(q * width) + np.uintp(k)] - query_mean[np.uintp(k)]
+                )
+                squared_deviations[np.uintp(k)] += difference * difference
         std: Any = 0.0
         for k in range(begin, begin + n_cells):
-            std += math.sqrt(apart[k] / max(1, n_cells - 1))
+            std += math.sqrt(squared_deviations[k] / max(1, n_cells - 1))
         for k in range(n_tokens):
-            place = k if k < n else k - n + begin
-            received[image, head, k] = mass[place]
-            renormalised[image, head, k] = mean[place]
-        numbers = totals[image, head]
-        numbers[0], numbers[1], numbers[2], numbers[3] = entropy, within, reach_raw, reach
-        numbers[4], numbers[5], numbers[6] = reach_unit, std, n_queries
+            column = k if k < n else k - n + begin
+            received[image, head, k] = mass[column]
+            renormalised[image, head, k] = mean[column]
+        numbers = totals[image, head]  # in the order of `TOTALS`
+        numbers[0] = entropy
+        numbers[1] = within
+        numbers[2] = reach_raw
+        numbers[3] = reach
+        numbers[4] = reach_unit
+        numbers[5] = std
+        numbers[6] = n_queries
 
 
 @compiled
@@ -387,15 +395,15 @@ def sum_queries(
     geometry: TokenPositions,
     queries: tuple[int, int],
     image: int,
-    common: InCommon,
+    common: SharedValues,
 ) -> None:
-    """Values shared by the heads of an image, for queries from `queries[0]` to `queries[1]` - 1.
+    """Fill the values over all heads of an image, for some of its queries.
 
     Args:
         a: (heads, tokens, width), from `sum_heads`.
         geometry: positions of tokens.
-        queries: the first, and the one after the last.
-        image: its place in the batch.
+        queries: the first query, and the one after the last.
+        image: its index in the batch.
         common: filled; the class token's row if it is one of the queries.
     """
     head_mean, spread, cls_rows = common
@@ -403,11 +411,11 @@ def sum_queries(
     cls = geometry.cls
     n_heads, n_tokens, width = a.shape
     begin = padded(n_prefix)
-    part = ONE / np.float32(n_heads)
-    fewer = ONE / np.float32(max(1, n_heads - 1))
+    inverse_heads = ONE / np.float32(n_heads)
+    inverse_fewer = ONE / np.float32(max(1, n_heads - 1))
     rows = a.reshape(-1)
     means = head_mean.reshape(-1)
-    apart = np.empty(width, np.float32)
+    squared_deviations = np.empty(width, np.float32)
     mean = np.empty(width, np.float32)
     for q in range(queries[0], queries[1]):
         mean[:] = ZERO
@@ -416,7 +424,7 @@ def sum_queries(
             for k in range(width):
                 mean[k] += rows[at + np.uintp(k)]
         for k in range(width):
-            mean[k] *= part
+            mean[k] *= inverse_heads
         to = np.uintp((image * n_tokens + q) * n_tokens)
         for k in range(n_prefix):
             means[to + np.uintp(k)] = mean[k]
@@ -431,13 +439,15 @@ def sum_queries(
                 ]
         if q < n_prefix:
             continue
-        apart[:] = ZERO
+        squared_deviations[:] = ZERO
         for head in range(n_heads):
             at = np.uintp((head * n_tokens + q) * width)
             for k in range(width):
                 difference = rows[at + np.uintp(k)] - mean[k]
-                apart[k] += difference * difference
+                squared_deviations[k] += difference * difference
         std = ZERO
         for k in range(n_tokens - n_prefix):
-            std += np.sqrt(apart[np.uintp(begin) + np.uintp(k)] * fewer)
+            std += np.sqrt(
+                squared_deviations[np.uintp(begin) + np.uintp(k)] * inverse_fewer
+            )
         spread[image, q] = std / np.float32(n_tokens - n_prefix)

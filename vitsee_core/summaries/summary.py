@@ -1,4 +1,4 @@
-"""Summaries of softmax attention over token grids.
+"""Define the summaries of softmax attention over token grids.
 
 Definitions, for A (queries by keys) of one image and one head. Queries are spatial, and means go
 over them: entropy = -sum_k A ln A over all keys, in nats; prefix_mass = sum of A over prefix
@@ -50,10 +50,14 @@ class AttentionScores(Protocol):
     """One attention call of the model, as far as summaries need it."""
 
     @property
-    def n_images(self) -> int: ...
+    def n_images(self) -> int:
+        """Number of images."""
+        ...
 
     @property
-    def n_heads(self) -> int: ...
+    def n_heads(self) -> int:
+        """Number of heads."""
+        ...
 
     @property
     def n_tokens(self) -> int:
@@ -61,7 +65,8 @@ class AttentionScores(Protocol):
         ...
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """The scores before the softmax: (images, heads, tokens, tokens) float32, in `out`."""
+        """Return the scores before the softmax: (images, heads, tokens, tokens) float32, in
+        `out`."""
         ...
 
 
@@ -142,8 +147,9 @@ def sum_by_offset(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _sum_by_offset_fold(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
-    # With queries in reverse order as the cells of a sliding window and keys as its positions,
-    # the sum is `fold`: one gather kernel on a GPU (no atomics), but slow on a CPU.
+    """Return `sum_by_offset` by one gather kernel on a GPU, without atomics; slow on a CPU."""
+    # With queries in reverse order as the cells of a sliding window and keys as its positions, the
+    # sum is `fold`.
     gh, gw = grid
     size = (2 * gh - 1, 2 * gw - 1)
     return torch.nn.functional.fold(pairs.flip(1), size, kernel_size=grid).squeeze(1)

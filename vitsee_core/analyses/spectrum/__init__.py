@@ -324,7 +324,8 @@ class SpectrumWork:
             # Sums of x - x_0 lose fewer digits than sums of x if the mean is large.
             shift = x[0].astype(np.float64)
             sums = [
-                CovarianceSums.of(x[block_of == b], shift) for b in range(self.blocks.n)
+                CovarianceSums.from_examples(x[block_of == b], shift)
+                for b in range(self.blocks.n)
             ]
             spectrum = partial(spectrum_of_blocks, sums, total(sums))
         else:
@@ -360,14 +361,14 @@ def spectrum_of_blocks(
         included: (blocks,) the blocks that count.
     """
     if included.sum() * 2 <= len(sums_by_block):
-        return Spectrum.of_sums(
+        return Spectrum.from_sums(
             total([sums_by_block[b] for b in np.flatnonzero(included).tolist()])
         )
     # If most blocks are included, subtracting the others takes less time than adding up.
     sums = total([all_sums])
     for b in np.flatnonzero(~included).tolist():
         sums.add(sums_by_block[b], -1)
-    return Spectrum.of_sums(sums)
+    return Spectrum.from_sums(sums)
 
 
 def spectrum_of_examples(x: Float32, labels: Integers, included: Mask) -> Spectrum:
@@ -378,7 +379,7 @@ def spectrum_of_examples(x: Float32, labels: Integers, included: Mask) -> Spectr
         labels: (examples,) their blocks.
         included: (blocks,) the blocks that count.
     """
-    return Spectrum.of_examples(x[included[labels]].astype(np.float64))
+    return Spectrum.from_examples(x[included[labels]].astype(np.float64))
 
 
 class NeighbourMeasure:
@@ -493,9 +494,9 @@ class SiteMeasures:
         """Return the remarks of all measures; where: store and site."""
         assert self.whole is not None
         remarks = []
-        if self.whole.alike:
+        if self.whole.is_constant:
             remarks.append(f"{where}: all examples are alike, so they have no spectrum")
-        n_zero = self.whole.n - self.whole.n_long
+        n_zero = self.whole.n - self.whole.n_nonzero
         if n_zero:
             remarks.append(f"{where}: {n_zero} examples are 0: not in anisotropy")
         for other in self.others:

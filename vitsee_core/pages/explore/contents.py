@@ -89,7 +89,7 @@ def scores_of(
     if len(patches) < 2 or x.shape[-1] < CHANNELS:
         return None
     # Sums of what differs from one patch: their squares do not cancel where the mean is large.
-    sums = CovarianceSums.of(patches, patches[0].astype(np.float64))
+    sums = CovarianceSums.from_examples(patches, patches[0].astype(np.float64))
     components = principal_axes(sums, CHANNELS)
     values = np.full((*counts.shape, CHANNELS), np.nan)
     values[counts] = components.scores(patches)
