@@ -48,7 +48,7 @@ def test_each_value_is_checked(text: str) -> None:
         ["attn-map", "--heads"],
         ["attn-dist", "--metric"],
         ["probe", "--shots"],
-        ["retrieve", "--at"],
+        ["retrieve", "--cutoff"],
         ["best-layer", "--metric"],
         ["study", "--analyses"],
     ],
