@@ -94,6 +94,29 @@ def test_values_along_an_attribute_of_the_sidecar(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_panel_without_a_value_along_decades(tmp_path: Path) -> None:
+    """matplotlib's limits of an empty panel are about 0, which has no logarithm."""
+    empty = [
+        {**r, "metric": "top5", "value": None, "low": None, "high": None} for r in ROWS
+    ]
+    result = written(tmp_path / "r.csv", [*ROWS, *empty], stores=STORES)
+    assert plot(result, "-o", tmp_path / "r.png", "--x", "params").exit_code == 0
+    limits = [axes.get_xlim() for axes in redraw(result, x="params").axes]
+    assert len(limits) == 2 and all(low > 0 for low, _ in limits)
+
+
+def test_a_store_with_two_values_is_refused(tmp_path: Path) -> None:
+    result = written(tmp_path / "r.csv", ROWS, stores=STORES)
+    own = tmp_path / "own.csv"
+    own.write_text("store,epochs\ntiny,9\nsmall,8\nbase,7\ntiny,9\n")
+    (axes,) = redraw(result, x="epochs", attributes=own).axes  # the same row again
+    assert points(axes)["tiny"] == [(9, pytest.approx(0.1))]
+    own.write_text("store,epochs\ntiny,9\nsmall,8\nbase,7\ntiny,10\n")
+    assert one_line("plot", result, "--x", "epochs", "--attributes", own).endswith(
+        "several values of epochs for store tiny: 9, 10; expected one row"
+    )
+
+
 def test_curves_by_a_column_of_ones_own(tmp_path: Path) -> None:
     """A store's row goes before its model's; a model's name stands for its tags; text is evenly
     spaced in the order of the table."""

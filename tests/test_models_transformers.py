@@ -229,6 +229,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"random_init": 0, "model_args": {"hidden_act": "nobody"}},
         "transformers:ViTModel cannot be made",
     ),
+    "argument of another type": (
+        "transformers:ViTModel",
+        {"random_init": 0, "model_args": {"hidden_size": "abc"}},
+        "hidden_size=abc is not a value of ViTConfig; expected one as 768, its own",
+    ),
+    "negative argument": (
+        "transformers:ViTModel",
+        {"random_init": 0, "model_args": {"num_hidden_layers": -1}},
+        "num_hidden_layers=-1 is not a value of ViTConfig; expected a number as 12, its own",
+    ),
     "folder": ("transformers:{}/nowhere", {}, "no folder"),
     "no config": ("transformers:{}/empty", {}, "has no config.json"),
     "no json": ("transformers:{}/no-json", {}, "cannot be loaded"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,9 @@ def _label_x(axes: Axes, names: Sequence[str] | None, values: Any) -> None:
         return
     if min(values) > 0 and max(values) >= DECADE * min(values):
         axes.set_xscale("log")
+        if not all(map(math.isfinite, axes.dataLim.intervalx)):
+            # A panel without a value keeps matplotlib's limits about 0, which have no logarithm.
+            axes.set_xlim(min(values), max(values))
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=6))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
     else:

@@ -65,7 +65,11 @@ def with_attribute(
 
 
 def _values_in_file(frame: pl.DataFrame, name: str, column: str) -> dict[str, Any]:
-    """Return store or model -> its cell of a column of the user's file of attributes."""
+    """Return store or model -> its cell of a column of the user's file of attributes.
+
+    Raises:
+        VitseeError: no column names stores or models, or one has several values.
+    """
     keys = [key for key in KEY_COLUMNS if key in frame.columns]
     if not keys:
         raise VitseeError(
@@ -75,7 +79,18 @@ def _values_in_file(frame: pl.DataFrame, name: str, column: str) -> dict[str, An
     values: dict[str, Any] = {}
     # Models first, so that a store's own row replaces that of its model.
     for key in reversed(keys):
-        cells = frame.select(pl.col(key).cast(pl.String), column)
+        cells = frame.select(pl.col(key).cast(pl.String), column).unique(
+            maintain_order=True
+        )
+        is_repeated = cells[key].is_duplicated() & cells[key].is_not_null()
+        # Of a file of stores, several may be of one model: their own rows count.
+        if key == keys[0] and is_repeated.any():
+            label = cells.filter(is_repeated)[key][0]
+            several = cells.filter(pl.col(key) == label)[column].to_list()
+            raise VitseeError(
+                f"the attributes have several values of {column} for {key} {label}: "
+                f"{', '.join(map(str, several))}; expected one row"
+            )
         values |= dict(cells.iter_rows())
     return values
 

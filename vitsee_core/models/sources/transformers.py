@@ -307,10 +307,27 @@ class TransformersSource(Source):
                     f"{self.name} does not take these arguments: {type(config).__name__} "
                     f"has no {key!r}"
                 )
-            setattr(config, key, value)
+            self._set_entry(config, key, value)
         if isinstance(getattr(config, "mask_ratio", None), float):
             config.mask_ratio = 0.0  # every patch is seen
         return config
+
+    def _set_entry(self, config: Any, key: str, value: Any) -> None:
+        """Set an entry of a configuration to the value of an argument.
+
+        Raises:
+            ModelError: the entry takes no such value.
+        """
+        trained = getattr(config, key)
+        message = f"{self.name}: {key}={value} is not a value of {type(config).__name__}"
+        is_count = isinstance(trained, int) and not isinstance(trained, bool)
+        # Python's ranges make no blocks of -1 blocks, without an error.
+        if is_count and trained >= 0 and isinstance(value, int) and value < 0:
+            raise ModelError(f"{message}; expected a number as {trained}, its own")
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # the library's own kinds, by its version
+            raise ModelError(f"{message}; expected one as {trained}, its own") from error
 
     def _set_frames(self, config: Any, n_frames: int) -> None:
         """Set the number of frames under each name that the configuration has for it."""
