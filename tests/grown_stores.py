@@ -54,7 +54,7 @@ def samples_of(store: Store) -> Samples:
 
 
 def _write(store: Store, plan: StorePlan, first: int, whole: Samples, seed: int) -> None:
-    samples = whole.part(slice(first * plan.slab, None))
+    samples = whole.subset(slice(first * plan.slab, None))
     sites = {site.name: site for site in (*store.plan.sites, *plan.sites)}
     manifest = new_manifest(
         {**store.manifest.identity, "sites": [site.name for site in plan.sites]},

@@ -34,7 +34,7 @@ from vitsee_stores import (
     validate,
 )
 from vitsee_stores import objects as remote
-from vitsee_stores.leases import Claims, claims_of
+from vitsee_stores.leases import Claims, read_claims
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.url import Url, parse_place
 
@@ -193,11 +193,11 @@ def test_claims_in_a_bucket(bucket: str) -> None:
     assert sorted(taken + others) == list(range(PLAN.n_slabs))
     assert a.take(taken, 1) == []
     a.renew()
-    assert claims_of(writer.files)[taken[0]]["beat"] == 1
+    assert read_claims(writer.files)[taken[0]]["beat"] == 1
     a.release()
-    assert sorted(claims_of(writer.files)) == others
+    assert sorted(read_claims(writer.files)) == others
     write(bucket, manifest())
-    assert writer.finish() and claims_of(writer.files) == {}
+    assert writer.finish() and read_claims(writer.files) == {}
     assert not any(".claim" in name for name in objects(bucket))
 
 

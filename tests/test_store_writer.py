@@ -27,7 +27,7 @@ from vitsee_stores import (
     validate,
 )
 from vitsee_stores import disk as owners
-from vitsee_stores.disk import is_left, tag
+from vitsee_stores.disk import is_leftover, tag
 from vitsee_stores.folder import Folder
 from vitsee_stores.layout import arrays
 
@@ -387,6 +387,6 @@ def test_what_a_living_process_makes_is_not_left_over_whatever_the_clock_says(
     )
     for made in (mine, theirs):
         made.mkdir()
-        assert not is_left(made)
+        assert not is_leftover(made)
         os.utime(made, (0, 0))
-    assert is_left(theirs) and not is_left(mine)
+    assert is_leftover(theirs) and not is_leftover(mine)

@@ -32,102 +32,130 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Ending of a file that is still being written.
 PARTIAL = ".partial"
 # fsync is bound by the disk, not by cores.
 SYNC_THREADS = 16
+# Smaller files are not worth the system call that allocates their blocks.
 RESERVE_BYTES = 1 << 20
 
 _pools: dict[str, ThreadPoolExecutor] = {}
+# `alone`: whether `each` works in this thread (`in_this_thread`).
 _thread = threading.local()
 
 
 def n_cores() -> int:
-    """Cores available to this process; on a cluster often fewer than the machine's."""
+    """Return the number of cores of this process; on a cluster often fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def work_pool() -> ThreadPoolExecutor:
+    """Return the threads that compress, check and decompress chunks: one per core."""
     return named_pool("vitsee-chunks", n_cores())
 
 
 def sync_pool() -> ThreadPoolExecutor:
+    """Return the threads that wait for fsync."""
     return named_pool("vitsee-fsync", SYNC_THREADS)
 
 
 def named_pool(name: str, size: int) -> ThreadPoolExecutor:
-    """A thread pool shared by all callers that use the name."""
+    """Return the thread pool that all callers with this name share; started on first use."""
     if name not in _pools:
         _pools[name] = ThreadPoolExecutor(size, name)
     return _pools[name]
 
 
+# A forked child has the executors' objects but none of their threads: it starts its own.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)
 
 
 @contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Context in which `each` runs its work in the calling thread, for callers that already use one
-    thread per core."""
-    before = getattr(_thread, "alone", False)
+    """Return a context in which `each` works in the calling thread.
+
+    For callers that already use one thread per core.
+    """
+    outer = getattr(_thread, "alone", False)  # contexts may be nested
     _thread.alone = True
     try:
         yield
     finally:
-        _thread.alone = before
+        _thread.alone = outer
 
 
 def each(
     pool: Callable[[], ThreadPoolExecutor], work: Callable[[T], R], items: Sequence[T]
 ) -> list[R]:
-    """Apply `work` to every item, results in order; a single item runs in the calling thread. The
-    first error is raised only after all items have ended, so no work continues in the background.
+    """Return the results of `work` for all items, in their order.
+
+    A single item runs in the calling thread. The first error is raised once all items have ended,
+    so that no work continues in the background.
+
+    Args:
+        pool: returns the threads; called if they are needed.
+        work: the function of an item.
+        items: its arguments.
     """
     if len(items) < 2 or getattr(_thread, "alone", False):
         return [work(item) for item in items]
     futures = [pool().submit(work, item) for item in items]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+    # `exception` waits for its future: all have ended when the list is complete.
+    outcomes = [future.exception() for future in futures]
+    for error in outcomes:
+        if error is not None:
+            raise error
     return [future.result() for future in futures]
 
 
 def partial_name(path: str | Path) -> str:
+    """Return a new name for a file that becomes `path` once it is complete."""
     return temporary_name(path, PARTIAL)
 
 
 def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
-    """Write all buffers in order to a new file; returns the number of bytes."""
+    """Write all buffers in order to a new file; return its size in bytes.
+
+    Raises:
+        FileExistsError: the file exists.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _reserve(descriptor, sum(map(len, buffers)))
         size = 0
         for buffer in buffers:
-            view = memoryview(
-                cast(bytes, buffer)
-            )  # type checkers know that numpy is a buffer from 3.12 on
-            while view:
+            # Cast: type checkers take an array for a buffer from Python 3.12 on.
+            remaining = memoryview(cast(bytes, buffer))
+            while remaining:
                 # One call writes at most 2 GiB, and less on a signal or a nearly full disk.
-                done = os.write(descriptor, view)
-                view = view[done:]
-                size += done
+                n_written = os.write(descriptor, remaining)
+                remaining = remaining[n_written:]
+                size += n_written
         return size
     finally:
         os.close(descriptor)
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Allocate a large file's blocks at once, as numpy's tofile does: writing then takes a third
-    less time on ext4. Not posix_fallocate, which writes to every block where the file system lacks
-    support. Failure is ignored here; a full disk shows in the writes that follow."""
-    if size >= RESERVE_BYTES and (fallocate := _fallocate()) is not None:
+    """Allocate a large file's blocks at once, as numpy's tofile does.
+
+    Writing then takes a third less time on ext4. Failure is ignored here: a full disk shows in the
+    writes that follow.
+    """
+    if size < RESERVE_BYTES:
+        return
+    fallocate = _load_fallocate()
+    if fallocate is not None:
         fallocate(descriptor, 0, 0, size)
 
 
 @functools.cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
+def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
+    """Return Linux's (descriptor, mode, offset, length) -> status; None on other systems."""
+    # Not os.posix_fallocate, which writes to every block where the file system lacks support.
     try:
         fallocate = ctypes.CDLL(None).fallocate
     except (OSError, AttributeError, TypeError):
@@ -137,7 +165,12 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor for reading a file; OSError, without blocking, for a pipe or device."""
+    """Return a descriptor for reading a file.
+
+    Raises:
+        OSError: it is a pipe, device or folder, or cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -146,20 +179,29 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """All bytes of a regular file of at most `limit` bytes; OSError otherwise."""
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: it is larger than `limit` bytes, is not a regular file, or cannot be read.
+    """
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
-        parts = []
-        while size and (part := file.read(size)):
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+        # One read may return less than was asked for; a file that shrank ends early.
+        pieces = []
+        n_left = size
+        while n_left:
+            piece = file.read(n_left)
+            if not piece:
+                break
+            pieces.append(piece)
+            n_left -= len(piece)
+        return b"".join(pieces)
 
 
 def sync(path: str | Path) -> None:
-    """fsync of a file, or of a folder's list of names."""
+    """Call fsync on a file, or on a folder: that puts its list of names on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,7 +210,7 @@ def sync(path: str | Path) -> None:
 
 
 def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
-    """Write `data` to `path` atomically and, if durable, to disk before returning."""
+    """Write a file atomically, replacing an existing one; if durable, to disk before returning."""
     temporary = partial_name(path)
     try:
         write_new(temporary, [data])
@@ -183,7 +225,10 @@ def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> bool:
-    """Like `write_whole`, but an existing file stays; returns whether `data` was written."""
+    """Write a file atomically unless it exists; return whether it was written.
+
+    A rename would replace an existing file. A hard link to the complete file fails instead.
+    """
     temporary = partial_name(path)
     try:
         write_new(temporary, [data])
@@ -195,7 +240,8 @@ def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> boo
             return False
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links on this file system: best effort
+        except OSError:
+            # This file system has no hard links. Two processes may now both write; the last wins.
             if os.path.lexists(path):
                 return False
             os.replace(temporary, path)
@@ -207,7 +253,7 @@ def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> boo
 
 
 def remove_files(paths: Iterable[str | Path]) -> int:
-    """Remove files; returns how many existed."""
+    """Remove files; return how many existed."""
     count = 0
     for path in paths:
         try:
@@ -218,32 +264,39 @@ def remove_files(paths: Iterable[str | Path]) -> int:
     return count
 
 
-# ---------------- whose temporary files they are
+# ---------------- which process made a temporary file
 
-# Files are written in seconds; processes on other machines cannot be checked.
+# Age of a leftover of another machine, whose processes cannot be checked; writing takes seconds.
 OLD_SECONDS = 3600
 
 
 def temporary_name(start: str | Path, ending: str) -> str:
-    """A new name: `start`, this process, random digits, `ending`."""
+    """Return a new name: `start`, tag of this process, random digits, `ending`."""
     return f"{start}.{tag()}.{secrets.token_hex(8)}{ending}"
 
 
 def tag() -> str:
-    """Identifies this process in temporary names."""
+    """Return a text that identifies this process in temporary names: machine, process id."""
     return f"{_machine()}-{os.getpid()}"
 
 
 def has_ended(maker: str) -> bool:
-    """Whether this `tag` belongs to a process of this machine that has ended; False for other
-    machines."""
+    """Return whether the process with this `tag` ran on this machine and has ended.
+
+    False for a process of another machine, of which nothing is known.
+    """
     match = re.fullmatch(r"([0-9a-f]{8})-(\d{1,9})", maker)
-    return match is not None and match[1] == _machine() and not _alive(int(match[2]))
+    if match is None or match[1] != _machine():
+        return False
+    return not _is_running(int(match[2]))
 
 
-def is_left(path: str | Path) -> bool:
-    """Whether a temporary file or folder is a leftover: its maker on this machine has ended,
-    whatever the clock says, or it is from another machine and an hour old. False if it is gone."""
+def is_leftover(path: str | Path) -> bool:
+    """Return whether a temporary file or folder is a leftover of a killed process.
+
+    It is one if its process ran on this machine and has ended, whatever the clock says, or if it is
+    from another machine and an hour old. False if it does not exist.
+    """
     match = re.search(r"\.(([0-9a-f]{8})-\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
     if match and match[2] == _machine():
         return has_ended(match[1]) and os.path.lexists(path)
@@ -253,27 +306,32 @@ def is_left(path: str | Path) -> bool:
         return False
 
 
-def is_mine(path: str | Path) -> bool:
+def is_from_this_process(path: str | Path) -> bool:
+    """Return whether this process gave a file its temporary name."""
     return f".{tag()}." in os.path.basename(path)
 
 
-def _alive(process: int) -> bool:
+def _is_running(process_id: int) -> bool:
+    """Return whether a process of this machine is running."""
     try:
-        os.kill(process, 0)
+        os.kill(process_id, 0)  # signal 0 checks alone
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # it runs, as another user
         return True
     return True
 
 
 @functools.cache
 def _machine() -> str:
-    """Eight digits that identify a process-id namespace: one boot of a host, one container."""
-    parts = [socket.gethostname()]
+    """Return eight digits that identify a process-id namespace: one boot of a host, one container.
+
+    Process ids mean nothing outside of it, so the host's name would not be enough.
+    """
+    names = [socket.gethostname()]
     try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        names.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:  # not Linux
         pass
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]

@@ -9,8 +9,9 @@ _MANY_DIGITS = re.compile(r"\((\d+) digits\) for integer.*?(?:value has (\d+) di
 
 
 class VitseeError(Exception):
-    """Root of all errors shown without a traceback: what was found, what was expected, what to run.
-    Errors of other processes unpickle unchanged, whatever their constructors take.
+    """Base of all errors that are shown without a traceback.
+
+    The message says what was found, what was expected, and what to run.
 
     Examples:
         >>> import vitsee
@@ -21,11 +22,15 @@ class VitseeError(Exception):
         no store at nowhere/none.zarr: nothing is there
     """
 
+    # BaseException pickles (class, args) and calls the constructor with them, which fails for
+    # subclasses whose constructors take something else. Errors come back from worker processes.
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._again, (self.args, self.__dict__)
+        """Pickle without the constructor."""
+        return type(self)._from_state, (self.args, self.__dict__)
 
     @classmethod
-    def _again(cls, arguments: tuple[Any, ...], state: dict[str, Any]) -> Self:
+    def _from_state(cls, arguments: tuple[Any, ...], state: dict[str, Any]) -> Self:
+        """Return a copy of an error of another process."""
         error = cls.__new__(cls, *arguments)
         error.args = arguments
         error.__dict__.update(state)
@@ -33,8 +38,7 @@ class VitseeError(Exception):
 
 
 class StoreError(VitseeError):
-    """A folder or URL that is not a store, is of a foreign or future format, is damaged, or cannot
-    be read."""
+    """A folder or URL is not a store, has another or a newer format, is damaged or unreadable."""
 
 
 class Unreachable(StoreError):
@@ -70,8 +74,7 @@ class SiteError(VitseeError):
 
 
 def reason(error: OSError) -> str:
-    """The operating system's message for an error, lower case, for use within a line: `no such file
-    or directory`."""
+    """Return the operating system's message for use within a line: `no such file or directory`."""
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]
 

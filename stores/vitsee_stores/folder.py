@@ -1,4 +1,8 @@
-"""A store in a folder: files are written under temporary names, synced, then renamed."""
+"""A store in a folder, and which files lie at a path or URL.
+
+A file is written under a temporary name, synced and renamed, so that a reader, or a machine that
+starts again, sees all of it or nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,9 +42,12 @@ from vitsee_stores.url import Url, parse_place
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Endings of hidden folders beside a store, while it is being created or removed.
 CREATING = ".creating"
 REMOVING = ".removing"
-EFFECTIVE = os.access in os.supports_effective_ids
+# Permissions of the effective user count (setuid); not every platform can ask for these.
+HAS_EFFECTIVE_IDS = os.access in os.supports_effective_ids
+# `chunk`: a bytearray per thread. Memory of its own for every chunk would cost page faults.
 _thread = threading.local()
 
 
@@ -47,8 +55,9 @@ class Folder(Files):
     """The files of a store in a folder.
 
     Attributes:
+        place: path of the folder.
         durable: whether every write is on disk before the call returns; False skips every fsync.
-        parents: how many folders above the store are made with it; those above must exist.
+        parents: number of folders above the store that `create` makes; those further up must exist.
     """
 
     def __init__(self, place: Path, *, durable: bool = True, parents: int = 0):
@@ -58,38 +67,39 @@ class Folder(Files):
         self._prefix = os.path.join(place, "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Absolute: another process may have another working directory."""
-        made = partial(Folder, durable=self.durable, parents=self.parents)
-        return made, (self.place.absolute(),)
+        """Pickle the absolute path: another process may have another working directory."""
+        constructor = partial(Folder, durable=self.durable, parents=self.parents)
+        return constructor, (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Use a thread per core."""
         return each(work_pool, work, items)
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The work is done in the calling thread: handing small files to others costs more than
-        reading them."""
+        """Work in the calling thread: handing small files to others costs more than reading."""
         return [work(item) for item in items]
 
     # reading ----------------------------------------------------------------------------------
 
     def read(self, name: str, limit: int) -> bytes:
+        """Read a regular file; a pipe or device raises OSError."""
         return read_regular(self._prefix + name, limit)
 
     def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
-        """Reads into per-thread memory."""
+        """Read into memory that belongs to the thread and is used again by its next call."""
         with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             check(size)
             scratch = getattr(_thread, "chunk", None)
             if scratch is None or len(scratch) < size:
-                scratch = _thread.chunk = bytearray(size)
+                scratch = bytearray(size)
+                _thread.chunk = scratch
             data = memoryview(scratch)[:size]
-            done = 0
-            while done < size and (got := file.readinto(data[done:])):
-                done += got
+            _read_into(file, data)
         return data
 
     def read_end(self, name: str, length: int) -> tuple[int, bytes]:
+        """Read with one system call, without moving through the file."""
         descriptor = open_regular(self._prefix + name)
         try:
             size = os.fstat(descriptor).st_size
@@ -98,23 +108,22 @@ class Folder(Files):
             os.close(descriptor)
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
+        """Read, and refuse a file that was cut short."""
         with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
             file.seek(start)
             data = bytearray(length)
-            view = memoryview(data)
-            done = 0
-            while done < length and (got := file.readinto(view[done:])):
-                done += got
-        if done < length:
-            raise OSError(errno.EIO, f"the file ends {length - done} bytes too early")
+            n_read = _read_into(file, memoryview(data))
+        if n_read < length:
+            raise OSError(errno.EIO, f"the file ends {length - n_read} bytes too early")
         return bytes(data)
 
     def stamp(self, name: str) -> tuple[int, str]:
-        """A stamp from the file's time of modification."""
+        """Return the size and the time of modification, in nanoseconds."""
         status = os.stat(self._prefix + name)
         return status.st_size, str(status.st_mtime_ns)
 
     def names(self, folder: str = "") -> set[str]:
+        """List a folder; temporary files are listed too."""
         try:
             return set(os.listdir(self._prefix + folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -123,37 +132,46 @@ class Folder(Files):
     def walk(
         self, onerror: Callable[[OSError], object]
     ) -> Iterator[tuple[str, list[str], list[str]]]:
-        """Errors name what cannot be listed by its path below the store."""
+        """Walk with `os.walk`; errors name a folder by its path below the store."""
 
         def report(error: OSError) -> object:
+            """Call `onerror` with the relative path in the error."""
             error.filename = os.path.relpath(os.fspath(error.filename), self.place)
             return onerror(error)
 
-        for here, below, files in os.walk(self.place, onerror=report):
-            path = os.path.relpath(here, self.place).replace(os.sep, "/")
-            yield "" if path == "." else path, below, files
+        for folder, subfolders, files in os.walk(self.place, onerror=report):
+            path = os.path.relpath(folder, self.place).replace(os.sep, "/")
+            if path == ".":
+                path = ""
+            yield path, subfolders, files
 
     def exists(self, name: str = "") -> bool:
-        """True for a dangling link, too."""
+        """Return whether the name is taken, by a dangling link too: nothing could be put there."""
         return os.path.lexists(self._prefix + name if name else self.place)
 
     # writing ----------------------------------------------------------------------------------
 
     def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Created beside the place and renamed, so that a killed process leaves no partial
-        store."""
-        temporary = _sibling(self.place, CREATING)
+        """Create the store beside its place and rename it: a killed process leaves no partial one.
+
+        Renaming fails if a folder with files is there, so that one of several processes succeeds.
+        """
+        temporary = _temporary_beside(self.place, CREATING)
         try:
-            for folder in list(self.place.parents)[: self.parents][::-1]:
+            # The folders above the store, the uppermost first.
+            for folder in reversed(list(self.place.parents)[: self.parents]):
                 folder.mkdir(exist_ok=True)
                 if self.durable:
                     sync(folder.absolute().parent)
             paths = [(temporary / name, pieces) for name, pieces in files]
             folders = sorted({path.parent for path, _ in paths})
             for folder in folders:
+                # The store's own folder only below one that exists: a typing error in a path
+                # shall not make a tree.
                 folder.mkdir(parents=folder != temporary, exist_ok=True)
             for path, pieces in paths:
                 write_new(str(path), pieces)
+            # Synced before the rename, or a crash could leave a store with empty files.
             if self.durable:
                 each(sync_pool, sync, [*(path for path, _ in paths), *folders])
             os.rename(temporary, self.place)
@@ -163,111 +181,145 @@ class Folder(Files):
             shutil.rmtree(temporary, ignore_errors=True)
 
     def put(self, name: str, data: bytes) -> None:
-        """The file is written under a temporary name, then renamed."""
+        """Write the file under a temporary name, then rename it."""
         write_whole(self._prefix + name, data, durable=self.durable)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """The file is written under a temporary name, then linked."""
+        """Write the file under a temporary name, then link it; a link fails where a file is."""
         return put_if_absent(self._prefix + name, data, durable=self.durable)
 
     @contextmanager
     def writing(self) -> Iterator[Put]:
-        """Other threads sync and rename the files; their folders are synced at the end."""
-        settling: list[Future[None]] = []
+        """Sync and rename files in other threads while the next ones are written.
+
+        Their folders are synced at the end, each once.
+        """
+        renames: list[Future[None]] = []
         folders: set[str] = set()
-        lock = threading.Lock()
+        lock = threading.Lock()  # callers write from several threads
 
         def put(name: str, pieces: Pieces) -> int:
+            """Write a file; return its size in bytes."""
             final = self._prefix + name
             temporary = partial_name(final)
             size = write_new(temporary, pieces)
             if not self.durable:
                 os.replace(temporary, final)
                 return size
-            future = sync_pool().submit(_settle, temporary, final)
+            future = sync_pool().submit(_sync_and_rename, temporary, final)
             with lock:
-                settling.append(future)
+                renames.append(future)
                 folders.add(os.path.dirname(final))
             return size
 
         try:
             yield put
         finally:
-            wait(settling)
-        for future in settling:
-            future.result()
+            # After an error too: no thread may write on once the caller has control again.
+            wait(renames)
+        for future in renames:
+            future.result()  # raises the error of a sync or rename
         each(sync_pool, sync, sorted(folders))
 
     def remove(self, names: Iterable[str]) -> None:
+        """Unlink the files, one after the other."""
         remove_files(self._prefix + name for name in names)
 
     def remove_store(self, incomplete: bytes) -> None:
-        """Renamed first, so that an interrupted removal leaves nothing that reads as a store; a
-        store with a folder that cannot be changed stays as it is. Leftovers beside it go, too."""
-        place = Path(os.path.realpath(self.place))
+        """Rename the store, then remove it and other leftovers beside it.
+
+        Renamed first, so that an interrupted removal leaves nothing that reads as a store.
+
+        Raises:
+            StoreError: a folder of it cannot be changed (the store stays as it is), or a leftover
+                cannot be removed.
+        """
+        path = Path(os.path.realpath(self.place))
         if os.path.lexists(self.place):
-            for here, *_ in os.walk(place):
-                if not os.access(here, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
-                    raise StoreError(f"{place} stays as it is: {here} is write-protected")
-            os.rename(place, _sibling(place, REMOVING))
-        for leftover in _beside(place):
+            writable = os.W_OK | os.X_OK
+            for folder, _, _ in os.walk(path):
+                if not os.access(folder, writable, effective_ids=HAS_EFFECTIVE_IDS):
+                    raise StoreError(
+                        f"{path} stays as it is: {folder} is write-protected"
+                    )
+            os.rename(path, _temporary_beside(path, REMOVING))
+        for leftover in _list_leftovers(path):
             try:
                 shutil.rmtree(leftover)
             except OSError as error:
                 raise StoreError(
-                    f"{place} is removed but for {leftover}, which cannot be: {reason(error)}; "
+                    f"{path} is removed but for {leftover}, which cannot be: {reason(error)}; "
                     "delete that yourself"
                 ) from None
 
     def inside(self, name: str) -> Files:
+        """Return the folder's files; `create` makes the folders between the two stores."""
         return Folder(self.place / name, durable=self.durable, parents=name.count("/"))
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
-        """Removes files ending in .partial."""
-        return remove_files(
-            path
-            for folder in folders
-            for name in self.names(folder)
-            if name.endswith(PARTIAL)
-            and chosen(path := os.path.join(self.place, folder, name))
-        )
+        """Remove files that end in .partial, which `writing` and `put` leave when killed."""
+        paths = []
+        for folder in folders:
+            for name in self.names(folder):
+                path = os.path.join(self.place, folder, name)
+                if name.endswith(PARTIAL) and chosen(path):
+                    paths.append(path)
+        return remove_files(paths)
 
     def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Nothing to do: `create` is atomic."""
+        """Do nothing: `create` is atomic."""
 
     def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
-        """Removes hidden folders beside the store that end in .creating or .removing."""
-        for leftover in filter(chosen, _beside(self.place.absolute())):
+        """Remove hidden folders beside the store that end in .creating or .removing."""
+        for leftover in filter(chosen, _list_leftovers(self.place.absolute())):
             shutil.rmtree(leftover, ignore_errors=True)
 
     # other readers ----------------------------------------------------------------------------
 
     def zarr_store(self) -> Any:
+        """Return zarr's LocalStore of the folder."""
         from zarr.storage import LocalStore
 
         return LocalStore(self.place, read_only=True)
 
 
-def _sibling(path: Path, kind: str) -> Path:
-    place = path.absolute()
-    return Path(temporary_name(place.with_name(f".{place.name}"), kind))
+def _temporary_beside(path: Path, ending: str) -> Path:
+    """Return a new hidden name beside a store, on the same file system so that it can be renamed.
+
+    The path is made absolute: "." and ".." have no names.
+    """
+    absolute = path.absolute()
+    return Path(temporary_name(absolute.with_name(f".{absolute.name}"), ending))
 
 
-def _beside(place: Path) -> list[str]:
-    """Leftovers of killed processes beside a store."""
+def _list_leftovers(path: Path) -> list[str]:
+    """Return the hidden folders of creations and removals beside a store, running ones too."""
     try:
-        names = os.listdir(place.parent)
+        names = os.listdir(path.parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    start = f".{place.name}."
+    start = f".{path.name}."
     return [
-        os.path.join(place.parent, name)
+        os.path.join(path.parent, name)
         for name in names
         if name.startswith(start) and name.endswith((CREATING, REMOVING))
     ]
 
 
-def _settle(temporary: str, final: str) -> None:
+def _read_into(file: FileIO, buffer: memoryview[int]) -> int:
+    """Fill a buffer from a file; return the number of bytes read, fewer if the file ends."""
+    n_read = 0
+    # One call may return less than was asked for, network file systems' above all.
+    while n_read < len(buffer):
+        n_new = file.readinto(buffer[n_read:])
+        if not n_new:
+            break
+        n_read += n_new
+    return n_read
+
+
+def _sync_and_rename(temporary: str, final: str) -> None:
+    """Put a file on disk, then give it its name; in this order a crash leaves no empty file."""
     sync(temporary)
     os.replace(temporary, final)
 
@@ -275,23 +327,29 @@ def _settle(temporary: str, final: str) -> None:
 # ---------------- from a path or URL to the files of a store
 
 
-def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Files:
-    """The files at a path or URL, whether or not a store exists there. durable: False skips every
-    fsync, in a folder. Raises StoreError: a URL that names no store, or that nothing installed can
-    open."""
-    parsed = parse_place(place)
-    if isinstance(parsed, Url):
+def files_at(location: str | os.PathLike[str] | Url, *, durable: bool = True) -> Files:
+    """Return the files at a path or URL, whether or not a store exists there.
+
+    Args:
+        location: path or URL of the store.
+        durable: False skips every fsync; of folders alone, objects are durable by themselves.
+
+    Raises:
+        StoreError: the URL names no store, or obstore is not installed.
+    """
+    place = parse_place(location)
+    if isinstance(place, Url):
         if importlib.util.find_spec("obstore") is None:
-            raise StoreError(f"{parsed} needs obstore; run: pip install 'vitsee[remote]'")
+            raise StoreError(f"{place} needs obstore; run: pip install 'vitsee[remote]'")
+        # Imported here: obstore is optional.
         from vitsee_stores.objects import Objects
 
-        return Objects(parsed)
-    return Folder(parsed, durable=durable)
+        return Objects(place)
+    return Folder(place, durable=durable)
 
 
 def store_around(path: Path) -> Path | None:
-    """The store (a folder with a zarr.json) that contains a path; None if there is none."""
-    folders = reversed(
-        path.resolve().parents
-    )  # the root's zarr.json, not a nested group's
+    """Return the store (a folder with a zarr.json) that contains a path; None if there is none."""
+    # From the root of the disk downwards: groups inside a store have a zarr.json, too.
+    folders = reversed(path.resolve().parents)
     return next((folder for folder in folders if (folder / ZARR_JSON).is_file()), None)

@@ -17,7 +17,7 @@ from vitsee_stores.files import Files
 from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import n_bytes
-from vitsee_stores.leases import claims_of
+from vitsee_stores.leases import read_claims
 from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.sealed import VerifiedChunks
@@ -164,7 +164,7 @@ def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
     # (host, process id) -> record
     claimants: dict[tuple[str, str], dict[str, Any]] = {}
     try:
-        claims = claims_of(files)
+        claims = read_claims(files)
     except OSError:  # they only advise
         return []
     for slab, claim in claims.items():

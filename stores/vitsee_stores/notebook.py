@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table of text cells; all text is escaped."""
+    """Return an HTML table of text cells; all text is escaped."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
     return (
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -27,30 +28,30 @@ def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def site_table(caption: str, sites: Iterable[SiteSpec]) -> str:
-    """The sites of a store as HTML: name, shape, tokens, depth."""
-    rows = [
-        [site.name, "x".join(map(str, site.shape)), _layout_text(site), str(site.depth)]
-        for site in sites
-    ]
+    """Return the sites of a store as an HTML table: name, shape, tokens, depth."""
+    rows = []
+    for site in sites:
+        shape = "x".join(map(str, site.shape))
+        rows.append([site.name, shape, _describe_tokens(site), str(site.depth)])
     return html_table(caption, ["site", "shape", "tokens", "depth"], rows)
 
 
-def _layout_text(site: SiteSpec) -> str:
-    """`cls + 14x14`, `= blocks.0.out` for an alias, or the kind of output."""
+def _describe_tokens(site: SiteSpec) -> str:
+    """Return `cls + 14x14`, `= blocks.0.out` for an alias, or the kind of output."""
     if site.alias_of is not None:
         return f"= {site.alias_of}"
     if site.layout is None:
         return site.kind
-    grid = (
-        "x".join(map(str, site.layout.body))
-        if site.layout.grid
-        else f"{site.layout.rows} rows"
-    )
-    return " + ".join([*site.layout.prefix, grid])
+    if site.layout.grid:
+        body = "x".join(map(str, site.layout.body))
+    else:
+        body = f"{site.layout.rows} rows"
+    return " + ".join([*site.layout.prefix, body])
 
 
-def shown_cell(value: Any) -> str:
-    """A cell's text: floats to six digits, None and NaN as ""."""
+def format_cell(value: Any) -> str:
+    """Return a cell's text: floats to six digits, None and NaN as ""."""
+    # NaN alone differs from itself; the cell may be of any type, so np.isnan would raise.
     if value is None or value != value:
         return ""
     if isinstance(value, (float, np.floating)):
@@ -59,7 +60,11 @@ def shown_cell(value: Any) -> str:
 
 
 def to_frame(columns: Mapping[str, Any], attrs: Mapping[str, Any] | None = None) -> Any:
-    """The columns as a pandas DataFrame. Raises VitseeError: pandas is not installed."""
+    """Return the columns as a pandas DataFrame that carries `attrs`.
+
+    Raises:
+        VitseeError: pandas is not installed. It is optional, no analysis uses it.
+    """
     try:
         import pandas
     except ImportError:

@@ -22,7 +22,7 @@ from vitsee_stores.plan import SiteSpec, TokenLayout
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.selectors import TokenSelection, describe_layout
-from vitsee_stores.url import folder_of
+from vitsee_stores.url import require_folder
 
 
 class StoreContents:
@@ -88,7 +88,7 @@ class StoreContents:
     @property
     def path(self) -> Path:
         """The store's folder. Raises StoreError: it is at a URL; `place` works for any store."""
-        return folder_of(self.place)
+        return require_folder(self.place)
 
     @property
     def zarr(self) -> Any:

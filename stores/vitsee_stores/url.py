@@ -14,8 +14,15 @@ SCHEMES = ("s3", "gs", "az")
 
 @dataclass(frozen=True)
 class Url:
-    """A folder of an object store: `s3://BUCKET/runs/b16.zarr`. key: the part after the bucket,
-    without slashes at its ends."""
+    """A folder of an object store, as in `s3://BUCKET/runs/b16.zarr`.
+
+    It has a path's `name`, `stem` and `absolute()`, so that callers treat both alike.
+
+    Attributes:
+        scheme: one of SCHEMES.
+        bucket: name of the bucket.
+        key: everything after the bucket, without slashes at its ends.
+    """
 
     scheme: str
     bucket: str
@@ -26,53 +33,64 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part, like a path's name."""
+        """The last component, like a path's name."""
         return PurePosixPath(self.key).name
 
     @property
     def stem(self) -> str:
-        """The last part without its suffix, like a path's stem."""
+        """The last component without its suffix, like a path's stem."""
         return PurePosixPath(self.key).stem
 
     def absolute(self) -> Url:
+        """Return the URL itself; no URL is relative."""
         return self
 
 
+# Where a store lies: a folder of this machine, or of an object store.
 Place = Path | Url
 
 
 def is_url(text: str) -> bool:
-    """Whether the text has the form of a URL, of a supported kind or not."""
+    """Return whether the text has the form of a URL, with a supported scheme or not."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
-def parse_place(place: str | os.PathLike[str] | Url) -> Place:
-    """Parse a path or URL. A Path that pathlib made from a URL's text, and so lost one of its
-    slashes, is treated as that URL. Raises StoreError: an unsupported URL, or one that names no
-    folder in a bucket."""
-    if isinstance(place, Url):
-        return place
-    text = os.fspath(place)
-    if isinstance(place, Path):
+def parse_place(location: str | os.PathLike[str] | Url) -> Place:
+    """Return the Path or Url that a user's path or URL names.
+
+    Raises:
+        StoreError: the URL's scheme is not supported, or it names no folder in a bucket.
+    """
+    if isinstance(location, Url):
+        return location
+    text = os.fspath(location)
+    if isinstance(location, Path):
+        # Path("s3://b/k") reads "s3:/b/k": pathlib merges slashes. The lost one is put back.
         text = re.sub(rf"^({'|'.join(SCHEMES)}):/(?!/)", r"\1://", text)
     if not is_url(text):
-        return Path(place)
-    scheme, _, rest = text.partition("://")
+        return Path(location)
+    scheme, _, bucket_and_key = text.partition("://")
     if scheme not in SCHEMES:
-        expected = ", ".join(f"{known}://" for known in SCHEMES)
+        expected = ", ".join(f"{supported}://" for supported in SCHEMES)
         raise StoreError(f"{text}: stores are in folders or at URLs with {expected}")
-    bucket, *parts = (
-        (part for part in rest.split("/") if part) if rest.strip("/") else ("",)
-    )
-    if not bucket or not parts or {".", ".."} & {*parts} or re.search(r"[?#]", rest):
+    components = [name for name in bucket_and_key.split("/") if name]
+    bucket = components[0] if components else ""
+    folders = components[1:]
+    # Object stores know no "." and ".."; "?" and "#" would begin a query or a fragment.
+    has_dots = "." in folders or ".." in folders
+    if not folders or has_dots or re.search(r"[?#]", bucket_and_key):
         raise StoreError(
             f"{text} names no store; expected {scheme}://BUCKET/FOLDER/NAME.zarr"
         )
-    return Url(scheme, bucket, "/".join(parts))
+    return Url(scheme, bucket, "/".join(folders))
 
 
-def folder_of(place: Place) -> Path:
-    """The path of a place that is a folder. Raises StoreError: it is a URL."""
-    if isinstance(place, Url):
-        raise StoreError(f"{place} is in no folder of this machine")
-    return place
+def require_folder(location: Place) -> Path:
+    """Return the path of a store in a folder.
+
+    Raises:
+        StoreError: the store is at a URL.
+    """
+    if isinstance(location, Url):
+        raise StoreError(f"{location} is in no folder of this machine")
+    return location

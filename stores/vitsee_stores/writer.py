@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
-from vitsee_stores.disk import is_left, is_mine
+from vitsee_stores.disk import is_from_this_process, is_leftover
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files, Pieces
 from vitsee_stores.folder import files_at
@@ -115,7 +115,7 @@ class StoreWriter:
         writer = cls.join(path, durable=durable)
         if writer is None:
             files = path if isinstance(path, Files) else files_at(path, durable=durable)
-            files.sweep_beside(is_left)
+            files.sweep_beside(is_leftover)
             empty_store, sealed_manifest = _empty_store(manifest, samples, once)
             try:
                 files.create(empty_store)
@@ -133,10 +133,10 @@ class StoreWriter:
         return writer
 
     @property
-    def is_made(self) -> bool:
+    def is_created(self) -> bool:
         """Whether all files of the empty store exist. Raises StoreError: it cannot be read."""
         try:
-            return self.files.is_made()
+            return self.files.is_created()
         except OSError as error:
             raise StoreError(f"{self.place} cannot be read: {reason(error)}") from None
 
@@ -155,7 +155,7 @@ class StoreWriter:
             StoreError: these are not the arrays that the store was begun with, or they cannot
                 be written.
         """
-        if self.is_made:
+        if self.is_created:
             return
         try:
             empty_store, sealed_manifest = _empty_store(self.manifest, samples, once)
@@ -194,7 +194,7 @@ class StoreWriter:
         Returns:
             The number of removed files.
         """
-        return self._sweep(is_left, slabs)
+        return self._sweep(is_leftover, slabs)
 
     def write_slab(
         self, k: int, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
@@ -241,12 +241,12 @@ class StoreWriter:
                 is_first = self.files.put_if_absent(marker_name, marker)
             except FileNotFoundError as error:
                 # Another process has swept this one's files, or the store is gone.
-                self._sweep(is_mine, [k])
+                self._sweep(is_from_this_process, [k])
                 if not self._store_exists():
                     raise StoreError(self._failure(k, error)) from None
                 continue
             except OSError as error:
-                self._sweep(is_mine, [k])
+                self._sweep(is_from_this_process, [k])
                 raise StoreError(self._failure(k, error)) from None
             if self._marker_seals_chunks(k, attempt):
                 if is_first:

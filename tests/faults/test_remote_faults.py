@@ -234,7 +234,7 @@ def test_a_store_left_half_made_is_finished_by_who_comes_next(
     assert "zarr.json" in objects(place) and "commits/zarr.json" not in objects(place)
     faulty.faults = []
     joined = StoreWriter.join(place)
-    assert joined is not None and not joined.is_made
+    assert joined is not None and not joined.is_created
     others = samples()
     others.ids[0] = "x.png"
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_a_store_left_half_made_is_finished_by_who_comes_next(
         write(place, manifest(seed=1))
     write(place, manifest())
     assert validate(place, deep=True) == []
-    assert joined.is_made
+    assert joined.is_created
 
 
 def test_commands_say_it_in_one_line(faulty: Proxy, url: str) -> None:

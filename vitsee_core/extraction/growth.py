@@ -235,7 +235,7 @@ def _prepare_addition(
         )
         if joined is None:
             plan = plan_with_erf
-    selection = dataclasses.replace(selection, samples=selection.samples.part(rows))
+    selection = dataclasses.replace(selection, samples=selection.samples.subset(rows))
     if joined is not None:
         manifest = joined.manifest
     else:
@@ -326,7 +326,7 @@ def find_addition(
                 f"(give --images {plan.n_images})"
             )
         return Addition(in_order(sites, layout.storable), first_slab=0, n_images=n_images)
-    first_part = selection.samples.part(slice(0, plan.n_images))
+    first_part = selection.samples.subset(slice(0, plan.n_images))
     begins_alike = first_part.fingerprint() == store.manifest.samples_fingerprint
     if n_images <= plan.n_images or not begins_alike:
         check_identity(store.manifest.identity, images, _why_other(data))

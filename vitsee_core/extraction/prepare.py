@@ -205,7 +205,7 @@ def join_store(
     identity |= given_identity(keep, request.data, choices, plan)
     check_choices(writer.manifest, model, identity)
     weights = None
-    if not writer.is_made:
+    if not writer.is_created:
         # Another process was killed while it created the store: this one finishes that. The
         # weights are collected before the model leaves the CPU.
         weights = small_weights(model, table, stored.get("head_weights"))

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.types import Mask
 from vitsee_stores import Store
-from vitsee_stores.disk import PARTIAL, is_left, partial_name, remove_files, sync
+from vitsee_stores.disk import PARTIAL, is_leftover, partial_name, remove_files, sync
 from vitsee_stores.errors import reason
 
 EVERY = 30.0  # seconds of work before anything is written, and at least between two times
@@ -109,7 +109,7 @@ class FoldCheckpoints:
             path
             for path in self.folder.glob("*")
             if path.suffix in (ENDING, OLD_ENDING)
-            or (path.suffix == PARTIAL and is_left(path))
+            or (path.suffix == PARTIAL and is_leftover(path))
         ]
 
     def key(self, number: str, about: Sequence[Any]) -> str:

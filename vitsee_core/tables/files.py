@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vitsee_stores.disk import PARTIAL, has_ended, is_left, partial_name, read_regular
+from vitsee_stores.disk import PARTIAL, has_ended, is_leftover, partial_name, read_regular
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.folder import store_around
 
@@ -205,6 +205,6 @@ def remove_leftovers(folder: Path) -> None:
             process = path.name.split(".")[2]  # machine and process are in the name
             if has_ended(process):
                 shutil.rmtree(path, ignore_errors=True)
-        elif is_left(path):
+        elif is_leftover(path):
             with suppress(OSError):
                 path.unlink()

@@ -33,7 +33,7 @@ from vitsee_core.tables.weights_labels import with_distinct_weights
 from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
-from vitsee_stores.notebook import html_table, shown_cell, to_frame
+from vitsee_stores.notebook import format_cell, html_table, to_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -341,7 +341,7 @@ class Table:
         half = SHOWN_ROWS // 2
         is_cut = n > SHOWN_ROWS
         rows = pl.concat([frame.head(half), frame.tail(half)]) if is_cut else frame
-        lines = [[shown_cell(cell) for cell in row] for row in rows.rows()]
+        lines = [[format_cell(cell) for cell in row] for row in rows.rows()]
         if is_cut:
             lines.insert(half, ["…"] * frame.width)
         return html_table(f"{n} rows", frame.columns, lines)
