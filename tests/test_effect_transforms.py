@@ -12,7 +12,7 @@ from tests.extractions import VIT, extracted, plant_images
 from vitsee_cli.main import main
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
-from vitsee_stores.manifest import described_weights
+from vitsee_stores.weights_names import described_weights
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from vitsee_core.models.sites import SiteTable
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 N = 6
 SITES = [

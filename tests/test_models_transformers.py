@@ -25,7 +25,7 @@ from vitsee_core.models.sources.transformers_inputs import refuse_others
 from vitsee_core.study import catalogue
 from vitsee_core.study.steps import label_of
 from vitsee_stores import open_store
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 transformers: Any = pytest.importorskip("transformers")
 TINY = {

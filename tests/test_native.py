@@ -35,7 +35,7 @@ from vitsee_stores.errors import StoreError
 from vitsee_stores.manifest import without_absent
 from vitsee_stores.plan import Canvas, patches_size, pixels_size
 from vitsee_stores.schema import check_plan
-from vitsee_stores.store import BY_IMAGE
+from vitsee_stores.store_contents import BY_IMAGE
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 qwen2_5: Any = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")

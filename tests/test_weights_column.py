@@ -22,7 +22,7 @@ from vitsee_core.pages.report.materials import find_materials
 from vitsee_core.pages.report.overview import stores_by_model
 from vitsee_core.pages.report.pictures import Addresses
 from vitsee_core.runtime.progress import SILENT
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 RANDOM: dict[str, Any] = {"weights": {"source": "random", "seed": 0}}
 LOADED: dict[str, Any] = {

@@ -19,7 +19,7 @@ and the rest, around them:
     reading                     generations (a store that grew), store_contents, lazy, selectors
                                 (which sites, which tokens)
     folder or URL               url, files (what both offer), folder and disk, objects
-    descriptions and errors     info, validation, errors, notebook
+    descriptions and errors     info, validation, weights_names, errors, notebook
 
 Names are imported when first used, so importing the package costs nothing.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vitsee_stores.store import Slab as Slab
     from vitsee_stores.store import Store as Store
     from vitsee_stores.store import open_store as open_store
-    from vitsee_stores.store import require_paired as require_paired
+    from vitsee_stores.store_contents import require_paired as require_paired
     from vitsee_stores.validation import validate as validate
     from vitsee_stores.writer import StoreWriter as StoreWriter
 
@@ -64,7 +64,8 @@ _NAMES_BY_MODULE = {
     "lazy": "LazyArray",
     "manifest": "Manifest new_manifest",
     "samples": "Samples",
-    "store": "Slab Store open_store require_paired",
+    "store": "Slab Store open_store",
+    "store_contents": "require_paired",
     "validation": "validate",
     "writer": "StoreWriter",
 }

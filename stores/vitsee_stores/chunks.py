@@ -31,12 +31,12 @@ _thread = threading.local()
 
 
 def file_name(index: Sequence[int]) -> str:
-    """A chunk's file name within its array's folder: `c.3.0.1`."""
+    """Return a chunk's file name within its array's folder: `c.3.0.1`."""
     return ".".join(["c", *map(str, index)])
 
 
 def chunk_name(spec: ArraySpec, index: Sequence[int]) -> str:
-    """A chunk's file as a path below the store."""
+    """Return a chunk's file as a path below the store."""
     return f"{spec.path}/{file_name(index)}"
 
 
@@ -46,7 +46,8 @@ def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint
     The pieces are the values, compressed by the array's codec, and their crc32c.
     """
     data: Any = block.reshape(-1).view(np.uint8)
-    if (compressor := _compressor(spec.codec, block.dtype.itemsize)) is not None:
+    compressor = _compressor(spec.codec, block.dtype.itemsize)
+    if compressor is not None:
         data = np.frombuffer(compressor.encode(data), np.uint8)
     return [data, int(google_crc32c.value(data)).to_bytes(CHECKSUM_BYTES, "little")]
 
@@ -74,7 +75,7 @@ def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
 
 
 def checksum(data: bytes | memoryview[int]) -> int:
-    """The crc32c at the end of a chunk's bytes."""
+    """Return the crc32c at the end of a chunk's bytes."""
     return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
 
 
@@ -175,16 +176,14 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
     ranges: list[Sequence[int]] = [range(n) for n in spec.grid]
     if first is not None:
         ranges[0] = [first]
-    return [
-        (
-            index,
-            tuple(
-                slice(i * c, min((i + 1) * c, n))
-                for i, c, n in zip(index, spec.chunks, spec.shape, strict=True)
-            ),
-        )
-        for index in itertools.product(*ranges)
-    ]
+    result = []
+    for index in itertools.product(*ranges):
+        box = []
+        for i, length, n in zip(index, spec.chunks, spec.shape, strict=True):
+            # The last chunk of an axis is padded: its box ends with the array.
+            box.append(slice(i * length, min((i + 1) * length, n)))
+        result.append((index, tuple(box)))
+    return result
 
 
 def read_chunk(
@@ -225,7 +224,7 @@ def defect(files: Files, name: str, error: OSError | ValueError) -> str:
 
 
 def no_answer(files: Files, name: str, error: OSError) -> Unreachable:
-    """The error for a file that could not be requested; this is not damage."""
+    """Return the error for a file that could not be requested, which is not damage."""
     return Unreachable(f"{files} cannot be read: {name}: {reason(error)}")
 
 

@@ -1,4 +1,4 @@
-"""Atomic creation and removal of stores, the files of an empty one, and the most a full one takes.
+"""Removal of stores, the files of an empty store, and the largest size of a full one.
 
 Each zarr.json is made by zarr in memory. Zarr is imported only here and by `Files.zarr_store`:
 creating and validating stores need it, reading them does not.
@@ -31,12 +31,19 @@ from vitsee_stores.url import Url
 
 
 def remove_store(path: str | os.PathLike[str] | Url) -> None:
-    """Remove a store, and leftovers of unfinished creations and removals beside it. An interrupted
-    removal leaves nothing that reads as complete. Raises StoreError: not a vitsee store (left
-    untouched), or cannot be removed."""
+    """Remove a store, and leftovers of unfinished creations and removals beside it.
+
+    An interrupted removal leaves nothing that reads as complete. A path without a store is cleared
+    of such leftovers alone.
+
+    Raises:
+        StoreError: it is not a vitsee store (which stays untouched), or cannot be removed.
+    """
     files = files_at(path)
     try:
-        data = metadata.check_ours(files) if files.exists() else {}
+        data: dict[str, Any] = {}
+        if files.exists():
+            data = metadata.read_attribute(files)
         document = metadata.group_document({ATTRIBUTE: {**data, "complete": False}})
         files.remove_store(metadata.to_text(document))
     except OSError as error:
@@ -72,6 +79,7 @@ def contents(
                     f"{path} has shape {values.shape}, expected {spec.shape}"
                 )
             pieces = encode(values, spec)
+            # The last piece of an encoded chunk is its crc32c.
             checksums[path] = checksum(bytes(pieces[-1]))
             files.append((chunk_name(spec, (0,) * values.ndim), pieces))
     manifest = dataclasses.replace(manifest, checksums=checksums)
@@ -172,11 +180,9 @@ def _array_document(
 def _document(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the zarr.json in a store in memory, its keys in the order of `KEYS`."""
     fields: dict[str, Any] = json.loads(contents["zarr.json"].to_bytes())
-    order = {key: position for position, key in enumerate(KEYS)}
-    return {
-        key: fields[key]
-        for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))
-    }
+    ordered = {key: fields[key] for key in KEYS if key in fields}
+    # Keys that only newer zarr versions write stand behind, in their order.
+    return {**ordered, **fields}
 
 
 # ---------------- how much of the disk
@@ -221,4 +227,5 @@ def max_disk_bytes(manifest: Manifest, block: int) -> int:
 
 
 def _round_up(n: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is not below `n`."""
     return math.ceil(n / block) * block

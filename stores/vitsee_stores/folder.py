@@ -248,8 +248,8 @@ class Folder(Files):
                 shutil.rmtree(leftover)
             except OSError as error:
                 raise StoreError(
-                    f"{path} is removed but for {leftover}, which cannot be: {reason(error)}; "
-                    "delete that yourself"
+                    f"{path} is removed but for {leftover}, which cannot be: "
+                    f"{reason(error)}; delete that yourself"
                 ) from None
 
     def inside(self, name: str) -> Files:

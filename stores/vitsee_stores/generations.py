@@ -157,8 +157,9 @@ def read_generations(files: Files) -> list[Generation]:
 def _missing_base(files: Files, base: int, problem: str, number: int) -> StoreError:
     """Return the error for generation `number`, which is built on the unusable one `base`."""
     return StoreError(
-        f"{files} is damaged: generation {base} {problem}, and generation {number} is built on "
-        f"it (put {FOLDER}/{base} back; or remove {FOLDER}/{number} and add that again)"
+        f"{files} is damaged: generation {base} {problem}, and generation {number} is "
+        f"built on it (put {FOLDER}/{base} back; or remove {FOLDER}/{number} and add "
+        "that again)"
     )
 
 
@@ -185,7 +186,8 @@ def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Mani
     same_splits = added.splits[: len(combined.splits)] == combined.splits
     if not same_splits or new.boxes != old.boxes:
         raise ValueError("its images are described otherwise")
-    sites = {site.name: site for site in (*old.sites, *new.sites)}
+    sites = {site.name: site for site in old.sites}
+    sites |= {site.name: site for site in new.sites}
     for old_site in old.sites:
         site = sites[old_site.name]
         same_tokens = (

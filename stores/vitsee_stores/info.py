@@ -18,10 +18,10 @@ from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import n_bytes
 from vitsee_stores.leases import read_claims
-from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url
+from vitsee_stores.weights_names import weights_name
 
 
 def describe(
@@ -63,7 +63,7 @@ def describe(
         chunks = GrownChunks(published)
     else:
         chunks = VerifiedChunks(files, manifest, published[0].markers)
-    sizes = n_bytes(plan)
+    # Claims and makers are those of unpublished generations, too; sizes are what readers see.
     claims: list[dict[str, Any]] = []
     markers: list[dict[str, Any]] = []
     size_bytes = 0
@@ -72,14 +72,14 @@ def describe(
         markers += generation.markers.values()
     for generation in published:
         size_bytes += sum(n_bytes(generation.manifest.plan).values())
-    clip_field = {}
-    text: dict[str, Any] = manifest.to_json()
-    if plan.clip is not None:
-        clip_field["clip"] = text["plan"]["clip"]
+    is_complete = bool(is_committed.all()) and all(
+        generation.complete for generation in published
+    )
+    fields: dict[str, Any] = manifest.to_json()
+    # The order of the keys is that of `vitsee info --json`.
     return {
         "path": str(files),
-        "complete": bool(is_committed.all())
-        and all(generation.complete for generation in published),
+        "complete": is_complete,
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
         "n_committed": len(committed_slabs),
@@ -89,40 +89,60 @@ def describe(
         "slab": plan.slab,
         "codec": plan.codec,
         "size_bytes": size_bytes,
-        "model": text["model"],
-        "weights": weights_name(text["model"]),
+        "model": fields["model"],
+        "weights": weights_name(fields["model"]),
+        **_plan_record(plan, fields["plan"]),
+        "transform": fields["transform"],
+        "class_names": fields["class_names"],
+        "labels": _labels(chunks, fields["class_names"]),
+        "left_out": fields["left_out"],
+        "selfcheck": fields["selfcheck"],
+        "format": fields["format"],
+        "store_id": fields["store_id"],
+        "generation": published[-1].number,
+        "generations": [_generation_record(generation) for generation in generations],
+        "samples_fingerprint": fields["samples_fingerprint"],
+        "identity": fields["identity"],
+        "info": fields["info"],
+        "arrays": _array_records(plan, chunks),
+        "made_by": _makers(markers),
+    }
+
+
+def _plan_record(plan: StorePlan, fields: dict[str, Any]) -> dict[str, Any]:
+    """Describe what a store is planned to hold: sites, summaries, pixels, canvas, clips.
+
+    Args:
+        plan: plan of the store.
+        fields: the same as JSON.
+    """
+    record = {
         "sites": {site.name: _site_record(site) for site in plan.sites},
         "attention": _attention_record(plan),
         "residual": [name for name, _ in plan.sublayers],
         "grams": [site.name for site in plan.gram_sites],
         "erf": None if plan.erf is None else dataclasses.asdict(plan.erf),
         "inputs": None if plan.inputs is None else list(plan.inputs),
-        "canvas": None if plan.canvas is None else text["plan"]["canvas"],
-        **clip_field,
-        "features": list(plan.features),
-        "transform": text["transform"],
-        "class_names": text["class_names"],
-        "labels": _labels(chunks, text["class_names"]),
-        "left_out": text["left_out"],
-        "selfcheck": text["selfcheck"],
-        "format": text["format"],
-        "store_id": text["store_id"],
-        "generation": published[-1].number,
-        "generations": [_generation_record(generation) for generation in generations],
-        "samples_fingerprint": text["samples_fingerprint"],
-        "identity": text["identity"],
-        "info": text["info"],
-        "arrays": {
-            path: {
-                "shape": list(spec.shape),
-                "chunks": list(spec.chunks),
-                "dtype": spec.dtype,
-                "size_bytes": sizes[path],
-            }
-            for path, spec in chunks.specs.items()
-        },
-        "made_by": _makers(markers),
+        "canvas": None if plan.canvas is None else fields["canvas"],
     }
+    if plan.clip is not None:
+        record["clip"] = fields["clip"]
+    record["features"] = list(plan.features)
+    return record
+
+
+def _array_records(plan: StorePlan, chunks: VerifiedChunks) -> dict[str, dict[str, Any]]:
+    """Return path -> shape, chunks, type and uncompressed size of each array."""
+    sizes = n_bytes(plan)
+    records = {}
+    for path, spec in chunks.specs.items():
+        records[path] = {
+            "shape": list(spec.shape),
+            "chunks": list(spec.chunks),
+            "dtype": spec.dtype,
+            "size_bytes": sizes[path],
+        }
+    return records
 
 
 def _generation_record(generation: Generation) -> dict[str, Any]:
@@ -237,16 +257,17 @@ def _n_valid(
 
     It is None if the counts cannot be read; `vitsee validate` says why.
     """
-    done = itertools.count(1)
+    done = itertools.count(1)  # `next` is atomic, so that threads need no lock
 
-    def read(slab: int) -> int:
+    def read_count(slab: int) -> int:
+        """Return the number of readable images in a slab, and report that it was examined."""
         count = int(chunks.read(chunks.specs["n_valid"], (slab,))[0])
         report(next(done), len(slabs))
         return count
 
     report(0, len(slabs))
     try:
-        return sum(chunks.files.each_small(read, slabs))
+        return sum(chunks.files.each_small(read_count, slabs))
     except Unreachable:
         raise
     except StoreError:

@@ -34,8 +34,8 @@ __all__ = [
     "StorePlan",
     "TokenLayout",
     "arrays",
+    "checksum_offsets",
     "n_bytes",
-    "places",
     "select_names",
 ]
 
@@ -122,11 +122,11 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
     }
 
 
-def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
+def checksum_offsets(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
     """Return the offset of each array's chunks in a row of `checksums`, by path.
 
     Arrays stand in the order of their paths, the chunks of an array in C order. Arrays that
-    end before a slab keep their places in its row, so that all rows have one length.
+    end before a slab keep their entries in its row, so that all rows have one length.
     """
     begin = 0
     offsets = dict[str, int]()
@@ -136,7 +136,7 @@ def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
     return offsets
 
 
-def n_places(specs: Mapping[str, ArraySpec]) -> int:
+def n_checksums(specs: Mapping[str, ArraySpec]) -> int:
     """Return the length of a row of `checksums`: the number of chunks of slab 0."""
     return sum(spec.n_chunks for spec in specs.values() if spec.has_slab(0))
 
@@ -194,7 +194,7 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     if plan.clip is not None:
         table.image("seconds", (), (), nan_ok=True)
     table.slab("n_valid", (), (), "int64")
-    table.commit("checksums", n_places(table.specs), "chunk", "uint32")
+    table.commit("checksums", n_checksums(table.specs), "chunk", "uint32")
     table.commit("commits", COMMIT_BYTES, "marker_byte", "uint8")
     return table.specs
 
@@ -296,6 +296,7 @@ class _ArrayTable:
         self._add(spec)
 
     def _add(self, spec: ArraySpec) -> None:
+        """Add an array. Raises ValueError: there is one of this path."""
         if spec.path in self.specs:
             raise ValueError(f"two arrays would be {spec.path}")
         self.specs[spec.path] = spec

@@ -102,7 +102,11 @@ def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
             box.append(slice(entry % n, entry % n + 1))
             within.append(0)
     # numpy's rule: the list's axis stays in place only if integers and list are neighbours.
-    advanced = [i for i, part in enumerate(axis_indices) if not isinstance(part, slice)]
+    advanced = [
+        axis
+        for axis, axis_index in enumerate(axis_indices)
+        if not isinstance(axis_index, slice)
+    ]
     to_front = False
     if listed is not None:
         are_neighbours = advanced[-1] - advanced[0] + 1 == len(advanced)
@@ -114,7 +118,9 @@ def _one_index_per_axis(index: Any, ndim: int) -> list[Any]:
     """Expand an ellipsis and axes that an index leaves out to full slices."""
     axis_indices = list(index) if isinstance(index, tuple) else [index]
     # by identity: `==` with an array would compare its values
-    ellipses = [i for i, part in enumerate(axis_indices) if part is Ellipsis]
+    ellipses = [
+        axis for axis, axis_index in enumerate(axis_indices) if axis_index is Ellipsis
+    ]
     if len(ellipses) > 1:
         raise IndexError("an index with two ellipses")
     if ellipses:

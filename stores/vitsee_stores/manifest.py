@@ -25,8 +25,8 @@ from vitsee_stores.samples import Samples, encode_id
 from vitsee_stores.schema import (
     Count,
     Digest,
+    Integer,
     Real,
-    Whole,
     check_name,
     check_plan,
     checked,
@@ -210,13 +210,15 @@ def without_absent(value: Any) -> Any:
 
 
 class _Identity(Struct):
+    """The choices that processes compare before they join a store."""
+
     model: Object | None = None
     weights: str | None = None
     ablate_skip: list[str] | None = None
     interventions: list[str] | None = None
     transform: Object | None = None
     n_images: Count | None = None
-    seed: Whole | None = None
+    seed: Integer | None = None
     order: str | None = None
     slab: Count | None = None
     codec: str | None = None
@@ -231,12 +233,16 @@ class _Identity(Struct):
 
 
 class _Weights(Struct):
+    """Names of entries of a checkpoint that did not match the model, and of its other weights."""
+
     missing: list[str] | None = None
     unexpected: list[str] | None = None
     other_keys: list[str] | None = None
 
 
 class _Model(Struct):
+    """The model and what was changed in it."""
+
     name: str | None = None
     architecture: str | None = None
     args: Object | None = None
@@ -248,6 +254,8 @@ class _Model(Struct):
 
 
 class _Transform(Struct):
+    """How images were brought to the model's input."""
+
     input_size: list[Count] | None = None
     interpolation: str | None = None
     crop_mode: str | None = None
@@ -264,6 +272,8 @@ class _Transform(Struct):
 
 
 class _Info(Struct):
+    """How the store was made: data, versions, first images."""
+
     data: Object | None = None
     data_folder: str | None = None
     checkpoint: str | None = None
@@ -355,63 +365,65 @@ def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
     )
 
 
-def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
-    """Return lines `NAMES: REASON`, one for each reason, with at most `shown` names each."""
+def by_reason(left_out: Mapping[str, str], max_names: int = 3) -> list[str]:
+    """Return lines `NAMES: REASON`, one for each reason, with at most `max_names` names each."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names_by_reason.setdefault(reason, []).append(name)
     return [
-        f"{abbreviate(names, shown)}: {reason}"
+        f"{abbreviate(names, max_names)}: {reason}"
         for reason, names in names_by_reason.items()
     ]
 
 
-def abbreviate(names: Sequence[str], shown: int = 3) -> str:
-    """Return the first `shown` names and the number of others: `a, b, c and 9 more`."""
-    text = ", ".join(names[:shown])
-    if len(names) > shown:
-        text += f" and {len(names) - shown} more"
+def abbreviate(names: Sequence[str], max_names: int = 3) -> str:
+    """Return the first `max_names` names and the number of others: `a, b, c and 9 more`."""
+    text = ", ".join(names[:max_names])
+    if len(names) > max_names:
+        text += f" and {len(names) - max_names} more"
     return text
 
 
 def check_identity(
-    stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = ""
+    stored: Mapping[str, Any], requested: Mapping[str, Any], advice: str = ""
 ) -> None:
     """Compare identity fields with those of an existing store.
 
     Args:
-        stored: identity fields of the store; others than those in `given` are ignored.
-        given: identity fields of the process that would join it.
-        instead: further advice, added to the end of the error's message.
+        stored: identity fields of the store; others than those in `requested` are ignored.
+        requested: identity fields of the process that would join it.
+        advice: further advice, added to the end of the error's message.
 
     Raises:
-        IdentityMismatch: names every differing field, the stored value and the given one.
+        IdentityMismatch: names every differing field, the stored value and the requested one.
     """
     lines: list[str] = []
-    for key, value in jsonable(dict(given)).items():
+    for key, value in jsonable(dict(requested)).items():
         lines += _identity_differences(key, jsonable(stored.get(key, ABSENT)), value)
     if lines:
         raise IdentityMismatch(
             f"the store was made with other choices: {'; '.join(lines)} "
-            f"(choose another -o, drop the option, or start anew with --force{instead})"
+            f"(choose another -o, drop the option, or start anew with --force{advice})"
         )
 
 
-def _identity_differences(name: str, stored: Any, given: Any) -> list[str]:
+def _identity_differences(name: str, stored: Any, requested: Any) -> list[str]:
     """Return a line for each value in which two JSON values differ, at any depth."""
-    if isinstance(stored, dict) and isinstance(given, dict):
+    if isinstance(stored, dict) and isinstance(requested, dict):
         lines = []
-        for key in dict.fromkeys([*stored, *given]):
+        for key in dict.fromkeys([*stored, *requested]):
             lines += _identity_differences(
-                f"{name}.{key}", stored.get(key, ABSENT), given.get(key, ABSENT)
+                f"{name}.{key}", stored.get(key, ABSENT), requested.get(key, ABSENT)
             )
         return lines
-    if stored == given:
+    if stored == requested:
         return []
-    return [f"{name} is {_shown_value(stored)}, given {_shown_value(given)}"]
+    return [
+        f"{name} is {_abbreviate_value(stored)}, given {_abbreviate_value(requested)}"
+    ]
 
 
-def _shown_value(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     """Return a JSON value for use within a line: digests and long texts cut."""
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch("[0-9a-f]{64}", text):
@@ -448,117 +460,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     return str(value)
-
-
-# ---------------- the name of a model's weights: column `weights` of tables
-
-HASH_DIGITS = 8
-
-
-def _pretrained_tag(name: object) -> str:
-    """Return the tag of pretrained weights `NAME.TAG`, or "pretrained" if there is none.
-
-    A dot in a repository or path, `OWNER/NAME`, does not begin a tag; a dot in timm's names
-    for a hub, `hf-hub:OWNER/NAME.TAG`, does.
-    """
-    text = str(name or "")
-    is_path = "/" in text and ":" not in text
-    if is_path:
-        return "pretrained"
-    return text.partition(".")[2] or "pretrained"
-
-
-def weights_name(model: Mapping[str, Any]) -> str:
-    """Return the name of a model's weights as tables show it.
-
-    The name depends on where the weights came from:
-
-        pretrained         their tag (`augreg_in21k_ft_in1k`), "pretrained" without one; the
-                           folder's name for weights of a folder
-        random             `random SEED`
-        checkpoint file    its name (`dino.pth`); with several state dicts `dino.pth#student`
-        anything else      the first digits of the weights' hash; "" without any information
-
-    After it follow `, without blocks.3.attn` for ablated skips, `, cls=mean at blocks.6.out`
-    for interventions, and `, codes of sae.pt` for stores of codes.
-
-    Args:
-        model: the `model` of a manifest; `weights`, `ablate_skip`, `interventions` and
-            `codes` may be missing.
-    """
-    weights = model.get("weights")
-    if not isinstance(weights, Mapping):
-        weights = {}
-    words = [_source_name(weights)]
-    if skips := [str(skip) for skip in model.get("ablate_skip") or ()]:
-        words.append(f"without {', '.join(ranges(skips))}")
-    words += map(str, model.get("interventions") or ())
-    if model.get("codes"):
-        words.append(f"codes of {model['codes']}")
-    return ", ".join(words)
-
-
-def _source_name(weights: Mapping[str, Any]) -> str:
-    """Return the name of weights by the manifest's record of their source."""
-    source = weights.get("source")
-    if source == "random":
-        return f"random {weights.get('seed', '')}".rstrip()
-    if source == "checkpoint":
-        name = str(weights.get("file") or "checkpoint")
-        # The key is needed only to tell the file's state dicts apart.
-        if weights.get("other_keys") and weights.get("key"):
-            name += f"#{weights['key']}"
-        return name
-    if source in ("pretrained", "local-dir"):
-        folder = str(weights.get("folder") or "")
-        return folder or _pretrained_tag(weights.get("pretrained"))
-    digest = str(weights.get("sha256") or "")[:HASH_DIGITS]
-    if isinstance(source, str):
-        return f"{source} {digest}".strip()
-    return digest
-
-
-def described_weights(manifest: Manifest) -> str:
-    """Return `weights_name` of a store, and for clips how their frames were sampled.
-
-    For clips `, 8 frames` follows, then `, every 2` where sampled frames are that many frames
-    apart, and `, shuffled in time` or `, still in time` for controls.
-    """
-    name = weights_name(manifest.model)
-    clip = manifest.plan.clip
-    if clip is None:
-        return name
-    words = [name, f"{clip.frames} frames"]
-    if clip.every is not None:
-        words.append(f"every {clip.every}")
-    if clip.time != "ordered":
-        words.append(f"{clip.time} in time")
-    return ", ".join(words)
-
-
-def ranges(names: Sequence[str]) -> list[str]:
-    """Return paths in short, those that differ in consecutive last numbers as a range.
-
-    Example:
-        >>> ranges(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn", "norm"])
-        ['norm', 'blocks.0-2.attn']
-    """
-    # (text before the number, text after it) -> numbers
-    numbers: dict[tuple[str, str], list[int]] = {}
-    texts: list[str] = []
-    for name in names:
-        if match := re.fullmatch(r"(.*\.)(\d{1,9})((?:\.\D+)?)", name):
-            numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
-        else:
-            texts.append(name)
-    for (before, after), group in numbers.items():
-        runs: list[list[int]] = []  # [first, last] of consecutive numbers
-        for n in sorted({*group}):
-            if runs and n == runs[-1][1] + 1:
-                runs[-1][1] = n
-            else:
-                runs.append([n, n])
-        for first, last in runs:
-            number = f"{first}-{last}" if last > first else str(first)
-            texts.append(f"{before}{number}{after}")
-    return texts

@@ -67,12 +67,12 @@ def parse(text: bytes) -> Any:
 
 
 def to_text(document: Mapping[str, Any]) -> bytes:
-    """A JSON document as written to disk."""
+    """Return a JSON document as it is written to disk."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The zarr.json of a group, as zarr writes it."""
+    """Return the zarr.json of a group, as zarr writes it."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
 
 
@@ -122,7 +122,7 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
     Raises:
         StoreError: the store is missing, not a store, of another format version, or damaged.
     """
-    data = check_ours(files)
+    data = read_attribute(files)
     try:
         manifest = Manifest.from_json(data)
         if type(data.get("complete")) is not bool:
@@ -136,21 +136,7 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
         raise StoreError(f"{files}: {error}") from None
 
 
-def _near(place: str) -> str:
-    """`; near names: vit.zarr` of what lies beside a path on this machine, "" without any."""
-    path = Path(place)
-    try:
-        names = [name for name in os.listdir(path.parent) if name.endswith(".zarr")]
-    except OSError:
-        return ""
-    near = difflib.get_close_matches(path.name, names, n=3)
-    whole_name = f"{path.name}.zarr"  # too far from a short name
-    if whole_name in names and whole_name not in near:
-        near = [whole_name, *near[:2]]
-    return f"; near names: {', '.join(near)}" if near else ""
-
-
-def check_ours(files: Files) -> dict[str, Any]:
+def read_attribute(files: Files) -> dict[str, Any]:
     """Return the vitsee attribute of a Zarr group, of any format version.
 
     Raises:
@@ -160,49 +146,72 @@ def check_ours(files: Files) -> dict[str, Any]:
     try:
         document = parse(files.read(ZARR_JSON, MAX_BYTES))
     except FileNotFoundError:
-        if not _is_there(files):
-            named = "/" in str(files) or str(files).endswith(".zarr")
-            run = (
-                f"MODEL --data DATA -o {files}"
-                if named
-                else f"{files} --data DATA -o NAME.zarr"
-            )
-            told = f"run: vitsee extract {run}{'' if named else ', if that is a model'}"
-            near = _near(str(files))
-            raise NoStore(
-                f"no store at {files}: nothing is there{near} ({told})"
-            ) from None
+        if not _exists(files):
+            raise _no_store(str(files)) from None
         raise StoreError(
-            f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "
-            "extract writes)"
+            f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what "
+            "vitsee extract writes)"
         ) from None
     except NotADirectoryError:
         raise StoreError(
-            f"{files} is no vitsee store but a file (a store is a folder that vitsee extract "
-            "writes)"
+            f"{files} is no vitsee store but a file (a store is a folder that vitsee "
+            "extract writes)"
         ) from None
     except OSError as error:
         raise StoreError(f"{files} cannot be read: {reason(error)}") from None
     except ValueError:
         raise StoreError(
-            f"{files} is damaged: its {ZARR_JSON} is no JSON (copy the store anew, or extract it "
-            "again)"
+            f"{files} is damaged: its {ZARR_JSON} is no JSON (copy the store anew, or "
+            "extract it again)"
         ) from None
     attributes = document.get("attributes") if isinstance(document, dict) else None
     data = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
     if not isinstance(data, dict):
         raise StoreError(
-            f"{files} is no vitsee store: its {ZARR_JSON} has no '{ATTRIBUTE}' attribute (a store "
-            "is what vitsee extract writes)"
+            f"{files} is no vitsee store: its {ZARR_JSON} has no '{ATTRIBUTE}' attribute "
+            "(a store is what vitsee extract writes)"
         )
     return data
 
 
-def _is_there(files: Files) -> bool:
+def _exists(files: Files) -> bool:
+    """Return whether anything is where the store should be.
+
+    Raises:
+        StoreError: that cannot be found out.
+    """
     try:
         return files.exists()
     except OSError as error:
         raise StoreError(f"{files} cannot be read: {reason(error)}") from None
+
+
+def _no_store(location: str) -> NoStore:
+    """Return the error for a path or URL without anything, with similar names and what to run."""
+    similar = _similar_names(location)
+    # A bare word may be a model's name, typed in the wrong place.
+    if "/" in location or location.endswith(".zarr"):
+        advice = f"run: vitsee extract MODEL --data DATA -o {location}"
+    else:
+        advice = (
+            f"run: vitsee extract {location} --data DATA -o NAME.zarr, if that is a model"
+        )
+    return NoStore(f"no store at {location}: nothing is there{similar} ({advice})")
+
+
+def _similar_names(location: str) -> str:
+    """Return `; near names: vit.zarr`: stores beside a path of this machine; "" without any."""
+    path = Path(location)
+    try:
+        names = [name for name in os.listdir(path.parent) if name.endswith(".zarr")]
+    except OSError:  # no such folder, or a URL
+        return ""
+    similar = difflib.get_close_matches(path.name, names, n=3)
+    # The ending alone makes a short name, `a` for `a.zarr`, too different for difflib.
+    with_ending = f"{path.name}.zarr"
+    if with_ending in names and with_ending not in similar:
+        similar = [with_ending, *similar[:2]]
+    return f"; near names: {', '.join(similar)}" if similar else ""
 
 
 def encode_marker(
@@ -248,23 +257,27 @@ def read_marker(
         raise no_answer(files, chunk_name(spec, (slab, 0)), error) from None
     except (OSError, ValueError):
         return None
-    same = {"store_id": manifest.store_id, "slab": slab}
-    if not isinstance(marker, dict) or any(marker.get(key) != same[key] for key in same):
+    if not isinstance(marker, dict):
         return None
+    if marker.get("store_id") != manifest.store_id or marker.get("slab") != slab:
+        return None
+    # `type`, not `isinstance`: true and false are instances of int.
     return marker if type(marker.get("checksums")) is int else None
 
 
 def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """The commit markers of all committed slabs, by slab, in order."""
+    """Return slab -> commit marker of all committed slabs, in the slabs' order."""
     spec = arrays(manifest.plan)["commits"]
     names = list_names(files, spec.path)
     slabs = sorted(numbers(names, manifest.plan.n_slabs))
     markers = files.each_small(
         lambda slab: read_marker(files, slab, spec, manifest), slabs
     )
-    return {
-        k: marker for k, marker in zip(slabs, markers, strict=True) if marker is not None
-    }
+    committed = {}
+    for slab, marker in zip(slabs, markers, strict=True):
+        if marker is not None:
+            committed[slab] = marker
+    return committed
 
 
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
@@ -272,13 +285,20 @@ def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
 
     Time depends on the existing files, not on the number of slabs that a manifest claims.
     """
-    matches = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
-    return {slab for match in matches if match and (slab := int(match[1])) < n_slabs}
+    slabs = set()
+    for name in names:
+        match = re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name)
+        if match and int(match[1]) < n_slabs:
+            slabs.add(int(match[1]))
+    return slabs
 
 
 def list_names(files: Files, folder: str) -> set[str]:
-    """Names in a store's folder; empty if there is no such folder. Raises StoreError: it cannot be
-    listed."""
+    """Return the names in a store's folder, none if it does not exist.
+
+    Raises:
+        StoreError: it cannot be listed.
+    """
     try:
         return files.names(folder)
     except OSError as error:

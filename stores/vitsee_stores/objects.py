@@ -345,8 +345,8 @@ class Objects(Files):
         if _process[0] != os.getpid():
             raise NoAnswer(
                 errno.ENOTSUP,
-                "this process was forked from one that had opened a URL, which cannot work; start "
-                "processes with multiprocessing's 'spawn'",
+                "this process was forked from one that had opened a URL, which cannot "
+                "work; start processes with multiprocessing's 'spawn'",
             )
         for n_tries in range(1, TRIES + 1):
             try:
@@ -381,8 +381,8 @@ def _describe_error(error: BaseError) -> tuple[str, bool]:
     # Without credentials the clouds' metadata servers are asked, which only their machines have.
     if "169.254.169.254" in text or "metadata.google" in text:
         return (
-            "no credentials are set (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-            "AWS_SKIP_SIGNATURE=true for a public bucket)"
+            "no credentials are set (for s3:// AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket)"
         ), True
     code = re.search(r"<Code>(\w+)</Code>", text)
     if "NoSuchBucket" in text:

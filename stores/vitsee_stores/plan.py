@@ -69,6 +69,7 @@ class TokenLayout:
 
     @property
     def n_prefix(self) -> int:
+        """Number of prefix tokens."""
         return len(self.prefix)
 
     @property
@@ -88,6 +89,7 @@ class TokenLayout:
 
     @property
     def n_tokens(self) -> int:
+        """Number of all tokens."""
         return self.n_prefix + self.n_body
 
     @property
@@ -161,6 +163,7 @@ class AttentionGroup:
 
     @property
     def folder(self) -> str:
+        """Path of its arrays below the store, with a slash at the end."""
         if self.prefix:
             return f"attention/{self.prefix}/"
         return "attention/"
@@ -232,12 +235,13 @@ def pixels_size(size: Size, multiple: int, min_pixels: int, max_pixels: int) -> 
     """
     if min(size) < multiple:
         raise ValueError(
-            f"{size[1]} x {size[0]} pixels are smaller than the {multiple} x {multiple} of one "
-            "group of patches"
+            f"{size[1]} x {size[0]} pixels are smaller than the {multiple} x {multiple} "
+            "of one group of patches"
         )
     if max(size) > MAX_ASPECT * min(size):
         raise ValueError(
-            f"of {size[1]} x {size[0]} pixels one side is more than {MAX_ASPECT} times the other"
+            f"of {size[1]} x {size[0]} pixels one side is more than {MAX_ASPECT} times "
+            "the other"
         )
     height, width = (round(side / multiple) * multiple for side in size)
     if height * width > max_pixels:
@@ -266,6 +270,7 @@ def patches_size(size: Size, patch: int, max_pixels: int) -> Size:
     """
 
     def scaled_size(scale: float) -> Size:
+        """Return the (height, width) at a scale, rounded up to whole patches."""
         height, width = (
             max(patch, math.ceil(side * scale / patch) * patch) for side in size
         )

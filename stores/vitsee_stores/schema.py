@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from vitsee_stores.layout import ArraySpec, arrays, n_places
+from vitsee_stores.layout import ArraySpec, arrays, n_checksums
 from vitsee_stores.plan import Canvas, StorePlan, TokenLayout
 
 T = TypeVar("T")
 
+# Whole numbers of any meaning; both bounds fit int64.
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+Integer = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 Real = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
@@ -61,16 +62,17 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         if isinstance(value, dict) and len(value) > 1 and " - at `$[...]" in str(error):
-            for key, item in value.items():  # msgspec does not name keys: find it
+            # msgspec does not name the key of a dict: each is converted alone to find it.
+            for key, item in value.items():
                 checked({key: item}, kind, where)
-        raise ValueError(_in_words(str(error), value, where)) from None
+        raise ValueError(_describe_error(str(error), value, where)) from None
     except UnicodeEncodeError:
         raise ValueError(
             f"{where or 'it'} has a field whose name is no Unicode text"
         ) from None
 
 
-def _in_words(message: str, value: Any, where: str) -> str:
+def _describe_error(message: str, value: Any, where: str) -> str:
     """Return the line for one of msgspec's errors.
 
     Args:
@@ -162,14 +164,14 @@ def check_name(value: str, where: str) -> None:
 def unexpected(where: str, value: Any, expected: str) -> ValueError:
     """Return the error for a field with an unexpected value."""
     if isinstance(value, dict):
-        shown = "an object"
+        text = "an object"
     elif isinstance(value, list):
-        shown = "a list"
+        text = "a list"
     else:
-        shown = json.dumps(value, default=str)  # documents in TOML have dates, too
-        if len(shown) > MAX_SHOWN_CHARS:
-            shown = f"{shown[:MAX_SHOWN_CHARS]} ..."
-    return ValueError(f"{where} is {shown}, expected {expected}")
+        text = json.dumps(value, default=str)  # documents in TOML have dates, too
+        if len(text) > MAX_SHOWN_CHARS:
+            text = f"{text[:MAX_SHOWN_CHARS]} ..."
+    return ValueError(f"{where} is {text}, expected {expected}")
 
 
 def check_plan(plan: StorePlan) -> dict[str, ArraySpec]:
@@ -184,7 +186,7 @@ def check_plan(plan: StorePlan) -> dict[str, ArraySpec]:
     for where, name in _fields_with_names(plan):
         check_name(name, where)
     _check_sites(plan)
-    _check_parts(plan)
+    _check_summaries(plan)
     specs = arrays(plan)
     _check_arrays(specs)
     return specs
@@ -194,17 +196,22 @@ def _fields_with_names(plan: StorePlan) -> Iterator[tuple[str, str]]:
     """Yield (path of the field, name) for each name in a plan."""
 
     def indexed(names: Sequence[str], where: str) -> Iterator[tuple[str, str]]:
+        """Return (path of the entry, name) for each name in a list."""
         return ((f"{where}[{i}]", name) for i, name in enumerate(names))
 
     def prefix(layout: TokenLayout, where: str) -> Iterator[tuple[str, str]]:
+        """Return (path of the entry, name) for each prefix token of a layout."""
         return indexed(layout.prefix, f"{where}.prefix")
 
     for i, site in enumerate(plan.sites):
         where = f"plan.sites[{i}]"
         yield f"{where}.name", site.name
-        for key in ("block", "alias_of", "site_path"):
-            if (name := getattr(site, key)) is not None:
-                yield f"{where}.{key}", name
+        if site.block is not None:
+            yield f"{where}.block", site.block
+        if site.alias_of is not None:
+            yield f"{where}.alias_of", site.alias_of
+        if site.site_path is not None:
+            yield f"{where}.site_path", site.site_path
         if site.layout is not None:
             yield from prefix(site.layout, f"{where}.layout")
     for i, group in enumerate(plan.attention):
@@ -216,9 +223,10 @@ def _fields_with_names(plan: StorePlan) -> Iterator[tuple[str, str]]:
     for i, (name, layout) in enumerate(plan.sublayers):
         yield f"plan.sublayers[{i}][0]", name
         yield from prefix(layout, f"plan.sublayers[{i}][1]")
-    for key in ("weights", "places"):
-        for i, (name, *_) in enumerate(getattr(plan, key)):
-            yield f"plan.{key}[{i}][0]", name
+    for i, (name, _) in enumerate(plan.weights):
+        yield f"plan.weights[{i}][0]", name
+    for i, (name, _, _) in enumerate(plan.places):
+        yield f"plan.places[{i}][0]", name
     if plan.erf is not None:
         yield from indexed(plan.erf.sites, "plan.erf.sites")
 
@@ -242,7 +250,8 @@ def _check_sites(plan: StorePlan) -> None:
             _check_frames(layout, plan, f"{where}.layout")
         if kind == "vector" and site.shape != (site.dim,):
             raise ValueError(
-                f"{where} is a vector of {site.dim} channels and of shape {list(site.shape)}"
+                f"{where} is a vector of {site.dim} channels and of shape "
+                f"{list(site.shape)}"
             )
     stored = {site.name for site in plan.stored}
     for site in plan.sites:
@@ -257,15 +266,15 @@ def _check_sites(plan: StorePlan) -> None:
 def _check_frames(layout: TokenLayout, plan: StorePlan, where: str) -> None:
     """Check that a layout's axis of time belongs to a grid of a store of clips."""
     if layout.frames is not None and (layout.grid is None or plan.clip is None):
-        what = "grid" if layout.grid is None else "plan.clip"
-        raise ValueError(f"{where}.frames is {layout.frames} without a {what}")
+        absent = "grid" if layout.grid is None else "plan.clip"
+        raise ValueError(f"{where}.frames is {layout.frames} without a {absent}")
     if layout.frames is None and layout.stride_frames is not None:
         raise ValueError(
             f"{where}.stride_frames is {layout.stride_frames:g} without frames"
         )
 
 
-def _check_parts(plan: StorePlan) -> None:
+def _check_summaries(plan: StorePlan) -> None:
     """Check that attention, receptive fields, tiles and clips fit the sites and each other."""
     for i, group in enumerate(plan.attention):
         blocks = group.blocks
@@ -287,8 +296,8 @@ def _check_parts(plan: StorePlan) -> None:
             if has_others or not fits:
                 others = " and no other tokens" if has_others else ""
                 raise ValueError(
-                    f"plan.attention[{i}] has windows of {list(group.window)} cells, expected "
-                    f"some within a grid of {list(body)} cells{others}"
+                    f"plan.attention[{i}] has windows of {list(group.window)} cells, "
+                    f"expected some within a grid of {list(body)} cells{others}"
                 )
     for i, (_, layout) in enumerate(plan.sublayers):
         if layout.n_tokens < 1:
@@ -359,7 +368,7 @@ def _check_canvas(canvas: Canvas, plan: StorePlan) -> None:
 def _check_arrays(specs: dict[str, ArraySpec]) -> None:
     """Check that the arrays' folders do not collide, and that none is unreasonably large."""
     for path, spec in specs.items():
-        if any(part in ("zarr.json", "c") for part in path.split("/")):
+        if any(name in ("zarr.json", "c") for name in path.split("/")):
             raise ValueError(f"{path} has the name of one of Zarr's files")
         folder = path
         while folder := folder.rpartition("/")[0]:
@@ -370,6 +379,6 @@ def _check_arrays(specs: dict[str, ArraySpec]) -> None:
             raise ValueError(
                 f"{path} has {row_bytes} bytes a row, expected at most {MAX_ROW_BYTES}"
             )
-    n_chunks = n_places(specs)
+    n_chunks = n_checksums(specs)
     if n_chunks > MAX_CHUNKS:
         raise ValueError(f"a slab has {n_chunks} chunks, expected at most {MAX_CHUNKS}")

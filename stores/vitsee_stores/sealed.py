@@ -32,7 +32,7 @@ from vitsee_stores.chunks import (
 )
 from vitsee_stores.errors import StoreError, StoreMismatch, Unreachable
 from vitsee_stores.files import Files
-from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
+from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, checksum_offsets
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.samples import check_samples
 
@@ -91,7 +91,8 @@ class VerifiedChunks:
         self.manifest = manifest
         self._markers = markers or {}
         self.specs = arrays(manifest.plan)
-        self._offsets = places(self.specs)  # path -> offset in a row of `checksums`
+        # path -> offset in a row of `checksums`
+        self._offsets = checksum_offsets(self.specs)
         self._rows: dict[int, NDArray[np.uint32]] = {}  # slab -> its row of `checksums`
 
     def read(self, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:

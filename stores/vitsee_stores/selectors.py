@@ -41,7 +41,7 @@ def select_names(
     patterns: Iterable[str],
     sites: Sequence[SiteSpec],
     *,
-    what: str = "model",
+    owner: str = "model",
     hint: str = "vitsee sites MODEL",
 ) -> list[SiteSpec]:
     """Return the sites that match any of the patterns, each once, in the order of `sites`.
@@ -55,7 +55,7 @@ def select_names(
     Args:
         patterns: comma lists of patterns.
         sites: sites to choose from.
-        what: the searched thing in messages, "model" or "store, LABEL".
+        owner: what has the sites, for messages: "model" or "store, LABEL".
         hint: command that lists the sites, for messages.
 
     Raises:
@@ -68,14 +68,15 @@ def select_names(
     terms = split_patterns(patterns)
     if not terms:
         raise SiteError(
-            f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'"
+            f"no site was asked for; name some of this {owner}, e.g. 'blocks' or 'all'"
         )
     for term in terms:
         pattern = term.removeprefix(NOT)
-        matched = set(_match(pattern, sites, what))
+        matched = set(_match(pattern, sites, owner))
         if not matched:
             raise SiteError(
-                f"no site matches {pattern!r}; sites of this {what}: {_shown(sites)} (run: {hint})"
+                f"no site matches {pattern!r}; sites of this {owner}: "
+                f"{_list_names(sites)} (run: {hint})"
             )
         if term.startswith(NOT):
             excluded |= matched
@@ -132,15 +133,15 @@ def _expand_range(pattern: str) -> list[str]:
     return expanded
 
 
-def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
-    """Yield the names of the sites that one pattern matches; `what` is for messages."""
+def _match(pattern: str, sites: Sequence[SiteSpec], owner: str) -> Iterator[str]:
+    """Yield the names of the sites that one pattern matches; `owner` is for messages."""
     if pattern in GROUPS:
         for site in sites:
             if site.alias_of is None and (pattern == "all" or pattern in site.groups):
                 yield site.name
         return
     if pattern in ENDS or pattern.partition(":")[0] in DEPTH_WORDS:
-        yield from _match_depth(pattern, sites, what)
+        yield from _match_depth(pattern, sites, owner)
         return
     matched = list(_match_keys(pattern, {site.name: site.name for site in sites}))
     # Paths of modules count only where no name of vitsee's is meant.
@@ -159,7 +160,7 @@ def _match_keys(pattern: str, names: Mapping[str, str]) -> Iterator[str]:
 # ---------------------------------------------------------------- depths in the model
 
 
-def _match_depth(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
+def _match_depth(pattern: str, sites: Sequence[SiteSpec], owner: str) -> list[str]:
     """Return the outputs of the block at a depth, or the block's sites if none is one."""
     outs = [site for site in sites if site.part == "out" and site.block]
     # Tables of blocks or of sublayers have no parts; their first entry has depth 0.
@@ -177,7 +178,8 @@ def _match_depth(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str
             depth = -1.0  # refused below
         if not 0 <= depth <= 1:
             raise SiteError(
-                f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)"
+                f"{pattern!r} is no place; expected depth:F with F from 0 to 1 "
+                "(depth:0.5)"
             )
         # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
         by_distance = sorted(
@@ -185,13 +187,13 @@ def _match_depth(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str
         )
         chosen = by_distance[:1]
     else:
-        chosen = _last_of_stage(pattern, text, candidates, what)
+        chosen = _last_of_stage(pattern, text, candidates, owner)
     blocks = {site.block for site in chosen}
     return [site.name for site in candidates if site.block in blocks]
 
 
 def _last_of_stage(
-    pattern: str, text: str, candidates: Sequence[SiteSpec], what: str
+    pattern: str, text: str, candidates: Sequence[SiteSpec], owner: str
 ) -> list[SiteSpec]:
     """Return the last of the candidates that belongs to a stage.
 
@@ -199,7 +201,7 @@ def _last_of_stage(
         pattern: the whole pattern, for messages.
         text: number of the stage; a negative one counts from the end.
         candidates: sites of blocks.
-        what: the searched thing in messages.
+        owner: what has the sites, for messages.
 
     Raises:
         SiteError: no number, no stages, or no such stage.
@@ -220,14 +222,14 @@ def _last_of_stage(
             stages[number] = site  # the last one stays
     if len(stages) < 2 and not any(stages):
         raise SiteError(
-            f"{pattern!r}: this {what} has no stages; name a place by depth:F"
+            f"{pattern!r}: this {owner} has no stages; name a place by depth:F"
         )
     numbers = range(max(stages) + 1)
     index = int(text)
     if not -len(numbers) <= index < len(numbers) or numbers[index] not in stages:
         stage_list = ", ".join(map(str, sorted(stages)))
         raise SiteError(
-            f"no stage matches {pattern!r}; stages of this {what}: {stage_list}"
+            f"no stage matches {pattern!r}; stages of this {owner}: {stage_list}"
         )
     return [stages[numbers[index]]]
 
@@ -236,6 +238,7 @@ def _last_of_stage(
 
 
 def _is_glob(pattern: str) -> bool:
+    """Return whether a pattern may match several sites: a group, or a shell pattern."""
     return pattern in GROUPS or any(character in pattern for character in "*?[")
 
 
@@ -250,8 +253,8 @@ def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
     Returns:
         A pattern for each prefix that the parts before the number match.
     """
-    for position, part in enumerate(parts):
-        if not (part.startswith("-") and part[1:].isdigit()):
+    for position, text in enumerate(parts):
+        if not (text.startswith("-") and text[1:].isdigit()):
             continue
         # prefix -> the numbers that stand behind it
         siblings: dict[str, set[int]] = {}
@@ -267,8 +270,8 @@ def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
                 siblings.setdefault(".".join(prefix), set()).add(number)
         resolved: list[str] = []
         for prefix_text, numbers in siblings.items():
-            if int(part[1:]) <= len(numbers):
-                number = sorted(numbers)[int(part)]
+            if int(text[1:]) <= len(numbers):
+                number = sorted(numbers)[int(text)]
                 head = prefix_text.split(".") if prefix_text else []
                 # The parts behind it may have further negative numbers.
                 resolved += _without_negatives(
@@ -278,7 +281,7 @@ def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
     return [".".join(parts)]
 
 
-def _shown(sites: Sequence[SiteSpec]) -> str:
+def _list_names(sites: Sequence[SiteSpec]) -> str:
     """Return the names of sites for a message, at most `SHOWN_NAMES`."""
     names = [site.name for site in sites]
     more = f", ... ({len(names)} in all)" if len(names) > SHOWN_NAMES else ""
@@ -301,7 +304,7 @@ def parse_cell(text: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def parse_place(text: str) -> tuple[int, ...] | None:
+def parse_position(text: str) -> tuple[int, ...] | None:
     """Return (row, col) of `ROW,COL`, (frame, row, col) of `FRAME,ROW,COL`, else None."""
     match = _CELL_IN_TIME.fullmatch(text) or _CELL.fullmatch(text)
     return None if match is None else tuple(map(int, match.groups()))
@@ -331,8 +334,10 @@ class TokenSelection(str):
         """
         if isinstance(text, tuple):
             return cls(",".join(map(str, text)))
-        if (place := parse_place(text)) is not None:
-            return cls(",".join(map(str, place)))
+        position = parse_position(text)
+        if position is not None:
+            # Written anew, so that `07, 2` equals `7,2`.
+            return cls(",".join(map(str, position)))
         words = tuple(words)
         if text not in words:
             raise SiteError(f"no tokens {text!r}; expected {', '.join(words)} or ROW,COL")
@@ -341,15 +346,18 @@ class TokenSelection(str):
     @property
     def cell(self) -> tuple[int, int] | None:
         """(row, col) if it is a cell of an image or a clip, else None."""
-        if (place := parse_place(self)) is None:
+        position = parse_position(self)
+        if position is None:
             return None
-        return (place[-2], place[-1])
+        return (position[-2], position[-1])
 
     @property
     def frame(self) -> int | None:
-        """The place in time of a cell of a clip, else None."""
-        place = parse_place(self)
-        return place[0] if place is not None and len(place) == 3 else None
+        """The index in time of a cell of a clip, else None."""
+        position = parse_position(self)
+        if position is None or len(position) < 3:
+            return None
+        return position[0]
 
     @property
     def is_mean(self) -> bool:
@@ -367,7 +375,7 @@ class TokenSelection(str):
         n_prefix = layout.n_prefix
         if self == "cls":
             return layout.cls_tokens
-        cell = parse_place(self)
+        cell = parse_position(self)
         if cell is not None:
             grid = () if layout.grid is None else layout.body
             if len(cell) != len(grid):

@@ -20,7 +20,8 @@
 
 Rows of unreadable images have `valid` False and contain NaN: exclude them.
 
-A store pickles as its address: unpickling opens it there again, once per process."""
+A store pickles as its address: unpickling opens it there again, once per process.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +47,23 @@ from vitsee_stores.generations import committed, read_generations
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
 from vitsee_stores.plan import AttentionGroup
 from vitsee_stores.selectors import describe_layout
-from vitsee_stores.store_contents import StoreContents, Tokens, token_array
+from vitsee_stores.store_contents import (
+    BY_IMAGE,
+    MAX_NAMES,
+    NEW_STORE,
+    StoreContents,
+    Tokens,
+    no_whole_grid,
+    token_array,
+    why_absent,
+)
 from vitsee_stores.url import Place, Url
 
 
 class Store(StoreContents):
     """A store opened for reading, as `open_store` returns it.
 
-    Every method returns a lazy array, which reads from disk when it is sliced. A store
-    pickles as its address, so that workers open it themselves.
+    Every method returns a lazy array, which reads from disk when it is sliced.
 
     Examples:
         >>> import vitsee
@@ -102,14 +111,15 @@ class Store(StoreContents):
         if spec.tokens != "all":
             raise MissingInput(
                 f"{self.label} keeps {spec.name} pooled only: extract it with "
-                f"--tokens {spec.name}=all {ELSEWHERE} (every site: --tokens all)"
+                f"--tokens {spec.name}=all {NEW_STORE} (every site: --tokens all)"
             )
         if not partial and not self.fills.all():
             raise no_whole_grid(self)
         if spec.layout is None:
             if tokens not in ("all", "each"):
                 raise SiteError(
-                    f"{spec.name} has no token layout, so no tokens {tokens!r}; expected all"
+                    f"{spec.name} has no token layout, so no tokens {tokens!r}; expected "
+                    "all"
                 )
             return self.array(f"acts/{spec.name}/raw")
         return token_array(self, spec, spec.layout, tokens)
@@ -168,7 +178,7 @@ class Store(StoreContents):
         if spec.kind == "vector":
             why = f"{spec.name} is a vector, kept whole: read vectors"
         else:
-            why = f"extract it with --grams {ELSEWHERE}"
+            why = f"extract it with --grams {NEW_STORE}"
         missing = f"{self.label} has no Gram matrices of {spec.name} ({why})"
         return self.array(f"grams/{spec.name}/all", missing=missing)
 
@@ -190,7 +200,7 @@ class Store(StoreContents):
         reason = None
         if self.plan.erf is not None:
             reason = self.manifest.left_out.get(f"{name} erf")
-        why = _why_absent(reason, option="--erf 256")
+        why = why_absent(reason, option="--erf 256")
         missing = f"{self.label} has no receptive field of {name} ({why})"
         return self.array(f"erf/{name}", missing=missing)
 
@@ -203,7 +213,7 @@ class Store(StoreContents):
         Raises:
             MissingInput: the store has no receptive fields.
         """
-        how = f"extract them with --erf 256 {ELSEWHERE}"
+        how = f"extract them with --erf 256 {NEW_STORE}"
         return self.array(
             "erf/count", missing=f"{self.label} keeps no receptive fields ({how})"
         )
@@ -260,7 +270,7 @@ class Store(StoreContents):
                 level = "rows"
             elif name.startswith("full/"):
                 level = "full"
-            how = f"extract it with --attention {level} {ELSEWHERE}"
+            how = f"extract it with --attention {level} {NEW_STORE}"
             missing = f"{self.label} has no {path} ({how})"
         summary = self.array(path, missing=missing)
         canvas = self.plan.canvas
@@ -291,11 +301,11 @@ class Store(StoreContents):
         Raises:
             MissingInput: the products are not stored.
         """
-        why = _why_absent(self.manifest.left_out.get("residual"), option="--residual")
+        why = why_absent(self.manifest.left_out.get("residual"), option="--residual")
         names = [name for name, _ in self.plan.sublayers]
         if names:
-            ellipsis = ", ..." if len(names) > SHOWN_NAMES else ""
-            why = f"it has: {', '.join(names[:SHOWN_NAMES])}{ellipsis}"
+            ellipsis = ", ..." if len(names) > MAX_NAMES else ""
+            why = f"it has: {', '.join(names[:MAX_NAMES])}{ellipsis}"
         missing = f"{self.label} has no residual summary of {sublayer} ({why})"
         return self.array(f"residual/{sublayer}", missing=missing)
 
@@ -309,7 +319,7 @@ class Store(StoreContents):
             MissingInput: the store has no pixels.
             StoreError: the manifest does not record how they were normalised.
         """
-        missing = f"{self.label} keeps no pixels (extract it with --inputs {ELSEWHERE})"
+        missing = f"{self.label} keeps no pixels (extract it with --inputs {NEW_STORE})"
         pixels = self.array("input", missing=missing)
         mean = self.manifest.transform.get("mean") or []
         std = self.manifest.transform.get("std") or []
@@ -397,45 +407,6 @@ class Slab:
         return self.store.inputs()[self.rows]
 
 
-# ---------------- why a store lacks an array, and which option of extract adds it
-
-# Summaries of attention that are one number for each image and head, whatever the image's
-# grid.
-BY_IMAGE = (
-    "distance_px",
-    "distance_px_raw",
-    "distance_unit",
-    "entropy",
-    "prefix_mass",
-    "query_std",
-    "head_std",
-    "qk_nmi",
-    "n_queries",
-)
-# An existing store can grow by sites and images only; other arrays need another store.
-ELSEWHERE = "-o NEW.zarr"
-SHOWN_NAMES = 12
-
-
-def _why_absent(reason: str | None, option: str) -> str:
-    """Return why extract left an array out, or else the option that adds it."""
-    if reason:
-        return f"left out: {reason}"
-    return f"extract it with {option} {ELSEWHERE}"
-
-
-def no_whole_grid(store: StoreContents) -> SiteError:
-    """Return the error for reading tokens of images that do not fill their canvas."""
-    assert store.plan.canvas is not None
-    height, width = store.plan.canvas.size
-    return SiteError(
-        f"{store.label} has {(~store.fills).sum()} of {store.n_images} images that do not fill its "
-        f"canvas of {width} x {height} pixels, and what is asked for reads tokens beside them too; "
-        "expected images of one size, or, of commands that take it, --tokens mean, which leaves "
-        "these out"
-    )
-
-
 # ---------------- opening and pickling
 
 
@@ -493,8 +464,8 @@ def _open_generations(
         progress = f"{generation.files} is incomplete: {count}"
         if not allow_partial:
             raise IncompleteStore(
-                f"{progress} (repeat the vitsee extract command to go on, or read those with "
-                "--allow-partial)"
+                f"{progress} (repeat the vitsee extract command to go on, or read those "
+                "with --allow-partial)"
             )
         if not slabs.any():
             raise IncompleteStore(
@@ -543,47 +514,3 @@ def _reopen(
 
 
 copyreg.pickle(Store, _pickle_as_address)
-
-
-# ---------------- pairs of stores
-
-
-def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:
-    """Return which rows are valid in both of two stores of the same images.
-
-    Returns:
-        (images,) boolean.
-
-    Raises:
-        StoreMismatch: the stores hold other images or another order of them: ids or labels
-            differ, or the encoded bytes of an image that both could read.
-    """
-    names = f"{a.label} and {b.label}"
-    if a.manifest.samples_fingerprint != b.manifest.samples_fingerprint:
-        raise StoreMismatch(
-            f"{names} do not pair: {_first_difference(a, b)} (extract both from the same --data "
-            "with the same --images, --seed and --order)"
-        )
-    both = a.valid & b.valid
-    differing = np.flatnonzero(both & (a.samples.hash != b.samples.hash))
-    if differing.size:
-        row = int(differing[0])
-        raise StoreMismatch(
-            f"{names} do not pair: row {row} ({a.samples.id[row]}) was read from other bytes, as "
-            f"were {differing.size} of {int(both.sum())} images (extract both from the same --data)"
-        )
-    return both
-
-
-def _first_difference(a: Store, b: Store) -> str:
-    """Describe the first difference between the samples of two stores."""
-    if a.n_images != b.n_images:
-        return f"{a.n_images} images against {b.n_images}"
-    for column in ("id", "label"):
-        a_values = getattr(a.samples, column)
-        b_values = getattr(b.samples, column)
-        rows = np.flatnonzero(a_values != b_values)
-        if rows.size:
-            row = int(rows[0])
-            return f"the {column} in row {row} is {a_values[row]} against {b_values[row]}"
-    return "their samples_fingerprints differ"

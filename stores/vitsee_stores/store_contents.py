@@ -1,4 +1,4 @@
-"""The contents of a store: images, sites by name, arrays by path."""
+"""The contents of a store: images, sites by name, arrays by path; what two stores share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.errors import MissingInput, SiteError
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
 from vitsee_stores.files import Files
 from vitsee_stores.generations import Generation, GrownChunks, revision
 from vitsee_stores.layout import ArraySpec, select_names
@@ -187,7 +187,8 @@ class StoreContents:
         sizes: NDArray[np.int32] = self.array("size")[:]
         if (sizes[self.valid] < 1).any():
             raise MissingInput(
-                f"{self.label} does not say how large its original images are; extract anew"
+                f"{self.label} does not say how large its original images are; extract "
+                "anew"
             )
         return sizes
 
@@ -232,7 +233,7 @@ class StoreContents:
             patterns = [patterns]
         hint = f"vitsee info {shlex.quote(str(self.place))}"
         return select_names(
-            patterns, self.plan.sites, what=f"store, {self.label}", hint=hint
+            patterns, self.plan.sites, owner=f"store, {self.label}", hint=hint
         )
 
     def site(self, name: str) -> SiteSpec:
@@ -338,3 +339,87 @@ def token_array(
     return store.array(
         body_path, fixed={axis: int(i) for axis, i in enumerate(cell, start=1)}
     )
+
+
+# ---------------- why a store lacks an array, and which option of extract adds it
+
+# Summaries of attention that are one number for each image and head, whatever the image's
+# grid.
+BY_IMAGE = (
+    "distance_px",
+    "distance_px_raw",
+    "distance_unit",
+    "entropy",
+    "prefix_mass",
+    "query_std",
+    "head_std",
+    "qk_nmi",
+    "n_queries",
+)
+# An existing store can grow by sites and images only; other arrays need another store.
+NEW_STORE = "-o NEW.zarr"
+MAX_NAMES = 12  # of sublayers in a message
+
+
+def why_absent(reason: str | None, option: str) -> str:
+    """Return why extract left an array out, or else the option that adds it."""
+    if reason:
+        return f"left out: {reason}"
+    return f"extract it with {option} {NEW_STORE}"
+
+
+def no_whole_grid(store: StoreContents) -> SiteError:
+    """Return the error for reading tokens of images that do not fill their canvas."""
+    assert store.plan.canvas is not None
+    height, width = store.plan.canvas.size
+    return SiteError(
+        f"{store.label} has {(~store.fills).sum()} of {store.n_images} images that do "
+        f"not fill its canvas of {width} x {height} pixels, and what is asked for reads "
+        "tokens beside them too; expected images of one size, or, of commands that take "
+        "it, --tokens mean, which leaves these out"
+    )
+
+
+# ---------------- pairs of stores
+
+
+def require_paired(a: StoreContents, b: StoreContents) -> NDArray[np.bool_]:
+    """Return which rows are valid in both of two stores of the same images.
+
+    Returns:
+        (images,) boolean.
+
+    Raises:
+        StoreMismatch: the stores hold other images or another order of them: ids or labels
+            differ, or the encoded bytes of an image that both could read.
+    """
+    names = f"{a.label} and {b.label}"
+    if a.manifest.samples_fingerprint != b.manifest.samples_fingerprint:
+        raise StoreMismatch(
+            f"{names} do not pair: {_first_difference(a, b)} (extract both from the same "
+            "--data with the same --images, --seed and --order)"
+        )
+    both = a.valid & b.valid
+    differing = np.flatnonzero(both & (a.samples.hash != b.samples.hash))
+    if differing.size:
+        row = int(differing[0])
+        raise StoreMismatch(
+            f"{names} do not pair: row {row} ({a.samples.id[row]}) was read from other "
+            f"bytes, as were {differing.size} of {int(both.sum())} images (extract both "
+            "from the same --data)"
+        )
+    return both
+
+
+def _first_difference(a: StoreContents, b: StoreContents) -> str:
+    """Describe the first difference between the samples of two stores."""
+    if a.n_images != b.n_images:
+        return f"{a.n_images} images against {b.n_images}"
+    for column in ("id", "label"):
+        a_values = getattr(a.samples, column)
+        b_values = getattr(b.samples, column)
+        rows = np.flatnonzero(a_values != b_values)
+        if rows.size:
+            row = int(rows[0])
+            return f"the {column} in row {row} is {a_values[row]} against {b_values[row]}"
+    return "their samples_fingerprints differ"

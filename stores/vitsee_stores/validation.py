@@ -127,7 +127,8 @@ def _check_same_images(generations: Sequence[Generation]) -> Iterator[str]:
         common = before[first : first + len(hashes)]
         if (common != hashes[: len(common)]).any():
             yield (
-                f"{FOLDER}/{generation.number}: hash: its images are not those of the ones before"
+                f"{FOLDER}/{generation.number}: hash: its images are not those of the "
+                "ones before"
             )
         before = np.concatenate([before[:first], hashes])
 
@@ -144,7 +145,8 @@ def remedy(damage: Sequence[str]) -> str:
     slabs: set[tuple[str, int]] = set()  # (folder of the generation, slab)
     pattern = rf"^({FOLDER}/\d+)?.*(?:, slab|no sound marker of slab) (\d+)(?:: |$)"
     for line in damage:
-        if (match := re.search(pattern, line)) is None:
+        match = re.search(pattern, line)
+        if match is None:
             return ""
         slabs.add((match[1] or "", int(match[2])))
     markers = [
@@ -200,8 +202,8 @@ def _markers(
             metadata.numbers(names, manifest.plan.n_slabs) - set(committed)
         ):
             yield (
-                f"commits, slab {slab}: c.{slab}.0 is damaged, or that of another slab or store: "
-                "the slab does not count as committed"
+                f"commits, slab {slab}: c.{slab}.0 is damaged, or that of another slab "
+                "or store: the slab does not count as committed"
             )
 
 
@@ -209,7 +211,7 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     """Yield the differences of every zarr.json from what the plan implies."""
     expected = {"": metadata.group_document(), **documents(specs)}
 
-    def read(path: str) -> Any:
+    def read_document(path: str) -> Any:
         """Return the contents of a group's or array's zarr.json, or a text about a defect."""
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
@@ -220,9 +222,8 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
             return "is no JSON"
         return actual if isinstance(actual, dict) else "is no JSON object"
 
-    for path, actual in zip(
-        expected, files.each_small(read, list(expected)), strict=True
-    ):
+    documents_on_disk = files.each_small(read_document, list(expected))
+    for path, actual in zip(expected, documents_on_disk, strict=True):
         file = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         if isinstance(actual, str):
             yield f"{file} {actual}"
@@ -254,20 +255,22 @@ def _foreign_files(
     files: Files, specs: Mapping[str, ArraySpec], complete: bool
 ) -> Iterator[str]:
     """Yield the files and folders that do not belong to the store."""
-    folders = {*documents(specs), *({FOLDER} if complete else ())}
+    folders = set(documents(specs))
+    if complete:  # only complete stores have generations
+        folders.add(FOLDER)
     unlisted: list[OSError] = []
-    for path, below, names in files.walk(unlisted.append):
+    for path, subfolders, names in files.walk(unlisted.append):
         if path == FOLDER:
-            below.clear()  # stores of their own
-        for name in sorted(below):
+            subfolders.clear()  # generations are checked as stores of their own
+        for name in sorted(subfolders):
             inner = f"{path}/{name}" if path else name
             if inner not in folders:
-                below.remove(name)
+                subfolders.remove(name)  # so that it is not walked
                 yield f"{_short(inner)}: is no part of the store"
-        # Hidden files are left by file systems and desktops (.nfs*, .DS_Store).
-        for name in sorted(
-            n for n in names if n != metadata.ZARR_JSON and not n.startswith(".")
-        ):
+        for name in sorted(names):
+            # Hidden files are left by file systems and desktops (.nfs*, .DS_Store).
+            if name == metadata.ZARR_JSON or name.startswith("."):
+                continue
             if path in specs and _is_chunk(name, specs[path]):
                 continue
             inner = _short(f"{path}/{name}" if path else name)
@@ -312,8 +315,10 @@ def _written_once(chunks: VerifiedChunks) -> Iterator[str]:
 
 
 def _json_text(value: Any) -> str:
+    """Return a value as JSON for a message."""
     return _short(json.dumps(value, sort_keys=True))
 
 
 def _short(text: str) -> str:
+    """Return a text, cut after 300 characters: a stranger's store may have any."""
     return text if len(text) <= 300 else f"{text[:300]} ..."

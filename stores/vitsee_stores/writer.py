@@ -127,7 +127,8 @@ class StoreWriter:
                 if writer is None:
                     raise StoreError(f"cannot make {path}: {reason(error)}") from None
         check_identity(
-            stored=_compared_fields(writer.manifest), given=_compared_fields(manifest)
+            stored=_compared_fields(writer.manifest),
+            requested=_compared_fields(manifest),
         )
         writer.finish_creation(samples, once)
         return writer
@@ -161,8 +162,8 @@ class StoreWriter:
             empty_store, sealed_manifest = _empty_store(self.manifest, samples, once)
             if sealed_manifest.checksums != self.manifest.checksums:
                 raise StoreError(
-                    f"{self.place} was left half made, from other images or weights (start anew "
-                    "with --force)"
+                    f"{self.place} was left half made, from other images or weights "
+                    "(start anew with --force)"
                 )
             self.files.fill(empty_store)
         except OSError as error:
@@ -257,8 +258,8 @@ class StoreWriter:
             except OSError as error:
                 raise StoreError(self._failure(k, error)) from None
         raise StoreError(
-            f"slab {k} of {self.place} was written by another process at the same time, again and "
-            "again: give each process slabs of its own with --shard"
+            f"slab {k} of {self.place} was written by another process at the same time, "
+            "again and again: give each process slabs of its own with --shard"
         )
 
     def _marker_seals_chunks(self, k: int, attempt: int) -> bool:
@@ -396,14 +397,14 @@ class StoreWriter:
         """Describe why slab `k` could not be written, and what to do."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return (
-                f"the disk of {self.place} is full ({reason(error)}): slab {k} is not written; "
-                "free space and repeat the command, committed slabs are kept"
+                f"the disk of {self.place} is full ({reason(error)}): slab {k} is not "
+                "written; free space and repeat the command, committed slabs are kept"
             )
         if not self._store_exists():
             return f"{self.place} was removed while slab {k} was written"
         return (
-            f"cannot write slab {k} of {self.place}: {reason(error)}; repeat the command, "
-            "committed slabs are kept"
+            f"cannot write slab {k} of {self.place}: {reason(error)}; repeat the "
+            "command, committed slabs are kept"
         )
 
 

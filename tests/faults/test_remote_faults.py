@@ -297,5 +297,5 @@ def test_denied_access_is_not_tried_again(faulty: Proxy, url: str) -> None:
 def test_errors_of_obstore_become_parts_of_a_line(
     text: str, said: str, final: bool
 ) -> None:
-    words, is_final = remote._in_words(GenericError(text))
+    words, is_final = remote._describe_error(GenericError(text))
     assert words.startswith(said) and "\n" not in words and is_final == final

@@ -115,7 +115,7 @@ def attention_blocks(
     chosen = select_names(
         patterns,
         [block.as_site("blocks") for block in blocks],
-        what="store's attention",
+        owner="store's attention",
         hint=f"vitsee info {store.place}",
     )
     names = {site.name for site in chosen}

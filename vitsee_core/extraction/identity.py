@@ -14,14 +14,9 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
-from vitsee_stores.manifest import (
-    Manifest,
-    check_identity,
-    jsonable,
-    weights_name,
-    without_absent,
-)
+from vitsee_stores.manifest import Manifest, check_identity, jsonable, without_absent
 from vitsee_stores.plan import Canvas
+from vitsee_stores.weights_names import weights_name
 
 
 def fixed_identity(

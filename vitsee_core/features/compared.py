@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitsee_stores.errors import StoreMismatch
-from vitsee_stores.manifest import abbreviate, weights_name
+from vitsee_stores.manifest import abbreviate
+from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

@@ -52,7 +52,7 @@ from vitsee_core.tables.files import (
 from vitsee_core.tables.formats import ending_of, plain_json
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import SiteError, VitseeError, reason
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store

@@ -192,7 +192,7 @@ def _select_sublayers(store: Store, patterns: Sequence[str]) -> list[StoredSubla
     chosen = select_names(
         expanded_patterns,
         sites,
-        what="store's sublayers",
+        owner="store's sublayers",
         hint=f"vitsee info {store.place}",
     )
     names = {site.name for site in chosen}

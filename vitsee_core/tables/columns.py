@@ -24,8 +24,8 @@ import numpy as np
 
 from vitsee_core.tables.text import visible
 from vitsee_core.types import Integers, pl
-from vitsee_stores.manifest import described_weights
 from vitsee_stores.plan import SiteSpec
+from vitsee_stores.weights_names import described_weights
 
 if TYPE_CHECKING:
     from vitsee_stores import Store, TokenLayout

@@ -19,7 +19,7 @@ from vitsee_core.runtime.registry import Guest, guests
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.tables.formats import plain_json
 from vitsee_core.tables.weights_labels import distinct_weights
-from vitsee_stores.manifest import described_weights
+from vitsee_stores.weights_names import described_weights
 
 if TYPE_CHECKING:
     import polars as pl

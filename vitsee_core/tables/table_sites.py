@@ -153,7 +153,7 @@ def _select(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
         names += _names_at_end(pattern, table_store.sites)
     sites = cast("Sequence[SiteSpec]", table_store.sites)
     what = f"table, {table_store.label}"
-    return select_names(names, sites, what=what, hint="--sites all")
+    return select_names(names, sites, owner=what, hint="--sites all")
 
 
 def _names_at_end(pattern: str, sites: Sequence[_TableSite]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.types import pl
-from vitsee_stores.manifest import described_weights
+from vitsee_stores.weights_names import described_weights
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

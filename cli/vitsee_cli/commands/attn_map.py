@@ -16,7 +16,7 @@ from vitsee_cli.values import WholeNumber
 from vitsee_core.analyses import attn_map
 from vitsee_core.figures.head_tiles import SCALES
 from vitsee_core.models.provenance import Provenance
-from vitsee_stores.selectors import parse_place
+from vitsee_stores.selectors import parse_position
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -28,7 +28,7 @@ CURVES = (*attn_map.NUMBERS, "sink")
 
 def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """Return the cell of `ROW,COL` of the token grid, or of `FRAME,ROW,COL`."""
-    cell = text if isinstance(text, tuple) else parse_place(text)
+    cell = text if isinstance(text, tuple) else parse_position(text)
     if cell is None:
         raise click.BadParameter(
             f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5"

@@ -17,7 +17,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
 from vitsee_core.types import Float, pl
-from vitsee_stores.selectors import parse_place
+from vitsee_stores.selectors import parse_position
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +89,7 @@ def _lines_of_clip(
     heads = rows.filter(metric=UNIT)
     rollouts = rows.filter(metric=ROLLOUT)
     for (token,), query_rows in heads.group_by("token", maintain_order=True):
-        cell = parse_place(str(token))
+        cell = parse_position(str(token))
         strips = _head_strips(query_rows, scale, remarks, cell)
         mark = None
         if cell is not None:

@@ -25,7 +25,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
-from vitsee_stores.selectors import parse_place
+from vitsee_stores.selectors import parse_position
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,7 +187,7 @@ def _query_cell(rows: pl.DataFrame, query: str, image: str) -> tuple[int, ...] |
     """Return the chosen patch's cell, None in maps of the other images."""
     if image != query:
         return None
-    return parse_place(rows["token"][0])
+    return parse_position(rows["token"][0])
 
 
 def _scale_values(values: Float, cell: tuple[int, ...] | None, scale: str) -> Float:

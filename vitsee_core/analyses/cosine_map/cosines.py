@@ -17,7 +17,7 @@ from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.selectors import TokenSelection, parse_place
+from vitsee_stores.selectors import TokenSelection, parse_position
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
@@ -57,7 +57,7 @@ class Spot:
         """
         if isinstance(text, tuple):
             return cls(",".join(map(str, text)), cell=text)
-        if (cell := parse_place(text)) is not None:
+        if (cell := parse_position(text)) is not None:
             return cls(",".join(map(str, cell)), cell=cell)
         if match := _PIXEL.fullmatch(text):
             x = int(match[1])

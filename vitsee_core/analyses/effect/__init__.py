@@ -70,7 +70,7 @@ from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.types import Mask
 from vitsee_stores import Store, require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec

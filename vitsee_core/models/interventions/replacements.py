@@ -27,7 +27,8 @@ from vitsee_core.models.intervention_spec import COUNTED
 from vitsee_core.runtime.machine import memory_bytes
 from vitsee_stores import Store
 from vitsee_stores.layout import SiteSpec, TokenLayout
-from vitsee_stores.manifest import jsonable, weights_name
+from vitsee_stores.manifest import jsonable
+from vitsee_stores.weights_names import weights_name
 
 Places = NDArray[np.int64]
 ROWS_AT_ONCE = 32

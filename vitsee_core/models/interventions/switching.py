@@ -44,8 +44,9 @@ from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import SiteSpec
-from vitsee_stores.manifest import abbreviate, ranges
+from vitsee_stores.manifest import abbreviate
 from vitsee_stores.selectors import select_names
+from vitsee_stores.weights_names import ranges
 
 SHOWN = 8
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_core.models.loaded import LoadedModel

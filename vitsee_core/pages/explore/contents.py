@@ -46,7 +46,8 @@ from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Float32, Mask
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import abbreviate, described_weights
+from vitsee_stores.manifest import abbreviate
+from vitsee_stores.weights_names import described_weights
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec

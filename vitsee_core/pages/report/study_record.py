@@ -112,6 +112,6 @@ def remarks(study: StudyRecord) -> list[str]:
     lines = []
     if study.note:
         lines.append(study.note)
-    for line in by_reason(study.left_out, shown=len(study.left_out)):
+    for line in by_reason(study.left_out, max_names=len(study.left_out)):
         lines.append(f"Not in this study: {line}.")
     return lines
