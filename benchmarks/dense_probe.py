@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.analyses.dense_probe.linear import PixelSums, Solutions
-from vitsee_core.analyses.dense_probe.pixels import CellSums, labelled_pixels
+from vitsee_core.analyses.dense_probe.linear import CellSums, PixelSums, Solutions
+from vitsee_core.analyses.dense_probe.pixels import labelled_pixels
 from vitsee_core.images.placement import Placement
 from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores import TokenLayout

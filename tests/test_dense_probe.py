@@ -19,7 +19,7 @@ from tests.stores import write_sites
 from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
-from vitsee_core.analyses.dense_probe.linear import PixelSums, Solutions
+from vitsee_core.analyses.dense_probe.linear import CellSums, PixelSums, Solutions
 from vitsee_core.analyses.dense_probe.metrics import (
     Counts,
     accuracy,
@@ -29,7 +29,6 @@ from vitsee_core.analyses.dense_probe.metrics import (
     rare_classes,
 )
 from vitsee_core.analyses.dense_probe.pixels import (
-    CellSums,
     Pixels,
     labelled_pixels,
     near_boundary,
@@ -322,7 +321,7 @@ def test_what_was_cropped_has_no_class() -> None:
     )
     assert (pixels.labels[0] == [*[IGNORED] * 4, *range(4, 12), *[IGNORED] * 4]).all()
     # pixel 6 has its middle on that of the first cell but half a pixel
-    assert pixels.across[6].tolist() == [0.875, 0.125]
+    assert pixels.col_weights[6].tolist() == [0.875, 0.125]
     seen = labelled_pixels(labels, Placement(0, -4, 8, 12), layout(2, 2), (8, 8), "input")
     assert (seen.labels == np.arange(4, 12)).all()
 
@@ -333,7 +332,7 @@ def test_cells_beside_the_image_have_no_part() -> None:
         pixels = labelled_pixels(
             labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), resolution
         )
-        assert not pixels.across[:, 2:].any()
+        assert not pixels.col_weights[:, 2:].any()
         counted_columns = (pixels.labels != IGNORED).all(0)
         assert counted_columns.tolist() == [True] * 8 + [False] * (
             len(counted_columns) - 8
@@ -523,12 +522,12 @@ def test_rare_classes_are_a_remark() -> None:
         labels = np.zeros((4, 4), np.uint8)
         labels[0] = 1 if block < 5 else 0
         labels[1] = 2 if block >= 16 else 0
-        counts.whole[block] += count_confusions(labels, labels)
+        counts.pixels[block] += count_confusions(labels, labels)
     (remark,) = rare_classes(counts)
     assert remark.startswith(
         "1 of 3 classes are labelled in fewer than 5 of the 20 blocks"
     )
-    common = Counts(counts.whole[:4], counts.edge)
+    common = Counts(counts.pixels[:4], counts.boundary)
     assert len(rare_classes(common)) == 1  # four blocks are fewer than five
-    counts.whole[:, :, 2] = 0
+    counts.pixels[:, :, 2] = 0
     assert rare_classes(counts) == []

@@ -14,9 +14,9 @@ from tests.stores import write_sites
 from tests.tables import having
 from tests.test_dense_probe import Array, command, layout, made, transform, upsampled
 from vitsee_core.analyses.dense_probe import COLUMNS, run
-from vitsee_core.analyses.dense_probe.metrics import errors
-from vitsee_core.analyses.dense_probe.neighbours import mean_depths
-from vitsee_core.analyses.dense_probe.truth import eigen_crop
+from vitsee_core.analyses.dense_probe.heads import mean_depths
+from vitsee_core.analyses.dense_probe.metrics import depth_errors
+from vitsee_core.analyses.dense_probe.pixels import crop_as_eigen
 from vitsee_core.demo.depths import miniatures, write_depths
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.sources import open_source
@@ -107,7 +107,7 @@ def test_l2_is_chosen_by_held_out_errors(tmp_path: Path) -> None:
 
 
 def test_errors_by_hand() -> None:
-    found = errors(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
+    found = depth_errors(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
     assert found == pytest.approx((np.sqrt(2), 0.25, 0.5))
 
 
@@ -151,7 +151,7 @@ def test_one_neighbour_finds_the_image_itself(tmp_path: Path) -> None:
 
 def test_the_crop_of_eigen() -> None:
     depths = np.arange(480 * 640, dtype=np.float32).reshape(480, 640)
-    found = eigen_crop("x", depths)
+    found = crop_as_eigen("x", depths)
     assert np.isfinite(found).sum() == (471 - 45) * (601 - 41)
     assert found[45, 41] == depths[45, 41]
     assert (
@@ -160,7 +160,7 @@ def test_the_crop_of_eigen() -> None:
     with pytest.raises(
         VitseeError, match="x is 5 x 4 pixels; --eigen-crop expects NYU's 640 x"
     ):
-        eigen_crop("x", np.zeros((4, 5), np.float32))
+        crop_as_eigen("x", np.zeros((4, 5), np.float32))
 
 
 def test_only_testing_is_cropped(tmp_path: Path) -> None:

@@ -139,13 +139,13 @@ def test_cells_beside_the_image_have_no_part() -> None:
 
         def spoilt(value: float = value) -> Iterator[Batch]:
             for batch in batches(False):
-                down = batch.down.clone()
+                down = batch.row_weights.clone()
                 down[:, :, 1] += down[:, :, 2]
                 down[:, :, 2] = 0
                 batch.on_image[:, 2] = False
                 batch.tokens[:, 2] = value
                 yield Batch(
-                    batch.tokens, batch.on_image, batch.labels, down, batch.across
+                    batch.tokens, batch.on_image, batch.labels, down, batch.col_weights
                 )
 
         *_, scores = train(spoilt(), DIM, ClassRecipe(N), 5, 0, torch.device("cpu"))

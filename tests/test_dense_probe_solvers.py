@@ -25,13 +25,13 @@ from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.bank import (
     RARE,
     Bank,
+    choose_cells,
     choose_neighbours,
-    chosen_cells,
 )
-from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, cross_entropy, fit
-from vitsee_core.analyses.dense_probe.neighbours import Search, most_votes
+from vitsee_core.analyses.dense_probe.heads import Search, most_votes
+from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
-from vitsee_core.analyses.dense_probe.solvers import TEMPERATURE, choose_solver
+from vitsee_core.kernels.logistic import Scaling, Targets, cross_entropy, fit
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_stores import Store
@@ -228,7 +228,7 @@ def test_the_bank_keeps_patches_with_rare_classes() -> None:
         patches_of = [sum(number in labels[j] for j in there) for number in own]
         scores.append(sum(patches_of) * factor)
     expected = sorted(there[i] for i in np.argsort(scores)[:5])
-    assert chosen_cells(labels, 5, RARE, (3, 2)).tolist() == expected
+    assert choose_cells(labels, 5, RARE, (3, 2)).tolist() == expected
 
 
 def test_a_bounded_bank(tmp_path: Path) -> None:

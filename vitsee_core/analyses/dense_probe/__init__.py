@@ -2,7 +2,7 @@
 
 A linear map per site from a patch token to one score per class, fitted by ridge regression to the
 pixels of labelled images: scores of cells are interpolated bilinearly to pixels, and the squared
-error is that of every pixel, one-hot, at the class map's own resolution (see `ridge` for the sums
+error is that of every pixel, one-hot, at the class map's own resolution (see `linear` for the sums
 that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
 This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
 with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
@@ -27,14 +27,14 @@ Linear probes do not represent fine-tuning: models rank differently (Kerssies et
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from vitsee_core.analyses.dense_probe.figure import plot
 from vitsee_core.analyses.dense_probe.metrics import (
     METHOD,
     METRICS,
@@ -48,30 +48,18 @@ from vitsee_core.analyses.dense_probe.options import (
     SiteOptions,
     SolverOptions,
     TruthOptions,
+    choose_solver,
 )
 from vitsee_core.analyses.dense_probe.results import (
     PairOfStores,
     Settings,
-    image_pairs,
-    open_untrained,
+    TrainedProbes,
+    differences,
 )
-from vitsee_core.analyses.dense_probe.solvers import choose_solver, differences
+from vitsee_core.analyses.dense_probe.split_images import image_pairs, open_untrained
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.features.compared import other_precision
-from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.panels import (
-    PanelGrid,
-    em,
-    grow,
-    map_axes,
-    map_title,
-    note_below,
-    stack,
-)
-from vitsee_core.figures.plotting import styled
-from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -89,7 +77,6 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.words import site_words
 from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
     TESTS,
@@ -100,13 +87,8 @@ from vitsee_core.truth.labels.labelled_rows import (
 )
 from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.truth.masks.depth_maps import open_depth_maps
-from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +116,6 @@ COLUMNS = (
     "n_images",
     "baseline",
 )
-PICTURES = ("photo", "label", "prediction", "error")
-PICTURE_WIDTH = 9.0  # ems
-LETTER_WIDTH = 0.56  # ems that a letter of the caption takes
 
 
 @analysis
@@ -201,31 +180,7 @@ def run(
         raise VitseeError(
             "give exactly one of TEST, --split NAME|FILE and --holdout SHARE"
         )
-    task = _task(truth, per_class)
-    selected_metrics = select_metrics(
-        metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}"
-    )
-    solver = choose_solver(
-        fitting.solver,
-        fitting.preset,
-        task.label,
-        l2s=_validate_l2s(fitting.l2_relative),
-        ks=fitting.ks,
-        distance=fitting.distance,
-        bank=fitting.bank,
-        resolution=fitting.resolution,
-        balanced=fitting.balanced,
-        steps=fitting.steps,
-    )
-    settings = Settings(
-        sites=tuple(features.sites),
-        concat=features.concat,
-        task=task,
-        solver=solver,
-        metrics=tuple(selected_metrics),
-        per_class=per_class,
-        eigen_crop=truth.eigen_crop,
-    )
+    settings = _choose_settings(truth, fitting, features, metrics, per_class)
     # --images limits the test images; the training store has a limit of its own.
     train_execution = training_execution(execution, tests, train_images)
     find_pairs = partial(
@@ -269,28 +224,15 @@ def run(
     for remark in remarks:
         log.info("%s", remark)
     remarks += other_precision((train, *tests))
-    first_notes = probes[0].trained.notes
-    notes: dict[str, Any] = {
-        "solver": solver.describe(),
-        "interval": METHOD,
-        "truth": {"source": task.maps.name, **task.maps.rules},
-        "seed": execution.seed,
-        "train": {"store": train.label, **works[0].train.counts, **first_notes},
-        "tests": [
-            {"store": work.test.store.label, **work.test.counts, "also_in_train": n}
-            for work, n in zip(works, n_shared, strict=True)
-        ],
-        "compared": compared((train, *tests), "patches"),
-        WORD: {
-            trained.work.test.store.label: trained.blocks.describe() for trained in probes
-        },
-        "remarks": remarks,
-    }
-    if truth.eigen_crop:
-        notes["truth"]["tested"] = "on the crop of Eigen et al. 2014"
-    if fitting.preset is not None:
-        unlike = differences(solver, train, "left_out" in first_notes)
-        notes["protocol"] = {"preset": fitting.preset, "differences": unlike}
+    notes = _notes(
+        train,
+        tests,
+        probes,
+        settings,
+        n_shared=n_shared,
+        remarks=remarks,
+        seed=execution.seed,
+    )
     if show:
         data = None if origin is None else origin.data
         notes["shown"] = []
@@ -300,40 +242,99 @@ def run(
     return Table.from_rows(rows, names, notes)
 
 
-@styled
-def plot(table: Table) -> Figure:
-    """Draw a panel per metric against relative depth.
+def _choose_settings(
+    truth: TruthOptions,
+    fitting: SolverOptions,
+    features: SiteOptions,
+    metrics: Sequence[str],
+    per_class: bool,
+) -> Settings:
+    """Return the choices of a run, from the user's options, presets and defaults.
 
-    The 95 % interval is a band, baselines are dashed. Below, if they were asked for, are test
-    images beside label, prediction and error.
+    Raises:
+        VitseeError: no class maps, an unknown word, or choices that exclude each other.
     """
-    rows = table.frame.filter(pl.col("metric").is_in(METRICS))
-    metrics = [metric for metric in METRICS if metric in rows["metric"]]
-    examples: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
-    curve_grid = CurveGrid.of(len(metrics), rows)
-    picture_grids = [
-        PanelGrid(len(PICTURES), PICTURE_WIDTH, PICTURE_WIDTH + 2.2, PICTURE_WIDTH)
-        for _ in examples
-    ]
-    figure, subfigures = stack(curve_grid, *picture_grids)
-    panels = curve_grid.panels(subfigures[0], of_metrics(rows, metrics))
-    for axes, _, panel_rows in panels:
-        draw_depth_curves(axes, panel_rows, by=_varied_settings(rows), among=rows)
-        axes.set_ylim(bottom=0)
-    curve_grid.finish(panels)
-    add_curve_legend(figure, [axes for axes, *_ in panels])
-    for subfigure, grid, example in zip(
-        subfigures[1:], picture_grids, examples, strict=True
-    ):
-        _draw_example(subfigure, grid, example)
-    caption = _caption(table.notes, float(figure.get_figwidth()) / em())
-    if caption:
-        note_below(figure, caption)
-        grow(figure, em(1.3 * caption.count("\n")))
-    return figure
+    task = _open_task(truth, per_class)
+    selected_metrics = select_metrics(
+        metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}"
+    )
+    solver = choose_solver(
+        fitting.solver,
+        fitting.preset,
+        task.label,
+        l2s=_validate_l2s(fitting.l2_relative),
+        ks=fitting.ks,
+        distance=fitting.distance,
+        bank=fitting.bank,
+        resolution=fitting.resolution,
+        balanced=fitting.balanced,
+        steps=fitting.steps,
+    )
+    return Settings(
+        sites=tuple(features.sites),
+        concat=features.concat,
+        task=task,
+        solver=solver,
+        metrics=tuple(selected_metrics),
+        per_class=per_class,
+        eigen_crop=truth.eigen_crop,
+    )
 
 
-def _task(truth: TruthOptions, per_class: bool) -> Task:
+def _notes(
+    train: Store,
+    tests: Sequence[Store],
+    probes: Sequence[TrainedProbes],
+    settings: Settings,
+    *,
+    n_shared: Sequence[int],
+    remarks: Sequence[str],
+    seed: int,
+) -> dict[str, Any]:
+    """Return the table's notes on solver, labels and images.
+
+    Args:
+        train: store that trains.
+        tests: stores that test; () if a part of `train` does.
+        probes: the trained probes of each pair of stores.
+        settings: the choices of the run.
+        n_shared: for each pair of stores the number of images that both train and test.
+        remarks: sentences about images and results.
+        seed: seed of the run.
+    """
+    task = settings.task
+    solver = settings.solver
+    truth_notes: dict[str, Any] = {"source": task.maps.name, **task.maps.rules}
+    if settings.eigen_crop:
+        truth_notes["tested"] = "on the crop of Eigen et al. 2014"
+    test_notes = []
+    blocks = {}
+    for trained, n in zip(probes, n_shared, strict=True):
+        images = trained.work.test
+        label = images.store.label
+        test_notes.append({"store": label, **images.counts, "also_in_train": n})
+        blocks[label] = trained.blocks.describe()
+    first = probes[0]
+    training_notes = first.trained.notes
+    train_counts = first.work.train.counts
+    notes: dict[str, Any] = {
+        "solver": solver.describe(),
+        "interval": METHOD,
+        "truth": truth_notes,
+        "seed": seed,
+        "train": {"store": train.label, **train_counts, **training_notes},
+        "tests": test_notes,
+        "compared": compared((train, *tests), "patches"),
+        WORD: blocks,
+        "remarks": list(remarks),
+    }
+    if solver.preset is not None:
+        unlike = differences(solver, train, "left_out" in training_notes)
+        notes["protocol"] = {"preset": solver.preset, "differences": unlike}
+    return notes
+
+
+def _open_task(truth: TruthOptions, per_class: bool) -> Task:
     """Return the task, of classes or of depths, with its maps.
 
     Raises:
@@ -384,53 +385,6 @@ def _validate_l2s(values: Sequence[float | str]) -> tuple[float, ...]:
     if numbers and not 0 < numbers[0] <= numbers[-1] < float("inf"):
         raise VitseeError("--l2-relative: expected finite numbers above 0")
     return tuple(numbers)
-
-
-def _draw_example(subfigure: Any, grid: PanelGrid, example: Mapping[str, Any]) -> None:
-    """Draw the pictures of one test image side by side."""
-    right = example.get("right")
-    titles = {
-        "photo": str(example["image"]),
-        "label": "label",
-        "prediction": site_words(str(example["site"])),
-        "error": "no pixel counts" if right is None else f"{right:.0%} right",
-    }
-    for axes, kind in zip(grid.axes(subfigure), PICTURES, strict=True):
-        if kind in example:
-            picture = decode(example[kind])
-            axes.imshow(picture, interpolation="nearest", origin="upper")
-        map_axes(axes)
-        map_title(axes, grid, titles[kind])
-
-
-def _varied_settings(rows: pl.DataFrame) -> list[str]:
-    """Return the columns, among l2_relative and k, in which several rows of one probe differ."""
-    probe = [
-        name for name in ("store", "site", "metric", "baseline") if name in rows.columns
-    ]
-    settings = [name for name in ("l2_relative", "k") if name in rows.columns]
-    n_values = rows.group_by(probe).agg(pl.col(settings).drop_nulls().n_unique())
-    return [name for name in settings if (n_values[name] > 1).any()]
-
-
-def _caption(notes: Mapping[str, Any], width: float) -> str:
-    """Return the text below the figure; "" for none.
-
-    It names the protocol and the points in which the run differs from it. width: in ems.
-    """
-    lines = []
-    protocol = notes.get("protocol")
-    if protocol:
-        unlike = "; ".join(protocol["differences"])
-        n_letters = int(width / LETTER_WIDTH)
-        lines += wrap(f"after {protocol['preset']}, but: {unlike}", n_letters)
-    if notes.get("shown"):
-        lines.append(
-            "colours: depth, lighter is farther; red: off by the depth itself; white: no depth"
-            if "pixels with a depth" in notes.get("truth", {})
-            else "colours: classes; red: wrong pixels; white: pixels without a class"
-        )
-    return "\n".join(lines)
 
 
 ANALYSIS = Analysis(

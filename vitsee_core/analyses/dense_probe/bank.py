@@ -15,7 +15,7 @@ where none has a depth there.
 
 The number of neighbours and the distance are chosen by the patches of held-out training images.
 
-`logistic`: the regression of `linear`, on the patches of the bank.
+`logistic`: the regression of `kernels.logistic`, on the patches of the bank.
 """
 
 from __future__ import annotations
@@ -28,45 +28,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import (
-    Scaling,
-    Targets,
-    choose_l2,
-    fit,
-    linear_scores,
-)
-from vitsee_core.analyses.dense_probe.metrics import count_confusions, mean_iou
-from vitsee_core.analyses.dense_probe.neighbours import (
+from vitsee_core.analyses.dense_probe.heads import (
+    ClassHead,
+    Head,
+    HeadKey,
     HummingbirdScores,
     KnnHead,
+    LinearScores,
+    Places,
     Search,
+    Trained,
     mean_depths,
     most_votes,
 )
-from vitsee_core.analyses.dense_probe.pixels import (
-    CellSums,
-    ClassHead,
-    Head,
-    Labels,
-    Places,
-    count_places,
-    has_label,
-)
-from vitsee_core.analyses.dense_probe.solvers import (
+from vitsee_core.analyses.dense_probe.linear import CellSums, blind_heads, count_places
+from vitsee_core.analyses.dense_probe.metrics import count_confusions, mean_iou
+from vitsee_core.analyses.dense_probe.options import (
+    CHOOSING,
     HUMMINGBIRD,
     LOGISTIC,
     Solver,
 )
-from vitsee_core.analyses.dense_probe.work import (
-    CHOOSING,
-    HeadKey,
+from vitsee_core.analyses.dense_probe.pixels import Labels, has_label
+from vitsee_core.analyses.dense_probe.split_images import (
     SplitImages,
     Sums,
-    Trained,
-    blind_heads,
     counted_rows,
     draw_images,
 )
+from vitsee_core.kernels.logistic import Scaling, Targets, choose_l2, fit
 from vitsee_core.truth.masks.png_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
@@ -75,8 +65,8 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
-log = logging.getLogger(__name__)
 
+log = logging.getLogger(__name__)
 RARE = "rare"
 ANY = "any"
 QUERIES_AT_ONCE = 1024
@@ -121,7 +111,7 @@ class Bank:
         return classes, counts.astype(np.float64), counts.sum(1)
 
 
-def chosen_cells(
+def choose_cells(
     labels: Labels, max_cells: int, choice: str, seed: tuple[int, ...]
 ) -> Integers:
     """Return the cells of an image that are kept, ascending.
@@ -155,7 +145,7 @@ class Collecting:
     Attributes:
         images: the training images.
         max_cells: patches kept of an image.
-        choice: `RARE` or `ANY`, see `chosen_cells`.
+        choice: `RARE` or `ANY`, see `choose_cells`.
         seed: seed of the choice.
     """
 
@@ -166,15 +156,15 @@ class Collecting:
 
 
 @dataclass
-class BankParts(Sums[Collecting]):
+class Banks(Sums[Collecting]):
     """The kept patches of every site by slab, and the sums of the baselines.
 
     Attributes:
-        parts: name of a site -> a bank of each slab.
+        slab_banks: name of a site -> a bank of each slab.
         places: key of a grid -> sums of labels at each cell.
     """
 
-    parts: dict[str, list[Bank]] = field(default_factory=dict)
+    slab_banks: dict[str, list[Bank]] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
     def update(self, slab: Slab) -> None:
@@ -189,7 +179,7 @@ class BankParts(Sums[Collecting]):
             # By the image's number in the data set: a shuffled store keeps the same patches.
             seed = (self.work.seed, 4, int(images.store.samples.index[row]))
             for grid, labels in images.truth.cells(row).items():
-                cells = chosen_cells(labels, self.work.max_cells, self.work.choice, seed)
+                cells = choose_cells(labels, self.work.max_cells, self.work.choice, seed)
                 cells_of_grids.setdefault(grid, []).append(cells)
                 labels_of_grids.setdefault(grid, []).append(labels[cells])
             for grid, pixels in images.truth.pixels(row).items():
@@ -207,16 +197,16 @@ class BankParts(Sums[Collecting]):
                 labels=np.concatenate(labels_of_grids[grid]),
                 rows=np.repeat(rows, [len(cells) for cells in cells_of_images]),
             )
-            self.parts.setdefault(site, []).append(bank)
+            self.slab_banks.setdefault(site, []).append(bank)
 
     def bank(self, site: str) -> Bank:
         """Remove and return all patches of a site."""
         # Removed, so that a site's patches are in memory twice for one site at a time only.
-        parts = self.parts.pop(site)
+        banks = self.slab_banks.pop(site)
         return Bank(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            labels=np.concatenate([part.labels for part in parts]),
-            rows=np.concatenate([part.rows for part in parts]),
+            tokens=np.concatenate([bank.tokens for bank in banks]),
+            labels=np.concatenate([bank.labels for bank in banks]),
+            rows=np.concatenate([bank.rows for bank in banks]),
         )
 
 
@@ -227,13 +217,13 @@ def train_from_bank(images: SplitImages, solver: Solver, execution: Execution) -
         VitseeError: no patch has a class, fewer patches than neighbours, cells that are not whole
             pixels, or too few images to choose l2.
     """
-    parts, max_cells = _collect(images, solver, execution)
+    banks, max_cells = _collect(images, solver, execution)
     held_out = draw_images(images.store, images.truth.mask, CHOOSING, (execution.seed, 3))
     heads: dict[HeadKey, Head] = {}
     notes: dict[str, Any] = {"patches_of_an_image_at_most": max_cells}
     n_left_out = 0
     for site in images.features:
-        bank = parts.bank(site)
+        bank = banks.bank(site)
         if not len(bank.tokens):
             raise images.no_pixel("training")
         layout = images.truth.layouts[images.grids[site]]
@@ -261,12 +251,12 @@ def train_from_bank(images: SplitImages, solver: Solver, execution: Execution) -
         heads |= _neighbour_heads(images, bank, search, solver, ks, site)
     if images.task.label == "class":
         # The classes of all grids are the same: any of them counts.
-        first_sums = next(iter(parts.places.values()))
+        first_sums = next(iter(banks.places.values()))
         notes["n_trained"] = int((first_sums.totals > 0).sum())
     if n_left_out > 0:
         notes["left_out"] = f"patches beyond {max_cells} of an image"
         log.info("%s: %d patches of each image are kept", images.store.label, max_cells)
-    return Trained(heads | blind_heads(images.task, parts.places), notes)
+    return Trained(heads | blind_heads(images.task, banks.places), notes)
 
 
 def _neighbour_heads(
@@ -295,7 +285,7 @@ def _neighbour_heads(
 
 def _collect(
     images: SplitImages, solver: Solver, execution: Execution
-) -> tuple[BankParts, int]:
+) -> tuple[Banks, int]:
     """Collect the patches of all sites; also return the largest number that is kept of an image.
 
     Raises:
@@ -324,7 +314,7 @@ def _collect(
         n_patches = solver.bank
     max_cells = max(1, n_patches // images.n_images)
     choice = RARE if solver.name == HUMMINGBIRD else ANY
-    make = partial(BankParts, Collecting(images, max_cells, choice, execution.seed))
+    make = partial(Banks, Collecting(images, max_cells, choice, execution.seed))
     return images.fold(make, execution), max_cells
 
 
@@ -358,9 +348,18 @@ def _logistic_heads(
     weights_of_l2s = fit(Targets.of(z, counts), l2s)
     heads = {}
     for l2 in sorted(weights_of_l2s):
-        scores = linear_scores(weights_of_l2s[l2], scaling)
+        scores = _linear_scores(weights_of_l2s[l2], scaling)
         heads[l2] = images.task.head(classes, scores, solver.of_patches)
     return heads
+
+
+def _linear_scores(weights: Float, scaling: Scaling) -> LinearScores:
+    """Return the scores of classes as a linear function of features as they are stored.
+
+    weights: (dim + 1, classes) of scaled features, with the intercept last.
+    """
+    stored_weights = weights[:-1] * scaling.factor[:, None]
+    return LinearScores(stored_weights, weights[-1] - scaling.mean @ stored_weights)
 
 
 def _most_frequent(bank: Bank, counts: Float) -> Float:

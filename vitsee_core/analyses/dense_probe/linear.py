@@ -1,32 +1,31 @@
-"""Linear probes of patches: least squares at the resolution of pixels, from one pass over tokens,
-and multinomial logistic regression of patches in memory.
-
-Least squares:
+"""Linear probes by least squares at the resolution of pixels, from one pass over tokens.
 
     min over W, b of  1/n |M (U Z W + b - Y)|^2 + l2 v |W|^2
 
-over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
-class and 0 for the others, or its depth; v is the mean variance of a feature over pixels, so that
-l2, the analysis's `l2_relative`, has no unit: l2 n v is scikit-learn's alpha. The intercept b is
-not penalised. With tokens about a fixed `shift`, the sums of `pixels.CellSums` make
+over the n pixels that count of all images: U interpolates tokens Z (cells, dim) bilinearly, M is
+the diagonal of the pixels' weights (0 for those that do not count), Y their targets, 1 for a
+pixel's class and 0 for the others, or its depth; v is the mean variance of a feature over pixels,
+so that l2, the analysis's `l2_relative`, has no unit: l2 n v is scikit-learn's alpha. The intercept
+b is not penalised.
+
+Least squares needs sums over an image's pixels, which are made per cell (`CellSums`):
+
+    S = U'MU    (cells, cells): a cell and its eight neighbours, so four numbers a cell
+    T = U'MY    (cells, targets): a triangular filter of the class map
+
+Sums over pixels are Z'SZ and Z'T; no pixel has features in memory. As U is a product of one
+operator a direction, S and T are each a few products of matrices as large as the image. With tokens
+about a fixed `shift`, which costs no digits, these sums make
 
     A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 
-and one eigendecomposition of A serves every l2. l2 is chosen by the squared error of held-out
-training images, which follows from their own sums: no second pass. Everything is in float64.
+and one eigendecomposition of A serves every l2 (`Solutions`). l2 is chosen by the squared error of
+held-out training images, which follows from their own sums: no second pass. All is in float64.
 
 With balanced classes a pixel of class c has the weight n / (C n_c) in M, of the n_c training pixels
 of each of C classes, so that all classes weigh alike.
 
-Logistic regression of patches on their shares of classes:
-
-    min over W, b of  sum_p w_p CE(P_p, softmax(W' z_p + b)) / sum_p w_p + l2 / 2 |W|^2
-
-with P_p the shares of classes among the pixels of patch p that have one, and w_p how many these
-are: the cross-entropy of every pixel, were each given the scores of its patch. Features z are
-scaled to mean 0 and standard deviation 1 over the training patches. By L-BFGS, each l2 from the
-weights of the next larger one; l2 is chosen by the cross-entropy of held-out images. It is the
-analysis's `l2_relative` (the mean variance of a feature is 1 here): 1 / (l2 n) is scikit-learn's C.
+The sums of the baselines (`heads.PlaceSums`) are made from the same sums of images.
 """
 
 from __future__ import annotations
@@ -34,38 +33,151 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import (
-    CellSums,
+from vitsee_core.analyses.dense_probe.heads import (
     Head,
+    HeadKey,
     LinearScores,
     Places,
-    count_places,
+    PlaceSums,
+    Trained,
 )
-from vitsee_core.analyses.dense_probe.solvers import RIDGE_GRID, Solver
-from vitsee_core.analyses.dense_probe.work import (
-    CHOOSING,
-    HeadKey,
+from vitsee_core.analyses.dense_probe.options import CHOOSING, RIDGE_GRID, Solver
+from vitsee_core.analyses.dense_probe.split_images import (
     SplitImages,
     Sums,
-    Trained,
-    blind_heads,
     counted_rows,
     draw_images,
 )
 from vitsee_core.truth.masks.png_maps import IGNORED
-from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
+    from vitsee_core.analyses.dense_probe.metrics import Task
+    from vitsee_core.analyses.dense_probe.pixels import Pixels
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
-TOLERANCE = 1e-9
-ITERATIONS = 1000
+
+@dataclass(frozen=True)
+class CellSums:
+    """The sums of one image's pixels over the cells of one grid.
+
+    S is symmetric and couples a cell with its eight neighbours, so four arrays hold it.
+
+    Attributes:
+        same: (rows, cols) S of a cell with itself.
+        beside: (rows, cols - 1) S of a cell with its right neighbour.
+        below: (rows - 1, cols) S of a cell with the one below.
+        diagonal: (rows - 1, cols - 1) S of either diagonal of four cells, which are equal.
+        present: numbers of the targets that occur: classes, or [0] for depths.
+        targets: (present, rows, cols) T.
+        totals: (present,) sums of Y over pixels.
+        squares: the sum of Y squared over pixels.
+        n: the sum of the weights.
+        weights: (rows, cols) U'M1, the row sums of S.
+    """
+
+    same: Float
+    beside: Float
+    below: Float
+    diagonal: Float
+    present: list[int]
+    targets: Float
+    totals: Float
+    squares: float
+    n: float
+    weights: Float
+
+    @classmethod
+    def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
+        """Return the sums of an image.
+
+        class_weights: (256,) weight of a pixel of each class, 0 for `IGNORED`; by default 1.
+        """
+        down = pixels.row_weights
+        across = pixels.col_weights
+        # Products of neighbouring cells' shares in the same pixel.
+        down_pairs = down[:, :-1] * down[:, 1:]
+        across_pairs = across[:, :-1] * across[:, 1:]
+        pixel_weights = pixels.weights
+        if class_weights is not None:
+            pixel_weights = class_weights[pixels.labels]  # (height, width)
+        # U is a product of one operator a direction, and so is S: first down, then across.
+        same_row = (down**2).T @ pixel_weights  # (rows, width)
+        next_row = down_pairs.T @ pixel_weights  # (rows - 1, width)
+        targets = pixels.targets
+        weighted = [pixel_weights * target for target in targets]
+        grid = (down.shape[1], across.shape[1])
+        target_sums = np.array([pixels.sums_of_cells(target) for target in weighted])
+        squares = sum(
+            (product * target).sum()
+            for product, target in zip(weighted, targets, strict=True)
+        )
+        return cls(
+            same=same_row @ across**2,
+            beside=same_row @ across_pairs,
+            below=next_row @ across**2,
+            diagonal=next_row @ across_pairs,
+            present=pixels.present,
+            targets=target_sums.reshape(-1, *grid),
+            totals=np.array([target.sum() for target in weighted], np.float64),
+            squares=float(squares),
+            n=float(pixel_weights.sum()),
+            weights=pixels.sums_of_cells(pixel_weights),
+        )
+
+    def smoothed(self, tokens: Float) -> Float:
+        """Return the product S Z for tokens Z (rows, cols, dim)."""
+        product = self.same[..., None] * tokens
+        left = np.s_[:, :-1]
+        right = np.s_[:, 1:]
+        _add_coupled(product, tokens, self.beside, left, right)
+        upper = np.s_[:-1, :]
+        lower = np.s_[1:, :]
+        _add_coupled(product, tokens, self.below, upper, lower)
+        upper_left = np.s_[:-1, :-1]
+        lower_right = np.s_[1:, 1:]
+        _add_coupled(product, tokens, self.diagonal, upper_left, lower_right)
+        upper_right = np.s_[:-1, 1:]
+        lower_left = np.s_[1:, :-1]
+        _add_coupled(product, tokens, self.diagonal, upper_right, lower_left)
+        return product
+
+
+def _add_coupled(
+    product: Float,
+    tokens: Float,
+    coupling: Float,
+    cells: tuple[slice, slice],
+    neighbours: tuple[slice, slice],
+) -> None:
+    """Add to a product S Z what S has of cells with their neighbours, in either direction."""
+    product[cells] += coupling[..., None] * tokens[neighbours]
+    product[neighbours] += coupling[..., None] * tokens[cells]
+
+
+def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> None:
+    """Add an image's sums to those of its grid."""
+    if grid not in places:
+        shape = sums.weights.shape
+        places[grid] = PlaceSums(np.zeros((n_targets, *shape)), np.zeros(shape))
+    places[grid].targets[sums.present] += sums.targets
+    places[grid].weights += sums.weights
+
+
+def blind_heads(task: Task, places: Places) -> dict[HeadKey, Head]:
+    """Return the head of each baseline of every grid; baselines see no tokens."""
+    heads = {}
+    for grid, place_sums in places.items():
+        classes, *scores_of_baselines = place_sums.scores()
+        for name, scores in zip(task.baselines, scores_of_baselines, strict=True):
+            heads[HeadKey(grid, baseline=name)] = task.head(classes, scores)
+    return heads
 
 
 @dataclass
@@ -90,28 +202,36 @@ class PixelSums:
 
     @classmethod
     def empty(cls, dim: int, n_targets: int = IGNORED) -> PixelSums:
+        """Return the sums over no pixel."""
         return cls(
-            0.0,
-            np.zeros(n_targets),
-            0.0,
-            np.zeros(dim),
-            np.zeros((dim, dim)),
-            np.zeros((n_targets, dim)),
+            n=0.0,
+            totals=np.zeros(n_targets),
+            squares=0.0,
+            first=np.zeros(dim),
+            second=np.zeros((dim, dim)),
+            crossed=np.zeros((n_targets, dim)),
         )
 
     def count(self, tokens: Float, sums: CellSums) -> None:
         """Add an image with tokens (rows, cols, dim) minus the shift."""
-        flat = tokens.reshape(-1, tokens.shape[-1])
+        flat = tokens.reshape(-1, tokens.shape[-1])  # (cells, dim)
         self.n += sums.n
         self.totals[sums.present] += sums.totals
         self.squares += sums.squares
-        self.first += sums.weights.ravel() @ flat
-        self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)
-        self.crossed[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
+        self.first += sums.weights.ravel() @ flat  # 1'S Z
+        self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)  # Z'S Z
+        self.crossed[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat  # T'Z
 
-    def __add__(self, other: PixelSums) -> PixelSums:
-        both = zip(vars(self).values(), vars(other).values(), strict=True)
-        return PixelSums(*(ours + theirs for ours, theirs in both))
+    def __add__(self, later: PixelSums) -> PixelSums:
+        """Return the sums over both."""
+        return PixelSums(
+            n=self.n + later.n,
+            totals=self.totals + later.totals,
+            squares=self.squares + later.squares,
+            first=self.first + later.first,
+            second=self.second + later.second,
+            crossed=self.crossed + later.crossed,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,21 +239,33 @@ class Training:
     """The images that are summed.
 
     Attributes:
-        shifts: site -> (dim,) what is subtracted from its tokens.
-        held_out: (images,) which of the store's rows choose l2.
-        class_weights: see `CellSums.of`.
+        images: the training images.
+        shifts: site -> (dim,) numbers that are subtracted from its tokens.
+        held_out: (images of the store,) which of them choose l2.
+        class_weights: (256,) weight of a pixel of each class; None: 1 for all classes.
     """
 
-    part: SplitImages
+    images: SplitImages
     shifts: Mapping[str, Float]
     held_out: Mask
     class_weights: Float | None = None
 
 
+class SiteSums(NamedTuple):
+    """The sums of one site over the images that fit, and over those held out."""
+
+    fitted: PixelSums
+    held_out: PixelSums
+
+
 @dataclass
 class TrainingSums(Sums[Training]):
-    """Sums over the pixels of the training images: of (site, whether images are held out), and, for
-    the baselines, of each grid per cell."""
+    """Sums over the pixels of the training images.
+
+    Attributes:
+        sums: (site, whether images are held out) -> the sums over their pixels.
+        places: key of a grid -> sums of labels at each cell, for the baselines.
+    """
 
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
@@ -141,33 +273,35 @@ class TrainingSums(Sums[Training]):
     def update(self, slab: Slab) -> None:
         """Add the images of a slab."""
         assert self.work is not None
-        work = self.work
-        part = self.work.part
+        images = self.work.images
+        n_targets = images.task.n_targets
         rows = counted_rows(slab)
-        n_targets = part.task.n_targets
-        by_image = [
-            {
-                grid: CellSums.of(own, work.class_weights)
-                for grid, own in part.truth.pixels(row).items()
-            }
-            for row in rows
-        ]
-        for of_grid in by_image:
-            for grid, sums in of_grid.items():
-                count_places(self.places, grid, sums, n_targets)
-        for site, features in part.features.items():
-            tokens = features.of_slab(slab)
-            for row, x, of_grid in zip(rows, tokens, by_image, strict=True):
-                key = site, bool(work.held_out[row])
+        # For each image: key of a grid -> its sums. Made once for all sites that share the grid.
+        sums_of_images: list[dict[str, CellSums]] = []
+        for row in rows:
+            sums_of_grids = {}
+            for grid, pixels in images.truth.pixels(row).items():
+                sums_of_grids[grid] = CellSums.of(pixels, self.work.class_weights)
+                count_places(self.places, grid, sums_of_grids[grid], n_targets)
+            sums_of_images.append(sums_of_grids)
+        for site, patches in images.features.items():
+            shift = self.work.shifts[site]
+            for row, x, sums_of_grids in zip(
+                rows, patches.of_slab(slab), sums_of_images, strict=True
+            ):
+                key = (site, bool(self.work.held_out[row]))
                 if key not in self.sums:
-                    self.sums[key] = PixelSums.empty(features.dim, n_targets)
-                z = (x.astype(np.float64) - work.shifts[site]).reshape(*features.grid, -1)
-                self.sums[key].count(z, of_grid[part.grids[site]])
+                    self.sums[key] = PixelSums.empty(patches.dim, n_targets)
+                z = (x.astype(np.float64) - shift).reshape(*patches.grid, -1)
+                self.sums[key].count(z, sums_of_grids[images.grids[site]])
 
-    def parts(self, site: str, dim: int, n_targets: int) -> tuple[PixelSums, PixelSums]:
-        """The sums of the images that fit, and of those held out."""
+    def of_site(self, site: str, dim: int, n_targets: int) -> SiteSums:
+        """Return the sums of one site, empty where it has no such images."""
         empty = PixelSums.empty(dim, n_targets)
-        return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
+        return SiteSums(
+            fitted=self.sums.get((site, False), empty),
+            held_out=self.sums.get((site, True), empty),
+        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +314,7 @@ class Solutions:
         values: (dim,) eigenvalues of A over n v.
         rhs: (dim, classes) B over n v in the eigenvectors' coordinates.
         mean: (dim,) mean of the features minus the shift.
-        levels: (classes,) means of the targets.
+        target_means: (classes,) means of the targets.
     """
 
     classes: Integers
@@ -188,241 +322,162 @@ class Solutions:
     values: Float
     rhs: Float
     mean: Float
-    levels: Float
+    target_means: Float
 
     @classmethod
     def of(cls, sums: PixelSums) -> Solutions:
-        """Solve for the sums of some images."""
+        """Return the decomposition for the sums of some images."""
         n = sums.n
         classes = np.flatnonzero(sums.totals)
         mean = sums.first / n
-        scatter = sums.second - n * np.outer(mean, mean)
-        scatter = (scatter + scatter.T) / 2
-        crossed = sums.crossed[classes] - sums.totals[classes, None] * mean
+        scatter = sums.second - n * np.outer(mean, mean)  # A
+        scatter = (scatter + scatter.T) / 2  # symmetric but for rounding
+        crossed = sums.crossed[classes] - sums.totals[classes, None] * mean  # B'
         # n times the mean variance; features that are all equal have none, and get no weight.
         scale = float(np.trace(scatter)) / len(mean) or 1.0
         values, basis = np.linalg.eigh(scatter / scale)
-        rhs = basis.T @ crossed.T / scale
         return cls(
-            classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n
+            classes=classes,
+            basis=basis,
+            values=np.maximum(values, 0),
+            rhs=basis.T @ crossed.T / scale,
+            mean=mean,
+            target_means=sums.totals[classes] / n,
         )
 
     def scores(self, l2: float, shift: Float) -> LinearScores:
-        """The scores of `classes` at one l2, as a linear function of stored features."""
-        weights = self.basis @ self._rotated(l2)
-        return LinearScores(weights, self.levels - (self.mean + shift) @ weights)
+        """Return the scores of `classes` at one l2, as a linear function of stored features."""
+        weights = self.basis @ self._rotated_weights(l2)
+        return LinearScores(weights, self.target_means - (self.mean + shift) @ weights)
 
     def squared_errors(self, l2s: Sequence[float], held_out: PixelSums) -> list[float]:
-        """The squared error per held-out pixel at each l2. Classes without training pixels have the
-        score 0."""
-        n = held_out.n
-        turned = self.basis.T @ held_out.second @ self.basis
-        first = self.basis.T @ held_out.first
-        own = held_out.totals[self.classes]
-        crossed = self.basis.T @ held_out.crossed[self.classes].T
-        origin = self.basis.T @ self.mean
-        found = []
-        for l2 in l2s:
-            weights = self._rotated(l2)
-            bias = self.levels - origin @ weights
-            # The sum of |W'z + b - y|^2, multiplied out.
-            products = float(np.einsum("rc,rc->", weights, turned @ weights))
-            levels = 2 * float(bias @ (first @ weights)) + n * float(bias @ bias)
-            agreed = float(np.einsum("rc,rc->", weights, crossed)) + float(bias @ own)
-            found.append((products + levels - 2 * agreed + held_out.squares) / n)
-        return found
+        """Return the squared error per held-out pixel at each l2.
 
-    def _rotated(self, l2: float) -> Float:
+        Classes without training pixels have the score 0.
+        """
+        n = held_out.n
+        # All in the eigenvectors' coordinates, so that each l2 costs products with few columns.
+        second = self.basis.T @ held_out.second @ self.basis
+        first = self.basis.T @ held_out.first
+        crossed = self.basis.T @ held_out.crossed[self.classes].T
+        mean = self.basis.T @ self.mean
+        totals = held_out.totals[self.classes]
+        errors = []
+        for l2 in l2s:
+            weights = self._rotated_weights(l2)  # (dim, classes)
+            bias = self.target_means - mean @ weights
+            # The sum over pixels of |W'z + b - y|^2, multiplied out.
+            weight_terms = float(np.einsum("rc,rc->", weights, second @ weights))
+            bias_terms = 2 * float(bias @ (first @ weights)) + n * float(bias @ bias)
+            target_terms = float(np.einsum("rc,rc->", weights, crossed))
+            target_terms += float(bias @ totals)
+            error = weight_terms + bias_terms - 2 * target_terms + held_out.squares
+            errors.append(error / n)
+        return errors
+
+    def _rotated_weights(self, l2: float) -> Float:
+        """Return the weights (dim, classes) at one l2, in the eigenvectors' coordinates."""
         return self.rhs / (self.values + l2)[:, None]
 
 
-def train_ridge(part: SplitImages, solver: Solver, execution: Execution) -> Trained:
+def train_ridge(images: SplitImages, solver: Solver, execution: Execution) -> Trained:
     """Train the probes of every site, and the baselines of every grid.
 
     Raises:
         VitseeError: no pixel counts, or there are too few images to choose l2.
     """
-    held_out = np.zeros(part.store.n_images, bool)
+    held_out = np.zeros(images.store.n_images, bool)
     if not solver.l2s:
-        held_out = draw_images(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
-    weights = None
+        seed = (execution.seed, 3)
+        held_out = draw_images(images.store, images.truth.mask, CHOOSING, seed)
+    class_weights = None
     if solver.balanced:
-        weights = balanced_weights(count_truth(part, execution))
-    sums = _fold_training(part, held_out, weights, execution)
-    shifts = _shifts(part)
-    task = part.task
+        class_weights = balanced_weights(count_truth(images, execution))
+    sums = _fold_training(images, held_out, class_weights, execution)
+    shifts = _shifts(images)
+    task = images.task
     heads: dict[HeadKey, Head] = {}
-    chosen = {}
-    notes = dict[str, object]()
-    for site, features in part.features.items():
-        fitted, held = sums.parts(site, features.dim, task.n_targets)
-        whole = fitted + held
-        if not whole.n:
-            raise part.no_pixel("training")
-        values = list(solver.l2s) or [_chosen(fitted, held, site)]
-        solutions = Solutions.of(whole)
-        for l2 in values:
+    notes: dict[str, object] = {}
+    l2s_of_sites = {}
+    for site, patches in images.features.items():
+        site_sums = sums.of_site(site, patches.dim, task.n_targets)
+        all_sums = site_sums.fitted + site_sums.held_out
+        if not all_sums.n:
+            raise images.no_pixel("training")
+        l2s = list(solver.l2s) or [_choose_l2(site_sums, site)]
+        solutions = Solutions.of(all_sums)
+        for l2 in l2s:
             scores = solutions.scores(l2, shifts[site])
             heads[HeadKey(site, l2)] = task.head(solutions.classes, scores)
-        chosen[site] = values
-        notes["training_pixels"] = round(whole.n)
+        l2s_of_sites[site] = l2s
+        notes["training_pixels"] = round(all_sums.n)
         notes["n_trained"] = len(solutions.classes)
-    notes["l2_relative"] = chosen
+    notes["l2_relative"] = l2s_of_sites
     if not solver.l2s:
         notes["held_out_images"] = int(held_out.sum())
     return Trained(heads | blind_heads(task, sums.places), notes)
 
 
-def count_truth(part: SplitImages, execution: Execution) -> Places:
-    """Count the training pixels, without reading tokens.
+def count_truth(images: SplitImages, execution: Execution) -> Places:
+    """Count the training pixels at each cell of every grid, without reading tokens.
 
     Raises:
         VitseeError: none counts.
     """
-    found = _fold_training(
-        replace(part, features={}), np.zeros(0, bool), None, execution
-    ).places
-    if not any(own.weights.any() for own in found.values()):
-        raise part.no_pixel("training")
-    return found
+    without_tokens = replace(images, features={})
+    none_held_out = np.zeros(0, bool)
+    places = _fold_training(without_tokens, none_held_out, None, execution).places
+    if not any(place_sums.weights.any() for place_sums in places.values()):
+        raise images.no_pixel("training")
+    return places
 
 
 def balanced_weights(places: Places) -> Float:
-    """The weight of a pixel of each class, (256,): n / (C n_c); those of all pixels add up to n."""
-    totals = next(iter(places.values())).totals
-    there = totals > 0
-    found = np.zeros(IGNORED + 1)
-    found[:IGNORED][there] = totals.sum() / (there.sum() * totals[there])
-    return found
+    """Return the weight of a pixel of each class, (256,): n / (C n_c).
+
+    The weights of all pixels add up to n.
+    """
+    totals = next(iter(places.values())).totals  # the same pixels on every grid
+    occurs = totals > 0
+    weights = np.zeros(IGNORED + 1)
+    weights[:IGNORED][occurs] = totals.sum() / (occurs.sum() * totals[occurs])
+    return weights
 
 
-def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
-    """The l2 with the least squared error per held-out pixel, the largest of several."""
-    if not fitted.n or not held.n:
+def _choose_l2(sums: SiteSums, site: str) -> float:
+    """Return the l2 with the least squared error per held-out pixel, the largest of several."""
+    if not sums.fitted.n or not sums.held_out.n:
         raise VitseeError(
-            f"{site}: l2 cannot be chosen, as the training images that fit have {fitted.n:.0f} "
-            f"pixels that count and those held out {held.n:.0f}; give it with --l2-relative, or "
-            "more images"
+            f"{site}: l2 cannot be chosen, as the training images that fit have "
+            f"{sums.fitted.n:.0f} pixels that count and those held out {sums.held_out.n:.0f}; "
+            "give it with --l2-relative, or more images"
         )
-    errors = Solutions.of(fitted).squared_errors(RIDGE_GRID, held)
-    return min(
-        zip(errors, RIDGE_GRID, strict=True), key=lambda pair: (pair[0], -pair[1])
-    )[1]
+    errors = Solutions.of(sums.fitted).squared_errors(RIDGE_GRID, sums.held_out)
+    error_of_l2 = dict(zip(RIDGE_GRID, errors, strict=True))
+    return min(RIDGE_GRID, key=lambda l2: (error_of_l2[l2], -l2))
 
 
-def _shifts(part: SplitImages) -> dict[str, Float]:
-    """A token of each site; sums of features minus it lose no digits."""
-    first = int(np.flatnonzero(part.truth.mask)[0])
-    tokens = {
-        site: own.load(first)[0].astype(np.float64) for site, own in part.features.items()
-    }
-    return {
-        site: np.where(np.isfinite(token), token, 0.0) for site, token in tokens.items()
-    }
+def _shifts(images: SplitImages) -> dict[str, Float]:
+    """Return site -> a token (dim,) of it; sums of features minus it lose no digits."""
+    first_row = int(np.flatnonzero(images.truth.mask)[0])
+    shifts = {}
+    for site, patches in images.features.items():
+        token = patches.load(first_row)[0].astype(np.float64)
+        shifts[site] = np.where(np.isfinite(token), token, 0.0)
+    return shifts
 
 
 def _fold_training(
-    part: SplitImages, held_out: Mask, weights: Float | None, execution: Execution
+    images: SplitImages,
+    held_out: Mask,
+    class_weights: Float | None,
+    execution: Execution,
 ) -> TrainingSums:
-    make = partial(TrainingSums, Training(part, _shifts(part), held_out, weights))
-    dims = [own.dim for own in part.features.values()]
-    sums = sum(8 * 2 * dim * (dim + part.task.n_targets) for dim in dims)
-    return part.fold(make, execution, part.slab_bytes + sums)
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """The numbers (dim,) that are subtracted from features, and the factors that follow."""
-
-    mean: Float
-    factor: Float
-
-    @classmethod
-    def none(cls, dim: int) -> Scaling:
-        """The scaling that leaves features as they are."""
-        return cls(np.zeros(dim), np.ones(dim))
-
-    @classmethod
-    def of(cls, tokens: Float32) -> Scaling:
-        """The scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
-        features become 0."""
-        mean = tokens.mean(0, dtype=np.float64)
-        std = tokens.std(0, dtype=np.float64)
-        return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
-
-    def __call__(self, tokens: Float | Float32) -> Float:
-        return (tokens - self.mean) * self.factor
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Patches to fit: scaled features (n, dim), shares (n, classes) of each patch's pixels, which
-    add up to 1, and weights (n,) of the patches, which add up to 1."""
-
-    z: Float
-    shares: Float
-    weights: Float
-
-    @classmethod
-    def of(cls, z: Float, counts: Float) -> Targets:
-        """The targets from the number of pixels of each class in each patch, (n, classes); patches
-        without any are left out."""
-        n = counts.sum(1)
-        kept = n > 0
-        return cls(z[kept], counts[kept] / n[kept, None], n[kept] / max(n.sum(), 1))
-
-
-def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
-    """The weights at each l2, (dim + 1, classes) with the intercept last."""
-    from scipy.optimize import minimize
-
-    shape = targets.z.shape[1] + 1, targets.shares.shape[1]
-    start = np.zeros(shape)
-    found = {}
-    for l2 in sorted(l2s, reverse=True):
-        result = minimize(
-            _loss,
-            start.ravel(),
-            (targets, l2),
-            "L-BFGS-B",
-            jac=True,
-            options={"maxiter": ITERATIONS, "ftol": 0, "gtol": TOLERANCE, "maxls": 50},
-        )
-        start = result.x.reshape(shape)
-        found[l2] = start
-    return found
-
-
-def cross_entropy(targets: Targets, weights: Float) -> float:
-    """The mean cross-entropy per pixel, without the penalty."""
-    logs, _ = _log_softmax(targets.z @ weights[:-1] + weights[-1])
-    return -float(np.einsum("n,nc,nc->", targets.weights, targets.shares, logs))
-
-
-def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float:
-    """The l2 with the least cross-entropy on held-out pixels, the largest of several."""
-    found = fit(fitted, l2s)
-    return min(l2s, key=lambda l2: (cross_entropy(held_out, found[l2]), -l2))
-
-
-def linear_scores(weights: Float, scaling: Scaling) -> LinearScores:
-    """The scores of classes as a linear function of features as they are stored."""
-    own = weights[:-1] * scaling.factor[:, None]
-    return LinearScores(own, weights[-1] - scaling.mean @ own)
-
-
-def _loss(flat: Float, targets: Targets, l2: float) -> tuple[float, Float]:
-    weights = flat.reshape(-1, targets.shares.shape[1])
-    logs, shares = _log_softmax(targets.z @ weights[:-1] + weights[-1])
-    value = -float(np.einsum("n,nc,nc->", targets.weights, targets.shares, logs))
-    off = targets.weights[:, None] * (shares - targets.shares)
-    gradient = np.concatenate([targets.z.T @ off + l2 * weights[:-1], off.sum(0)[None]])
-    return value + l2 / 2 * float((weights[:-1] ** 2).sum()), gradient.ravel()
-
-
-def _log_softmax(scores: Float) -> tuple[Float, Float]:
-    """The logarithm of the softmax, and the softmax."""
-    apart = scores - scores.max(1, keepdims=True)
-    powers = np.exp(apart)
-    sums = powers.sum(1, keepdims=True)
-    return apart - np.log(sums), powers / sums
+    """Return the sums over the training images, in one pass over their tokens."""
+    training = Training(images, _shifts(images), held_out, class_weights)
+    # float64: zz' and yz' of every site, for the images that fit and for those held out.
+    n_bytes = 0
+    for patches in images.features.values():
+        n_bytes += 8 * 2 * patches.dim * (patches.dim + images.task.n_targets)
+    make = partial(TrainingSums, training)
+    return images.fold(make, execution, images.slab_bytes + n_bytes)

@@ -1,29 +1,85 @@
-"""The options of `vitsee dense-probe`, in groups that are handed on as one object each."""
+"""The options of `vitsee dense-probe`, and the solver that follows from them and from its preset.
+
+Presets are published protocols, as near as stored tokens come to them:
+
+`capi`: Darcet et al. 2025, with the code they released: images squashed to 224 x 224, features
+standardised, k-NN by votes of pixels, with k of 1, 3, 10, 30 and cosine or L2, whichever is better
+on a tenth of the training images, or (with `--solver logistic`) logistic regression of each patch's
+most frequent label, upsampled to the nearest; scored on the input.
+
+`hummingbird`: Balažević et al. 2023 in the open implementation of Pariza et al.: a bounded memory
+of patches, 30 neighbours, temperature 0.02, scored on the input.
+
+`dinov3`: the linear probes of Siméoni et al. 2025 for classes and for depths: a linear map, by
+their own optimiser (`sgd`) or in closed form, scores interpolated to the label's own size.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
-from vitsee_core.analyses.dense_probe.solvers import (
-    DISTANCES,
-    PRESETS,
-    SOLVERS,
-)
-from vitsee_core.analyses.dense_probe.work import CHOOSING, parse_concat
 from vitsee_core.runtime.options import SITES, Option
 from vitsee_core.truth.labels.labelled_rows import word_or_number
 from vitsee_core.truth.masks.sources import VOID_OPTION
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     pass
 
 
+RIDGE = "ridge"
+LOGISTIC = "logistic"
+KNN = "knn"
+HUMMINGBIRD = "hummingbird"
+SGD = "sgd"
+SOLVERS = (RIDGE, LOGISTIC, KNN, HUMMINGBIRD, SGD)
+DEPTH_SOLVERS = (RIDGE, KNN, SGD)
+
+CAPI = "capi"
+DINOV3 = "dinov3"
+PRESETS = (CAPI, HUMMINGBIRD, DINOV3)
+# Preset -> the solvers that it has, its default first.
+PRESET_SOLVERS = {
+    CAPI: (KNN, LOGISTIC),
+    HUMMINGBIRD: (HUMMINGBIRD,),
+    DINOV3: (SGD, LOGISTIC, RIDGE),
+}
+CAPI_INPUT = (224, 224)
+CAPI_KS = (1, 3, 10, 30)
+N_NEIGHBOURS = 30
+
+COSINE = "cosine"
+L2 = "l2"
+DISTANCES = (COSINE, L2)
+TEMPERATURE = 0.02  # of hummingbird's softmax over cosines
+
 CHOOSE = "holdout"
+CHOOSING = 0.1  # share of the training images that chooses l2 or k
+RIDGE_GRID = tuple(10.0**e for e in range(-8, 3))  # of l2
+LOGISTIC_GRID = tuple(10.0**e for e in range(-6, 2))
+
+BATCH = 16  # images of a step of sgd
+SGD_STEPS = 1000  # without a preset
+PROTOCOL_STEPS = {"class": 40_000, "depth": 38_400}  # of dinov3
+_LAST_N = re.compile(r"last([1-9]\d*)")
+
+
+def parse_concat(text: str) -> int:
+    """Return the number of last sites, e.g. 4 for `last4`.
+
+    Raises:
+        VitseeError: another word.
+    """
+    match = _LAST_N.fullmatch(text)
+    if match is None:
+        raise VitseeError(f"{text!r}; expected lastN, like last4")
+    return int(match[1])
 
 
 MASKS = Option(
@@ -166,7 +222,7 @@ class TruthOptions:
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How probes are fitted, as the user gives it; `solvers.Solver` is what follows from it."""
+    """How probes are fitted, as the user gives it; `Solver` is what follows from it."""
 
     solver: Annotated[str | None, SOLVER] = None
     preset: Annotated[str | None, PRESET] = None
@@ -186,3 +242,212 @@ class SiteOptions:
     sites: Annotated[Sequence[str], SITES] = ("blocks",)
     concat: Annotated[int | None, CONCAT] = None
     untrained: Annotated[Sequence[Path], UNTRAINED] = ()
+
+
+@dataclass(frozen=True)
+class Solver:
+    """The way in which probes are fitted.
+
+    Attributes:
+        name: one of `SOLVERS`.
+        preset: one of `PRESETS`, or None.
+        l2s: the l2_relative values to report; empty to choose one.
+        ks: numbers of neighbours.
+        bank: patches per site, None for what fits into memory.
+        resolution: of the pixels that are scored, and for ridge of those that are fitted.
+        distances: between patches.
+        chooses: report the k and distance that held-out images choose, not all.
+        balanced: all classes weigh alike.
+        steps: of sgd.
+        target: class or depth.
+    """
+
+    name: str
+    preset: str | None
+    l2s: tuple[float, ...]
+    ks: tuple[int, ...]
+    bank: int | None
+    resolution: str
+    distances: tuple[str, ...] = (COSINE,)
+    chooses: bool = False
+    balanced: bool = False
+    steps: int = SGD_STEPS
+    target: str = "class"
+
+    @property
+    def of_neighbours(self) -> bool:
+        """Whether training patches take the place of weights."""
+        return self.name in (KNN, HUMMINGBIRD)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The l2 values to choose from."""
+        return LOGISTIC_GRID if self.name == LOGISTIC else RIDGE_GRID
+
+    @property
+    def standardise(self) -> bool:
+        """Whether features are standardised before neighbours are searched."""
+        return self.preset == CAPI
+
+    @property
+    def of_patches(self) -> bool:
+        """Whether logistic regression learns each patch's most frequent label, and every pixel gets
+        that of the nearest patch."""
+        return self.preset == CAPI
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings in words, for a table's notes."""
+        words: dict[str, Any] = {
+            "kind": _KINDS[self.name],
+            "resolution": self.resolution,
+            "augmentation": "none",
+        }
+        if self.name in (RIDGE, LOGISTIC):
+            words["l2_relative"] = "given" if self.l2s else self._l2_choice_in_words()
+            words["penalty"] = _PENALTIES[self.name]
+            words["intercept"] = "not penalised"
+        if self.balanced:
+            words["classes"] = "balanced: weighted by the inverse of their pixels"
+        if self.name == SGD:
+            words["steps"] = self.steps
+            words["pixels"] = "of the input in training"
+        elif self.name != RIDGE:
+            is_scaled = self.name == LOGISTIC or self.standardise
+            words["features"] = "as they are"
+            if is_scaled:
+                words["features"] = "standardised over the bank"
+        if self.of_neighbours:
+            words["distance"] = " or ".join(self.distances)
+        if self.chooses:
+            words["k"] = (
+                f"of {', '.join(map(str, self.ks))}, by {CHOOSING:.0%} of the training images: the "
+                "highest mean IoU, then of all training images"
+            )
+        return words
+
+    def _l2_choice_in_words(self) -> str:
+        """Return from which grid l2 is chosen, and how."""
+        error = "squared error" if self.name == RIDGE else "cross-entropy"
+        return (
+            f"of {self.grid[0]:g} to {self.grid[-1]:g} ({len(self.grid)} values), by "
+            f"{CHOOSING:.0%} of the training images: least {error} of a pixel, then fitted to all "
+            "training images"
+        )
+
+
+_PENALTIES = {
+    RIDGE: "l2_relative x pixels x mean variance of a feature is scikit-learn's alpha",
+    LOGISTIC: "l2_relative x pixels is 1 / C of scikit-learn; features are standardised",
+}
+_KINDS = {
+    RIDGE: "ridge: least squares on pixels through bilinear interpolation, in float64",
+    LOGISTIC: "logistic: cross-entropy of each patch's pixels, L-BFGS in float64",
+    KNN: "knn: the nearest patches' pixels, by vote of classes or the mean of depths",
+    HUMMINGBIRD: f"hummingbird: shares of the nearest patches, softmax(cosine / {TEMPERATURE:g})",
+    SGD: "sgd: batch norm and a 1 x 1 convolution, AdamW in float32 (see `sgd`)",
+}
+
+
+def choose_solver(
+    solver: str | None,
+    preset: str | None,
+    target: str,
+    *,
+    l2s: Sequence[float],
+    ks: Sequence[int],
+    distance: str | None,
+    bank: int | None,
+    resolution: str | None,
+    balanced: bool,
+    steps: int | None,
+) -> Solver:
+    """Return the solver that follows from the user's options, else the preset's, else the defaults.
+
+    Args:
+        solver: one of `SOLVERS`, or None.
+        preset: one of `PRESETS`, or None.
+        target: "class" or "depth".
+        l2s: values of l2_relative to report; () to choose one.
+        ks: numbers of neighbours; () for the preset's or `N_NEIGHBOURS`.
+        distance: one of `DISTANCES`, or None.
+        bank: patches per site; None for what fits into memory.
+        resolution: one of `RESOLUTIONS`, or None.
+        balanced: weigh pixels so that all classes count alike.
+        steps: of sgd, or None.
+
+    Raises:
+        VitseeError: an unknown word, or options that the solver does not have.
+    """
+    _require_known("solver", solver, SOLVERS)
+    _require_known("preset", preset, PRESETS)
+    _require_known("distance", distance, DISTANCES)
+    _require_known("resolution", resolution, RESOLUTIONS)
+    name = solver or (PRESET_SOLVERS[preset][0] if preset else RIDGE)
+    if preset and name not in PRESET_SOLVERS[preset]:
+        expected = " or ".join(PRESET_SOLVERS[preset])
+        raise VitseeError(
+            f"--preset {preset} has no --solver {name}; expected {expected}"
+        )
+    if target == "depth":
+        _require_depth(name, preset, resolution)
+    _require_solver("--l2-relative", l2s, name, (RIDGE, LOGISTIC))
+    _require_solver("--k", ks, name, (KNN, HUMMINGBIRD))
+    _require_solver("--distance", distance, name, (KNN,))
+    _require_solver("--bank", bank, name, (LOGISTIC, KNN, HUMMINGBIRD))
+    _require_solver("--balanced", balanced, name, (RIDGE,))
+    _require_solver("--steps", steps, name, (SGD,))
+    if balanced and target == "depth":
+        raise VitseeError("--balanced belongs to classes, not to --depth; leave it out")
+
+    chooses = preset == CAPI and name == KNN and not ks
+    neighbours = tuple(sorted(set(ks)))
+    if name in (KNN, HUMMINGBIRD) and not neighbours:
+        neighbours = CAPI_KS if chooses else (N_NEIGHBOURS,)
+    distances: tuple[str, ...] = (COSINE,)
+    if distance:
+        distances = (distance,)
+    elif chooses:
+        distances = DISTANCES
+    if resolution is None:
+        resolution = "input" if preset in (CAPI, HUMMINGBIRD) else "label"
+    if not steps:
+        steps = PROTOCOL_STEPS[target] if preset == DINOV3 else SGD_STEPS
+    return Solver(
+        name=name,
+        preset=preset,
+        l2s=tuple(l2s),
+        ks=neighbours,
+        bank=bank,
+        resolution=resolution,
+        distances=distances,
+        chooses=chooses,
+        balanced=balanced,
+        steps=steps,
+        target=target,
+    )
+
+
+def _require_known(option: str, word: str | None, known: Sequence[str]) -> None:
+    """Refuse a word that an option does not have."""
+    if word is not None and word not in known:
+        raise VitseeError(f"no {option} {word!r}; expected {', '.join(known)}")
+
+
+def _require_depth(name: str, preset: str | None, resolution: str | None) -> None:
+    """Refuse solvers, presets and resolutions that do not predict depths."""
+    if preset not in (None, DINOV3):
+        raise VitseeError(f"--preset {preset} has no --depth; expected {DINOV3}, or none")
+    if name not in DEPTH_SOLVERS:
+        raise VitseeError(
+            f"--solver {name} has no --depth; expected {' or '.join(DEPTH_SOLVERS)}"
+        )
+    if resolution == "patch":
+        raise VitseeError("--resolution patch has no --depth; expected label or input")
+
+
+def _require_solver(flag: str, value: object, name: str, solvers: Sequence[str]) -> None:
+    """Refuse an option that was given and that the solver does not have."""
+    if value and name not in solvers:
+        raise VitseeError(
+            f"{flag} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it out"
+        )

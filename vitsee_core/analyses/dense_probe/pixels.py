@@ -1,7 +1,7 @@
-"""The labelled pixels of an image, how values of cells become those of pixels, bilinearly, and what
-the pixels of a cell add up to.
+"""The labelled pixels of images, and their places on a grid of tokens.
 
-Labels are classes, `IGNORED` where there is none, or depths, NaN where there is none.
+Labels are classes, `IGNORED` where there is none, or depths, NaN where there is none. They come
+from class maps or depth maps, placed as the transform of the store placed its images (`Truth`).
 
 Pixels are one of three kinds (`RESOLUTIONS`):
 
@@ -12,117 +12,125 @@ Pixels are one of three kinds (`RESOLUTIONS`):
 - `patch`: one per token, its class the most frequent one among the input pixels of its cell (of
   equally frequent ones the lowest; none where most pixels have none).
 
-Pixels that the model did not see, as they were cropped, have no class; cells whose middle is beside
+Pixels that the model did not see, as they were cropped, have no label; cells whose middle is beside
 the image (padding, canvases) have no part in any pixel.
-
-Scores of cells are interpolated to pixels, which get a class or a depth (`ClassHead`, `DepthHead`).
-Least squares needs sums over an image's pixels, which are made per cell (`CellSums`). With U the
-bilinear operator from cells to pixels, M the diagonal of the pixels' weights (0 for those that do
-not count) and Y their targets, classes as one-hot or depths:
-
-    S = U'MU    (cells, cells): a cell and its eight neighbours, so four numbers a cell
-    T = U'MY    (cells, targets): a triangular filter of the class map
-
-so that for tokens Z (cells, dim), sums over pixels are Z'SZ and Z'T; no pixel has features in
-memory. As U is a product of one operator a direction, S and T are each a few products of matrices
-as large as the image. The baselines learn from each cell of a grid how often a class occurs there,
-or the mean depth (`PlaceSums`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.placement import cell_edges, nearest_places
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.placement import cell_edges, nearest_places, place
+from vitsee_core.runtime.streaming import Rows
+from vitsee_core.truth.masks.class_maps import ClassMaps
+from vitsee_core.truth.masks.depth_maps import DepthMaps
+from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
+from vitsee_core.truth.masks.orientation import oriented_as
 from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
-from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores import Store
+from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.images.placement import Placement
     from vitsee_stores.layout import TokenLayout
 
+log = logging.getLogger(__name__)
+
 Labels = NDArray[Any]  # uint8 classes, or float32 depths
 RESOLUTIONS = ("label", "input", "patch")
-_ROUNDING = 1e-6
+BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
+EDGE_ROUNDING = 1e-6  # pixels; an edge this near to a pixel's edge lies on it
+# NYU's (height, width), and the crop of it on which Eigen et al. 2014 test.
+EIGEN_SIZE = (480, 640)
+EIGEN_CROP = np.s_[45:471, 41:601]
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """The labelled pixels of an image, and their place on a grid of tokens.
+    """The labelled pixels of an image, and their places on a grid of tokens.
 
     Attributes:
         labels: (height, width), with no label for pixels that do not count.
-        down: (height, rows) weights of the grid's rows of cells in each pixel, which add up to 1.
-        across: (width, cols) the same for its columns.
-        at: (height,) and (width,) where the pixels' middles lie on the model's input.
+        row_weights: (height, rows) share of each row of cells in each row of pixels; a row of
+            pixels has shares that add up to 1.
+        col_weights: (width, cols) the same for columns.
+        centres: (height,) and (width,) where the pixels' middles lie on the model's input, in px.
     """
 
     labels: Labels
-    down: Float
-    across: Float
-    at: tuple[Float, Float]
+    row_weights: Float
+    col_weights: Float
+    centres: tuple[Float, Float]
 
     @cached_property
-    def counted(self) -> Float:
+    def weights(self) -> Float:
         """The weights (height, width): 1 for pixels that count, 0 for others."""
         return has_label(self.labels).astype(np.float64)
 
     @cached_property
-    def edge(self) -> Mask:
-        """A mask (height, width) of pixels near a boundary of classes, see `near_boundary`."""
+    def boundary(self) -> Mask:
+        """A mask (height, width) of pixels near a boundary of classes, from `near_boundary`."""
         return near_boundary(self.labels)
 
     @property
-    def of_depth(self) -> bool:
+    def is_depth(self) -> bool:
         """Whether the labels are depths."""
         return self.labels.dtype.kind == "f"
 
     @cached_property
     def present(self) -> list[int]:
-        """The classes that occur, or [0] for depths."""
-        if self.of_depth:
-            return [0] if self.counted.any() else []
-        found = np.flatnonzero(
-            np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED]
-        )
-        return [int(number) for number in found]
+        """The numbers of the targets that occur: classes, or [0] for depths."""
+        if self.is_depth:
+            return [0] if self.weights.any() else []
+        n_pixels = np.bincount(self.labels.ravel(), minlength=IGNORED + 1)
+        return np.flatnonzero(n_pixels[:IGNORED]).tolist()
 
     @property
     def targets(self) -> list[Float]:
         """An array (height, width) per entry of `present`: 1 for the pixels of a class, or the
         depths; 0 for pixels that do not count."""
-        if self.of_depth:
-            return [np.nan_to_num(self.labels, nan=0.0).astype(np.float64)] * len(
-                self.present
-            )
-        return [(self.labels == number).astype(np.float64) for number in self.present]
+        if not self.is_depth:
+            return [(self.labels == number).astype(np.float64) for number in self.present]
+        if not self.present:
+            return []
+        return [np.nan_to_num(self.labels, nan=0.0).astype(np.float64)]
 
     @property
-    def nearest(self) -> tuple[Integers, Integers]:
+    def nearest_cells(self) -> tuple[Integers, Integers]:
         """The row (height,) and the column (width,) of the cell nearest to each pixel."""
-        return self.down.argmax(1), self.across.argmax(1)
+        return self.row_weights.argmax(1), self.col_weights.argmax(1)
 
-    def on_cells(self, values: Float) -> Float:
-        """The sums U'v (rows, cols) of values (height, width) over pixels, as cells have part."""
-        return self.down.T @ values @ self.across
+    def sums_of_cells(self, values: Float) -> Float:
+        """Return U'v (rows, cols): values (height, width) summed by the cells' shares in pixels."""
+        return self.row_weights.T @ values @ self.col_weights
 
 
 def has_label(labels: Labels) -> Mask:
-    """A mask of the pixels that have a class or a depth."""
+    """Return a mask of the pixels that have a class or a depth."""
     if labels.dtype.kind == "f":
         return np.isfinite(labels)
     return labels != IGNORED
 
 
-def nothing(labels: Labels) -> int | float:
-    """The value that stands for no label."""
+def no_label(labels: Labels) -> int | float:
+    """Return the value that stands for no label in an array of classes or depths."""
     return np.nan if labels.dtype.kind == "f" else IGNORED
+
+
+class Side(NamedTuple):
+    """Where an image begins and ends on the model's input along one axis, in px."""
+
+    start: float
+    stop: float
 
 
 def labelled_pixels(
@@ -132,320 +140,359 @@ def labelled_pixels(
     input_size: tuple[int, int],
     resolution: str,
 ) -> Pixels:
-    """The pixels of one image for the tokens of one grid; truth: of the original image, placement:
-    its place on the model's input of `input_size`, resolution: one of `RESOLUTIONS`."""
+    """Return the pixels of one image, placed on the tokens of one grid.
+
+    Args:
+        truth: (height, width) labels of the original image.
+        placement: its place on the model's input.
+        layout: layout of the tokens on the model's input.
+        input_size: (height, width) of the model's input.
+        resolution: one of `RESOLUTIONS`.
+    """
     assert layout.grid is not None and layout.stride_px is not None
-    ends = (placement.top, placement.bottom), (placement.left, placement.right)
     if resolution == "label":
-        labels = truth.copy()
-        centres = []
-        for axis, (low, high) in enumerate(ends):
-            n = truth.shape[axis]
-            at = low + (np.arange(n) + 0.5) * (high - low) / n
-            labels[_along(axis, (at < 0) | (at > input_size[axis]))] = nothing(labels)
-            centres.append(at)
+        labels, centres = _seen_pixels(truth, placement, input_size)
     else:
         labels = on_input(truth, placement, input_size)
         centres = [np.arange(n) + 0.5 for n in input_size]
     if resolution == "patch":
         labels = most_frequent(labels, layout)
-        centres = [
-            layout.offset_px[axis] + (np.arange(n) + 0.5) * layout.stride_px[axis]
-            for axis, n in enumerate(layout.grid)
-        ]
-    on_image = placement.on_image(layout)
+        centres = []
+        for axis, n_cells in enumerate(layout.grid):
+            steps = np.arange(n_cells) + 0.5
+            centres.append(layout.offset_px[axis] + steps * layout.stride_px[axis])
+    is_on_image = placement.on_image(layout)  # (rows, cols)
     weights = []
-    for axis in (0, 1):
-        cells = np.flatnonzero(on_image.any(1 - axis))
-        n = layout.grid[axis]
+    for axis, n_cells in enumerate(layout.grid):
+        cells = np.flatnonzero(is_on_image.any(1 - axis))
         if not len(cells):
-            none = [np.zeros((labels.shape[i], layout.grid[i])) for i in (0, 1)]
-            empty = np.full_like(labels, nothing(labels))
-            return Pixels(empty, none[0], none[1], (centres[0], centres[1]))
+            return _without_labels(labels, layout, (centres[0], centres[1]))
         if resolution == "patch":
-            labels[_along(axis, np.delete(np.arange(n), cells))] = IGNORED
-            weights.append(np.eye(n))
+            beside_image = np.delete(np.arange(n_cells), cells)
+            labels[_index_along(axis, beside_image)] = IGNORED
+            weights.append(np.eye(n_cells))
             continue
-        at = (centres[axis] - layout.offset_px[axis]) / layout.stride_px[axis] - 0.5
-        weights.append(interpolation(at, int(cells[0]), int(cells[-1]), n))
+        # In cells: 0 is the middle of the first.
+        positions = (centres[axis] - layout.offset_px[axis]) / layout.stride_px[
+            axis
+        ] - 0.5
+        first = int(cells[0])
+        last = int(cells[-1])
+        weights.append(interpolation(positions, first, last, n_cells))
     return Pixels(labels, weights[0], weights[1], (centres[0], centres[1]))
 
 
+def _sides(placement: Placement) -> tuple[Side, Side]:
+    """Return the sides of an image on the model's input, down and across."""
+    down = Side(placement.top, placement.bottom)
+    across = Side(placement.left, placement.right)
+    return down, across
+
+
+def _seen_pixels(
+    truth: Labels, placement: Placement, input_size: tuple[int, int]
+) -> tuple[Labels, list[Float]]:
+    """Return an original image's labels, without those that were cropped, and its pixels' middles.
+
+    The middles lie on the model's input: one array for each axis, in px.
+    """
+    labels = truth.copy()
+    centres = []
+    for axis, side in enumerate(_sides(placement)):
+        n = truth.shape[axis]
+        middles = side.start + (np.arange(n) + 0.5) * (side.stop - side.start) / n
+        is_cropped = (middles < 0) | (middles > input_size[axis])
+        labels[_index_along(axis, is_cropped)] = no_label(labels)
+        centres.append(middles)
+    return labels, centres
+
+
+def _without_labels(
+    labels: Labels, layout: TokenLayout, centres: tuple[Float, Float]
+) -> Pixels:
+    """Return pixels like `labels` that have no label, as no cell is on the image."""
+    assert layout.grid is not None
+    height, width = labels.shape
+    rows, cols = layout.grid
+    return Pixels(
+        labels=np.full_like(labels, no_label(labels)),
+        row_weights=np.zeros((height, rows)),
+        col_weights=np.zeros((width, cols)),
+        centres=centres,
+    )
+
+
 def on_input(truth: Labels, placement: Placement, size: tuple[int, int]) -> Labels:
-    """The labels on the model's input, each pixel that of the original that its middle lies on, as
-    Pillow's nearest resize has it; without a label beside the image."""
-    ends = (placement.top, placement.bottom), (placement.left, placement.right)
-    places = []
+    """Return the labels on the model's input, with no label beside the image.
+
+    Each pixel has the label of the original pixel that its middle lies on, as in Pillow's nearest
+    resize.
+
+    Args:
+        truth: (height, width) labels of the original image.
+        placement: its place on the model's input.
+        size: (height, width) of the model's input.
+    """
+    indices = []
     inside = []
-    for (low, high), n, own in zip(ends, size, truth.shape, strict=True):
-        edges = (own * (edge - low) / (high - low) for edge in (0, n))
-        at = nearest_places(own, n, *(_whole(edge) for edge in edges))
-        places.append(np.clip(at, 0, own - 1))
-        inside.append((at >= 0) & (at < own))
-    found: Labels = truth[places[0][:, None], places[1]]
-    found[~(inside[0][:, None] & inside[1])] = nothing(truth)
-    return found
+    for axis, side in enumerate(_sides(placement)):
+        n_original = truth.shape[axis]
+        # The input's ends, in pixels of the original.
+        length = side.stop - side.start
+        start = n_original * (0 - side.start) / length
+        stop = n_original * (size[axis] - side.start) / length
+        nearest = nearest_places(
+            n_original, size[axis], _snapped_edge(start), _snapped_edge(stop)
+        )
+        indices.append(np.clip(nearest, 0, n_original - 1))
+        inside.append((nearest >= 0) & (nearest < n_original))
+    labels: Labels = truth[indices[0][:, None], indices[1]]
+    is_inside = inside[0][:, None] & inside[1]
+    labels[~is_inside] = no_label(truth)
+    return labels
 
 
-def most_frequent(labels: ClassMap, layout: TokenLayout) -> ClassMap:
-    """The most frequent class (rows, cols) of each cell's pixels of the model's input."""
-    down, across = cell_edges(layout, labels.shape)
-    found = np.full((len(down) - 1, len(across) - 1), IGNORED, np.uint8)
-    for row, col in np.ndindex(found.shape):
-        cell = labels[down[row] : down[row + 1], across[col] : across[col + 1]]
-        if cell.size:
-            found[row, col] = np.bincount(cell.ravel()).argmax()
-    return found
-
-
-def interpolation(at: Float, first: int, last: int, n: int) -> Float:
-    """The weights (pixels, n) of cells in places along one axis, in cells: 0 is the middle of the
-    first. Beyond the cells from `first` to `last` it is the nearest of them."""
-    at = np.clip(at, first, last)
-    low = np.floor(at).astype(np.int64)
-    part = at - low
-    weights = np.zeros((len(at), n))
-    pixels: Integers = np.arange(len(at))
-    weights[pixels, low] = 1 - part
-    weights[pixels, np.minimum(low + 1, last)] += part
-    return weights
-
-
-def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
-    """The labels (cells, pixels) of each cell's pixels of the model's input, row by row; None where
-    the cells are not all of the same number of whole pixels."""
-    edges = cell_edges(layout, labels.shape)
-    sides = [np.unique(np.diff(edge)) for edge in edges]
-    if any(len(side) != 1 or side[0] < 1 for side in sides):
-        return None
-    (down, across), (tall, wide) = edges, (int(side[0]) for side in sides)
-    part = labels[down[0] : down[-1], across[0] : across[-1]]
-    cut = part.reshape(len(down) - 1, tall, len(across) - 1, wide).swapaxes(1, 2)
-    return cut.reshape(-1, tall * wide)
-
-
-def _whole(edge: float) -> float:
-    """Round an edge that differs from a pixel's edge by rounding only."""
-    if abs(edge - round(edge)) < _ROUNDING:
+def _snapped_edge(edge: float) -> float:
+    """Return an edge, rounded if it differs from a pixel's edge by rounding only."""
+    if abs(edge - round(edge)) < EDGE_ROUNDING:
         return float(round(edge))
     return edge
 
 
-def _along(axis: int, chosen: Integers | np.ndarray) -> tuple[slice | np.ndarray, ...]:
-    """The index of these rows (axis 0) or columns (axis 1)."""
-    return (chosen,) if axis == 0 else (slice(None), chosen)
+def most_frequent(labels: ClassMap, layout: TokenLayout) -> ClassMap:
+    """Return the most frequent class (rows, cols) of each cell's pixels of the model's input."""
+    row_edges, col_edges = cell_edges(layout, labels.shape)
+    shape = (len(row_edges) - 1, len(col_edges) - 1)
+    classes = np.full(shape, IGNORED, np.uint8)
+    for row, col in np.ndindex(shape):
+        cell = labels[
+            row_edges[row] : row_edges[row + 1], col_edges[col] : col_edges[col + 1]
+        ]
+        if cell.size:
+            classes[row, col] = np.bincount(cell.ravel()).argmax()
+    return classes
 
 
-BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
+def interpolation(positions: Float, first: int, last: int, n: int) -> Float:
+    """Return the weights (pixels, n) of cells in pixels along one axis.
+
+    Beyond the cells from `first` to `last` it is the nearest of them.
+
+    Args:
+        positions: (pixels,) in cells, 0 is the middle of the first.
+        first: number of the first cell that counts.
+        last: number of the last one.
+        n: number of cells.
+    """
+    positions = np.clip(positions, first, last)
+    low = np.floor(positions).astype(np.int64)
+    upper_weight = positions - low
+    weights = np.zeros((len(positions), n))
+    pixels: Integers = np.arange(len(positions))
+    weights[pixels, low] = 1 - upper_weight
+    # At the last cell both are the same cell, whose weight of 0 is added.
+    weights[pixels, np.minimum(low + 1, last)] += upper_weight
+    return weights
+
+
+def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
+    """Return the labels (cells, pixels) of each cell's pixels of the model's input, row by row.
+
+    It is None where the cells are not all of the same number of whole pixels.
+    """
+    row_edges, col_edges = cell_edges(layout, labels.shape)
+    heights = np.unique(np.diff(row_edges))
+    widths = np.unique(np.diff(col_edges))
+    if len(heights) != 1 or len(widths) != 1 or heights[0] < 1 or widths[0] < 1:
+        return None
+    rows = len(row_edges) - 1
+    cols = len(col_edges) - 1
+    height = int(heights[0])
+    width = int(widths[0])
+    covered = labels[row_edges[0] : row_edges[-1], col_edges[0] : col_edges[-1]]
+    # (rows, height, cols, width) -> (rows, cols, height, width)
+    cells = covered.reshape(rows, height, cols, width).swapaxes(1, 2)
+    return cells.reshape(-1, height * width)
+
+
+def _index_along(axis: int, selection: Integers | Mask) -> tuple[slice | np.ndarray, ...]:
+    """Return the index of a selection of rows (axis 0) or of columns (axis 1)."""
+    return (selection,) if axis == 0 else (slice(None), selection)
 
 
 def near_boundary(labels: ClassMap) -> Mask:
-    """A mask of the pixels near the boundary of the region of their class: a pixel of another
-    class, or the image's border, is within `BOUNDARY_SHARE` of the diagonal, counted in pixels
-    along the rows or columns, whichever is farther (the erosion by a square of Cheng et al. 2021).
-    Pixels that are ignored are a region as others are."""
+    """Return a mask of the pixels near the boundary of the region of their class.
+
+    A pixel of another class, or the image's border, is within `BOUNDARY_SHARE` of the diagonal,
+    counted in pixels along the rows or columns, whichever is farther (the erosion by a square of
+    Cheng et al. 2021). Pixels that are ignored are a region as others are.
+    """
     from scipy.ndimage import maximum_filter, minimum_filter
 
-    reach = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
+    radius = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
+    # A frame of a class of its own, so that the border is a boundary.
     framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
-    size = 2 * reach + 1
-    low, high = (
-        f(framed, size, mode="nearest") for f in (minimum_filter, maximum_filter)
-    )
-    return (low != high)[1:-1, 1:-1]
-
-
-AT_ONCE = 1 << 22  # scores of pixels in memory
-
-
-class Head(Protocol):
-    """A trained probe, which predicts the label of every pixel."""
-
-    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """The class or the depth of each pixel, (height, width), from tokens (rows, cols, dim)."""
-
-
-Scores = Callable[
-    [Float], Float
-]  # (rows, cols, n) of tokens (rows, cols, dim), picklable
+    size = 2 * radius + 1
+    lowest = minimum_filter(framed, size, mode="nearest")
+    highest = maximum_filter(framed, size, mode="nearest")
+    return (lowest != highest)[1:-1, 1:-1]
 
 
 @dataclass(frozen=True)
-class LinearScores:
-    """Scores that are linear in the token: tokens @ weights + bias, with weights (dim, n) and bias
-    (n,)."""
-
-    weights: Float
-    bias: Float
-
-    def __call__(self, tokens: Float) -> Float:
-        return tokens @ self.weights + self.bias
-
-
-@dataclass(frozen=True)
-class FixedScores:
-    """Scores (rows, cols, n) that are the same for every image, as a probe that sees the position
-    alone gives them."""
-
-    values: Float
-
-    def __call__(self, tokens: Float) -> Float:
-        del tokens
-        return self.values
-
-
-@dataclass(frozen=True)
-class ClassHead:
-    """A pixel gets the class with the highest interpolated score, and the lowest of equal ones; if
-    `nearest`, that of its nearest cell. classes: (n,) their numbers."""
-
-    classes: Integers
-    scores: Scores
-    nearest: bool = False
-
-    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        scores = self.scores(tokens)
-        numbers = self.classes.astype(np.uint8)
-        if self.nearest:
-            rows, cols = pixels.nearest
-            return numbers[scores.argmax(-1)][rows[:, None], cols]
-        found = np.empty(pixels.labels.shape, np.uint8)
-        for part, values in interpolated(scores, pixels):
-            found[part] = numbers[values.argmax(-1)]
-        return found
-
-
-@dataclass(frozen=True)
-class DepthHead:
-    """A pixel gets the interpolated score as its depth, clipped to `limits` in metres."""
-
-    scores: Scores
-    limits: tuple[float, float]
-
-    def predict(self, tokens: Float, pixels: Pixels) -> Float32:
-        found = np.empty(pixels.labels.shape, np.float32)
-        for part, values in interpolated(self.scores(tokens), pixels):
-            found[part] = np.clip(values[..., 0], *self.limits)
-        return found
-
-
-def interpolated(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
-    """Rows of pixels with their interpolated scores (rows, width, n), some rows at a time."""
-    rows, cols, n = scores.shape
-    height, width = pixels.labels.shape
-    step = max(1, AT_ONCE // (width * n))
-    for start in range(0, height, step):
-        part = slice(start, min(start + step, height))
-        between = (pixels.down[part] @ scores.reshape(rows, -1)).reshape(-1, cols, n)
-        yield part, pixels.across @ between
-
-
-@dataclass(frozen=True)
-class CellSums:
-    """The sums of one image over the cells of one grid.
+class Truth:
+    """The labels of a store's images.
 
     Attributes:
-        own: (rows, cols) numbers of S of a cell with itself.
-        beside: (rows, cols - 1) of a cell with its right neighbour.
-        below: (rows - 1, cols) of a cell with the one below.
-        across: (rows - 1, cols - 1) of either diagonal of four cells, which are equal.
-        present: the classes that occur, or [0] for depths.
-        targets: (present, rows, cols) T.
-        totals: (present,) sums of Y over pixels.
-        squares: the sum of Y squared over pixels.
-        n: the sum of the weights.
-        weights: (rows, cols) U'M1, the row sums of S.
+        store: the store.
+        maps: the class maps or depth maps.
+        mask: (images,) which rows of the store have a map.
+        numbers: row -> the number of its map.
+        layouts: key that sites share -> the layout of their tokens on the input.
+        resolution: where pixels are counted, one of `RESOLUTIONS`.
+        eigen_crop: count only pixels in the crop of Eigen et al. 2014.
     """
 
-    own: Float
-    beside: Float
-    below: Float
-    across: Float
-    present: list[int]
-    targets: Float
-    totals: Float
-    squares: float
-    n: float
-    weights: Float
+    store: Store
+    maps: ClassMaps | DepthMaps
+    mask: Mask
+    numbers: Mapping[int, int]
+    layouts: Mapping[str, TokenLayout]
+    resolution: str
+    eigen_crop: bool = False
 
     @classmethod
-    def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
-        """The sums of an image; class_weights: (256,) of a pixel of each class, 0 for `IGNORED`, by
-        default 1."""
-        down = pixels.down, pixels.down[:, :-1] * pixels.down[:, 1:]
-        right = pixels.across, pixels.across[:, :-1] * pixels.across[:, 1:]
-        counted = (
-            pixels.counted if class_weights is None else class_weights[pixels.labels]
+    def find(
+        cls,
+        store: Store,
+        maps: ClassMaps | DepthMaps,
+        rows: Rows,
+        layouts: Mapping[str, TokenLayout],
+        resolution: str,
+        eigen_crop: bool = False,
+    ) -> tuple[Truth, dict[str, int]]:
+        """Return the labels of some images, and the numbers of images with and without a map.
+
+        Images without a map are left out and logged.
+
+        Raises:
+            MissingInput: the store does not say how its images were resized, or their sizes.
+            VitseeError: no image has a map, or the transform does more than resize and crop.
+        """
+        transform = store.manifest.transform
+        if not transform:
+            raise MissingInput(
+                f"{store.label} does not say how its images were resized; extract anew"
+            )
+        n_selected = int((rows.mask & store.valid).sum())
+        maps = oriented_as(transform, maps)
+        matched, numbers = match_rows(store, maps, rows)
+        # Tried on one image, so that a transform that cannot be followed is an error at once.
+        try:
+            place(transform, store.sizes[matched[0]].tolist())
+        except DataError as error:
+            raise VitseeError(f"{store.label}: {error}") from None
+        mask = np.zeros(store.n_images, bool)
+        mask[matched] = True
+        n_left_out = n_selected - len(matched)
+        if n_left_out:
+            log.info(
+                "%s: %d of %d images are left out: without a map",
+                store.label,
+                n_left_out,
+                n_selected,
+            )
+        truth = cls(
+            store=store,
+            maps=maps,
+            mask=mask,
+            numbers=dict(zip(matched.tolist(), numbers.tolist(), strict=True)),
+            layouts=layouts,
+            resolution=resolution,
+            eigen_crop=eigen_crop,
         )
-        squares = [weights**2 for weights in (down[0], right[0])]
-        rows = squares[0].T @ counted
-        pairs = down[1].T @ counted
-        present = pixels.present
-        targets = pixels.targets
-        weighted = [counted * own for own in targets]
-        grid = down[0].shape[1], right[0].shape[1]
-        on_cells = np.array([pixels.on_cells(own) for own in weighted]).reshape(-1, *grid)
-        totals = np.array([own.sum() for own in weighted], np.float64)
-        of_squares = float(
-            sum((w * own).sum() for w, own in zip(weighted, targets, strict=True))
-        )
-        return cls(
-            *(rows @ squares[1], rows @ right[1], pairs @ squares[1], pairs @ right[1]),
-            *(present, on_cells, totals, of_squares),
-            *(float(counted.sum()), pixels.on_cells(counted)),
-        )
-
-    def smoothed(self, tokens: Float) -> Float:
-        """The product S Z for tokens Z (rows, cols, dim)."""
-        found = self.own[..., None] * tokens
-        for weights, one, other in (
-            (self.beside, np.s_[:, :-1], np.s_[:, 1:]),
-            (self.below, np.s_[:-1, :], np.s_[1:, :]),
-            (self.across, np.s_[:-1, :-1], np.s_[1:, 1:]),
-            (self.across, np.s_[:-1, 1:], np.s_[1:, :-1]),
-        ):
-            found[one] += weights[..., None] * tokens[other]
-            found[other] += weights[..., None] * tokens[one]
-        return found
-
-
-POSITION = "position"
-
-
-@dataclass
-class PlaceSums:
-    """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell:
-    (targets, rows, cols) of the targets and (rows, cols) of the shares."""
-
-    of_target: Float
-    weights: Float
-
-    def __add__(self, other: PlaceSums) -> PlaceSums:
-        return PlaceSums(self.of_target + other.of_target, self.weights + other.weights)
+        counts = {"with_mask": len(matched), "left_out_without_mask": n_left_out}
+        return truth, counts
 
     @property
-    def totals(self) -> Float:
-        """The sums (targets,) over all cells."""
-        return self.of_target.sum((1, 2))
+    def rows(self) -> Rows:
+        """The images that have a map."""
+        return Rows(self.mask, 0, "with a map")
 
-    def scores(self) -> tuple[Integers, FixedScores, FixedScores]:
-        """The targets that occur, their mean over all cells, and their mean at each cell: that over
-        all cells where no pixel counts."""
-        classes = np.flatnonzero(self.totals)
-        everywhere = self.totals[classes] / self.weights.sum()
-        here = self.of_target[classes] / np.where(self.weights > 0, self.weights, 1)
-        here = np.where(self.weights > 0, here, everywhere[:, None, None])
-        whole = np.broadcast_to(everywhere, (*self.weights.shape, len(classes)))
-        return classes, FixedScores(whole), FixedScores(np.moveaxis(here, 0, -1))
+    def labels(self, row: int) -> Labels:
+        """Return the labels of an original image, (height, width).
+
+        Raises:
+            VitseeError: the map cannot be read, or is not of its image's size.
+        """
+        number = self.numbers[row]
+        path = self.maps.where(number)
+        labels: Labels = self.maps.read(number)
+        if self.eigen_crop:
+            labels = crop_as_eigen(path, labels)
+        file = str(self.store.samples.file[row])
+        height, width = self.store.sizes[row].tolist()
+        boxes = self.store.samples.box
+        box = None if boxes is None else boxes[row]
+        return cut_to_image(path, labels, file, (height, width), box)
+
+    def pixels(self, row: int) -> dict[str, Pixels]:
+        """Return the labelled pixels of an image for each grid.
+
+        Raises:
+            VitseeError: the map cannot be read, or is not of its image's size.
+        """
+        labels = self.labels(row)
+        transform = self.store.manifest.transform
+        placement = place(transform, labels.shape)
+        size = tuple(transform["input_size"][1:])
+        return {
+            key: labelled_pixels(labels, placement, layout, size, self.resolution)
+            for key, layout in self.layouts.items()
+        }
+
+    def cells(self, row: int) -> dict[str, Labels]:
+        """Return the labels of each cell's pixels of the model's input, for each grid.
+
+        They are (cells, pixels); a cell whose middle is beside the image has no labels.
+
+        Raises:
+            VitseeError: cells are not whole pixels, or the map cannot be read.
+        """
+        labels = self.labels(row)
+        transform = self.store.manifest.transform
+        height, width = transform["input_size"][1:]
+        placement = place(transform, labels.shape)
+        input_labels = on_input(labels, placement, (height, width))
+        labels_of_grids = {}
+        for key, layout in self.layouts.items():
+            cells = cell_pixels(input_labels, layout)
+            if cells is None:
+                raise VitseeError(
+                    f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
+                    "of the input; expected such for this --solver (ridge takes any grid)"
+                )
+            is_on_image = placement.on_image(layout).reshape(-1, 1)
+            missing = cells.dtype.type(no_label(cells))
+            labels_of_grids[key] = np.where(is_on_image, cells, missing)
+        return labels_of_grids
 
 
-Places = dict[str, PlaceSums]  # by grid
+def crop_as_eigen(path: str, depths: Labels) -> Labels:
+    """Return a depth map (480, 640) without the depths outside of rows 45 to 470 and columns 41 to
+    600, the crop on which Eigen et al. 2014 test.
 
+    Args:
+        path: of the map, for errors.
+        depths: (480, 640).
 
-def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> None:
-    """Add an image's sums to those of its grid."""
-    if grid not in places:
-        shape = sums.weights.shape
-        places[grid] = PlaceSums(np.zeros((n_targets, *shape)), np.zeros(shape))
-    places[grid].of_target[sums.present] += sums.targets
-    places[grid].weights += sums.weights
+    Raises:
+        VitseeError: a map of another size.
+    """
+    if depths.shape != EIGEN_SIZE:
+        raise VitseeError(
+            f"{path} is {depths.shape[1]} x {depths.shape[0]} pixels; --eigen-crop expects NYU's "
+            f"{EIGEN_SIZE[1]} x {EIGEN_SIZE[0]}"
+        )
+    cropped = np.full_like(depths, no_label(depths))
+    cropped[EIGEN_CROP] = depths[EIGEN_CROP]
+    return cropped

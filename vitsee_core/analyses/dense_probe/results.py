@@ -5,150 +5,52 @@ Test images are scored in one pass over their tokens, for all probes together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.bank import train_from_bank
+from vitsee_core.analyses.dense_probe.figure import picture_examples
+from vitsee_core.analyses.dense_probe.heads import ClassHead, Head, HeadKey, Trained
 from vitsee_core.analyses.dense_probe.linear import train_ridge
 from vitsee_core.analyses.dense_probe.metrics import LABELLED, Counts, Tally, Task
-from vitsee_core.analyses.dense_probe.pictures import picture_examples
-from vitsee_core.analyses.dense_probe.pixels import (
-    ClassHead,
-    Head,
-    Pixels,
+from vitsee_core.analyses.dense_probe.options import (
+    BATCH,
+    CAPI,
+    CAPI_INPUT,
+    HUMMINGBIRD,
+    KNN,
+    LOGISTIC,
+    PROTOCOL_STEPS,
+    RIDGE,
+    SGD,
+    Solver,
 )
-from vitsee_core.analyses.dense_probe.solvers import BATCH, RIDGE, SGD, Solver
-from vitsee_core.analyses.dense_probe.work import (
-    HeadKey,
+from vitsee_core.analyses.dense_probe.pixels import Pixels
+from vitsee_core.analyses.dense_probe.split_images import (
+    ImagePair,
     Patches,
     SplitImages,
     Sums,
-    Trained,
     counted_rows,
-    draw_images,
     probed_patches,
 )
-from vitsee_core.features import require_comparable
 from vitsee_core.figures.patch_maps.views import grid_sites
-from vitsee_core.images.errors import DataError
-from vitsee_core.images.selection import named_only
-from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import site_columns
-from vitsee_core.truth.labels.labelled_rows import in_split
-from vitsee_core.types import Float, Mask
-from vitsee_stores import Store, open_store
+from vitsee_core.types import Float
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
-log = logging.getLogger(__name__)
 
 UNTRAINED = "untrained"
-
-
-class ImagePair(NamedTuple):
-    """The images that train and those that test; both may be of one store."""
-
-    train: Store
-    train_rows: Rows
-    test: Store
-    test_rows: Rows
-
-
-def image_pairs(
-    train: Store,
-    tests: Sequence[Store],
-    *,
-    split: str | None,
-    holdout: float | None,
-    execution: Execution,
-    train_execution: Execution,
-) -> list[ImagePair]:
-    """Return the images that train and those that test, for each store that tests.
-
-    Args:
-        train: store that trains.
-        tests: stores that test; () if a part of `train` does.
-        split: name of that part, or a file that lists its images.
-        holdout: share of the images that is that part.
-        execution: how many images of each test store are used.
-        train_execution: how many images of the training store are used beside them.
-    """
-    if not tests:
-        train_rows, test_rows = split_images(train, execution, split, holdout)
-        return [ImagePair(train, train_rows, train, test_rows)]
-    require_comparable(train, tests, trains="dense-probe")
-    train_rows = train_execution.rows(train)
-    return [ImagePair(train, train_rows, test, execution.rows(test)) for test in tests]
-
-
-def open_untrained(paths: Sequence[Path], n_tests: int) -> list[Store]:
-    """Open the stores of an untrained model: the training store, then the test stores.
-
-    Raises:
-        VitseeError: their number differs from that of the trained model's stores.
-    """
-    if len(paths) != 1 + n_tests:
-        stores = "TRAIN and each TEST" if n_tests else "the store"
-        raise VitseeError(
-            f"--untrained was given {len(paths)} times; expected {1 + n_tests}: the stores of a "
-            f"model with random weights for {stores}, in this order"
-        )
-    return [open_store(path) for path in paths]
-
-
-def split_images(
-    store: Store, execution: Execution, split: str | None, holdout: float | None
-) -> tuple[Rows, Rows]:
-    """Return the images of one store that train, and those that test.
-
-    Those of a split of its data test, or those in the list of a file; or a share that is held out,
-    drawn over the data set's own order.
-
-    Raises:
-        VitseeError: no such split, or nothing is left to train or to test.
-    """
-    rows = execution.rows(store)
-    if split is not None:
-        is_tested = _mask_of_split(store, split)
-        how = f"of split {split}"
-    else:
-        assert holdout is not None
-        is_tested = draw_images(store, rows.mask, holdout, (execution.seed, 2))
-        how = f"{holdout:g} held out with seed {execution.seed}"
-    train_mask = rows.mask & ~is_tested
-    test_mask = rows.mask & is_tested
-    for mask, use in ((train_mask, "train"), (test_mask, "test")):
-        if not (mask & store.valid).any():
-            raise VitseeError(
-                f"{store.label}: no image is left to {use} ({rows.how}, {how})"
-            )
-
-    def subset(mask: Mask, how: str) -> Rows:
-        """Return the selected rows of a mask."""
-        n_invalid = int((mask & ~store.valid).sum())
-        return replace(rows, mask=mask, n_invalid=n_invalid, how=how)
-
-    return subset(train_mask, f"not {how}"), subset(test_mask, f"those {how}")
-
-
-def _mask_of_split(store: Store, split: str) -> Mask:
-    """Return a mask (images,) of those in a split, or in the list of a file."""
-    if not Path(split).is_file():
-        return in_split(store, split)
-    try:
-        return named_only(Path(split), store.samples.id.tolist(), store.label)
-    except DataError as error:
-        raise VitseeError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -179,7 +81,7 @@ class PairOfStores:
 
     Attributes:
         settings: the choices of the run.
-        chosen: the patch tokens that each probe reads, in the training store.
+        patches: the patch tokens that each probe reads, in the training store.
         train: the training images with their labels.
         test: the test images with their labels.
     """
@@ -188,12 +90,12 @@ class PairOfStores:
         """Find the sites and the labels of both. Raises an error for whatever is missing."""
         self.settings = settings
         sites = grid_sites(pair.train, settings.sites)
-        self.chosen = probed_patches(pair.train, sites, settings.concat)
-        test_patches = [Patches.of(pair.test, patches.sites) for patches in self.chosen]
+        self.patches = probed_patches(pair.train, sites, settings.concat)
+        test_patches = [Patches.of(pair.test, patches.sites) for patches in self.patches]
         self.train = SplitImages.of(
             pair.train,
             pair.train_rows,
-            self.chosen,
+            self.patches,
             task=settings.task,
             resolution=settings.solver.resolution,
         )
@@ -205,8 +107,8 @@ class PairOfStores:
             resolution=settings.solver.resolution,
             eigen_crop=settings.eigen_crop,
         )
-        for train_patches, other in zip(self.chosen, test_patches, strict=True):
-            train_patches.check_alike(other)
+        for train_site, test_site in zip(self.patches, test_patches, strict=True):
+            train_site.check_alike(test_site)
 
     @property
     def n_images(self) -> int:
@@ -216,7 +118,7 @@ class PairOfStores:
         if solver.balanced:
             n_read += self.train.n_images  # a pass before, which counts the classes
         if solver.name == SGD:
-            n_read += solver.steps * BATCH * len(self.chosen)
+            n_read += solver.steps * BATCH * len(self.patches)
         return n_read
 
     def probe(self, execution: Execution) -> TrainedProbes:
@@ -265,12 +167,12 @@ class TrainedProbes:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the model's sites, then those of the baselines at each of them."""
-        for patches in self.work.chosen:
+        for patches in self.work.patches:
             site_cells = site_columns(self.work.test.store, patches)
             yield from self._site_rows(patches, site_cells, baseline="")
         # A chosen l2 differs from site to site; baselines have none of their own.
         several_l2s = len(self.work.settings.solver.l2s) > 1
-        for patches in self.work.chosen:
+        for patches in self.work.patches:
             grid = self.work.test.grids[patches.name]
             site_cells = site_columns(self.work.test.store, patches)
             # A baseline is repeated beside each row that it is compared with.
@@ -298,8 +200,8 @@ class TrainedProbes:
         Raises:
             VitseeError: this model lacks a site of the trained one.
         """
-        untrained_patches = {patches.name: patches for patches in self.work.chosen}
-        for patches in trained.work.chosen:
+        untrained_patches = {patches.name: patches for patches in self.work.patches}
+        for patches in trained.work.patches:
             if patches.name not in untrained_patches:
                 label = self.work.train.store.label
                 raise VitseeError(
@@ -339,7 +241,7 @@ class TrainedProbes:
         return [
             key
             for key in self.trained.heads
-            if key.of == patches.name and not key.baseline
+            if key.probed == patches.name and not key.baseline
         ]
 
     def _metric_rows(
@@ -381,9 +283,9 @@ class HeadCounts(Sums[Testing]):
             if key.baseline:
                 for row, pixels in zip(rows, pixels_of_images, strict=True):
                     no_tokens = np.zeros((0, 0, 0))
-                    self._count(key, row, no_tokens, pixels[key.of])
+                    self._count(key, row, no_tokens, pixels[key.probed])
         for site, patches in images.features.items():
-            keys = [key for key in heads if key.of == site and not key.baseline]
+            keys = [key for key in heads if key.probed == site and not key.baseline]
             grid = images.grids[site]
             for row, x, pixels in zip(
                 rows, patches.of_slab(slab), pixels_of_images, strict=True
@@ -437,6 +339,81 @@ def score_heads(
         raise images.no_pixel("test")
     for tally in counts.values():
         if isinstance(tally, Counts):
-            n_pixels_by_class = tally.whole[:, LABELLED].sum(0)
+            n_pixels_by_class = tally.pixels[:, LABELLED].sum(0)
             images.require_classes(np.flatnonzero(n_pixels_by_class), "test")
     return counts, blocks
+
+
+def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
+    """Return the points in which a run differs from its preset's protocol.
+
+    left_out: whether the bank lacks some of the training patches.
+    """
+    points = list(_differences_of_any(solver, store))
+    if left_out and solver.name != HUMMINGBIRD:
+        points.append(
+            "a part of the training patches: memory holds no more (--bank, --memory)"
+        )
+    return points
+
+
+def _differences_of_any(solver: Solver, store: Store) -> Iterator[str]:
+    """Yield the differences that follow from the solver and from the store's transform."""
+    transform = store.manifest.transform
+    size = tuple(transform["input_size"][1:])
+    mode = str(transform.get("crop_mode"))
+    if solver.preset == CAPI:
+        if size != CAPI_INPUT:
+            yield f"an input of {size[1]} x {size[0]} px, not 224 x 224"
+        if mode != "squash" or transform.get("crop_pct") != 1:
+            yield f"images are brought to the input by {mode}, not squashed whole"
+        if transform.get("interpolation") != "bicubic":
+            yield f"images are resized {transform.get('interpolation')}, not bicubic"
+        yield "standardised over training patches with a class, not over all"
+        if solver.name == KNN:
+            if not solver.chooses:
+                yield "k and distance as given: none is chosen on held-out images"
+            yield "pixels without a class do not vote"
+        else:
+            yield "l2 from a grid of its own, chosen by cross-entropy, not by mean IoU"
+    elif solver.preset == HUMMINGBIRD:
+        yield "no augmentation of the memory's images"
+        yield "pixels without a class are left out of patches' shares, not counted as class 0"
+        yield "classes as predicted: no Hungarian matching"
+        if solver.bank is None:
+            yield "as many patches as fit into memory, not a given number"
+    else:
+        yield from _differences_of_dinov3(solver, size, mode)
+
+
+def _differences_of_dinov3(
+    solver: Solver, size: tuple[int, ...], mode: str
+) -> Iterator[str]:
+    """Yield the differences from the linear probes of Siméoni et al. 2025.
+
+    Args:
+        solver: how the probes are fitted.
+        size: (height, width) of the model's input.
+        mode: how images are brought to it.
+    """
+    is_depth = solver.target == "depth"
+    n_steps = PROTOCOL_STEPS[solver.target]
+    if solver.name == SGD:
+        if solver.steps != n_steps:
+            yield f"{solver.steps:,} steps, not {n_steps:,}; the warm-up is shorter in proportion"
+    else:
+        method = "L-BFGS" if solver.name == LOGISTIC else "least squares"
+        yield (
+            f"{method} on fixed tokens, not AdamW over {n_steps:,} steps; no batch norm, no dropout"
+        )
+    if is_depth and solver.name == RIDGE:
+        yield "a linear map to metres, not to 256 bins"
+    view = f"one view of {size[1]} x {size[0]} px ({mode})"
+    if is_depth:
+        yield "no augmentation in training, and no flip in testing"
+        yield view
+    else:
+        yield "no augmentation in training"
+        yield f"{view}, no sliding window"
+    if solver.name == LOGISTIC:
+        yield "in training every pixel has the scores of its patch, not interpolated ones"

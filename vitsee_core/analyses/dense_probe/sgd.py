@@ -1,8 +1,8 @@
-"""The linear heads of Siméoni et al. 2025 (DINOv3), by their own optimiser, on an endless stream of
-batches of stored tokens.
+"""The linear heads of Siméoni et al. 2025 (DINOv3), trained by their own optimiser.
 
 Batch norm (its statistics over the cells on images), a 1 x 1 convolution whose weights begin as
-N(0, 0.01), AdamW on batches of 16 images, the rate of one cycle after a warm-up. As released:
+N(0, 0.01), AdamW on batches of 16 images of stored tokens, the rate of one cycle after a warm-up.
+As released:
 
 - classes: dropout of whole channels (0.1), cross-entropy of scores interpolated to the pixels,
   summed over those with a class and divided by all; rate 1e-3, decay 1e-3, warm-up 1,500 of 40,000
@@ -22,23 +22,27 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitsee_core.analyses.dense_probe.linear import count_truth
-from vitsee_core.analyses.dense_probe.metrics import Depth
-from vitsee_core.analyses.dense_probe.pixels import Head, LinearScores, Pixels, Scores
-from vitsee_core.analyses.dense_probe.solvers import BATCH, Solver
-from vitsee_core.analyses.dense_probe.work import (
+from vitsee_core.analyses.dense_probe.heads import (
+    Head,
     HeadKey,
+    LinearScores,
+    Scores,
+    Trained,
+)
+from vitsee_core.analyses.dense_probe.linear import blind_heads, count_truth
+from vitsee_core.analyses.dense_probe.metrics import Depth
+from vitsee_core.analyses.dense_probe.options import BATCH, Solver
+from vitsee_core.analyses.dense_probe.pixels import Pixels
+from vitsee_core.analyses.dense_probe.split_images import (
     Patches,
     SplitImages,
-    Trained,
-    blind_heads,
     counted_rows,
 )
 from vitsee_core.truth.masks.png_maps import IGNORED
@@ -49,11 +53,14 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
-NO_CLASS = -100
+log = logging.getLogger(__name__)
+
+NO_CLASS = -100  # what torch's cross-entropy ignores by default
 N_BINS = 256
-LEAST_SHARE = 0.1
-FLOOR = 1e-3  # added to depths before their logarithm
-WITHOUT_VARIANCE = 100  # steps
+MIN_BIN_SHARE = 0.1  # added to the outputs of bins, so that their sum is above 0
+LOG_FLOOR = 1e-3  # metres, added to depths before their logarithm
+STEPS_WITHOUT_VARIANCE = 100
+N_LAST_LOSSES = 10  # whose mean the notes have
 
 
 @dataclass(frozen=True)
@@ -65,72 +72,106 @@ class Batch:
         on_image: (images, rows, cols) which cells are not beside the image.
         labels: (images, height, width) indices of classes, `NO_CLASS` for none, or depths, NaN for
             none.
-        down, across: (images, height, rows) and (images, width, cols), see `pixels.Pixels`.
+        row_weights: (images, height, rows) as in `pixels.Pixels`.
+        col_weights: (images, width, cols) as in `pixels.Pixels`.
     """
 
     tokens: Tensor
     on_image: Tensor
     labels: Tensor
-    down: Tensor
-    across: Tensor
+    row_weights: Tensor
+    col_weights: Tensor
 
     def interpolated(self, image: int, scores: Tensor) -> Tensor:
-        """The scores of an image at its pixels, (n, height, width), from those of cells (rows,
-        cols, n)."""
-        return self.down[image] @ scores.permute(2, 0, 1) @ self.across[image].T
+        """Return the scores of an image at its pixels, (n, height, width).
+
+        scores: (rows, cols, n) of cells.
+        """
+        down = self.row_weights[image] @ scores.permute(2, 0, 1)  # (n, height, cols)
+        return down @ self.col_weights[image].T
 
 
 class LinearProbe(nn.Module):
-    """Dropout of channels, batch norm, and a linear map of each cell, to be trained. `random` draws
-    the weights and the dropout, on the CPU."""
+    """Dropout of channels, batch norm, and a linear map of each cell, to be trained."""
 
     def __init__(
-        self, dim: int, n_outputs: int, dropout: float, random: torch.Generator
+        self, dim: int, n_outputs: int, dropout: float, generator: torch.Generator
     ) -> None:
+        """Draw the weights.
+
+        Args:
+            dim: channels of a token.
+            n_outputs: scores of a cell.
+            dropout: share of the channels that are 0 in a step.
+            generator: on the CPU; draws the weights, and the dropout of every step.
+        """
         super().__init__()
         self.dropout = dropout
         self.dim = dim
-        self.random = random
+        self.generator = generator
         self.norm = nn.BatchNorm1d(dim)
-        weights = torch.empty(n_outputs, dim).normal_(0, 0.01, generator=random)
+        weights = torch.empty(n_outputs, dim).normal_(0, 0.01, generator=generator)
         self.weight = nn.Parameter(weights)
         self.bias = nn.Parameter(torch.zeros(n_outputs))
 
     def forward(self, batch: Batch) -> Tensor:
-        """The scores (images, rows, cols, n), 0 for cells beside the image."""
+        """Return the scores (images, rows, cols, n), 0 for cells beside the image."""
         tokens = batch.tokens
         if self.dropout:
-            share = 1 - self.dropout
-            shape = (len(tokens), 1, 1, self.dim)
-            kept = torch.empty(shape).bernoulli_(share, generator=self.random) / share
-            tokens = tokens * kept.to(tokens.device)
-        own = functional.linear(self.norm(tokens[batch.on_image]), self.weight, self.bias)
-        scores = own.new_zeros(*batch.on_image.shape, own.shape[-1])
-        scores[batch.on_image] = own
+            keep = 1 - self.dropout
+            shape = (len(tokens), 1, 1, self.dim)  # whole channels of an image
+            # Drawn on the CPU, so that every device drops the same channels.
+            factors = torch.empty(shape).bernoulli_(keep, generator=self.generator) / keep
+            tokens = tokens * factors.to(tokens.device)
+        normed = self.norm(tokens[batch.on_image])  # (cells on images, dim)
+        cell_scores = functional.linear(normed, self.weight, self.bias)
+        n_outputs = cell_scores.shape[-1]
+        scores = cell_scores.new_zeros(*batch.on_image.shape, n_outputs)
+        scores[batch.on_image] = cell_scores
         return scores
 
     def scores(self) -> LinearScores:
-        """The trained linear map of features as they are stored."""
-        trained = (self.norm.weight, self.norm.bias, self.weight, self.bias)
-        scale, offset, matrix, bias = (_numbers(own) for own in trained)
-        mean, var = (
-            _numbers(own) for own in (self.norm.running_mean, self.norm.running_var)
-        )
-        scale = scale / np.sqrt(var + self.norm.eps)
-        found = (matrix * scale).T
-        return LinearScores(found, bias + matrix @ offset - mean @ found)
+        """Return the trained linear map of features as they are stored, batch norm folded in."""
+        matrix = _to_numpy(self.weight)  # (n, dim)
+        mean = _to_numpy(self.norm.running_mean)
+        variance = _to_numpy(self.norm.running_var)
+        offset = _to_numpy(self.norm.bias)
+        scale = _to_numpy(self.norm.weight) / np.sqrt(variance + self.norm.eps)
+        # W ((x - mean) scale + offset) + b = (W scale) x + b + W offset - (W scale) mean
+        weights = (matrix * scale).T  # (dim, n)
+        bias = _to_numpy(self.bias) + matrix @ offset - mean @ weights
+        return LinearScores(weights, bias)
+
+
+def _to_numpy(values: Tensor | None) -> Float:
+    """Return a tensor as an array in float64."""
+    assert values is not None
+    return values.detach().double().cpu().numpy()
 
 
 @dataclass(frozen=True)
 class BinScores:
-    """Depths (rows, cols, 1) from linear scores of bins, at n depths in metres."""
+    """Depths (rows, cols, 1) from linear scores of bins.
+
+    Attributes:
+        scores: one output per bin.
+        bins: (n,) depth of each bin in metres.
+    """
 
     scores: LinearScores
     bins: Float
 
     def __call__(self, tokens: Float) -> Float:
-        shares = np.maximum(self.scores(tokens), 0) + LEAST_SHARE
+        """Return the depths of cells with tokens (rows, cols, dim)."""
+        shares = np.maximum(self.scores(tokens), 0) + MIN_BIN_SHARE
         return (shares @ self.bins / shares.sum(-1))[..., None]
+
+
+class Schedule(NamedTuple):
+    """The settings of AdamW in one step: a share of the rate, and the first of its betas."""
+
+    rate_share: float
+    momentum: float
 
 
 @dataclass(frozen=True)
@@ -138,132 +179,157 @@ class ClassRecipe:
     """The training of probes of classes.
 
     Attributes:
-        rate, decay: learning rate and weight decay of AdamW.
-        second: the second of its betas.
-        clip: largest norm of the gradient.
+        n_outputs: scores of a cell.
+        dropout: share of the channels that are 0 in a step.
+        rate: learning rate of AdamW.
+        decay: weight decay of AdamW.
+        second_beta: the second of AdamW's betas.
+        max_norm: norm that gradients are clipped at.
     """
 
     n_outputs: int
     dropout: float = 0.1
     rate: float = 1e-3
     decay: float = 1e-3
-    second: float = 0.999
-    clip: float = math.inf
+    second_beta: float = 0.999
+    max_norm: float = math.inf
 
-    def schedule(self, step: int, steps: int) -> tuple[float, float]:
-        """The share of the rate, and the first of AdamW's betas. The released loop does not advance
-        the rate after its first step."""
-        at = max(step - 1, 0)
-        warm_up = round(steps * 1500 / 40_000)
-        if at < warm_up:
-            return (1 - (1 - at / warm_up) * (1 - 1e-6)) * (1 - at / steps), 0.9
-        return _cosine(1, 0, (at + 1) / steps), 0.9
+    def schedule(self, step: int, n_steps: int) -> Schedule:
+        """Return the settings of AdamW in one step: a linear warm-up, then half a cosine."""
+        # The released loop does not advance the rate after its first step.
+        n_advances = max(step - 1, 0)
+        n_warm_up = round(n_steps * 1500 / 40_000)
+        if n_advances < n_warm_up:
+            warm_up = 1 - (1 - n_advances / n_warm_up) * (1 - 1e-6)
+            return Schedule(warm_up * (1 - n_advances / n_steps), momentum=0.9)
+        return Schedule(_cosine(1, 0, (n_advances + 1) / n_steps), momentum=0.9)
 
     def backward(self, batch: Batch, scores: Tensor, step: int) -> float:
-        """The loss; fills the gradient of the scores, a leaf. Image by image: pixels of all classes
-        of a whole batch may not fit into memory."""
+        """Return the loss, and fill the gradient of the scores, which are a leaf."""
+        del step
+        # Image by image: the pixels of all classes of a whole batch may not fit the memory.
         total = 0.0
         for image, labels in enumerate(batch.labels):
-            pixels = batch.interpolated(image, scores[image])[None]
+            pixel_scores = batch.interpolated(image, scores[image])[None]
             loss = functional.cross_entropy(
-                pixels, labels[None], ignore_index=NO_CLASS, reduction="sum"
+                pixel_scores, labels[None], ignore_index=NO_CLASS, reduction="sum"
             )
             loss = loss / batch.labels.numel()
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
-    def finished(self, scores: LinearScores) -> Scores:
-        """The scores that the trained probe gives to cells."""
+    def trained_scores(self, scores: LinearScores) -> Scores:
+        """Return the scores that the trained probe gives to cells."""
         return scores
 
 
 @dataclass(frozen=True)
 class DepthRecipe:
-    """The training of probes of depths within `limits` (metres); see `ClassRecipe`."""
+    """The training of probes of depths; further attributes and methods as in `ClassRecipe`.
+
+    limits: the least and the largest depth, in metres.
+    """
 
     limits: tuple[float, float]
     n_outputs: int = N_BINS
     dropout: float = 0.0
     rate: float = 3e-4
     decay: float = 1e-4
-    second: float = 0.99
-    clip: float = 35.0
+    second_beta: float = 0.99
+    max_norm: float = 35.0
 
-    def schedule(self, step: int, steps: int) -> tuple[float, float]:
-        warm_up = round(steps * 12_800 / 38_400)
-        if step < warm_up:
-            return 1e-3 + _cosine(1, 0, step / steps) * step / warm_up, 0.0
-        momentum = _cosine(0.85, 0.95, (step - warm_up) / (steps - warm_up))
-        return _cosine(1, 1 / 25 / 1000, (step + 1) / steps), momentum
+    def schedule(self, step: int, n_steps: int) -> Schedule:
+        """Return the settings of AdamW in one step: no momentum during a third of the steps."""
+        n_warm_up = round(n_steps * 12_800 / 38_400)
+        if step < n_warm_up:
+            rate_share = 1e-3 + _cosine(1, 0, step / n_steps) * step / n_warm_up
+            return Schedule(rate_share, momentum=0.0)
+        momentum = _cosine(0.85, 0.95, (step - n_warm_up) / (n_steps - n_warm_up))
+        rate_share = _cosine(1, 1 / 25 / 1000, (step + 1) / n_steps)
+        return Schedule(rate_share, momentum)
 
     def backward(self, batch: Batch, scores: Tensor, step: int) -> float:
-        bins = torch.linspace(*self.limits, self.n_outputs, device=scores.device)
-        shares = torch.relu(scores) + LEAST_SHARE
-        depths = (shares @ bins / shares.sum(-1))[..., None]
-        found = torch.stack(
-            [batch.interpolated(i, own)[0] for i, own in enumerate(depths)]
+        """Return the loss, and fill the gradient of the scores, which are a leaf."""
+        nearest, farthest = self.limits
+        bins = torch.linspace(nearest, farthest, self.n_outputs, device=scores.device)
+        shares = torch.relu(scores) + MIN_BIN_SHARE
+        cell_depths = (shares @ bins / shares.sum(-1))[..., None]
+        # (images, height, width)
+        depths = torch.stack(
+            [batch.interpolated(i, cells)[0] for i, cells in enumerate(cell_depths)]
         )
-        there = torch.isfinite(batch.labels)
-        g = torch.log(found[there] + FLOOR) - torch.log(batch.labels[there] + FLOOR)
+        is_known = torch.isfinite(batch.labels)
+        log_depths = torch.log(depths[is_known] + LOG_FLOOR)
+        g = log_depths - torch.log(batch.labels[is_known] + LOG_FLOOR)
         square = 0.15 * g.mean() ** 2
-        if step >= WITHOUT_VARIANCE and len(g) > 1:
+        if step >= STEPS_WITHOUT_VARIANCE and len(g) > 1:
             square = square + g.var()
+        # The gradient of the root is infinite at 0.
         loss = torch.sqrt(square) if square > 0 else square.abs()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def finished(self, scores: LinearScores) -> Scores:
-        return BinScores(scores, np.linspace(*self.limits, self.n_outputs))
+    def trained_scores(self, scores: LinearScores) -> Scores:
+        """Return the depths that the trained probe gives to cells."""
+        nearest, farthest = self.limits
+        return BinScores(scores, np.linspace(nearest, farthest, self.n_outputs))
 
 
 Recipe = ClassRecipe | DepthRecipe
+
+
+def _cosine(start: float, end: float, share: float) -> float:
+    """Return the value after a share of half a cosine from start to end."""
+    return end + (start - end) / 2 * (math.cos(math.pi * share) + 1)
 
 
 def train(
     batches: Iterator[Batch],
     dim: int,
     recipe: Recipe,
-    steps: int,
+    n_steps: int,
     seed: int,
     device: torch.device,
 ) -> Iterator[float | Scores]:
-    """The loss of every step, then the scores of the trained probe. Takes `steps` batches, on
-    `device`; seed: of weights and dropout."""
-    random = torch.Generator().manual_seed(seed)
-    probe = LinearProbe(dim, recipe.n_outputs, recipe.dropout, random).to(device)
+    """Yield the loss of every step, then the scores of the trained probe.
+
+    Args:
+        batches: as many as there are steps, on the device.
+        dim: channels of a token.
+        recipe: how probes of this task are trained.
+        n_steps: steps of the optimiser.
+        seed: seed of weights and dropout.
+        device: torch device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    probe = LinearProbe(dim, recipe.n_outputs, recipe.dropout, generator).to(device)
     optimizer = torch.optim.AdamW(
-        probe.parameters(), recipe.rate, (0.9, recipe.second), weight_decay=recipe.decay
+        probe.parameters(),
+        lr=recipe.rate,
+        betas=(0.9, recipe.second_beta),
+        weight_decay=recipe.decay,
     )
-    for step in range(steps):
+    for step in range(n_steps):
         batch = next(batches)
-        share, momentum = recipe.schedule(step, steps)
+        schedule = recipe.schedule(step, n_steps)
         group = optimizer.param_groups[0]
-        group["lr"], group["betas"] = recipe.rate * share, (momentum, recipe.second)
+        group["lr"] = recipe.rate * schedule.rate_share
+        group["betas"] = (schedule.momentum, recipe.second_beta)
         optimizer.zero_grad()
         scores = probe(batch)
+        # The loss is differentiated to the scores, a leaf, and then once through the probe: the
+        # recipe may differentiate image by image, which frees each image's pixels.
         leaf = scores.detach().requires_grad_()
         loss = recipe.backward(batch, leaf, step)
         scores.backward(leaf.grad)
-        nn.utils.clip_grad_norm_(probe.parameters(), recipe.clip)
+        nn.utils.clip_grad_norm_(probe.parameters(), recipe.max_norm)
         optimizer.step()
         yield loss
-    yield recipe.finished(probe.scores())
+    yield recipe.trained_scores(probe.scores())
 
 
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) / 2 * (math.cos(math.pi * share) + 1)
-
-
-def _numbers(values: Tensor | None) -> Float:
-    assert values is not None
-    return values.detach().double().cpu().numpy()
-
-
-log = logging.getLogger(__name__)
-
-
-def train_sgd(part: SplitImages, solver: Solver, execution: Execution) -> Trained:
+def train_sgd(images: SplitImages, solver: Solver, execution: Execution) -> Trained:
     """Train the probes of the sites one after the other, and the baselines of every grid.
 
     Raises:
@@ -272,129 +338,161 @@ def train_sgd(part: SplitImages, solver: Solver, execution: Execution) -> Traine
     from vitsee_core.runtime.device import resolve_device
 
     device = resolve_device(execution.device)
-    task = part.task
+    task = images.task
     # As in the protocol, training sees the model's input.
-    part = replace(part, truth=replace(part.truth, resolution="input"))
-    places = count_truth(part, execution)
+    images = replace(images, truth=replace(images.truth, resolution="input"))
+    places = count_truth(images, execution)
     classes = np.flatnonzero(next(iter(places.values())).totals)
-    heads: dict[HeadKey, Head] = {}
-    losses: dict[str, float] = {}
     recipe: Recipe = ClassRecipe(len(classes))
     if isinstance(task, Depth):
         recipe = DepthRecipe(task.limits)
-    for site, features in part.features.items():
-        stream = _Stream(part, features, part.grids[site], classes, execution)
-        last: list[float] = []
-        for found in train(
+    heads: dict[HeadKey, Head] = {}
+    mean_losses: dict[str, float] = {}
+    for site, patches in images.features.items():
+        stream = _Stream(images, patches, images.grids[site], classes, execution)
+        last_losses: list[float] = []
+        for result in train(
             stream.batches(device),
-            features.dim,
+            patches.dim,
             recipe,
             solver.steps,
             execution.seed,
             device,
         ):
-            if not isinstance(found, float):
-                heads[HeadKey(site)] = task.head(classes, found)
-            elif not np.isfinite(found):
+            if not isinstance(result, float):
+                heads[HeadKey(site)] = task.head(classes, result)
+            elif not np.isfinite(result):
                 raise VitseeError(
-                    f"{part.store.label}: the loss of {site} is not finite any more"
+                    f"{images.store.label}: the loss of {site} is not finite any more"
                 )
             else:
-                last = [*last[-9:], found]
+                last_losses = [*last_losses[1 - N_LAST_LOSSES :], result]
                 execution.progress.advance(BATCH)
-        losses[site] = float(np.mean(last))
-    notes: dict[str, Any] = {"loss_of_the_last_steps": losses}
+        mean_losses[site] = float(np.mean(last_losses))
+    notes: dict[str, Any] = {"loss_of_the_last_steps": mean_losses}
     if not isinstance(task, Depth):
         notes["n_trained"] = len(classes)
     return Trained(heads | blind_heads(task, places), notes)
 
 
-_Example = tuple[
-    Float32, Pixels
-]  # tokens (cells, dim), and the pixels of the model's input
+class _Example(NamedTuple):
+    """One training image: its tokens (cells, dim), and the pixels of the model's input."""
+
+    tokens: Float32
+    pixels: Pixels
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """The training images in random order, over and over. Where they do not all fit into memory,
-    some slabs at a time are kept: their images are in random order, and so are such groups."""
+    """The training images in random order, over and over.
 
-    part: SplitImages
-    features: Patches
+    Where they do not all fit the memory, some slabs at a time are kept: their images are in random
+    order, and so are such groups.
+
+    Attributes:
+        images: the training images.
+        patches: the patch tokens that the probe reads.
+        grid: key of their grid.
+        classes: numbers of the classes that occur.
+        execution: seed and memory.
+    """
+
+    images: SplitImages
+    patches: Patches
     grid: str
     classes: Integers
     execution: Execution
 
     def batches(self, device: torch.device) -> Iterator[Batch]:
-        """Batches without an end."""
-        examples = self._examples()
+        """Yield batches on a device, without an end."""
+        examples = self._shuffled_examples()
         while True:
-            yield self._batch(list(islice(examples, BATCH)), device)
+            yield self._to_batch(list(islice(examples, BATCH)), device)
 
-    def _examples(self) -> Iterator[_Example]:
+    def _shuffled_examples(self) -> Iterator[_Example]:
+        """Yield the training images in random order, without an end."""
         rng = np.random.default_rng((self.execution.seed, 5))
-        groups = self._groups()
+        groups = self._slab_groups()
         if len(groups) > 1:
             log.info(
                 "%s: of %s, %d groups of slabs are in memory in turn (more --memory, or fewer "
                 "--images, are faster)",
-                *(self.part.store.label, self.features.parts[-1].site.name, len(groups)),
+                self.images.store.label,
+                self.patches.parts[-1].site.name,
+                len(groups),
             )
-        kept = self._load(groups[0]) if len(groups) == 1 else None
+        # A single group is read once, several ones each time that it is their turn.
+        all_examples = self._load(groups[0]) if len(groups) == 1 else None
         while True:
             for group in rng.permutation(len(groups)):
-                examples = kept or self._load(groups[group])
+                examples = all_examples or self._load(groups[group])
                 for i in rng.permutation(len(examples)):
                     yield examples[i]
 
-    def _groups(self) -> list[list[Slab]]:
+    def _slab_groups(self) -> list[list[Slab]]:
         """Group the slabs with training images, as many together as half of the memory holds."""
-        mask = self.part.truth.mask
-        store = self.part.store
-        cells = self.features.grid[0] * self.features.grid[1]
-        pixels = int(np.prod(store.manifest.transform["input_size"][1:]))
-        label = 4 if isinstance(self.part.task, Depth) else 1
-        each = 4 * cells * self.features.dim + label * pixels
-        room = max(1, self.execution.budget // 2 // each)
+        mask = self.images.truth.mask
+        store = self.images.store
+        rows, cols = self.patches.grid
+        n_pixels = int(np.prod(store.manifest.transform["input_size"][1:]))
+        n_bytes_label = 4 if isinstance(self.images.task, Depth) else 1
+        n_bytes_image = 4 * rows * cols * self.patches.dim + n_bytes_label * n_pixels
+        max_images = max(1, self.execution.budget // 2 // n_bytes_image)
         groups: list[list[Slab]] = []
-        n = room
+        n_in_group = 0
         for slab in store.slabs():
-            own = int(mask[slab.rows].sum())
-            if not own:
+            n_images = int(mask[slab.rows].sum())
+            if n_images == 0:
                 continue
-            if n + own > room and (n or not groups):
+            if not groups or n_in_group + n_images > max_images:
                 groups.append([])
-                n = 0
+                n_in_group = 0
             groups[-1].append(slab)
-            n += own
+            n_in_group += n_images
         return groups
 
     def _load(self, slabs: list[Slab]) -> list[_Example]:
-        found = []
+        """Return the training images of some slabs."""
+        examples = []
         for slab in slabs:
-            tokens = self.features.of_slab(slab)
-            for row, own in zip(counted_rows(slab), tokens, strict=True):
-                if self.part.truth.mask[row]:
-                    found.append((own, self.part.truth.pixels(row)[self.grid]))
-        return found
+            tokens_of_images = self.patches.of_slab(slab)
+            for row, tokens in zip(counted_rows(slab), tokens_of_images, strict=True):
+                if self.images.truth.mask[row]:
+                    pixels = self.images.truth.pixels(row)[self.grid]
+                    examples.append(_Example(tokens, pixels))
+        return examples
 
-    def _batch(self, examples: list[_Example], device: torch.device) -> Batch:
-        def tensor(arrays: list[Any], kind: Any = np.float32) -> torch.Tensor:
-            return torch.from_numpy(np.stack(arrays).astype(kind)).to(device)
+    def _to_batch(self, examples: list[_Example], device: torch.device) -> Batch:
+        """Return some images as a batch on a device."""
 
-        every = [pixels for _, pixels in examples]
-        shown = [np.outer(own.down.sum(0) > 0, own.across.sum(0) > 0) for own in every]
-        if isinstance(self.part.task, Depth):
-            labels = tensor([own.labels for own in every])
-        else:
-            table = np.full(IGNORED + 1, NO_CLASS)
-            table[self.classes] = np.arange(len(self.classes))
-            labels = tensor([table[own.labels] for own in every], np.int64)
-        shape = *self.features.grid, self.features.dim
+        def stacked(arrays: list[Any], dtype: Any = np.float32) -> Tensor:
+            """Return the arrays of all images as one tensor on the device."""
+            return torch.from_numpy(np.stack(arrays).astype(dtype)).to(device)
+
+        rows, cols = self.patches.grid
+        tokens = []
+        on_image = []
+        labels = []
+        row_weights = []
+        col_weights = []
+        # Class number -> its output.
+        output_of_class = np.full(IGNORED + 1, NO_CLASS)
+        output_of_class[self.classes] = np.arange(len(self.classes))
+        is_depth = isinstance(self.images.task, Depth)
+        for example in examples:
+            pixels = example.pixels
+            tokens.append(example.tokens.reshape(rows, cols, self.patches.dim))
+            # Cells beside the image have no part in any pixel.
+            has_rows = pixels.row_weights.sum(0) > 0
+            has_cols = pixels.col_weights.sum(0) > 0
+            on_image.append(np.outer(has_rows, has_cols))
+            labels.append(pixels.labels if is_depth else output_of_class[pixels.labels])
+            row_weights.append(pixels.row_weights)
+            col_weights.append(pixels.col_weights)
         return Batch(
-            tensor([tokens.reshape(shape) for tokens, _ in examples]),
-            tensor(shown, np.bool_),
-            labels,
-            tensor([own.down for own in every]),
-            tensor([own.across for own in every]),
+            tokens=stacked(tokens),
+            on_image=stacked(on_image, np.bool_),
+            labels=stacked(labels, np.float32 if is_depth else np.int64),
+            row_weights=stacked(row_weights),
+            col_weights=stacked(col_weights),
         )

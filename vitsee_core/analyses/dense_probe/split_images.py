@@ -1,35 +1,36 @@
-"""The images of a store that train or test, the labels of their pixels, their patch tokens, and
-what is summed over them.
+"""The images of a store that train or test: which they are, their labels and their patch tokens.
 
-Labels come from class maps or depth maps, placed as the transform of the store placed its images.
+`SplitImages` is what solvers learn from; `Sums` is what they accumulate over its slabs.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.dense_probe.metrics import Segmentation, Task
-from vitsee_core.analyses.dense_probe.pixels import (
-    Head,
-    PlaceSums,
+from vitsee_core.analyses.dense_probe.pixels import Truth
+from vitsee_core.features import (
+    SiteFeatures,
+    check_alike,
+    choose_features,
+    require_comparable,
 )
-from vitsee_core.analyses.dense_probe.truth import (
-    Truth,
-)
-from vitsee_core.features import SiteFeatures, check_alike, choose_features
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.selection import named_only
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
+from vitsee_core.truth.labels.labelled_rows import in_split
 from vitsee_core.truth.masks.png_maps import IGNORED, PLAIN
 from vitsee_core.types import Float32, Integers, Mask
-from vitsee_stores import Store
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
@@ -37,10 +38,109 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab
     from vitsee_stores.layout import TokenLayout
 
-CHOOSING = 0.1  # share of the training images that chooses l2 or k
 
-_LAST_N = re.compile(r"last([1-9]\d*)")
 W = TypeVar("W")
+
+
+class ImagePair(NamedTuple):
+    """The images that train and those that test; both may be of one store."""
+
+    train: Store
+    train_rows: Rows
+    test: Store
+    test_rows: Rows
+
+
+def image_pairs(
+    train: Store,
+    tests: Sequence[Store],
+    *,
+    split: str | None,
+    holdout: float | None,
+    execution: Execution,
+    train_execution: Execution,
+) -> list[ImagePair]:
+    """Return the images that train and those that test, for each store that tests.
+
+    Args:
+        train: store that trains.
+        tests: stores that test; () if a part of `train` does.
+        split: name of that part, or a file that lists its images.
+        holdout: share of the images that is that part.
+        execution: how many images of each test store are used.
+        train_execution: how many images of the training store are used beside them.
+    """
+    if not tests:
+        train_rows, test_rows = split_images(train, execution, split, holdout)
+        return [ImagePair(train, train_rows, train, test_rows)]
+    require_comparable(train, tests, trains="dense-probe")
+    train_rows = train_execution.rows(train)
+    return [ImagePair(train, train_rows, test, execution.rows(test)) for test in tests]
+
+
+def open_untrained(paths: Sequence[Path], n_tests: int) -> list[Store]:
+    """Open the stores of an untrained model: the training store, then the test stores.
+
+    Raises:
+        VitseeError: their number differs from that of the trained model's stores.
+    """
+    if len(paths) != 1 + n_tests:
+        stores = "TRAIN and each TEST" if n_tests else "the store"
+        raise VitseeError(
+            f"--untrained was given {len(paths)} times; expected {1 + n_tests}: the stores of a "
+            f"model with random weights for {stores}, in this order"
+        )
+    return [open_store(path) for path in paths]
+
+
+def split_images(
+    store: Store, execution: Execution, split: str | None, holdout: float | None
+) -> tuple[Rows, Rows]:
+    """Return the images of one store that train, and those that test.
+
+    Those of a split of its data test, or those in the list of a file; or a share that is held out,
+    drawn over the data set's own order.
+
+    Raises:
+        VitseeError: no such split, or nothing is left to train or to test.
+    """
+    rows = execution.rows(store)
+    if split is not None:
+        is_tested = _mask_of_split(store, split)
+        how = f"of split {split}"
+    else:
+        assert holdout is not None
+        is_tested = draw_images(store, rows.mask, holdout, (execution.seed, 2))
+        how = f"{holdout:g} held out with seed {execution.seed}"
+    train_mask = rows.mask & ~is_tested
+    test_mask = rows.mask & is_tested
+    _require_images(store, train_mask, "train", f"{rows.how}, {how}")
+    _require_images(store, test_mask, "test", f"{rows.how}, {how}")
+    train_rows = _subset(store, rows, train_mask, f"not {how}")
+    test_rows = _subset(store, rows, test_mask, f"those {how}")
+    return train_rows, test_rows
+
+
+def _require_images(store: Store, mask: Mask, use: str, how: str) -> None:
+    """Refuse a selection without an image. use: "train" or "test"; how: they were selected."""
+    if not (mask & store.valid).any():
+        raise VitseeError(f"{store.label}: no image is left to {use} ({how})")
+
+
+def _subset(store: Store, rows: Rows, mask: Mask, how: str) -> Rows:
+    """Return the selected rows of a mask (images,)."""
+    n_invalid = int((mask & ~store.valid).sum())
+    return replace(rows, mask=mask, n_invalid=n_invalid, how=how)
+
+
+def _mask_of_split(store: Store, split: str) -> Mask:
+    """Return a mask (images,) of those in a split, or in the list of a file."""
+    if not Path(split).is_file():
+        return in_split(store, split)
+    try:
+        return named_only(Path(split), store.samples.id.tolist(), store.label)
+    except DataError as error:
+        raise VitseeError(str(error)) from None
 
 
 def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
@@ -62,18 +162,6 @@ def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) 
     n_drawn = min(max(1, round(share * len(rows))), len(rows) - 1)
     mask[np.random.default_rng(seed).permutation(rows)[:n_drawn]] = True
     return mask
-
-
-def parse_concat(text: str) -> int:
-    """Return the number of last sites, e.g. 4 for `last4`.
-
-    Raises:
-        VitseeError: another word.
-    """
-    match = _LAST_N.fullmatch(text)
-    if match is None:
-        raise VitseeError(f"{text!r}; expected lastN, like last4")
-    return int(match[1])
 
 
 @dataclass(frozen=True)
@@ -252,16 +340,16 @@ class SplitImages:
         """
         grids = {}
         layouts = {}
-        for each in patches:
-            layout = each.layout
+        for site_patches in patches:
+            layout = site_patches.layout
             # Equal for grids that lie alike on the input, which share their labels.
             key = f"{layout.grid} every {layout.stride_px} from {layout.offset_px}"
-            grids[each.name] = key
+            grids[site_patches.name] = key
             layouts[key] = layout
         truth, counts = Truth.find(
             store, task.maps, rows, layouts, resolution, eigen_crop
         )
-        features = {each.name: each for each in patches}
+        features = {site_patches.name: site_patches for site_patches in patches}
         return cls(store, task, features, grids, truth, counts)
 
     @property
@@ -369,41 +457,3 @@ class Sums(Generic[W]):
     def result(self) -> Self:
         """Return the sums themselves."""
         return self
-
-
-@dataclass(frozen=True)
-class HeadKey:
-    """Identifies a head.
-
-    Attributes:
-        of: name of the probed site or sites; for a baseline the key of the grid.
-        l2: l2 of the fit; None if the solver has none, and for a baseline.
-        k: number of neighbours; None if the solver has none.
-        baseline: name of the baseline; "" for a probe.
-    """
-
-    of: str
-    l2: float | None = None
-    k: int | None = None
-    baseline: str = ""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The trained probes of a pair of stores, and notes on the training for a table."""
-
-    heads: dict[HeadKey, Head]
-    notes: dict[str, object]
-
-
-def blind_heads(task: Task, places: Mapping[str, PlaceSums]) -> dict[HeadKey, Head]:
-    """Return the head of each baseline of every grid; baselines see no tokens.
-
-    places: key of a grid -> sums of labels at each cell.
-    """
-    heads = {}
-    for grid, place_sums in places.items():
-        classes, *scores_of_baselines = place_sums.scores()
-        for name, scores in zip(task.baselines, scores_of_baselines, strict=True):
-            heads[HeadKey(grid, baseline=name)] = task.head(classes, scores)
-    return heads

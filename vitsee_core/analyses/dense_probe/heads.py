@@ -1,37 +1,159 @@
-"""Nearest patches of a bank, and their probes: votes of pixels, or shares of classes."""
+"""Trained probes (`Head`): how each predicts the class or the depth of every pixel.
+
+- Scores of cells, interpolated bilinearly to pixels (`ClassHead`, `DepthHead`): linear in the token
+  (`LinearScores`), the same for every image (`FixedScores`, of the baselines), or the shares of
+  classes of the nearest patches (`HummingbirdScores`).
+- Pixels of the nearest patches (`KnnHead`).
+
+The baselines see no tokens: they learn from each cell of a grid how often a class occurs there, or
+the mean depth (`PlaceSums`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import (
-    Scaling,
-)
-from vitsee_core.analyses.dense_probe.pixels import (
-    Labels,
-    Pixels,
-)
-from vitsee_core.analyses.dense_probe.solvers import (
-    COSINE,
-    L2,
-    TEMPERATURE,
-)
+from vitsee_core.analyses.dense_probe.options import COSINE, L2, TEMPERATURE
+from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels
 from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Float32, Integers
-from vitsee_stores.layout import TokenLayout
 
 if TYPE_CHECKING:
-    pass
+    from vitsee_core.kernels.logistic import Scaling
+    from vitsee_stores.layout import TokenLayout
+
+MAX_SCORES = 1 << 22  # interpolated scores in memory
+MAX_VOTES = 1 << 24  # votes of neighbours' pixels in memory
+ROWS_AT_ONCE = 1 << 16  # patches of the bank whose distances are in memory
 
 
-ROWS_AT_ONCE = 1 << 16
+@dataclass(frozen=True)
+class HeadKey:
+    """Identifies a head.
+
+    Attributes:
+        probed: name of the probed site or sites; for a baseline the key of the grid.
+        l2: l2 of the fit; None if the solver has none, and for a baseline.
+        k: number of neighbours; None if the solver has none.
+        baseline: name of the baseline; "" for a probe.
+    """
+
+    probed: str
+    l2: float | None = None
+    k: int | None = None
+    baseline: str = ""
 
 
-MAX_VOTES = 1 << 24  # in memory
+class Head(Protocol):
+    """A trained probe, which predicts the label of every pixel."""
+
+    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
+        """Return the class or the depth of each pixel, (height, width).
+
+        tokens: (rows, cols, dim) of the image.
+        """
+
+
+class Trained(NamedTuple):
+    """The trained probes of a pair of stores, and notes on the training for a table."""
+
+    heads: dict[HeadKey, Head]
+    notes: dict[str, object]
+
+
+# Scores (rows, cols, n) from tokens (rows, cols, dim); objects that can be pickled.
+Scores = Callable[[Float], Float]
+
+
+@dataclass(frozen=True)
+class LinearScores:
+    """Scores that are linear in the token: tokens @ weights + bias.
+
+    Attributes:
+        weights: (dim, n).
+        bias: (n,).
+    """
+
+    weights: Float
+    bias: Float
+
+    def __call__(self, tokens: Float) -> Float:
+        """Return the scores (..., n) of tokens (..., dim)."""
+        return tokens @ self.weights + self.bias
+
+
+@dataclass(frozen=True)
+class FixedScores:
+    """Scores (rows, cols, n) that are the same for every image, of a probe that sees no tokens."""
+
+    values: Float
+
+    def __call__(self, tokens: Float) -> Float:
+        """Return the scores, whatever the tokens are."""
+        del tokens
+        return self.values
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """Gives a pixel the class with the highest interpolated score, the lowest of equal ones.
+
+    Attributes:
+        classes: (n,) numbers of the classes.
+        scores: scores of the classes at cells.
+        nearest: give a pixel the class of its nearest cell, without interpolation.
+    """
+
+    classes: Integers
+    scores: Scores
+    nearest: bool = False
+
+    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
+        """Return the class of each pixel, (height, width)."""
+        scores = self.scores(tokens)
+        numbers = self.classes.astype(np.uint8)
+        if self.nearest:
+            rows, cols = pixels.nearest_cells
+            return numbers[scores.argmax(-1)][rows[:, None], cols]
+        classes = np.empty(pixels.labels.shape, np.uint8)
+        for pixel_rows, pixel_scores in interpolated_scores(scores, pixels):
+            classes[pixel_rows] = numbers[pixel_scores.argmax(-1)]
+        return classes
+
+
+@dataclass(frozen=True)
+class DepthHead:
+    """Gives a pixel the interpolated score as its depth, clipped to `limits` in metres."""
+
+    scores: Scores
+    limits: tuple[float, float]
+
+    def predict(self, tokens: Float, pixels: Pixels) -> Float32:
+        """Return the depth of each pixel in metres, (height, width)."""
+        nearest, farthest = self.limits
+        depths = np.empty(pixels.labels.shape, np.float32)
+        for pixel_rows, pixel_scores in interpolated_scores(self.scores(tokens), pixels):
+            depths[pixel_rows] = np.clip(pixel_scores[..., 0], nearest, farthest)
+        return depths
+
+
+def interpolated_scores(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
+    """Yield (rows of pixels, their interpolated scores (pixel rows, width, n)), some at a time.
+
+    scores: (rows, cols, n) of cells.
+    """
+    rows, cols, n = scores.shape
+    height, width = pixels.labels.shape
+    step = max(1, MAX_SCORES // (width * n))
+    for start in range(0, height, step):
+        pixel_rows = slice(start, min(start + step, height))
+        # Down first, then across: (pixel rows, cols, n) -> (pixel rows, width, n).
+        down = pixels.row_weights[pixel_rows] @ scores.reshape(rows, -1)
+        yield pixel_rows, pixels.col_weights @ down.reshape(-1, cols, n)
 
 
 @dataclass(frozen=True)
@@ -42,7 +164,7 @@ class Search:
         rows: (n, dim) scaled tokens of the bank.
         scaling: scaling of tokens that are looked for.
         device: torch device of the search.
-        distance: `COSINE` or `L2`.
+        distance: `options.COSINE` or `options.L2`.
     """
 
     rows: Float32
@@ -125,7 +247,7 @@ class KnnHead:
         height, width = (round(step) for step in self.layout.stride_px)
         cell_labels = self.join(self.labels[neighbours])
         cell_labels = cell_labels.reshape(*tokens.shape[:2], height, width)
-        rows, columns = pixels.nearest
+        rows, columns = pixels.nearest_cells
         down = self._position_in_cell(pixels, axis=0, size=height)
         across = self._position_in_cell(pixels, axis=1, size=width)
         return cell_labels[rows[:, None], columns, down[:, None], across]
@@ -133,9 +255,9 @@ class KnnHead:
     def _position_in_cell(self, pixels: Pixels, axis: int, size: int) -> Integers:
         """Return how far each pixel is into its nearest cell along an axis, 0 to size - 1."""
         assert self.layout.stride_px is not None
-        cell = pixels.nearest[axis]
+        cell = pixels.nearest_cells[axis]
         begin = self.layout.offset_px[axis] + cell * self.layout.stride_px[axis]
-        position = np.floor(pixels.at[axis] - np.rint(begin)).astype(np.int64)
+        position = np.floor(pixels.centres[axis] - np.rint(begin)).astype(np.int64)
         # Pixels at the input's edge can lie beside the outermost cell.
         return np.clip(position, 0, size - 1)
 
@@ -199,3 +321,42 @@ def mean_depths(depths: Float32) -> Float32:
     patch_mean = (sums.sum(1) / n_known.sum(1))[:, None]
     means = np.where(n_known > 0, sums / np.maximum(n_known, 1), patch_mean)
     return means.astype(np.float32)
+
+
+@dataclass
+class PlaceSums:
+    """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell.
+
+    Attributes:
+        targets: (targets, rows, cols) sums of the targets.
+        weights: (rows, cols) sums of the shares.
+    """
+
+    targets: Float
+    weights: Float
+
+    def __add__(self, later: PlaceSums) -> PlaceSums:
+        """Return the sums over both."""
+        return PlaceSums(self.targets + later.targets, self.weights + later.weights)
+
+    @property
+    def totals(self) -> Float:
+        """The sums (targets,) over all cells."""
+        return self.targets.sum((1, 2))
+
+    def scores(self) -> tuple[Integers, FixedScores, FixedScores]:
+        """Return the targets that occur, their mean over all cells, and their mean at each cell.
+
+        Where no pixel of a cell counts it has the mean over all cells.
+        """
+        classes = np.flatnonzero(self.totals)
+        overall = self.totals[classes] / self.weights.sum()
+        has_pixels = self.weights > 0
+        at_cells = self.targets[classes] / np.where(has_pixels, self.weights, 1)
+        at_cells = np.where(has_pixels, at_cells, overall[:, None, None])
+        everywhere = np.broadcast_to(overall, (*self.weights.shape, len(classes)))
+        return classes, FixedScores(everywhere), FixedScores(np.moveaxis(at_cells, 0, -1))
+
+
+# Key of a grid -> the sums at its cells.
+Places = dict[str, PlaceSums]
