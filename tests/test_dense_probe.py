@@ -31,11 +31,10 @@ from vitsee_core.analyses.dense_probe.metrics import (
 from vitsee_core.analyses.dense_probe.pixels import (
     Pixels,
     labelled_pixels,
-    near_boundary,
 )
 from vitsee_core.images.placement import Placement
 from vitsee_core.tables.results import Table
-from vitsee_core.truth.masks.png_maps import IGNORED
+from vitsee_core.truth.masks.png_maps import IGNORED, near_boundary
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout

@@ -1,4 +1,5 @@
-"""Multiply matrices on the CPU and on GPUs, find nearest neighbours, solve ridge regressions.
+"""Multiply matrices on the CPU and on GPUs, find nearest neighbours, solve ridge and logistic
+regressions.
 
 Nothing here knows a store or an analysis.
 
@@ -25,6 +26,7 @@ passes of numpy or torch. Products of float64 (`covariance`, `ridge`) are plain 
 | `neighbours` | the k nearest by cosine: `topk` of float32, ties in float64 | both |
 | `ridge` | ridge regression to classes or targets: one eigendecomposition for every l2 | float64 |
 | `l2_choice` | l2 by held-out or left-out images | float64 |
+| `logistic` | logistic regression on shares of classes, by L-BFGS | float64 |
 
 Loops that only one package uses stay there: `summaries/` (attention and residual branches),
 `analyses/similarity/products`, `similarity/stacks`.

@@ -2,10 +2,10 @@
 
     min over W, b of  sum_p w_p CE(P_p, softmax(W' z_p + b)) / sum_p w_p + l2 / 2 |W|^2
 
-with P_p the shares of classes of example p, say of the labelled pixels of a patch, and w_p the
-number of labels that they are shares of: the cross-entropy of every label, were each given the
-scores of its example. The intercept b is not penalised. 1 / (l2 n), with n the number of labels, is
-scikit-learn's C, which has no shares of classes.
+with P_p the shares of classes of example p, say of the labelled pixels of a patch, and w_p
+the number of labels that they are shares of: the cross-entropy of every label, were each
+given the scores of its example. The intercept b is not penalised. 1 / (l2 n), with n the
+number of labels, is scikit-learn's C, which has no shares of classes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def cross_entropy(targets: Targets, weights: Float) -> float:
 
 
 def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float:
-    """Return the l2 with the least cross-entropy on held-out examples, the largest of several."""
+    """Return the l2 with the least cross-entropy on held-out examples, the largest of
+    several."""
     weights_of_l2s = fit(fitted, l2s)
     return min(l2s, key=lambda l2: (cross_entropy(held_out, weights_of_l2s[l2]), -l2))
 

@@ -1,23 +1,24 @@
-"""How predictions compare with measurements that are repeated: correlation, explained variance, and
-their noise ceiling.
+"""How predictions compare with measurements that are repeated: correlation, explained
+variance, and their noise ceiling.
 
     r = corr(y, p)        r2 = 1 - sum (y - p)^2 / sum (y - mean y)^2
 
-of a column's responses y, the mean over repeats, and predictions p, over the images of a test set;
-with several test sets (cross-validation) the mean over them. A prediction that is the same for all
-images has r = 0.
+of a column's responses y, the mean over repeats, and predictions p, over the images of a
+test set; with several test sets (cross-validation) the mean over them. A prediction that
+is the same for all images has r = 0.
 
-The noise ceiling is the reliability of y: the correlation over images between the means of two
-halves of the repeats, averaged over random halves, and corrected from h repeats per half to all R
-by Spearman and Brown's formula (1910),
+The noise ceiling is the reliability of y: the correlation over images between the means of
+two halves of the repeats, averaged over random halves, and corrected from h repeats per
+half to all R by Spearman and Brown's formula (1910),
 
     reliability = k c / (1 + (k - 1) c),   k = R / h
 
-which for halves is 2 c / (1 + c), as in Schrimpf et al. 2018. It is the share of the variance of y
-that a repetition of the measurement explains, so that the noise-free response would have r2 equal
-to it and r equal to its square root; `r_normalised` is r over that root, `r2_normalised` r2 over
-the reliability (the share of the explainable variance that is explained; Cadena et al. 2019 take
-the noise's variance from the repeats instead). Other work divides r by the reliability itself.
+which for halves is 2 c / (1 + c), as in Schrimpf et al. 2018. It is the share of the
+variance of y that a repetition of the measurement explains, so that the noise-free
+response would have r2 equal to it and r equal to its square root; `r_normalised` is r over
+that root, `r2_normalised` r2 over the reliability (the share of the explainable variance
+that is explained; Cadena et al. 2019 take the noise's variance from the repeats instead).
+Other work divides r by the reliability itself.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ VARIANCE_ROUNDING = 1e-12
 class CorrelationSums:
     """Sums over images, (..., columns), from which r and r2 follow.
 
-    Measured responses y and predictions p are both taken minus the same number, so that a large
-    mean costs no digits.
+    Measured responses y and predictions p are both taken minus the same number, so that a
+    large mean costs no digits.
 
     Attributes:
         n: number of images.
@@ -88,14 +89,16 @@ class CorrelationSums:
         return CorrelationSums(**{name: sums.sum(0) for name, sums in vars(self).items()})
 
     def without(self) -> CorrelationSums:
-        """Return the sums over all blocks but one, for each left-out block, (blocks, columns)."""
+        """Return the sums over all blocks but one, for each left-out block, (blocks,
+        columns)."""
         return CorrelationSums(
             **{name: sums.sum(0) - sums for name, sums in vars(self).items()}
         )
 
     @property
     def r(self) -> Float:
-        """Pearson's correlation; 0 where the prediction has no variance, NaN where y has none."""
+        """Pearson's correlation; 0 where the prediction has no variance, NaN where y
+        has none."""
         n = np.maximum(self.n, 1)
         variance_y = self.yy - self.y**2 / n
         variance_p = self.pp - self.p**2 / n
@@ -111,8 +114,8 @@ class CorrelationSums:
 
     @property
     def r2(self) -> Float:
-        """The explained variance: 1 less the squared error over the variance; NaN where y has
-        none."""
+        """The explained variance: 1 less the squared error over the variance; NaN where y
+        has none."""
         variance_y = self.yy - self.y**2 / np.maximum(self.n, 1)
         squared_error = self.yy - 2 * self.yp + self.pp
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -123,8 +126,9 @@ class CorrelationSums:
 def reliability(repeats: Float, seed: int) -> Float | None:
     """Return the reliability of the mean over repeats, (columns,).
 
-    It is the split-half correlation, averaged over random halves and corrected for their length
-    (Spearman and Brown 1910; Schrimpf et al. 2018). NaN for a column whose halves have no variance.
+    It is the split-half correlation, averaged over random halves and corrected for their
+    length (Spearman and Brown 1910; Schrimpf et al. 2018). NaN for a column whose halves
+    have no variance.
 
     Args:
         repeats: (repeats, images, columns).
@@ -155,7 +159,8 @@ def reliability(repeats: Float, seed: int) -> Float | None:
 
 
 def mean_of_repeats(repeats: Float) -> Float:
-    """Return the mean over the finite repeats, (images, columns); NaN where none is finite."""
+    """Return the mean over the finite repeats, (images, columns); NaN where none is
+    finite."""
     is_finite = np.isfinite(repeats)
     n_finite = is_finite.sum(0)
     sums = np.where(is_finite, repeats, 0).sum(0)
@@ -163,7 +168,8 @@ def mean_of_repeats(repeats: Float) -> Float:
 
 
 def _correlation(a: Float, b: Float) -> Float:
-    """Return Pearson's correlation of a and b (images, columns) over images that have both."""
+    """Return Pearson's correlation of a and b (images, columns) over images that have
+    both."""
     has_both = np.isfinite(a) & np.isfinite(b)
     n = np.maximum(has_both.sum(0), 1)
     mean_a = np.where(has_both, a, 0).sum(0) / n

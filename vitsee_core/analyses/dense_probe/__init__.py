@@ -1,25 +1,27 @@
 """Dense probes: what do patch tokens know of every pixel?
 
-A linear map per site from a patch token to one score per class, fitted by ridge regression to the
-pixels of labelled images: scores of cells are interpolated bilinearly to pixels, and the squared
-error is that of every pixel, one-hot, at the class map's own resolution (see `linear` for the sums
-that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
-This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
-with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
-learn from patches in memory, see `bank`, or by SGD, see `sgd`; for what presets are and are not,
-see `options`. With `--depth` the same predict metres, see `metrics`.
+A linear map per site from a patch token to one score per class, fitted by ridge regression
+to the pixels of labelled images: scores of cells are interpolated bilinearly to pixels,
+and the squared error is that of every pixel, one-hot, at the class map's own resolution
+(see `linear` for the sums that make this exact in one pass over tokens). A test pixel gets
+the class with the highest score. This is the linear segmentation probe of Oquab et al.
+2024 (DINOv2) and Siméoni et al. 2025 (DINOv3) with least squares in place of their SGD on
+cross-entropy, and without augmentation. Other solvers learn from patches in memory, see
+`bank`, or by SGD, see `sgd`; for what presets are and are not, see `options`. With
+`--depth` the same predict metres, see `metrics`.
 
-- `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their mean over
-  the classes that occur in a label or in a prediction; pixels without a class count nowhere;
+- `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their
+  mean over the classes that occur in a label or in a prediction; pixels without a class
+  count nowhere;
 - `pixel_accuracy`: the share of pixels that are right;
 - `boundary_iou`: as `miou`, of the pixels of each region that are within 2 % of the image's
   diagonal of its boundary (Cheng et al. 2021);
 - `iou_class`: the IoU of one class.
 
-Baselines: `majority` gives every pixel the class that is most frequent in training (`mean` the mean
-depth), `position` the one that is most frequent at its cell, or the mean there; `untrained` is the
-same probe on another pair of stores. The l2 is chosen by training images that are held out. Nothing
-is chosen by looking at test images.
+Baselines: `majority` gives every pixel the class that is most frequent in training (`mean`
+the mean depth), `position` the one that is most frequent at its cell, or the mean there;
+`untrained` is the same probe on another pair of stores. The l2 is chosen by training
+images that are held out. Nothing is chosen by looking at test images.
 
 Linear probes do not represent fine-tuning: models rank differently (Kerssies et al. 2024).
 """
@@ -139,17 +141,18 @@ def run(
 ) -> Table:
     """Return one row per site, l2_relative or k, and metric, then those of the baselines.
 
-    The columns are `COLUMNS`, `class` only with `per_class`. A value is NaN if no class occurs, an
-    interval for a class that is missing without one of the jackknife's blocks.
+    The columns are `COLUMNS`, `class` only with `per_class`. A value is NaN if no class
+    occurs, an interval for a class that is missing without one of the jackknife's blocks.
 
-    Memory does not grow with the images. It holds a slab of one site's tokens in each thread, and
-    of every site two matrices of channels by channels in float64 (ridge), or a bank of patches that
-    fits into half of what is allowed.
+    Memory does not grow with the images. It holds a slab of one site's tokens in each
+    thread, and of every site two matrices of channels by channels in float64 (ridge), or a
+    bank of patches that fits into half of what is allowed.
 
     Args:
         train: store whose images with a class map or depth map train.
         tests: stores whose images test, store by store; all are of the same model.
-        truth: the class maps or depth maps, and which part of `train` tests without `tests`.
+        truth: the class maps or depth maps, and which part of `train` tests without
+            `tests`.
         fitting: how the probes are fitted.
         metrics: some of `METRICS`; () for all of the task.
         features: which sites are probed, and the stores of an untrained model.
@@ -164,8 +167,8 @@ def run(
         MissingInput: a site is stored pooled only, no such split, or sizes are not known.
         SiteError: no such site, or none with a grid.
         StoreMismatch: other models, or images that are both trained and tested on.
-        VitseeError: no class maps, one that is damaged, of another size or with other values, or
-            choices that exclude each other.
+        VitseeError: no class maps, one that is damaged, of another size or with other
+            values, or choices that exclude each other.
 
     Examples:
         >>> import vitsee
@@ -205,7 +208,8 @@ def run(
         )
         remarks += shared_ids(pair.train, train_rows, pair.test, test_rows)
 
-    # All labels are found before the first probe is fitted: what is missing is an error at once.
+    # All labels are found before the first probe is fitted: what is missing is an error at
+    # once.
     works = [PairOfStores(pair, settings) for pair in pairs]
     untrained_works = [PairOfStores(pair, settings) for pair in untrained_pairs]
     n_images = sum(work.n_images for work in works + untrained_works)
@@ -213,6 +217,7 @@ def run(
         probes = [work.probe(execution) for work in works]
         untrained_probes = [work.probe(execution) for work in untrained_works]
 
+    # The rows of all models first, then those of the untrained baseline.
     rows: list[dict[str, Any]] = []
     for trained in probes:
         rows += trained.rows()
@@ -329,7 +334,9 @@ def _notes(
         "remarks": list(remarks),
     }
     if solver.preset is not None:
-        unlike = differences(solver, train, "left_out" in training_notes)
+        # The bank notes it where memory holds no more patches.
+        lacks_patches = "left_out" in training_notes
+        unlike = differences(solver, train, lacks_patches)
         notes["protocol"] = {"preset": solver.preset, "differences": unlike}
     return notes
 
@@ -393,12 +400,12 @@ ANALYSIS = Analysis(
     help="""
     Probe what patch tokens know of every pixel.
 
-    A linear map from a patch token to one score per class, interpolated to the pixels of class
-    maps and fitted to them by ridge regression: exact least squares at full resolution, of all
-    layers in one pass over the tokens. Trained on the images of TRAIN that have a class map,
-    tested on those of each TEST, a store of the same model; nothing is chosen on test images
-    (linear segmentation as in Oquab et al. 2024 and Siméoni et al. 2025, with least squares in
-    place of SGD and no augmentation).
+    A linear map from a patch token to one score per class, interpolated to the pixels of
+    class maps and fitted to them by ridge regression: exact least squares at full
+    resolution, of all layers in one pass over the tokens. Trained on the images of TRAIN
+    that have a class map, tested on those of each TEST, a store of the same model; nothing
+    is chosen on test images (linear segmentation as in Oquab et al. 2024 and Siméoni et
+    al. 2025, with least squares in place of SGD and no augmentation).
 
       $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 -o ade.csv --png ade.png
       $ vitsee dense-probe voc.zarr --masks VOC2012 --split VOC2012/ImageSets/Segmentation/val.txt
@@ -410,27 +417,30 @@ ANALYSIS = Analysis(
       $ vitsee dense-probe a.zarr b.zarr --masks maps --untrained random-a.zarr \\
           --untrained random-b.zarr
 
-    Class maps are read as their authors distribute them: PNG files of class numbers below a
-    folder, in the layouts of Pascal VOC, ADE20K (SceneParsing) and Cityscapes (labelIds), or a
-    COCO file of panoptic segments, stuff or objects. The value 255, ADE20K's 0 and what
-    Cityscapes does not evaluate have no class: such pixels neither train nor test. With --depth
-    in place of --masks the map predicts metres: rmse, abs_rel and a1 per image, averaged.
+    Class maps are read as their authors distribute them: PNG files of class numbers below
+    a folder, in the layouts of Pascal VOC, ADE20K (SceneParsing) and Cityscapes
+    (labelIds), or a COCO file of panoptic segments, stuff or objects. The value 255,
+    ADE20K's 0 and what Cityscapes does not evaluate have no class: such pixels neither
+    train nor test. With --depth in place of --masks the map predicts metres: rmse, abs_rel
+    and a1 per image, averaged.
 
-    Baselines in the table: majority (the most frequent class everywhere; mean: the mean depth),
-    position (the most frequent class, or the mean depth, at each cell), and untrained with
-    --untrained. Linear probes do not represent fine-tuning (Kerssies et al. 2024).
+    Baselines in the table: majority (the most frequent class everywhere; mean: the mean
+    depth), position (the most frequent class, or the mean depth, at each cell), and
+    untrained with --untrained. Linear probes do not represent fine-tuning (Kerssies et al.
+    2024).
     """,
     needs=("grid", "images"),
     reading=(
-        "How well a probe of one layer's patch tokens, a linear map by default, segments images "
-        "that it was not fitted to, or tells their depth in metres, against the layer's depth; "
-        "bands are 95 % intervals over test images. What lies near the dashed lines is known "
-        "without the image: the most frequent class, or the mean depth, everywhere or at each "
-        "place."
+        "How well a probe of one layer's patch tokens, a linear map by default, "
+        "segments images that it was not fitted to, or tells their depth in metres, "
+        "against the layer's depth; bands are 95 % intervals over test images. What "
+        "lies near the dashed lines is known without the image: the most frequent "
+        "class, or the mean depth, everywhere or at each place."
     ),
     source=(
-        "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); "
-        "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021; Eigen et al. 2014"
+        "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 "
+        "(CAPI); Balažević et al. 2023 (Hummingbird); Cheng et al. 2021; Eigen et al. "
+        "2014"
     ),
     columns=COLUMNS,
     meanings={

@@ -1,19 +1,21 @@
-"""Patches in memory with the labels of their pixels, for the solvers that need more than sums:
-logistic regression and nearest neighbours.
+"""Patches in memory with the labels of their pixels, for the solvers that need more than
+sums: logistic regression and nearest neighbours.
 
-A bank holds all patches of every training image where they fit into memory, else equally many of
-each image. The pixels of a patch are those of the model's input that its cell covers.
+A bank holds all patches of every training image where they fit into memory, else equally
+many of each image. The pixels of a patch are those of the model's input that its cell
+covers.
 
-`knn`: each of the k nearest patches votes with its pixels; a pixel of the input gets the class that
-most of them have at its place in the patch, of equally many the lowest (CAPI: Darcet et al. 2025).
-Pixels without a class do not vote; where none votes, the patch's most frequent class is taken.
-For depths a pixel gets the mean of the neighbours' pixels at its place, or of their whole patches
-where none has a depth there.
+`knn`: each of the k nearest patches votes with its pixels; a pixel of the input gets the
+class that most of them have at its place in the patch, of equally many the lowest (CAPI:
+Darcet et al. 2025). Pixels without a class do not vote; where none votes, the patch's most
+frequent class is taken. For depths a pixel gets the mean of the neighbours' pixels at its
+place, or of their whole patches where none has a depth there.
 
-`hummingbird`: scores are the k nearest patches' shares of classes, weighted by softmax(cosine /
-0.02), and are interpolated bilinearly (Balažević et al. 2023).
+`hummingbird`: scores are the k nearest patches' shares of classes, weighted by
+softmax(cosine / 0.02), and are interpolated bilinearly (Balažević et al. 2023).
 
-The number of neighbours and the distance are chosen by the patches of held-out training images.
+The number of neighbours and the distance are chosen by the patches of held-out training
+images.
 
 `logistic`: the regression of `kernels.logistic`, on the patches of the bank.
 """
@@ -30,18 +32,18 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe.heads import (
     ClassHead,
+    GridSums,
     Head,
     HeadKey,
     HummingbirdScores,
     KnnHead,
     LinearScores,
-    Places,
     Search,
     Trained,
     mean_depths,
     most_votes,
 )
-from vitsee_core.analyses.dense_probe.linear import CellSums, blind_heads, count_places
+from vitsee_core.analyses.dense_probe.linear import CellSums, add_to_grid, blind_heads
 from vitsee_core.analyses.dense_probe.metrics import count_confusions, mean_iou
 from vitsee_core.analyses.dense_probe.options import (
     CHOOSING,
@@ -95,8 +97,8 @@ class Bank:
         """Return the classes that occur, and the numbers of their pixels in each patch.
 
         Returns:
-            The classes (classes,), the number of pixels of each class in each patch (n, classes),
-            and the number of pixels with any class in each patch (n,).
+            The classes (classes,), the number of pixels of each class in each patch (n,
+            classes), and the number of pixels with any class in each patch (n,).
         """
         n = len(self.labels)
         classes = np.unique(self.labels)
@@ -119,9 +121,9 @@ def choose_cells(
     Args:
         labels: (cells, pixels); cells without any label are never kept.
         max_cells: the largest number that is kept.
-        choice: `RARE` keeps those with the lowest (sum over their classes of how many patches of
-            the image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the
-            lowest noise.
+        choice: `RARE` keeps those with the lowest (sum over their classes of how many
+            patches of the image have it) x uniform noise, as Balažević et al. 2023 do;
+            `ANY` those with the lowest noise.
         seed: seed of the noise.
     """
     labelled = np.flatnonzero(has_label(labels).any(1))
@@ -161,11 +163,11 @@ class Banks(Sums[Collecting]):
 
     Attributes:
         slab_banks: name of a site -> a bank of each slab.
-        places: key of a grid -> sums of labels at each cell.
+        grid_sums: key of a grid -> sums of labels at each cell.
     """
 
     slab_banks: dict[str, list[Bank]] = field(default_factory=dict)
-    places: Places = field(default_factory=dict)
+    grid_sums: GridSums = field(default_factory=dict)
 
     def update(self, slab: Slab) -> None:
         """Keep patches of the images of a slab."""
@@ -176,7 +178,8 @@ class Banks(Sums[Collecting]):
         cells_of_grids: dict[str, list[Integers]] = {}
         labels_of_grids: dict[str, list[Labels]] = {}
         for row in rows:
-            # By the image's number in the data set: a shuffled store keeps the same patches.
+            # By the image's number in the data set: a shuffled store keeps the same
+            # patches.
             seed = (self.work.seed, 4, int(images.store.samples.index[row]))
             for grid, labels in images.truth.cells(row).items():
                 cells = choose_cells(labels, self.work.max_cells, self.work.choice, seed)
@@ -184,7 +187,7 @@ class Banks(Sums[Collecting]):
                 labels_of_grids.setdefault(grid, []).append(labels[cells])
             for grid, pixels in images.truth.pixels(row).items():
                 sums = CellSums.of(pixels)
-                count_places(self.places, grid, sums, images.task.n_targets)
+                add_to_grid(self.grid_sums, grid, sums, images.task.n_targets)
         for site, patches in images.features.items():
             grid = images.grids[site]
             cells_of_images = cells_of_grids[grid]
@@ -214,8 +217,8 @@ def train_from_bank(images: SplitImages, solver: Solver, execution: Execution) -
     """Train the probes of every site, and the baselines of every grid.
 
     Raises:
-        VitseeError: no patch has a class, fewer patches than neighbours, cells that are not whole
-            pixels, or too few images to choose l2.
+        VitseeError: no patch has a class, fewer patches than neighbours, cells that are
+            not whole pixels, or too few images to choose l2.
     """
     banks, max_cells = _collect(images, solver, execution)
     held_out = draw_images(images.store, images.truth.mask, CHOOSING, (execution.seed, 3))
@@ -237,8 +240,8 @@ def train_from_bank(images: SplitImages, solver: Solver, execution: Execution) -
             continue
         if len(bank.tokens) < max(solver.ks):
             raise VitseeError(
-                f"{site}: the bank has {len(bank.tokens)} patches with a {images.task.label}; --k "
-                f"{max(solver.ks)} needs as many"
+                f"{site}: the bank has {len(bank.tokens)} patches with a "
+                f"{images.task.label}; --k {max(solver.ks)} needs as many"
             )
         ks = solver.ks
         distance = solver.distances[0]
@@ -251,12 +254,12 @@ def train_from_bank(images: SplitImages, solver: Solver, execution: Execution) -
         heads |= _neighbour_heads(images, bank, search, solver, ks, site)
     if images.task.label == "class":
         # The classes of all grids are the same: any of them counts.
-        first_sums = next(iter(banks.places.values()))
+        first_sums = next(iter(banks.grid_sums.values()))
         notes["n_trained"] = int((first_sums.totals > 0).sum())
     if n_left_out > 0:
         notes["left_out"] = f"patches beyond {max_cells} of an image"
         log.info("%s: %d patches of each image are kept", images.store.label, max_cells)
-    return Trained(heads | blind_heads(images.task, banks.places), notes)
+    return Trained(heads | blind_heads(images.task, banks.grid_sums), notes)
 
 
 def _neighbour_heads(
@@ -286,7 +289,8 @@ def _neighbour_heads(
 def _collect(
     images: SplitImages, solver: Solver, execution: Execution
 ) -> tuple[Banks, int]:
-    """Collect the patches of all sites; also return the largest number that is kept of an image.
+    """Collect the patches of all sites; also return the largest number that is kept of an
+    image.
 
     Raises:
         VitseeError: a requested number of patches does not fit the memory.
@@ -298,8 +302,8 @@ def _collect(
     )
     dims = [patches.dim for patches in images.features.values()]
     n_bytes_label = 4 if images.task.label == "depth" else 1
-    # float32 tokens and the labels of a patch's pixels, of every site at the same time; and the
-    # copies of the site that is fitted.
+    # float32 tokens and the labels of a patch's pixels, of every site at the same time;
+    # and the copies of the site that is fitted.
     n_bytes_patch = sum(4 * dim + n_bytes_label * int(n_pixels) for dim in dims)
     n_bytes_copies = 4 * COPIES * max(dims)
     # The other half of the memory is for reading.
@@ -308,8 +312,9 @@ def _collect(
     if solver.bank is not None:
         if solver.bank > n_fitting:
             raise VitseeError(
-                f"--bank {solver.bank} patches of {len(images.features)} sites do not fit into the "
-                f"memory; {n_fitting} do: give fewer, fewer --sites, or more --memory"
+                f"--bank {solver.bank} patches of {len(images.features)} sites do not "
+                f"fit into the memory; {n_fitting} do: give fewer, fewer --sites, or "
+                "more --memory"
             )
         n_patches = solver.bank
     max_cells = max(1, n_patches // images.n_images)
@@ -341,8 +346,8 @@ def _logistic_heads(
         if not len(fitted.z) or not len(choosing.z):
             raise VitseeError(
                 f"{site}: l2 cannot be chosen, as the training images that fit have "
-                f"{len(fitted.z)} patches with a class and those held out {len(choosing.z)}; "
-                "give it with --l2-relative, or more images"
+                f"{len(fitted.z)} patches with a class and those held out "
+                f"{len(choosing.z)}; give it with --l2-relative, or more images"
             )
         l2s = (choose_l2(fitted, choosing, solver.grid),)
     weights_of_l2s = fit(Targets.of(z, counts), l2s)
@@ -365,7 +370,8 @@ def _linear_scores(weights: Float, scaling: Scaling) -> LinearScores:
 def _most_frequent(bank: Bank, counts: Float) -> Float:
     """Return a matrix (n, classes) with 1 for each patch's most frequent class.
 
-    Of equally many it is the lowest. A patch has 0 throughout if more of its pixels have no class.
+    Of equally many it is the lowest. A patch has 0 throughout if more of its pixels have
+    no class.
 
     counts: (n, classes) pixels of each class.
     """
@@ -390,8 +396,8 @@ def choose_neighbours(
 ) -> dict[str, Any]:
     """Return the `k` and `distance` with the highest mean IoU on held-out patches.
 
-    The pixels of held-out patches are predicted by votes of the other patches. Of equal ones the
-    first is chosen.
+    The pixels of held-out patches are predicted by votes of the other patches. Of equal
+    ones the first is chosen.
 
     Args:
         bank: patches of the training images.
@@ -413,8 +419,8 @@ def choose_neighbours(
     if not ks or not len(queries.tokens):
         raise VitseeError(
             f"{site}: k cannot be chosen, as the training images that fit have "
-            f"{len(fitted.tokens)} patches with a class and those held out {len(queries.tokens)}; "
-            "give it with --k, or more images"
+            f"{len(fitted.tokens)} patches with a class and those held out "
+            f"{len(queries.tokens)}; give it with --k, or more images"
         )
     best: dict[str, Any] = {"miou_held_out": -np.inf}
     for distance in solver.distances:

@@ -71,8 +71,8 @@ NO_LABEL = (255, 255, 255)
 def plot(table: Table) -> Figure:
     """Draw a panel per metric against relative depth.
 
-    The 95 % interval is a band, baselines are dashed. Below, if they were asked for, are test
-    images beside label, prediction and error.
+    The 95 % interval is a band, baselines are dashed. Below, if they were asked for, are
+    test images beside label, prediction and error.
     """
     rows = table.frame.filter(pl.col("metric").is_in(METRICS))
     metrics = [metric for metric in METRICS if metric in rows["metric"]]
@@ -118,7 +118,8 @@ def _draw_example(subfigure: Any, grid: PanelGrid, example: Mapping[str, Any]) -
 
 
 def _varied_settings(rows: pl.DataFrame) -> list[str]:
-    """Return the columns, among l2_relative and k, in which several rows of one probe differ."""
+    """Return the columns, among l2_relative and k, in which several rows of one probe
+    differ."""
     probe_columns = [name for name in PROBE_COLUMNS if name in rows.columns]
     settings = [name for name in rows.columns if name in VARIED]
     n_values = rows.group_by(probe_columns).agg(pl.col(settings).drop_nulls().n_unique())
@@ -159,8 +160,9 @@ def picture_examples(
         data: where the data is now; None for where it was.
 
     Returns:
-        For each image its store, name and site, the pictures `photo` (where it can be had),
-        `label`, `prediction` and `error`, and in `right` the share of pixels that are right.
+        For each image its store, name and site, the pictures `photo` (where it can be
+        had), `label`, `prediction` and `error`, and in `right` the share of pixels that
+        are right.
     """
     rows = np.flatnonzero(images.truth.mask)[:n]
     try:
@@ -193,7 +195,8 @@ def picture_examples(
 
 
 def _compare(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
-    """Return pictures of label, prediction and error, and the share of pixels that are right.
+    """Return pictures of label, prediction and error, and the share of pixels that are
+    right.
 
     A pixel is right if its class is, or if its depth is within a quarter.
     """
@@ -225,7 +228,8 @@ def _compare(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
 
 
 def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
-    """Return the colours (height, width, 3) of depths, from near (dark) to `top` metres (light)."""
+    """Return the colours (height, width, 3) of depths, from near (dark) to `top` metres
+    (light)."""
     from matplotlib import colormaps
 
     is_known = np.isfinite(depths)
@@ -239,8 +243,9 @@ def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
 def class_colours(labels: ClassMap) -> NDArray[np.uint8]:
     """Return the colours (height, width, 3) of classes in the palette of Pascal VOC.
 
-    They follow from the bits of a class: bits 0, 3, 6, ... are the highest bits of red, bits 1, 4,
-    7, ... those of green, bits 2, 5, 8, ... those of blue. Pixels without a class are white.
+    They follow from the bits of a class: bits 0, 3, 6, ... are the highest bits of red,
+    bits 1, 4, 7, ... those of green, bits 2, 5, 8, ... those of blue. Pixels without a
+    class are white.
     """
     numbers = np.arange(IGNORED + 1)[:, None, None]
     bits = np.arange(8)

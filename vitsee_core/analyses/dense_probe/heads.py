@@ -1,12 +1,13 @@
 """Trained probes (`Head`): how each predicts the class or the depth of every pixel.
 
-- Scores of cells, interpolated bilinearly to pixels (`ClassHead`, `DepthHead`): linear in the token
-  (`LinearScores`), the same for every image (`FixedScores`, of the baselines), or the shares of
-  classes of the nearest patches (`HummingbirdScores`).
+- Scores of cells, interpolated bilinearly to pixels (`ClassHead`, `DepthHead`): linear in
+  the token (`LinearScores`), depths from linear scores of bins (`BinScores`), the same for
+  every image (`FixedScores`, of the baselines), or the shares of classes of the nearest
+  patches (`HummingbirdScores`).
 - Pixels of the nearest patches (`KnnHead`).
 
-The baselines see no tokens: they learn from each cell of a grid how often a class occurs there, or
-the mean depth (`PlaceSums`).
+The baselines see no tokens: they learn from each cell of a grid how often a class occurs
+there, or the mean depth (`PositionSums`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vitsee_core.kernels.logistic import Scaling
     from vitsee_stores.layout import TokenLayout
 
+# Added to the outputs of bins of depths, so that their sum is above 0.
+MIN_BIN_SHARE = 0.1
 MAX_SCORES = 1 << 22  # interpolated scores in memory
 MAX_VOTES = 1 << 24  # votes of neighbours' pixels in memory
 ROWS_AT_ONCE = 1 << 16  # patches of the bank whose distances are in memory
@@ -87,8 +90,27 @@ class LinearScores:
 
 
 @dataclass(frozen=True)
+class BinScores:
+    """Depths (rows, cols, 1) from linear scores of bins.
+
+    Attributes:
+        scores: one output per bin.
+        bins: (n,) depth of each bin in metres.
+    """
+
+    scores: LinearScores
+    bins: Float
+
+    def __call__(self, tokens: Float) -> Float:
+        """Return the depths of cells with tokens (rows, cols, dim)."""
+        shares = np.maximum(self.scores(tokens), 0) + MIN_BIN_SHARE
+        return (shares @ self.bins / shares.sum(-1))[..., None]
+
+
+@dataclass(frozen=True)
 class FixedScores:
-    """Scores (rows, cols, n) that are the same for every image, of a probe that sees no tokens."""
+    """Scores (rows, cols, n) that are the same for every image, of a probe that sees no
+    tokens."""
 
     values: Float
 
@@ -100,7 +122,8 @@ class FixedScores:
 
 @dataclass(frozen=True)
 class ClassHead:
-    """Gives a pixel the class with the highest interpolated score, the lowest of equal ones.
+    """Gives a pixel the class with the highest interpolated score, the lowest of equal
+    ones.
 
     Attributes:
         classes: (n,) numbers of the classes.
@@ -142,7 +165,8 @@ class DepthHead:
 
 
 def interpolated_scores(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
-    """Yield (rows of pixels, their interpolated scores (pixel rows, width, n)), some at a time.
+    """Yield (rows of pixels, their interpolated scores (pixel rows, width, n)), some at a
+    time.
 
     scores: (rows, cols, n) of cells.
     """
@@ -173,7 +197,8 @@ class Search:
     distance: str = COSINE
 
     def nearest(self, tokens: Float, k: int) -> tuple[Float32, Integers]:
-        """Return closeness (cells, k) and row (cells, k) of the nearest patches, nearest first.
+        """Return closeness (cells, k) and row (cells, k) of the nearest patches, nearest
+        first.
 
         Closeness is the cosine, with ties by row, or minus the squared distance.
 
@@ -196,10 +221,11 @@ class Search:
 def _nearest_by_l2(
     queries: Float32, rows: Float32, k: int, device: object
 ) -> tuple[Float32, Integers]:
-    """Return minus the squared distance and the row of the k nearest rows, (queries, k) each.
+    """Return minus the squared distance and the row of the k nearest rows, (queries, k)
+    each.
 
-    The search is by -|q - r|^2 = 2 qr - |q|^2 - |r|^2, in float64 (the difference of large numbers
-    is small) and some rows at a time.
+    The search is by -|q - r|^2 = 2 qr - |q|^2 - |r|^2, in float64 (the difference of large
+    numbers is small) and some rows at a time.
     """
     import torch
 
@@ -253,7 +279,8 @@ class KnnHead:
         return cell_labels[rows[:, None], columns, down[:, None], across]
 
     def _position_in_cell(self, pixels: Pixels, axis: int, size: int) -> Integers:
-        """Return how far each pixel is into its nearest cell along an axis, 0 to size - 1."""
+        """Return how far each pixel is into its nearest cell along an axis, 0 to size -
+        1."""
         assert self.layout.stride_px is not None
         cell = pixels.nearest_cells[axis]
         begin = self.layout.offset_px[axis] + cell * self.layout.stride_px[axis]
@@ -288,10 +315,11 @@ class HummingbirdScores:
 
 
 def most_votes(labels: ClassMap) -> ClassMap:
-    """Return the class (cells, pixels) that most of the k neighbours (cells, k, pixels) have.
+    """Return the class (cells, pixels) that most of the k neighbours (cells, k, pixels)
+    have.
 
-    Of equally many it is the lowest. Where no neighbour has a class at a pixel, it is the most
-    frequent class of their whole patches.
+    Of equally many it is the lowest. Where no neighbour has a class at a pixel, it is the
+    most frequent class of their whole patches.
     """
     n_cells, _, n_pixels = labels.shape
     classes = np.unique(labels)
@@ -324,7 +352,7 @@ def mean_depths(depths: Float32) -> Float32:
 
 
 @dataclass
-class PlaceSums:
+class PositionSums:
     """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell.
 
     Attributes:
@@ -335,9 +363,9 @@ class PlaceSums:
     targets: Float
     weights: Float
 
-    def __add__(self, later: PlaceSums) -> PlaceSums:
+    def __add__(self, later: PositionSums) -> PositionSums:
         """Return the sums over both."""
-        return PlaceSums(self.targets + later.targets, self.weights + later.weights)
+        return PositionSums(self.targets + later.targets, self.weights + later.weights)
 
     @property
     def totals(self) -> Float:
@@ -345,7 +373,8 @@ class PlaceSums:
         return self.targets.sum((1, 2))
 
     def scores(self) -> tuple[Integers, FixedScores, FixedScores]:
-        """Return the targets that occur, their mean over all cells, and their mean at each cell.
+        """Return the targets that occur, their mean over all cells, and their mean at each
+        cell.
 
         Where no pixel of a cell counts it has the mean over all cells.
         """
@@ -359,4 +388,4 @@ class PlaceSums:
 
 
 # Key of a grid -> the sums at its cells.
-Places = dict[str, PlaceSums]
+GridSums = dict[str, PositionSums]

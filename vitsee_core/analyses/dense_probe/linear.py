@@ -2,30 +2,31 @@
 
     min over W, b of  1/n |M (U Z W + b - Y)|^2 + l2 v |W|^2
 
-over the n pixels that count of all images: U interpolates tokens Z (cells, dim) bilinearly, M is
-the diagonal of the pixels' weights (0 for those that do not count), Y their targets, 1 for a
-pixel's class and 0 for the others, or its depth; v is the mean variance of a feature over pixels,
-so that l2, the analysis's `l2_relative`, has no unit: l2 n v is scikit-learn's alpha. The intercept
-b is not penalised.
+over the n pixels that count of all images: U interpolates tokens Z (cells, dim)
+bilinearly, M is the diagonal of the pixels' weights (0 for those that do not count), Y
+their targets, 1 for a pixel's class and 0 for the others, or its depth; v is the mean
+variance of a feature over pixels, so that l2, the analysis's `l2_relative`, has no unit:
+l2 n v is scikit-learn's alpha. The intercept b is not penalised.
 
 Least squares needs sums over an image's pixels, which are made per cell (`CellSums`):
 
     S = U'MU    (cells, cells): a cell and its eight neighbours, so four numbers a cell
     T = U'MY    (cells, targets): a triangular filter of the class map
 
-Sums over pixels are Z'SZ and Z'T; no pixel has features in memory. As U is a product of one
-operator a direction, S and T are each a few products of matrices as large as the image. With tokens
-about a fixed `shift`, which costs no digits, these sums make
+Sums over pixels are Z'SZ and Z'T; no pixel has features in memory. As U is a product of
+one operator a direction, S and T are each a few products of matrices as large as the
+image. With tokens about a fixed `shift`, which costs no digits, these sums make
 
     A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 
-and one eigendecomposition of A serves every l2 (`Solutions`). l2 is chosen by the squared error of
-held-out training images, which follows from their own sums: no second pass. All is in float64.
+and one eigendecomposition of A serves every l2 (`Solutions`). l2 is chosen by the squared
+error of held-out training images, which follows from their own sums: no second pass. All
+is in float64.
 
-With balanced classes a pixel of class c has the weight n / (C n_c) in M, of the n_c training pixels
-of each of C classes, so that all classes weigh alike.
+With balanced classes a pixel of class c has the weight n / (C n_c) in M, of the n_c
+training pixels of each of C classes, so that all classes weigh alike.
 
-The sums of the baselines (`heads.PlaceSums`) are made from the same sums of images.
+The sums of the baselines (`heads.PositionSums`) are made from the same sums of images.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.heads import (
+    GridSums,
     Head,
     HeadKey,
     LinearScores,
-    Places,
-    PlaceSums,
+    PositionSums,
     Trained,
 )
 from vitsee_core.analyses.dense_probe.options import CHOOSING, RIDGE_GRID, Solver
@@ -97,7 +98,8 @@ class CellSums:
     def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
         """Return the sums of an image.
 
-        class_weights: (256,) weight of a pixel of each class, 0 for `IGNORED`; by default 1.
+        class_weights: (256,) weight of a pixel of each class, 0 for `IGNORED`; by default
+            1.
         """
         down = pixels.row_weights
         across = pixels.col_weights
@@ -156,25 +158,26 @@ def _add_coupled(
     cells: tuple[slice, slice],
     neighbours: tuple[slice, slice],
 ) -> None:
-    """Add to a product S Z what S has of cells with their neighbours, in either direction."""
+    """Add to a product S Z what S has of cells with their neighbours, in either
+    direction."""
     product[cells] += coupling[..., None] * tokens[neighbours]
     product[neighbours] += coupling[..., None] * tokens[cells]
 
 
-def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> None:
+def add_to_grid(grid_sums: GridSums, grid: str, sums: CellSums, n_targets: int) -> None:
     """Add an image's sums to those of its grid."""
-    if grid not in places:
+    if grid not in grid_sums:
         shape = sums.weights.shape
-        places[grid] = PlaceSums(np.zeros((n_targets, *shape)), np.zeros(shape))
-    places[grid].targets[sums.present] += sums.targets
-    places[grid].weights += sums.weights
+        grid_sums[grid] = PositionSums(np.zeros((n_targets, *shape)), np.zeros(shape))
+    grid_sums[grid].targets[sums.present] += sums.targets
+    grid_sums[grid].weights += sums.weights
 
 
-def blind_heads(task: Task, places: Places) -> dict[HeadKey, Head]:
+def blind_heads(task: Task, grid_sums: GridSums) -> dict[HeadKey, Head]:
     """Return the head of each baseline of every grid; baselines see no tokens."""
     heads = {}
-    for grid, place_sums in places.items():
-        classes, *scores_of_baselines = place_sums.scores()
+    for grid, position_sums in grid_sums.items():
+        classes, *scores_of_baselines = position_sums.scores()
         for name, scores in zip(task.baselines, scores_of_baselines, strict=True):
             heads[HeadKey(grid, baseline=name)] = task.head(classes, scores)
     return heads
@@ -264,11 +267,11 @@ class TrainingSums(Sums[Training]):
 
     Attributes:
         sums: (site, whether images are held out) -> the sums over their pixels.
-        places: key of a grid -> sums of labels at each cell, for the baselines.
+        grid_sums: key of a grid -> sums of labels at each cell, for the baselines.
     """
 
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
-    places: Places = field(default_factory=dict)
+    grid_sums: GridSums = field(default_factory=dict)
 
     def update(self, slab: Slab) -> None:
         """Add the images of a slab."""
@@ -276,13 +279,14 @@ class TrainingSums(Sums[Training]):
         images = self.work.images
         n_targets = images.task.n_targets
         rows = counted_rows(slab)
-        # For each image: key of a grid -> its sums. Made once for all sites that share the grid.
+        # For each image: key of a grid -> its sums. Made once for all sites that share the
+        # grid.
         sums_of_images: list[dict[str, CellSums]] = []
         for row in rows:
             sums_of_grids = {}
             for grid, pixels in images.truth.pixels(row).items():
                 sums_of_grids[grid] = CellSums.of(pixels, self.work.class_weights)
-                count_places(self.places, grid, sums_of_grids[grid], n_targets)
+                add_to_grid(self.grid_sums, grid, sums_of_grids[grid], n_targets)
             sums_of_images.append(sums_of_grids)
         for site, patches in images.features.items():
             shift = self.work.shifts[site]
@@ -333,7 +337,8 @@ class Solutions:
         scatter = sums.second - n * np.outer(mean, mean)  # A
         scatter = (scatter + scatter.T) / 2  # symmetric but for rounding
         crossed = sums.crossed[classes] - sums.totals[classes, None] * mean  # B'
-        # n times the mean variance; features that are all equal have none, and get no weight.
+        # n times the mean variance; features that are all equal have none, and get no
+        # weight.
         scale = float(np.trace(scatter)) / len(mean) or 1.0
         values, basis = np.linalg.eigh(scatter / scale)
         return cls(
@@ -346,7 +351,8 @@ class Solutions:
         )
 
     def scores(self, l2: float, shift: Float) -> LinearScores:
-        """Return the scores of `classes` at one l2, as a linear function of stored features."""
+        """Return the scores of `classes` at one l2, as a linear function of stored
+        features."""
         weights = self.basis @ self._rotated_weights(l2)
         return LinearScores(weights, self.target_means - (self.mean + shift) @ weights)
 
@@ -356,7 +362,8 @@ class Solutions:
         Classes without training pixels have the score 0.
         """
         n = held_out.n
-        # All in the eigenvectors' coordinates, so that each l2 costs products with few columns.
+        # All in the eigenvectors' coordinates, so that each l2 costs products with few
+        # columns.
         second = self.basis.T @ held_out.second @ self.basis
         first = self.basis.T @ held_out.first
         crossed = self.basis.T @ held_out.crossed[self.classes].T
@@ -415,10 +422,10 @@ def train_ridge(images: SplitImages, solver: Solver, execution: Execution) -> Tr
     notes["l2_relative"] = l2s_of_sites
     if not solver.l2s:
         notes["held_out_images"] = int(held_out.sum())
-    return Trained(heads | blind_heads(task, sums.places), notes)
+    return Trained(heads | blind_heads(task, sums.grid_sums), notes)
 
 
-def count_truth(images: SplitImages, execution: Execution) -> Places:
+def count_truth(images: SplitImages, execution: Execution) -> GridSums:
     """Count the training pixels at each cell of every grid, without reading tokens.
 
     Raises:
@@ -426,18 +433,18 @@ def count_truth(images: SplitImages, execution: Execution) -> Places:
     """
     without_tokens = replace(images, features={})
     none_held_out = np.zeros(0, bool)
-    places = _fold_training(without_tokens, none_held_out, None, execution).places
-    if not any(place_sums.weights.any() for place_sums in places.values()):
+    grid_sums = _fold_training(without_tokens, none_held_out, None, execution).grid_sums
+    if not any(position_sums.weights.any() for position_sums in grid_sums.values()):
         raise images.no_pixel("training")
-    return places
+    return grid_sums
 
 
-def balanced_weights(places: Places) -> Float:
+def balanced_weights(grid_sums: GridSums) -> Float:
     """Return the weight of a pixel of each class, (256,): n / (C n_c).
 
     The weights of all pixels add up to n.
     """
-    totals = next(iter(places.values())).totals  # the same pixels on every grid
+    totals = next(iter(grid_sums.values())).totals  # the same pixels on every grid
     occurs = totals > 0
     weights = np.zeros(IGNORED + 1)
     weights[:IGNORED][occurs] = totals.sum() / (occurs.sum() * totals[occurs])
@@ -445,12 +452,13 @@ def balanced_weights(places: Places) -> Float:
 
 
 def _choose_l2(sums: SiteSums, site: str) -> float:
-    """Return the l2 with the least squared error per held-out pixel, the largest of several."""
+    """Return the l2 with the least squared error per held-out pixel, the largest of
+    several."""
     if not sums.fitted.n or not sums.held_out.n:
         raise VitseeError(
             f"{site}: l2 cannot be chosen, as the training images that fit have "
-            f"{sums.fitted.n:.0f} pixels that count and those held out {sums.held_out.n:.0f}; "
-            "give it with --l2-relative, or more images"
+            f"{sums.fitted.n:.0f} pixels that count and those held out "
+            f"{sums.held_out.n:.0f}; give it with --l2-relative, or more images"
         )
     errors = Solutions.of(sums.fitted).squared_errors(RIDGE_GRID, sums.held_out)
     error_of_l2 = dict(zip(RIDGE_GRID, errors, strict=True))

@@ -1,19 +1,20 @@
-"""The tasks, the class or the depth of every pixel, and their metrics with jackknife intervals.
+"""The tasks, the class or the depth of every pixel, and their metrics with jackknife
+intervals.
 
 Pixels are counted per class, over all pixels of the data set that count (`Counts`):
 
     IoU of a class = both / (predicted + labelled - both)
 
-Errors of depths are computed per image (`DepthErrors`), with depths d > 0 and predictions p > 0 of
-the pixels that count:
+Errors of depths are computed per image (`DepthErrors`), with depths d > 0 and predictions
+p > 0 of the pixels that count:
 
     rmse = sqrt(mean (p - d)^2)    abs_rel = mean |p - d| / d    a1 = share of max(p/d, d/p) < 1.25
 
-and averaged over images (Eigen et al. 2014, as the released code of Siméoni et al. 2025 averages
-them).
+and averaged over images (Eigen et al. 2014, as the released code of Siméoni et al. 2025
+averages them).
 
-`Segmentation` and `Depth` have the same methods: what a probe of the task predicts, how predictions
-are tallied over blocks of test images, and which cells of the table follow.
+`Segmentation` and `Depth` have the same methods: what a probe of the task predicts, how
+predictions are tallied over blocks of test images, and which cells of the table follow.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from vitsee_core.analyses.dense_probe.pixels import (
     Labels,
     Pixels,
     has_label,
-    near_boundary,
 )
 from vitsee_core.statistics.jackknife import SHARE, interval_cells
 from vitsee_core.truth.masks.class_maps import ClassMaps
 from vitsee_core.truth.masks.depth_maps import MIN_DEPTH, DepthMaps
-from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap, near_boundary
 from vitsee_core.types import Float, Integers, Mask
 
-# Axis of counts (..., 3, classes): pixels with a class in both, in the prediction, in the label.
+# Axis of counts (..., 3, classes): pixels with a class in both, in the prediction, in the
+# label.
 BOTH, PREDICTED, LABELLED = range(3)
 MIN_BLOCKS = 5  # with a class, of 20; with fewer, intervals over classes are too narrow
 CLOSE = 1.25  # factor between a depth and a prediction that is right in `a1`
@@ -52,8 +53,9 @@ MAJORITY = "majority"
 MEAN = "mean"
 POSITION = "position"
 METHOD = (
-    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2 and the "
-    "training images held fixed; of a class that is missing without one of the blocks there is none"
+    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its "
+    "l2 and the training images held fixed; of a class that is missing without one of "
+    "the blocks there is none"
 )
 
 
@@ -64,8 +66,8 @@ class Counts:
     Attributes:
         pixels: (blocks, 3, classes) over all pixels that count: those that have a class in
             prediction and label, in the prediction, and in the label.
-        boundary: (blocks, 3, classes) the same over pixels near a boundary of their regions; no
-            blocks where that is not asked for.
+        boundary: (blocks, 3, classes) the same over pixels near a boundary of their
+            regions; no blocks where that is not asked for.
     """
 
     pixels: Integers
@@ -105,7 +107,8 @@ def count_confusions(
     prediction_mask: Mask | None = None,
     label_mask: Mask | None = None,
 ) -> Integers:
-    """Return the counts of an image, (3, classes): in both, in the prediction, in the label.
+    """Return the counts of an image, (3, classes): in both, in the prediction, in the
+    label.
 
     Args:
         prediction: (height, width) predicted classes.
@@ -162,10 +165,12 @@ def accuracy(counts: Integers) -> Float:
 
 
 def rare_classes(counts: Counts) -> list[str]:
-    """Return a remark where classes are labelled in fewer than `MIN_BLOCKS` blocks of test images.
+    """Return a remark where classes are labelled in fewer than `MIN_BLOCKS` blocks of test
+    images.
 
-    Other images would lack them, or have others, and no block that is left out shows by how much a
-    mean over classes then differs: measured, 72 % of intervals contain it in place of 95 %.
+    Other images would lack them, or have others, and no block that is left out shows by
+    how much a mean over classes then differs: measured, 72 % of intervals contain it in
+    place of 95 %.
     """
     n_blocks = len(counts.pixels)
     n_blocks_of_classes = (counts.pixels[:, LABELLED] > 0).sum(0)
@@ -176,8 +181,9 @@ def rare_classes(counts: Counts) -> list[str]:
         return []
     return [
         f"{n_rare} of {n_classes} classes are labelled in fewer than {MIN_BLOCKS} of the "
-        f"{n_blocks} blocks of test images: a mean over classes depends on which images there are, "
-        "and its interval is too narrow (of rare classes and 20 images 72 % in place of 95 %)"
+        f"{n_blocks} blocks of test images: a mean over classes depends on which images "
+        "there are, and its interval is too narrow (of rare classes and 20 images 72 % "
+        "in place of 95 %)"
     ]
 
 
@@ -280,7 +286,7 @@ class Segmentation:
     Attributes:
         maps: the class maps.
         metrics: names of its metrics.
-        baselines: names of its baselines, in the order of `heads.PlaceSums.scores`.
+        baselines: names of its baselines, in the order of `heads.PositionSums.scores`.
         n_targets: number of targets of least squares, one per class.
         label: what a pixel has, for messages.
     """
@@ -302,10 +308,12 @@ class Segmentation:
     def cells(
         self, tally: Any, metrics: Sequence[str], per_class: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield the cells of each row: of each metric, then of each class if `per_class`."""
+        """Yield the cells of each row: of each metric, then of each class if
+        `per_class`."""
         if not per_class:
             return class_cells(tally, metrics)
-        # A map may have values beyond the names that its folder lists: they are called by number.
+        # A map may have values beyond the names that its folder lists: they are called by
+        # number.
         names = list(self.maps.classes)
         names += [str(number) for number in range(len(names), IGNORED)]
         return class_cells(tally, metrics, names)
@@ -321,7 +329,8 @@ class Segmentation:
 
 @dataclass(frozen=True)
 class Depth:
-    """The task to predict the depth of every pixel; attributes as those of `Segmentation`."""
+    """The task to predict the depth of every pixel; attributes as those of
+    `Segmentation`."""
 
     maps: DepthMaps
     metrics = DEPTH_METRICS

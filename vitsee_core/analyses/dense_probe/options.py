@@ -1,17 +1,20 @@
-"""The options of `vitsee dense-probe`, and the solver that follows from them and from its preset.
+"""The options of `vitsee dense-probe`, and the solver that follows from them and from its
+preset.
 
 Presets are published protocols, as near as stored tokens come to them:
 
-`capi`: Darcet et al. 2025, with the code they released: images squashed to 224 x 224, features
-standardised, k-NN by votes of pixels, with k of 1, 3, 10, 30 and cosine or L2, whichever is better
-on a tenth of the training images, or (with `--solver logistic`) logistic regression of each patch's
-most frequent label, upsampled to the nearest; scored on the input.
+`capi`: Darcet et al. 2025, with the code they released: images squashed to 224 x 224,
+features standardised, k-NN by votes of pixels, with k of 1, 3, 10, 30 and cosine or L2,
+whichever is better on a tenth of the training images, or (with `--solver logistic`)
+logistic regression of each patch's most frequent label, upsampled to the nearest; scored
+on the input.
 
-`hummingbird`: Balažević et al. 2023 in the open implementation of Pariza et al.: a bounded memory
-of patches, 30 neighbours, temperature 0.02, scored on the input.
+`hummingbird`: Balažević et al. 2023 in the open implementation of Pariza et al.: a bounded
+memory of patches, 30 neighbours, temperature 0.02, scored on the input.
 
-`dinov3`: the linear probes of Siméoni et al. 2025 for classes and for depths: a linear map, by
-their own optimiser (`sgd`) or in closed form, scores interpolated to the label's own size.
+`dinov3`: the linear probes of Siméoni et al. 2025 for classes and for depths: a linear
+map, by their own optimiser (`sgd`) or in closed form, scores interpolated to the label's
+own size.
 """
 
 from __future__ import annotations
@@ -83,15 +86,16 @@ def parse_concat(text: str) -> int:
 
 
 MASKS = Option(
-    "Class maps: a folder of PNG files whose paths or names are the images' but for the ending, "
-    "the root of VOC, ADE20K or Cityscapes, or a COCO .json file. Repeatable: splits of one data "
-    "set.",
+    "Class maps: a folder of PNG files whose paths or names are the images' but for the "
+    "ending, the root of VOC, ADE20K or Cityscapes, or a COCO .json file. Repeatable: "
+    "splits of one data set.",
     "--masks",
     default="none",
 )
 DEPTH = Option(
-    "Depth maps in place of class maps: a folder of 16-bit PNG files whose paths or names are the "
-    "images' but for the ending (of NYU sync_depth_* beside rgb_*), or nyu_depth_v2_labeled.mat.",
+    "Depth maps in place of class maps: a folder of 16-bit PNG files whose paths or "
+    "names are the images' but for the ending (of NYU sync_depth_* beside rgb_*), or "
+    "nyu_depth_v2_labeled.mat.",
     metavar="DIR|FILE",
     default="none",
 )
@@ -110,13 +114,13 @@ MAX_DEPTH = Option(
     only_with=("depth",),
 )
 EIGEN_CROP = Option(
-    "Test on the part of NYU's images that Eigen et al. 2014 do: rows 45 to 470, columns 41 to "
-    "600.",
+    "Test on the part of NYU's images that Eigen et al. 2014 do: rows 45 to 470, "
+    "columns 41 to 600.",
     only_with=("depth",),
 )
 SPLIT = Option(
-    "Without TEST: test on images of this split of the data, or on those that this file lists, and "
-    "train on all others.",
+    "Without TEST: test on images of this split of the data, or on those that this file "
+    "lists, and train on all others.",
     metavar="NAME|FILE",
     default="none",
 )
@@ -128,22 +132,22 @@ HOLDOUT = Option(
     default="none",
 )
 IGNORE = Option(
-    "Further classes that do not count: pixel values, of COCO files names. Repeatable, or a comma "
-    "list.",
+    "Further classes that do not count: pixel values, of COCO files names. Repeatable, "
+    "or a comma list.",
     metavar="CLASS",
     default="what the layout ignores",
 )
 SOLVER = Option(
-    "ridge: exact least squares on pixels; logistic: cross-entropy of each patch's pixels; knn: "
-    "the nearest patches' pixels; hummingbird: their shares of classes, weighted by similarity; "
-    "sgd: the head of DINOv3, by AdamW.",
+    "ridge: exact least squares on pixels; logistic: cross-entropy of each patch's "
+    "pixels; knn: the nearest patches' pixels; hummingbird: their shares of classes, "
+    "weighted by similarity; sgd: the head of DINOv3, by AdamW.",
     choices=SOLVERS,
     default="ridge, or the preset's",
 )
 PRESET = Option(
-    "A published protocol, as near as stored tokens come to it; the sidecar lists the differences. "
-    "capi: knn (or logistic) on standardised tokens; hummingbird; dinov3: sgd (or logistic, "
-    "ridge), with --depth too. Options given beside it win.",
+    "A published protocol, as near as stored tokens come to it; the sidecar lists the "
+    "differences. capi: knn (or logistic) on standardised tokens; hummingbird; dinov3: "
+    "sgd (or logistic, ridge), with --depth too. Options given beside it win.",
     choices=PRESETS,
     default="none",
 )
@@ -154,9 +158,10 @@ RESOLUTION = Option(
     default="label; of presets capi and hummingbird input",
 )
 L2_RELATIVE = Option(
-    "The penalty over the number of pixels and the mean variance of a feature (that of probe --l2 "
-    f"is over neither). holdout: of a grid, the least error on {CHOOSING:.0%} of the training "
-    "images, then fitted to all; or numbers, all of them reported. Numbers: repeatable.",
+    "The penalty over the number of pixels and the mean variance of a feature (that of "
+    f"probe --l2 is over neither). holdout: of a grid, the least error on {CHOOSING:.0%} "
+    "of the training images, then fitted to all; or numbers, all of them reported. "
+    "Numbers: repeatable.",
     metavar="L2",
     parse=partial(
         word_or_number, words=(CHOOSE,), expected=f"a number above 0 or {CHOOSE}"
@@ -168,7 +173,8 @@ K = Option(
     "knn, hummingbird: number of neighbours, all of them reported.",
     "--k",
     least=1,
-    default=f"30; capi: of 1, 3, 10 and 30 the best on {CHOOSING:.0%} of the training images",
+    default="30; capi: of 1, 3, 10 and 30 the best on "
+    f"{CHOOSING:.0%} of the training images",
 )
 DISTANCE = Option(
     "knn: between patches.", choices=DISTANCES, default="cosine; capi: the better"
@@ -192,8 +198,8 @@ CONCAT = Option(
     default="none: each site alone",
 )
 UNTRAINED = Option(
-    "Baseline: the same probe on stores of a model with random weights, in the order of TRAIN and "
-    "TEST.",
+    "Baseline: the same probe on stores of a model with random weights, in the order of "
+    "TRAIN and TEST.",
     metavar="STORE",
     default="none",
 )
@@ -291,8 +297,8 @@ class Solver:
 
     @property
     def of_patches(self) -> bool:
-        """Whether logistic regression learns each patch's most frequent label, and every pixel gets
-        that of the nearest patch."""
+        """Whether logistic regression learns each patch's most frequent label, and every
+        pixel gets that of the nearest patch."""
         return self.preset == CAPI
 
     def describe(self) -> dict[str, Any]:
@@ -320,8 +326,8 @@ class Solver:
             words["distance"] = " or ".join(self.distances)
         if self.chooses:
             words["k"] = (
-                f"of {', '.join(map(str, self.ks))}, by {CHOOSING:.0%} of the training images: the "
-                "highest mean IoU, then of all training images"
+                f"of {', '.join(map(str, self.ks))}, by {CHOOSING:.0%} of the training "
+                "images: the highest mean IoU, then of all training images"
             )
         return words
 
@@ -330,8 +336,8 @@ class Solver:
         error = "squared error" if self.name == RIDGE else "cross-entropy"
         return (
             f"of {self.grid[0]:g} to {self.grid[-1]:g} ({len(self.grid)} values), by "
-            f"{CHOOSING:.0%} of the training images: least {error} of a pixel, then fitted to all "
-            "training images"
+            f"{CHOOSING:.0%} of the training images: least {error} of a pixel, then "
+            "fitted to all training images"
         )
 
 
@@ -343,7 +349,9 @@ _KINDS = {
     RIDGE: "ridge: least squares on pixels through bilinear interpolation, in float64",
     LOGISTIC: "logistic: cross-entropy of each patch's pixels, L-BFGS in float64",
     KNN: "knn: the nearest patches' pixels, by vote of classes or the mean of depths",
-    HUMMINGBIRD: f"hummingbird: shares of the nearest patches, softmax(cosine / {TEMPERATURE:g})",
+    HUMMINGBIRD: (
+        f"hummingbird: shares of the nearest patches, softmax(cosine / {TEMPERATURE:g})"
+    ),
     SGD: "sgd: batch norm and a 1 x 1 convolution, AdamW in float32 (see `sgd`)",
 }
 
@@ -361,7 +369,8 @@ def choose_solver(
     balanced: bool,
     steps: int | None,
 ) -> Solver:
-    """Return the solver that follows from the user's options, else the preset's, else the defaults.
+    """Return the solver that follows from the user's options, else the preset's, else the
+    defaults.
 
     Args:
         solver: one of `SOLVERS`, or None.
@@ -399,6 +408,7 @@ def choose_solver(
     if balanced and target == "depth":
         raise VitseeError("--balanced belongs to classes, not to --depth; leave it out")
 
+    # CAPI reports the best of its k and distances; a k of the user's ends the choice.
     chooses = preset == CAPI and name == KNN and not ks
     neighbours = tuple(sorted(set(ks)))
     if name in (KNN, HUMMINGBIRD) and not neighbours:
@@ -427,10 +437,10 @@ def choose_solver(
     )
 
 
-def _require_known(option: str, word: str | None, known: Sequence[str]) -> None:
+def _require_known(option: str, word: str | None, words: Sequence[str]) -> None:
     """Refuse a word that an option does not have."""
-    if word is not None and word not in known:
-        raise VitseeError(f"no {option} {word!r}; expected {', '.join(known)}")
+    if word is not None and word not in words:
+        raise VitseeError(f"no {option} {word!r}; expected {', '.join(words)}")
 
 
 def _require_depth(name: str, preset: str | None, resolution: str | None) -> None:
@@ -449,5 +459,6 @@ def _require_solver(flag: str, value: object, name: str, solvers: Sequence[str])
     """Refuse an option that was given and that the solver does not have."""
     if value and name not in solvers:
         raise VitseeError(
-            f"{flag} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it out"
+            f"{flag} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it "
+            "out"
         )

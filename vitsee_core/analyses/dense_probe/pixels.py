@@ -1,19 +1,20 @@
 """The labelled pixels of images, and their places on a grid of tokens.
 
-Labels are classes, `IGNORED` where there is none, or depths, NaN where there is none. They come
-from class maps or depth maps, placed as the transform of the store placed its images (`Truth`).
+Labels are classes, `IGNORED` where there is none, or depths, NaN where there is none. They
+come from class maps or depth maps, placed as the transform of the store placed its images
+(`Truth`).
 
 Pixels are one of three kinds (`RESOLUTIONS`):
 
-- `label`: those of the class map as it was distributed. Nothing is resampled but the scores, which
-  is what `interpolate(scores, size=label.shape, mode="bilinear", align_corners=False)` does where a
-  grid covers its image;
+- `label`: those of the class map as it was distributed. Nothing is resampled but the
+  scores, which is what `interpolate(scores, size=label.shape, mode="bilinear",
+  align_corners=False)` does where a grid covers its image;
 - `input`: those of the model's input; the map is resampled by the nearest pixel;
-- `patch`: one per token, its class the most frequent one among the input pixels of its cell (of
-  equally frequent ones the lowest; none where most pixels have none).
+- `patch`: one per token, its class the most frequent one among the input pixels of its
+  cell (of equally frequent ones the lowest; none where most pixels have none).
 
-Pixels that the model did not see, as they were cropped, have no label; cells whose middle is beside
-the image (padding, canvases) have no part in any pixel.
+Pixels that the model did not see, as they were cropped, have no label; cells whose middle
+is beside the image (padding, canvases) have no part in any pixel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vitsee_core.truth.masks.class_maps import ClassMaps
 from vitsee_core.truth.masks.depth_maps import DepthMaps
 from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.truth.masks.orientation import oriented_as
-from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.png_maps import IGNORED, ClassMap, near_boundary
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 
 Labels = NDArray[Any]  # uint8 classes, or float32 depths
 RESOLUTIONS = ("label", "input", "patch")
-BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
 EDGE_ROUNDING = 1e-6  # pixels; an edge this near to a pixel's edge lies on it
 # NYU's (height, width), and the crop of it on which Eigen et al. 2014 test.
 EIGEN_SIZE = (480, 640)
@@ -60,10 +60,11 @@ class Pixels:
 
     Attributes:
         labels: (height, width), with no label for pixels that do not count.
-        row_weights: (height, rows) share of each row of cells in each row of pixels; a row of
-            pixels has shares that add up to 1.
+        row_weights: (height, rows) share of each row of cells in each row of pixels; a row
+            of pixels has shares that add up to 1.
         col_weights: (width, cols) the same for columns.
-        centres: (height,) and (width,) where the pixels' middles lie on the model's input, in px.
+        centres: (height,) and (width,) where the pixels' middles lie on the model's input,
+            in px.
     """
 
     labels: Labels
@@ -78,7 +79,8 @@ class Pixels:
 
     @cached_property
     def boundary(self) -> Mask:
-        """A mask (height, width) of pixels near a boundary of classes, from `near_boundary`."""
+        """A mask (height, width) of pixels near a boundary of classes, from
+        `near_boundary`."""
         return near_boundary(self.labels)
 
     @property
@@ -96,8 +98,8 @@ class Pixels:
 
     @property
     def targets(self) -> list[Float]:
-        """An array (height, width) per entry of `present`: 1 for the pixels of a class, or the
-        depths; 0 for pixels that do not count."""
+        """An array (height, width) per entry of `present`: 1 for the pixels of a class, or
+        the depths; 0 for pixels that do not count."""
         if not self.is_depth:
             return [(self.labels == number).astype(np.float64) for number in self.present]
         if not self.present:
@@ -110,7 +112,8 @@ class Pixels:
         return self.row_weights.argmax(1), self.col_weights.argmax(1)
 
     def sums_of_cells(self, values: Float) -> Float:
-        """Return U'v (rows, cols): values (height, width) summed by the cells' shares in pixels."""
+        """Return U'v (rows, cols): values (height, width) summed by the cells' shares
+        in pixels."""
         return self.row_weights.T @ values @ self.col_weights
 
 
@@ -154,12 +157,12 @@ def labelled_pixels(
         labels, centres = _seen_pixels(truth, placement, input_size)
     else:
         labels = on_input(truth, placement, input_size)
-        centres = [np.arange(n) + 0.5 for n in input_size]
+        centres = [np.arange(n, dtype=np.float64) + 0.5 for n in input_size]
     if resolution == "patch":
         labels = most_frequent(labels, layout)
         centres = []
         for axis, n_cells in enumerate(layout.grid):
-            steps = np.arange(n_cells) + 0.5
+            steps = np.arange(n_cells, dtype=np.float64) + 0.5
             centres.append(layout.offset_px[axis] + steps * layout.stride_px[axis])
     is_on_image = placement.on_image(layout)  # (rows, cols)
     weights = []
@@ -192,7 +195,8 @@ def _sides(placement: Placement) -> tuple[Side, Side]:
 def _seen_pixels(
     truth: Labels, placement: Placement, input_size: tuple[int, int]
 ) -> tuple[Labels, list[Float]]:
-    """Return an original image's labels, without those that were cropped, and its pixels' middles.
+    """Return an original image's labels, without those that were cropped, and its pixels'
+    middles.
 
     The middles lie on the model's input: one array for each axis, in px.
     """
@@ -225,8 +229,8 @@ def _without_labels(
 def on_input(truth: Labels, placement: Placement, size: tuple[int, int]) -> Labels:
     """Return the labels on the model's input, with no label beside the image.
 
-    Each pixel has the label of the original pixel that its middle lies on, as in Pillow's nearest
-    resize.
+    Each pixel has the label of the original pixel that its middle lies on, as in Pillow's
+    nearest resize.
 
     Args:
         truth: (height, width) labels of the original image.
@@ -260,7 +264,8 @@ def _snapped_edge(edge: float) -> float:
 
 
 def most_frequent(labels: ClassMap, layout: TokenLayout) -> ClassMap:
-    """Return the most frequent class (rows, cols) of each cell's pixels of the model's input."""
+    """Return the most frequent class (rows, cols) of each cell's pixels of the model's
+    input."""
     row_edges, col_edges = cell_edges(layout, labels.shape)
     shape = (len(row_edges) - 1, len(col_edges) - 1)
     classes = np.full(shape, IGNORED, np.uint8)
@@ -296,7 +301,8 @@ def interpolation(positions: Float, first: int, last: int, n: int) -> Float:
 
 
 def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
-    """Return the labels (cells, pixels) of each cell's pixels of the model's input, row by row.
+    """Return the labels (cells, pixels) of each cell's pixels of the model's input, row by
+    row.
 
     It is None where the cells are not all of the same number of whole pixels.
     """
@@ -318,24 +324,6 @@ def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
 def _index_along(axis: int, selection: Integers | Mask) -> tuple[slice | np.ndarray, ...]:
     """Return the index of a selection of rows (axis 0) or of columns (axis 1)."""
     return (selection,) if axis == 0 else (slice(None), selection)
-
-
-def near_boundary(labels: ClassMap) -> Mask:
-    """Return a mask of the pixels near the boundary of the region of their class.
-
-    A pixel of another class, or the image's border, is within `BOUNDARY_SHARE` of the diagonal,
-    counted in pixels along the rows or columns, whichever is farther (the erosion by a square of
-    Cheng et al. 2021). Pixels that are ignored are a region as others are.
-    """
-    from scipy.ndimage import maximum_filter, minimum_filter
-
-    radius = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
-    # A frame of a class of its own, so that the border is a boundary.
-    framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
-    size = 2 * radius + 1
-    lowest = minimum_filter(framed, size, mode="nearest")
-    highest = maximum_filter(framed, size, mode="nearest")
-    return (lowest != highest)[1:-1, 1:-1]
 
 
 @dataclass(frozen=True)
@@ -370,13 +358,16 @@ class Truth:
         resolution: str,
         eigen_crop: bool = False,
     ) -> tuple[Truth, dict[str, int]]:
-        """Return the labels of some images, and the numbers of images with and without a map.
+        """Return the labels of some images, and the numbers of images with and without a
+        map.
 
         Images without a map are left out and logged.
 
         Raises:
-            MissingInput: the store does not say how its images were resized, or their sizes.
-            VitseeError: no image has a map, or the transform does more than resize and crop.
+            MissingInput: the store does not say how its images were resized, or their
+                sizes.
+            VitseeError: no image has a map, or the transform does more than resize and
+                crop.
         """
         transform = store.manifest.transform
         if not transform:
@@ -386,7 +377,8 @@ class Truth:
         n_selected = int((rows.mask & store.valid).sum())
         maps = oriented_as(transform, maps)
         matched, numbers = match_rows(store, maps, rows)
-        # Tried on one image, so that a transform that cannot be followed is an error at once.
+        # Tried on one image, so that a transform that cannot be followed is an error at
+        # once.
         try:
             place(transform, store.sizes[matched[0]].tolist())
         except DataError as error:
@@ -468,8 +460,9 @@ class Truth:
             cells = cell_pixels(input_labels, layout)
             if cells is None:
                 raise VitseeError(
-                    f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
-                    "of the input; expected such for this --solver (ridge takes any grid)"
+                    f"{self.store.label}: cells of the grid {key} px are not of equal "
+                    "whole pixels of the input; expected such for this --solver (ridge "
+                    "takes any grid)"
                 )
             is_on_image = placement.on_image(layout).reshape(-1, 1)
             missing = cells.dtype.type(no_label(cells))
@@ -478,8 +471,8 @@ class Truth:
 
 
 def crop_as_eigen(path: str, depths: Labels) -> Labels:
-    """Return a depth map (480, 640) without the depths outside of rows 45 to 470 and columns 41 to
-    600, the crop on which Eigen et al. 2014 test.
+    """Return a depth map (480, 640) without the depths outside of rows 45 to 470 and
+    columns 41 to 600, the crop on which Eigen et al. 2014 test.
 
     Args:
         path: of the map, for errors.
@@ -490,8 +483,8 @@ def crop_as_eigen(path: str, depths: Labels) -> Labels:
     """
     if depths.shape != EIGEN_SIZE:
         raise VitseeError(
-            f"{path} is {depths.shape[1]} x {depths.shape[0]} pixels; --eigen-crop expects NYU's "
-            f"{EIGEN_SIZE[1]} x {EIGEN_SIZE[0]}"
+            f"{path} is {depths.shape[1]} x {depths.shape[0]} pixels; --eigen-crop "
+            f"expects NYU's {EIGEN_SIZE[1]} x {EIGEN_SIZE[0]}"
         )
     cropped = np.full_like(depths, no_label(depths))
     cropped[EIGEN_CROP] = depths[EIGEN_CROP]

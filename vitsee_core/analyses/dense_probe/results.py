@@ -1,4 +1,5 @@
-"""The probes of one pair of stores: which images train and test, their scores, and their rows.
+"""The probes of one pair of stores: which images train and test, their scores, and their
+rows.
 
 Test images are scored in one pass over their tokens, for all probes together.
 """
@@ -87,7 +88,8 @@ class PairOfStores:
     """
 
     def __init__(self, pair: ImagePair, settings: Settings) -> None:
-        """Find the sites and the labels of both. Raises an error for whatever is missing."""
+        """Find the sites and the labels of both. Raises an error for whatever is
+        missing."""
         self.settings = settings
         sites = grid_sites(pair.train, settings.sites)
         self.patches = probed_patches(pair.train, sites, settings.concat)
@@ -114,6 +116,7 @@ class PairOfStores:
     def n_images(self) -> int:
         """The number of images that are read, for a progress bar."""
         solver = self.settings.solver
+        # Each image counts once a pass, however many sites are read of it.
         n_read = self.train.n_images + self.test.n_images
         if solver.balanced:
             n_read += self.train.n_images  # a pass before, which counts the classes
@@ -136,6 +139,7 @@ class PairOfStores:
             trained = train_sgd(self.train, solver, execution)
         else:
             trained = train_from_bank(self.train, solver, execution)
+        # With a single class there is nothing to tell apart.
         for head in trained.heads.values():
             if isinstance(head, ClassHead):
                 self.train.require_classes(head.classes, "training")
@@ -166,7 +170,8 @@ class TrainedProbes:
     blocks: Blocks
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the model's sites, then those of the baselines at each of them."""
+        """Yield the rows of the model's sites, then those of the baselines at each of
+        them."""
         for patches in self.work.patches:
             site_cells = site_columns(self.work.test.store, patches)
             yield from self._site_rows(patches, site_cells, baseline="")
@@ -187,7 +192,8 @@ class TrainedProbes:
                     yield from self._metric_rows(HeadKey(grid, baseline=name), cells)
 
     def remarks(self) -> list[str]:
-        """Return what the intervals of these test images do not hold, as the task finds it."""
+        """Return what the intervals of these test images do not hold, as the task finds
+        it."""
         tallies = [tally for key, tally in self.counts.items() if not key.baseline]
         label = self.work.test.store.label
         # Remarks are on labels, which are the same for every head.
@@ -195,7 +201,8 @@ class TrainedProbes:
         return [f"{label}: {remark}" for remark in remarks]
 
     def rows_for(self, trained: TrainedProbes) -> Iterator[dict[str, Any]]:
-        """Yield the rows of this untrained model's sites, as a baseline of a trained model's.
+        """Yield the rows of this untrained model's sites, as a baseline of a trained
+        model's.
 
         Raises:
             VitseeError: this model lacks a site of the trained one.
@@ -219,6 +226,7 @@ class TrainedProbes:
         """
         keys = [key for key in self.counts if not key.baseline]
         qualities = [self.work.settings.task.quality(self.counts[key]) for key in keys]
+        # A quality is NaN if no class occurs.
         best = keys[int(np.nanargmax(qualities))]
         head = self.trained.heads[best]
         return picture_examples(self.work.test, best, head, n, data)
@@ -313,15 +321,16 @@ def score_heads(
     *,
     one_slab_at_a_time: bool,
 ) -> tuple[dict[HeadKey, Tally], Blocks]:
-    """Return a tally of what each head predicts of the test images, and the jackknife's blocks.
+    """Return a tally of what each head predicts of the test images, and the jackknife's
+    blocks.
 
     Args:
         images: the test images.
         heads: the trained probes and the baselines.
         metrics: names of the metrics.
         execution: seed, threads and memory.
-        one_slab_at_a_time: work in this process alone, as a head takes all threads, or is too large
-            to be sent to another process.
+        one_slab_at_a_time: work in this process alone, as a head takes all threads, or is
+            too large to be sent to another process.
 
     Raises:
         VitseeError: no pixel of the test images counts, or all are of one class.
@@ -335,6 +344,7 @@ def score_heads(
         ).counts
     else:
         counts = images.fold(make, execution).counts
+    # A tally is false if nothing was counted.
     if not any(map(bool, counts.values())):
         raise images.no_pixel("test")
     for tally in counts.values():
@@ -378,7 +388,10 @@ def _differences_of_any(solver: Solver, store: Store) -> Iterator[str]:
             yield "l2 from a grid of its own, chosen by cross-entropy, not by mean IoU"
     elif solver.preset == HUMMINGBIRD:
         yield "no augmentation of the memory's images"
-        yield "pixels without a class are left out of patches' shares, not counted as class 0"
+        yield (
+            "pixels without a class are left out of patches' shares, not counted as class "
+            "0"
+        )
         yield "classes as predicted: no Hungarian matching"
         if solver.bank is None:
             yield "as many patches as fit into memory, not a given number"
@@ -400,11 +413,15 @@ def _differences_of_dinov3(
     n_steps = PROTOCOL_STEPS[solver.target]
     if solver.name == SGD:
         if solver.steps != n_steps:
-            yield f"{solver.steps:,} steps, not {n_steps:,}; the warm-up is shorter in proportion"
+            yield (
+                f"{solver.steps:,} steps, not {n_steps:,}; the warm-up is shorter in "
+                "proportion"
+            )
     else:
         method = "L-BFGS" if solver.name == LOGISTIC else "least squares"
         yield (
-            f"{method} on fixed tokens, not AdamW over {n_steps:,} steps; no batch norm, no dropout"
+            f"{method} on fixed tokens, not AdamW over {n_steps:,} steps; no batch norm, "
+            "no dropout"
         )
     if is_depth and solver.name == RIDGE:
         yield "a linear map to metres, not to 256 bins"

@@ -1,16 +1,16 @@
 """The linear heads of Siméoni et al. 2025 (DINOv3), trained by their own optimiser.
 
-Batch norm (its statistics over the cells on images), a 1 x 1 convolution whose weights begin as
-N(0, 0.01), AdamW on batches of 16 images of stored tokens, the rate of one cycle after a warm-up.
-As released:
+Batch norm (its statistics over the cells on images), a 1 x 1 convolution whose weights
+begin as N(0, 0.01), AdamW on batches of 16 images of stored tokens, the rate of one cycle
+after a warm-up. As released:
 
-- classes: dropout of whole channels (0.1), cross-entropy of scores interpolated to the pixels,
-  summed over those with a class and divided by all; rate 1e-3, decay 1e-3, warm-up 1,500 of 40,000
-  steps;
-- depths: 256 outputs, relu(.) + 0.1 normalised, which weigh as many depths spread evenly over the
-  range; interpolated to pixels; sqrt(var(g) + 0.15 mean(g)^2) of g = log p - log d (without the
-  variance for 100 steps); rate 3e-4, decay 1e-4, gradients clipped at 35, warm-up 12,800 of 38,400
-  steps, in which AdamW has no momentum.
+- classes: dropout of whole channels (0.1), cross-entropy of scores interpolated to the
+  pixels, summed over those with a class and divided by all; rate 1e-3, decay 1e-3, warm-up
+  1,500 of 40,000 steps;
+- depths: 256 outputs, relu(.) + 0.1 normalised, which weigh as many depths spread evenly
+  over the range; interpolated to pixels; sqrt(var(g) + 0.15 mean(g)^2) of g = log p - log
+  d (without the variance for 100 steps); rate 3e-4, decay 1e-4, gradients clipped at 35,
+  warm-up 12,800 of 38,400 steps, in which AdamW has no momentum.
 
 With fewer steps the warm-up is shorter in proportion. In float32.
 """
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitsee_core.analyses.dense_probe.heads import (
+    MIN_BIN_SHARE,
+    BinScores,
     Head,
     HeadKey,
     LinearScores,
@@ -57,7 +59,6 @@ log = logging.getLogger(__name__)
 
 NO_CLASS = -100  # what torch's cross-entropy ignores by default
 N_BINS = 256
-MIN_BIN_SHARE = 0.1  # added to the outputs of bins, so that their sum is above 0
 LOG_FLOOR = 1e-3  # metres, added to depths before their logarithm
 STEPS_WITHOUT_VARIANCE = 100
 N_LAST_LOSSES = 10  # whose mean the notes have
@@ -70,8 +71,8 @@ class Batch:
     Attributes:
         tokens: (images, rows, cols, dim).
         on_image: (images, rows, cols) which cells are not beside the image.
-        labels: (images, height, width) indices of classes, `NO_CLASS` for none, or depths, NaN for
-            none.
+        labels: (images, height, width) indices of classes, `NO_CLASS` for none, or depths,
+            NaN for none.
         row_weights: (images, height, rows) as in `pixels.Pixels`.
         col_weights: (images, width, cols) as in `pixels.Pixels`.
     """
@@ -131,7 +132,8 @@ class LinearProbe(nn.Module):
         return scores
 
     def scores(self) -> LinearScores:
-        """Return the trained linear map of features as they are stored, batch norm folded in."""
+        """Return the trained linear map of features as they are stored, batch norm
+        folded in."""
         matrix = _to_numpy(self.weight)  # (n, dim)
         mean = _to_numpy(self.norm.running_mean)
         variance = _to_numpy(self.norm.running_var)
@@ -149,26 +151,9 @@ def _to_numpy(values: Tensor | None) -> Float:
     return values.detach().double().cpu().numpy()
 
 
-@dataclass(frozen=True)
-class BinScores:
-    """Depths (rows, cols, 1) from linear scores of bins.
-
-    Attributes:
-        scores: one output per bin.
-        bins: (n,) depth of each bin in metres.
-    """
-
-    scores: LinearScores
-    bins: Float
-
-    def __call__(self, tokens: Float) -> Float:
-        """Return the depths of cells with tokens (rows, cols, dim)."""
-        shares = np.maximum(self.scores(tokens), 0) + MIN_BIN_SHARE
-        return (shares @ self.bins / shares.sum(-1))[..., None]
-
-
 class Schedule(NamedTuple):
-    """The settings of AdamW in one step: a share of the rate, and the first of its betas."""
+    """The settings of AdamW in one step: a share of the rate, and the first of its
+    betas."""
 
     rate_share: float
     momentum: float
@@ -195,7 +180,8 @@ class ClassRecipe:
     max_norm: float = math.inf
 
     def schedule(self, step: int, n_steps: int) -> Schedule:
-        """Return the settings of AdamW in one step: a linear warm-up, then half a cosine."""
+        """Return the settings of AdamW in one step: a linear warm-up, then half a
+        cosine."""
         # The released loop does not advance the rate after its first step.
         n_advances = max(step - 1, 0)
         n_warm_up = round(n_steps * 1500 / 40_000)
@@ -240,7 +226,8 @@ class DepthRecipe:
     max_norm: float = 35.0
 
     def schedule(self, step: int, n_steps: int) -> Schedule:
-        """Return the settings of AdamW in one step: no momentum during a third of the steps."""
+        """Return the settings of AdamW in one step: no momentum during a third of the
+        steps."""
         n_warm_up = round(n_steps * 12_800 / 38_400)
         if step < n_warm_up:
             rate_share = 1e-3 + _cosine(1, 0, step / n_steps) * step / n_warm_up
@@ -318,8 +305,9 @@ def train(
         group["betas"] = (schedule.momentum, recipe.second_beta)
         optimizer.zero_grad()
         scores = probe(batch)
-        # The loss is differentiated to the scores, a leaf, and then once through the probe: the
-        # recipe may differentiate image by image, which frees each image's pixels.
+        # The loss is differentiated to the scores, a leaf, and then once through the
+        # probe: the recipe may differentiate image by image, which frees each image's
+        # pixels.
         leaf = scores.detach().requires_grad_()
         loss = recipe.backward(batch, leaf, step)
         scores.backward(leaf.grad)
@@ -341,8 +329,8 @@ def train_sgd(images: SplitImages, solver: Solver, execution: Execution) -> Trai
     task = images.task
     # As in the protocol, training sees the model's input.
     images = replace(images, truth=replace(images.truth, resolution="input"))
-    places = count_truth(images, execution)
-    classes = np.flatnonzero(next(iter(places.values())).totals)
+    grid_sums = count_truth(images, execution)
+    classes = np.flatnonzero(next(iter(grid_sums.values())).totals)
     recipe: Recipe = ClassRecipe(len(classes))
     if isinstance(task, Depth):
         recipe = DepthRecipe(task.limits)
@@ -372,7 +360,7 @@ def train_sgd(images: SplitImages, solver: Solver, execution: Execution) -> Trai
     notes: dict[str, Any] = {"loss_of_the_last_steps": mean_losses}
     if not isinstance(task, Depth):
         notes["n_trained"] = len(classes)
-    return Trained(heads | blind_heads(task, places), notes)
+    return Trained(heads | blind_heads(task, grid_sums), notes)
 
 
 class _Example(NamedTuple):
@@ -386,8 +374,8 @@ class _Example(NamedTuple):
 class _Stream:
     """The training images in random order, over and over.
 
-    Where they do not all fit the memory, some slabs at a time are kept: their images are in random
-    order, and so are such groups.
+    Where they do not all fit the memory, some slabs at a time are kept: their images are
+    in random order, and so are such groups.
 
     Attributes:
         images: the training images.
@@ -415,10 +403,10 @@ class _Stream:
         groups = self._slab_groups()
         if len(groups) > 1:
             log.info(
-                "%s: of %s, %d groups of slabs are in memory in turn (more --memory, or fewer "
-                "--images, are faster)",
+                "%s: of %s, %d groups of slabs are in memory in turn (more --memory, or "
+                "fewer --images, are faster)",
                 self.images.store.label,
-                self.patches.parts[-1].site.name,
+                self.patches.sites[-1].name,
                 len(groups),
             )
         # A single group is read once, several ones each time that it is their turn.
@@ -430,7 +418,8 @@ class _Stream:
                     yield examples[i]
 
     def _slab_groups(self) -> list[list[Slab]]:
-        """Group the slabs with training images, as many together as half of the memory holds."""
+        """Group the slabs with training images, as many together as half of the memory
+        holds."""
         mask = self.images.truth.mask
         store = self.images.store
         rows, cols = self.patches.grid

@@ -1,4 +1,5 @@
-"""The images of a store that train or test: which they are, their labels and their patch tokens.
+"""The images of a store that train or test: which they are, their labels and their patch
+tokens.
 
 `SplitImages` is what solvers learn from; `Sums` is what they accumulate over its slabs.
 """
@@ -87,8 +88,8 @@ def open_untrained(paths: Sequence[Path], n_tests: int) -> list[Store]:
     if len(paths) != 1 + n_tests:
         stores = "TRAIN and each TEST" if n_tests else "the store"
         raise VitseeError(
-            f"--untrained was given {len(paths)} times; expected {1 + n_tests}: the stores of a "
-            f"model with random weights for {stores}, in this order"
+            f"--untrained was given {len(paths)} times; expected {1 + n_tests}: the "
+            f"stores of a model with random weights for {stores}, in this order"
         )
     return [open_store(path) for path in paths]
 
@@ -98,8 +99,8 @@ def split_images(
 ) -> tuple[Rows, Rows]:
     """Return the images of one store that train, and those that test.
 
-    Those of a split of its data test, or those in the list of a file; or a share that is held out,
-    drawn over the data set's own order.
+    Those of a split of its data test, or those in the list of a file; or a share that is
+    held out, drawn over the data set's own order.
 
     Raises:
         VitseeError: no such split, or nothing is left to train or to test.
@@ -122,7 +123,8 @@ def split_images(
 
 
 def _require_images(store: Store, mask: Mask, use: str, how: str) -> None:
-    """Refuse a selection without an image. use: "train" or "test"; how: they were selected."""
+    """Refuse a selection without an image. use: "train" or "test"; how: they were
+    selected."""
     if not (mask & store.valid).any():
         raise VitseeError(f"{store.label}: no image is left to {use} ({how})")
 
@@ -146,7 +148,8 @@ def _mask_of_split(store: Store, split: str) -> Mask:
 def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
     """Draw a share of some images, at least one and not all; return their mask (images,).
 
-    They are drawn over the data set's own order, so that a shuffled store gives the same ones.
+    They are drawn over the data set's own order, so that a shuffled store gives the same
+    ones.
 
     Args:
         store: the store.
@@ -157,7 +160,7 @@ def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) 
     mask = np.zeros(len(among), bool)
     rows = np.flatnonzero(among & store.valid)
     if len(rows) < 2:
-        return mask
+        return mask  # a single image cannot be drawn and left
     rows = rows[np.argsort(store.samples.index[rows], kind="stable")]
     n_drawn = min(max(1, round(share * len(rows))), len(rows) - 1)
     mask[np.random.default_rng(seed).permutation(rows)[:n_drawn]] = True
@@ -168,16 +171,16 @@ def draw_images(store: Store, among: Mask, share: float, seed: tuple[int, ...]) 
 class Patches:
     """The patch tokens that one probe reads.
 
-    They are those of a site, or of several sites with their channels side by side. Block and depth
-    are those of the last site.
+    They are those of a site, or of several sites with their channels side by side. Block
+    and depth are those of the last site.
 
     Attributes:
         sites: the sites.
-        parts: the features of each site.
+        site_features: the features of each site.
     """
 
     sites: tuple[SiteSpec, ...]
-    parts: tuple[SiteFeatures, ...]
+    site_features: tuple[SiteFeatures, ...]
 
     @classmethod
     def of(cls, store: Store, sites: Sequence[SiteSpec]) -> Patches:
@@ -187,8 +190,10 @@ class Patches:
             SiteError: no such site.
             MissingInput: a site is stored pooled only.
         """
-        parts = [choose_features(store, site, "patches", partial=True) for site in sites]
-        return cls(tuple(sites), tuple(parts))
+        site_features = [
+            choose_features(store, site, "patches", partial=True) for site in sites
+        ]
+        return cls(tuple(sites), tuple(site_features))
 
     @property
     def name(self) -> str:
@@ -213,7 +218,7 @@ class Patches:
     @property
     def layout(self) -> TokenLayout:
         """The layout of the tokens, which all sites share."""
-        layout = self.parts[-1].layout
+        layout = self.site_features[-1].layout
         assert layout is not None
         return layout
 
@@ -226,12 +231,12 @@ class Patches:
     @cached_property
     def dim(self) -> int:
         """Channels of all sites together."""
-        return sum(part.dim for part in self.parts)
+        return sum(features.dim for features in self.site_features)
 
     @property
     def slab_bytes(self) -> int:
         """The bytes that a slab takes while it is read."""
-        return sum(part.slab_bytes for part in self.parts)
+        return sum(features.slab_bytes for features in self.site_features)
 
     def of_slab(self, slab: Slab) -> Float32:
         """Return the tokens (images, cells, dim) of a slab's images that count.
@@ -239,7 +244,10 @@ class Patches:
         Raises:
             VitseeError: a number is not finite.
         """
-        tokens = [part.of_slab(slab, slice(0, len(part.tokens))) for part in self.parts]
+        tokens = []
+        for features in self.site_features:
+            all_tokens = slice(0, len(features.tokens))
+            tokens.append(features.of_slab(slab, all_tokens))
         if len(tokens) == 1:
             return tokens[0]  # without a copy
         return np.concatenate(tokens, axis=-1)
@@ -247,7 +255,10 @@ class Patches:
     def load(self, row: int) -> NDArray[Any]:
         """Return the tokens (cells, dim) of a row of the store, in the stored type."""
         rows = slice(row, row + 1)
-        tokens = [part.load(rows, slice(0, len(part.tokens)))[0] for part in self.parts]
+        tokens = []
+        for features in self.site_features:
+            all_tokens = slice(0, len(features.tokens))
+            tokens.append(features.load(rows, all_tokens)[0])
         return np.concatenate(tokens, axis=-1)
 
     def check_alike(self, test_patches: Patches) -> None:
@@ -256,14 +267,17 @@ class Patches:
         Raises:
             StoreMismatch: they differ.
         """
-        for train_part, test_part in zip(self.parts, test_patches.parts, strict=True):
-            check_alike(train_part, test_part)
+        for train_features, test_features in zip(
+            self.site_features, test_patches.site_features, strict=True
+        ):
+            check_alike(train_features, test_features)
 
 
 def probed_patches(
     store: Store, sites: Sequence[SiteSpec], concat: int | None
 ) -> list[Patches]:
-    """Return the patches that each probe reads: of a site alone, or of the last `concat` together.
+    """Return the patches that each probe reads: of a site alone, or of the last `concat`
+    together.
 
     Raises:
         SiteError: there are fewer, or their grids differ.
@@ -273,17 +287,18 @@ def probed_patches(
         return [Patches.of(store, [site]) for site in sites]
     if len(sites) < concat:
         raise SiteError(
-            f"--concat last{concat}: {store.label} has {len(sites)} of the chosen sites with a "
-            "grid; expected as many at least (see --sites)"
+            f"--concat last{concat}: {store.label} has {len(sites)} of the chosen sites "
+            "with a grid; expected as many at least (see --sites)"
         )
     last = sites[-concat:]
+    # Channels are joined cell by cell, so the grids have to be the same.
     last_grid = _grid_in_words(last[-1].layout)
     for site in last:
         grid = _grid_in_words(site.layout)
         if grid != last_grid:
             raise SiteError(
-                f"--concat last{concat}: the grids of {site.name} and {last[-1].name} differ "
-                f"({grid} and {last_grid}); expected one grid, choose with --sites"
+                f"--concat last{concat}: the grids of {site.name} and {last[-1].name} "
+                f"differ ({grid} and {last_grid}); expected one grid, choose with --sites"
             )
     return [Patches.of(store, last)]
 
@@ -381,7 +396,8 @@ class SplitImages:
         """Return the error that no pixel has a label. use: "training" or "test"."""
         return VitseeError(
             f"no pixel of the {self.n_images} {use} images of {self.store.label} has a "
-            f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were cropped)"
+            f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were "
+            "cropped)"
         )
 
     def require_classes(self, classes: Integers, use: str) -> None:
@@ -402,12 +418,16 @@ class SplitImages:
             name = self.task.maps.classes[number]
         hint = ""
         ignored_values = self.truth.maps.rules.get("ignored values", "").split(", ")
+        # In a plain folder 255 is left out by default, and may be a class.
         if PLAIN in self.truth.maps.rules["layout"] and str(IGNORED) in ignored_values:
-            hint = f" (pixels of value {IGNORED} are left out; --void none makes them a class)"
+            hint = (
+                f" (pixels of value {IGNORED} are left out; --void none makes them a "
+                "class)"
+            )
         raise VitseeError(
-            f"all pixels of the {self.n_images} {use} images of {self.store.label} that have a "
-            f"class in {self.truth.maps.name} are of the class {name}; expected two classes at "
-            f"least{hint}"
+            f"all pixels of the {self.n_images} {use} images of {self.store.label} that "
+            f"have a class in {self.truth.maps.name} are of the class {name}; expected "
+            f"two classes at least{hint}"
         )
 
 
@@ -418,7 +438,8 @@ def counted_rows(slab: Slab) -> list[int]:
 
 @contextmanager
 def lanes(size: int, execution: Execution) -> Iterator[Execution]:
-    """Yield an execution with as many threads as cores and memory allow, of one BLAS thread each.
+    """Yield an execution with as many threads as cores and memory allow, of one BLAS
+    thread each.
 
     size: bytes that one thread's work takes.
     """
@@ -439,19 +460,20 @@ class Sums(Generic[W]):
     work: W | None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle: with `work` on the way to another process, and without it on
-        the way back, as it may be large (a bank of patches)."""
+        """Return the fields to pickle: with `work` on the way to another process, and
+        without it on the way back, as it may be large (a bank of patches)."""
         state = dict(self.__dict__)
+        # Sums are empty on the way to a process, and not on the way back.
         if any(sums for name, sums in state.items() if name != "work"):
             state["work"] = None
         return state
 
-    def merge(self, other: Self) -> None:
+    def merge(self, later: Self) -> None:
         """Add the sums of later slabs."""
         for name, sums in vars(self).items():
             if name == "work":
                 continue
-            for key, value in getattr(other, name).items():
+            for key, value in getattr(later, name).items():
                 sums[key] = sums[key] + value if key in sums else value
 
     def result(self) -> Self:

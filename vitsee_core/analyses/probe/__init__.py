@@ -1,21 +1,22 @@
 """Linear probes: which layer knows the class best?
 
-One linear map per site (or token) from features to one target per class, +1 for an image's own
-class and -1 for the others, by ridge regression in closed form; a test image is assigned the class
-with the highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3 and appendix A; Dosovitskiy
-et al. 2021, few-shot). Classes are those of the data set, not those seen. By SGD: Walmer et al.
-2023, Table 6.
+One linear map per site (or token) from features to one target per class, +1 for an image's
+own class and -1 for the others, by ridge regression in closed form; a test image is
+assigned the class with the highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3
+and appendix A; Dosovitskiy et al. 2021, few-shot). Classes are those of the data set, not
+those seen. By SGD: Walmer et al. 2023, Table 6.
 
 - `top1`: share of test images whose class has the highest score.
-- `top5`: share whose class is among the five highest, where there are more than five classes.
+- `top5`: share whose class is among the five highest, where there are more than five
+  classes.
 - `top1_class`: `top1` of the images of one class.
 
-Equal scores go to the lower class. `value` is the mean over seeds, `std` the standard deviation
-over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
-averaged over seeds. Nothing is chosen by looking at the test images.
+Equal scores go to the lower class. `value` is the mean over seeds, `std` the standard
+deviation over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test
+images, its ends averaged over seeds. Nothing is chosen by looking at the test images.
 
-With responses, columns of numbers take the place of classes (`response_run`). With
-masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
+With responses, columns of numbers take the place of classes (`response_run`). With masks,
+segments train and test: the vectors are those of `cluster --masks`, the classes are the
 masks' categories, and intervals are over images.
 """
 
@@ -120,8 +121,8 @@ def run(
         metrics_option(
             (*METRICS, *RESPONSE_METRICS),
             "all that can be had",
-            "top1 and top5 of classes; r and r2 of --response, with their medians, means and "
-            "shares of the noise ceiling.",
+            "top1 and top5 of classes; r and r2 of --response, with their medians, "
+            "means and shares of the noise ceiling.",
         ),
     ] = (),
     execution: Annotated[
@@ -134,22 +135,23 @@ def run(
 ) -> Table:
     """Return the accuracy on the test images: a row per site, token, shots, l2 and metric.
 
-    The columns are `COLUMNS`. With `each` there is one row per token, and one called `each`, the
-    mean over the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `l2` is
-    the geometric mean where seeds chose different values, and empty for SGD. With masks the columns
-    are `SEGMENT_COLUMNS`, with responses `RESPONSE_COLUMNS`. A value is NaN if SGD diverged,
-    or for a class without test images.
+    The columns are `COLUMNS`. With `each` there is one row per token, and one called
+    `each`, the mean over the patches' probes (prefix tokens apart, as in Raghu et al.
+    2021, Fig. 11). `l2` is the geometric mean where seeds chose different values, and
+    empty for SGD. With masks the columns are `SEGMENT_COLUMNS`, with responses
+    `RESPONSE_COLUMNS`. A value is NaN if SGD diverged, or for a class without test images.
 
-    As many tokens are probed at a time as fit the memory. Each byte of a site is read once as long
-    as groups of tokens can follow the store's chunks and the training images that choose l2 fit.
+    As many tokens are probed at a time as fit the memory. Each byte of a site is read once
+    as long as groups of tokens can follow the store's chunks and the training images that
+    choose l2 fit.
 
     Args:
         train: store whose labelled images train.
-        tests: stores whose labelled images are classified, store by store; all have activations of
-            the same model. Each store's probes are fitted anew.
+        tests: stores whose labelled images are classified, store by store; all have
+            activations of the same model. Each store's probes are fitted anew.
         split: which part of `train` tests if there are no `tests`.
-        masks: probe segments in place of images; a `Segmentation`, or the paths of the masks of
-            all stores. A held-out share is then one of the images.
+        masks: probe segments in place of images; a `Segmentation`, or the paths of the
+            masks of all stores. A held-out share is then one of the images.
         responses: predict columns of numbers in place of classes.
         features: sites, tokens, and the penalty of their weights.
         classes: protocol, shots and solver of probes of classes.
@@ -159,9 +161,10 @@ def run(
     Raises:
         MissingInput: no labels, no such split, or a store lacks a site.
         SiteError: a site has no such tokens.
-        StoreMismatch: other models, other classes, or images that are both trained and tested on.
-        VitseeError: too few images of a class, choices that exclude each other, or too little
-            memory.
+        StoreMismatch: other models, other classes, or images that are both trained and
+            tested on.
+        VitseeError: too few images of a class, choices that exclude each other, or too
+            little memory.
 
     Examples:
         >>> import vitsee
@@ -205,40 +208,25 @@ def _probe_classes(
 ) -> Table:
     """Return the table of probes that classify images or, with a segmentation, segments.
 
-    Both fit the same probes to labelled examples. An `Examples` object knows the difference: what
-    an example is, how its features are read, and how examples are held out. A held-out share of
-    segments is one of the images, so that the segments of an image stay together.
+    Both fit the same probes to labelled examples. An `Examples` object knows the
+    difference: what an example is, how its features are read, and how examples are held
+    out. A held-out share of segments is one of the images, so that the segments of an
+    image stay together.
     """
     if stores.n_ways != 1:
         raise VitseeError(
             "give exactly one of TEST, --test-split NAME and --holdout SHARE"
         )
-    settings = choose_settings(
-        options.preset,
-        sites=features.sites,
-        tokens=features.tokens,
-        shots=options.shots,
-        seeds=options.seeds,
-        seed=execution.seed,
-        l2=features.l2,
-        standardise=features.standardise,
-        intercept=options.intercept,
-        match_last_stage=options.match_last_stage,
-    )
-    training = choose_training(
-        options.solver,
-        execution.device,
-        sgd=options.sgd_options(),
-        ridge=options.ridge_options(features),
-    )
+    settings = choose_settings(options, features, execution.seed)
+    training = choose_training(options, features, execution.device)
     selected_metrics = select_metrics(metrics or METRICS, METRICS, "probe")
     for name in options.baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
     require_comparable(stores.train, stores.tests, trains="probe")
     examples = _examples(stores, segmentation, settings, execution)
-    # Every test store is checked before the first probe is fitted. Without a test store, a part of
-    # the training store tests.
+    # Every test store is checked before the first probe is fitted. Without a test store, a
+    # part of the training store tests.
     tested_stores = [
         _prepare(
             stores,
@@ -252,6 +240,7 @@ def _probe_classes(
         for test in stores.tests or (None,)
     ]
     first = tested_stores[0].work
+    # Only now the number of classes is known, on which top5 depends.
     is_top5_alone = {*metrics} == {"top5"} and not options.per_class
     if is_top5_alone and first.train.n_classes <= TOP:
         raise VitseeError(f"no top5: it needs more than {TOP} classes")
@@ -259,6 +248,7 @@ def _probe_classes(
     n_probes = sum(tested_store.work.n_probes for tested_store in tested_stores)
     rows = []
     baseline_rows = []
+    # One context for all sites: to enter it takes milliseconds.
     with counting(execution.progress, n_probes, "probes"), first.prober.threads():
         for tested_store in tested_stores:
             site_rows, random_rows = tested_store.work.rows(execution)
@@ -272,11 +262,12 @@ def _probe_classes(
     solver = settings.describe() if training is None else training.describe()
     notes: dict[str, Any] = {"interval": interval, "solver": solver}
     notes.update(_notes(stores, tested_stores, settings, remarks, execution.seed))
-    kept_metrics = {*selected_metrics, "top1_class"}
+    # The rows of classes are there only with --per-class, whatever the metrics are.
+    table_metrics = {*selected_metrics, "top1_class"}
     columns = COLUMNS if segmentation is None else SEGMENT_COLUMNS
     return Table.from_rows(
         # The rows of the model first, then those of its baselines.
-        [row for row in rows + baseline_rows if row["metric"] in kept_metrics],
+        [row for row in rows + baseline_rows if row["metric"] in table_metrics],
         [name for name in columns if name != "class" or options.per_class],
         notes,
     )
@@ -341,6 +332,7 @@ def _prepare(
         train_rows.store, train_rows.rows, test_rows.store, test_rows.rows
     )
     remarks += check_classes(train_rows, test_rows, settings.shots)
+    # A probe for each number of shots (None: all training images) and each seed.
     draws = []
     for shots in settings.shots or (None,):
         for seed in settings.seeds:
@@ -372,7 +364,8 @@ def _prepare(
 
 
 def _distinct_remarks(tested_stores: Iterable[_TestedStore]) -> list[str]:
-    """Return the remarks on the images of all test sets, then those on results, each once."""
+    """Return the remarks on the images of all test sets, then those on results, each
+    once."""
     on_images = [
         remark for tested_store in tested_stores for remark in tested_store.remarks
     ]
@@ -419,11 +412,11 @@ ANALYSIS = Analysis(
     help="""
     Probe how well a layer's tokens predict the classes.
 
-    A linear map from a token (or a mean of tokens) to one target per class, +1 or -1, fitted to
-    the images of TRAIN by ridge regression in closed form and tested on those of each TEST,
-    stores of the same model over different images of the same classes (Raghu et al. 2021, Figs.
-    11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with --solver sgd Walmer et al.
-    2023, Table 6). Nothing is chosen on the test images.
+    A linear map from a token (or a mean of tokens) to one target per class, +1 or -1,
+    fitted to the images of TRAIN by ridge regression in closed form and tested on those of
+    each TEST, stores of the same model over different images of the same classes (Raghu et
+    al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with
+    --solver sgd Walmer et al. 2023, Table 6). Nothing is chosen on the test images.
 
       $ vitsee probe train.zarr b16.zarr --shots 10 -o probe.csv --png probe.png
       $ vitsee probe train.zarr b16.zarr --tokens each --shots 10 --png maps.png
@@ -435,27 +428,28 @@ ANALYSIS = Analysis(
       $ vitsee probe coco.zarr --masks instances_val2017.json --holdout 0.2 --per-class
       $ vitsee probe b16.zarr --response it.parquet --by-column -o it.csv --png it.png
 
-    With --masks segments train and test, the vectors of cluster --masks; a share held out is
-    one of images, intervals are over images, and the column n_segments counts. With --response
-    columns of numbers are predicted in place of classes: metrics r and r2, their median and
-    mean over columns, cross-validated or as above; with repeats beside the noise ceiling, and
-    normalised by it (Schrimpf et al. 2018; Cadena et al. 2019). l2 is chosen for each column.
-    --tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first),
-    ROW,COL; each: a probe for every token, and their mean over patches, called each; all: side
-    by side.
+    With --masks segments train and test, the vectors of cluster --masks; a share held out
+    is one of images, intervals are over images, and the column n_segments counts. With
+    --response columns of numbers are predicted in place of classes: metrics r and r2,
+    their median and mean over columns, cross-validated or as above; with repeats beside
+    the noise ceiling, and normalised by it (Schrimpf et al. 2018; Cadena et al. 2019). l2
+    is chosen for each column. --tokens: cls, mean (over patches), mean-all, first, rest
+    (mean of all but the first), ROW,COL; each: a probe for every token, and their mean
+    over patches, called each; all: side by side.
 
-    The figure shows accuracy against depth, and maps of the tokens where each was probed. For
-    other models repeat the command: best-layer reads several results.
+    The figure shows accuracy against depth, and maps of the tokens where each was probed.
+    For other models repeat the command: best-layer reads several results.
     """,
     needs=("sites",),
     reading=(
-        "The share of test images that a linear map of one layer's tokens classifies right, "
-        "against depth; bands are 95 % intervals over test images. It shows what a layer knows "
-        "of the class, whether or not the model uses it."
+        "The share of test images that a linear map of one layer's tokens classifies "
+        "right, against depth; bands are 95 % intervals over test images. It shows what "
+        "a layer knows of the class, whether or not the model uses it."
     ),
     source=(
-        "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et "
-        "al. 2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et al. 2019"
+        "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; "
+        "Walmer et al. 2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et "
+        "al. 2019"
     ),
     columns=COLUMNS,
     other_columns=(SEGMENT_COLUMNS, RESPONSE_COLUMNS),

@@ -33,19 +33,21 @@ if TYPE_CHECKING:
 DRAWN = ("top1", "top5")
 RESPONSE_MEDIANS = ("r_median", "r2_median")
 EACH = "each"
+# Cells of a probe that a curve's label can have.
+LABEL_FIELDS = ("store", "site", "token", "shots")
 
 
 @styled
 def plot(table: Table) -> Figure:
     """Draw accuracy against relative depth.
 
-    There is a panel per metric and a curve per store, token and shots, with the 95 % interval as a
-    band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
+    There is a panel per metric and a curve per store, token and shots, with the 95 %
+    interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
 
-    If every token was probed, the curve is their mean, and below it are maps of each site's tokens,
-    on one scale (Fig. D.4; the paper's panels have one each). If several l2 were requested,
-    accuracy is drawn against l2 instead, one curve per site. A table of responses is drawn as the
-    median column's r and r2, with the noise ceiling dashed.
+    If every token was probed, the curve is their mean, and below it are maps of each
+    site's tokens, on one scale (Fig. D.4; the paper's panels have one each). If several l2
+    were requested, accuracy is drawn against l2 instead, one curve per site. A table of
+    responses is drawn as the median column's r and r2, with the noise ceiling dashed.
     """
     rows = table.frame
     if "n_columns" in rows.columns:
@@ -68,6 +70,7 @@ def plot(table: Table) -> Figure:
         else:
             by = ["token", "shots"]
             draw_depth_curves(axes, panel_rows, by=by, among=curves, counts=counts)
+    # With curves of several kinds the legend names them.
     if {*curves["token"].unique()} == {EACH}:
         panels[0][0].set_title("mean over tokens")
     curve_grid.finish(panels)
@@ -79,7 +82,8 @@ def plot(table: Table) -> Figure:
 
 
 def _draw_responses(rows: pl.DataFrame) -> Figure:
-    """Draw the median column's r and r2 against relative depth, or against l2 if there are several.
+    """Draw the median column's r and r2 against relative depth, or against l2 if there are
+    several.
 
     The noise ceiling is a dashed curve, or against l2 a dashed line.
     """
@@ -133,7 +137,8 @@ def _has_several_l2(rows: pl.DataFrame) -> bool:
 
 
 class _ProbeKey(NamedTuple):
-    """The cells that all rows of one probe share; `baseline` is "" or None for the model's."""
+    """The cells that all rows of one probe share; `baseline` is "" or None for the
+    model's."""
 
     store: str
     site: str
@@ -161,16 +166,14 @@ def _draw_against_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
     keys = [_ProbeKey(*cells) for cells in probes]
     kinds = list(dict.fromkeys(key.kind for key in keys))
     # A curve's label has only what differs between curves.
-    label_fields = [
-        name
-        for name in ("store", "site", "token", "shots")
-        if len({getattr(key, name) for key in keys}) > 1
-    ]
+    label_fields = []
+    for name in LABEL_FIELDS:
+        if len({getattr(key, name) for key in keys}) > 1:
+            label_fields.append(name)
     for key, probe_rows in zip(keys, probes.values(), strict=True):
         probe_rows = probe_rows.sort("l2", maintain_order=True, nulls_last=True)
-        colour = colours(
-            0.92 * float(probe_rows["rel_depth"][0])
-        )  # 1 is too light on white
+        # Up to 0.92: the end of the colour map is too light on white.
+        colour = colours(0.92 * float(probe_rows["rel_depth"][0]))
         if key.baseline:
             axes.plot(
                 probe_rows["l2"],
@@ -193,7 +196,8 @@ def _draw_against_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
 
 
 def _label(key: _ProbeKey, fields: Sequence[str]) -> str:
-    """Return a curve's label from some of its probe's cells; without any, the site's name."""
+    """Return a curve's label from some of its probe's cells; without any, the site's
+    name."""
     parts = []
     for name in fields:
         value = getattr(key, name)
@@ -219,8 +223,8 @@ class _StoreMaps(NamedTuple):
 def _accuracy_maps(rows: pl.DataFrame) -> list[_StoreMaps]:
     """Return the maps of each store whose tokens were probed individually.
 
-    With several numbers of shots they are those of the largest; all training images are more than
-    any number. Prefix tokens have no place in the grid and are left out.
+    With several numbers of shots they are those of the largest; all training images are
+    more than any number. Prefix tokens have no place in the grid and are left out.
     """
     rows = of_models(rows.filter(pl.col("row").is_not_null(), metric="top1"))
     maps = []
@@ -253,7 +257,7 @@ def _colour_range(maps: Sequence[_StoreMaps]) -> tuple[float, float]:
     high = float(values.max())
     if high > low:
         return low, high
-    return low - 0.01, high + 0.01
+    return low - 0.01, high + 0.01  # equal values: a range of 0 has no colours
 
 
 def _draw_maps(
@@ -262,7 +266,8 @@ def _draw_maps(
     store_maps: _StoreMaps,
     colour_range: tuple[float, float],
 ) -> None:
-    """Draw the maps of one store into a subfigure, with a colour bar at the end of each row."""
+    """Draw the maps of one store into a subfigure, with a colour bar at the end of each
+    row."""
     low, high = colour_range
     axes_of_sites = grid.axes(subfigure)
     for axes, site in zip(axes_of_sites, store_maps.sites, strict=True):

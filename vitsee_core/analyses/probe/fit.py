@@ -1,15 +1,17 @@
-"""The fits of probes to a group of tokens: ridge regression, and stochastic gradient descent.
+"""The fits of probes to a group of tokens: ridge regression, and stochastic gradient
+descent.
 
-Ridge probes of several tokens are fitted in one pass over the training images; those of all tokens
-side by side are fitted in `prober`.
+Ridge probes of several tokens are fitted in one pass over the training images; those of
+all tokens side by side are fitted in `prober`.
 
-By SGD a linear layer is trained, optionally on batch-normalised features. Walmer et al. 2023
-(appendix, Table 6) train for 20 epochs and say no more. The rest is common practice for linear
-probes of self-supervised models (Caron et al. 2021, He et al. 2022): cross-entropy, momentum 0.9,
-no weight decay, learning rate lr x batch / 256 falling to 0 along a cosine, images shuffled every
-epoch (a last, smaller batch left out); batch normalisation without scale and shift of its own,
-tested with the mean and variance of all training images, which do not change while the layer is
-trained. Images are features of a store, so none is augmented.
+By SGD a linear layer is trained, optionally on batch-normalised features. Walmer et al.
+2023 (appendix, Table 6) train for 20 epochs and say no more. The rest is common practice
+for linear probes of self-supervised models (Caron et al. 2021, He et al. 2022):
+cross-entropy, momentum 0.9, no weight decay, learning rate lr x batch / 256 falling to 0
+along a cosine, images shuffled every epoch (a last, smaller batch left out); batch
+normalisation without scale and shift of its own, tested with the mean and variance of all
+training images, which do not change while the layer is trained. Images are features of a
+store, so none is augmented.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ ProbeKey = tuple[int, int]
 # The l2 criterion of each probe whose l2 is not given.
 Criteria = Mapping[ProbeKey, HeldOut | LeaveOneOut]
 
-# Images per block of features in memory. Larger than a slab of a store, as each block costs a
-# division of the right-hand sides at every l2.
+# Images per block of features in memory. Larger than a slab of a store, as each block
+# costs a division of the right-hand sides at every l2.
 IMAGES_PER_BLOCK = 4096
-# Images that one thread evaluates at a time. Fixed, whatever the number of threads, as the order of
-# sums decides the last digits.
+# Images that one thread evaluates at a time. Fixed, whatever the number of threads, as the
+# order of sums decides the last digits.
 IMAGES_PER_PIECE = 1024
 NORM_EPSILON = 1e-6  # of batch normalisation
 
@@ -208,8 +210,8 @@ class _Sums:
     """Sums over training images, for each draw and token, collected in one pass.
 
     Attributes:
-        fitted: [draw][token], sums over the images that a trial probe is fitted to; over all of a
-            draw's images if none is held out.
+        fitted: [draw][token], sums over the images that a trial probe is fitted to; over
+            all of a draw's images if none is held out.
         held_out: [draw][token], sums over the images that choose l2 and are not fitted to.
         kept: (kept images, tokens, dim) features in memory; None if none are kept.
     """
@@ -222,7 +224,8 @@ class _Sums:
         methods: Sequence[str],
         task: Task,
     ) -> None:
-        """Start with empty sums for each draw and token, and decide which images they are over.
+        """Start with empty sums for each draw and token, and decide which images they are
+        over.
 
         methods: how each draw's l2 is chosen.
         """
@@ -234,7 +237,8 @@ class _Sums:
         self._is_kept = np.zeros(n_images, bool)
         self.fitted: list[list[SufficientStats]] = []
         self.held_out: list[list[SufficientStats]] = []
-        # Pairs of a mask over the training images and the sums (one per token) that they go to.
+        # Pairs of a mask over the training images and the sums (one per token) that they
+        # go to.
         self._targets: list[tuple[Mask, list[SufficientStats]]] = []
         held_out_targets = []
         for draw, method in zip(draws, methods, strict=True):
@@ -257,7 +261,8 @@ class _Sums:
         ]
 
     def keep_features(self, indices: Integers) -> None:
-        """Keep the features of these images in `kept`, in ascending order, while they are read."""
+        """Keep the features of these images in `kept`, in ascending order, while they
+        are read."""
         self.kept = np.empty((len(indices), self.n_tokens, self.dim), np.float32)
         self._is_kept[indices] = True
 
@@ -276,7 +281,8 @@ class _Sums:
             stats.add_sums(piece_sums)
 
     def _due(self, blocks: Iterable[Block]) -> Iterator[tuple[SufficientStats, Piece]]:
-        """Yield the images whose sums are due, beside the statistics that they belong to."""
+        """Yield the images whose sums are due, beside the statistics that they belong
+        to."""
         n_kept = 0
         for indices, x in blocks:
             for mask, stats in self._targets:
@@ -328,7 +334,8 @@ def _evaluate_l2s(
         mask[task.choosing_indices(draw)] = True
 
     def pieces() -> Iterator[tuple[ProbeKey, NDArray[np.float32], Integers]]:
-        """Yield (probe, features (m, dim), labels (m,)) of at most `IMAGES_PER_PIECE` images."""
+        """Yield (probe, features (m, dim), labels (m,)) of at most `IMAGES_PER_PIECE`
+        images."""
         for indices, x in blocks:
             rows_of_draws = [np.flatnonzero(mask[indices]) for mask in masks]
             for d, t in criteria:
@@ -351,7 +358,8 @@ def _evaluate_l2s(
 def _selected(
     mask: Mask, x: NDArray[np.float32]
 ) -> tuple[slice | Integers, NDArray[np.float32]]:
-    """Return the selected rows of a block and their features, which are not copied if all are."""
+    """Return the selected rows of a block and their features, which are not copied if
+    all are."""
     if mask.all():
         return slice(None), x
     rows = np.flatnonzero(mask)
@@ -385,7 +393,8 @@ def fit_sgd(
     """Train a layer for each draw and token of a slice of the source's tokens.
 
     Returns:
-        For each draw, the probes of the tokens; None in place of a probe whose training diverged.
+        For each draw, the probes of the tokens; None in place of a probe whose training
+        diverged.
 
     Raises:
         VitseeError: batch normalisation of a single image.
@@ -396,7 +405,8 @@ def fit_sgd(
         )
     images = union([draw.indices for draw in draws])
     tokens = range(*token_slice.indices(source.n_tokens))
-    # Token first: SGD passes over the images of one token many times, which should lie together.
+    # Token first: SGD passes over the images of one token many times, which should lie
+    # together.
     x = np.empty((len(tokens), len(images), source.dim), np.float32)
     n_read = 0
     for _, block in source.blocks(token_slice, images):
@@ -461,7 +471,8 @@ def _train_on_device(
     for epoch in range(training.epochs):
         order = torch.randperm(n, generator=generator)
         for step in range(n_steps):
-            # Cosine schedule (Loshchilov & Hutter 2017) over all steps, from lr x batch / 256 to 0.
+            # Cosine schedule (Loshchilov & Hutter 2017) over all steps, from lr x batch /
+            # 256 to 0.
             progress = (epoch + step / n_steps) / training.epochs
             rate = training.lr * batch / 256 * (1 + math.cos(math.pi * progress)) / 2
             optimiser.param_groups[0]["lr"] = rate

@@ -1,7 +1,9 @@
-"""The inputs of probes: which images train, choose l2 and test, and where their features come from.
+"""The inputs of probes: which images train, choose l2 and test, and where their features
+come from.
 
-Images are drawn in the data set's own order (`samples.index`), so that a shuffled store selects the
-same images as an ordered one. Features come from a store, or from a random generator.
+Images are drawn in the data set's own order (`samples.index`), so that a shuffled store
+selects the same images as an ordered one. Features come from a store, or from a random
+generator.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class ProbedStores(NamedTuple):
 
     @property
     def n_ways(self) -> int:
-        """How many of TEST, --test-split and --holdout were given."""
+        """The number of TEST, --test-split and --holdout that were given."""
         has_tests = len(self.tests) > 0
         has_split = self.split.test_split is not None
         has_holdout = self.split.holdout is not None
@@ -108,8 +110,8 @@ def split_rows(
         train: store whose labelled rows train.
         test: store whose labelled rows test.
         test_split: rows of this split of the data test, all others train.
-        holdout: this share of each class tests, drawn with `seed`, at least one image of a class
-            with two.
+        holdout: this share of each class tests, drawn with `seed`, at least one image of a
+            class with two.
         rows: returns the labelled rows of a store, and of a `split` of its data.
         seed: seed of the held-out share.
 
@@ -131,7 +133,8 @@ def split_rows(
             f"--holdout is {holdout}; expected a share between 0 and 1, e.g. 0.2"
         )
     rng = np.random.default_rng((seed, 2))
-    # Segments of one image are alike: they are held out together, by image rather than by class.
+    # Segments of one image are alike: they are held out together, by image rather than by
+    # class.
     is_tested = data.held_out(holdout, rng)
     unit = "the images"
     if is_tested is None:
@@ -157,7 +160,8 @@ def _subset(data: LabelledRows, mask: Mask, how: str, use: str) -> LabelledRows:
     """
     if not mask.any():
         raise VitseeError(
-            f"{data.store.label}: none of the {len(data)} {data.WHAT} are left to {use} ({how})"
+            f"{data.store.label}: none of the {len(data)} {data.WHAT} are left to {use} "
+            f"({how})"
         )
     return data.subset(mask, how)
 
@@ -165,11 +169,12 @@ def _subset(data: LabelledRows, mask: Mask, how: str, use: str) -> LabelledRows:
 def check_classes(
     train: LabelledRows, test: LabelledRows, shots: Sequence[int]
 ) -> list[str]:
-    """Return remarks on training images of a single class, and on tested classes without any.
+    """Return remarks on training images of a single class, and on tested classes without
+    any.
 
     Raises:
-        VitseeError: a tested class has no training image, and a number of images per class was
-            requested.
+        VitseeError: a tested class has no training image, and a number of images per class
+            was requested.
     """
     n_tested = np.bincount(test.labels, minlength=train.n_classes)
     n_trained = np.bincount(train.labels, minlength=train.n_classes)
@@ -179,17 +184,19 @@ def check_classes(
         names = _abbreviated([train.classes[i] for i in untrained])
         if shots:
             raise VitseeError(
-                f"{len(untrained)} of the {train.n_classes} classes are tested and have no "
-                f"{train.NOUN} (0) in {train.store.label}: {names}; --shots {min(shots)} needs as "
-                "many of each"
+                f"{len(untrained)} of the {train.n_classes} classes are tested and have "
+                f"no {train.NOUN} (0) in {train.store.label}: {names}; --shots "
+                f"{min(shots)} needs as many of each"
             )
         remarks.append(
-            f"no training {train.NOUN} of {len(untrained)} classes that are tested: {names}"
+            f"no training {train.NOUN} of {len(untrained)} classes that are tested: "
+            f"{names}"
         )
     if np.count_nonzero(n_trained) == 1:
         only = train.classes[int(n_trained.argmax())]
         remarks.append(
-            f"all training {train.NOUN}s are of one class, {only}: every {train.NOUN} is given it"
+            f"all training {train.NOUN}s are of one class, {only}: every {train.NOUN} is "
+            "given it"
         )
     return remarks
 
@@ -218,8 +225,8 @@ class Draw:
 def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
     """Draw the training images of one probe: all of them, or `shots` per class.
 
-    The shots are the first of a permutation of the class, drawn class after class by one generator,
-    so that fewer shots are a subset of more (as in big_vision).
+    The shots are the first of a permutation of the class, drawn class after class by one
+    generator, so that fewer shots are a subset of more (as in big_vision).
 
     Raises:
         VitseeError: classes with fewer images; names and counts them.
@@ -239,7 +246,8 @@ def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
 
 
 def _positions_by_class(data: LabelledRows) -> tuple[Integers, list[Integers]]:
-    """Return the labelled rows in the data set's order, and each class's positions in it."""
+    """Return the labelled rows in the data set's order, and each class's positions in
+    it."""
     order = np.argsort(data.index, kind="stable")
     labels = data.labels[order]
     return order, [np.flatnonzero(labels == number) for number in range(data.n_classes)]
@@ -258,9 +266,9 @@ def _require_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) 
     ]
     if short:
         raise VitseeError(
-            f"{len(short)} of the {train.n_classes} classes of {train.store.label} have fewer than "
-            f"{shots} training {train.NOUN}s: {_abbreviated(short)} (give a smaller --shots, or "
-            "extract more images)"
+            f"{len(short)} of the {train.n_classes} classes of {train.store.label} have "
+            f"fewer than {shots} training {train.NOUN}s: {_abbreviated(short)} (give a "
+            "smaller --shots, or extract more images)"
         )
 
 
@@ -288,7 +296,8 @@ def _draw_share(
         if n_images < 2:
             continue
         n_drawn = min(max(1, round(share * n_images)), n_images - 1)
-        # Sorted first, so that the draw depends on the set of images and not on their order.
+        # Sorted first, so that the draw depends on the set of images and not on their
+        # order.
         drawn.append(np.sort(rng.permutation(np.sort(positions))[:n_drawn]))
     if not drawn:
         return np.zeros(0, np.int64)
@@ -310,7 +319,8 @@ class Source(Protocol):
         """Return the tokens in groups of about `n_tokens` that are read together."""
 
     def blocks(self, token_slice: slice, indices: Integers) -> Iterator[Block]:
-        """Yield blocks (indices (m,), features (m, tokens of the slice, dim)) of some images.
+        """Yield blocks (indices (m,), features (m, tokens of the slice, dim)) of some
+        images.
 
         Args:
             token_slice: which tokens.
@@ -349,7 +359,8 @@ class Stored:
         return self.features.groups(n_tokens)
 
     def blocks(self, token_slice: slice, indices: Integers) -> Iterator[Block]:
-        """Yield (indices (m,), features (m, tokens of the slice, dim)), one slab at a time."""
+        """Yield (indices (m,), features (m, tokens of the slice, dim)), one slab at a
+        time."""
         yield from self.data.read(
             self.features, indices, token_slice, jobs=self.jobs, memory=self.memory // 4
         )
@@ -382,8 +393,8 @@ class Random:
     def blocks(self, token_slice: slice, indices: Integers) -> Iterator[Block]:
         """Yield (indices (m,), features (m, tokens of the slice, dim)).
 
-        Numbers are drawn for every image and those of other images are dropped, so that an image
-        has the same features whichever images are read with it.
+        Numbers are drawn for every image and those of other images are dropped, so that an
+        image has the same features whichever images are read with it.
         """
         is_read = np.zeros(self.n, bool)
         is_read[indices] = True

@@ -1,17 +1,19 @@
-"""The options of `vitsee probe`, in groups, and the settings of probes that follow from them.
+"""The options of `vitsee probe`, in groups, and the settings of probes that follow from
+them.
 
-Callers give every option by its own name. `inputs.SplitOptions` and `FeatureOptions` are for all
-probes, `ClassOptions` only for probes of classes, `ResponseOptions` only for probes of responses.
-The defaults of probes of classes are those of published protocols:
+Callers give every option by its own name. `inputs.SplitOptions` and `FeatureOptions` are
+for all probes, `ClassOptions` only for probes of classes, `ResponseOptions` only for
+probes of responses. The defaults of probes of classes are those of published protocols:
 
-`raghu`: Raghu et al. 2021, appendix A: 10 images per class, the mean of all tokens, l2 tuned on a
-held-out part of the training images; CNNs converted to the last stage's grid and channels. They
-follow Dosovitskiy et al. 2021 and say nothing of scaling: features are centred, the intercept is
-not penalised. Seeds and the held-out share are not given.
+`raghu`: Raghu et al. 2021, appendix A: 10 images per class, the mean of all tokens, l2
+tuned on a held-out part of the training images; CNNs converted to the last stage's grid
+and channels. They follow Dosovitskiy et al. 2021 and say nothing of scaling: features are
+centred, the intercept is not penalised. Seeds and the held-out share are not given.
 
 `big_vision`: the few-shot evaluation of Dosovitskiy et al. 2021 in its published code
-(google-research/big_vision, evaluators/fewshot_lsr.py): standardised features, a constant column of
-100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 it is that protocol.
+(google-research/big_vision, evaluators/fewshot_lsr.py): standardised features, a constant
+column of 100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 it is
+that protocol.
 """
 
 from __future__ import annotations
@@ -75,15 +77,16 @@ class Training:
         """Return how the probes are trained, in words for a table's notes."""
         norm = "batch-normalised features" if self.batch_norm else "features as they are"
         return (
-            f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, cross-entropy, "
-            f"momentum {MOMENTUM}, no weight decay, learning rate {self.lr:g} x batch / 256 "
-            "falling to 0 along a cosine"
+            f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, "
+            f"cross-entropy, momentum {MOMENTUM}, no weight decay, learning rate "
+            f"{self.lr:g} x batch / 256 falling to 0 along a cosine"
         )
 
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """The responses that are predicted in place of classes, and how predictions are tested."""
+    """The responses that are predicted in place of classes, and how predictions are
+    tested."""
 
     response: Annotated[
         Path | None,
@@ -139,9 +142,9 @@ class FeatureOptions:
     l2: Annotated[
         Sequence[float | str],
         Option(
-            "holdout: chosen on 20 % of each class of the training images, from 2^-10 to 2^19; "
-            "loo: by exact leave-one-out; grid: report all of these; or a number, scikit-learn's "
-            "alpha. Numbers: repeatable.",
+            "holdout: chosen on 20 % of each class of the training images, from 2^-10 "
+            "to 2^19; loo: by exact leave-one-out; grid: report all of these; or a "
+            "number, scikit-learn's alpha. Numbers: repeatable.",
             metavar="L2",
             parse=parse_l2,
             default="holdout",
@@ -164,9 +167,9 @@ class ClassOptions:
     preset: Annotated[
         str | None,
         Option(
-            "raghu: 10 shots, mean of all tokens, CNNs at the last stage's grid, l2 held out; "
-            "big_vision: standardised, constant column of 100, l2 = 2^10, site pooled. Options "
-            "given beside it win.",
+            "raghu: 10 shots, mean of all tokens, CNNs at the last stage's grid, l2 "
+            "held out; big_vision: standardised, constant column of 100, l2 = 2^10, "
+            "site pooled. Options given beside it win.",
             choices=PRESETS,
             default="none",
         ),
@@ -174,8 +177,8 @@ class ClassOptions:
     match_last_stage: Annotated[
         bool | None,
         Option(
-            "CNNs: flatten patches of p x p cells, the largest p with channels x p^2 at most the "
-            "last stage's channels, then average to the last stage's grid.",
+            "CNNs: flatten patches of p x p cells, the largest p with channels x p^2 at "
+            "most the last stage's channels, then average to the last stage's grid.",
             "--match-last-stage/--no-match-last-stage",
             default="only with raghu",
         ),
@@ -200,7 +203,8 @@ class ClassOptions:
     intercept: Annotated[
         float | str | None,
         Option(
-            "free: not penalised; a number: weight of a penalised constant column of that value.",
+            "free: not penalised; a number: weight of a penalised constant column of "
+            "that value.",
             metavar="VALUE",
             parse=parse_intercept,
             default="free; big_vision: 100",
@@ -209,7 +213,8 @@ class ClassOptions:
     solver: Annotated[
         str,
         Option(
-            "ridge: closed form, on the CPU in float64; sgd: a linear layer with cross-entropy.",
+            "ridge: closed form, on the CPU in float64; sgd: a linear layer with "
+            "cross-entropy.",
             choices=SOLVERS,
         ),
     ] = "ridge"
@@ -264,7 +269,8 @@ class ClassOptions:
         }
 
     def ridge_options(self, features: FeatureOptions) -> Mapping[str, Any]:
-        """Return flag -> value of the options of --solver ridge alone, None if not given."""
+        """Return flag -> value of the options of --solver ridge alone, None if not
+        given."""
         return {
             "--l2": features.l2 or None,
             "--standardise": features.standardise,
@@ -320,95 +326,97 @@ class Settings:
         if self.choose == "loo":
             return f"{LeaveOneOut.method} {grid}, exact"
         return (
-            f"{grid}, by {HELD_OUT:.0%} of each class of the training images, held out with the "
-            f"probe's seed: {HeldOut.method}; then fitted to all training images; with one image "
-            f"a class: {LeaveOneOut.method}"
+            f"{grid}, by {HELD_OUT:.0%} of each class of the training images, held out "
+            f"with the probe's seed: {HeldOut.method}; then fitted to all training "
+            f"images; with one image a class: {LeaveOneOut.method}"
         )
 
 
 def choose_settings(
-    preset: str | None = None,
-    *,
-    sites: Sequence[str] = (),
-    tokens: Sequence[str] = (),
-    shots: Sequence[int] = (),
-    seeds: int | None = None,
-    seed: int = 0,
-    l2: Sequence[float | str] = (),
-    standardise: bool | None = None,
-    intercept: float | str | None = None,
-    match_last_stage: bool | None = None,
+    classes: ClassOptions, features: FeatureOptions, seed: int
 ) -> Settings:
-    """Return the user's options, else the preset's, else the defaults.
+    """Return the settings of probes of classes: the user's options, the preset's, the
+    defaults.
 
     Args:
-        preset: one of `PRESETS`, or None.
-        sites: patterns of site names; () for the preset's or `blocks`.
-        tokens: words for tokens; () for each site's default.
-        shots: numbers of training images per class; () for all.
-        seeds: number of draws.
+        classes: protocol, shots and solver.
+        features: sites, tokens, and the penalty of their weights.
         seed: seed of the first draw.
-        l2: numbers and `grid`, or one of `CHOOSERS`.
-        standardise: divide features by their standard deviation over the training images.
-        intercept: `free`, or the value of a penalised constant column.
-        match_last_stage: convert a CNN's sites to its last stage's grid and channels.
 
     Raises:
         VitseeError: an unknown word, or choices that exclude each other.
     """
+    preset = classes.preset
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     is_raghu = preset == "raghu"
     is_big_vision = preset == "big_vision"
 
-    site_patterns = tuple(sites)
-    if not site_patterns:
-        site_patterns = ("pooled",) if is_big_vision else ("blocks",)
-    token_words = tuple(dict.fromkeys(tokens))
-    if is_raghu and not token_words:
-        token_words = ("mean-all",)
-    shot_counts = tuple(sorted(set(shots)))
-    if is_raghu and not shot_counts:
-        shot_counts = (10,)
-    if shot_counts and shot_counts[0] < 1:
-        raise VitseeError(f"--shots is {shot_counts[0]}; expected at least 1")
-
-    if seeds is not None and not shot_counts:
-        raise VitseeError(
-            "--seeds counts draws of --shots images per class; give --shots too"
-        )
-    if seeds is not None and seeds < 1:
-        raise VitseeError(f"--seeds is {seeds}; expected at least 1")
-    n_seeds = 1  # all images: nothing is drawn that a seed could change
-    if shot_counts:
-        n_seeds = seeds or SEEDS
-
-    if intercept is None:
-        intercept = 100.0 if is_big_vision else FREE
-    if isinstance(intercept, str) and intercept != FREE:
-        raise VitseeError(f"--intercept is {intercept!r}; expected {FREE} or a number")
-    constant = None if isinstance(intercept, str) else float(intercept)
-    if constant is not None and not 0 < constant < float("inf"):
-        raise VitseeError(
-            f"--intercept is {intercept}; expected {FREE} or a number above 0"
-        )
+    sites = tuple(features.sites)
+    if not sites:
+        sites = ("pooled",) if is_big_vision else ("blocks",)
+    tokens = tuple(dict.fromkeys(features.tokens))
+    if is_raghu and not tokens:
+        tokens = ("mean-all",)
+    shots = tuple(sorted(set(classes.shots)))
+    if is_raghu and not shots:
+        shots = (10,)
+    if shots and shots[0] < 1:
+        raise VitseeError(f"--shots is {shots[0]}; expected at least 1")
+    n_seeds = _number_of_seeds(classes.seeds, shots)
+    constant = _intercept_constant(classes.intercept, 100.0 if is_big_vision else FREE)
+    standardise = features.standardise
     if standardise is None:
         standardise = is_big_vision
+    l2 = features.l2
     if is_big_vision and not l2:
         l2 = (1024.0,)
     l2_choice = choose_l2(l2)
+    match_last_stage = classes.match_last_stage
     if match_last_stage is None:
         match_last_stage = is_raghu
     return Settings(
-        sites=site_patterns,
-        tokens=token_words,
-        shots=shot_counts,
+        sites=sites,
+        tokens=tokens,
+        shots=shots,
         seeds=tuple(range(seed, seed + n_seeds)),
         algebra=Algebra(standardise, constant),
         l2s=l2_choice.l2s,
         choose=l2_choice.method,
         match_last_stage=match_last_stage,
     )
+
+
+def _number_of_seeds(seeds: int | None, shots: Sequence[int]) -> int:
+    """Return the number of draws for each number of shots; 1 without shots."""
+    if seeds is not None and not shots:
+        raise VitseeError(
+            "--seeds counts draws of --shots images per class; give --shots too"
+        )
+    if seeds is not None and seeds < 1:
+        raise VitseeError(f"--seeds is {seeds}; expected at least 1")
+    if not shots:
+        return 1  # all images: nothing is drawn that a seed could change
+    return seeds or SEEDS
+
+
+def _intercept_constant(
+    intercept: float | str | None, default: float | str
+) -> float | None:
+    """Return the value of the penalised constant column; None for a free intercept.
+
+    Args:
+        intercept: `FREE` or a number, None if it was not given.
+        default: what the preset has in its place.
+    """
+    value = default if intercept is None else intercept
+    if isinstance(value, str):
+        if value != FREE:
+            raise VitseeError(f"--intercept is {value!r}; expected {FREE} or a number")
+        return None
+    if not 0 < float(value) < float("inf"):
+        raise VitseeError(f"--intercept is {value}; expected {FREE} or a number above 0")
+    return float(value)
 
 
 class L2Choice(NamedTuple):
@@ -422,7 +430,8 @@ def choose_l2(values: Sequence[float | str]) -> L2Choice:
     """Return the meaning of the values of --l2: numbers, `grid`, or one of `CHOOSERS`.
 
     Raises:
-        VitseeError: an unknown word, a method beside other values, or numbers that are not above 0.
+        VitseeError: an unknown word, a method beside other values, or numbers that are not
+            above 0.
     """
     words = [value for value in values if isinstance(value, str)]
     unknown = [word for word in words if word not in L2_WORDS]
@@ -448,33 +457,36 @@ def choose_l2(values: Sequence[float | str]) -> L2Choice:
 
 
 def choose_training(
-    solver: str, device: str, *, sgd: Mapping[str, Any], ridge: Mapping[str, Any]
+    classes: ClassOptions, features: FeatureOptions, device: str
 ) -> Training | None:
-    """Return the settings of SGD; None for ridge.
-
-    Args:
-        solver: one of `SOLVERS`.
-        device: torch device.
-        sgd: flag -> value of the options of SGD alone, None if not given; they are `Training`'s
-            fields.
-        ridge: flag -> value of the options of ridge alone, None if not given.
+    """Return the settings of SGD on a torch device; None for ridge.
 
     Raises:
         VitseeError: an unknown solver, or options of the other one.
     """
+    solver = classes.solver
     if solver not in SOLVERS:
         raise VitseeError(f"no solver {solver!r}; expected {' or '.join(SOLVERS)}")
-    other = "ridge" if solver == "sgd" else "sgd"
-    other_options = ridge if solver == "sgd" else sgd
-    for flag, value in other_options.items():
-        if value is not None:
-            raise VitseeError(
-                f"{flag} belongs to --solver {other}, not to {solver}; leave it out"
-            )
+    sgd_options = classes.sgd_options()
     if solver == "ridge":
+        _refuse_options_of("sgd", sgd_options, solver)
         return None
+    _refuse_options_of("ridge", classes.ridge_options(features), solver)
+    # The flags are the names of `Training`'s fields.
     fields = {}
-    for flag, value in sgd.items():
+    for flag, value in sgd_options.items():
         if value is not None:
             fields[flag.removeprefix("--").replace("-", "_")] = value
     return Training(device=device, **fields)
+
+
+def _refuse_options_of(
+    unused_solver: str, options: Mapping[str, Any], solver: str
+) -> None:
+    """Refuse options, flag -> value, None if not given, of a solver that is not used."""
+    for flag, value in options.items():
+        if value is not None:
+            raise VitseeError(
+                f"{flag} belongs to --solver {unused_solver}, not to {solver}; leave it "
+                "out"
+            )

@@ -1,10 +1,11 @@
-"""The probes of one site: fitted to training images, tested on test images, right answers counted.
+"""The probes of one site: fitted to training images, tested on test images, right answers
+counted.
 
-`Prober` is what other files use. A probe of all tokens side by side mostly has more features than
-images (151,296 in a layer of a ViT-B/16). The dual form of ridge regression then needs inner
-products of images only: those of the training images with each other, and of the test images with
-them. Both are sums over tokens, so tokens are read in groups and each byte once; the features are
-never in memory all together.
+`Prober` is what other files use. A probe of all tokens side by side mostly has more
+features than images (151,296 in a layer of a ViT-B/16). The dual form of ridge regression
+then needs inner products of images only: those of the training images with each other, and
+of the test images with them. Both are sums over tokens, so tokens are read in groups and
+each byte once; the features are never in memory all together.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ METRICS = ("top1", "top5")
 class Tally:
     """Right answers on the test images, for each draw, l2, token and class.
 
-    `top1` counts an image as right if its own class has the highest score, `top5` if it is among
-    the five highest. With five classes or fewer `top5` would always be 1 and is left out.
+    `top1` counts an image as right if its own class has the highest score, `top5` if it is
+    among the five highest. With five classes or fewer `top5` would always be 1 and is left
+    out.
 
     Attributes:
         metrics: names of the counted metrics, `top1` and possibly `top5`.
         right: (draws, l2s, tokens, metrics, classes), number of right answers.
-        in_block: (draws, l2s, tokens, metrics, blocks), right answers in each block of test images.
-        share: (draws, l2s, metrics, images), for how many of the tokens from `first` on each image
-            is right.
+        in_block: (draws, l2s, tokens, metrics, blocks), right answers in each block of
+            test images.
+        share: (draws, l2s, metrics, images), for how many of the tokens from `first` on
+            each image is right.
         l2s: (draws, l2s, tokens), the l2 that each probe used; NaN for SGD.
         failed: (draws, l2s, tokens), probes without a result, as SGD diverged.
         blind: (draws, l2s, tokens), probes that give all images the same scores.
@@ -67,8 +70,10 @@ class Tally:
             draws: number of draws of training images.
             l2s: number of l2 values at which each probe is reported.
             tokens: number of tokens.
-            first: first token that counts towards `share`; the ones before it are prefix tokens.
-            blocks: (images,) jackknife block of each test image; by default all are in one block.
+            first: first token that counts towards `share`; the ones before it are prefix
+                tokens.
+            blocks: (images,) jackknife block of each test image; by default all are in one
+                block.
         """
         self.labels = labels
         self.n_classes = n_classes
@@ -113,11 +118,12 @@ class Tally:
 
     @staticmethod
     def _add_by_group(totals: Integers, right: Mask, groups: Integers) -> None:
-        """Add the right answers (l2s, metrics, m) of each group of images to totals (l2s, metrics,
-        groups). groups: (m,) the class or block of each image."""
+        """Add the right answers (l2s, metrics, m) of each group of images to totals (l2s,
+        metrics, groups). groups: (m,) the class or block of each image."""
         n_l2s, n_metrics, n_groups = totals.shape
         l2_index, metric_index, image_index = np.nonzero(right)
-        # One bincount over a flat index (l2, metric, group) is much faster than a loop over l2s.
+        # One bincount over a flat index (l2, metric, group) is much faster than a loop
+        # over l2s.
         row = l2_index * n_metrics + metric_index
         flat = row * n_groups + groups[image_index]
         counts = np.bincount(flat, minlength=n_l2s * n_metrics * n_groups)
@@ -166,11 +172,13 @@ class Prober:
         if self.training is None:
             bytes_per_token = token_bytes(self.task, self.draws, train.dim)
         else:
+            # float32: the features as read, and a copy of each draw's.
             bytes_per_token = 8 * train.dim * sum(map(len, self.draws))
         if bytes_per_token > self.task.memory:
             raise VitseeError(
-                f"probing {title} takes about {human_bytes(bytes_per_token)} of memory, more than "
-                f"{human_bytes(self.task.memory)} (give more with --memory, or use fewer images)"
+                f"probing {title} takes about {human_bytes(bytes_per_token)} of memory, "
+                f"more than {human_bytes(self.task.memory)} (give more with --memory, or "
+                "use fewer images)"
             )
         tokens_at_once = max(1, self.task.memory // bytes_per_token)
         with self.threads():
@@ -191,7 +199,8 @@ class Prober:
     def threads(self) -> AbstractContextManager[None]:
         """Return a context in which ridge probes' products run in the calling thread.
 
-        Entering takes some milliseconds, so callers with many sites hold it for all of them.
+        Entering takes some milliseconds, so callers with many sites hold it for all of
+        them.
         """
         if self.training is not None:
             return nullcontext()
@@ -200,10 +209,11 @@ class Prober:
     def side_by_side(self, train: Source, test: Source, title: str) -> Tally:
         """Fit and test one probe of all tokens together.
 
-        With more features than images it is fitted by inner products, so that the features are
-        never in memory all together. title: site and tokens in words, for errors.
+        With more features than images it is fitted by inner products, so that the features
+        are never in memory all together. title: site and tokens in words, for errors.
         """
         has_more_features = train.n_tokens * train.dim > max(map(len, self.draws))
+        # With fewer features than images their sums are smaller than inner products.
         if train.n_tokens > 1 and has_more_features and self.training is None:
             tally = self._tally(n_tokens=1, first=0)
             n = len(self.test_labels)
@@ -249,7 +259,8 @@ class Prober:
             tally.l2s[at] = np.nan if probe is None else probe.l2s
 
         def pieces() -> Iterator[tuple[tuple[int, int], Integers, Float32]]:
-            """Yield (probe's key, image indices, features (m, dim)) as the images are read."""
+            """Yield (probe's key, image indices, features (m, dim)) as the images are
+            read."""
             for indices, x in test.blocks(token_slice, np.arange(len(self.test_labels))):
                 for d, t in probe_keys:
                     yield (d, t), indices, x[:, t]
@@ -257,8 +268,8 @@ class Prober:
         def score(
             piece: tuple[tuple[int, int], Integers, Float32],
         ) -> tuple[tuple[int, int], Integers, Mask | None]:
-            """Return (probe's key, image indices, whether each is right (l2s, metrics, m)); None in
-            place of the last if the probe's training diverged."""
+            """Return (probe's key, image indices, whether each is right (l2s, metrics,
+            m)); None in place of the last if the probe's training diverged."""
             (d, t), indices, x = piece
             probe = fitted[d][t]
             if probe is None:
@@ -305,15 +316,17 @@ def probe_concatenated(
 def _batches_in_memory(
     draws: Sequence[Draw], n_test: int, memory: int
 ) -> Iterator[list[int]]:
-    """Yield groups of draws, by number, whose inner products fit half the memory together."""
-    # float64: the kernels (n, n) of all images and of the trial, one more while a probe is solved,
-    # and the test products (n_test, n).
+    """Yield groups of draws, by number, whose inner products fit half the memory
+    together."""
+    # float64: the kernels (n, n) of all images and of the trial, one more while a probe is
+    # solved, and the test products (n_test, n).
     sizes = [8 * len(draw) * (3 * len(draw) + n_test) for draw in draws]
     if max(sizes) > memory // 2:
         raise VitseeError(
-            f"--tokens all of {max(map(len, draws))} training and {n_test} test images takes "
-            f"{human_bytes(2 * max(sizes))} of memory, more than {human_bytes(memory)} (give more "
-            "with --memory, or use fewer images with --images or --shots)"
+            f"--tokens all of {max(map(len, draws))} training and {n_test} test images "
+            f"takes {human_bytes(2 * max(sizes))} of memory, more than "
+            f"{human_bytes(memory)} (give more with --memory, or use fewer images with "
+            "--images or --shots)"
         )
     batch: list[int] = []
     for d, size in enumerate(sizes):
@@ -330,8 +343,8 @@ class _DrawProducts:
     Attributes:
         draw: the draw of training images.
         final: inner products of all its images, and of the test images with them.
-        trial: inner products of the images that are fitted to while l2 is chosen, and of the
-            held-out images with them.
+        trial: inner products of the images that are fitted to while l2 is chosen, and of
+            the held-out images with them.
     """
 
     def __init__(
@@ -372,7 +385,8 @@ class _DrawProducts:
         return SideBySideProbe(self.number, probe, self.final.cross)
 
     def _l2s(self, labels: Integers) -> tuple[float, ...]:
-        """Return the given l2 values, or the chosen one. labels: (n,) classes of the images."""
+        """Return the given l2 values, or the chosen one. labels: (n,) classes of the
+        images."""
         n_classes = self.task.n_classes
         algebra = self.task.algebra
         if self.method == "loo":
@@ -389,13 +403,15 @@ class _DrawProducts:
         return self.task.l2s
 
     def _fit_at(self, labels: Integers, l2s: tuple[float, ...]) -> Fitted:
-        """Return the probe at each of these l2 values. labels: (n,) classes of the images."""
+        """Return the probe at each of these l2 values. labels: (n,) classes of the
+        images."""
         n_classes = self.task.n_classes
         algebra = self.task.algebra
         if len(l2s) > 1:
             factors = from_kernel(self.final.kernel, labels, n_classes, algebra)
             return Fitted(l2s, factors)
-        # One l2 needs no decomposition: W = (XX' + l2 I)^-1 Y, in the inner products' coordinates.
+        # One l2 needs no decomposition: W = (XX' + l2 I)^-1 Y, in the inner products'
+        # coordinates.
         (l2,) = l2s
         kernel = self.final.kernel.copy()
         kernel[np.diag_indices_from(kernel)] += l2
@@ -440,10 +456,10 @@ class Products:
             rows: (k,) which of the other images.
             x: (k, features).
         """
-        other = x - self._shift - self._mean
+        features = x - self._shift - self._mean
         if self._scales is not None:
-            other *= self._scales
-        self.cross[rows] += other @ self._x.T
+            features *= self._scales
+        self.cross[rows] += features @ self._x.T
 
 
 def _collect(
@@ -451,7 +467,8 @@ def _collect(
 ) -> None:
     """Add all features to the products of some draws, a group of tokens at a time."""
     images = union([products.draw.indices for products in batch])
-    # float64 per token: a copy of the features as read, one for the final and one for the trial.
+    # float64 per token: a copy of the features as read, one for the final and one for the
+    # trial.
     n_bytes_per_token = 8 * train.dim * sum(3 * len(products.draw) for products in batch)
     for token_slice in train.groups(task.memory // 2 // n_bytes_per_token):
         blocks = train.blocks(token_slice, images)

@@ -1,4 +1,5 @@
-"""The run of `probe --response`: its responses, its training and test images, and its table.
+"""The run of `probe --response`: its responses, its training and test images, and its
+table.
 
 The regressions themselves are in `responses`.
 """
@@ -64,9 +65,10 @@ FOLDS = 5
 MIN_TRAINING_IMAGES = 4  # three that fit and one that chooses l2
 MIN_TEST_IMAGES = 3  # per test set, as two always correlate by 1 or -1
 METHOD = (
-    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2, the "
-    "training images and the noise ceiling held fixed, and the columns those that were measured; "
-    "of a median over columns that are alike it is wider than it need be"
+    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its "
+    "l2, the training images and the noise ceiling held fixed, and the columns those "
+    "that were measured; of a median over columns that are alike it is wider than it "
+    "need be"
 )
 
 
@@ -90,8 +92,8 @@ def run_responses(
         MissingInput: no such split, or a store lacks a site.
         SiteError: a site has no such tokens, or several where one vector is needed.
         StoreMismatch: other models, or images that are both trained and tested on.
-        VitseeError: responses that do not fit the stores, too few images, or a way to choose l2
-            that responses do not have.
+        VitseeError: responses that do not fit the stores, too few images, or a way to
+            choose l2 that responses do not have.
     """
     if stores.n_ways + (options.folds is not None) > 1:
         raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
@@ -105,6 +107,8 @@ def run_responses(
     settings = _settings(options, features, stores.split.allow_shared, execution.seed)
     responses = _read_responses(options, tests)
 
+    # Without a test store some of the same images test: the test images are the same
+    # object.
     train_images = ResponseImages.of(train, responses, train_execution)
     probes = []
     n_shared = []
@@ -124,29 +128,13 @@ def run_responses(
             _prepare_probe(train_images, test_images, sets, responses, settings)
         )
 
-    # All sites are found before the first is fitted: a site that a store lacks is an error at once.
-    items = []
-    n_site_images = 0
-    for probe in probes:
-        read = partial(_read_pair, train, probe.test.store, stores.all)
-        pairs = list(each_selection(train, settings.sites, settings.tokens, read))
-        items.append(pairs)
-        n_images = len(probe.train) + (len(probe.test) if tests else 0)
-        n_site_images += len(pairs) * n_images
-
-    rows: list[dict[str, Any]] = []
-    with counting(execution.progress, n_site_images, SITE_IMAGES):
-        for probe, pairs in zip(probes, items, strict=True):
-            for site_rows in execution.spread(probe, pairs):
-                # r_median, r_normalised_mean, ...: named by the metric that they summarise.
-                rows += [
-                    row for row in site_rows if row["metric"].split("_")[0] in metrics
-                ]
+    pairs_of_probes = _read_sites(stores, probes, settings)
+    rows = _fit_sites(probes, pairs_of_probes, metrics, execution)
     for remark in remarks:
         log.info("%s", remark)
 
     tokens: dict[str, str] = {}
-    for train_features, _ in items[0]:
+    for train_features, _ in pairs_of_probes[0]:
         tokens.setdefault(train_features.site.name, str(train_features.selection))
     notes = _notes(stores, probes, responses, settings)
     notes["also_in_train"] = n_shared
@@ -172,7 +160,8 @@ def _settings(
     words = {value for value in l2 if isinstance(value, str)}
     if words - {"holdout", "grid"} or (words and len(l2) > 1):
         raise VitseeError(
-            f"--l2 {', '.join(map(str, l2))}: with --response expected holdout, grid or numbers"
+            f"--l2 {', '.join(map(str, l2))}: with --response expected holdout, grid or "
+            "numbers"
         )
     numbers = {float(value) for value in l2 if not isinstance(value, str)}
     return ResponseSettings(
@@ -201,8 +190,8 @@ def _read_responses(options: ResponseOptions, tests: Sequence[Store]) -> Respons
     responses = read_responses(path, ids)
     if ids is None and responses.ids is None and tests:
         raise VitseeError(
-            f"{responses.source} has no ids, so that its rows can be of one store only; say whose "
-            "they are with --response-ids FILE"
+            f"{responses.source} has no ids, so that its rows can be of one store only; "
+            "say whose they are with --response-ids FILE"
         )
     return responses
 
@@ -215,8 +204,9 @@ def _image_splits(
 ) -> list[ImageSplit]:
     """Return the images that train and those that test, for each fit.
 
-    Images of one store are drawn in the data set's own order, so that a shuffled store has the same
-    sets. Without a split or a held-out share they are the folds of a cross-validation.
+    Images of one store are drawn in the data set's own order, so that a shuffled store has
+    the same sets. Without a split or a held-out share they are the folds of a
+    cross-validation.
 
     Raises:
         VitseeError: too few images for that.
@@ -244,9 +234,10 @@ def _image_splits(
     for train, test in sets:
         if len(train) < MIN_TRAINING_IMAGES or len(test) < MIN_TEST_IMAGES:
             raise VitseeError(
-                f"{len(train)} images with a response of {train_images.store.label} are left to "
-                f"train and {len(test)} of {test_images.store.label} to test; expected at least "
-                f"{MIN_TRAINING_IMAGES} and {MIN_TEST_IMAGES}: give more images, or fewer --folds"
+                f"{len(train)} images with a response of {train_images.store.label} are "
+                f"left to train and {len(test)} of {test_images.store.label} to test; "
+                f"expected at least {MIN_TRAINING_IMAGES} and {MIN_TEST_IMAGES}: give "
+                "more images, or fewer --folds"
             )
     return sets
 
@@ -267,8 +258,8 @@ def _prepare_probe(
     mask = np.zeros(len(test_images.mask), bool)
     mask[np.flatnonzero(test_images.mask)[tested]] = True
     blocks = Blocks.of(test_images.store, mask, settings.seed)
-    # Indices of test sets count all images with a response, so block labels have to as well; those
-    # of images that are not tested are never read.
+    # Indices of test sets count all images with a response, so block labels have to as
+    # well; those of images that are not tested are never read.
     labels = blocks.of_rows[test_images.mask]
     for train, test in sets:
         responses.check(train_images.rows[train], train_images.store.label)
@@ -286,6 +277,42 @@ def _prepare_probe(
         columns=responses.columns,
         settings=settings,
     )
+
+
+def _read_sites(
+    stores: ProbedStores, probes: Sequence[ResponseProbe], settings: ResponseSettings
+) -> list[list[SitePair]]:
+    """Return the features of all sites for each probe.
+
+    All are found before the first fit: a site that a store lacks is an error at once.
+    """
+    pairs_of_probes = []
+    for probe in probes:
+        read = partial(_read_pair, stores.train, probe.test.store, stores.all)
+        pairs = each_selection(stores.train, settings.sites, settings.tokens, read)
+        pairs_of_probes.append(list(pairs))
+    return pairs_of_probes
+
+
+def _fit_sites(
+    probes: Sequence[ResponseProbe],
+    pairs_of_probes: Sequence[Sequence[SitePair]],
+    metrics: Sequence[str],
+    execution: Execution,
+) -> list[dict[str, Any]]:
+    """Fit the probes of all sites, and return the rows of some metrics and their summaries."""
+    n_site_images = 0
+    for probe, pairs in zip(probes, pairs_of_probes, strict=True):
+        n_site_images += len(pairs) * probe.n_read
+    rows: list[dict[str, Any]] = []
+    with counting(execution.progress, n_site_images, SITE_IMAGES):
+        for probe, pairs in zip(probes, pairs_of_probes, strict=True):
+            for site_rows in execution.spread(probe, pairs):
+                # r_median, r_normalised_mean, ...: named by the metric that they summarise.
+                rows += [
+                    row for row in site_rows if row["metric"].split("_")[0] in metrics
+                ]
+    return rows
 
 
 def _read_pair(
@@ -322,10 +349,10 @@ def _notes(
         n_splits = 1 if len(responses.repeats) == 2 else N_SPLITS
         n_without = int((~(first.ceiling > 0)).sum())
         ceiling = (
-            "Spearman-Brown corrected correlation of half the repeats with the others, mean "
-            f"of {n_splits} random halves, over tested "
-            "images; r is divided by its root, r2 by it; columns where it is not above 0 have "
-            f"no normalised value ({n_without})"
+            "Spearman-Brown corrected correlation of half the repeats with the others, "
+            f"mean of {n_splits} random halves, over tested images; r is divided by its "
+            "root, r2 by it; columns where it is not above 0 have no normalised value "
+            f"({n_without})"
         )
     l2: list[float] | str = list(settings.l2s)
     if not settings.l2s:
@@ -369,8 +396,8 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
     """Read the responses of a file or a store.
 
     Args:
-        path: a store that `vitsee import` made; or a table or array with a row per image and a
-            column per neuron, voxel or rating, or (repeats, images, columns).
+        path: a store that `vitsee import` made; or a table or array with a row per image
+            and a column per neuron, voxel or rating, or (repeats, images, columns).
         ids: file with the image id of each row; None: the file's column id, if it has one.
 
     Raises:
@@ -386,14 +413,14 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
     arrays = read_arrays(path)
     if len(arrays.values) != 1:
         raise VitseeError(
-            f"{path} holds {len(arrays.values)} arrays ({abbreviate(list(arrays.values))}); "
-            "expected one"
+            f"{path} holds {len(arrays.values)} arrays "
+            f"({abbreviate(list(arrays.values))}); expected one"
         )
     ((name, array),) = arrays.values.items()
     if array.ndim > 3:
         raise VitseeError(
-            f"{path} has {array.ndim} axes; expected (images, columns), or (repeats, images, "
-            "columns)"
+            f"{path} has {array.ndim} axes; expected (images, columns), or (repeats, "
+            "images, columns)"
         )
     columns = arrays.columns.get(name) or [str(i) for i in range(array.shape[-1])]
     image_ids = arrays.ids if ids is None else read_ids(ids)[0]
@@ -401,16 +428,16 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
     n_rows = values.shape[-2]
     if image_ids is not None and len(image_ids) != n_rows:
         raise VitseeError(
-            f"{ids or path} has {len(image_ids)} ids for responses to {n_rows} images; expected as "
-            "many"
+            f"{ids or path} has {len(image_ids)} ids for responses to {n_rows} images; "
+            "expected as many"
         )
     if values.ndim == 3:
         if image_ids is not None:
             twice = [name for name, count in Counter(image_ids).items() if count > 1]
             if twice:
                 raise VitseeError(
-                    f"{path} has an axis of repeats, and {twice[0]!r} twice; expected one or the "
-                    "other"
+                    f"{path} has an axis of repeats, and {twice[0]!r} twice; expected "
+                    "one or the other"
                 )
         return Responses(image_ids, values, columns, path.name)
     if image_ids is None:
@@ -420,7 +447,8 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
 
 
 def _group_repeats(ids: list[str], values: Float) -> tuple[list[str], Float]:
-    """Return each id once, and its rows as repeats of one image, (repeats, images, columns).
+    """Return each id once, and its rows as repeats of one image, (repeats, images,
+    columns).
 
     Images with fewer repeats than others have NaN in the last ones.
 
@@ -439,7 +467,8 @@ def _group_repeats(ids: list[str], values: Float) -> tuple[list[str], Float]:
 
 
 def _responses_of_store(store: Store) -> Responses:
-    """Return the vectors of all sites of a store, side by side, as responses without repeats."""
+    """Return the vectors of all sites of a store, side by side, as responses without
+    repeats."""
     sites = [site for site in store.sites.values() if site.kind == "vector"]
     if not sites:
         raise VitseeError(

@@ -1,10 +1,11 @@
 """Measured responses to images, and their regression on the features of one site.
 
-Responses are of neurons, voxels or people: one column each, matched to the images of stores by
-image ids. One eigendecomposition of a site's training images serves every column and every l2. The
-l2 of each column is the one with the least squared error on `HELD_OUT` of the training images,
-which were not fitted to; with the chosen ones all training images are fitted again. Test images
-choose nothing. How predictions are compared with responses: `statistics.correlation`.
+Responses are of neurons, voxels or people: one column each, matched to the images of
+stores by image ids. One eigendecomposition of a site's training images serves every column
+and every l2. The l2 of each column is the one with the least squared error on `HELD_OUT`
+of the training images, which were not fitted to; with the chosen ones all training images
+are fitted again. Test images choose nothing. How predictions are compared with responses:
+`statistics.correlation`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Responses:
     """Measured responses to images.
 
     Attributes:
-        ids: id of each image; None if there are no ids and rows are in the order of a store.
+        ids: id of each image; None if there are no ids and rows are in the order of a
+            store.
         repeats: (repeats, images, columns), NaN for a repeat that is missing.
         columns: name of each column.
         source: name of the file or store, for messages.
@@ -71,19 +73,21 @@ class Responses:
         return mean_of_repeats(self.repeats)
 
     def rows_of(self, store: Store) -> Integers:
-        """Return the row of each image of a store in these responses, (images,); -1 for none.
+        """Return the row of each image of a store in these responses, (images,); -1 for
+        none.
 
         Raises:
-            VitseeError: none of the store's images has responses; or there are no ids and the
-                number of images differs.
+            VitseeError: none of the store's images has responses; or there are no ids and
+                the number of images differs.
         """
         n_rows = self.repeats.shape[1]
         if self.ids is None:
             if n_rows != store.n_images:
                 raise VitseeError(
                     f"{self.source} has responses to {n_rows} images, without ids, and "
-                    f"{store.label} has {store.n_images} images; expected one row per image in its "
-                    "order, or say whose rows they are with --response-ids FILE"
+                    f"{store.label} has {store.n_images} images; expected one row per "
+                    "image in its order, or say whose rows they are with --response-ids "
+                    "FILE"
                 )
             return np.arange(n_rows)
         row_of_id = {image_id: row for row, image_id in enumerate(self.ids)}
@@ -91,8 +95,9 @@ class Responses:
         rows = np.array([row_of_id.get(image_id, -1) for image_id in store_ids], np.int64)
         if (rows < 0).all():
             raise VitseeError(
-                f"no image of {store.label} has an id of {self.source}: {abbreviate(self.ids[:3])} "
-                f"against {abbreviate(store_ids[:3])} (vitsee export --samples lists them)"
+                f"no image of {store.label} has an id of {self.source}: "
+                f"{abbreviate(self.ids[:3])} against {abbreviate(store_ids[:3])} (vitsee "
+                "export --samples lists them)"
             )
         return rows
 
@@ -104,7 +109,8 @@ class Responses:
             label: the store of the images, for messages.
 
         Raises:
-            VitseeError: a column without a number for some image, or the same for all of them.
+            VitseeError: a column without a number for some image, or the same for all of
+                them.
         """
         values = self.mean[rows]
         incomplete = np.flatnonzero(~np.isfinite(values).all(0))
@@ -112,17 +118,18 @@ class Responses:
             column = incomplete[0]
             n_missing = int((~np.isfinite(values[:, column])).sum())
             raise VitseeError(
-                f"{self.source}: column {self.columns[column]} has no number for {n_missing} of "
-                f"the {len(rows)} images of {label} ({len(incomplete)} such columns); expected one "
-                "repeat at least: leave these columns, or these images, out"
+                f"{self.source}: column {self.columns[column]} has no number for "
+                f"{n_missing} of the {len(rows)} images of {label} ({len(incomplete)} "
+                "such columns); expected one repeat at least: leave these columns, or "
+                "these images, out"
             )
         constant = np.flatnonzero(np.ptp(values, axis=0) == 0)
         if len(constant):
             column = constant[0]
             raise VitseeError(
-                f"{self.source}: column {self.columns[column]} is {values[0, column]:g} for all "
-                f"{len(rows)} images of {label} ({len(constant)} such columns): there is nothing "
-                "to predict; leave them out"
+                f"{self.source}: column {self.columns[column]} is {values[0, column]:g} "
+                f"for all {len(rows)} images of {label} ({len(constant)} such columns): "
+                "there is nothing to predict; leave them out"
             )
 
 
@@ -208,8 +215,8 @@ class ResponseImages:
         n_left_out = n_selected - int(mask.sum())
         if not mask.any():
             raise VitseeError(
-                f"none of the {n_selected} images chosen of {store.label} has a response in "
-                f"{responses.source}; expected ids like {store.samples.id[0]}"
+                f"none of the {n_selected} images chosen of {store.label} has a response "
+                f"in {responses.source}; expected ids like {store.samples.id[0]}"
             )
         if n_left_out:
             log.info(
@@ -224,7 +231,8 @@ class ResponseImages:
 
 @dataclass(frozen=True)
 class ResponseProbe:
-    """The probes of one pair of stores, or of one store; called with the features of a site.
+    """The probes of one pair of stores, or of one store; called with the features of a
+    site.
 
     Attributes:
         train: images that train.
@@ -254,6 +262,13 @@ class ResponseProbe:
         return sum(len(test) for _, test in self.sets)
 
     @property
+    def n_read(self) -> int:
+        """The number of images whose features are read at each site."""
+        if self.test is self.train:
+            return len(self.train)
+        return len(self.train) + len(self.test)
+
+    @property
     def usable_ceiling(self) -> Float | None:
         """The reliability of each column, (columns,), NaN where it is not above 0."""
         if self.ceiling is None:
@@ -264,13 +279,10 @@ class ResponseProbe:
         """Return the rows of a site, from its features in training and in test images."""
         train_features, test_features = item
         x_train = _feature_matrix(train_features, self.train, execution)
-        n_read = len(self.train)
-        if self.test is self.train:
-            x_test = x_train
-        else:
+        x_test = x_train
+        if self.test is not self.train:
             x_test = _feature_matrix(test_features, self.test, execution)
-            n_read += len(self.test)
-        execution.progress.advance(n_read)
+        execution.progress.advance(self.n_read)
         site_cells = site_columns(self.test.store, train_features.site)
         has_tokens = train_features.site.layout is not None
         site_cells["token"] = str(train_features.selection) if has_tokens else ""
@@ -278,7 +290,8 @@ class ResponseProbe:
 
     def rows(self, x_train: Float, x_test: Float) -> Iterator[dict[str, Any]]:
         """Yield the rows of features, (training images, dim) and (test images, dim)."""
-        # Requested l2 (None: chosen for each column) -> the sums and l2 values of each test set.
+        # Requested l2 (None: chosen for each column) -> the sums and l2 values of each
+        # test set.
         sums_of_l2: dict[float | None, list[CorrelationSums]] = {}
         l2s_of_l2: dict[float | None, list[Float]] = {}
         for train, test in self.sets:
@@ -333,7 +346,8 @@ class ResponseProbe:
     def _rows_of_l2(
         self, sums_of_sets: Sequence[CorrelationSums], l2s: Float
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of one choice of l2: of each column if asked for, then of all of them.
+        """Yield the rows of one choice of l2: of each column if asked for, then of all of
+        them.
 
         Args:
             sums_of_sets: sums by block of each test set.
@@ -379,8 +393,8 @@ class ResponseProbe:
         metrics = {"r": r, "r2": r2}
         ceiling = self.usable_ceiling
         if ceiling is not None:
-            # A response without noise has r2 = reliability, and r its root. Divided, neither has
-            # an upper limit: the ceiling is an estimate.
+            # A response without noise has r2 = reliability, and r its root. Divided,
+            # neither has an upper limit: the ceiling is an estimate.
             root = np.sqrt(ceiling)
             metrics["r_normalised"] = MetricValues(
                 r.value / root, r.replicates / root, UNLIMITED
@@ -408,7 +422,8 @@ class ResponseProbe:
 
 
 def _geometric_mean(l2s: Float) -> Float:
-    """Return the geometric mean over the first axis; without rounding where all are equal."""
+    """Return the geometric mean over the first axis; without rounding where all are
+    equal."""
     return np.where(np.ptp(l2s, 0) > 0, np.exp(np.log(l2s).mean(0)), l2s[0])
 
 
@@ -426,14 +441,15 @@ def _mean_over_sets(
 def _feature_matrix(
     features: SiteFeatures, images: ResponseImages, execution: Execution
 ) -> Float:
-    """Return the features (images, dim) of the images with a response, in the store's order."""
+    """Return the features (images, dim) of the images with a response, in the store's
+    order."""
     # float64: the matrix, its centred copy, and the copies that are fitted to and held out.
     n_bytes = 8 * 4 * len(images) * features.dim
     if n_bytes > execution.budget:
         raise VitseeError(
             f"{features.site.name}: {len(images)} images of {features.dim} channels take "
-            f"{human_bytes(n_bytes)}, {human_bytes(execution.budget)} are allowed; give --memory, "
-            "or fewer --images"
+            f"{human_bytes(n_bytes)}, {human_bytes(execution.budget)} are allowed; give "
+            "--memory, or fewer --images"
         )
     slabs = features.vectors(images.mask, jobs=execution.jobs, memory=execution.budget)
     return np.concatenate([slab.astype(np.float64) for slab in slabs])

@@ -1,4 +1,5 @@
-"""The probes of all sites of a store, site by site in any process, and their rows of the table."""
+"""The probes of all sites of a store, site by site in any process, and their rows of
+the table."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ if TYPE_CHECKING:
 
 
 INTERVAL = (
-    "95 % Wilson score interval of the share of test images that are right, training images and "
-    "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
-    f"Rows of token `each` (mean over the probes of all patches): {SHARES}"
+    "95 % Wilson score interval of the share of test images that are right, training "
+    "images and features held fixed; with several seeds its ends are averaged; std is "
+    "over seeds (n - 1). Rows of token `each` (mean over the probes of all patches): "
+    f"{SHARES}"
 )
 
 
 class RandomShape(NamedTuple):
-    """The size of random features that stand in for a site's: tokens, and channels of each."""
+    """The size of random features that stand in for a site's: tokens, and channels of
+    each."""
 
     n_tokens: int
     dim: int
@@ -51,7 +54,8 @@ SitePair = tuple[SiteFeatures, SiteFeatures]
 
 @dataclass(frozen=True)
 class SiteProbes:
-    """Computes the rows of a site's probes, or of random features' probes; runs in any process."""
+    """Computes the rows of a site's probes, or of random features' probes; runs in any
+    process."""
 
     prober: Prober
     train: LabelledRows
@@ -70,7 +74,7 @@ class SiteProbes:
             return self._random_rows(prober, item), []
         train_features, test_features = item
         tokens = train_features.tokens
-        each = train_features.selection == "each"
+        has_mean_row = train_features.selection == "each"
         title = f"{train_features.site.name} ({train_features.selection})"
         progress = execution.progress
         train = Stored(train_features, self.train, task.jobs, task.memory)
@@ -82,14 +86,15 @@ class SiteProbes:
             progress.advance(len(prober.draws))
         else:
             # The mean `each` is over patches: prefix tokens are left out of it.
-            n_skipped = train_features.n_prefix if each else 0
+            n_skipped = train_features.n_prefix if has_mean_row else 0
             tally = prober.each(train, test, title, n_skipped, progress.advance)
-        rows = list(self.scorer.rows(tokens, tally, each))
+        rows = list(self.scorer.rows(tokens, tally, has_mean_row))
         one_class = len(np.unique(self.train.labels)) == 1
         return rows, _remarks(train_features, tally, task, one_class)
 
     def _random_rows(self, prober: Prober, shape: RandomShape) -> list[dict[str, Any]]:
-        """Return the rows of a probe of normal random numbers with as many tokens and channels."""
+        """Return the rows of a probe of normal random numbers with as many tokens and
+        channels."""
         n_tokens, dim = shape
         train = Random(len(self.train), n_tokens, dim, (self.seed, 0))
         test = Random(len(self.test), n_tokens, dim, (self.seed, 1))
@@ -141,10 +146,11 @@ def each_selection(
 def _remarks(
     features: SiteFeatures, tally: Tally, task: Task, one_class: bool
 ) -> list[str]:
-    """Return a sentence each on SGD that diverged, equal features, and an l2 at a grid's end.
+    """Return a sentence each on SGD that diverged, equal features, and an l2 at a grid's
+    end.
 
-    one_class: all training images have the same label, so that equal scores say nothing about the
-    features.
+    one_class: all training images have the same label, so that equal scores say nothing
+    about the features.
     """
     name = features.site.name
     remarks = []
@@ -162,21 +168,22 @@ def _remarks(
         elif features.site.layout is not None:
             which = f"{features.selection} "
         remarks.append(
-            f"{name}: the {which}features{count} are the same in all training images; their "
-            "probe gives every image the class that most of them have"
+            f"{name}: the {which}features{count} are the same in all training images; "
+            "their probe gives every image the class that most of them have"
         )
     # A blind probe's l2 is the largest by its tie rule, which says nothing about the grid.
     at_end = np.isin(tally.l2s, (GRID[0], GRID[-1])) & ~tally.blind
     if at_end.any() and not task.l2s:
         remarks.append(
-            f"{name}: the chosen l2 of {int(at_end.sum())} of {tally.l2s.size} probes is at an end "
-            "of the grid"
+            f"{name}: the chosen l2 of {int(at_end.sum())} of {tally.l2s.size} probes is "
+            "at an end of the grid"
         )
     return remarks
 
 
 class ProbedSites:
-    """Probes every site of one pair of training and test images, and turns tallies into rows.
+    """Probes every site of one pair of training and test images, and turns tallies into
+    rows.
 
     Attributes:
         words: site name -> the kinds of tokens that are probed there.
@@ -197,8 +204,8 @@ class ProbedSites:
         baselines: Sequence[str],
         seed: int,
     ) -> None:
-        """Find the features of all sites. Raises an error here, before the first fit, if a store
-        lacks a site or a token.
+        """Find the features of all sites. Raises an error here, before the first fit, if a
+        store lacks a site or a token.
 
         Args:
             prober: fits and tests the probes.
@@ -242,12 +249,14 @@ class ProbedSites:
         """Return the rows about the model, and those of the baselines."""
         rows: list[dict[str, Any]] = []
         random_rows: list[dict[str, Any]] = []
-        # Random features depend on their shape only: one probe serves all sites that share it.
+        # Random features depend on their shape only: one probe serves all sites that share
+        # it.
         shapes: list[RandomShape] = []
         if self.baselines:
             shapes = list(dict.fromkeys(shape_of_random(x) for x, _ in self._pairs))
         work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
         items: list[SitePair | RandomShape] = [*self._pairs, *shapes]
+        # In the items' order, whoever works on them: sites, then shapes.
         results = list(execution.spread(work, items))
         site_results = results[: len(self._pairs)]
         random_results = dict(zip(shapes, results[len(self._pairs) :], strict=True))
@@ -267,8 +276,8 @@ class ProbedSites:
         return rows, random_rows
 
     def _site_pairs(self) -> Iterator[SitePair]:
-        """Yield the features to probe, of the training and of the test images; fills `words` and
-        `matched`."""
+        """Yield the features to probe, of the training and of the test images; fills
+        `words` and `matched`."""
         for train_features, test_features in each_selection(
             self.train.store, self.settings.sites, self.settings.tokens, self._read_pair
         ):
@@ -318,14 +327,15 @@ class Scorer:
     blocks: Blocks
 
     def rows(
-        self, tokens: Sequence[Token], tally: Tally, each: bool
+        self, tokens: Sequence[Token], tally: Tally, has_mean_row: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield the rows of one site, for each number of shots and each l2.
 
         Args:
             tokens: the probed tokens.
             tally: right answers of their probes.
-            each: add a row `each` after those of the tokens, the mean over the patches' probes.
+            has_mean_row: add a row `each` after those of the tokens, the mean over the
+                patches' probes.
         """
         for shots in dict.fromkeys(draw.shots for draw in self.draws):
             # The draws with this number of shots differ in their seed only.
@@ -343,7 +353,7 @@ class Scorer:
                     }
                     for scores in self._scores_of_probe(tally, seeds, i, t):
                         yield {**probe, **scores}
-                if each:
+                if has_mean_row:
                     l2s = tally.l2s[seeds, i]
                     same_l2 = (l2s == l2s.flat[0]).all()
                     mean_probe = {
@@ -357,7 +367,8 @@ class Scorer:
     def _scores_of_mean(
         self, tally: Tally, seeds: Integers, i: int, n_tokens: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield the scores of the mean over the patches' probes at l2 number i, one per metric."""
+        """Yield the scores of the mean over the patches' probes at l2 number i, one per
+        metric."""
         n_averaged = n_tokens - tally.first
         failed = tally.failed[seeds, i, tally.first :].any()
         for m, metric in enumerate(tally.metrics):
@@ -370,7 +381,8 @@ class Scorer:
     def _scores_of_probe(
         self, tally: Tally, seeds: Integers, i: int, t: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield the scores of token t at l2 number i: one per metric, then one per named class.
+        """Yield the scores of token t at l2 number i: one per metric, then one per named
+        class.
 
         seeds: numbers of the draws over which the scores are averaged.
         """
@@ -379,11 +391,11 @@ class Scorer:
         labels = self.test.labels
         images_in_block = self.blocks.sums(np.ones(len(labels)))
         for m, metric in enumerate(tally.metrics):
-            right_in_block = tally.in_block[seeds, i, t, m].mean(0)
+            right_in_block = tally.in_block[seeds, i, t, m].mean(0)  # (blocks,)
             without = means_without(right_in_block, images_in_block)
             scores = self._over_seeds(right[:, m].sum(-1), len(labels), failed, without)
             if failed.any():
-                without = without * math.nan
+                without = without * math.nan  # no value, so no replicates of it
             counts = self.test.counted()
             yield {"metric": metric, **scores, WORD: without, **counts}
         images_in_class = np.bincount(labels, minlength=tally.n_classes)
@@ -412,8 +424,8 @@ class Scorer:
         if failed.any():
             missing = np.full(len(right), math.nan)
             return _summary(missing, missing, missing, n)
-        # Divided after the summary, not before: equal counts give exactly their mean, without
-        # spread.
+        # Divided after the summary, not before: equal counts give exactly their mean,
+        # without spread.
         scores = _summary(right, low, high, n)
         for name in ("value", "std"):
             scores[name] = scores[name] / n if n else math.nan
@@ -421,7 +433,8 @@ class Scorer:
 
 
 def _mean_l2(values: Float) -> float | None:
-    """Return the geometric mean of some l2 values, exact if they are equal; None if one is NaN."""
+    """Return the geometric mean of some l2 values, exact if they are equal; None if one
+    is NaN."""
     if not np.isfinite(values).all():
         return None
     if (values == values.flat[0]).all():
@@ -433,7 +446,8 @@ def _mean_l2(values: Float) -> float | None:
 def _mean_share(share: Float32) -> dict[str, Any]:
     """Return the value, spread and interval of a mean share.
 
-    share: (seeds, images), the share of the patches' probes that are right about each image.
+    share: (seeds, images), the share of the patches' probes that are right about each
+    image.
     """
     moments = Moments()
     moments.add(share.T)
@@ -445,7 +459,8 @@ def _mean_share(share: Float32) -> dict[str, Any]:
 
 
 def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
-    """Return mean, standard deviation (n - 1) and mean interval over seeds, of arrays (seeds,)."""
+    """Return mean, standard deviation (n - 1) and mean interval over seeds, of arrays
+    (seeds,)."""
     spread = float(value.std(ddof=1)) if len(value) > 1 else math.nan
     return {
         "value": float(value.mean()),

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.truth.masks.sources import png_files, read_numbers
+from vitsee_core.types import Mask
 from vitsee_stores.errors import VitseeError, reason
 
 ClassMap = NDArray[np.uint8]
 IGNORED = 255  # a pixel without a class; so there are at most 255 classes, 0 to 254
 PLAIN = "a folder of PNG files"
+BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
 
 # In a table of values: a file with this value is damaged, or belongs to another data set.
 REFUSED = -1
@@ -337,3 +339,21 @@ def _png_maps(
         classes=classes,
         layout=layout,
     )
+
+
+def near_boundary(labels: ClassMap) -> Mask:
+    """Return a mask of the pixels near the boundary of the region of their class.
+
+    A pixel of another class, or the image's border, is within `BOUNDARY_SHARE` of the diagonal,
+    counted in pixels along the rows or columns, whichever is farther (the erosion by a square of
+    Cheng et al. 2021). Pixels that are ignored are a region as others are.
+    """
+    from scipy.ndimage import maximum_filter, minimum_filter
+
+    radius = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
+    # A frame of a class of its own, so that the border is a boundary.
+    framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
+    size = 2 * radius + 1
+    lowest = minimum_filter(framed, size, mode="nearest")
+    highest = maximum_filter(framed, size, mode="nearest")
+    return (lowest != highest)[1:-1, 1:-1]
