@@ -92,6 +92,8 @@ from vitsee_core.truth.masks.depth_maps import open_depth_maps
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
+__all__ = ["COLUMNS", "plot", "run"]
+
 log = logging.getLogger(__name__)
 
 headline = partial(
