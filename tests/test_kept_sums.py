@@ -19,6 +19,7 @@ from click.testing import Result
 
 from tests.command_line import invoke
 from tests.every_command import TABLES
+from vitsee_core.analyses.retrieve import SiteScores
 from vitsee_core.runtime import kept_sums
 from vitsee_core.runtime.kept_sums import (
     CHECKSUM,
@@ -87,6 +88,7 @@ def test_plain_data_comes_back_as_it_was() -> None:
         "objects": np.array([["a", None], [1, 2.0]], object),
         "nested": np.array([None, (1, [2])], object),
         "moments": moments,
+        "named": SiteScores({}, {}, "few"),
     }
     back = read_plain(io.BytesIO(written(value)))
     assert list(back) == list(value) and back["blocks.0", True] == value["blocks.0", True]
@@ -99,6 +101,7 @@ def test_plain_data_comes_back_as_it_was() -> None:
     assert back["objects"].tolist() == value["objects"].tolist()
     assert back["nested"][1] == (1, [2])
     assert type(back["moments"]) is Moments
+    assert type(back["named"]) is SiteScores and back["named"] == value["named"]
     assert np.array_equal(back["moments"].summary().low, moments.summary().low)
 
 

@@ -31,10 +31,10 @@ from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import (
     COLUMNS,
     SITE_COLUMNS,
-    localisation,
     location_maps,
     plot,
     run,
+    site_maps,
 )
 from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
 from vitsee_core.analyses.localize.site_maps import SiteMaps
@@ -804,7 +804,7 @@ def test_a_fine_grid_is_thinned_evenly(
     these tokens and all patches, and all tokens at a step of 1."""
     store, acts, pixels = fine(tmp_path)
     whole = run(store, sites=["b.0.out"], tokens=["each"])
-    monkeypatch.setattr(localisation, "MAX_PAIRS", n_tokens * 132)
+    monkeypatch.setattr(site_maps, "MAX_PAIRS", n_tokens * 132)
     found = run(store, sites=["b.0.out"])
     assert unique(found, "token") == [f"{row},{col}" for row in rows for col in cols]
     patches = cell_pixels(pixels, (12, 11), 1)

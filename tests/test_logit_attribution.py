@@ -547,8 +547,8 @@ def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
             "--by-class each image's own: give one of them",
         ),
         ({"classes": ("0",), "target": "label"}, "--target each image's own"),
-        ({"patches": True, "heads": True}, "leave --heads and --by-class out"),
-        ({"patches": True, "by_class": True}, "leave --heads and --by-class out"),
+        ({"patches": True, "by_head": True}, "leave --by-head and --by-class out"),
+        ({"patches": True, "by_class": True}, "leave --by-head and --by-class out"),
         ({"image": ("0",)}, "--image names images to map: give --patches"),
         ({"patches": True, "image": ("dog",)}, "has no image 'dog'"),
     ]
@@ -574,7 +574,7 @@ def test_the_command(stores: dict[str, Store], tmp_path: Path) -> None:
     out = tmp_path / "r.csv"
     words = [
         str(stores["class token"].path),
-        "--heads",
+        "--by-head",
         "-o",
         str(out),
         "--png",

@@ -641,7 +641,7 @@ def test_refused_searches(tmp_path: Path) -> None:
                             hash_offset=int(store.samples.hash[ids.index("jpg/im05.jpg")]))]}),
         (VitseeError, "--images would leave out images", {"images": 5}),
         (VitseeError, "no average precision 'area'; expected trapezoid or plain", {"form": "area"}),
-        (VitseeError, "precision at 0 was asked for", {"at": (0,)}),
+        (VitseeError, "precision at 0 was asked for", {"cutoffs": (0,)}),
     ]  # fmt: skip
     for kind, phrase, options in cases:
         stores = options.pop("stores", [store])

@@ -237,7 +237,16 @@ def documented(thing: Any, name: str, as_property: bool = False) -> str:
 
 
 def signature(thing: Any) -> str:
-    """Of a function or class; objects that are defaults by the name of their class."""
+    """Return a function's or class's signature; defaults that are objects by their class's name.
+
+    A class without an `__init__` of its own, as an exception, has none.
+    """
+    if (
+        inspect.isclass(thing)
+        and "__init__" not in vars(thing)
+        and issubclass(thing, BaseException)
+    ):
+        return ""
     found = inspect.signature(thing)
     found = found.replace(parameters=[_plain(one) for one in found.parameters.values()])
     if found.return_annotation is not found.empty:

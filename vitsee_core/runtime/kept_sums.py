@@ -368,7 +368,7 @@ def write_plain(file: IO[bytes], value: Any, *, most: int = MAX_BYTES) -> None:
     Args:
         file: open for writing; arrays go there one after the other, without a copy of all.
         value: None, booleans, numbers, text, slices, lists, tuples, dicts, sets, arrays, and
-            instances of vitsee's own classes made of these.
+            instances of vitsee's own classes (NamedTuples, too) made of these.
         most: largest size of the file in bytes, about.
 
     Raises:
@@ -497,12 +497,23 @@ def _encode_tree(value: Any, arrays: list[NDArray[Any]]) -> Node:
             [(_encode_tree(k, arrays), _encode_tree(v, arrays)) for k, v in value.items()]
         )
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if not hasattr(value, "__dict__") or _restorable_class(name) is not kind:
+    if _restorable_class(name) is not kind:
+        raise NotPlain(f"a {name}")
+    if _is_named_tuple(kind):
+        attributes = value._asdict()
+    elif hasattr(value, "__dict__"):
+        attributes = vars(value)
+    else:
         raise NotPlain(f"a {name}")
     state = {
-        key: _encode_tree(attribute, arrays) for key, attribute in vars(value).items()
+        key: _encode_tree(attribute, arrays) for key, attribute in attributes.items()
     }
     return Instance(name, state)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Return whether a class is a NamedTuple: its values are its fields, in their order."""
+    return kind.__bases__ == (tuple,) and "_fields" in vars(kind)
 
 
 def _decode_tree(node: Node, restore: Callable[[Array], Any]) -> Any:
@@ -515,10 +526,16 @@ def _decode_tree(node: Node, restore: Callable[[Array], Any]) -> Any:
         kind = _restorable_class(node.name)
         if kind is None:
             raise NotPlain(f"no class of vitsee's: {node.name}")
-        # Without `__init__`: reading a file runs none of a class' methods.
+        state = {
+            key: _decode_tree(attribute, restore) for key, attribute in node.state.items()
+        }
+        # Without `__init__` and `__new__`: reading a file runs none of a class' methods.
+        if _is_named_tuple(kind):
+            if tuple(state) != vars(kind)["_fields"]:
+                raise NotPlain(f"{node.name} with the fields {', '.join(state)}")
+            return tuple.__new__(kind, state.values())
         instance: Any = object.__new__(kind)
-        for key, attribute in node.state.items():
-            vars(instance)[key] = _decode_tree(attribute, restore)
+        vars(instance).update(state)
         return instance
     if not isinstance(node, (Items, Objects)):
         return node
@@ -547,7 +564,7 @@ def _restorable_class(name: str) -> type | None:
     """Return the class of `module:name` if instances may be restored from a file; else None.
 
     It has to be one of vitsee's that is loaded, consist of its attributes (no slots, no subclass
-    of a builtin), and do nothing when an instance is freed.
+    of a builtin) or be a NamedTuple, and do nothing when an instance is freed.
     """
     module, _, qualified_name = name.partition(":")
     if not module.startswith(RESTORED_MODULES) or module not in sys.modules:
@@ -557,6 +574,6 @@ def _restorable_class(name: str) -> type | None:
         return None
     if hasattr(kind, "__del__"):
         return None
-    if kind.__basicsize__ != _Attributes.__basicsize__:
-        return None
-    return kind
+    if _is_named_tuple(kind) or kind.__basicsize__ == _Attributes.__basicsize__:
+        return kind
+    return None

@@ -142,7 +142,7 @@ def tour(study: Study) -> list[Step]:
             (
                 "findings",
                 str(store),
-                "--only",
+                "--finding",
                 "distance-rises",
                 "-o",
                 str(found),

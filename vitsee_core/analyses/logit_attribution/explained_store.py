@@ -308,7 +308,7 @@ def projections_of(
     """
     blocks = [str(site.block) for site in stream.branches if site.part == "attn.branch"]
     if not blocks:
-        option = "--heads" if stored else "--patches of a class token"
+        option = "--by-head" if stored else "--patches of a class token"
         raise NotOffered(
             f"{store.label} has no attention among its branches: no {option}"
         )
@@ -384,7 +384,7 @@ def _proven_projections(
             raise NotOffered(
                 f"{model.name}: the branch of {block}.attn is no linear layer of what "
                 "the heads gave, times one factor per channel (a norm is between, say); "
-                "leave out --heads"
+                "leave out --by-head"
             )
         projections[block] = projection
     return projections

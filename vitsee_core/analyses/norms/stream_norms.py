@@ -338,6 +338,7 @@ def share_above_mad(norms: Float, labels: Integers) -> tuple[float, Float]:
     ascending = norms.ravel()[order]
     order //= norms.shape[1]  # indices of tokens become those of images, in place
     norm_labels = labels.astype(np.int32)[order]
+    del order  # as large as the norms, and not needed for what follows
     without = [_share_above(ascending[is_kept]) for is_kept in blocks_out(norm_labels)]
     return _share_above(ascending), np.array(without)
 
