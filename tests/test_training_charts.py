@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from matplotlib.figure import Figure
 
 from tests.features import vit_sites
 from tests.stores import write_model
+from vitsee_cli import analysis
 from vitsee_cli.main import main
 from vitsee_core.figures.fitting import all_axes
 from vitsee_core.figures.panels import drawn_for
@@ -317,6 +320,34 @@ def test_cka_along_steps(stores: Path, tmp_path: Path) -> None:
     assert vitsee("plot", tmp_path / "r.csv", "-o", tmp_path / "again.png").exit_code == 0
     assert (tmp_path / "r.png").read_bytes() == (tmp_path / "again.png").read_bytes()
     assert len(panels(found.plot())) == 2
+
+
+@pytest.mark.parametrize(
+    "dask",
+    [
+        pytest.param("local:2", marks=pytest.mark.slow, id="processes"),
+        # As with workers, but for the workers: paths are made absolute, the rest is here.
+        pytest.param("tcp://localhost:1", id="no worker"),
+    ],
+)
+def test_dask_compares_layers_of_equal_depth_along_steps(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dask: str
+) -> None:
+    """With --dask the table is that of one process, and the sidecar says how it was made."""
+    if dask == "local:2":
+        pytest.importorskip("distributed")
+    else:
+        monkeypatch.setattr(analysis, "spread_over", lambda *_: nullcontext({}))
+    paths = [stores / f"vit-step{step}.zarr" for step in (0, 1000, 20)]
+    here = vitsee("cka", *paths, "--x", "step", "-o", tmp_path / "here.csv")
+    assert here.exit_code == 0, here.stderr
+    options = ["--x", "step", "--dask", dask, "-o", tmp_path / "there.csv"]
+    there = vitsee("cka", *paths, *options)
+    assert there.exit_code == 0, there.stderr
+    expected = (tmp_path / "here.csv").read_bytes()
+    assert (tmp_path / "there.csv").read_bytes() == expected
+    sidecar = json.loads((tmp_path / "there.csv.json").read_text())
+    assert sidecar["parameters"]["pairs"] == "same-depth"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,53 +111,31 @@ def run_analysis(
     Raises:
         VitseeError: an output exists, a store cannot be read, or the analysis refuses them.
     """
-    from vitsee_core.pages.report.outputs import (
-        check_outputs,
-        is_up_to_date,
-        touch,
-        write_results,
-    )
-    from vitsee_core.tables.sidecars import describe_run
+    from vitsee_core.pages.report.outputs import write_results
     from vitsee_core.tables.steps import with_steps
 
-    check_outputs(
-        outputs, inputs=paths_in(parameters), images=str(parameters.get("data") or "")
-    )
-    if outputs.csv is None:
-        console.require_stdout()
+    # All that can be refused is refused before the work.
+    _check_outputs(outputs, parameters)
     if resumes:
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
     _check_memory(opened, parameters.get("memory"))
-    progress = console.Reporter(click.get_current_context().info_name or "vitsee")
-    arguments = parameters if dask is None else absolute(parameters)
+
     if x and parameters.get("pairs") == "all":
         # A chart along the steps has one value of a layer at each step.
         parameters["pairs"] = "same-depth"
     recorded = {**parameters, "allow_partial": allow_partial}
     if x:
         recorded["x"] = x
-
-    def current_sidecar() -> dict[str, Any]:
-        """Return what the sidecar says, as of now: stores and files may change meanwhile."""
-        sidecar = describe_run(
-            opened,
-            command=console.command_line(),
-            parameters=recorded,
-            guest=registry.guest_of(run.__module__),
-        )
-        if drawing:
-            sidecar = {**sidecar, "figure": dict(drawing)}
-        return sidecar
-
-    input_paths = [*paths_in(parameters)]
-    if outputs.if_changed and is_up_to_date(outputs, current_sidecar(), input_paths):
-        touch(outputs)
-        console.say(f"{outputs.csv} is up to date")
+    make_sidecar = partial(_make_sidecar, run, opened, recorded, drawing)
+    if outputs.if_changed and _is_done(outputs, make_sidecar(), parameters):
         return
+
+    arguments = parameters if dask is None else absolute(parameters)
     if "force" in inspect.signature(run).parameters:
         # The analysis writes a file of its own, which it would refuse to replace.
         arguments = {**arguments, "force": outputs.force}
+    progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     key_of_kept_work = {**recorded, "dask": dask is not None}
     with (
         kept_beside(run, outputs, opened, key_of_kept_work) as keep_keyword,
@@ -167,24 +146,85 @@ def run_analysis(
         )
     if x:
         table = with_steps(table, x)
-
-    def draw_figure() -> Figure:
-        """Return the figure of the table, drawn only if --png asks for it."""
-        assert draw is not None
-        # The chart over a training has no options.
-        plot_keywords = {} if table.step_unit else drawing or {}
-        with registry.blamed(run.__module__):
-            return draw(table, **plot_keywords)
-
     write_results(
         table,
         outputs,
-        figure=draw_figure,
-        sidecar=current_sidecar(),
+        figure=partial(_draw_figure, run, draw, table, drawing),
+        # Made again: stores and files may have changed during the work.
+        sidecar=make_sidecar(),
         stdout=sys.stdout,
     )
     if "keep" in keep_keyword:  # the table is written: half of the work is not needed
         keep_keyword["keep"].remove()
+
+
+def _check_outputs(outputs: Outputs, parameters: Mapping[str, Any]) -> None:
+    """Refuse outputs that exist, that are inputs too, or that have nowhere to go.
+
+    Raises:
+        VitseeError: names the output.
+    """
+    from vitsee_core.pages.report.outputs import check_outputs
+
+    images = str(parameters.get("data") or "")
+    check_outputs(outputs, inputs=paths_in(parameters), images=images)
+    if outputs.csv is None:
+        console.require_stdout()
+
+
+def _is_done(
+    outputs: Outputs, sidecar: dict[str, Any], parameters: Mapping[str, Any]
+) -> bool:
+    """Return whether the outputs are up to date; if so, say it and set their times to now."""
+    from vitsee_core.pages.report.outputs import is_up_to_date, touch
+
+    if not is_up_to_date(outputs, sidecar, [*paths_in(parameters)]):
+        return False
+    touch(outputs)
+    console.say(f"{outputs.csv} is up to date")
+    return True
+
+
+def _make_sidecar(
+    run: Callable[..., Table],
+    stores: Sequence[Store],
+    recorded: Mapping[str, Any],
+    drawing: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the sidecar of a table, with the state that stores and files have now.
+
+    Args:
+        run: the analysis.
+        stores: the opened stores.
+        recorded: everything that decides the result, by option.
+        drawing: keywords of `plot`, for `vitsee plot`; None or empty for none.
+    """
+    from vitsee_core.tables.sidecars import describe_run
+
+    sidecar = describe_run(
+        stores,
+        command=console.command_line(),
+        parameters=recorded,
+        guest=registry.guest_of(run.__module__),
+    )
+    if drawing:
+        sidecar = {**sidecar, "figure": dict(drawing)}
+    return sidecar
+
+
+def _draw_figure(
+    run: Callable[..., Table],
+    draw: Callable[..., Figure] | None,
+    table: Table,
+    drawing: Mapping[str, Any] | None,
+) -> Figure:
+    """Return the figure of a table; called if --png asks for one, so that `draw` is not None."""
+    assert draw is not None
+    # The chart over a training has no options.
+    plot_keywords = {} if table.step_unit else drawing or {}
+    # An error of a guest's code is reported as the guest's.
+    with registry.blamed(run.__module__):
+        return draw(table, **plot_keywords)
 
 
 @contextmanager
@@ -248,6 +288,6 @@ def _check_memory(stores: Sequence[Store], memory: int | None) -> None:
         needed = 3 * largest_chunk
         if memory < needed:
             raise VitseeError(
-                f"--memory is {human_bytes(memory)}, but reading a chunk of {store.label} takes "
-                f"{human_bytes(needed)}; give that or more"
+                f"--memory is {human_bytes(memory)}, but reading a chunk of "
+                f"{store.label} takes {human_bytes(needed)}; give that or more"
             )
