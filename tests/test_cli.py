@@ -607,10 +607,10 @@ def test_options_under_headings() -> None:
 
     @click.command("x", cls=SectionedCommand)
     @section(
-        "First", click.option("--one", help="One."), click.option("--two", help="Two.")
+        "First", [click.option("--one", help="One."), click.option("--two", help="Two.")]
     )
     @click.option("--loose", help="Loose.")
-    @section("Second", click.option("--three", help="Three."))
+    @section("Second", [click.option("--three", help="Three.")])
     def command() -> None:
         """Say nothing."""
 

@@ -200,7 +200,7 @@ def test_an_exception_on_the_way_is_75_too(
 
 def test_what_a_second_signal_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once slabs are made, the line is another one."""
-    monkeypatch.setattr(signals, "_kept_line", "")
+    monkeypatch.setattr(signals, "_resume_line", "")
     extract_command.SlabReporter("x").start(8)
-    assert "committed slabs are kept" in signals._kept_line
+    assert "committed slabs are kept" in signals._resume_line
     assert Interrupted.exit_code == signals.EXIT_RESUMABLE == 75

@@ -27,7 +27,7 @@ def share_cores(environ: MutableMapping[str, str]) -> None:
 
 def main() -> None:
     """Run the command line."""
-    signals.answer(sys.argv[1:])
+    signals.install_handlers(sys.argv[1:])
     share_cores(os.environ)
     from vitsee_cli.main import main as group
 

@@ -45,11 +45,6 @@ PROGRESS_ONLY = -2  # a verbosity, for `setup`
 log = logging.getLogger("vitsee_cli")
 
 
-def _is_progress(record: logging.LogRecord) -> bool:
-    """Return whether a record is a warning, an error, or a line of progress."""
-    return record.levelno > logging.INFO or getattr(record, "progress", False)
-
-
 # How lines of the log are shown; `step_lines` and `send_lines_to` change it.
 _SHOW_ALL: set[str] = set()  # stays empty: lines are repeated
 _shown_lines = _SHOW_ALL
@@ -192,7 +187,12 @@ def setup(verbosity: int) -> None:
         logger.setLevel(level)
         logger.handlers = [_StderrHandler()]
         if verbosity == PROGRESS_ONLY:
-            logger.handlers[0].addFilter(_is_progress)
+            # Warnings and errors pass, too.
+            logger.handlers[0].addFilter(
+                lambda record: (
+                    record.levelno > logging.INFO or getattr(record, "progress", False)
+                )
+            )
         logger.propagate = False
 
 
@@ -211,6 +211,8 @@ def stderr() -> Console:
     from rich.console import Console
 
     class Stderr(Console):
+        """A console that does not end the program."""
+
         def on_broken_pipe(self) -> None:
             """Fall silent, where rich would end the program."""
             self.quiet = True
@@ -227,9 +229,10 @@ def stdout(width: int | None = None) -> Console:
     from rich.console import Console
 
     class Stdout(Console):
+        """A console that lets `main` handle a closed pipe."""
+
         def on_broken_pipe(self) -> None:
-            """Raise the BrokenPipeError, which `main` handles: rich would end with exit code 1,
-            but that `head` has enough is not a failure."""
+            """Raise the BrokenPipeError: rich would exit with 1, but `| head` is no failure."""
             raise
 
     if width is None and not sys.stdout.isatty():
@@ -313,23 +316,17 @@ class Reporter:
         self.stop()
         if log.isEnabledFor(logging.INFO):
             rate = _Rate(total, done, unit, self.suffix)
-            if _send is not None:
-                # Short steps of a study say nothing about their progress.
-                self._display = _Lines(
-                    self._title,
-                    rate,
-                    show_after=self._line_interval,
-                    line_interval=self._line_interval,
-                )
-            elif stderr().is_terminal:
+            if _send is None and stderr().is_terminal:
                 self._display = _Bar(self._title, rate, show_after=self._show_after)
-            else:
-                self._display = _Lines(
-                    self._title,
-                    rate,
-                    show_after=self._show_after,
-                    line_interval=self._line_interval,
-                )
+                return
+            # In a worker of a study, short steps say nothing about their progress.
+            is_worker = _send is not None
+            self._display = _Lines(
+                self._title,
+                rate,
+                show_after=self._line_interval if is_worker else self._show_after,
+                line_interval=self._line_interval,
+            )
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
         """Count `count` more as done, and `size_bytes` as read or written."""
@@ -395,7 +392,7 @@ class _Rate:
 
     @property
     def count(self) -> int:
-        """How many are done in all."""
+        """Number of units that are done in all."""
         return self.done + self.images
 
     def text(self) -> str:
@@ -439,6 +436,7 @@ class _Lines:
             self._log_line()
 
     def _log_line(self) -> None:
+        """Log the current count and rate."""
         rate = self.rate
         total = plural(rate.total, rate.unit)
         line = f"{self.title}: {rate.count}/{total}, {rate.text()}"

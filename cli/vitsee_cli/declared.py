@@ -65,12 +65,13 @@ def option_of(parameter: DeclaredParameter, **overrides: Any) -> Decorator:
         else:
             settings["multiple"] = True
     if option.completes:
-        settings["shell_complete"] = one_of(option.completes)
+        settings["shell_complete"] = complete_from(option.completes)
     if parameter.default is REQUIRED:
         settings["required"] = True
     elif parameter.default not in (None, False, ()):
         settings["default"] = parameter.default
         settings["show_default"] = True
+    # The declaration may put the default into words: "the cores of this process".
     if option.default is not None:
         settings["show_default"] = option.default
     names = [flag(parameter)]
@@ -120,9 +121,8 @@ def _with_usage_errors(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Return a parser that turns the VitseeError of `parse` into a usage error (exit code 2)."""
 
     def parse_or_refuse(value: Any) -> Any:
-        if not isinstance(
-            value, str
-        ):  # click also passes defaults, which are parsed already
+        """Return the parsed value; defaults, which click passes too, are parsed already."""
+        if not isinstance(value, str):
             return value
         try:
             return parse(value)
@@ -179,7 +179,7 @@ class Listed(click.Option):
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def one_of(
+def complete_from(
     words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False
 ) -> Complete:
     """Return click's callback that completes words.
@@ -192,6 +192,7 @@ def one_of(
     def complete(
         _: click.Context, __: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """Return the words that begin with the typed text."""
         all_words = words() if callable(words) else words
         items = [
             CompletionItem(word) for word in all_words if word.startswith(incomplete)

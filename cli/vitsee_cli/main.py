@@ -37,13 +37,18 @@ PATH_ERRNOS = frozenset(
         errno.EROFS,
     }
 )
+# Lines on stderr where the machine has not enough of something.
+OUT_OF_MEMORY = (
+    "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
+)
 LIMITED_MEMORY = (
-    "out of memory, as this process may take only so much (ulimit -v, or a job's limit); give it "
-    "more: ulimit -v unlimited"
+    "out of memory, as this process may take only so much (ulimit -v, or a job's limit); "
+    "give it more: ulimit -v unlimited"
 )
 OUT_OF_THREADS = (
-    "the system starts no more threads or processes; raise the limit (ulimit -u, or that of the "
-    "container or job), or use fewer: --jobs 1, OMP_NUM_THREADS=1, POLARS_MAX_THREADS=1"
+    "the system starts no more threads or processes; raise the limit (ulimit -u, or that "
+    "of the container or job), or use fewer: --jobs 1, OMP_NUM_THREADS=1, "
+    "POLARS_MAX_THREADS=1"
 )
 
 
@@ -160,7 +165,7 @@ class CommandGroup(click.Group):
         traceback.
         """
         try:
-            with signals.Raised(_command_word(ctx)):
+            with signals.RaisingSignals(_command_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
         except click.NoSuchOption as error:
@@ -219,7 +224,8 @@ def _advice_on_unknown_option(error: click.NoSuchOption) -> str:
     for param in params:
         if isinstance(param, click.Argument) and name in (param.name, f"{param.name}s"):
             usage = " ".join(context.command.collect_usage_pieces(context))
-            return f"{name.rstrip('s').upper()} is an argument: {context.command_path} {usage}"
+            command_line = f"{context.command_path} {usage}"
+            return f"{name.rstrip('s').upper()} is an argument: {command_line}"
     return ""
 
 
@@ -259,7 +265,7 @@ def _user_error_line(error: Exception) -> str | None:
             return reason(error)
         return f"{error.filename}: {reason(error)}"
     if isinstance(error, MemoryError):
-        return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
+        return OUT_OF_MEMORY
     if is_limited_memory(error):
         return LIMITED_MEMORY
     if is_out_of_memory(error):

@@ -47,8 +47,8 @@ def add_options(command: Any, decorators: Sequence[Decorator]) -> Any:
     return command
 
 
-def together(*decorators: Decorator) -> Decorator:
-    """Return the decorator that adds all of these options."""
+def together(decorators: Sequence[Decorator]) -> Decorator:
+    """Return the decorator that adds all of these options, in this order."""
     return lambda command: add_options(command, decorators)
 
 
@@ -157,6 +157,7 @@ def defaults_of(*functions: Callable[..., Any]) -> Decorator:
     }
 
     def decorate(command: Any) -> Any:
+        """Return the command, whose options now have their defaults."""
         for option in command.__click_params__:
             if _lacks_default(option) and option.name in defaults:
                 option.default = defaults[option.name]
@@ -189,6 +190,7 @@ def distinct_labels(command: Any, name: str) -> Any:
 
     @functools.wraps(command)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
+        """Refuse equal labels, then call the command."""
         store_of_label: dict[str, StorePath] = {}
         for store in kwargs[name]:
             first = store_of_label.setdefault(store.label, store)
@@ -227,8 +229,8 @@ force_option = click.option(
 _if_changed_option = click.option(
     "--if-changed",
     is_flag=True,
-    help="Replace existing output only if it was made with other stores, options, files or "
-    "versions, and succeed if it was not.  [default: refuse existing output]",
+    help="Replace existing output only if it was made with other stores, options, files "
+    "or versions, and succeed if it was not.  [default: refuse existing output]",
 )
 
 _table_option = click.option(
@@ -236,8 +238,8 @@ _table_option = click.option(
     "--output",
     metavar="TABLE",
     type=parse_output,
-    help="Write the table to TABLE, a .csv, .csv.gz, .tsv, .json or .parquet, and how it was made "
-    "to TABLE.json.  [default: - , CSV on stdout]",
+    help="Write the table to TABLE, a .csv, .csv.gz, .tsv, .json or .parquet, and how it "
+    "was made to TABLE.json.  [default: - , CSV on stdout]",
 )
 
 _png_option = a_file(
@@ -277,6 +279,7 @@ def _gather_outputs(command: Any) -> Any:
         replicates: bool = False,
         **more: Any,
     ) -> Any:
+        """Refuse output options that exclude each other, then call the command with `outputs`."""
         from vitsee_core.pages.report.outputs import Outputs
 
         output = None if output == Path("-") else output
@@ -290,7 +293,13 @@ def _gather_outputs(command: Any) -> Any:
             )
         if if_changed and force:
             raise click.UsageError("--if-changed and --force exclude each other")
-        outputs = Outputs(output, png, force or if_changed, replicates, if_changed)
+        outputs = Outputs(
+            csv=output,
+            png=png,
+            force=force or if_changed,
+            with_replicates=replicates,
+            if_changed=if_changed,
+        )
         return command(*args, outputs=outputs, **more)
 
     return check_and_call
@@ -299,9 +308,9 @@ def _gather_outputs(command: Any) -> Any:
 steps_option = click.option(
     "--x",
     type=click.Choice(["step", "epoch"]),
-    help="Stores of one model over its training: read the step, or epoch, of each from its name "
-    "(vit-step1000.zarr), put it in front of the table, and draw charts along it.  "
-    "[default: the figure of the command]",
+    help="Stores of one model over its training: read the step, or epoch, of each from "
+    "its name (vit-step1000.zarr), put it in front of the table, and draw charts along "
+    "it.  [default: the figure of the command]",
 )
 
 json_option = click.option(
@@ -314,8 +323,9 @@ json_option = click.option(
 replicates_option = click.option(
     "--replicates",
     is_flag=True,
-    help="Also keep each value without one block of images, in r.replicates.csv beside r.csv: for "
-    "intervals of differences (best-layer --paired).  [default: leave them out]",
+    help="Also keep each value without one block of images, in r.replicates.csv beside "
+    "r.csv: for intervals of differences (best-layer --paired).  [default: leave them "
+    "out]",
 )
 
 
@@ -343,24 +353,25 @@ def tokens_option(choices: Iterable[str], show_default: str) -> Decorator:
     return _shared_option("tokens", str, None, option)
 
 
-def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
+def image_option(
+    verb: str, show_default: str, store: str, details: str = ""
+) -> Decorator:
     """Return --image, repeatable, as `image`.
 
     Args:
-        what: what is done with an image, a verb: `Draw`.
+        verb: the verb of the help's first sentence, of which the image is the object: `Draw`.
         show_default: the default in words.
-        store: which store has the images.
-        about: further help text.
+        store: words for the store that has the images.
+        details: further sentences of the help.
     """
-    option = declarations.image_option(what, show_default, store, about)
+    option = declarations.image_option(verb, show_default, store, details)
     return _shared_option("image", Sequence[str], (), option)
 
 
 def _shared_option(
     name: str, annotation: Any, default: Any, option: declarations.Option
 ) -> Decorator:
-    """Return the click option of a declaration that analyses share, for a command with its own
-    file."""
+    """Return click's option of a declaration that analyses share, for a command with a file."""
     parameter = DeclaredParameter(
         name=name,
         annotation=annotation,
@@ -374,7 +385,8 @@ def _shared_option(
 images_option = a_number(
     "--images",
     show_default="all",
-    help="Use N images: the first rows of a shuffled store, a random sample of an ordered one.",
+    help="Use N images: the first rows of a shuffled store, a random sample of an "
+    "ordered one.",
 )
 
 seed_option = click.option(
@@ -412,17 +424,18 @@ jobs_option = a_number(
     "--jobs",
     default=machine.n_cores,
     show_default="the cores of this process",
-    help="Slabs to work on at a time, by threads (--dask local:N: by processes); the result does "
-    "not depend on it.",
+    help="Slabs to work on at a time, by threads (--dask local:N: by processes); the "
+    "result does not depend on it.",
 )
 
 
-def dask_option(what: str) -> Decorator:
-    """Return --dask of a command that spreads `what`, a plural, over workers."""
+def dask_option(items: str) -> Decorator:
+    """Return --dask of a command that spreads `items` (a plural: slabs, videos) over workers."""
     return click.option(
         "--dask",
         metavar="ADDRESS|local:N",
         type=parse_dask,
-        help=f"Spread {what} over the workers of a Dask cluster, as tcp://HOST:8786, or over N "
-        "processes of this machine; the result does not depend on it.  [default: this process]",
+        help=f"Spread {items} over the workers of a Dask cluster, as tcp://HOST:8786, or "
+        "over N processes of this machine; the result does not depend on it.  [default: "
+        "this process]",
     )

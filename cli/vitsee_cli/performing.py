@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -89,7 +88,9 @@ class Performer:
         self.ctx.meta.pop(console.REASON, None)
         self.ctx.meta.pop(console.NOT_OFFERED, None)
         command = commands_of(self.ctx)(step.command) or self.ctx.command
-        in_study_words = partial(in_a_study, command=command, own=self.ctx.command)
+        in_study_words = partial(
+            in_a_study, command=command, study_command=self.ctx.command
+        )
         # On a terminal bars vanish when they are done; in a log only extractions, which take
         # longest, say how far they are.
         shows_progress = step.command == "extract" or console.stderr().is_terminal
@@ -134,8 +135,7 @@ class Performer:
 # ------------------------------------------------------------------------------- other processes
 
 
-@dataclass(frozen=True)
-class _WorkerSettings:
+class _WorkerSettings(NamedTuple):
     """The facts about a study that a worker process needs; sent to it once, pickled."""
 
     command: str  # the study's command, `study` or `demo`
@@ -161,7 +161,7 @@ class _Worker:
         # The tracker starts with the first process, and would reset the mask below.
         resource_tracker.ensure_running()
         # The mask is inherited, so that no signal arrives before the worker handles it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.CAUGHT)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
         try:
             self.process.start()
         finally:
@@ -217,7 +217,7 @@ class Workers:
             return False
         if not self._on_gpu(step):
             return True
-        return not any(self._on_gpu(other) for other in running)
+        return not any(self._on_gpu(running_step) for running_step in running)
 
     def begin(self, step: Step) -> None:
         """Give a step to a free worker, or to a new one.
@@ -233,8 +233,8 @@ class Workers:
                 worker = _Worker(self._settings, self.n)
             except OSError as error:
                 raise VitseeError(
-                    f"cannot start a process for {step.name}: {error.strerror}; {RESUME_LINE}, "
-                    "one step at a time with --jobs 1"
+                    f"cannot start a process for {step.name}: {error.strerror}; "
+                    f"{RESUME_LINE}, one step at a time with --jobs 1"
                 ) from None
             self._workers.append(worker)
         worker.step = step
@@ -333,9 +333,9 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
     environment: variables for the worker's share of the cores, set before any library is loaded
     that reads them.
     """
-    signals.answer_in_a_worker()
+    signals.install_worker_handlers()
     os.environ.update(environment)
-    threading.Thread(target=_end_with_the_study, daemon=True).start()
+    threading.Thread(target=_end_with_study, daemon=True).start()
     send_lock = threading.Lock()
 
     def send(message: str | Outcome) -> None:
@@ -368,7 +368,7 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
         return
 
 
-def _end_with_the_study() -> None:
+def _end_with_study() -> None:
     """Wait, in a thread of a worker, for the end of the study's process; then end the worker.
 
     A step gets some seconds to remove its half-made files.

@@ -150,6 +150,6 @@ def _check_path(study: Study, step: Step, value: TypedValue) -> None:
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(
-        f"{step.name}: {name} {text[:MAX_SHOWN_CHARS]} is not in {study.folder}, where all that a "
-        "study's file makes is written"
+        f"{step.name}: {name} {text[:MAX_SHOWN_CHARS]} is not in {study.folder}, where "
+        "all that a study's file makes is written"
     )

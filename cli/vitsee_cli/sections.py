@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,10 +171,13 @@ def commands_by_question(names: Iterable[str]) -> dict[str, dict[str, click.Comm
     return {question: answers for question, answers in commands.items() if answers}
 
 
-def section(title: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def section(
+    title: str, decorators: Sequence[Callable[[Any], Any]]
+) -> Callable[[Any], Any]:
     """Return the decorator that adds options, which the help lists below `title` in this order."""
 
     def decorate(command: Any) -> Any:
+        """Return the command with the options, each of which knows its section."""
         n_params_before = len(getattr(command, "__click_params__", ()))
         for add_option in reversed(decorators):
             command = add_option(command)

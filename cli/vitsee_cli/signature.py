@@ -123,7 +123,10 @@ def analysis_options(analysis: Analysis) -> Callable[[Any], Any]:
     decorators.append(options.allow_partial_option)
 
     def decorate(body: Callable[..., None]) -> Any:
+        """Return the function with the options of the analysis, for `click.command`."""
+
         def check_and_call(**values: Any) -> None:
+            """Check click's values against each other, then call `body` with arguments."""
             _refuse_conflicting_options(all_options, values)
             body(**_arguments_of_run(analysis, run_options, values))
 
@@ -185,14 +188,15 @@ def _refuse_conflicting_options(
         if not option.only_with:
             continue
         # With `only_with=("tokens", "each")` the option acts only beside `--tokens each`.
-        other, *accepted_values = option.only_with
-        value = values[other]
+        required_name, *accepted_values = option.only_with
+        value = values[required_name]
         if accepted_values:
             chosen = set(value) if isinstance(value, (tuple, list)) else {value}
             has_effect = not chosen.isdisjoint(accepted_values)
         else:
             has_effect = bool(value)
-        needs = f"{flag(parameters[other])} {' or '.join(accepted_values)}".rstrip()
+        required_flag = flag(parameters[required_name])
+        needs = f"{required_flag} {' or '.join(accepted_values)}".rstrip()
         options.only_with(needs, has_effect, name)
     if values.get("no_cache") and values["cache"] is not None:
         raise click.UsageError("--cache and --no-cache exclude each other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from vitsee_core.models.provenance import NamedModel
     from vitsee_core.study.catalogue import SurveyedModel
     from vitsee_core.study.recipe_file import RecipeFile
+    from vitsee_core.study.running import Record
     from vitsee_core.study.steps import Plan, Step, Study
 
 jobs_option = a_number(
     "-j",
     "--jobs",
-    help="Analyses to run at a time, each in a process with its share of the cores; results do not "
-    "depend on it. 1: one after the other, in this process.  "
-    "[default: the cores of this process; 3 at most, 8 where --memory leaves room for them]",
+    help="Analyses to run at a time, each in a process with its share of the cores; "
+    "results do not depend on it. 1: one after the other, in this process.  "
+    "[default: the cores of this process; 3 at most, 8 where --memory leaves room for "
+    "them]",
 )
 dry_run_option = click.option(
     "--dry-run",
@@ -68,18 +70,19 @@ def run_study(
     # Surveying a model imports torch: what the record has of it is enough while all of its
     # extractions are finished.
     recorded_models = record.surveyed(study.models)
-    models = _survey(study.models) if recorded_models is None else recorded_models
+    models = survey_models(study.models) if recorded_models is None else recorded_models
     study, labelled = _with_image_counts(study)
 
     def plan_for(models: Sequence[SurveyedModel]) -> _Plans:
         """Return the plan for these models, without and with the added steps."""
         base = planning.plan(study, models, labelled=labelled)
-        return _Plans(base, base if extend is None else extend(study, base))
+        extended = base if extend is None else extend(study, base)
+        return _Plans(base, extended)
 
     plans = plan_for(models)
     if recorded_models and not record.finished(plans.extended.extractions):
         # A model is going to be run, and may have changed since it was recorded.
-        models = _survey(study.models)
+        models = survey_models(study.models)
         plans = plan_for(models)
     base_plan = plans.base
     plan = plans.extended
@@ -89,8 +92,10 @@ def run_study(
 
     def plan_without(failed: Sequence[Step]) -> Plan:
         """Return the plan for the models that were extracted."""
-        failed_paths = _output_paths(failed)
-        extracted = [m for m in models if study.store(m.label) not in failed_paths]
+        failed_paths = {path for step in failed for path in step.outputs}
+        extracted = [
+            model for model in models if study.store(model.label) not in failed_paths
+        ]
         if not extracted:
             raise VitseeError(f"no model was extracted; see {running.record_path(study)}")
         if len(extracted) == len(models):
@@ -147,13 +152,12 @@ def run_recipe(
     # Store -> its extraction, and the model in the words of that: `extract MODEL --data ...`.
     steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
     model_names = {store: step.words[1] for store, step in steps.items()}
-    models_by_name = {
-        name: name for name in model_names.values()
-    }  # as `_survey` takes them
+    # `survey_models` takes labels: here a model is surveyed once, under its name.
+    models_by_name = {name: name for name in model_names.values()}
     record = running.Record.read(study.folder)
     surveyed = record.surveyed(models_by_name)
     if surveyed is None or not record.finished(plan.extractions):
-        surveyed = _survey(models_by_name)
+        surveyed = survey_models(models_by_name)
     survey_of_name = {model.name: model for model in surveyed}
     models = {store: survey_of_name[name] for store, name in model_names.items()}
     n_images = {store: recipe_plan.n_images(step) for store, step in steps.items()}
@@ -171,125 +175,6 @@ def run_recipe(
         dry_run=dry_run,
         at_once=at_once,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointStudy:
-    """A study of the checkpoints of one model, as the command line has it.
-
-    Attributes:
-        models: label -> model; one is expected.
-        pattern: glob of the checkpoints' files.
-        data: the images.
-        train: images that probes learn from; None for none.
-        output: the folder of the study.
-        images: how many of `data`.
-        train_images: how many of `train`; None for as many.
-        analyses: names of the analyses; () for all that apply.
-        keep: "tables" to remove each store once its results are there, or "stores".
-        seed: of everything random.
-        device: where the model runs.
-    """
-
-    models: Mapping[str, str]
-    pattern: str
-    data: str
-    train: str | None
-    output: Path
-    images: int
-    train_images: int | None
-    analyses: Sequence[str]
-    keep: str
-    seed: int
-    device: str
-
-
-def run_checkpoints(ctx: click.Context, study: CheckpointStudy, *, dry_run: bool) -> None:
-    """Measure the checkpoints of one model, each a step of every table; print the report's path.
-
-    Raises:
-        VitseeError: there are no checkpoints, or some could not be read (all others were done).
-        click.UsageError: several models are given.
-    """
-    from vitsee_core.images import open_source
-    from vitsee_core.study import cost
-    from vitsee_core.tables.steps import RECORD
-    from vitsee_core.training import checkpoints
-    from vitsee_core.training.series import (
-        FIRST,
-        LAST,
-        MEASURED,
-        PREVIOUS,
-        Series,
-        measurements,
-    )
-
-    ctx.meta[console.RESUMES] = "repeat the command to go on"
-    if len(study.models) > 1:
-        raise click.UsageError(
-            "--checkpoints are of one model: give one, and others their own -o"
-        )
-    ((label, name),) = study.models.items()
-    options = model_options_of(name)
-    checkpoints.check_name(options)
-    unit, files, unreadable = checkpoints.find_checkpoints(study.pattern)
-    (model,) = _survey(study.models)
-    has_train = study.train is not None
-    labels = open_source(study.data).labels
-    is_labelled = bool((labels >= 0).any())
-    n_images = min(study.images, len(labels))
-    n_train = None
-    if study.train is not None:
-        train_labels = open_source(study.train).labels
-        is_labelled = is_labelled and bool((train_labels >= 0).any())
-        wanted = study.images if study.train_images is None else study.train_images
-        n_train = min(wanted, len(train_labels))
-    applicable, left_out = checkpoints.applicable(
-        model, with_train=has_train and is_labelled
-    )
-    measured = measurements(
-        study.analyses or applicable, (FIRST, LAST, PREVIOUS), with_train=has_train
-    )
-    # Analyses that the user named are done, or fail: none of them is left out.
-    reasons = {**unreadable} if study.analyses else {**left_out, **unreadable}
-    for subject, reason in reasons.items():
-        console.say(f"left out: {subject}: {reason}")
-    speed = cost.measured_speed(study.device)
-    console.say(checkpoints.cost_line(model, len(files), n_images, study.keep, speed))
-    if dry_run:
-        console.out("\n".join(f"{unit} {file.step}: {file.path}" for file in files))
-        return
-    series = Series(
-        study.output,
-        study.data,
-        measured,
-        name=label,
-        unit=unit,
-        train=study.train,
-        train_images=n_train,
-        keep=study.keep,
-        resume=True,
-        options={"images": n_images, "seed": study.seed, "device": study.device},
-    )
-    failed = checkpoints.run(series, options, files, console.say)
-    page = study.output / "report.html"
-    if series.steps_of(MEASURED):
-        report = commands_of(ctx)("report")
-        assert report is not None
-        ctx.invoke(
-            report,
-            folder=study.output,
-            output=page,
-            title=f"{label} over training",
-            force=True,
-        )
-        console.out(str(page))
-    not_measured = [file.path.name for file in failed] + [*unreadable]
-    if not_measured:
-        raise VitseeError(
-            f"{len(not_measured)} of {len(files) + len(unreadable)} checkpoints were not "
-            f"measured: {', '.join(not_measured)}; see {study.output / RECORD}"
-        )
 
 
 class _Plans(NamedTuple):
@@ -325,7 +210,6 @@ def _execute(
     Raises:
         VitseeError: foreign files would be replaced, or some steps failed.
     """
-    from vitsee_core.models.provenance import naming
     from vitsee_core.study import running
 
     command_words = console.command_line()
@@ -341,23 +225,67 @@ def _execute(
         console.say(f"left out: {reason}")
     if dry_run:
         folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
-        lines = [step.line for step in (*plan.steps, last_step)]
-        console.out("\n".join([folders, *lines]))
+        steps = [*plan.steps, last_step]
+        console.out("\n".join([folders, *(step.line for step in steps)]))
         return
     ctx.meta[console.RESUMES] = RESUME_LINE
     record = running.begin(study, command_words, plan, models)
+    failed = _carry_out(
+        ctx,
+        study,
+        plan,
+        record=record,
+        last_step=last_step,
+        plan_without=plan_without,
+        at_once=at_once,
+    )
+    if record.steps[last_step.name].status == running.DONE:
+        console.out(str(study.folder / "report.html"))
+    if failed:
+        lines = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
+        total = len(plan.steps) + 1
+        raise VitseeError(f"{len(lines)} of {total} steps failed: {'; '.join(lines)}")
+
+
+def _carry_out(
+    ctx: click.Context,
+    study: Study,
+    plan: Plan,
+    *,
+    record: Record,
+    last_step: Step,
+    plan_without: Callable[[Sequence[Step]], Plan],
+    at_once: int | None,
+) -> list[Step]:
+    """Do the steps of a plan: extractions, analyses, the report; exit if the user interrupts them.
+
+    Args:
+        ctx: context of the command.
+        study: the request.
+        plan: all of its steps but the last.
+        record: says of each step how it ended; is written after every step.
+        last_step: the step that writes the report.
+        plan_without: returns the plan that is left when these extractions have failed.
+        at_once: how many analyses are run at a time; None for the default of `n_workers`.
+
+    Returns:
+        The steps that failed.
+    """
+    from vitsee_core.models.provenance import naming
+    from vitsee_core.study import running
+
     perform = Performer(ctx)
     total = len(plan.steps) + 1
     named_models = _models_by_store(plan.steps)
     workers = None
     try:
         with naming(named_models):
+            # One after the other: an extraction takes the whole machine.
             failed = running.carry_out(
                 plan.extractions, record, perform, console.say, total=total
             )
             # What compares several models is planned anew for those that were extracted.
-            remaining_plan = plan_without(failed)
-            analyses = remaining_plan.analyses
+            analyses = plan_without(failed).analyses
             record.outdate(last_step)
             running.check_outputs(study, analyses, record)
             n = min(n_workers(at_once, _largest_memory(study)), len(analyses))
@@ -379,11 +307,7 @@ def _execute(
     finally:
         if workers is not None:
             workers.close()
-    if record.steps[last_step.name].status == running.DONE:
-        console.out(str(study.folder / "report.html"))
-    if failed:
-        lines = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
-        raise VitseeError(f"{len(lines)} of {total} steps failed: {'; '.join(lines)}")
+    return failed
 
 
 def _largest_memory(study: Study) -> int | None:
@@ -406,10 +330,6 @@ def report_step(study: Study) -> Step:
     return Step("report", words, (), (page,))
 
 
-def _output_paths(steps: Sequence[Step]) -> set[object]:
-    return {path for step in steps for path in step.outputs}
-
-
 def check_train(study: Study) -> None:
     """Refuse to train on the images of the study themselves.
 
@@ -425,12 +345,13 @@ def check_train(study: Study) -> None:
         are_same = are_same or data.samefile(train)
     if are_same:
         raise VitseeError(
-            f"--train {study.train} has the images of --data: what learns from them cannot be "
-            "tested on them; leave --train out, or name other images of the same classes"
+            f"--train {study.train} has the images of --data: what learns from them "
+            "cannot be tested on them; leave --train out, or name other images of the "
+            "same classes"
         )
 
 
-def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
+def survey_models(models: Mapping[str, str]) -> list[SurveyedModel]:
     """Return what each model offers to analyses, looked up before any work starts.
 
     models: label -> name.
@@ -459,12 +380,12 @@ def model_options_of(name: str) -> ModelOptions:
 
 def _model_of_extract(words: Sequence[str]) -> ModelOptions:
     """Return the model of a command line of extract, without the command's name."""
-    from vitsee_cli.model_options import model_of
+    from vitsee_cli.model_options import make_model_options
 
     ctx = click.get_current_context()
     extract = commands_of(ctx)("extract")
     assert extract is not None
-    return model_of(extract.make_context("extract", [*words], ctx).params)
+    return make_model_options(extract.make_context("extract", [*words], ctx).params)
 
 
 def _models_by_store(steps: Sequence[Step]) -> dict[Path, NamedModel]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 MODELS = "models"
 SET = "set"
-OPTIONS_WITHOUT_KEY = ("file", "help", "of_models")  # that a file cannot set
+# Options that a file cannot set.
+OPTIONS_WITHOUT_KEY = ("file", "help", "recipe_models")
 # Parameters that a study decides for each of its steps.
 DECIDED = frozenset(
     (
@@ -54,8 +55,9 @@ def file_option(command: Any) -> Any:
         is_eager=True,
         expose_value=False,
         callback=_read_file,
-        help="Take options from this file: their names are keys, [models] has NAME = MODEL, "
-        "[set.ANALYSIS] has OPTION = VALUE. The command line wins.  [default: none]",
+        help="Take options from this file: their names are keys, [models] has NAME = "
+        "MODEL, [set.ANALYSIS] has OPTION = VALUE. The command line wins.  [default: "
+        "none]",
     )(command)
 
 
@@ -110,6 +112,7 @@ def _texts_of_set(value: Any, path: Path) -> list[str]:
 
 
 def _as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
@@ -157,14 +160,14 @@ def settings(
     from vitsee_core.study.steps import Setting
 
     command_of = commands_of(ctx)
-    known = [*analyses, "extract"]
+    command_names = [*analyses, "extract"]
     values: dict[tuple[str, str], list[str]] = {}
     for text in texts:
         match = re.fullmatch(r"([a-z0-9-]+)\.([a-z0-9-]+)=(.+)", text, re.DOTALL)
-        if match is None or match[1] not in known:
+        if match is None or match[1] not in command_names:
             raise click.UsageError(
                 f"--set {text!r}; expected ANALYSIS.OPTION=VALUE, ANALYSIS one of "
-                f"{', '.join(known)}"
+                f"{', '.join(command_names)}"
             )
         values.setdefault((match[1], match[2]), []).append(match[3])
     settings_of: dict[str, list[Setting]] = {}
@@ -195,7 +198,7 @@ def settings(
         settings_of.setdefault(name, []).append(setting)
     if memory is None:
         return settings_of
-    for name in known:
+    for name in command_names:
         try:
             command = command_of(name)
         except GuestError:  # its own step reports it
@@ -232,7 +235,7 @@ def _make_setting(
     return Setting(spellings, tuple(words))
 
 
-def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
+def in_a_study(text: str, command: click.Command, study_command: click.Command) -> str:
     """Return a message of a step's command with the options as they are written in a study.
 
     Options of the study itself stay. Options of a model's name are written after `?`, others by
@@ -241,11 +244,11 @@ def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
     Args:
         text: the message.
         command: the step's command.
-        own: the study's command.
+        study_command: the study's command.
     """
     from vitsee_cli.model_options import NAMED_OPTIONS
 
-    study_options = {word for param in own.params for word in param.opts}
+    study_options = {word for param in study_command.params for word in param.opts}
     step_options = {word: param for param in command.params for word in param.opts}
 
     def rewrite(match: re.Match[str]) -> str:

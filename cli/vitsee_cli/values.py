@@ -31,34 +31,48 @@ _SI_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class StorePath(NamedTuple):
-    """A store on the command line: its label in tables and figures, and where it is."""
+    """A store of the command line."""
 
-    label: str
-    place: Place
+    label: str  # its name in tables and figures
+    place: Place  # its folder or URL
 
 
 class PathType(ParamType):
-    """A path, `~` expanded; the shell completes it. Neither empty (an unset variable of a script)
-    nor, where no stream is meant, `-`."""
+    """A path with `~` expanded, which the shell completes.
+
+    Refused are an empty text, which comes from an unset variable of a script, and `-`, unless it
+    stands for a stream.
+    """
 
     name = "path"
 
     def __init__(self, completes: str = "file", *, stream: bool = False):
-        """`completes`: what the shell offers, `file` (and folders) or `dir`. `stream`: `-` stands
-        for a standard stream and comes back as Path("-")."""
+        """Make the type.
+
+        Args:
+            completes: what the shell offers: "file" (and folders) or "dir".
+            stream: whether `-` stands for a standard stream, and is converted to Path("-").
+        """
         self.completes = completes
         self.stream = stream
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the Path of a text; a Path, which is a default, stays."""
         if isinstance(value, Path):
             return value
-        return self.path(value, param, ctx)
+        return self.parse_path(value, param, ctx)
 
-    def path(
+    def parse_path(
         self, text: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path:
+        """Return the Path of a text, whether or not it exists.
+
+        Raises:
+            click.BadParameter: it is empty, a URL, or a stream that is not expected.
+            VitseeError: it is a pipe or a device.
+        """
         if not text.strip():
             self.fail("an empty text is not a path; is a variable unset?", param, ctx)
         if text == "-" and not self.stream:
@@ -79,17 +93,19 @@ class PathType(ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """Return the item that makes the shell complete paths itself."""
         return [CompletionItem(incomplete, type=self.completes)]
 
 
 class TableType(PathType):
-    """The path of a table, which may come from a pipe, see `is_stream`."""
+    """The path of a table, which may come from a pipe or from stdin (`-`)."""
 
     name = "table"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the Path of a text, of a stream too."""
         from vitsee_core.tables.files import is_stream
 
         if isinstance(value, str) and is_stream(Path(value)):
@@ -103,20 +119,23 @@ class PlaceType(PathType):
     name = "store"
 
     def __init__(self) -> None:
+        """Make the type, of which the shell completes folders."""
         super().__init__("dir")
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the Path or Url of a text."""
         if isinstance(value, Place):
             return value
-        return self.place(value, param, ctx)
+        return self.parse_location(value, param, ctx)
 
-    def place(
+    def parse_location(
         self, text: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> Place:
+        """Return the Path or Url of a text, whether or not a store is there."""
         if not is_url(text):
-            return self.path(text, param, ctx)
+            return self.parse_path(text, param, ctx)
         try:
             return url.parse_place(text)
         except StoreError as error:
@@ -124,87 +143,95 @@ class PlaceType(PathType):
 
 
 class StoreType(PlaceType):
-    """`NAME=path.zarr`, `GROUP/NAME=path.zarr` or `path.zarr`, whose label is then the file's stem,
-    as a StorePath.
+    """`NAME=path.zarr`, `GROUP/NAME=path.zarr` or `path.zarr`, converted to a StorePath.
 
-    A path that exists is taken as a path, even with `=` in it.
+    Without a name the label is the folder's name without its suffix. A path that exists is taken
+    as a path, even with `=` in it.
     """
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the StorePath of a text."""
         if isinstance(value, StorePath):
             return value
-        label, rest = _named(value)
-        place = self.place(rest, param, ctx)
-        # `.` and `..` have no stem of their own.
-        own = (
-            place.resolve()
-            if isinstance(place, Path) and not place.stem.strip(".")
-            else place
-        )
-        return StorePath(label or own.stem, place)
+        label, text = _split_label(value)
+        location = self.parse_location(text, param, ctx)
+        if label:
+            return StorePath(label, location)
+        named_location = location
+        if isinstance(location, Path) and not location.stem.strip("."):
+            named_location = location.resolve()  # `.` and `..` have no names
+        return StorePath(named_location.stem, location)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Folders; behind `NAME=`, where shells complete no paths themselves, by name."""
-        label, rest = _named(incomplete)
+        """Return matching folders: behind `NAME=` shells do not complete paths themselves."""
+        label, path = _split_label(incomplete)
         if not label:
             return super().shell_complete(ctx, param, incomplete)
-        return [CompletionItem(f"{label}={path}") for path in _folders(rest)]
+        return [CompletionItem(f"{label}={folder}") for folder in _matching_folders(path)]
 
 
 class NamedFile(NamedTuple):
-    """A file on the command line: what it is called, "" where that is not said, and where it is."""
+    """A file of the command line, and the name that was typed before it."""
 
-    label: str
+    label: str  # "" without a name
     path: Path
 
 
 class NamedFileType(PathType):
-    """`NAME=path` or `path`, as a NamedFile."""
+    """`NAME=path` or `path`, converted to a NamedFile."""
 
     name = "file"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the NamedFile of a text."""
         if isinstance(value, NamedFile):
             return value
-        label, rest = _named(value)
-        return NamedFile(label, self.path(rest, param, ctx))
+        label, path = _split_label(value)
+        return NamedFile(label, self.parse_path(path, param, ctx))
 
 
-def _named(text: str) -> tuple[str, str]:
-    """The label ("" without one) and the path of `NAME=path` or `GROUP/NAME=path`, which is a path
-    as a whole unless there is something behind the sign."""
-    label, sign, rest = text.partition("=")
+def _split_label(text: str) -> tuple[str, str]:
+    """Return label and path of `NAME=path` or `GROUP/NAME=path`, the label "" for a path alone."""
+    label, sign, path = text.partition("=")
+    # A path may have the sign itself: `runs/lr=0.1.zarr`.
     if not sign or not label or Path(text).exists():
         return "", text
-    grouped = bool(split_label(label)[0]) and (
-        is_url(rest) or Path(rest).expanduser().exists()
-    )
-    if "/" not in label or grouped:
-        return (label, rest)
-    return ("", text)
+    if "/" not in label:
+        return label, path
+    has_group = bool(split_label(label)[0])
+    if has_group and (is_url(path) or Path(path).expanduser().exists()):
+        return label, path
+    return "", text
 
 
-def _folders(text: str) -> list[str]:
-    """The folders whose path begins with `text`; if the only one is not a store, the folders in it,
-    as the shell would add a space behind it."""
+def _matching_folders(text: str) -> list[str]:
+    """Return the folders whose path begins with `text`.
+
+    If the only one is not a store, the folders in it are returned: behind a single match the shell
+    adds a space, and the user could not go on.
+    """
     start = text.rpartition("/")[2]
     prefix = text[: len(text) - len(start)]
-    place = Path(prefix or ".").expanduser()
+    parent = Path(prefix or ".").expanduser()
     try:
         names = sorted(
-            p.name for p in place.iterdir() if p.is_dir() and p.name.startswith(start)
+            path.name
+            for path in parent.iterdir()
+            if path.is_dir() and path.name.startswith(start)
         )
     except OSError:
         return []
-    names = [name for name in names if start.startswith(".") or not name.startswith(".")]
-    if len(names) == 1 and not (place / names[0] / "zarr.json").exists():
-        return _folders(f"{prefix}{names[0]}/") or [f"{prefix}{names[0]}/"]
+    if not start.startswith("."):
+        names = [name for name in names if not name.startswith(".")]
+    if len(names) == 1 and not (parent / names[0] / "zarr.json").exists():
+        folder = f"{prefix}{names[0]}/"
+        return _matching_folders(folder) or [folder]
     return [prefix + name for name in names]
 
 
@@ -232,26 +259,28 @@ class FiniteRange(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the number, checked to be finite and within the range."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
-SEED = WholeNumber(0, 2**63 - 1)  # what every generator takes
+# The seeds that torch's and NumPy's generators both take.
+SEED = WholeNumber(0, 2**63 - 1)
 POSITIVE = FiniteRange(min=0, min_open=True)
 SHARE = FiniteRange(0, 1, min_open=True, max_open=True)
 
 
 def parse_words(text: str) -> str:
-    """Any text but an empty one (an unset variable of a script)."""
+    """Return the text; an empty one, from an unset variable of a script, is refused."""
     if not text.strip():
         raise click.BadParameter("an empty text; is a variable unset?")
     return text
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes: `4G` and `4GiB` are 4 * 1024**3, `4GB` is 4 * 1000**3, `4096` is bytes."""
+    """Return bytes: `4G` and `4GiB` are 4 * 1024**3, `4GB` is 4 * 1000**3, `4096` is bytes."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
@@ -266,12 +295,11 @@ def parse_size(text: str | int) -> int:
     size = float(number) * scale
     if not 1 <= size < 2**63:
         raise click.BadParameter(f"{text!r} is not a size; expected one byte to 8 EiB")
-    size_bytes = int(size)
-    return size_bytes
+    return int(size)
 
 
 def parse_device(text: str) -> str:
-    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`; whether it exists is checked later."""
+    """Return `auto`, `cpu`, `cuda`, `cuda:1` or `mps`; whether it exists is checked later."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
         raise click.BadParameter(
             f"{text!r} is not a device; expected auto, cpu, cuda, cuda:INDEX or mps"
@@ -280,7 +308,7 @@ def parse_device(text: str) -> str:
 
 
 def parse_dask(text: str) -> str:
-    """`local:N`, or a scheduler's address; whether anyone answers there is seen later."""
+    """Return `local:N`, or a scheduler's address; whether it answers is seen later."""
     from vitsee_core.runtime.dask_map import parse_address
     from vitsee_core.runtime.dask_worker import DaskError
 
@@ -292,11 +320,11 @@ def parse_dask(text: str) -> str:
 
 
 def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
-    """Comma-separated finite numbers: one for all channels, or one each of red, green, blue."""
+    """Return comma-separated finite numbers: one for all channels, or red, green and blue."""
     if isinstance(text, tuple):
         return text
     try:
-        numbers = tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
         raise click.BadParameter(
             f"{text!r}; expected numbers, e.g. 0.5,0.5,0.5"
@@ -307,7 +335,7 @@ def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
-    """Numbers as `parse_floats` reads them, each above 0: pixels are divided by them."""
+    """Return one or three numbers above 0, by which pixels are divided."""
     numbers = parse_floats(text)
     if min(numbers) <= 0:
         raise click.BadParameter(f"{text!r}; expected numbers above 0, e.g. 0.5,0.5,0.5")
@@ -315,7 +343,7 @@ def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def parse_fraction(text: str | float) -> float:
-    """A number above 0 and at most 1."""
+    """Return a number above 0 and at most 1."""
     try:
         number = float(text)
     except ValueError:
@@ -327,7 +355,7 @@ def parse_fraction(text: str | float) -> float:
 
 
 def parse_image_size(text: str | tuple[int, int]) -> tuple[int, int]:
-    """`224` or `HEIGHTxWIDTH`, as (height, width)."""
+    """Return (height, width) of `224` or `HEIGHTxWIDTH`."""
     if isinstance(text, tuple):
         return text
     match = re.fullmatch(r"([1-9]\d*)(?:[x,]([1-9]\d*))?", text)
@@ -339,15 +367,19 @@ def parse_image_size(text: str | tuple[int, int]) -> tuple[int, int]:
 
 
 def parse_model_arg(text: str | tuple[str, Any]) -> tuple[str, Any]:
-    """`KEY=VALUE`, the value as JSON or a Python literal where it is one, else as text."""
+    """Return (key, value) of `KEY=VALUE`.
+
+    The value is read as JSON or as a Python literal if it is one; else it is the text.
+    """
     if isinstance(text, tuple):
         return text
     key, sign, value = text.partition("=")
-    if not sign or not all(part.isidentifier() for part in key.split(".")):
+    if not sign or not all(name.isidentifier() for name in key.split(".")):
         raise click.BadParameter(f"{text!r}; expected KEY=VALUE, e.g. depth=6")
-    for read in (json.loads, ast.literal_eval):
+    # JSON first: `true` and `null` are not Python.
+    for parse in (json.loads, ast.literal_eval):
         try:
-            return key, read(value)
+            return key, parse(value)
         except (ValueError, SyntaxError):
             continue
     return key, value

@@ -43,8 +43,9 @@ def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @click.option(
     "--kind",
     type=click.Choice(attn_map.KINDS),
-    help="What to map: means over images (aligned: by offset from the query), or one number per "
-    "head (prefix-mass, entropy), or attention sinks (several).  [default: none, with --image]",
+    help="What to map: means over images (aligned: by offset from the query), or one "
+    "number per head (prefix-mass, entropy), or attention sinks (several).  [default: "
+    "none, with --image]",
 )
 @options.image_option("Map", "none", "the store", ", in place of a mean")
 @click.option(
@@ -53,8 +54,8 @@ def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
     multiple=True,
     type=parse_query,
     show_default="none",
-    help="With --image: map what this patch of the token grid (of clips FRAME,ROW,COL) attends to, "
-    "too. Repeatable.",
+    help="With --image: map what this patch of the token grid (of clips FRAME,ROW,COL) "
+    "attends to, too. Repeatable.",
 )
 @options.blocks_option("every block with attention; the last one with --image")
 @click.option(
@@ -69,18 +70,20 @@ def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "--coverage/--no-coverage",
     default=None,
     show_default="in the picture, not in the table",
-    help="With --kind aligned: divide each offset by the share of queries that have a key there, "
-    "so that attention spread evenly is flat, or draw the mass as Walmer et al. do.",
+    help="With --kind aligned: divide each offset by the share of queries that have a "
+    "key there, so that attention spread evenly is flat, or draw the mass as Walmer et "
+    "al. do.",
 )
 @click.option(
     "--rollout-residual/--no-rollout-residual",
-    help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of --attention "
-    "full, else recomputed).",
+    help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of "
+    "--attention full, else recomputed).",
 )
 @click.option(
     "--scale",
     type=click.Choice(SCALES),
-    help="Colours of the figure: one scale for all heads, or each head over its own range.",
+    help="Colours of the figure: one scale for all heads, or each head over its own "
+    "range.",
 )
 @options.images_option
 @options.seed_option

@@ -51,8 +51,8 @@ def metrics_of_results(
 @a_file(
     "--table",
     "printed",
-    help="Also write the table as it is printed in papers, a row per model and a column per task, "
-    "to FILE, a .md, .tex, .png, .svg or .pdf.  [default: do not]",
+    help="Also write the table as it is printed in papers, a row per model and a column "
+    "per task, to FILE, a .md, .tex, .png, .svg or .pdf.  [default: do not]",
 )
 @click.option(
     "--metric",
@@ -66,16 +66,16 @@ def metrics_of_results(
 @click.option(
     "--best-token",
     is_flag=True,
-    help="Also score each layer by its best single token, where RESULTS have every token (probe "
-    "--tokens each).  [default: by the mean over its tokens]",
+    help="Also score each layer by its best single token, where RESULTS have every token "
+    "(probe --tokens each).  [default: by the mean over its tokens]",
 )
 @click.option(
     "--paired",
     type=click.Choice(best_layer.AMONG),
-    help="Differences in place of the best layers, with intervals over the images that both share: "
-    "layers: each model's best layer less each of its others; models: less the other models' best. "
-    "RESULTS are of knn, probe, retrieve, cluster --masks or saliency with "
-    "--replicates.  [default: none]",
+    help="Differences in place of the best layers, with intervals over the images that "
+    "both share: layers: each model's best layer less each of its others; models: less "
+    "the other models' best. RESULTS are of knn, probe, retrieve, cluster --masks or "
+    "saliency with --replicates.  [default: none]",
 )
 def command(
     results: tuple[NamedFile, ...],
@@ -117,17 +117,10 @@ def command(
     same images is not corrected for. The figure shows each difference and its interval, filled
     where that excludes 0.
     """
-    if paired is not None and printed is not None:
-        raise click.UsageError(
-            "--table prints the best layers; --paired has no such table"
-        )
+    _refuse_conflicts(printed=printed, best_token=best_token, paired=paired)
     inputs: list[Path] = []
     for result in results:
         inputs += Outputs(result.path, with_replicates=True).paths()
-    if paired is not None and best_token:
-        raise click.UsageError(
-            "--best-token adds a task to the best layers; leave --paired out"
-        )
     check_outputs(outputs, inputs=inputs)
     if printed is not None:
         ending_of(printed, ENDINGS, "--table")
@@ -148,11 +141,8 @@ def command(
         for file, result in zip(files, results, strict=True)
     ]
     has_printed_table = printed is None or printed.is_file()
-    if (
-        outputs.if_changed
-        and has_printed_table
-        and is_up_to_date(outputs, sidecar, inputs)
-    ):
+    may_skip = outputs.if_changed and has_printed_table
+    if may_skip and is_up_to_date(outputs, sidecar, inputs):
         touch(outputs)
         console.say(f"{outputs.csv} is up to date")
         return
@@ -171,3 +161,23 @@ def command(
         stdout=sys.stdout,
         more=further_files,
     )
+
+
+def _refuse_conflicts(
+    *, printed: Path | None, best_token: bool, paired: str | None
+) -> None:
+    """Refuse options that are about the best layers beside --paired, which has none.
+
+    Raises:
+        click.UsageError: names the options.
+    """
+    if paired is None:
+        return
+    if printed is not None:
+        raise click.UsageError(
+            "--table prints the best layers; --paired has no such table"
+        )
+    if best_token:
+        raise click.UsageError(
+            "--best-token adds a task to the best layers; leave --paired out"
+        )

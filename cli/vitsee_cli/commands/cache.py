@@ -14,8 +14,8 @@ from vitsee_stores.url import Place
 
 QUESTION = STORES
 
-_places = click.argument(
-    "places", metavar="[STORE|FOLDER]...", nargs=-1, type=parse_place
+_locations = click.argument(
+    "locations", metavar="[STORE|FOLDER]...", nargs=-1, type=parse_place
 )
 
 
@@ -35,8 +35,8 @@ def command() -> None:
 
 
 @command.command("ls")
-@_places
-def ls(places: tuple[Place, ...]) -> None:
+@_locations
+def ls(locations: tuple[Place, ...]) -> None:
     """List the caches of STOREs or below FOLDERs, as CSV.
 
     Without an argument: below the working folder, and in the user's cache folder.
@@ -48,15 +48,15 @@ def ls(places: tuple[Place, ...]) -> None:
     from vitsee_core.tables.results import Table
 
     columns = ("folder", "store_id", "n_matrices", "size_bytes")
-    rows: list[dict[str, Any]] = [vars(cache) for cache in caches_of(places)]
+    rows: list[dict[str, Any]] = [vars(cache) for cache in caches_of(locations)]
     Table.from_rows(rows, columns).to_csv(sys.stdout)
 
 
 @command.command("rm")
 @click.argument(
-    "places", metavar="STORE|FOLDER...", nargs=-1, type=parse_place, required=True
+    "locations", metavar="STORE|FOLDER...", nargs=-1, type=parse_place, required=True
 )
-def rm(places: tuple[Place, ...]) -> None:
+def rm(locations: tuple[Place, ...]) -> None:
     """Remove the caches of STOREs or below FOLDERs.
 
     Only files of Gram matrices and indexes of tar files are removed, and folders that are empty
@@ -65,7 +65,7 @@ def rm(places: tuple[Place, ...]) -> None:
     from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.similarity.cache import caches_of
 
-    caches = caches_of(places)
+    caches = caches_of(locations)
     for cache in caches:
         cache.remove()
     n_matrices = sum(cache.n_matrices for cache in caches)

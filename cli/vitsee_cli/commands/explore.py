@@ -43,8 +43,8 @@ IMAGES = 12
     type=click.Choice(PICKS),
     default=PICKS[0],
     show_default=True,
-    help="diverse: the most central ones of N groups of alike images (k-means of their vectors at "
-    "the last site); random; outliers: those least like any other.",
+    help="diverse: the most central ones of N groups of alike images (k-means of their "
+    "vectors at the last site); random; outliers: those least like any other.",
 )
 @options.image_option("Show", "those picked", "the first store")
 @a_file(
@@ -55,8 +55,8 @@ IMAGES = 12
 @click.option(
     "--recompute",
     is_flag=True,
-    help="Compute the attention that a store lacks, and take the classifier that it does not keep, "
-    "with its model.  [default: what is stored]",
+    help="Compute the attention that a store lacks, and take the classifier that it does "
+    "not keep, with its model.  [default: what is stored]",
 )
 @recompute_options
 @click.option(
@@ -132,6 +132,7 @@ def command(
     console.out(str(output))
     console.say(
         f"{plural(page.n_images, page.examples)}, {plural(page.n_sites, 'layers')}, "
-        f"{human_bytes(output.stat().st_size)}; cosines are within {page.p99:.2g} of those of the "
-        f"stored features for 99 of 100 pairs of patches, within {page.largest:.2g} for all"
+        f"{human_bytes(output.stat().st_size)}; cosines are within {page.p99:.2g} of "
+        "those of the stored features for 99 of 100 pairs of patches, within "
+        f"{page.largest:.2g} for all"
     )

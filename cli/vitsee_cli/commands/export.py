@@ -33,8 +33,8 @@ QUESTION = STORES
     "-o",
     "--output",
     required=True,
-    help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label); "
-    "with --format saev a folder.",
+    help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id "
+    "and label); with --format saev a folder.",
 )
 @click.option(
     "--format",
@@ -42,15 +42,15 @@ QUESTION = STORES
     type=click.Choice(("file", "saev")),
     default="file",
     show_default=True,
-    help="saev: activation shards (protocol 2.1) of one or several sites, to train sparse "
-    "autoencoders on.",
+    help="saev: activation shards (protocol 2.1) of one or several sites, to train "
+    "sparse autoencoders on.",
 )
 @click.option(
     "--samples",
     metavar="TABLE",
     type=parse_path,
-    help="Also write row, index, id, label and split of the exported images, in their order.  "
-    "[default: no table]",
+    help="Also write row, index, id, label and split of the exported images, in their "
+    "order.  [default: no table]",
 )
 @options.tokens_option(
     options.FEATURE_TOKENS, "cls where there is one, else mean; saev: cls and patches"
@@ -60,7 +60,8 @@ QUESTION = STORES
     type=click.Choice(DTYPES),
     default="stored",
     show_default=True,
-    help="stored: float16 for tokens, float32 for pooled vectors, as in the store; saev: float32.",
+    help="stored: float16 for tokens, float32 for pooled vectors, as in the store; saev: "
+    "float32.",
 )
 @options.force_option
 @options.images_option

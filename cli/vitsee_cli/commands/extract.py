@@ -44,11 +44,11 @@ QUESTION = STORES
 
 @click.command(cls=SectionedCommand)
 @section(
-    "Model", model_options, ablate_skip_option, intervention_options, precision_option
+    "Model", [model_options, ablate_skip_option, intervention_options, precision_option]
 )
-@section("Data", data_options)
-@section("What to keep", store_output_option, keep_options)
-@section("Running", run_options)
+@section("Data", [data_options])
+@section("What to keep", [store_output_option, keep_options])
+@section("Running", [run_options])
 def command(model: ModelOptions, **values: Any) -> None:
     """Run a model over images and store what it computes.
 
@@ -69,7 +69,9 @@ def command(model: ModelOptions, **values: Any) -> None:
     """
     from vitsee_core.extraction.sharding import complete_plan, parse_shard
 
-    interventions = {name: values.pop(name) for name in ("ablate_skip", *INTERVENTIONS)}
+    # They are fields of the model's options: a changed model is another model.
+    intervention_names = ("ablate_skip", *INTERVENTIONS)
+    interventions = {name: values.pop(name) for name in intervention_names}
     model = dataclasses.replace(model, **interventions)
     dask = values.pop("dask")
     if values.pop("plan"):
@@ -153,7 +155,7 @@ class SlabReporter(console.Reporter):
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """Begin a phase; with the images begin the slabs that a stopped command keeps."""
         if unit in ("images", "clips"):
-            signals.keeps(
+            signals.set_resume_line(
                 "at once: committed slabs are kept; repeat the command to resume"
             )
         super().start(total, done, unit)
@@ -187,9 +189,10 @@ def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
     if canvas_line:
         console.say(canvas_line)
     size_line = (
-        f"{run.output}: {human_bytes(total.size_bytes)} in {plural(total.n_files, 'files')} for "
-        f"{plural(plan.n_images, plan.examples)} in slabs of {plan.slab}, "
-        f"{human_bytes(total.size_bytes / plan.n_images)} per {plan.examples[:-1]}"
+        f"{run.output}: {human_bytes(total.size_bytes)} in "
+        f"{plural(total.n_files, 'files')} for {plural(plan.n_images, plan.examples)} in "
+        f"slabs of {plan.slab}, {human_bytes(total.size_bytes / plan.n_images)} per "
+        f"{plan.examples[:-1]}"
     )
     if isinstance(run.output, Path):  # nobody knows how much an object store still takes
         free = free_disk_bytes(scratch_folder(run.output))

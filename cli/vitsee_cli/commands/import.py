@@ -27,27 +27,27 @@ QUESTION = STORES
     "names",
     metavar="SITE",
     cls=Listed,
-    help="What the arrays are called as sites, in order. Repeatable.  [default: keys of .npz, .pt "
-    "and .safetensors, else the files' names]",
+    help="What the arrays are called as sites, in order. Repeatable.  [default: keys of "
+    ".npz, .pt and .safetensors, else the files' names]",
 )
 @a_file(
     "--ids",
-    help="Whose rows these are: .txt with an id a line, or a table with a column id (and label).  "
-    "[default: the columns id and label of FILE; with --like its images]",
+    help="Whose rows these are: .txt with an id a line, or a table with a column id (and "
+    "label).  [default: the columns id and label of FILE; with --like its images]",
 )
 @click.option(
     "--like",
     metavar="STORE",
     type=parse_store,
-    help="A store of the same images, to pair with: its images, labels and order are taken.  "
-    "[default: none]",
+    help="A store of the same images, to pair with: its images, labels and order are "
+    "taken.  [default: none]",
 )
 @click.option(
     "--prefix",
     metavar="KIND",
     cls=Listed,
-    help="Of (images, tokens, dim): the tokens before the patches, as cls or cls,reg0,reg1.  "
-    "[default: none]",
+    help="Of (images, tokens, dim): the tokens before the patches, as cls or "
+    "cls,reg0,reg1.  [default: none]",
 )
 @click.option(
     "--grid",
@@ -65,8 +65,8 @@ QUESTION = STORES
     "--model",
     metavar="NAME",
     default="",
-    help="What computed them: stores of one name can be train and test.  [default: the first "
-    "file's name]",
+    help="What computed them: stores of one name can be train and test.  [default: the "
+    "first file's name]",
 )
 def command(
     files: tuple[Path, ...],

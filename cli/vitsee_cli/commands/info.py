@@ -27,14 +27,9 @@ QUESTION = STORES
 
 FIELD_WIDTH = 100  # characters of JSON on one line
 MAX_LABELS = 6  # more are summed up
-WEIGHTS_KEYS = (
-    "source",
-    "key",
-    "layout",
-    "assumed",
-    "missing",
-    "unexpected",
-)  # of the weights
+# Keys of records that are printed, in this order.
+MODEL_KEYS = ("architecture", "args", "input_size", "n_params")
+WEIGHTS_KEYS = ("source", "key", "layout", "assumed", "missing", "unexpected")
 CANVAS_KEYS = ("size", "tiles", "min_pixels", "max_pixels", "own_grids")
 MAX_RUNS = 8  # of missing slabs
 
@@ -190,65 +185,90 @@ def _fact_lines(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (title, text) of the lines about a store, without those that have nothing to say."""
     from vitsee_stores.manifest import by_reason
 
-    model = record["model"]
-    weights = record["model"].get("weights", {})
-    identity = record["identity"]
-    data = record["info"].get("data", {})
-    transform = record["transform"]
-    erf = record["erf"]
+    facts = [*_state_facts(record), *_model_facts(record), *_content_facts(record)]
+    facts += [("left out", line) for line in by_reason(record["left_out"])]
+    for maker in record["made_by"]:
+        command = str(maker.get("command", "unknown"))
+        details = plural(maker["n_slabs"], "slabs")
+        machine = _entries_text(maker, ("host", "device", "shard"))
+        if machine:
+            details += f", {machine}"
+        facts.append(("made by", f"{command} ({details})"))
+    return [(name, text) for name, text in facts if text]
+
+
+def _state_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (title, text) of how far a store is, and of its images; texts may be empty."""
     examples = example_noun(record)
     status = "complete" if record["complete"] else "unfinished"
     n_slabs = plural(record["n_slabs"], "slabs")
     slabs = f"{record['n_committed']} of {n_slabs} of {plural(record['slab'], examples)}"
     rows = plural(record["n_images"], examples)
-    if record["n_valid"] is not None:
+    # `describe` has None for what a damaged file should have said.
+    unreadable = []
+    if record["n_valid"] is None:
+        unreadable.append("n_valid")
+    else:
         rows += f", {record['n_valid']} of them stored and readable"
-    # `describe` has None for what a damaged file should have told.
+    if record["labels"] is None:
+        unreadable.append("labels")
     damaged = ""
-    unread = [name for name in ("n_valid", "labels") if record[name] is None]
-    if unread:
-        damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
-    generations = [
-        ("generation", _generation_text(generation, record))
-        for generation in record["generations"][1:]  # the first one is the store itself
+    if unreadable:
+        command = f"vitsee validate --deep {record['path']}"
+        damaged = f"{', '.join(unreadable)} (run: {command})"
+    store_id = record["store_id"][:12]
+    facts = [
+        ("store", f"{record['path']} (format {record['format']}, id {store_id})"),
+        ("status", f"{status}: {slabs}"),
+        ("damaged", damaged),
     ]
-    claims = [("claimed", _claim_text(claim)) for claim in record["claimed"]]
+    for generation in record["generations"][1:]:  # the first one is the store itself
+        facts.append(("generation", _generation_text(generation, record)))
+    facts.append(("missing", _slab_runs_text(record["missing"])))
+    facts += [("claimed", _claim_text(claim)) for claim in record["claimed"]]
+    if not record["complete"]:
+        facts.append(("resumed by", _resume_command(record)))
+    data = record["info"].get("data", {})
+    size = console.human_bytes(record["size_bytes"])
+    return [
+        *facts,
+        (examples, rows),
+        ("data", _entries_text(data, ("data", "split", "per_class"))),
+        ("order", _entries_text(record["identity"], ("order", "seed"))),
+        ("size", f"{size}, codec {record['codec']}"),
+    ]
+
+
+def _model_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (title, text) of the model, its weights and its input; texts may be empty."""
+    model = record["model"]
+    transform = record["transform"]
+    # The sampling of a clip's frames has a line of its own.
+    transform_keys = [key for key in transform if key != "clip"]
+    return [
+        ("model", model.get("name", "")),
+        ("built as", _entries_text(model, MODEL_KEYS)),
+        ("weights", record["weights"]),
+        ("no skip in", ", ".join(model.get("ablate_skip", ()))),
+        ("changed", "; ".join(model.get("interventions", ()))),
+        ("loaded", _entries_text(model.get("weights", {}), WEIGHTS_KEYS)),
+        ("transform", _entries_text(transform, transform_keys)),
+        ("precision", str(record["identity"].get("precision", ""))),
+    ]
+
+
+def _content_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (title, text) of what is stored beside the sites; texts may be empty."""
+    examples = example_noun(record)
     grams = ""
     if record["grams"]:
         n_sites = _count_text(record["grams"], "sites")
         grams = f"{n_sites}, within slabs of {record['slab']} {examples}"
+    erf = record["erf"]
     erf_text = ""
     if erf:
         erf_text = f"{_count_text(erf['sites'], 'sites')}, first {erf['n_images']} images"
-    facts = [
-        (
-            "store",
-            f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})",
-        ),
-        ("status", f"{status}: {slabs}"),
-        ("damaged", damaged),
-        *generations,
-        ("missing", _slab_runs_text(record["missing"])),
-        *claims,
-        ("resumed by", "" if record["complete"] else _resume_command(record)),
-        (examples, rows),
-        ("data", _entries_text(data, ("data", "split", "per_class"))),
-        ("order", _entries_text(identity, ("order", "seed"))),
-        ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
-        ("model", model.get("name", "")),
-        (
-            "built as",
-            _entries_text(model, ("architecture", "args", "input_size", "n_params")),
-        ),
-        ("weights", record["weights"]),
-        ("no skip in", ", ".join(model.get("ablate_skip", ()))),
-        ("changed", "; ".join(model.get("interventions", ()))),
-        ("loaded", _entries_text(weights, WEIGHTS_KEYS)),
-        (
-            "transform",
-            _entries_text(transform, [key for key in transform if key != "clip"]),
-        ),
-        ("precision", str(identity.get("precision", ""))),
+    return [
         ("attention", _attention_text(record["attention"])),
         ("residual", _count_text(record["residual"], "sublayers")),
         ("canvas", _entries_text(record["canvas"] or {}, CANVAS_KEYS)),
@@ -259,15 +279,6 @@ def _fact_lines(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("classes", _count_text(record["class_names"] or (), "classes")),
         ("labels", _labels_text(record["labels"] or (), examples)),
     ]
-    facts += [("left out", line) for line in by_reason(record["left_out"])]
-    for maker in record["made_by"]:
-        command = str(maker.get("command", "unknown"))
-        details = plural(maker["n_slabs"], "slabs")
-        machine = _entries_text(maker, ("host", "device", "shard"))
-        if machine:
-            details += f", {machine}"
-        facts.append(("made by", f"{command} ({details})"))
-    return [(name, text) for name, text in facts if text]
 
 
 def _clip_text(clip: Mapping[str, Any] | None) -> str:
@@ -324,7 +335,8 @@ def _generation_text(generation: Mapping[str, Any], record: Mapping[str, Any]) -
 def _claim_text(claim: Mapping[str, Any]) -> str:
     """Return `slabs 3, 4 by process 812 on node7, last heard of 2026-01-01T00:00:00Z`."""
     slabs = _slab_runs_text([(slab, slab) for slab in claim["slabs"]])
-    return f"{slabs} by process {claim['pid']} on {claim['host']}, last heard of {claim['time']}"
+    process = f"process {claim['pid']} on {claim['host']}"
+    return f"{slabs} by {process}, last heard of {claim['time']}"
 
 
 def _resume_command(record: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.declared import a_number, model_names, one_of
+from vitsee_cli.declared import a_number, complete_from, model_names
 from vitsee_cli.sections import STORES
 from vitsee_core.study import catalogue
 
@@ -20,15 +20,15 @@ QUESTION = STORES
 
 @click.command()
 @options.defaults_of(catalogue.run)
-@click.argument("pattern", metavar="GLOB", shell_complete=one_of(model_names))
+@click.argument("pattern", metavar="GLOB", shell_complete=complete_from(model_names))
 @click.option(
     "--names", "names_only", is_flag=True, help="Names, tags and input sizes only."
 )
 @click.option(
     "--prove",
     is_flag=True,
-    help="Prove each with random weights on pixels, as extract does: some seconds each.  [default: "
-    "from shapes]",
+    help="Prove each with random weights on pixels, as extract does: some seconds each.  "
+    "[default: from shapes]",
 )
 @a_number(
     "--limit",

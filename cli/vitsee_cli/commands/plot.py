@@ -57,8 +57,8 @@ def parse_range(text: Any) -> tuple[float, float]:
     "-o",
     "--output",
     help="Where the figure goes, a .png, .svg or .pdf, in which text stays text.  "
-    "[default: RESULT.png, without the table's ending; of a pipe plot.png; of several RESULTs, "
-    "required]",
+    "[default: RESULT.png, without the table's ending; of a pipe plot.png; of several "
+    "RESULTs, required]",
 )
 @options.force_option
 @options.sites_option(show_default="all rows of the table")
@@ -73,18 +73,18 @@ def parse_range(text: Any) -> tuple[float, float]:
     "--x",
     metavar="FIELD",
     default="",
-    help="A chart of the values along an attribute of the stores: params, resolution (of the "
-    "input), images, data, a column of RESULT (shots) or of --attributes; of a table over a "
-    "training step, or rel_depth for the command's figure.  [default: the command's figure, over a "
-    "training the chart along its steps]",
+    help="A chart of the values along an attribute of the stores: params, resolution (of "
+    "the input), images, data, a column of RESULT (shots) or of --attributes; of a table "
+    "over a training step, or rel_depth for the command's figure.  [default: the "
+    "command's figure, over a training the chart along its steps]",
 )
 @click.option(
     "--by",
     metavar="FIELD",
     multiple=True,
     help="With --x: join what has the same value of this attribute or column to a curve. "
-    "Repeatable. With --x step, site takes the models for repetitions: their mean and its interval "
-    "over them.  [default: a curve per store]",
+    "Repeatable. With --x step, site takes the models for repetitions: their mean and "
+    "its interval over them.  [default: a curve per store]",
 )
 @click.option(
     "--group-by",
@@ -102,15 +102,16 @@ def parse_range(text: Any) -> tuple[float, float]:
     "--for",
     "medium",
     type=click.Choice(list(MEDIA)),
-    help="Column: at most 3.5 inches wide, letters of 7 points. Page: 7 inches, 8 points. "
-    "Slide: 12 inches, up to 15 points. Panels wrap by that width.  [default: page]",
+    help="Column: at most 3.5 inches wide, letters of 7 points. Page: 7 inches, 8 "
+    "points. Slide: 12 inches, up to 15 points. Panels wrap by that width.  [default: "
+    "page]",
 )
 @click.option(
     "--size",
     metavar="W,H",
     type=parse_size,
-    help="Width and height in inches, instead; letters have 6 to 8 points, or those of --for.  "
-    "[default: what --for and the content decide]",
+    help="Width and height in inches, instead; letters have 6 to 8 points, or those of "
+    "--for.  [default: what --for and the content decide]",
 )
 @click.option(
     "--dpi",
@@ -130,23 +131,24 @@ def parse_range(text: Any) -> tuple[float, float]:
 @click.option(
     "--cmap",
     metavar="NAME",
-    help="One of matplotlib's colour maps, for the panels that have one (magma, cividis, RdBu_r).  "
-    "[default: the command's choice]",
+    help="One of matplotlib's colour maps, for the panels that have one (magma, cividis, "
+    "RdBu_r).  [default: the command's choice]",
 )
 @click.option(
     "--range",
     "limits",
     metavar="LOW,HIGH",
     type=parse_range,
-    help="Values of the first and the last colour; of the y axis in a figure without colours.  "
-    "[default: the command's choice]",
+    help="Values of the first and the last colour; of the y axis in a figure without "
+    "colours.  [default: the command's choice]",
 )
 @click.option("--title", metavar="TEXT", help="Above all panels.  [default: none]")
 @click.option(
     "--log",
     type=click.Choice((*AXES, NONE)),
     multiple=True,
-    help="Make this axis logarithmic, or none. Repeatable.  [default: the command's choice]",
+    help="Make this axis logarithmic, or none. Repeatable.  [default: the command's "
+    "choice]",
 )
 def command(
     results: tuple[Path, ...],

@@ -47,109 +47,119 @@ def parse_radius(text: str) -> dict[str, float]:
 @options.stores_argument
 @section(
     "Videos",
-    click.option(
-        "--masks",
-        metavar="DIR",
-        type=parse_path,
-        required=True,
-        help="The folder of DAVIS, or one with a folder of PNG masks per video, a mask per frame: "
-        "0 is background, 1, 2, ... are objects, 255 is void.",
-    ),
-    a_file(
-        "--only",
-        show_default="every video of the store",
-        help="The videos to use, a name per line: ImageSets/2017/val.txt.",
-    ),
-    options.sites_option(show_default="blocks; norm with the presets dino and dinov3"),
+    [
+        click.option(
+            "--masks",
+            metavar="DIR",
+            type=parse_path,
+            required=True,
+            help="The folder of DAVIS, or one with a folder of PNG masks per video, a "
+            "mask per frame: 0 is background, 1, 2, ... are objects, 255 is void.",
+        ),
+        a_file(
+            "--only",
+            show_default="every video of the store",
+            help="The videos to use, a name per line: ImageSets/2017/val.txt.",
+        ),
+        options.sites_option(
+            show_default="blocks; norm with the presets dino and dinov3"
+        ),
+    ],
 )
 @section(
     "Propagation",
-    click.option(
-        "--preset",
-        type=click.Choice(PRESETS),
-        show_default="walmer",
-        help="Published settings, which the options below change. dino: the same at the final "
-        "norm. dinov3: temperature 0.2, a circle, nearest, the final norm.",
-    ),
-    click.option(
-        "--context",
-        metavar="N",
-        type=WholeNumber(min=0),
-        show_default=f"{WALMER.context:g}",
-        help="Look at the last N frames, beside the first.",
-    ),
-    click.option(
-        "--radius",
-        metavar="R",
-        type=parse_radius,
-        show_default=f"{WALMER.radius:g}",
-        help="Look R tokens far, or R pixels (192px), or anywhere (none).",
-    ),
-    click.option(
-        "--neighbourhood",
-        type=click.Choice(WINDOWS),
-        show_default=WALMER.neighbourhood,
-        help="The shape of what is looked at.",
-    ),
-    click.option(
-        "--topk",
-        metavar="K",
-        type=WholeNumber(min=1),
-        show_default=f"{WALMER.topk:g}",
-        help="Take the K most similar tokens of all these frames together, and those that tie.",
-    ),
-    click.option(
-        "--temperature",
-        metavar="T",
-        type=POSITIVE,
-        show_default=f"{WALMER.temperature:g}",
-        help="They count exp(cosine / T).",
-    ),
-    click.option(
-        "--first-labels",
-        type=click.Choice(SEEDS),
-        show_default=WALMER.first_labels,
-        help="The first mask's labels of tokens: of the pixel in the middle, or shares of area, "
-        "which lose no object.",
-    ),
-    click.option(
-        "--upsample",
-        type=click.Choice(UPSAMPLES),
-        show_default=WALMER.upsample,
-        help="From labels of tokens to labels of pixels.",
-    ),
+    [
+        click.option(
+            "--preset",
+            type=click.Choice(PRESETS),
+            show_default="walmer",
+            help="Published settings, which the options below change. dino: the same at "
+            "the final norm. dinov3: temperature 0.2, a circle, nearest, the final norm.",
+        ),
+        click.option(
+            "--context",
+            metavar="N",
+            type=WholeNumber(min=0),
+            show_default=f"{WALMER.context:g}",
+            help="Look at the last N frames, beside the first.",
+        ),
+        click.option(
+            "--radius",
+            metavar="R",
+            type=parse_radius,
+            show_default=f"{WALMER.radius:g}",
+            help="Look R tokens far, or R pixels (192px), or anywhere (none).",
+        ),
+        click.option(
+            "--neighbourhood",
+            type=click.Choice(WINDOWS),
+            show_default=WALMER.neighbourhood,
+            help="The shape of what is looked at.",
+        ),
+        click.option(
+            "--topk",
+            metavar="K",
+            type=WholeNumber(min=1),
+            show_default=f"{WALMER.topk:g}",
+            help="Take the K most similar tokens of all these frames together, and those "
+            "that tie.",
+        ),
+        click.option(
+            "--temperature",
+            metavar="T",
+            type=POSITIVE,
+            show_default=f"{WALMER.temperature:g}",
+            help="They count exp(cosine / T).",
+        ),
+        click.option(
+            "--first-labels",
+            type=click.Choice(SEEDS),
+            show_default=WALMER.first_labels,
+            help="The first mask's labels of tokens: of the pixel in the middle, or "
+            "shares of area, which lose no object.",
+        ),
+        click.option(
+            "--upsample",
+            type=click.Choice(UPSAMPLES),
+            show_default=WALMER.upsample,
+            help="From labels of tokens to labels of pixels.",
+        ),
+    ],
 )
 @section(
     "Results",
-    options.output_options,
-    options.replicates_option,
-    click.option(
-        "--metric",
-        "metrics",
-        type=click.Choice(propagate.METRICS),
-        cls=Listed,
-        show_default="all",
-        help="Scores of the table. Repeatable.",
-    ),
-    click.option(
-        "--baseline",
-        "baselines",
-        type=click.Choice([*propagate.BASELINES, "none"]),
-        cls=Listed,
-        show_default="all three",
-        help="still: the first mask stays. grid: each frame's own mask to the grid and back, which "
-        "is what the grid allows. random: Gaussian tokens. Repeatable.",
-    ),
-    click.option(
-        "--per-video", is_flag=True, help="Add rows for each video and each object."
-    ),
-    click.option(
-        "--save",
-        metavar="DIR",
-        type=parse_path,
-        help="Make DIR, with the masks found as PNG files in the layout of DAVIS, so that its own "
-        "evaluation can read them.  [default: they are not kept]",
-    ),
+    [
+        options.output_options,
+        options.replicates_option,
+        click.option(
+            "--metric",
+            "metrics",
+            type=click.Choice(propagate.METRICS),
+            cls=Listed,
+            show_default="all",
+            help="Scores of the table. Repeatable.",
+        ),
+        click.option(
+            "--baseline",
+            "baselines",
+            type=click.Choice([*propagate.BASELINES, "none"]),
+            cls=Listed,
+            show_default="all three",
+            help="still: the first mask stays. grid: each frame's own mask to the grid "
+            "and back, which is what the grid allows. random: Gaussian tokens. "
+            "Repeatable.",
+        ),
+        click.option(
+            "--per-video", is_flag=True, help="Add rows for each video and each object."
+        ),
+        click.option(
+            "--save",
+            metavar="DIR",
+            type=parse_path,
+            help="Make DIR, with the masks found as PNG files in the layout of DAVIS, so "
+            "that its own evaluation can read them.  [default: they are not kept]",
+        ),
+    ],
 )
 @options.seed_option
 @options.device_option

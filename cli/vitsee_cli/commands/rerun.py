@@ -82,7 +82,8 @@ def command_again(
     python_call = result.file.sidecar.get(PYTHON)
     if python_call:
         raise VitseeError(
-            f"{sidecar} was made in Python, by {visible(str(python_call))}; call that again"
+            f"{sidecar} was made in Python, by {visible(str(python_call))}; call that "
+            "again"
         )
     words = [str(word) for word in result.file.sidecar["command"][1:]]
     if "--" in words:
@@ -94,8 +95,8 @@ def command_again(
     code_words = [word for word in words if runs_code(word)]
     if code_words:
         raise VitseeError(
-            f"{sidecar}: a command that runs the code of {visible(code_words[0])} is not run "
-            "again; copy it from there"
+            f"{sidecar}: a command that runs the code of {visible(code_words[0])} is not "
+            "run again; copy it from there"
         )
     words += ["-o", str(output or path)]
     if output is None:

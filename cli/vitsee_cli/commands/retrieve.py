@@ -39,8 +39,9 @@ def _optional_stores(command: Any) -> Any:
     metavar="FILE|labels",
     type=parse_path,
     required=True,
-    help="What is right: the .pkl or .json of ROxford and RParis, a .csv with id, images (and "
-    "Usage, as GLDv2's), or the word labels: every image is a query, right are those of its class.",
+    help="What is right: the .pkl or .json of ROxford and RParis, a .csv with id, images "
+    "(and Usage, as GLDv2's), or the word labels: every image is a query, right are "
+    "those of its class.",
 )
 @click.option(
     "--queries",

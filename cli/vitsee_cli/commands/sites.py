@@ -38,8 +38,8 @@ QUESTION = STORES
 @click.option(
     "--prove",
     is_flag=True,
-    help="Load the weights and verify branches and attention on random pixels, as extract does: "
-    "some seconds.  [default: from shapes]",
+    help="Load the weights and verify branches and attention on random pixels, as "
+    "extract does: some seconds.  [default: from shapes]",
 )
 def command(
     model: ModelOptions,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from vitsee_cli import options
-from vitsee_cli.declared import Listed, a_number, model_names, one_of
+from vitsee_cli.checkpoint_study import CheckpointStudy, run_checkpoints
+from vitsee_cli.declared import Listed, a_number, complete_from, model_names
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import (
-    CheckpointStudy,
     dry_run_option,
     jobs_option,
     models_by_label,
-    run_checkpoints,
     run_recipe,
     run_study,
 )
@@ -23,6 +22,9 @@ from vitsee_cli.study_settings import file_option, settings
 from vitsee_cli.values import parse_folder, parse_size, parse_words
 from vitsee_core.runtime.registry import names
 from vitsee_core.runtime.stability import experimental
+
+if TYPE_CHECKING:
+    from vitsee_core.study.steps import Study
 
 QUESTION = STORES
 
@@ -46,19 +48,20 @@ def models_and_recipes() -> list[str]:
     nargs=-1,
     required=True,
     type=parse_words,
-    shell_complete=one_of(models_and_recipes),
+    shell_complete=complete_from(models_and_recipes),
 )
 @file_option
 @click.option(
     "--data",
     metavar="DATA",
     type=parse_words,
-    help="The images, as for vitsee extract --data. Of a recipe: the folder in which its sets of "
-    "images are, or NAME=FOLDER,NAME=FOLDER.  [default: none; only a recipe's --quick takes none]",
+    help="The images, as for vitsee extract --data. Of a recipe: the folder in which its "
+    "sets of images are, or NAME=FOLDER,NAME=FOLDER.  [default: none; only a recipe's "
+    "--quick takes none]",
 )
 @click.option(
     "--models",
-    "of_models",
+    "recipe_models",
     metavar="NAME[=MODEL]",
     cls=Listed,
     help="Of a recipe: only this store's model, or this one in its place. Repeatable.  "
@@ -67,7 +70,8 @@ def models_and_recipes() -> list[str]:
 @click.option(
     "--quick",
     is_flag=True,
-    help="Of a recipe: the bundled models and images in place of its own.  [default: its own]",
+    help="Of a recipe: the bundled models and images in place of its own.  [default: its "
+    "own]",
 )
 @click.option(
     "--train",
@@ -99,30 +103,32 @@ def models_and_recipes() -> list[str]:
     "--analyses",
     metavar="NAME",
     cls=Listed,
-    shell_complete=one_of(analysis_names),
+    shell_complete=complete_from(analysis_names),
     help="Only this analysis. Repeatable.  [default: all that apply]",
 )
 @click.option(
     "--skip",
     metavar="NAME",
     cls=Listed,
-    shell_complete=one_of(analysis_names),
+    shell_complete=complete_from(analysis_names),
     help="Not this one. Repeatable.  [default: none]",
 )
 @click.option(
     "--set",
-    "given",
+    "set_texts",
     metavar="ANALYSIS.OPTION=VALUE",
     multiple=True,
-    help="An option of an analysis, or of extract, as cka.batch=512, saliency.masks=masks, "
-    "extract.precision=bf16. Repeatable.  [default: as a study chooses]",
+    help="An option of an analysis, or of extract, as cka.batch=512, "
+    "saliency.masks=masks, extract.precision=bf16. Repeatable.  [default: as a study "
+    "chooses]",
 )
 @click.option(
     "--checkpoints",
     metavar="GLOB",
     help=experimental(
-        "Of one model: its weights over a training, in quotes, as 'run/step_*.pt'; each is a step "
-        "of every table. The step is read from the name, else from the file.  [default: none]"
+        "Of one model: its weights over a training, in quotes, as 'run/step_*.pt'; each "
+        "is a step of every table. The step is read from the name, else from the file.  "
+        "[default: none]"
     ),
 )
 @click.option(
@@ -140,44 +146,22 @@ def models_and_recipes() -> list[str]:
 @click.option(
     "--thorough",
     is_flag=True,
-    help="Keep the sites of all the papers' figures: norms, hidden layers and branches too, which "
-    "takes several times as much disk.  [default: the blocks' outputs]",
+    help="Keep the sites of all the papers' figures: norms, hidden layers and branches "
+    "too, which takes several times as much disk.  [default: the blocks' outputs]",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
     type=parse_size,
-    help="Memory for each analysis to stay within, e.g. 4G; it says how many run at a time, too.  "
-    "[default: a quarter of the machine's]",
+    help="Memory for each analysis to stay within, e.g. 4G; it says how many run at a "
+    "time, too.  [default: a quarter of the machine's]",
 )
 @jobs_option
 @options.seed_option
 @options.device_option
 @dry_run_option
 @click.pass_context
-def command(
-    ctx: click.Context,
-    models: tuple[str, ...],
-    data: str | None,
-    of_models: tuple[str, ...],
-    quick: bool,
-    train: str | None,
-    output: Path,
-    images: int,
-    train_images: int | None,
-    analyses: tuple[str, ...],
-    skip: tuple[str, ...],
-    given: tuple[str, ...],
-    checkpoints: str | None,
-    keep: str,
-    control: bool,
-    thorough: bool,
-    memory: int | None,
-    jobs: int | None,
-    seed: int,
-    device: str,
-    dry_run: bool,
-) -> None:
+def command(ctx: click.Context, /, **values: Any) -> None:
     """Study models or a paper's figures: images to a report.
 
     Each model is run once over the images and keeps what the analyses need; every analysis that
@@ -206,94 +190,157 @@ def command(
     of each step what it was made from and how it ended. A file there that this study did not write
     is refused, never replaced.
     """
-    from vitsee_core.study.planning import known_analyses
-    from vitsee_core.study.recipe_file import bundled_recipes, is_recipe, read_recipe
-    from vitsee_core.study.steps import Study, with_controls
+    from vitsee_core.study.recipe_file import bundled_recipes, is_recipe
 
-    def make_study(**fields: Any) -> Study:
-        """Return the request with the options that models and recipes share."""
-        return Study(
-            output,
-            seed=seed,
-            device=device,
-            analyses=analyses,
-            skip=skip,
-            settings=settings(given, memory, ctx, known_analyses()),
-            **fields,
-        )
-
-    recipes = [name for name in models if is_recipe(name)]
+    request = _Request(**values)
+    recipes = [name for name in request.models if is_recipe(name)]
     if recipes:
-        if len(models) > 1:
-            raise click.UsageError(
-                f"{recipes[0]} is a recipe: give it alone, models by --models"
-            )
-        _refuse_options_of_recipe(ctx, recipes[0], quick)
-        recipe = read_recipe(recipes[0]).of_models(of_models)
-        if _is_given(ctx, "images"):
-            recipe = recipe.of_images(images)
-        title = recipe.title
-        if quick:
-            recipe = recipe.of_the_demo()
-            title = f"{title} (small models in their place)"
-        study = make_study(
-            models={},
-            data="",
-            images=images,
-            title=title,
-            note=" ".join([recipe.note, recipe.left_out]).strip(),
-        )
-        data_folder = None if quick else data
-        run_recipe(ctx, study, recipe, data_folder, dry_run=dry_run, at_once=jobs)
+        _study_recipe(ctx, request, recipes[0])
         return
-    if quick or of_models:
-        word = "--quick" if quick else "--models"
+    if request.quick or request.recipe_models:
+        word = "--quick" if request.quick else "--models"
         raise click.UsageError(f"{word} is of a recipe: {', '.join(bundled_recipes())}")
-    if data is None:
+    if request.data is None:
         raise click.UsageError(
             "--data DATA is missing: the images to run the models over"
         )
-    if train_images is not None and train is None:
+    if request.train_images is not None and request.train is None:
         raise click.UsageError(
             "--train-images says how many images of --train: give that too"
         )
-    if checkpoints is not None:
-        for name in ("skip", "given", "control", "thorough", "memory", "jobs"):
-            if _is_given(ctx, name):
-                option = "--set" if name == "given" else f"--{name}"
-                raise click.UsageError(f"{option} and --checkpoints exclude each other")
-        checkpoint_study = CheckpointStudy(
-            models=models_by_label(models),
-            pattern=checkpoints,
-            data=data,
-            train=train,
-            output=output,
-            images=images,
-            train_images=train_images,
-            analyses=analyses,
-            keep=keep,
-            seed=seed,
-            device=device,
+    if request.checkpoints is not None:
+        _study_checkpoints(ctx, request, request.data, request.checkpoints)
+    else:
+        _study_models(ctx, request, request.data)
+
+
+class _Request(NamedTuple):
+    """The values of the command's options; `models` are the words of its argument."""
+
+    models: tuple[str, ...]
+    data: str | None
+    recipe_models: tuple[str, ...]  # --models
+    quick: bool
+    train: str | None
+    output: Path
+    images: int
+    train_images: int | None
+    analyses: tuple[str, ...]
+    skip: tuple[str, ...]
+    set_texts: tuple[str, ...]  # --set
+    checkpoints: str | None
+    keep: str
+    control: bool
+    thorough: bool
+    memory: int | None
+    jobs: int | None
+    seed: int
+    device: str
+    dry_run: bool
+
+    def make_study(self, ctx: click.Context, **fields: Any) -> Study:
+        """Return the study, with the options that models and recipes share and these fields."""
+        from vitsee_core.study.planning import known_analyses
+        from vitsee_core.study.steps import Study
+
+        return Study(
+            self.output,
+            seed=self.seed,
+            device=self.device,
+            analyses=self.analyses,
+            skip=self.skip,
+            settings=settings(self.set_texts, self.memory, ctx, known_analyses()),
+            **fields,
         )
-        run_checkpoints(ctx, checkpoint_study, dry_run=dry_run)
-        return
-    if _is_given(ctx, "keep"):
-        raise click.UsageError("--keep is of --checkpoints GLOB: give that too")
-    labelled_models = models_by_label(models)
-    if control:
-        labelled_models = with_controls(labelled_models, seed)
-    study = make_study(
-        models=labelled_models,
-        data=data,
-        train=train,
-        images=images,
-        train_images=train_images,
-        thorough=thorough,
+
+
+def _study_recipe(ctx: click.Context, request: _Request, name: str) -> None:
+    """Run the study that a recipe describes.
+
+    Raises:
+        click.UsageError: the recipe is not alone, or decides an option that was typed.
+    """
+    from vitsee_core.study.recipe_file import read_recipe
+
+    if len(request.models) > 1:
+        raise click.UsageError(f"{name} is a recipe: give it alone, models by --models")
+    _refuse_options_of_recipe(ctx, name, request.quick)
+    recipe = read_recipe(name).of_models(request.recipe_models)
+    if _is_typed(ctx, "images"):
+        recipe = recipe.of_images(request.images)
+    title = recipe.title
+    data_folder = request.data
+    if request.quick:
+        recipe = recipe.of_the_demo()
+        title = f"{title} (small models in their place)"
+        data_folder = None
+    study = request.make_study(
+        ctx,
+        models={},
+        data="",
+        images=request.images,
+        title=title,
+        note=" ".join([recipe.note, recipe.left_out]).strip(),
     )
-    run_study(ctx, study, dry_run=dry_run, at_once=jobs)
+    run_recipe(
+        ctx, study, recipe, data_folder, dry_run=request.dry_run, at_once=request.jobs
+    )
 
 
-def _is_given(ctx: click.Context, name: str) -> bool:
+def _study_checkpoints(
+    ctx: click.Context, request: _Request, data: str, checkpoints: str
+) -> None:
+    """Run the study of a model's checkpoints.
+
+    Raises:
+        click.UsageError: an option has no meaning for checkpoints.
+    """
+    for name in ("skip", "set_texts", "control", "thorough", "memory", "jobs"):
+        if _is_typed(ctx, name):
+            option = "--set" if name == "set_texts" else f"--{name}"
+            raise click.UsageError(f"{option} and --checkpoints exclude each other")
+    study = CheckpointStudy(
+        models=models_by_label(request.models),
+        pattern=checkpoints,
+        data=data,
+        train=request.train,
+        output=request.output,
+        images=request.images,
+        train_images=request.train_images,
+        analyses=request.analyses,
+        keep=request.keep,
+        seed=request.seed,
+        device=request.device,
+    )
+    run_checkpoints(ctx, study, dry_run=request.dry_run)
+
+
+def _study_models(ctx: click.Context, request: _Request, data: str) -> None:
+    """Run the study of the models that were typed.
+
+    Raises:
+        click.UsageError: --keep without checkpoints.
+    """
+    from vitsee_core.study.steps import with_controls
+
+    if _is_typed(ctx, "keep"):
+        raise click.UsageError("--keep is of --checkpoints GLOB: give that too")
+    models = models_by_label(request.models)
+    if request.control:
+        models = with_controls(models, request.seed)
+    study = request.make_study(
+        ctx,
+        models=models,
+        data=data,
+        train=request.train,
+        images=request.images,
+        train_images=request.train_images,
+        thorough=request.thorough,
+    )
+    run_study(ctx, study, dry_run=request.dry_run, at_once=request.jobs)
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
     """Return whether a parameter was typed, or stands in the file of --file."""
     return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
@@ -302,15 +349,16 @@ def _refuse_options_of_recipe(ctx: click.Context, recipe: str, quick: bool) -> N
     """Refuse options that a recipe decides itself.
 
     Raises:
-        click.UsageError: such an option is given, or not exactly one of --data and --quick.
+        click.UsageError: such an option was typed, or not exactly one of --data and --quick.
     """
     for name in ("train", "train_images", "checkpoints", "control", "thorough"):
-        if _is_given(ctx, name):
+        if _is_typed(ctx, name):
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(
                 f"{recipe} says itself what {option} would; leave that out"
             )
-    if quick == _is_given(ctx, "data"):
+    if quick == _is_typed(ctx, "data"):
         raise click.UsageError(
-            f"{recipe} takes either --data FOLDER, in which its sets of images are, or --quick"
+            f"{recipe} takes either --data FOLDER, in which its sets of images are, or "
+            "--quick"
         )

@@ -58,7 +58,8 @@ QUESTION = KNOWLEDGE
 @click.option(
     "--scale",
     type=click.Choice(SCALES),
-    help="Colours of the figure: one scale for all tiles, or each tile over its own range.",
+    help="Colours of the figure: one scale for all tiles, or each tile over its own "
+    "range.",
 )
 @weight_options
 @options.allow_partial_option
