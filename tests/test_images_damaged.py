@@ -213,6 +213,59 @@ def test_a_damaged_column_of_the_metadata_ends_no_process(tmp_path: Path) -> Non
                 continue
 
 
+def test_names_of_columns_may_have_dots(tmp_path: Path) -> None:
+    for image_name, images in {
+        "my.image": [encoded(k) for k in range(3)],
+        "my.struct": [{"bytes": encoded(k), "path": f"{k}.png"} for k in range(3)],
+    }.items():
+        path = tmp_path / f"{image_name}.parquet"
+        table = pyarrow.table({image_name: images, "my.label": ["cat", "dog", "cat"]})
+        parquet.write_table(table, path)
+        source = open_source(str(path), label_column="my.label")
+        assert source.labels.tolist() == [0, 1, 0]
+        image, _ = source.read(2)
+        assert image.getpixel((0, 0)) == (2, 0, 253)
+
+
+def test_a_column_is_not_taken_for_a_field_of_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    other = [{"b": encoded(9)} for _ in range(2)]
+    table = pyarrow.table({"a": other, "a.b": [encoded(0), encoded(1)]})
+    parquet.write_table(table, path)
+    image, _ = open_source(str(path)).read(1)
+    assert image.getpixel((0, 0)) == (1, 0, 254)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = [pyarrow.array([encoded(k)]) for k in range(2)]
+    parquet.write_table(pyarrow.table(columns, names=["image", "image"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet has two columns called 'image'"):
+        open_source(str(path))
+
+
+def write_labelled(path: Path, labels: Any) -> None:
+    images = [encoded(k) for k in range(len(labels))]
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pyarrow.table({"image": images, "label": labels}), path)
+
+
+def test_labels_that_are_numbers_in_one_file_and_names_in_another_are_refused(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    write_labelled(data / "0.parquet", [0, 1])
+    write_labelled(data / "1.parquet", ["cat", "dog"])
+    with pytest.raises(
+        DataError, match=r"'label' has numbers in .*0\.parquet and names in .*1\.parquet"
+    ):
+        open_source(str(data))
+    # Digits may be either, and nulls are no labels.
+    write_labelled(data / "1.parquet", ["1", "0"])
+    write_labelled(data / "2.parquet", pyarrow.nulls(2))
+    assert open_source(str(data)).labels.tolist() == [0, 1, 1, 0, -1, -1]
+
+
 # -------------------------------------------------------------------------------------- videos
 
 

@@ -505,7 +505,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "parquet without images": (
         lambda r: parquet.write_table(pyarrow.table({"x": [1]}), r / "a.parquet")
         or r / "a.parquet",
-        r"a.parquet has 0 columns of images; choose one with --image-column of: x \(int64\)",
+        r"a.parquet has no column of images; expected one of bytes, or of structs with bytes and "
+        r"path; it has: x \(int64\)",
     ),
     "parquet of other bytes": (
         lambda r: parquet.write_table(pyarrow.table({"x": [b"1", b"2"]}), r / "a.parquet")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
-import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.class_labels import NAN, NO_LABELS, label_text
+from vitsee_core.images.class_labels import NAN
 from vitsee_core.images.decoding import MAX_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
@@ -33,12 +32,22 @@ from vitsee_core.images.sources.base import (
     no_answer,
     strings,
 )
+from vitsee_core.images.sources.parquet_columns import (
+    NAMES,
+    NUMBERS,
+    PATH,
+    ParquetColumns,
+    choose_columns,
+    coded_labels,
+    declared_class_names,
+    kind_of_labels,
+    nulls_are_nan,
+)
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
 from vitsee_stores.files import Files, NoAnswer
 
-LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 CACHED_GROUPS = 2  # row groups that a process keeps in memory
 CACHED_FILES = 64  # opened files that a process keeps
 LARGE_GROUP_BYTES = 64 << 20
@@ -46,26 +55,6 @@ _MAX_ROWS_TRIED = 4  # of which one must be an image
 
 log = logging.getLogger(__name__)
 _reading = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The columns of a parquet file that are read.
-
-    Attributes:
-        image: the column of images.
-        nested: whether images are structs with `bytes` and `path`, not bytes.
-        label: the column of labels, None for no labels.
-    """
-
-    image: str
-    nested: bool
-    label: str | None
-
-    @property
-    def encoded(self) -> str:
-        """The column, or field of a struct, with the encoded images."""
-        return f"{self.image}.bytes" if self.nested else self.image
 
 
 @dataclass(frozen=True)
@@ -77,14 +66,16 @@ class _ParquetIndex:
         paths: (rows,) the images' paths, "" for none.
         labels: (rows,) index into the label texts, and these.
         class_names: the names that Hugging Face's metadata declares, None without.
+        label_kind: `NUMBERS` or `NAMES`; "" for no labels, or those that may be both.
         group_rows: (row groups,) the number of rows of each.
         group_bytes: the size of the largest row group.
     """
 
-    columns: _Columns
+    columns: ParquetColumns
     paths: NDArray[Any]
     labels: Coded
     class_names: list[str] | None
+    label_kind: str
     group_rows: NDArray[np.int64]
     group_bytes: int
 
@@ -134,9 +125,15 @@ def open_parquet(request: SourceRequest, matched: MatchedFiles) -> ImageSource:
                 f"({index.columns.encoded} against {columns.encoded}, labels in "
                 f"{index.columns.label} against {columns.label}); expected files that are alike"
             )
+    _check_label_kinds(matched, names, indexes)
     stems = [PurePosixPath(name).stem for name in names]
     lengths = [len(index.paths) for index in indexes]
-    opener = ParquetOpener(matched.files, tuple(names), columns.encoded)
+    opener = ParquetOpener(
+        files=matched.files,
+        names=tuple(names),
+        column=columns.image,
+        field=columns.field,
+    )
     locations = _ParquetLocations([index.group_rows for index in indexes])
     _check_images(request, opener, locations, columns.image)
     largest = max(index.group_bytes for index in indexes)
@@ -173,6 +170,32 @@ def open_parquet(request: SourceRequest, matched: MatchedFiles) -> ImageSource:
         splits=splits,
         class_names=class_names,
     )
+
+
+def _check_label_kinds(
+    matched: MatchedFiles, names: Sequence[str], indexes: Sequence[_ParquetIndex]
+) -> None:
+    """Refuse labels that are numbers in one file and names in another: cat and 0 may be one class.
+
+    Args:
+        matched: the files.
+        names: their names.
+        indexes: their indexes, in the same order.
+
+    Raises:
+        DataError: names a file of either kind.
+    """
+    name_of_kind: dict[str, str] = {}
+    for name, index in zip(names, indexes, strict=True):
+        if index.label_kind:
+            name_of_kind.setdefault(index.label_kind, name)
+    if len(name_of_kind) > 1:
+        raise DataError(
+            f"the column {indexes[0].columns.label!r} has numbers in "
+            f"{matched.shown(name_of_kind[NUMBERS])} and names in "
+            f"{matched.shown(name_of_kind[NAMES])}; expected labels of one kind "
+            "(--label-column COLUMN names another, or none)"
+        )
 
 
 def _row_ids(
@@ -227,7 +250,7 @@ def _index_parquet(request: SourceRequest, files: Files, name: str) -> _ParquetI
     """
     file = _open_parquet_file(files, name)
     schema = file.schema_arrow
-    columns = _choose_columns(request, schema)
+    columns = choose_columns(request, schema)
     groups = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
     group_rows = np.array([group.num_rows for group in groups], np.int64)
     # The size of all columns, since reading a single column's size from damaged metadata makes
@@ -238,80 +261,28 @@ def _index_parquet(request: SourceRequest, files: Files, name: str) -> _ParquetI
     if (group_rows < 0).any() or n_in_groups != n_rows:
         raise DataError(f"is damaged: {n_rows} rows, and {n_in_groups} in its groups")
     paths: NDArray[Any] = strings([""]).repeat(n_rows)
-    if columns.nested and schema.field(columns.image).type.get_field_index("path") >= 0:
-        path_column = _read_column(file, f"{columns.image}.path")
+    if columns.nested and schema.field(columns.image).type.get_field_index(PATH) >= 0:
+        path_column = _read_column(file, columns.image, PATH)
         paths = strings(path or "" for path in path_column.to_pylist())
         _check_length(len(paths), n_rows)
     codes = np.full(len(paths), -1, np.int32)
     texts: list[str] = []
+    label_kind = ""
     if columns.label is not None:
         label_column = _read_column(file, columns.label).combine_chunks()
-        missing = NAN if _nulls_are_nan(schema, columns.label) else ""
-        codes, texts = _coded_labels(label_column, missing)
+        missing = NAN if nulls_are_nan(schema, columns.label) else ""
+        codes, texts = coded_labels(label_column, missing)
         _check_length(len(codes), n_rows)
+        label_kind = kind_of_labels(label_column.type, texts)
     return _ParquetIndex(
         columns=columns,
         paths=paths,
         labels=(codes, texts),
-        class_names=_declared_class_names(schema, columns.label),
+        class_names=declared_class_names(schema, columns.label),
+        label_kind=label_kind,
         group_rows=group_rows,
         group_bytes=largest_group,
     )
-
-
-def _coded_labels(column: Any, missing: str) -> Coded:
-    """Return a column of labels as codes and texts.
-
-    Args:
-        column: a pyarrow array of a type that `_holds_labels`, or a dictionary of one.
-        missing: the text of null; "" is no label.
-    """
-    import pyarrow
-    from pyarrow import types
-
-    # Polars and pandas write dictionaries with indices of several widths, which pyarrow's own
-    # encoding does not have, and views, which it cannot encode.
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if types.is_string_view(column.type):
-        column = column.cast(pyarrow.large_string())
-    # Encoded by pyarrow, so that a million labels do not become Python objects.
-    encoded = column.dictionary_encode()
-    values = encoded.dictionary.to_pylist()
-    texts = [missing if value is None else label_text(value) for value in values]
-    indices = encoded.indices.fill_null(len(texts) if missing else -1)
-    codes = indices.to_numpy(zero_copy_only=False).astype(np.int32)
-    if missing:
-        texts.append(missing)
-    return codes, texts
-
-
-def _nulls_are_nan(schema: Any, column: str) -> bool:
-    """Return whether nulls of a column are what pandas, which wrote it, has for missing labels."""
-    try:
-        metadata = json.loads((schema.metadata or {})[b"pandas"])
-        return any(entry["name"] == column for entry in metadata["columns"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-
-
-def _holds_labels(kind: Any) -> bool:
-    """Return whether a pyarrow type can hold labels.
-
-    Floats can, since a column of whole numbers with gaps is one of floats.
-    """
-    from pyarrow import types
-
-    is_kind = (
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
-        types.is_null,
-        types.is_string,
-        types.is_large_string,
-        types.is_string_view,
-    )
-    return any(test(kind) for test in is_kind)
 
 
 def _check_length(n_values: int, n_rows: int) -> None:
@@ -320,72 +291,6 @@ def _check_length(n_values: int, n_rows: int) -> None:
         raise DataError(
             f"is damaged: {n_rows} rows, and {n_values} in one of its columns"
         )
-
-
-def _choose_columns(request: SourceRequest, schema: Any) -> _Columns:
-    """Return the columns of images and labels, by the request's options or by their types.
-
-    Raises:
-        DataError: a column is missing or of another type, or several columns have images.
-    """
-    from pyarrow import types
-
-    def is_bytes(kind: Any) -> bool:
-        """Return whether a type is that of bytes."""
-        is_kind = (types.is_binary, types.is_large_binary, types.is_binary_view)
-        return any(test(kind) for test in is_kind)
-
-    def is_nested(kind: Any) -> bool:
-        """Return whether a type is a struct with a field `bytes`."""
-        fields = kind if types.is_struct(kind) else ()
-        return any(field.name == "bytes" and is_bytes(field.type) for field in fields)
-
-    kinds = {field.name: field.type for field in schema}
-    listed = ", ".join(f"{name} ({str(kind)[:40]})" for name, kind in kinds.items())
-    label_column = request.label_column
-    without_labels = label_column == NO_LABELS and NO_LABELS not in kinds
-    if without_labels:
-        label_column = None
-    for option, column in (
-        ("--image-column", request.image_column),
-        ("--label-column", label_column),
-    ):
-        if column is not None and column not in kinds:
-            raise DataError(f"has no column {column!r} ({option}); it has: {listed}")
-    structs = [name for name, kind in kinds.items() if is_nested(kind)]
-    candidates = structs or [name for name, kind in kinds.items() if is_bytes(kind)]
-    if request.image_column is None and len(candidates) != 1:
-        raise DataError(
-            f"has {len(candidates)} columns of images; choose one with --image-column of: {listed}"
-        )
-    image = request.image_column or candidates[0]
-    if not is_nested(kinds[image]) and not is_bytes(kinds[image]):
-        raise DataError(
-            f"has no images in the column {image!r}, which is {str(kinds[image])[:60]}; expected "
-            "bytes, or a struct with bytes and path"
-        )
-    label = label_column
-    if label is None and not without_labels:
-        label = next((name for name in LABEL_COLUMNS if name in kinds), None)
-    if label is not None:
-        kind = kinds[label]
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        if not _holds_labels(kind):
-            raise DataError(
-                f"has no labels in the column {label!r}, which is {str(kind)[:60]}; expected "
-                "class numbers or names (--label-column COLUMN names another, or none)"
-            )
-    return _Columns(image, is_nested(kinds[image]), label)
-
-
-def _declared_class_names(schema: Any, label: str | None) -> list[str] | None:
-    """Return the class names that Hugging Face's library writes beside the schema, or None."""
-    try:
-        metadata = json.loads((schema.metadata or {})[b"huggingface"])
-        return [str(name) for name in metadata["info"]["features"][label]["names"]]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return None
 
 
 class _ParquetLocations:
@@ -423,12 +328,14 @@ class ParquetOpener(Opener):
     Attributes:
         files: the folder or URL of the files.
         names: the files' names.
-        column: the column, or field of a struct, with the encoded images.
+        column: the column of images.
+        field: its field with the encoded images, "" for the column itself.
     """
 
     files: Files
     names: tuple[str, ...]
     column: str
+    field: str = ""
 
     def _bytes(self, location: tuple[int, int, int]) -> bytes:
         """Return the bytes of a row; raise ImageError if it has none or the file is damaged."""
@@ -441,7 +348,7 @@ class ParquetOpener(Opener):
             # Locked, since an opened file can be read by one thread at a time, and so that several
             # threads do not read the same group.
             with _reading:
-                rows = _read_group(self.files, file_name, self.column, group)
+                rows = _read_group(self.files, file_name, self.column, self.field, group)
         except (ArrowException, MemoryError) as error:
             why = f"the parquet file is damaged: {one_line(error)}"
             raise ImageError(name, why) from None
@@ -466,24 +373,26 @@ def _open_parquet_file(files: Files, name: str) -> Any:
 
 
 @functools.lru_cache(CACHED_GROUPS)
-def _read_group(files: Files, name: str, column: str, group: int) -> Any:
-    """Return a column of a row group as a pyarrow ChunkedArray."""
-    return _read_column(_open_parquet_file(files, name), column, group)
+def _read_group(files: Files, name: str, column: str, field: str, group: int) -> Any:
+    """Return a column of a row group, or a field of it, as a pyarrow ChunkedArray."""
+    return _read_column(_open_parquet_file(files, name), column, field, group)
 
 
-def _read_column(file: Any, name: str, group: int | None = None) -> Any:
-    """Return a column, or a field of a struct (`column.field`), as a pyarrow ChunkedArray.
+def _read_column(file: Any, name: str, field: str = "", group: int | None = None) -> Any:
+    """Return a column, or a field of a column of structs, as a pyarrow ChunkedArray.
 
-    It has the rows of a row group, or all rows without a group.
+    It has the rows of a row group, or all rows without a group. The name of a column may have dots.
     """
     from pyarrow import chunked_array
 
+    path = f"{name}.{field}" if field else name
     if group is None:
-        table = file.read(columns=[name], use_threads=False)
+        table = file.read(columns=[path], use_threads=False)
     else:
-        table = file.read_row_group(group, columns=[name], use_threads=False)
-    column = table.column(0)
-    if "." not in name:
+        table = file.read_row_group(group, columns=[path], use_threads=False)
+    # By name: `a.b` is also the path of the field b of a column a.
+    column = table.column(name)
+    if not field:
         return column
     # `flatten` makes the fields of a null struct null; `field` would give them some value.
     fields = [chunk.flatten()[0] for chunk in column.chunks]
