@@ -347,6 +347,32 @@ def test_other_versions() -> None:
         list(made(squared, [1]))
 
 
+class _EndsAfterTheWait(Future[bytes]):
+    """A task that ends just after the first wait for it has run out."""
+
+    def __init__(self, outcome: bytes | Exception) -> None:
+        super().__init__()
+        self._outcome = outcome
+
+    def result(self, timeout: float | None = None) -> bytes:
+        if self.done():
+            return super().result(timeout)
+        if isinstance(self._outcome, bytes):
+            self.set_result(self._outcome)
+        else:
+            self.set_exception(self._outcome)
+        raise TimeoutError
+
+
+def test_a_task_that_ends_just_after_the_wait_has_its_own_outcome() -> None:
+    dask = DaskMap(client=None, address="tcp://s:1")
+    assert dask._wait_for(_EndsAfterTheWait(b"done")) == b"done"
+    with pytest.raises(KeyError, match="of the task"):
+        dask._wait_for(_EndsAfterTheWait(KeyError("of the task")))
+    with pytest.raises(TimeoutError, match="of the task"):
+        dask._wait_for(_EndsAfterTheWait(TimeoutError("of the task")))
+
+
 @contextmanager
 def worker_of(folder: Path, scheduler: str) -> Iterator[str]:
     """A worker that imports from `folder` first: its name."""

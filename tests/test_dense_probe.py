@@ -23,6 +23,7 @@ from vitsee_core.analyses.dense_probe.linear import CellSums, PixelSums, Solutio
 from vitsee_core.analyses.dense_probe.metrics import (
     Counts,
     accuracy,
+    class_cells,
     class_ious,
     count_confusions,
     mean_iou,
@@ -512,6 +513,62 @@ def test_a_user_s_run(tmp_path: Path) -> None:
     assert table.notes["train"]["with_mask"] == 5
     assert png.stat().st_size > 0
     assert tables[1]["value"].tolist() == table["value"].tolist()
+
+
+N_COMMON = 3
+N_RARE = 27
+
+
+def counts_of_images(
+    rng: np.random.Generator, n: int, absent_share: float
+) -> NDArray[np.int64]:
+    """Return pixels of n images, (n, 3, classes), as `Counts` has them; 400 pixels an image.
+
+    3 classes are in 90 % of images, 27 in 5 %; of their pixels 60 and 40 % are right.
+
+    absent_share: the share of wrong pixels that go to any class, others to classes of the image.
+    """
+    n_classes = N_COMMON + N_RARE
+    occurrence = np.repeat([0.9, 0.05], [N_COMMON, N_RARE])
+    accuracy = np.repeat([0.6, 0.4], [N_COMMON, N_RARE])
+    counts = np.zeros((n, 3, IGNORED), np.int64)
+    for image in counts:
+        is_there = rng.random(n_classes) < occurrence
+        is_there[0] |= not is_there.any()
+        weights = is_there * rng.gamma(2.0, 1.0, n_classes)
+        weights /= weights.sum()
+        labelled = rng.multinomial(400, weights)
+        right = rng.binomial(labelled, accuracy)
+        n_wrong = int((labelled - right).sum())
+        n_anywhere = int(rng.binomial(n_wrong, absent_share))
+        predicted = right + rng.multinomial(n_anywhere, np.full(n_classes, 1 / n_classes))
+        predicted += rng.multinomial(n_wrong - n_anywhere, weights)
+        image[:, :n_classes] = right, predicted, labelled
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("absent_share", "least", "most"), [(0.0, 0.8, 1.0), (0.2, 0.1, 0.4)]
+)
+def test_intervals_of_rare_classes_miss_the_mean_of_many_images(
+    absent_share: float, least: float, most: float
+) -> None:
+    """What the remark says: of 20 images 23 % of intervals have the value of many images where
+    absent classes are predicted, 91 % where they are not (100 samples: +-10 %)."""
+    rng = np.random.default_rng(0)
+    many = mean_iou(counts_of_images(rng, 5000, absent_share).sum(0))
+    n_covering = 0
+    for _ in range(100):
+        counts = Counts.empty(20, boundary=False)
+        counts.pixels[:] = counts_of_images(rng, 20, absent_share)
+        assert rare_classes(counts)
+        (cells,) = class_cells(counts, ["miou"])
+        low = cells["low"]
+        high = cells["high"]
+        assert isinstance(low, float) and isinstance(high, float)
+        n_covering += low <= many <= high
+    assert least <= n_covering / 100 <= most
 
 
 def test_rare_classes_are_a_remark() -> None:

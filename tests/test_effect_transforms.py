@@ -85,6 +85,10 @@ CONTROLS = {
     "four": (["--frames", 4], "4 frames"),
     "two": (["--frames", 2], "2 frames"),
     "shuffled": (["--frames", 4, "--time", "shuffled"], "4 frames, shuffled in time"),
+    "other": (
+        ["--frames", 4, "--time", "shuffled", "--seed", 3],
+        "4 frames, shuffled in time by seed 3",
+    ),
     "still": (["--frames", 4, "--time", "still"], "4 frames, still in time"),
     "near": (["--frames", 4, "--every", 1], "4 frames, every 1"),
 }

@@ -227,7 +227,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bad argument": (
         "transformers:ViTModel",
         {"random_init": 0, "model_args": {"hidden_act": "nobody"}},
-        "transformers:ViTModel cannot be made",
+        "transformers:ViTModel with hidden_act=nobody cannot be made",
+    ),
+    "argument that divides by zero": (
+        "transformers:{}/vit",
+        {"model_args": {"num_attention_heads": 0}},
+        "/vit with num_attention_heads=0 cannot be loaded: ZeroDivisionError",
+    ),
+    "size of images as an argument of trained weights": (
+        "transformers:{}/vit",
+        {"model_args": {"image_size": 96}},
+        "leave out image_size=96 (images of another size are --img-size SIZE), or give "
+        "--random-init SEED",
+    ),
+    "argument that trained weights do not fit": (
+        "transformers:{}/vit",
+        {"model_args": {"hidden_size": 48}},
+        "weights are for the model's own configuration: leave out hidden_size=48, or give",
     ),
     "argument of another type": (
         "transformers:ViTModel",

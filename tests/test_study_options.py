@@ -136,6 +136,16 @@ def test_what_a_file_may_not_say(file: Path, tmp_path: Path) -> None:
             "--set cka.batch: 'x' is not a valid",
         ),
         (
+            "models = ['demo:vit']\n[set.cka]\nsites = '-o'",
+            2,
+            "--set cka.sites has no value: -o is an option",
+        ),
+        (
+            "models = ['demo:vit']\n[set.cka]\nsites = '--png'",
+            2,
+            "--set cka.sites has no value: --png is an option",
+        ),
+        (
             "models = ['demo:vit']\n[set.cka]\noutput = 'x'",
             2,
             "--set cka.output: expected an",

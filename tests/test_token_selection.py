@@ -106,3 +106,12 @@ def test_only_the_words_that_an_analysis_knows() -> None:
 def test_tokens_that_a_layout_lacks(word: str, what: str) -> None:
     with pytest.raises(SiteError, match=what):
         TokenSelection.parse(word).require(TokenLayout((), (1, 1)), "s")
+
+
+def test_class_tokens_of_views_are_no_class_token_of_all() -> None:
+    layout = TokenLayout(("camera.0", "camera.1", "class.0", "class.1"), (1, 1))
+    with pytest.raises(
+        SiteError,
+        match=r"^s has a class token of each view, class\.0 to class\.1, and no cls of all; exp",
+    ):
+        TokenSelection.parse("cls").require(layout, "s")

@@ -4,7 +4,6 @@ write lies in the study's folder."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from vitsee_cli.study_settings import commands_of
+from vitsee_cli.study_settings import OPTION, commands_of
 from vitsee_cli.values import PathType
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.errors import VitseeError
@@ -43,9 +42,6 @@ NOT_OF_A_FILE = ("--help",)
 NOT_OF_A_STORE = ("--dry-run", "--force", "--help", "--plan", "--shard")
 
 
-_OPTION = re.compile(
-    r"--?[A-Za-z]"
-)  # how an option begins, and a negative number does not
 MAX_ERROR_CHARS = 300  # characters of a wrong option's error in a message
 
 
@@ -120,7 +116,7 @@ def _check_values(params: Sequence[click.Parameter], words: Sequence[str]) -> No
         for spelling in param.opts
     }
     for word, following in pairwise(words):
-        if word in with_value and _OPTION.match(following):
+        if word in with_value and OPTION.match(following):
             raise click.UsageError(
                 f"{word} has no value: {following[:MAX_SHOWN_CHARS]} follows"
             )

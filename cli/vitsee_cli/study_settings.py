@@ -16,6 +16,8 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from vitsee_core.study.steps import Setting
 
+# How an option begins, and a negative number does not.
+OPTION = re.compile(r"--?[A-Za-z]")
 MODELS = "models"
 SET = "set"
 # Options that a file cannot set.
@@ -168,6 +170,11 @@ def settings(
             raise click.UsageError(
                 f"--set {text!r}; expected ANALYSIS.OPTION=VALUE, ANALYSIS one of "
                 f"{', '.join(command_names)}"
+            )
+        if OPTION.match(match[3]):
+            # A step's command would take it for the value and the next word for an input.
+            raise click.UsageError(
+                f"--set {match[1]}.{match[2]} has no value: {match[3]} is an option"
             )
         values.setdefault((match[1], match[2]), []).append(match[3])
     settings_of: dict[str, list[Setting]] = {}

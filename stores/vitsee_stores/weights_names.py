@@ -78,7 +78,8 @@ def described_weights(manifest: Manifest) -> str:
     """Return `weights_name` of a store, and for clips how their frames were sampled.
 
     For clips `, 8 frames` follows, then `, every 2` where sampled frames are that many frames
-    apart, and `, shuffled in time` or `, still in time` for controls.
+    apart, and `, shuffled in time` or `, still in time` for controls. Orders of another seed than 0
+    are `, shuffled in time by seed 3`.
     """
     name = weights_name(manifest.model)
     clip = manifest.plan.clip
@@ -88,7 +89,11 @@ def described_weights(manifest: Manifest) -> str:
     if clip.every is not None:
         words.append(f"every {clip.every}")
     if clip.time != "ordered":
-        words.append(f"{clip.time} in time")
+        # The plan says how frames are ordered, the transform by which seed.
+        transform_clip = (manifest.transform or {}).get("clip") or {}
+        seed = transform_clip.get("seed")
+        by_seed = f" by seed {seed}" if seed else ""
+        words.append(f"{clip.time} in time{by_seed}")
     return ", ".join(words)
 
 

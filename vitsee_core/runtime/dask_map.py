@@ -169,8 +169,10 @@ class DaskMap:
             try:
                 return future.result(timeout=2.0)
             except TimeoutError:
-                if future.done():  # the task's own
-                    raise
+                # Either the task's own error, or the task ended just after the wait did, or its
+                # result is longer on the way: the task is asked again, and says which.
+                if future.done():
+                    return future.result()
                 if not warned and not self.client.nthreads():
                     log.warning(
                         "the Dask cluster has no workers left: waiting for new ones"

@@ -57,7 +57,12 @@ from vitsee_core.models.sources.transformers_inputs import (
     as_patches,
     refuse_others,
 )
-from vitsee_core.models.sources.transformers_weights import load_whole, renamed_by_library
+from vitsee_core.models.sources.transformers_weights import (
+    expected_with,
+    load_whole,
+    renamed_by_library,
+    with_arguments,
+)
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_core.models.tokens.clips import accept_clips
 from vitsee_core.models.tokens.towers import (
@@ -229,7 +234,7 @@ class TransformersSource(Source):
                 return random_model(tower.model_class, tower.config)
             return self._select_tower(random_model(model_class, config))
 
-        module = make_seeded(seed, build, self.name)
+        module = make_seeded(seed, build, with_arguments(self.name, arguments))
         self._accept_images(module, config, arguments.get("img_size"))
         return module
 
@@ -427,12 +432,13 @@ class TransformersSource(Source):
             weights = load_whole(
                 self._pretrained_loader(model_class, config),
                 self.checkpoint.find_file,
-                self.name,
+                with_arguments(self.name, arguments),
                 tower=tower_path,
                 base_names=self.checkpoint.saved_tensor_names,
+                expected=expected_with(arguments),
             )
         except Exception as error:
-            raise self.checkpoint.explain(error) from error
+            raise self.checkpoint.explain(error, arguments) from error
         notes = {
             "missing": weights.missing,
             # The language model's weights are left over by intent.

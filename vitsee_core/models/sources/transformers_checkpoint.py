@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from vitsee_core.models.sources.transformers_classes import (
     on_meta,
     remote_class,
 )
+from vitsee_core.models.sources.transformers_weights import with_arguments
 
 PREFIX = "transformers:"
 CLASSIFIER_SUFFIXES = ("ForImageClassification", "ForVideoClassification")
@@ -235,14 +237,20 @@ class Checkpoint:
                         names.add(name)
         return names
 
-    def explain(self, error: Exception) -> ModelError:
-        """Return the error line for what transformers raised while it loaded the model."""
+    def explain(
+        self, error: Exception, arguments: Mapping[str, Any] | None = None
+    ) -> ModelError:
+        """Return the error line for what transformers raised while it loaded the model.
+
+        arguments: the user's, where the configuration has them.
+        """
         text = one_line(error)
         if self.frames_mismatch is not None and "of another size" in text:
             trained, requested = self.frames_mismatch
             return ModelError(
                 f"{self.name} takes clips of {trained} frames, which its weights are "
-                f"made for: --frames {requested} is not it"
+                f"made for: --frames {requested} is not it (leave it out, or give "
+                "--random-init SEED)"
             )
         if isinstance(error, ModelError):
             return error
@@ -260,7 +268,8 @@ class Checkpoint:
             )
         if not isinstance(error, OSError):
             error_name = type(error).__name__
-            return ModelError(f"{self.name} cannot be loaded: {error_name}: {text}")
+            who = with_arguments(self.name, arguments or {})
+            return ModelError(f"{who} cannot be loaded: {error_name}: {text}")
         # OSError is also what transformers raises for names that no repository has.
         near = difflib.get_close_matches(
             self.location.path, class_names(), n=3, cutoff=0.7

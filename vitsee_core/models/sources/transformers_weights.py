@@ -47,6 +47,9 @@ EXPECTED = (
     "expected a folder or repository whose config.json and weights belong together, all "
     "but the classifier (random weights are --random-init SEED)"
 )
+SIZE_KEYS = ("image_size", "crop_size")  # of a configuration
+# Arguments that have options of their own.
+_OWN_OPTIONS = ("img_size", "frames")
 # Types of floats as safetensors calls them.
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -85,6 +88,7 @@ def load_whole(
     *,
     tower: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
+    expected: str = EXPECTED,
 ) -> LoadedWeights:
     """Load a checkpoint with `from_pretrained`, and refuse it where it is not the model's.
 
@@ -96,6 +100,7 @@ def load_whole(
         tower: path of the only module that is used, "" for all of it.
         base_names: returns the tensor names of the class that the checkpoint was saved from, whose
             task's layers may be left over.
+        expected: the end of error messages, what to do instead.
 
     Raises:
         ModelError: the weights are not the model's.
@@ -109,14 +114,41 @@ def load_whole(
     # The library does not know the prefixes of training loops: such files are loaded once more,
     # under the names that it knows.
     if _may_need_cutting(module, info, tower):
-        state, copies = _cut_state(module, paths, who, base_names)
+        state, copies = _cut_state(module, paths, who, base_names, expected)
         if state is not None:
             with quiet():
                 module, info = load(state)
     missing, left_over = require_loaded(
-        module, info, who, tower=tower, base_names=base_names
+        module, info, who, tower=tower, base_names=base_names, expected=expected
     )
     return LoadedWeights(module, missing, left_over, copies)
+
+
+def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a model's name, for messages, with the user's entries of its configuration."""
+    entries = _entries(arguments)
+    return f"{name} with {entries}" if entries else name
+
+
+def expected_with(arguments: Mapping[str, Any]) -> str:
+    """Return what to do where weights do not fit a model with these arguments."""
+    entries = _entries(arguments)
+    if not entries:
+        return EXPECTED
+    size = ""
+    if any(key.rpartition(".")[2] in SIZE_KEYS for key in arguments):
+        size = " (images of another size are --img-size SIZE)"
+    return (
+        f"weights are for the model's own configuration: leave out {entries}{size}, or give "
+        "--random-init SEED"
+    )
+
+
+def _entries(arguments: Mapping[str, Any]) -> str:
+    """Return `KEY=VALUE, KEY=VALUE` for entries of a configuration, "" for none."""
+    return ", ".join(
+        f"{key}={value}" for key, value in arguments.items() if key not in _OWN_OPTIONS
+    )
 
 
 def renamed_by_library(state: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
@@ -238,6 +270,7 @@ def require_loaded(
     *,
     tower: str = "",
     base_names: Callable[[], Collection[str]] | None = None,
+    expected: str = EXPECTED,
 ) -> tuple[list[str], list[str]]:
     """Return the classifier's tensors that are random, and the checkpoint's tensors without use.
 
@@ -247,6 +280,7 @@ def require_loaded(
         who: the model, as error messages call it.
         tower: path of the only module that is used, "" for all of it.
         base_names: returns the tensor names of the class that the checkpoint was saved from.
+        expected: the end of error messages, what to do instead.
 
     Raises:
         ModelError: other tensors are random, of another size, or without use.
@@ -267,7 +301,7 @@ def require_loaded(
             text for name, text in report.mismatched.items() if not name.startswith(heads)
         ],
         left_over=strange,
-        expected=EXPECTED,
+        expected=expected,
     )
     return sorted({*report.missing, *report.mismatched}), report.left_over
 
@@ -328,6 +362,7 @@ def _cut_state(
     paths: Sequence[str],
     who: str,
     base_names: Callable[[], Collection[str]] | None,
+    expected: str,
 ) -> tuple[dict[str, Tensor] | None, list[str]]:
     """Return the checkpoint's tensors without wrappers' words and without what stands before the
     model's names (None where nothing can be cut), and the labels of other copies of the model.
@@ -359,7 +394,7 @@ def _cut_state(
             for name in strange
             if ".".join(without_wrappers(name.split("."))) not in names_of_saved_class
         ]
-    require_fit(who, left_over=strange, expected=EXPECTED)
+    require_fit(who, left_over=strange, expected=expected)
     return {cut: state[name] for cut, name in chosen.names.items()}, labels
 
 
