@@ -567,7 +567,7 @@ def test_intervals_of_rare_classes_miss_the_mean_of_many_images(
         low = cells["low"]
         high = cells["high"]
         assert isinstance(low, float) and isinstance(high, float)
-        n_covering += low <= many <= high
+        n_covering += int(low <= many <= high)
     assert least <= n_covering / 100 <= most
 
 
