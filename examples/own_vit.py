@@ -1,6 +1,6 @@
 """A ViT of one's own.
 
-    vitsee extract 'examples/own_vit.py:build?depth=6' --data photos -o own.zarr
+    vitsee extract 'examples/own_vit.py:build?depth=6' --random-init 0 --data photos -o own.zarr
 
 vitsee knows none of these names. It finds the blocks, what their two branches add, the attention of
 nn.MultiheadAttention, the class token and the classifier by running the model once.

@@ -59,10 +59,26 @@ def by_values():
     return Scaled(8, 32)
 
 def loads(pretrained=True):
-    module = Small(4, 32)
     if pretrained:
         torch.manual_seed(7)
-        torch.nn.init.normal_(module.head.weight)
+    return Small(4, 32)
+
+def in_part(how):
+    module = Small(4, 32)
+    if how != "all random":
+        torch.manual_seed(7)
+        state = Small(4, 32).state_dict()
+    if how == "a part":
+        prefix = "blocks.0."
+        module.blocks[0].load_state_dict({
+            key.removeprefix(prefix): x
+            for key, x in state.items() if key.startswith(prefix)
+        })
+    if how == "by strict loading":
+        module.load_state_dict(state)
+    if how == "by values":
+        for key, parameter in module.named_parameters():
+            parameter.data = state[key]
     return module
 
 def nothing():
@@ -170,13 +186,17 @@ def test_a_file_gives_module_transform_and_names(folder: Path) -> None:
 
 
 def test_what_a_file_does_not_say_is_assumed_and_said(folder: Path) -> None:
-    model = load_model(f"{folder}/mine.py:bare")
+    model = load_model(f"{folder}/mine.py:bare", random_init=0)
     assert model.input_size == (3, 224, 224)
     assert model.transform["mean"] == (0.485, 0.456, 0.406)
     (note,) = model.notes()
     assert "says no transform: assumed are 224 x 224" in note
     given = load_model(
-        f"{folder}/mine.py:bare", img_size=32, img_mean=(0.5,), img_std=(0.5,)
+        f"{folder}/mine.py:bare",
+        random_init=0,
+        img_size=32,
+        img_mean=(0.5,),
+        img_std=(0.5,),
     )
     assert given.transform["mean"] == (0.5,) and given.input_size == (3, 32, 32)
 
@@ -204,6 +224,24 @@ def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) 
     assert [
         site.name for site in list_sites(f"{folder}/mine.py:by_values").table.sites
     ] == [site.name for site in list_sites(name).table.sites]
+
+
+def test_a_file_without_weights_is_not_called_trained(folder: Path) -> None:
+    name = f"{folder}/mine.py:in_part"
+    refused = refusal(name, model_args={"how": "all random"})
+    assert "mine.py:in_part leaves parameters random: " in refused
+    assert "change with the seed (" in refused and "--random-init SEED" in refused
+    # Two convolutions have weights and biases; those of the norms and the classifier do not count.
+    assert ": 4 of 10 change" in refused
+    a_part = refusal(name, model_args={"how": "a part"})
+    assert ": 2 of 10 change with the seed (blocks.1.0.weight" in a_part
+    whole = [
+        load_model(name, model_args={"how": how}).weights["sha256"]
+        for how in ["by strict loading", "by values"]
+    ]
+    assert whole[0] == whole[1]
+    # Nothing is refused where weights do not matter.
+    assert list_sites(name, model_args={"how": "all random"}).table.sites
 
 
 @pytest.mark.parametrize("entry", ["tiny", "late"])
@@ -292,9 +330,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"checkpoint": "{}/broken.safetensors"},
         "is no readable checkpoint",
     ),
-    "a transform of code": ("{}/mine.py:odd_transform", {}, "cannot be kept in a store"),
-    "names": ("{}/mine.py:odd_names", {}, "gives class names 'abc'; expected a list"),
-    "mean": ("{}/mine.py:build", {"img_mean": (1.0, 2.0)}, "--img-mean has 2 numbers"),
+    "a transform of code": (
+        "{}/mine.py:odd_transform",
+        {"random_init": 0},
+        "cannot be kept in a store",
+    ),
+    "names": (
+        "{}/mine.py:odd_names",
+        {"random_init": 0},
+        "gives class names 'abc'; expected a list",
+    ),
+    "mean": (
+        "{}/mine.py:build",
+        {"img_mean": (1.0, 2.0), "random_init": 0},
+        "--img-mean has 2 numbers",
+    ),
     "no checkpoint": (
         "{}/mine.py:build",
         {"checkpoint": Path("x.pth")},
@@ -348,11 +398,11 @@ def test_mistakes_are_one_line(folder: Path, case: str) -> None:
 
 UNEXTRACTED = {
     "two arguments": (
-        "mine.py:two",
+        "mine.py:two?random-init=0",
         "raises TypeError: Two.forward() missing 1 required",
     ),
     "its own fault": (
-        "mine.py:lacks",
+        "mine.py:lacks?random-init=0",
         "raises AttributeError: 'Lacks' object has no attribute",
     ),
     "no blocks": ("mine.py:plain", "no site matches 'blocks'; sites of this model: none"),
@@ -425,7 +475,8 @@ def test_a_store_of_a_file_and_what_it_may_not_do(folder: Path, tmp_path: Path) 
 
 def test_no_sidecar_makes_code_run(folder: Path, tmp_path: Path) -> None:
     table = tmp_path / "w.csv"
-    words = ["weights", f"{folder}/mine.py:bare", "--img-size", "32", "-o", str(table)]
+    name = f"{folder}/mine.py:bare?random-init=0"
+    words = ["weights", name, "--img-size", "32", "-o", str(table)]
     vitsee(*words)
     refused = CliRunner().invoke(main, ["rerun", str(table), "--force"])
     assert (

@@ -468,6 +468,7 @@ import timm, torch
 def build(how="right"):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2,
                               num_heads=3, patch_size=8)
+    torch.manual_seed(5)
     state = {key: torch.randn_like(x) for key, x in model.state_dict().items()}
     if how == "prefix":
         state = {f"module.{key}": x for key, x in state.items()}

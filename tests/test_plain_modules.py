@@ -188,6 +188,16 @@ def with_lazy_head() -> Any:
     return module
 
 
+def with_nested_buffer(layout: torch.layout) -> Any:
+    module = vit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "in prototype stage"
+        parts = [torch.ones(2), torch.ones(3)]
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+    module.blocks[1].register_buffer("lengths", nested)
+    return module
+
+
 UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "dynamic int8": (
         lambda: dynamically_quantised(torch.qint8),
@@ -216,6 +226,14 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "meta buffer that is not saved": (
         lambda: with_buffer(False),
         r"mine: blocks\.1\.mask is on the meta device",
+    ),
+    "nested": (
+        lambda: with_nested_buffer(torch.strided),
+        r"mine: blocks\.1\.lengths is a nested tensor",
+    ),
+    "nested, jagged": (
+        lambda: with_nested_buffer(torch.jagged),
+        r"mine: blocks\.1\.lengths is a nested tensor",
     ),
     "lazy": (with_lazy_head, r"mine: head\.weight has no shape yet"),
 }

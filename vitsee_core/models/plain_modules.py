@@ -27,8 +27,8 @@ def require_plain_tensors(module: nn.Module, name: str) -> None:
     """Refuse weights that are no dense tensors with values.
 
     Raises:
-        ModelError: names the first that is lazy, on the meta device, sparse, quantised, packed, or
-            a tensor of a class of its own.
+        ModelError: names the first that is lazy, on the meta device, nested, sparse, quantised,
+            packed, or a tensor of a class of its own.
     """
     for key, tensor in _tensors(module):
         rejection = _rejection(tensor)
@@ -57,6 +57,9 @@ def _rejection(tensor: Tensor) -> str | None:
         return "is on the meta device, which has no values; expected a module on the CPU"
     if tensor.is_quantized:
         return "is quantised; expected the model as it was before (tensor.dequantize())"
+    # Before the layout: that of a nested tensor may be strided or jagged.
+    if tensor.is_nested:
+        return "is a nested tensor; expected tensors of one shape"
     if tensor.layout != torch.strided:
         return f"is sparse ({tensor.layout}); expected dense weights (tensor.to_dense())"
     if is_traceable_wrapper_subclass(tensor):

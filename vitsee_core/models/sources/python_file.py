@@ -26,7 +26,7 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Choices, Source, make_seeded, one_line
 from vitsee_core.models.sources.several_modules import choose, sort_out
 from vitsee_core.models.sources.transforms import ASSUMED, author_transform, changed, pair
-from vitsee_core.models.weights.watching import watched_loads
+from vitsee_core.models.weights.watching import Loads, require_same, watched_loads
 
 # Names that a builder's parameter for the image size may have.
 SIZE_PARAMETERS = ("img_size", "image_size", "input_size")
@@ -104,7 +104,35 @@ class FileSource(Source):
         arguments: dict[str, Any],
         foreign: bool = False,
     ) -> nn.Module:
-        """Make the module like `Source.make`, and set `author_values` and `network_note`."""
+        """Make the module like `Source.make`, and set `author_values` and `network_note`.
+
+        Where the code did not load all of the module by `load_state_dict`, it runs once more under
+        another seed: what differs then is random, and is not called the file's weights.
+        """
+        module, loads = self._make_watched(
+            pretrained=pretrained, seed=seed, arguments=arguments
+        )
+        if not pretrained:
+            return module
+        names = loads.never_filled(module)
+        if names:
+            values_and_note = (self.author_values, self.network_note)
+            reseeded, _ = self._make_watched(
+                pretrained=True, seed=seed + 1, arguments=arguments
+            )
+            self.author_values, self.network_note = values_and_note
+            require_same(module, reseeded, names, self.name)
+        return module
+
+    def _make_watched(
+        self, *, pretrained: bool, seed: int, arguments: dict[str, Any]
+    ) -> tuple[nn.Module, Loads]:
+        """Run the user's code; return the module, and what of it was loaded.
+
+        Raises:
+            ModelError: the code fails, gives no module, or leaves parameters random that the
+                weights it loads lack; the module is on the meta device.
+        """
         self.check()
 
         def make_network() -> Any:
@@ -136,7 +164,7 @@ class FileSource(Source):
                 f"{self.name} gives parameters on the meta device, which have no values; "
                 "expected a module on the CPU"
             )
-        return module
+        return module, loads
 
     def without_weights(self, arguments: dict[str, Any]) -> nn.Module:
         """Return the module on the meta device, or with its weights on the CPU where the user's
@@ -144,7 +172,9 @@ class FileSource(Source):
         try:
             return super().without_weights(arguments)
         except ModelError:
-            return self.make(pretrained=True, seed=0, arguments=arguments)
+            # Places of sites do not depend on weights: random ones are not refused.
+            module, _ = self._make_watched(pretrained=True, seed=0, arguments=arguments)
+            return module
 
     def transform(
         self,

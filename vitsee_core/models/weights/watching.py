@@ -6,6 +6,7 @@ torch leaves what it does not find as it was, and says so to nobody.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.weights.fitting import (
     classifier_names,
     require_fit,
@@ -29,15 +31,17 @@ EXPECTED = (
 
 @dataclass
 class Loads:
-    """The parameters that calls of `load_state_dict` left as they were.
+    """The parameters that calls of `load_state_dict` filled, and those they left as they were.
 
     Attributes:
         left: (parameter, copy of its values at the call) of those that the weights lacked.
         left_over: names of the weights without use.
+        filled: id -> parameter that a call has filled; weak, as an id is used again.
     """
 
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
+    filled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def remember(self, module: nn.Module, names: Iterable[str]) -> None:
         """Remember these parameters of a module, and their values, as left by a call."""
@@ -50,8 +54,26 @@ class Loads:
     def forget(self, module: nn.Module, names: Iterable[str]) -> None:
         """Forget what earlier calls left of these parameters, because a call has filled them."""
         parameters = dict(module.named_parameters())
-        ids = {id(parameters[name]) for name in names if name in parameters}
-        self.left = [pair for pair in self.left if id(pair[0]) not in ids]
+        for name in names:
+            if name in parameters:
+                parameter = parameters[name]
+                self.filled[id(parameter)] = weakref.ref(parameter)
+        self.left = [pair for pair in self.left if not self._is_filled(pair[0])]
+
+    def never_filled(self, module: nn.Module) -> list[str]:
+        """Return the names of a module's parameters that no call has filled, without the
+        classifier's."""
+        heads = classifier_names(module)
+        return [
+            name
+            for name, parameter in module.named_parameters()
+            if not self._is_filled(parameter) and not name.startswith(heads)
+        ]
+
+    def _is_filled(self, parameter: Tensor) -> bool:
+        """Return whether a call has filled the parameter."""
+        reference = self.filled.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def require_all(self, module: nn.Module, who: str) -> None:
         """Refuse a module with parameters that a call left random, and that nothing has changed
@@ -95,6 +117,36 @@ class Loads:
             # Names without use matter only where something is missing: it may be one of them.
             left_over=self.left_over if random else (),
             expected=EXPECTED,
+        )
+
+
+def require_same(
+    module: nn.Module, reseeded: nn.Module, names: Iterable[str], who: str
+) -> None:
+    """Refuse a module with parameters that another seed of the random numbers changes: they were
+    drawn, and no code has filled them.
+
+    Args:
+        module: the module that the code made.
+        reseeded: the module that it made under the other seed.
+        names: the parameters to compare.
+        who: the file or library, as the message calls it.
+
+    Raises:
+        ModelError: names them.
+    """
+    parameters = dict(module.named_parameters())
+    others = dict(reseeded.named_parameters())
+    drawn = [
+        name
+        for name in names
+        if name not in others
+        or not _equal(parameters[name].nan_to_num(), others[name].nan_to_num())
+    ]
+    if drawn:
+        raise ModelError(
+            f"{who} leaves parameters random: {len(drawn)} of {len(parameters)} change with "
+            f"the seed ({some(drawn)}); {EXPECTED}"
         )
 
 
