@@ -14,7 +14,8 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.survey.geometry import ModelGeometry, whole_stride
+from vitsee_core.models.survey.geometry import ModelGeometry
+from vitsee_core.models.survey.strides import whole_stride
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
 

@@ -21,9 +21,9 @@ from vitsee_core.models.sites.drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites.families import BlockHook, Description, Residual
 from vitsee_core.models.survey import Reader, Survey
 from vitsee_core.models.survey.block_flow import block_inputs, flow_remark, side_by_side
+from vitsee_core.models.survey.head import head_hook_points
 from vitsee_core.models.survey.structure import (
     has_weights,
-    head_hook_points,
     is_leaf,
     repeated_blocks,
 )

@@ -27,7 +27,7 @@ from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_core.models.sources.path_hints import path_hint
 from vitsee_core.models.sources.timm_weights import by_the_rule
 from vitsee_core.models.sources.transforms import checked_size
-from vitsee_core.models.survey.structure import classifier_prefixes
+from vitsee_core.models.survey.head import classifier_prefixes
 from vitsee_core.models.weights.fitting import Fit
 from vitsee_core.models.weights.positions import Resampling
 from vitsee_core.runtime.machine import human_bytes, memory_bytes

@@ -2,8 +2,10 @@
 activation is read as tokens.
 
 tracing    one forward pass with a hook on every module
-structure  blocks among the modules, and what comes after them
+structure  the blocks among the modules
+head       what comes after the blocks: norm, pooled vector, logits
 geometry   rows, columns and prefix tokens of activations
+strides    how far the cells of each grid are apart in pixels
 patches    the pixels that a patch embedding's cells depend on, measured
 """
 
@@ -20,7 +22,6 @@ from torch import nn
 from vitsee_core.models.hook_points import HookPoint, ModelError, ModuleSide, View
 from vitsee_core.models.survey.geometry import (
     ModelGeometry,
-    Steps,
     count_prefix_tokens,
     in_raster_order,
     kinds_of,
@@ -34,6 +35,7 @@ from vitsee_core.models.survey.patches import (
     measure,
     packed_patches,
 )
+from vitsee_core.models.survey.strides import Steps
 from vitsee_core.models.survey.structure import block_names, find_blocks
 from vitsee_core.models.survey.tracing import Seen, Trace, trace
 from vitsee_core.models.tokens.clip_order import (
@@ -97,12 +99,14 @@ def survey(
     orders = orders_at(module, size)
     if packing is not None:
         geometry = ModelGeometry(size[1:], grid=packing.grid(size[1:]))
-    stated = geometry or model_geometry(module, size[1:])
+    stated_geometry = geometry or model_geometry(module, size[1:])
     record = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, record)
-    geometry = count_prefix_tokens(stated, module, record, blocks)
-    # `stated`, not the counted geometry: pixels tell the order of tokens whose grid was counted.
-    if not allow_ambiguous_axes and needs_pixels(module, record, blocks, stated):
+    geometry = count_prefix_tokens(stated_geometry, module, record, blocks)
+    # Not by the counted geometry: pixels tell the order of tokens whose grid was counted.
+    if not allow_ambiguous_axes and needs_pixels(
+        module, record, blocks, stated_geometry
+    ):
         record = trace(module, size, corners=True, orders=orders)
         blocks = find_blocks(module, record)
     geometry = replace(geometry, steps=Steps(size[1:], module, record))
@@ -134,8 +138,15 @@ def _survey_of_clips(
 ) -> Survey:
     """Return the survey of a model of clips, whose order of tokens is found at every module side.
 
-    may_guess: whether the order may be guessed from shapes where the model has no values (meta
-    device).
+    Args:
+        module: the model.
+        frames: frames of a clip.
+        size: (channels, rows, cols) of a frame.
+        may_guess: whether the order may be guessed from shapes where the model has no values (meta
+            device).
+
+    Raises:
+        ModelError: no block gives the tokens of the clip.
     """
     if may_guess and next(module.parameters()).is_meta:
         grid = clip_cells(module, frames, size)
@@ -145,9 +156,8 @@ def _survey_of_clips(
     record = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, record)
     max_prefix = max((order.n_prefix for order in orders.values()), default=0)
-    block_tensors: list[
-        Seen
-    ] = []  # inputs and outputs of blocks that are tokens of the clip
+    # Inputs and outputs of blocks that are tokens of the clip.
+    block_tensors: list[Seen] = []
     for path in blocks:
         for seen in (record.entered(path), record.left(path)):
             if seen and seen.grid:
@@ -159,6 +169,7 @@ def _survey_of_clips(
             "and, attention aside, made of its own piece alone; expected a transformer "
             "of clips"
         )
+    # Where each view of a clip has prefix tokens of its own, their kinds are numbered.
     n_views = grid[0] if any(order.by_view for order in orders.values()) else 1
     prefix = kinds_of(module, max_prefix // n_views, block_tensors[0].shape[2])
     if n_views > 1:
@@ -266,9 +277,12 @@ def with_measured_patches(
         return replace(survey, geometry=replace(geometry, patches=(packed,)))
     reader = Reader(module, survey)
     patches = []
+    # Each grid once, in the order of the blocks.
     for grid in dict.fromkeys(_token_grids(reader, survey.blocks)):
         step = geometry.steps.of(grid)
-        if step.reductions != 1:
+        if (
+            step.reductions != 1
+        ):  # the grid of the image itself, or behind several strides
             continue
         first = first_seen(record, grid, geometry.prefix)
         if first is None:
@@ -282,19 +296,14 @@ def with_measured_patches(
 def _token_grids(reader: Reader, blocks: tuple[str, ...]) -> Iterator[Grid]:
     """Yield the grid of each block's input and output that holds an image's tokens."""
     for path in blocks:
-        for seen, entering in (
-            (reader.trace.entered(path), True),
-            (reader.trace.left(path), False),
-        ):
+        for is_input in (True, False):
+            seen = reader.trace.entered(path) if is_input else reader.trace.left(path)
             seen = reader.trace.by_image(seen)
             if seen is None or len(seen.shape) < 3:
                 continue
-            view = reader.token_view(path, seen, entering)
-            if (
-                view.form in ("tokens", "nhwc", "unrolled")
-                and view.layout
-                and view.layout.grid
-            ):
+            view = reader.token_view(path, seen, entering=is_input)
+            has_tokens = view.form in ("tokens", "nhwc", "unrolled")
+            if has_tokens and view.layout and view.layout.grid:
                 yield view.layout.grid
 
 

@@ -1,173 +1,54 @@
 """The tokens of a model: which dimensions of an activation are the image's rows and columns, how
 many prefix tokens there are, and how far cells are apart in pixels.
 
-Dimensions are read from shapes, and where two readings are possible from which indices respond to
-a change in one corner of the image. The distance of cells is the product of the strides on the path
-from the image to their grid. Where a model does not say how many prefix tokens it has, they are its
-tokens, less the cells of the grid of patches.
+Dimensions are read from shapes; where two readings are possible, the indices that respond to a
+change in one corner of the image decide. The distance of cells is the product of the strides on the
+path from the image to their grid. Where a model does not say how many prefix tokens it has, they
+are its tokens less the cells of the grid of patches.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import View
-from vitsee_core.models.survey.patches import Pair, Patches
+from vitsee_core.models.survey.patches import Patches
+from vitsee_core.models.survey.strides import Steps
 from vitsee_core.models.survey.tracing import N_CORNERS, Seen, Trace
 from vitsee_core.models.tokens.towers import Grid
 from vitsee_stores.layout import TokenLayout
 
-MOST_PREFIX = 32
-# What parameters of such tokens are called, by kind; what matches none is a register.
-_KINDS = {
+MAX_PREFIX = 32
+# Names of the parameters of prefix tokens, by kind; a token without such a parameter is a register.
+_KIND_PATTERNS = {
     "cls": r"(^|_)(cls|class)",
     "dist": r"(^|_)dist",
     "camera": r"(^|_)(camera|pose)_token",
 }
-_OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
-
-
-@dataclass(frozen=True)
-class Step:
-    """stride_px: between neighbouring cells, (y, x). reductions: strided layers between image and
-    grid; one is a patch embedding."""
-
-    stride_px: Pair
-    reductions: int
-
-
-class Steps:
-    """The step of every grid of one model.
-
-    Layers that state their stride say it. Of grids whose path no layer shows, one somewhat larger
-    than another is that with a border (DaViT pads maps of odd sizes); else the step is the whole
-    number that gives the one from the other on both axes up to padding or cropping (patches merged
-    by slicing), else their ratio (images resized first). Where two paths lead to grids of one
-    size, the first counts.
-    """
-
-    def __init__(
-        self, image: Grid, module: nn.Module | None = None, trace: Trace | None = None
-    ):
-        """Steps are read from a forward pass; without one only from sizes."""
-        self.known: dict[Grid, Step] = {image: Step((1.0, 1.0), 0)}
-        if module is None or trace is None:
-            return
-        for entered, left, factor in _strided(module, trace):
-            if left not in self.known:
-                before = self.of(entered)
-                self.known[left] = Step(
-                    (before.stride_px[0] * factor[0], before.stride_px[1] * factor[1]),
-                    before.reductions + (max(factor) > 1),
-                )
-
-    def of(self, grid: Grid) -> Step:
-        """The step of a grid, noted for the grids to come."""
-        if grid not in self.known:
-            self.known[grid] = self._from_sizes(grid)
-        return self.known[grid]
-
-    def _from_sizes(self, grid: Grid) -> Step:
-        *_, latest = self.known
-        larger = [
-            known for known in self.known if known[0] >= grid[0] and known[1] >= grid[1]
-        ]
-        larger.sort(key=math.prod)
-        nearest = (larger or [latest])[0]
-        factor = None
-        for known in larger:
-            if factor := whole_stride(known, grid):
-                nearest = known
-                break
-        if _padded(latest, grid) or factor is None:
-            for known in (latest, *reversed(self.known)):
-                if _padded(known, grid):
-                    return self.known[known]
-        before = self.known[nearest]
-        ratio = factor or (nearest[0] / grid[0], nearest[1] / grid[1])
-        px = before.stride_px[0] * ratio[0], before.stride_px[1] * ratio[1]
-        return Step(px, before.reductions + (factor is not None and max(factor) > 1))
-
-
-def _padded(before: Grid, after: Grid) -> bool:
-    """Whether one grid may be another with a border: up to a multiple of a window or stride."""
-    return all(0 <= a - b < b for b, a in zip(before, after, strict=True))
-
-
-def whole_stride(before: Grid, after: Grid) -> Pair | None:
-    """The whole number of cells of one grid between neighbours of another, the same on both axes
-    up to padding or cropping; None if there is none."""
-    ratios = [larger / smaller for larger, smaller in zip(before, after, strict=True)]
-    mean = math.sqrt(ratios[0] * ratios[1])
-    for step in sorted(
-        range(1, math.ceil(max(ratios)) + 1), key=lambda step: abs(step - mean)
-    ):
-        if all(
-            cells in (larger // step, -(-larger // step))
-            for larger, cells in zip(before, after, strict=True)
-        ):
-            return float(step), float(step)
-    return None
-
-
-def _strided(module: nn.Module, trace: Trace) -> Iterator[tuple[Grid, Grid, Pair]]:
-    """(grid that entered, grid that left, stride) of every layer that states its stride and gives
-    another grid, in the order of the forward pass."""
-    met = []
-    for name, layer in module.named_modules():
-        stride = _pair(getattr(layer, "stride", None))
-        kernel = _pair(getattr(layer, "kernel_size", None)) or (1, 1)
-        if stride is None or any(layer.children()):
-            continue
-        for call in trace.calls.get(name, ()):
-            entered = call.entered
-            left = call.left
-            if (
-                entered is None
-                or left is None
-                or {len(entered.shape), len(left.shape)} != {4}
-            ):
-                continue
-            before = entered.shape[2:]
-            after = left.shape[2:]
-            fits = all(
-                0 < b <= a and abs(a / s - b) <= 1 + k / s
-                for a, b, s, k in zip(before, after, stride, kernel, strict=True)
-            )
-            if fits and before != after:
-                pair = float(stride[0]), float(stride[1])
-                edge = (before[0], before[1]), (after[0], after[1]), pair
-                met.append((left.key, edge))
-    for _, edge in sorted(met, key=lambda item: item[0]):
-        yield edge
-
-
-def _pair(value: Any) -> tuple[int, int] | None:
-    if isinstance(value, int):
-        return value, value
-    if (
-        isinstance(value, tuple | list)
-        and len(value) == 2
-        and all(type(n) is int for n in value)
-    ):
-        return value[0], value[1]
-    return None
+# Parameters with these in their names are not tokens.
+_NOT_TOKENS = r"pos|mask|query|bias|scale|head|norm|weight"
+# Responses that exceed an even spread by less are not concentrated.
+_MIN_CONCENTRATION = 0.15
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
     """The tokens of a model, and the size of its input images in pixels.
 
-    steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
-    patches were measured. added: further prefix tokens, which the blocks alone work on. frames: of
-    a clip, None for images.
+    Attributes:
+        image: (rows, cols) of the input in pixels.
+        prefix: kinds of the prefix tokens, in their order.
+        grid: (rows, cols) of the model's patches, None where no such grid is known.
+        steps: distances of cells; None to take them from the sizes of grids.
+        patches: the grids whose patches were measured.
+        added: kinds of further prefix tokens, which the blocks alone work on.
+        frames: frames of a clip, None for images.
     """
 
     image: Grid
@@ -179,8 +60,13 @@ class ModelGeometry:
     frames: int | None = None
 
     def layout(self, grid: Sequence[int], prefix: tuple[str, ...] = ()) -> TokenLayout:
-        """The layout of a grid: as its patches were measured, else the product of the strides and
-        the offset 0; of a grid with times, whose cells divide the clip, by its sizes."""
+        """Return the layout of a grid with prefix tokens before it.
+
+        The strides are those of its measured patches, else the product of the strides before it,
+        with offset 0. Cells of a grid with times divide the clip.
+
+        grid: (rows, cols), or (times, rows, cols).
+        """
         if len(grid) == 3:
             assert self.frames is not None
             times, rows, cols = grid
@@ -197,39 +83,46 @@ class ModelGeometry:
         return TokenLayout(prefix, grid, stride_px=steps.of(grid).stride_px)
 
     def exact(self, grid: Grid) -> bool:
-        """Whether both axes are reduced alike, to the cell."""
-        return grid[0] * self.image[1] == grid[1] * self.image[0] and self._smaller(grid)
+        """Return whether a grid reduces both axes of the image alike, to the cell."""
+        is_alike = grid[0] * self.image[1] == grid[1] * self.image[0]
+        return is_alike and self._is_within_image(grid)
 
     def near(self, grid: Grid) -> bool:
-        """Whether both axes are reduced alike up to one cell of padding or cropping."""
-        wanted = grid[1] * self.image[0] / self.image[1]
-        return abs(grid[0] - wanted) <= 1 and self._smaller(grid) and min(grid) > 1
+        """Return whether a grid reduces both axes alike up to one cell of padding or cropping."""
+        exact_rows = grid[1] * self.image[0] / self.image[1]
+        is_alike = abs(grid[0] - exact_rows) <= 1
+        return is_alike and self._is_within_image(grid) and min(grid) > 1
 
-    def _smaller(self, grid: Grid) -> bool:
+    def _is_within_image(self, grid: Grid) -> bool:
+        """Return whether a grid has no more cells along an axis than the image has pixels."""
         return grid[0] <= self.image[0] and grid[1] <= self.image[1]
 
-    def grid_of(self, n: int) -> Grid | None:
-        """The grid of n cells that is reduced alike on both axes."""
-        if self.grid and math.prod(self.grid) == n:
+    def grid_of(self, n_cells: int) -> Grid | None:
+        """Return the grid of so many cells that reduces both axes alike, None without one."""
+        if self.grid and math.prod(self.grid) == n_cells:
             return self.grid
-        if n < 1:
+        if n_cells < 1:
             return None
-        rows = round(math.sqrt(n * self.image[0] / self.image[1]))
-        for candidate in (rows, rows - 1, rows + 1):
-            if candidate > 0 and n % candidate == 0:
-                grid = (candidate, n // candidate)
-                if self.exact(grid) or (
-                    self.image[0] != self.image[1] and self.near(grid)
-                ):
-                    return grid
+        is_square = self.image[0] == self.image[1]
+        nearest_rows = round(math.sqrt(n_cells * self.image[0] / self.image[1]))
+        for rows in (nearest_rows, nearest_rows - 1, nearest_rows + 1):
+            if rows < 1 or n_cells % rows:
+                continue
+            grid = (rows, n_cells // rows)
+            if self.exact(grid) or (not is_square and self.near(grid)):
+                return grid
         return None
 
     def token_layout(self, n_tokens: int) -> TokenLayout | None:
-        """Prefix and grid of a sequence of this length: with the model's prefix tokens if that
-        leaves a grid, else without; with those added if that leaves the model's own grid."""
-        whole = self.prefix + self.added
-        if self.added and self.grid and n_tokens == len(whole) + math.prod(self.grid):
-            return self.layout(self.grid, whole)
+        """Return prefix and grid of a sequence of this length, None where no grid is left.
+
+        It is read with the model's prefix tokens if that leaves a grid, else without; with the
+        added ones if that leaves the model's own grid.
+        """
+        all_prefix = self.prefix + self.added
+        n_all_prefix = len(all_prefix)
+        if self.added and self.grid and n_tokens == n_all_prefix + math.prod(self.grid):
+            return self.layout(self.grid, all_prefix)
         for prefix in dict.fromkeys((self.prefix, ())):
             grid = self.grid_of(n_tokens - len(prefix))
             if grid:
@@ -238,28 +131,36 @@ class ModelGeometry:
 
 
 def model_geometry(module: nn.Module, image: Grid) -> ModelGeometry:
-    """Prefix tokens and patch grid by the model's own attributes.
+    """Return prefix tokens and patch grid by the model's own attributes.
 
-    Prefix kinds in the order in which timm concatenates them: class, distillation, registers.
+    Prefix kinds are in the order in which timm concatenates them: class, distillation, registers.
+
+    image: (rows, cols) of the input in pixels.
     """
     n_prefix = getattr(module, "num_prefix_tokens", None)
-    token = getattr(module, "cls_token", None)
-    has_cls = isinstance(token, Tensor)
-    # PiT keeps its distillation token in the tensor of the class token: (1, 2, dim).
-    in_one = token.shape[1] if isinstance(token, Tensor) and token.ndim == 3 else 1
+    cls_token = getattr(module, "cls_token", None)
+    has_cls = isinstance(cls_token, Tensor)
+    n_cls = 1
+    if isinstance(cls_token, Tensor) and cls_token.ndim == 3:
+        n_cls = cls_token.shape[1]
     has_dist = isinstance(getattr(module, "dist_token", None), Tensor)
-    if in_one > 1 and isinstance(getattr(module, "head_dist", None), nn.Module):
+    # PiT keeps its distillation token in the tensor of the class token: (1, 2, dim).
+    if n_cls > 1 and isinstance(getattr(module, "head_dist", None), nn.Module):
         has_dist = True
-        in_one = in_one - 1
+        n_cls = n_cls - 1
     if not isinstance(n_prefix, int):
         # Models with a class token for each stage number them.
-        numbered = any(
+        has_numbered = any(
             name.startswith("cls_token") for name, _ in module.named_parameters()
         )
-        has_cls = has_cls or numbered
-        n_prefix = (in_one if has_cls else 0) + has_dist
-    kinds = ["cls"] * has_cls + ["dist"] * has_dist
-    kinds += [f"reg{i}" for i in range(max(n_prefix - len(kinds), 0))]
+        has_cls = has_cls or has_numbered
+        n_prefix = (n_cls if has_cls else 0) + has_dist
+    kinds = []
+    if has_cls:
+        kinds.append("cls")
+    if has_dist:
+        kinds.append("dist")
+    kinds += _register_kinds(n_prefix - len(kinds))
     embed = getattr(module, "patch_embed", None) or getattr(module, "stem", None)
     grid = getattr(embed, "grid_size", None)
     if hasattr(embed, "dynamic_feat_size") and grid:
@@ -271,52 +172,64 @@ def model_geometry(module: nn.Module, image: Grid) -> ModelGeometry:
     )
 
 
+def _register_kinds(n: int) -> list[str]:
+    """Return the kinds of so many registers, none below 1."""
+    return [f"reg{i}" for i in range(n)]
+
+
 def read_map(seen: Seen, geometry: ModelGeometry) -> View | None:
-    """A four-dimensional activation as channels-first or channels-last map; None if neither.
+    """Return a four-dimensional activation as channels-first or channels-last map, None if neither.
 
     A reading in which both axes are reduced exactly alike wins over one that is off by a cell;
     where both are possible the axes that respond to changes in the image decide.
     """
-    first = seen.shape[2:4]
-    last = seen.shape[1:3]
+    _, first, second, third = seen.shape
     for fits in (geometry.exact, geometry.near):
-        forms = [fits((first[0], first[1])), fits((last[0], last[1]))]
-        if not any(forms):
+        may_be_first = fits((second, third))
+        may_be_last = fits((first, second))
+        if not may_be_first and not may_be_last:
             continue
-        channels_first = forms[0]
-        if all(forms):
-            channels_first = len(seen.response) != 3 or _answers(seen, 2, 3) >= _answers(
-                seen, 1, 2
-            )
-        grid = first if channels_first else last
-        layout = geometry.layout((grid[0], grid[1]))
-        return View("nchw" if channels_first else "nhwc", layout)
+        is_channels_first = may_be_first
+        if may_be_first and may_be_last and len(seen.response) == 3:
+            shift_first = _response_shift(seen, row_axis=2, col_axis=3)
+            shift_last = _response_shift(seen, row_axis=1, col_axis=2)
+            is_channels_first = shift_first >= shift_last
+        if is_channels_first:
+            return View("nchw", geometry.layout((second, third)))
+        return View("nhwc", geometry.layout((first, second)))
     return None
 
 
-def _centre(profile: Tensor, corners: Sequence[int]) -> float:
-    energy = profile[list(corners)].double().sum(0)
-    place = torch.linspace(0, 1, len(energy), dtype=torch.float64)
-    total = float(energy.sum())
-    if total > 0 and math.isfinite(total):
-        return float((energy * place).sum()) / total
-    return 0.5
-
-
-def _answers(seen: Seen, rows: int, cols: int) -> float:
-    """How far the response moves along these dimensions when the changed corner moves."""
-    down = seen.response[rows - 1]
-    across = seen.response[cols - 1]
-    vertical = _centre(down, (2, 3)) - _centre(down, (0, 1))
-    horizontal = _centre(across, (1, 3)) - _centre(across, (0, 2))
+def _response_shift(seen: Seen, row_axis: int, col_axis: int) -> float:
+    """Return how far the response moves along two axes when the changed corner moves, as fractions
+    of their lengths."""
+    # Corners are 0: top left, 1: top right, 2: bottom left, 3: bottom right.
+    by_row = seen.response[row_axis - 1]  # (corners, rows)
+    by_col = seen.response[col_axis - 1]
+    vertical = _mean_position(by_row, (2, 3)) - _mean_position(by_row, (0, 1))
+    horizontal = _mean_position(by_col, (1, 3)) - _mean_position(by_col, (0, 2))
     return vertical + horizontal
 
 
+def _mean_position(response: Tensor, corners: Sequence[int]) -> float:
+    """Return the mean position, from 0 to 1 along an axis, of the response to changes of some
+    corners; 0.5 without any response.
+
+    response: (corners, length).
+    """
+    energy = response[list(corners)].double().sum(0)
+    position = torch.linspace(0, 1, len(energy), dtype=torch.float64)
+    total = float(energy.sum())
+    if total > 0 and math.isfinite(total):
+        return float((energy * position).sum()) / total
+    return 0.5
+
+
 def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
-    """Whether tokens that respond to a change in a corner lie in that corner of the grid.
+    """Return whether tokens that respond to a change in a corner lie in that corner of the grid.
 
     False only on evidence: the strongest responses are concentrated, and elsewhere. A response
-    spread evenly over all tokens (global mixing) is no evidence.
+    spread evenly over all tokens (global mixing) is not evidence.
     """
     if not seen.response or layout.grid is None or min(layout.grid) < 2:
         return True
@@ -324,18 +237,23 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
     total = energy.sum(1, keepdim=True)
     if not bool(torch.isfinite(total).all()) or bool((total <= 0).any()):
         return True
-    share = (energy / total).unflatten(1, layout.grid)
+    share = (energy / total).unflatten(1, layout.grid)  # (corners, rows, cols)
     # With the middle row and column of odd grids: a quadrant of the image reaches into them.
-    rows, cols = (-(-n // 2) for n in layout.grid)
+    n_rows, n_cols = layout.grid
+    rows = -(-n_rows // 2)
+    cols = -(-n_cols // 2)
+    # Means over corners: the share of the response in the corner, and in as many cells anywhere.
     inside = 0.0
     strongest = 0.0
-    for k in range(N_CORNERS):
-        top = slice(0, rows) if k < 2 else slice(layout.grid[0] - rows, None)
-        left = slice(0, cols) if k % 2 == 0 else slice(layout.grid[1] - cols, None)
-        inside += float(share[k, top, left].sum()) / N_CORNERS
-        strongest += float(share[k].flatten().topk(rows * cols).values.sum()) / N_CORNERS
+    for corner in range(N_CORNERS):
+        top = slice(0, rows) if corner < 2 else slice(n_rows - rows, None)
+        left = slice(0, cols) if corner % 2 == 0 else slice(n_cols - cols, None)
+        inside += float(share[corner, top, left].sum()) / N_CORNERS
+        top_shares = share[corner].flatten().topk(rows * cols).values
+        strongest += float(top_shares.sum()) / N_CORNERS
     even = rows * cols / math.prod(layout.grid)
-    return strongest - even < 0.15 or inside - even >= 0.5 * (strongest - even)
+    concentration = strongest - even
+    return concentration < _MIN_CONCENTRATION or inside - even >= 0.5 * concentration
 
 
 def count_prefix_tokens(
@@ -363,9 +281,9 @@ def count_prefix_tokens(
         return geometry
     n_tokens = entered.shape[1]
     grid = (
-        _map_before(trace, entered.key, n_tokens)
-        or _of_patches(module, geometry, n_tokens)
-        or _of_number(geometry, n_tokens)
+        _grid_of_last_map(trace, entered.key, n_tokens)
+        or _grid_of_patch_size(module, geometry, n_tokens)
+        or _grid_of_most_tokens(geometry, n_tokens)
     )
     if grid is None:
         return geometry
@@ -377,61 +295,79 @@ def count_prefix_tokens(
     )
 
 
-def _map_before(trace: Trace, before: tuple[int, int], n_tokens: int) -> Grid | None:
-    """Rows and columns of the last channels-first map that a layer gave before a tensor."""
-    maps = [
-        (call.left.key, (call.left.shape[2], call.left.shape[3]))
-        for calls in trace.calls.values()
-        for call in calls
-        if call.left and len(call.left.shape) == 4 and call.left.key < before
-        if call.left.shape[0] == trace.n_images
-        if 0 <= n_tokens - call.left.shape[2] * call.left.shape[3] <= MOST_PREFIX
-    ]
-    return max(maps)[1] if maps else None
+def _grid_of_last_map(
+    trace: Trace, before: tuple[int, int], n_tokens: int
+) -> Grid | None:
+    """Return (rows, cols) of the last channels-first map before a tensor whose cells leave few
+    tokens over.
+
+    before: the tensor's key; keys count up during the forward pass.
+    """
+    keys_and_grids = []
+    for calls in trace.calls.values():
+        for call in calls:
+            seen = call.left
+            if seen is None or len(seen.shape) != 4 or seen.key >= before:
+                continue
+            n_images, _, rows, cols = seen.shape
+            n_left_over = n_tokens - rows * cols
+            if n_images == trace.n_images and 0 <= n_left_over <= MAX_PREFIX:
+                keys_and_grids.append((seen.key, (rows, cols)))
+    return max(keys_and_grids)[1] if keys_and_grids else None
 
 
-def _of_patches(module: nn.Module, geometry: ModelGeometry, n_tokens: int) -> Grid | None:
-    """The grid of patches of the size that a model, or its configuration, states."""
-    for stating in (getattr(module, "config", None), module):
-        side = getattr(stating, "patch_size", None)
+def _grid_of_patch_size(
+    module: nn.Module, geometry: ModelGeometry, n_tokens: int
+) -> Grid | None:
+    """Return the grid of patches of the size that a model's configuration, or the model, states."""
+    for settings in (getattr(module, "config", None), module):
+        side = getattr(settings, "patch_size", None)
         if isinstance(side, int) and side > 0:
             grid = geometry.image[0] // side, geometry.image[1] // side
-            if 0 <= n_tokens - math.prod(grid) <= MOST_PREFIX and min(grid) > 1:
+            if 0 <= n_tokens - math.prod(grid) <= MAX_PREFIX and min(grid) > 1:
                 return grid
     return None
 
 
-def _of_number(geometry: ModelGeometry, n_tokens: int) -> Grid | None:
-    """The grid that is reduced alike on both axes and leaves the fewest tokens over."""
-    for n in range(min(MOST_PREFIX, n_tokens - 1) + 1):
-        grid = geometry.grid_of(n_tokens - n)
+def _grid_of_most_tokens(geometry: ModelGeometry, n_tokens: int) -> Grid | None:
+    """Return the grid that reduces both axes alike and leaves the fewest tokens over."""
+    for n_left_over in range(min(MAX_PREFIX, n_tokens - 1) + 1):
+        grid = geometry.grid_of(n_tokens - n_left_over)
         if grid is not None and min(grid) > 1:
             return grid
     return None
 
 
 def kinds_of(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
-    """The kinds of the prefix tokens, one of each kind where a parameter of the tokens' width has
-    such a name."""
+    """Return the kinds of the prefix tokens, one of each kind that a parameter is named after;
+    registers for the rest.
+
+    Args:
+        module: the model.
+        n_prefix: number of prefix tokens.
+        dim: width of the tokens, which is that of their parameters.
+    """
+    names = []
+    for path, parameter in module.named_parameters():
+        name = path.rpartition(".")[2].lower()
+        has_width = parameter.shape[-1:] == (dim,)
+        is_small = parameter.numel() <= dim * MAX_PREFIX
+        if has_width and is_small and not re.search(_NOT_TOKENS, name):
+            names.append(name)
     kinds = []
-    names = [
-        name.rpartition(".")[2].lower()
-        for name, parameter in module.named_parameters()
-        if parameter.shape[-1:] == (dim,) and parameter.numel() <= dim * MOST_PREFIX
-    ]
-    for kind, pattern in _KINDS.items():
-        if any(
-            re.search(pattern, name) and not re.search(_OTHERS, name) for name in names
-        ):
+    for kind, pattern in _KIND_PATTERNS.items():
+        if any(re.search(pattern, name) for name in names):
             kinds.append(kind)
     if "cls" in kinds and "camera" in kinds:
-        # Of two transformers, one behind the other: each has one of them, at the same place.
+        # Of two transformers, one behind the other: each has one of them, at the same position.
         kinds.remove("camera")
-    kinds += [f"reg{i}" for i in range(max(n_prefix - len(kinds), 0))]
+    kinds += _register_kinds(n_prefix - len(kinds))
     return tuple(kinds[:n_prefix])
 
 
 def view_kind(kind: str) -> str:
-    """The kind of a prefix token of which each view of a clip has its own: not `cls`, of which a
-    clip has one, or one for each frame that the model saw alone."""
+    """Return the kind of a prefix token that each view of a clip has for itself.
+
+    It is not `cls`: a clip has one such token, or one for each frame that the model saw alone.
+    """
     return "class" if kind == "cls" else kind

@@ -31,7 +31,7 @@ from vitsee_core.models.tokens.packed_order import JoinedCalls, Order
 N_CORNERS = 4
 # Errors of a model's code, which another size of the images would not mend.
 _CODE_ERRORS = (AttributeError, KeyError, NameError, TypeError)
-Key = tuple[int, int]
+Key = tuple[int, int]  # of a tensor: serial number, version
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Call:
 class AttentionSeen(AttentionEvent):
     """An attention event without its tensors.
 
-    value: the values, (images, keys, heads x head dim); None where the attention does not have the
-    four dimensions of plain attention.
+    Attributes:
+        value: the values, (images, keys, heads x head dim); None where the attention does not have
+            the four dimensions of plain attention.
     """
 
     value: Seen | None = None
@@ -199,11 +200,12 @@ class _Recorder:
         self.is_of_clips = any(
             isinstance(order, ClipOrder) for order in trace.orders.values()
         )
-        self.mark = object()
-        self.serial = 0
-        self.n_passages = 0
-        self.stack: list[str] = []
-        self.inputs: list[_Entrance] = []
+        self.mark = object()  # says that a tensor's number is of this trace
+        self.serial = 0  # the last number that a tensor was given
+        self.n_passages = 0  # modules entered or left
+        self.stack: list[str] = []  # names of the modules that are running
+        self.inputs: list[_Entrance] = []  # one for each of them
+        # Module -> calls of its attention that are to be joined.
         self.joining: dict[str, JoinedCalls | ClipCalls] = {}
 
     def key(self, x: Tensor) -> Key:
@@ -353,12 +355,17 @@ class _Recorder:
 
 def _response_by_axis(x: Tensor) -> tuple[Tensor, ...]:
     """Return how strongly each index along each axis after the first responds to a change of each
-    corner, (corners, length) an axis. x: a tensor of the pass on `probe_images` with corners."""
+    corner, (corners, length) an axis.
+
+    x: a tensor of the pass on `probe_images` with corners.
+    """
+    # Images 0 and 1 are random; 2 and following are image 0 with a corner changed.
     change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
-    axes = range(1, change.ndim)
-    return tuple(
-        change.sum(tuple(other for other in axes if other != axis)) for axis in axes
-    )
+    responses = []
+    for axis in range(1, change.ndim):
+        summed_axes = [i for i in range(1, change.ndim) if i != axis]
+        responses.append(change.sum(summed_axes))
+    return tuple(responses)
 
 
 def _shape_without_leading_ones(seen: Seen) -> tuple[int, ...]:
@@ -421,10 +428,12 @@ def trace(
     watch = AttentionWatch(recorder.event)
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note a module's input."""
         recorder.enter(name, args, kwargs)
         watch.depth += 1
 
     def leave(name: str, child: nn.Module, output: Any) -> None:
+        """Note a module's output, after the attention that was computed in it."""
         if any(child.children()):
             # A leaf (the softmax itself, its dropout) is left before the product comes.
             watch.flush(watch.depth)

@@ -18,7 +18,7 @@ from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.survey.structure import likely_classifiers
+from vitsee_core.models.survey.head import likely_classifiers
 from vitsee_core.models.survey.tracing import probe_images
 from vitsee_core.models.weights import POOLS, Classifier, HeadWeights
 from vitsee_core.types import Float

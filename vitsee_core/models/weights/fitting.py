@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError, some
-from vitsee_core.models.survey.structure import classifier_prefixes
+from vitsee_core.models.survey.head import classifier_prefixes
 from vitsee_core.models.weights.copies import (
     Convert,
     State,
