@@ -29,7 +29,7 @@ from PIL import Image
 from scipy import ndimage
 
 from vitsee_core.analyses.propagate.propagation import (
-    Enlarged,
+    Enlarger,
     FrameMap,
     Propagation,
     Window,
@@ -143,11 +143,11 @@ def ours(tokens: Array, seeds: Array, where: FrameMap) -> tuple[Array, Array]:
     """Soft labels and pixels of every frame but the first."""
     window = Window(where.grid, SETTINGS, SETTINGS.radii((1, 1)), torch.device("cpu"))
     run = Propagation(window, tokens.shape[-1], seeds.shape[-1])
-    enlarged = Enlarged(where, "bilinear", torch.device("cpu"))
-    run.start(window.tokens(tokens[0]), window.labels(seeds))
+    enlarged = Enlarger(where, "bilinear", torch.device("cpu"))
+    run.start(window.order_tokens(tokens[0]), window.order_labels(seeds))
     soft, pixels = [], []
     for frame in tokens[1:]:
-        maps = window.maps(run.step(window.tokens(frame)))
+        maps = window.maps_of(run.step(window.order_tokens(frame)))
         soft.append(maps.numpy().copy())
         pixels.append(enlarged(maps))
     return np.stack(soft), np.stack(pixels)
@@ -157,7 +157,7 @@ def released(
     tokens: Array, seeds: Array, where: FrameMap, near: torch.Tensor
 ) -> tuple[Array, Array]:
     """The same by the released code's steps; near: (tokens, tokens) 0 and 1."""
-    grid, cell = where.grid, where.y.cell
+    grid, cell = where.grid, where.y.cell_px
     n = grid[0] * grid[1]
     features = [
         torch.from_numpy(x).float().reshape(n, -1).T for x in tokens

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.reference_davis import pixels_of, propagated
 from vitsee_core.analyses.propagate import propagation
 from vitsee_core.analyses.propagate.propagation import (
-    Enlarged,
+    Enlarger,
     FrameMap,
     Propagation,
     Window,
@@ -42,8 +42,10 @@ def carried(
         grid, settings, settings.radii((1, 1)) if radii is ... else radii, CPU
     )
     run = Propagation(window, tokens.shape[-1], seeds.shape[-1])
-    run.start(window.tokens(tokens[0]), window.labels(seeds.astype(np.float32)))
-    found = [window.maps(run.step(window.tokens(x))).clone() for x in tokens[1:]]
+    run.start(
+        window.order_tokens(tokens[0]), window.order_labels(seeds.astype(np.float32))
+    )
+    found = [window.maps_of(run.step(window.order_tokens(x))).clone() for x in tokens[1:]]
     return [seeds, *(x.permute(1, 2, 0).numpy() for x in found)]
 
 
@@ -196,14 +198,14 @@ def test_seeds_and_pixels_are_those_of_the_released_code(
     labels = np.asarray(small.resize((size[1], size[0]), Image.Resampling.NEAREST))
     where = covering(size, grid, cell)
     assert where.grid == grid
-    assert where.hidden() == 0
+    assert where.unseen_share() == 0
     down = Image.fromarray(labels).resize((grid[1], grid[0]), Image.Resampling.NEAREST)
     np.testing.assert_array_equal(
         where.seeds(labels, 3, "nearest").argmax(-1), np.asarray(down)
     )
     for soft in (where.seeds(labels, 3, "nearest"), rng.random((*grid, 3))):
         maps = torch.from_numpy(soft.astype(np.float32)).permute(2, 0, 1)
-        found = Enlarged(where, "bilinear", CPU)(maps)
+        found = Enlarger(where, "bilinear", CPU)(maps)
         np.testing.assert_array_equal(found, pixels_of(soft, cell, size))
 
 
@@ -212,11 +214,11 @@ def test_many_classes_are_enlarged_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     soft = np.random.default_rng(4).random((3, 4, 9))
     soft[..., 7] = soft[..., 2]  # equal everywhere: the first wins
     maps = torch.from_numpy(soft.astype(np.float32)).permute(2, 0, 1)
-    whole = Enlarged(where, "bilinear", CPU)(maps)
+    whole = Enlarger(where, "bilinear", CPU)(maps)
     np.testing.assert_array_equal(whole, pixels_of(soft, 8, (24, 32)))
     assert 7 not in whole
     monkeypatch.setattr(propagation, "UPSAMPLED_BYTES", 1)
-    np.testing.assert_array_equal(Enlarged(where, "bilinear", CPU)(maps), whole)
+    np.testing.assert_array_equal(Enlarger(where, "bilinear", CPU)(maps), whole)
 
 
 def test_classes_that_are_the_same_everywhere() -> None:
@@ -230,7 +232,7 @@ def test_classes_that_are_the_same_everywhere() -> None:
         ([np.zeros((2, 2)), np.zeros((2, 2))], 0),
     ):
         soft = np.stack(maps, -1)
-        found = Enlarged(where, "bilinear", CPU)(torch.from_numpy(np.stack(maps)).float())
+        found = Enlarger(where, "bilinear", CPU)(torch.from_numpy(np.stack(maps)).float())
         assert (found == expected).all()
         np.testing.assert_array_equal(found, pixels_of(soft, 4, (8, 8)))
 
@@ -241,7 +243,7 @@ def test_nearest_takes_the_cell_of_a_pixel() -> None:
     for i in range(6):
         maps[i + 1, i // 3, i % 3] = 1
     expected = np.repeat(np.repeat([[1, 2, 3], [4, 5, 6]], 3, 0), 2, 1)
-    np.testing.assert_array_equal(Enlarged(where, "nearest", CPU)(maps), expected)
+    np.testing.assert_array_equal(Enlarger(where, "nearest", CPU)(maps), expected)
 
 
 def test_shares_of_area() -> None:
@@ -265,12 +267,12 @@ def test_a_cropped_frame() -> None:
     layout = TokenLayout((), (4, 4), stride_px=(10, 10))
     where = frame_map("s", layout, Placement(0, -20, 40, 60), (40, 80))
     assert where.grid == (4, 4)
-    assert where.hidden() == pytest.approx(0.5)
+    assert where.unseen_share() == pytest.approx(0.5)
     labels = np.ones((40, 80), np.uint8)
     labels[:, 30:] = 2
     seeds = where.seeds(labels, 3, "nearest").argmax(-1)
     assert seeds[0].tolist() == [1, 2, 2, 2]
-    found = Enlarged(where, "nearest", CPU)(torch.eye(3)[seeds].permute(2, 0, 1))
+    found = Enlarger(where, "nearest", CPU)(torch.eye(3)[seeds].permute(2, 0, 1))
     assert np.unique(found[:, :20]).tolist() == np.unique(found[:, 60:]).tolist() == [0]
     np.testing.assert_array_equal(found[:, 20:60], labels[:, 20:60])
 
@@ -291,7 +293,7 @@ def test_a_frame_in_a_corner_of_the_input() -> None:
         seeds = coarse.seeds(labels, 2, how)
         assert seeds[1, 2].tolist() == [0, 1]  # of what lies on the frame
         assert seeds[..., 1].sum() == 1
-    found = Enlarged(coarse, "nearest", CPU)(torch.from_numpy(seeds).permute(2, 0, 1))
+    found = Enlarger(coarse, "nearest", CPU)(torch.from_numpy(seeds).permute(2, 0, 1))
     np.testing.assert_array_equal(found, labels)
 
 
@@ -300,11 +302,11 @@ def test_pixels_of_cells_that_were_left_out() -> None:
     beyond it, and take their neighbour's class."""
     place = Placement(0, 0, 32, 52)
     where = frame_map("s", TokenLayout((), (4, 8), stride_px=(10, 10)), place, (32, 52))
-    assert where.hidden() == 0
+    assert where.unseen_share() == 0
     maps = torch.zeros((2, 3, 5))
     maps[0] = 1
     maps[:, 2, 4] = torch.tensor([0.0, 1.0])
-    found = Enlarged(where, "nearest", CPU)(maps)
+    found = Enlarger(where, "nearest", CPU)(maps)
     assert (found[20:, 40:] == 1).all()
     assert found.sum() == 12 * 12
 
@@ -329,7 +331,7 @@ def test_settings_of_presets() -> None:
     )
     assert choose_settings(None, radius=INF).radii((16, 16)) is None
     assert choose_settings(None, radius_px=192.0).radii((16, 16)) == (12, 12)
-    assert choose_settings(None, radius=1.0, context=1).most((16, 16)) == 18
+    assert choose_settings(None, radius=1.0, context=1).max_window_tokens((16, 16)) == 18
 
 
 @pytest.mark.parametrize(
@@ -372,11 +374,11 @@ def test_all_of_it_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         window = Window((4, 7), settings, (2, 2), device)
         run = Propagation(window, 6, 3)
-        run.start(window.tokens(tokens[0]), window.labels(seeds))
+        run.start(window.order_tokens(tokens[0]), window.order_labels(seeds))
         for x in tokens[1:]:
-            maps = window.maps(run.step(window.tokens(x)))
+            maps = window.maps_of(run.step(window.order_tokens(x)))
             assert (maps.device, maps.shape) == (device, (3, 4, 7))
-            found = Enlarged(where, "bilinear", device).winners(maps)
+            found = Enlarger(where, "bilinear", device).winners(maps)
             assert (found.device, found.shape, found.dtype) == (
                 device,
                 (32, 56),

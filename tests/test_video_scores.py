@@ -23,7 +23,7 @@ from vitsee_core.analyses.propagate.videos import (
     contour_accuracy,
     contour_of,
     decay,
-    metrics,
+    object_metrics,
     region_similarity,
 )
 
@@ -146,7 +146,7 @@ def test_decay_by_hand() -> None:
 def test_metrics_by_hand() -> None:
     j = np.array([[1.0, 0.5, 0.0], [0.6, 0.6, 0.6]])
     f = np.array([[0.8, 0.8, 0.8], [0.0, 0.0, 0.3]])
-    found = metrics(FrameScores(j, f))
+    found = object_metrics(FrameScores(j, f))
     assert found["j"].tolist() == pytest.approx([0.5, 0.6])
     assert found["jf"].tolist() == pytest.approx([0.65, 0.35])
     assert found["j_recall"].tolist() == pytest.approx([1 / 3, 1])  # 0.5 is not above 0.5
@@ -160,7 +160,7 @@ def test_truth_scores_frames_between_the_first_and_the_last() -> None:
     labels[:2, 15:25, 20:30] = 2
     labels[3, 0, 0] = 9  # not in the first frame: nobody's
     truth = VideoTruth(labels)
-    assert (truth.n_objects, truth.scored) == (2, range(1, 3))
+    assert (truth.n_objects, truth.scored_frames) == (2, range(1, 3))
     j, f = truth.score(2, labels[2])
     assert j.tolist() == f.tolist() == [1, 1]  # the second is gone, and not found
     j, f = truth.score(2, labels[1])

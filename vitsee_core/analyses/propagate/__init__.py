@@ -1,25 +1,27 @@
 """Propagation: do tokens find the same objects in the next frames of a video?
 
-The masks of a video's first frame are carried to the others by the similarity of tokens (see
-`propagate.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
-2023, Figs. 10 left, 30, Table 4), and compared with the annotation as DAVIS-2017 does (Pont-Tuset
-et al. 2017; `propagate.videos`):
+The masks of a video's first frame are carried to the others by the similarity of tokens
+(see `propagate.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and
+Walmer et al. 2023, Figs. 10 left, 30, Table 4), and compared with the annotation as
+DAVIS-2017 does (Pont-Tuset et al. 2017; `propagate.videos`):
 
     j         region similarity, intersection over union       f   contour accuracy
     jf        (j + f) / 2
-    j_recall  share of frames with j above 0.5                 j_decay   first quarter less last
+    j_recall  share of frames with j above 0.5                 j_decay   first quarter less
+    last
 
-First means over a video's frames (the first and the last are not scored), then over all objects, as
-the official evaluation does: a video of five objects counts five times.
+First means over a video's frames (the first and the last are not scored), then over all
+objects, as the official evaluation does: a video of five objects counts five times.
 
-Of a store of clips a frame's tokens are those of the clip at its time: frames that share a token of
-several frames have the same ones. Only the frames that were sampled are used; a store of the same
-frames as images beside it is read at these alone, so that both are scored on the same masks. In
-clips with shuffled frames each frame's tokens are taken from where the model saw it.
+Of a store of clips a frame's tokens are those of the clip at its time: frames that share a
+token of several frames have the same ones. Only the frames that were sampled are used; a
+store of the same frames as images beside it is read at these alone, so that both are
+scored on the same masks. In clips with shuffled frames each frame's tokens are taken from
+where the model saw it.
 
-Three controls stand beside each site: `still` (the first mask stays where it is), `grid` (each
-frame's own mask to the grid and back: what the grid allows), `random` (Gaussian tokens; of clips
-one for each place in time of the grid).
+Three controls stand beside each site: `still` (the first mask stays where it is), `grid`
+(each frame's own mask to the grid and back: what the grid allows), `random` (Gaussian
+tokens; of clips one for each place in time of the grid).
 """
 
 from __future__ import annotations
@@ -67,22 +69,22 @@ headline = partial(best_layers, units={"jf": "mean of J and F"})
 
 BASELINES = ("still", "grid", "random")
 COLUMNS = (
-    *(*SITE, "video", "object"),
-    *(
-        "metric",
-        "value",
-        "std",
-        "low",
-        "high",
-        "n_objects",
-        "n_videos",
-        "n_images",
-        "baseline",
-    ),
+    *SITE,
+    "video",
+    "object",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_objects",
+    "n_videos",
+    "n_images",
+    "baseline",
 )
-DRAWN = ("jf", "j", "f")
-METRICS = (*DRAWN, "j_recall", "f_recall", "j_decay", "f_decay")
-HIDDEN = 0.01  # of a frame's pixels, above which it is said
+DRAWN_METRICS = ("jf", "j", "f")
+METRICS = (*DRAWN_METRICS, "j_recall", "f_recall", "j_decay", "f_decay")
+MAX_UNSEEN_SHARE = 0.01  # of a frame's pixels; a remark says if more are unseen
 
 
 @analysis
@@ -106,18 +108,23 @@ def run(
     save: Path | str | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row per site and metric, then those of the baselines.
+    """Return one row per site and metric, then those of the baselines.
 
-    Columns: `COLUMNS`; `video`, `object` only with `per_video`: a video's rows have no object.
-    `value`: 0 to 1 (decay -1 to 1), a mean over objects; `std` over objects; `low`, `high`: the
-    95 % interval by a jackknife over videos, NaN with one video. n_images: frames that are scored.
+    Columns: `COLUMNS`; `video`, `object` only with `per_video`: a video's rows have no
+    object. `value`: 0 to 1 (decay -1 to 1), a mean over objects; `std` over objects;
+    `low`, `high`: the 95 % interval by a jackknife over videos, NaN with one video.
+        n_images: frames that are scored.
 
-    Memory: see `propagate.work`, for each of the `jobs` threads.
+    Memory of each of the `jobs` threads: one slab of a site as it is stored, `context` + 2
+    frames of tokens in float32, the similarities of a strip of tokens, the masks of a
+    group of videos.
 
     Args:
-        stores: of the same frames, extracted with `order="dataset"`; an id's folder is its video.
-            Of clips an id is a video, and its folder of masks has one for each of its frames.
-        masks: DAVIS' folder, or one with a folder of PNG masks per video; see `propagate.davis`.
+        stores: of the same frames, extracted with `order="dataset"`; an id's folder is its
+            video. Of clips an id is a video, and its folder of masks has one for each of
+            its frames.
+        masks: DAVIS' folder, or one with a folder of PNG masks per video; see
+            `propagate.davis`.
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
         preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `PRESETS`.
@@ -132,8 +139,9 @@ def run(
         metrics: some of `METRICS`; by default all.
         baselines: some of `BASELINES`.
         per_video: add rows of each video and object.
-        save: a folder to be made, for the labels found: one PNG per frame as DAVIS' evaluation
-            reads them, below `<video>/`, or `<store>/<site>/<video>/` where there are several.
+        save: a folder to be made, for the labels found: one PNG per frame as DAVIS'
+            evaluation reads them, below `<video>/`, or `<store>/<site>/<video>/` where
+            there are several.
         execution: what the work may use; see `Execution`. `images` is refused.
 
     Raises:
@@ -164,7 +172,7 @@ def run(
         first_labels=first_labels,
         upsample=upsample,
     )
-    wanted = select_metrics(metrics or METRICS, METRICS, "propagate")
+    chosen_metrics = select_metrics(metrics or METRICS, METRICS, "propagate")
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
@@ -173,39 +181,42 @@ def run(
             "propagate looks at whole videos; choose them with only=, not images="
         )
     execution.check_device()
-    chosen = sites or PRESETS[preset or "walmer"].sites
-    selected = select_each(stores, chosen, _sites_with_grid)
-    files = find_masks(Path(masks))
-    videos = find_videos(selected.stores, files, None if only is None else Path(only))
-    files = oriented_masks(selected.stores, files, videos)
+    patterns = sites or PRESETS[preset or "walmer"].sites
+    selected = select_each(stores, patterns, _sites_with_grid)
+    mask_files = find_masks(Path(masks))
+    only_path = None if only is None else Path(only)
+    videos = find_videos(selected.stores, mask_files, only_path)
+    mask_files = oriented_masks(selected.stores, mask_files, videos)
+    # Memory is taken for `context` frames: no more than a video has.
     longest = max(len(video.frames) for video in videos)
-    used = replace(settings, context=min(settings.context, longest))
-    # torch is imported from here on.
+    bounded_settings = replace(settings, context=min(settings.context, longest))
+    # torch is imported from here on: what is refused above is refused at once.
     from vitsee_core.analyses.propagate.videos import INTERVAL, SPREAD, describe_blocks
     from vitsee_core.analyses.propagate.work import VideoWork
     from vitsee_core.runtime.device import resolve_device
 
-    with _saving(
-        None if save is None else Path(save), selected.stores, selected.chosen
-    ) as folders:
+    save_path = None if save is None else Path(save)
+    with _label_folders(save_path, selected.stores, selected.chosen) as folders:
         work = VideoWork(
-            selected.stores,
-            selected.chosen,
-            files,
-            used,
-            tuple(dict.fromkeys(baselines)),
-            execution.seed,
-            resolve_device(execution.device),
-            folders,
-            execution.progress,
+            stores=selected.stores,
+            sites=selected.chosen,
+            masks=mask_files,
+            settings=bounded_settings,
+            baselines=tuple(dict.fromkeys(baselines)),
+            seed=execution.seed,
+            device=resolve_device(execution.device),
+            folders=folders,
+            progress=execution.progress,
         )
-        scores = _work_on(work, videos, execution)
+        scores = _score_videos(work, videos, execution)
     remarks = _remarks(work, scores)
     for remark in remarks:
         log.info("%s", remark)
-    clips = {
-        store.label: seen for store in selected.stores if (seen := frames_seen(store))
-    }
+    clips = {}
+    for store in selected.stores:
+        clip_words = frames_seen(store)
+        if clip_words:
+            clips[store.label] = clip_words
     notes = {
         "interval": INTERVAL,
         "spread": SPREAD,
@@ -213,70 +224,81 @@ def run(
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
         "seed": execution.seed,
         "videos": {video.name: len(video.frames) for video in videos},
-        "masks": str(files.root),
+        "masks": str(mask_files.root),
         **({"clips": clips} if clips else {}),
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
     }
-    names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
+    columns = [name for name in COLUMNS if per_video or name not in ("video", "object")]
     rows = [
-        row for row in _rows(work, videos, scores, per_video) if row["metric"] in wanted
+        row
+        for row in _rows(work, videos, scores, per_video)
+        if row["metric"] in chosen_metrics
     ]
-    return Table.from_rows(rows, names, notes)
+    return Table.from_rows(rows, columns, notes)
 
 
 def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites of one store with a stored grid; every selected site must have one."""
+    """Return the selected sites of one store.
+
+    Raises:
+        SiteError: a site has no grid of tokens.
+        MissingInput: a site is kept pooled only.
+    """
     sites = store.select(list(patterns))
     for site in sites:
         if site.layout is None or site.layout.grid is None:
             raise SiteError(
-                f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
-                "have one"
+                f"{store.label}: {site.name} has no grid of tokens; propagate needs "
+                "sites that have one"
             )
         store.acts(site.name, "patches", partial=True)  # raises if it is pooled only
     return sites
 
 
-def _work_on(
+def _score_videos(
     work: VideoWork, videos: Sequence[Video], execution: Execution
 ) -> PropagationScores:
+    """Return the scores of all videos, on threads here or on the workers of `execution.map`."""
     from vitsee_core.analyses.propagate.work import (
         PropagationScores,
         check_masks,
-        cost_of,
+        estimate_cost,
         group_bytes,
         group_videos,
-        work_on,
+        score_groups,
     )
     from vitsee_core.runtime.lanes import one_torch_thread
 
-    with counting(
-        execution.progress, sum(len(v.frames) for v in videos), "masks"
-    ) as progress:
+    n_masks = sum(len(video.frames) for video in videos)
+    with counting(execution.progress, n_masks, "masks") as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
+    # Twice as many groups as workers, so that none waits long for the last.
     groups = group_videos(
-        videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width)
+        videos,
+        slab=work.stores[0].plan.slab,
+        min_groups=2 * max(jobs, execution.width),
     )
     jobs = min(jobs, len(groups))
     with one_torch_thread():
-        cost = cost_of(work, videos)
+        cost = estimate_cost(work, videos)
         log.info("%s", cost.line(jobs))
         with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
             if execution.map is None:
-                return work_on(work, groups, jobs)
-            total = PropagationScores()
-            there = partial(_group, replace(work, progress=SILENT))
-            for part in execution.spread(there, groups):
-                total.merge(part)
-            return total
+                return score_groups(work, groups, jobs)
+            scores = PropagationScores()
+            score_group = partial(_score_group, replace(work, progress=SILENT))
+            for group_scores in execution.spread(score_group, groups):
+                scores.merge(group_scores)
+            return scores
 
 
-def _group(
+def _score_group(
     work: VideoWork, execution: Execution, group: Sequence[Video]
 ) -> PropagationScores:
+    """Return the scores of a group of videos, on a worker with its own progress."""
     from vitsee_core.runtime.lanes import one_torch_thread
 
     with one_torch_thread():
@@ -284,11 +306,15 @@ def _group(
 
 
 @contextmanager
-def _saving(
+def _label_folders(
     save: Path | None, stores: Sequence[Store], sites: Sequence[Sequence[SiteSpec]]
 ) -> Iterator[dict[tuple[int, str], Path]]:
-    """(store's number, site) -> the folder of its videos' labels, below a temporary folder that
-    becomes `save` at the end, so that it appears only when complete."""
+    """Yield (store's number, site) -> the folder of its videos' labels; empty if none are
+    saved.
+
+    The folders lie below a temporary one that becomes `save` at the end, so that it
+    appears only when it is complete.
+    """
     if save is None:
         yield {}
         return
@@ -302,73 +328,80 @@ def _saving(
     for store in stores:
         if "/" in store.label or store.label in (".", ".."):
             raise VitseeError(
-                f"--save makes folders called as the stores are; {store.label} cannot be one"
+                f"--save makes folders called as the stores are; {store.label} cannot be "
+                "one"
             )
     remove_leftovers(save.parent)
-    partial = temporary_path(save)
-    several = sum(map(len, sites)) > 1
+    temporary = temporary_path(save)
+    has_several_sites = sum(map(len, sites)) > 1
+    folders = {}
+    for number, (store, store_sites) in enumerate(zip(stores, sites, strict=True)):
+        for site in store_sites:
+            folder = temporary
+            if has_several_sites:
+                folder = temporary / store.label / site.name
+            folders[number, site.name] = folder
     try:
-        yield {
-            (number, site.name): partial / store.label / site.name if several else partial
-            for number, (store, own) in enumerate(zip(stores, sites, strict=True))
-            for site in own
-        }
-        os.replace(partial, save)
+        yield folders
+        os.replace(temporary, save)
     except OSError as error:
         raise VitseeError(f"cannot write {save}: {reason(error)}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remarks(work: VideoWork, found: PropagationScores) -> list[str]:
-    """Caveats about the numbers."""
+def _remarks(work: VideoWork, scores: PropagationScores) -> list[str]:
+    """Return caveats: a window smaller than `top`, tokens of several frames, lost objects,
+    pixels that no token sees."""
     remarks = []
     for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
         grids: dict[tuple[int, int] | None, str] = {}
         for site in sites:
             assert site.layout is not None and site.layout.stride_px is not None
             grids.setdefault(site.layout.grid, site.name)
-            most = work.settings.most(site.layout.stride_px)
-            if work.settings.topk > most:
+            n_tokens = work.settings.max_window_tokens(site.layout.stride_px)
+            if work.settings.topk > n_tokens:
                 remarks.append(
-                    f"{store.label} {site.name}: the window has {most:g} tokens in all frames: "
-                    f"--topk {work.settings.topk} takes them all"
+                    f"{store.label} {site.name}: the window has {n_tokens:g} tokens in "
+                    f"all frames: --topk {work.settings.topk} takes them all"
                 )
-        lengths = {site.layout.stride_frames for site in sites if site.layout is not None}
-        for length in sorted(length for length in lengths if length and length > 1):
+        strides = {site.layout.stride_frames for site in sites if site.layout is not None}
+        for stride in sorted(stride for stride in strides if stride and stride > 1):
             remarks.append(
-                f"{store.label}: a token stands for {length:g} sampled frames, which are not told "
-                "apart: masks move only from one token to the next"
+                f"{store.label}: a token stands for {stride:g} sampled frames, which "
+                "are not told apart: masks move only from one token to the next"
             )
+        # Lost objects and unseen pixels depend on the grid alone: said once for each.
         for grid, site_name in grids.items():
             assert grid is not None
             key = number, site_name, ""
-            which = f"{store.label}, {grid[0]} x {grid[1]} tokens"
-            lost, there = map(sum, zip(*found.lost[key].values(), strict=True))
-            if lost:
-                area = (
-                    "; --first-labels area keeps them"
-                    if work.settings.first_labels == "nearest"
-                    else ""
-                )
+            subject = f"{store.label}, {grid[0]} x {grid[1]} tokens"
+            n_lost = sum(lost.n_lost for lost in scores.lost_objects[key].values())
+            n_objects = sum(lost.n_objects for lost in scores.lost_objects[key].values())
+            if n_lost:
+                advice = ""
+                if work.settings.first_labels == "nearest":
+                    advice = "; --first-labels area keeps them"
                 remarks.append(
-                    f"{which}: {lost} of {there} objects of the first masks are lost: no token "
-                    f"stands for them{area}"
+                    f"{subject}: {n_lost} of {n_objects} objects of the first masks are "
+                    f"lost: no token stands for them{advice}"
                 )
-            hidden = found.hidden[key]
-            worst = max(hidden, key=hidden.__getitem__)
-            if hidden[worst] > HIDDEN:
+            unseen_share = scores.unseen_share[key]
+            worst = max(unseen_share, key=unseen_share.__getitem__)
+            if unseen_share[worst] > MAX_UNSEEN_SHARE:
+                percent = 100 * unseen_share[worst]
                 remarks.append(
-                    f"{which}: no token sees {100 * hidden[worst]:.0f} % of the frames of {worst}, "
-                    "which is taken for background (extract --crop-mode squash keeps it all)"
+                    f"{subject}: no token sees {percent:.0f} % of the frames of {worst}, "
+                    "which is taken for background (extract --crop-mode squash keeps it "
+                    "all)"
                 )
     return remarks
 
 
 def _rows(
-    work: VideoWork, videos: Sequence[Video], found: PropagationScores, per_video: bool
+    work: VideoWork, videos: Sequence[Video], scores: PropagationScores, per_video: bool
 ) -> Iterator[dict[str, Any]]:
-    """The rows about the models, then those of the baselines."""
+    """Yield the rows about the models, then those of the baselines."""
     from vitsee_core.analyses.propagate.videos import VideoSummary
 
     for baseline in ("", *work.baselines):
@@ -376,36 +409,45 @@ def _rows(
             zip(work.stores, work.sites, strict=True)
         ):
             for site in sites:
-                place = {**site_columns(store, site), "video": "", "baseline": baseline}
-                summary = VideoSummary.of_scores(
-                    videos, found.scores[number, site.name, baseline]
+                about = {**site_columns(store, site), "video": "", "baseline": baseline}
+                summary = VideoSummary.from_scores(
+                    videos, scores.scores[number, site.name, baseline]
                 )
-                yield from (place | row for row in summary.rows(per_video))
+                for row in summary.rows(per_video):
+                    yield about | row
 
 
 @styled
 def plot(table: Table) -> Figure:
-    """J&F, J and F against relative depth, a curve per store with its interval over videos as a
-    band, baselines dashed (Walmer et al. 2023, Figs. 10 left, 30)."""
+    """Draw J&F, J and F against relative depth.
+
+    A curve per store with its interval over videos as a band, baselines dashed (Walmer et
+    al. 2023, Figs. 10 left, 30).
+    """
     rows = table.frame
     if "video" in rows.columns:
         rows = rows.filter(pl.col("video").is_null())
-    there = [metric for metric in METRICS if metric in rows["metric"]]
-    metrics = [metric for metric in there if metric in DRAWN] or there
+    metrics = [metric for metric in METRICS if metric in rows["metric"]]
+    # Recall and decay are drawn only where a table has nothing else.
+    metrics = [metric for metric in metrics if metric in DRAWN_METRICS] or metrics
     # Scores lie between 0 and 1, a decay from -1; an interval of few videos need not.
-    least = -1 if metrics[-1].endswith("decay") else 0
+    minimum = -1 if metrics[-1].endswith("decay") else 0
     drawn = rows.filter(pl.col("metric").is_in(metrics)).with_columns(
-        pl.col("low", "high").clip(least, 1)
+        pl.col("low", "high").clip(minimum, 1)
     )
     top: Any = max(drawn[name].max() or 0 for name in ("value", "high"))
 
     def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
+        """Give all panels of scores one scale from 0."""
         if not metric.endswith("decay"):
             axes.set_ylim(0, 1.05 * top if top else 1)
 
-    spread = "95 % interval over videos"
     return draw_depth_panels(
-        drawn, metrics, finish, spread=spread, counts=("n_videos", "videos")
+        drawn,
+        metrics,
+        finish,
+        spread="95 % interval over videos",
+        counts=("n_videos", "videos"),
     )
 
 
@@ -413,13 +455,14 @@ ANALYSIS = Analysis(
     module=__name__,
     needs=("grid",),
     reading=(
-        "Masks of a video's first frame carried to the later ones by the similarity of tokens, "
-        "scored as DAVIS does, against depth. Grey lines: the first mask left where it is, "
-        "random tokens, and what the grid of tokens allows; models on other grids are compared "
-        "with their own ceiling."
+        "Masks of a video's first frame carried to the later ones by the similarity of "
+        "tokens, scored as DAVIS does, against depth. Grey lines: the first mask left "
+        "where it is, random tokens, and what the grid of tokens allows; models on "
+        "other grids are compared with their own ceiling."
     ),
     source=(
-        "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
+        "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, "
+        "Table 4"
     ),
     columns=COLUMNS,
     metrics=METRICS,

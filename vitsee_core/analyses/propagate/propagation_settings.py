@@ -22,11 +22,11 @@ class PropagationSettings:
 
     Attributes:
         context: how many of the last frames count beside the first.
-        radius: of the window, in tokens.
-        radius_px: in input pixels, instead of `radius`; both None: no window.
+        radius: radius of the window in tokens.
+        radius_px: the same in input pixels, instead of `radius`; both None: no window.
         neighbourhood: `square` (|dy| and |dx| up to the radius) or `circle`.
-        topk: how many tokens count; more if they tie.
-        temperature: of their weights.
+        topk: how many of the most similar tokens count; more if they tie.
+        temperature: divides the cosines; the smaller, the more the nearest token counts.
         first_labels: how the first mask becomes labels of tokens, `nearest` (the pixel in the
             middle; small objects vanish) or `area` (shares).
         upsample: how these become pixels, `bilinear` or `nearest`.
@@ -42,26 +42,40 @@ class PropagationSettings:
     upsample: str = "bilinear"
 
     def radii(self, stride_px: tuple[float, float]) -> tuple[float, float] | None:
-        """The window's radius in rows and in columns of a grid; None for no window."""
+        """Return the window's radius in rows and in columns of a grid; None for no window.
+
+        stride_px: input pixels from one token to the next, down and across.
+        """
         if self.radius_px is not None:
             return self.radius_px / stride_px[0], self.radius_px / stride_px[1]
         return None if self.radius is None else (self.radius, self.radius)
 
-    def most(self, stride_px: tuple[float, float]) -> float:
-        """Largest number of tokens in a window over all its frames."""
+    def max_window_tokens(self, stride_px: tuple[float, float]) -> float:
+        """Return the largest number of tokens in a window, over all its frames.
+
+        Of a circle this is its square.
+        """
         radii = self.radii(stride_px)
         if radii is None:
             return math.inf
-        return (2 * int(radii[0]) + 1) * (2 * int(radii[1]) + 1) * (self.context + 1)
+        rows = 2 * int(radii[0]) + 1
+        cols = 2 * int(radii[1]) + 1
+        return rows * cols * (self.context + 1)
 
 
 @dataclass(frozen=True)
 class PropagationPreset:
-    """A published setting."""
+    """A published setting.
+
+    Attributes:
+        settings: how labels are carried.
+        sites: the sites whose tokens are used by default.
+        source: publication and layer, in words.
+    """
 
     settings: PropagationSettings
-    sites: tuple[str, ...]  # propagated by default
-    source: str  # in words
+    sites: tuple[str, ...]
+    source: str
 
 
 PRESETS = {
@@ -73,43 +87,46 @@ PRESETS = {
     "dino": PropagationPreset(
         PropagationSettings(),
         ("norm",),
-        "Caron et al. 2021: the last block after the final norm; frames with a short side of 480, "
-        "the long side a multiple of 64",
+        "Caron et al. 2021: the last block after the final norm; frames with a short "
+        "side of 480, the long side a multiple of 64",
     ),
     "dinov3": PropagationPreset(
         PropagationSettings(temperature=0.2, neighbourhood="circle", upsample="nearest"),
         ("norm",),
-        "Simeoni et al. 2025, notebook segmentation_tracking: frames with a short side of 960",
+        "Simeoni et al. 2025, notebook segmentation_tracking: frames with a short side "
+        "of 960",
     ),
 }
 
 
-def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
-    """The settings of a preset (`walmer` by default), overridden by the user's; None keeps the
-    preset's, and a `radius` of `math.inf` means no window. Raises VitseeError: an unknown preset or
-    choice, or an invalid number."""
+def choose_settings(preset: str | None, **options: Any) -> PropagationSettings:
+    """Return the settings of a preset, overridden by options.
+
+    Args:
+        preset: its name; None for `walmer`.
+        options: fields of `PropagationSettings`; None keeps the preset's, and a `radius`
+            of `math.inf` means no window.
+
+    Raises:
+        VitseeError: an unknown preset or choice, or an invalid number.
+    """
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     base = PRESETS[preset or "walmer"].settings
-    settings = replace(
-        base, **{name: value for name, value in own.items() if value is not None}
-    )
+    overrides = {name: value for name, value in options.items() if value is not None}
+    settings = replace(base, **overrides)
+    # A radius in pixels, or an infinite one, replaces the preset's radius in tokens.
     if settings.radius_px is not None or settings.radius == math.inf:
         settings = replace(settings, radius=None)
-    for name, known in (
-        ("neighbourhood", WINDOWS),
-        ("first_labels", SEEDS),
-        ("upsample", UPSAMPLES),
-    ):
-        if getattr(settings, name) not in known:
-            raise VitseeError(
-                f"no {name} {getattr(settings, name)!r}; expected {' or '.join(known)}"
-            )
-    for name, least in (("context", 0), ("topk", 1)):
-        if getattr(settings, name) < least:
-            raise VitseeError(
-                f"{name} is {getattr(settings, name)}; expected at least {least}"
-            )
+    choices = {"neighbourhood": WINDOWS, "first_labels": SEEDS, "upsample": UPSAMPLES}
+    for name, values in choices.items():
+        value = getattr(settings, name)
+        if value not in values:
+            raise VitseeError(f"no {name} {value!r}; expected {' or '.join(values)}")
+    for name, minimum in (("context", 0), ("topk", 1)):
+        value = getattr(settings, name)
+        if value < minimum:
+            raise VitseeError(f"{name} is {value}; expected at least {minimum}")
     for radius in (settings.radius, settings.radius_px):
         if radius is not None and not 0 <= radius < math.inf:
             raise VitseeError(f"the radius is {radius:g}; expected 0 or more")

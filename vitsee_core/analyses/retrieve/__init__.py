@@ -167,7 +167,8 @@ def run(
         )
     if parsed_truth is not None and execution.images is not None:
         raise VitseeError(
-            f"--images would leave out images that {parsed_truth.source} names; it goes with "
+            f"--images would leave out images that {parsed_truth.source} names; it goes "
+            "with "
             "labels only"
         )
     seed = execution.seed
@@ -297,7 +298,8 @@ def _stores_by_model(
         if queries and len(own_queries) != 1:
             labels = " and ".join(query.label for query in own_queries) or "none"
             raise StoreMismatch(
-                f"{store.label} has {labels} of the stores of queries; expected one of its model"
+                f"{store.label} has {labels} of the stores of queries; expected one of "
+                "its model"
             )
         if distractors and not own_distractors:
             raise StoreMismatch(
@@ -396,7 +398,8 @@ def _score_site(plan: Plan, execution: Execution, features: Features) -> SiteSco
         )
     elif is_blank.any():
         remark = (
-            f"{name}: {int(is_blank.sum())} of {len(is_blank)} queries are zero, with the same "
+            f"{name}: {int(is_blank.sum())} of {len(is_blank)} queries are zero, with "
+            "the same "
             "cosine to every image; their values are those of chance"
         )
     return SiteScores(values_of_all, without, remark)

@@ -74,7 +74,8 @@ def truth_to_json(truth: RetrievalTruth) -> dict[str, Any]:
     """
     if truth.settings not in SETTINGS_BY_KEYS.values():
         raise VitseeError(
-            f"{truth.source} is no ground truth of the form of ROxford or RParis; only such is "
+            f"{truth.source} is no ground truth of the form of ROxford or RParis; only "
+            "such is "
             "written as JSON"
         )
     entries = []

@@ -84,7 +84,8 @@ class RowsByName:
             if len(rows) > 1:
                 ids = self._store.samples.id[rows].tolist()
                 raise MissingInput(
-                    f"{self._store.label} has {len(ids)} images that may be {name} of {source} "
+                    f"{self._store.label} has {len(ids)} images that may be {name} of "
+                    f"{source} "
                     f"({first_names(ids)}); expected one"
                 )
         return np.array([candidates[name][0] for name in names], np.int64)

@@ -364,7 +364,8 @@ def search_by_truth(
     if len(unreadable):
         names = first_names(store.samples.id[searched_rows[unreadable]].tolist())
         remarks.append(
-            f"{store.label}: {plural(len(unreadable), 'images')} could not be read, last in every "
+            f"{store.label}: {plural(len(unreadable), 'images')} could not be read, last "
+            "in every "
             f"ranking ({names})"
         )
     return Search(
@@ -392,7 +393,8 @@ def _require_readable_queries(
     ]
     if unreadable:
         raise VitseeError(
-            f"{store.label} has {plural(len(unreadable), 'queries')} of {source} that could not be "
+            f"{store.label} has {plural(len(unreadable), 'queries')} of {source} that "
+            "could not be "
             f"read ({first_names(unreadable)}); extract it from images that can"
         )
 
@@ -456,7 +458,8 @@ def _check_queries_apart(search: Search) -> None:
                 if i not in lists.get(JUNK, ()):
                     sample = search.store.samples.id[search.rows[i]]
                     raise StoreMismatch(
-                        f"the query {name} is among the images of {search.store.label} that are "
+                        f"the query {name} is among the images of {search.store.label} "
+                        "that are "
                         f"searched ({sample}, equal {words}); leave it out of one of them"
                     )
 
@@ -487,7 +490,8 @@ def _check_distractors(search: Search) -> None:
             verb = "is" if n_shared == 1 else "are"
             names = first_names(store.samples.id[is_shared].tolist())
             raise StoreMismatch(
-                f"{plural(n_shared, 'distractors')} of {store.label} {verb} among the queries and "
+                f"{plural(n_shared, 'distractors')} of {store.label} {verb} among the "
+                "queries and "
                 f"the images of their lists ({names}), by bytes or pixels; leave them out"
             )
 

@@ -153,7 +153,8 @@ def parse_revisited(value: Any, source: str) -> RetrievalTruth:
     if not isinstance(entries, list) or len(entries) != len(query_names):
         n_entries = len(entries) if isinstance(entries, list) else "no"
         raise VitseeError(
-            f"{source} has {n_entries} entries in gnd for {len(query_names)} queries; {EXPECTED}"
+            f"{source} has {n_entries} entries in gnd for {len(query_names)} queries; "
+            f"{EXPECTED}"
         )
     _limit_list_entries(entries, source)
 
@@ -203,7 +204,8 @@ def _limit_list_entries(entries: list[Any], source: str) -> None:
             n_places += sum(len(v) for v in entry.values() if isinstance(v, list))
     if n_places > MAX_LIST_ENTRIES:
         raise VitseeError(
-            f"{source} has {n_places} places in its lists, expected at most {MAX_LIST_ENTRIES}"
+            f"{source} has {n_places} places in its lists, expected at most "
+            f"{MAX_LIST_ENTRIES}"
         )
 
 
@@ -220,7 +222,8 @@ def require_queries_apart(truth: RetrievalTruth) -> None:
         index = index_by_name.get(query.name)
         if index is not None and index not in query.lists.get(JUNK, ()):
             raise VitseeError(
-                f"{truth.source}: the query {query.name!r} is among the images that are searched; "
+                f"{truth.source}: the query {query.name!r} is among the images that are "
+                "searched; "
                 "expected it to be left out of them, or in its list junk"
             )
 
@@ -285,7 +288,8 @@ def _require_disjoint_lists(
         for i in indices:
             if i in list_of_image:
                 raise VitseeError(
-                    f"{where} has image {i} ({visible(images[i])}) in both {list_of_image[i]} and "
+                    f"{where} has image {i} ({visible(images[i])}) in both "
+                    f"{list_of_image[i]} and "
                     f"{name}"
                 )
             list_of_image[i] = name
@@ -333,7 +337,8 @@ def read_truth(path: Path) -> RetrievalTruth:
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise VitseeError(
-            f"{path} is no ground truth by its ending; expected {', '.join(ENDINGS)}, or the word "
+            f"{path} is no ground truth by its ending; expected {', '.join(ENDINGS)}, or "
+            "the word "
             "labels"
         )
     if ending == ".pkl":
@@ -387,7 +392,8 @@ def _parse_solution(text: str, source: str) -> RetrievalTruth:
         use = cells[2].lower() if len(cells) == 3 else ""
         if use and use not in USES:
             raise VitseeError(
-                f"{where} has the Usage {cells[2][:40]!r}; expected Public, Private or Ignored"
+                f"{where} has the Usage {cells[2][:40]!r}; expected Public, Private or "
+                "Ignored"
             )
         if name in queries:
             raise VitseeError(f"{where} has the query {name[:80]!r} again")
