@@ -1,5 +1,8 @@
-"""An extraction described before it runs: `--dry-run` lists the contents and size of the store,
-`--plan` writes a SLURM job array that fills it, followed by a job that validates it."""
+"""An extraction described before it runs.
+
+`--dry-run` lists the contents and size of the store. `--plan` writes a SLURM job array that fills
+it, followed by a job that validates it.
+"""
 
 from __future__ import annotations
 
@@ -46,75 +49,88 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """The contents of a store that is not made."""
+    """The contents of a store that is not made.
+
+    Attributes:
+        plan: its contents.
+        left_out: site or summary that it will not have -> reason.
+        notes: remarks for the user.
+        cost: the cost of receptive fields in words, "" without any.
+        adds: what would be added to a complete store, in words; "" for another store.
+    """
 
     plan: StorePlan
-    left_out: dict[str, str]  # what it will not have -> reason
-    notes: tuple[str, ...]  # for the user
-    cost: str = ""  # of receptive fields in words, "" without any
-    adds: str = ""  # to a complete store, in words
+    left_out: dict[str, str]
+    notes: tuple[str, ...]
+    cost: str = ""
+    adds: str = ""
 
 
-def dry_run(asked: Request) -> DryRun:
-    """The arrays that `extract` with these options would store, and their cost. Nothing is written.
+def dry_run(request: Request) -> DryRun:
+    """Return the arrays that an extraction would store, and their cost; nothing is written.
 
     Weights are loaded if shapes are not enough (order of tokens, ablated skips, interventions,
     cells on a canvas), for an existing store, which is compared with the model, and to measure the
-    cost of --erf. Raises VitseeError: anything the user can fix, in one line.
+    cost of --erf.
+
+    Raises:
+        VitseeError: anything the user can fix, in one line.
     """
-    model = asked.model
+    model = request.model
     assert isinstance(model, ModelOptions), "a model that is loaded has its weights"
     check_model_options(model.name, vars(model))
-    if (
-        not needs_weights(model, asked)
-        and (planned := _from_shapes(model, asked)) is not None
-    ):
-        return planned
-    prepared = prepare(asked)
-    batch_size = strategy_of(prepared, asked.run).batch_size
-    cost = erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)])
-    left_out = dict(prepared.manifest.left_out)
-    return DryRun(prepared.plan, left_out, prepared.notes, cost, adds=prepared.adds)
-
-
-def needs_weights(model: ModelOptions, asked: Request) -> bool:
-    """Whether the options depend on weights, whatever the architecture."""
-    data = asked.data
-    run = asked.run
-    canvas = (
-        data.short_side is not None
-        or data.tiles
-        or data.multiple is not None
-        or data.has_clip_options
+    if not needs_weights(model, request):
+        shapes_alone = _dry_run_of_shapes(model, request)
+        if shapes_alone is not None:
+            return shapes_alone
+    prepared = prepare(request)
+    batch_size = strategy_of(prepared, request.run).batch_size
+    return DryRun(
+        plan=prepared.plan,
+        left_out=dict(prepared.manifest.left_out),
+        notes=prepared.notes,
+        cost=erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)]),
+        adds=prepared.adds,
     )
-    canvas = canvas or any(getattr(data, name) for name in NATIVE_OPTIONS)
+
+
+def needs_weights(model: ModelOptions, request: Request) -> bool:
+    """Return whether the plan depends on weights, whatever the architecture."""
+    data = request.data
+    run = request.run
+    has_canvas = data.short_side is not None or data.tiles or data.multiple is not None
+    if has_canvas or data.has_clip_options:
+        return True
+    if any(getattr(data, name) for name in NATIVE_OPTIONS):
+        return True
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
-    changed = ablated or any(model.interventions.values())
-    if canvas or changed or asked.keep.erf or _brings_arguments(model):
+    if ablated or any(model.interventions.values()):
+        return True
+    if request.keep.erf or _checkpoint_changes_architecture(model):
         return True
     return not run.force and StoreWriter.join(run.output) is not None
 
 
-def _brings_arguments(model: ModelOptions) -> bool:
-    """Whether a checkpoint's layout has arguments that differ from the architecture's."""
+def _checkpoint_changes_architecture(model: ModelOptions) -> bool:
+    """Return whether a checkpoint's layout has arguments that differ from the architecture's."""
+    if not model.checkpoint:
+        return False
     try:
-        file = model.checkpoint and Checkpoint.read(
-            model.checkpoint, model.checkpoint_key
-        )
+        file = Checkpoint.read(model.checkpoint, model.checkpoint_key)
     except ModelError:
         return False  # the extraction refuses it
-    return bool(
-        file and file.layout and source_of(model.name).layout_arguments(file.layout.args)
-    )
+    if not file.layout:
+        return False
+    return bool(source_of(model.name).layout_arguments(file.layout.args))
 
 
-def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
-    """The plan without weights; None if shapes are not enough."""
-    check_output(asked)
-    keep = asked.keep
-    run = asked.run
+def _dry_run_of_shapes(options: ModelOptions, request: Request) -> DryRun | None:
+    """Return the plan without weights, None if shapes are not enough."""
+    check_output(request)
+    keep = request.keep
+    run = request.run
     device = resolve_device(run.device)
-    selection = chosen_images(asked.data, {})
+    selection = chosen_images(request.data, {})
     if has_clips(selection.source):
         return None
     listing = from_shapes(options.name, vars(options))
@@ -122,36 +138,40 @@ def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
         return None
     table = listing.table
     model = stand_in(options.name, vars(options), table)
-    layout = ImageLayout(model, table, table)
+    layout = ImageLayout(model=model, table=table, storable=table)
     try:
-        choices, contents, _, notes = plan_contents(layout, keep, len(selection.samples))
+        contents = plan_contents(layout, keep, len(selection.samples))
     except (ModelError, NotImplementedError, RuntimeError):
         return None  # the error recurs as one line once there are values
     except VitseeError:
         if keep.head_weights:  # whether there is such a classifier depends on weights
             return None
         raise
+    # Both refuse what the extraction would refuse: no readable image, and no memory.
     first_images(selection, model.transform, {})
-    choose_strategy(contents, table, device, run.batch_size, default_batch(device))
-    left_out = {**choices.left_out, **table.left_out}
+    choose_strategy(contents.plan, table, device, run.batch_size, default_batch(device))
     notes = [
-        *notes,
+        *contents.notes,
         *cut_sides(options, model),
         *table.remarks,
         *selection.notes,
         UNCHECKED,
     ]
-    return DryRun(with_samples(contents, selection.samples), left_out, tuple(notes))
+    return DryRun(
+        plan=with_samples(contents.plan, selection.samples),
+        left_out={**contents.choices.left_out, **table.left_out},
+        notes=tuple(notes),
+    )
 
 
 # ---------------- a job array
 
-MOST_TASKS = 8
+MAX_TASKS = 8
 CORES_CPU = 8
 CORES_VALIDATE = 2
 WORKERS_GPU = 8  # loading processes: extract's own default
 # A task that cannot commit one slab within its time limit would requeue forever.
-MOST_RESTARTS = 50
+MAX_RESTARTS = 50
 
 # The signal goes to the steps of a job, not to its script, which can still requeue then. srun is
 # given the cores: since SLURM 22.05 it takes none from sbatch. `scontrol requeue $SLURM_JOB_ID` can
@@ -219,15 +239,15 @@ def array_script(
     gpu: bool = True,
     shard: str = "slurm",
 ) -> str:
-    """The text for bash of a job array that fills one store.
+    """Return the bash script of a job array that fills one store.
 
     Args:
         words: the extraction's command line, without shards.
         store: its store, as the user names it.
         folder: base of relative paths.
-        n_slabs: of the store; more tasks are useless.
+        n_slabs: slabs of the store; more tasks are useless.
         workers: loading processes, None for the default.
-        gpu: whether tasks need one.
+        gpu: whether tasks need a GPU.
         shard: how they divide the slabs, "slurm" or "claims".
 
     Raises:
@@ -238,51 +258,73 @@ def array_script(
             raise OptionError(
                 f"--plan: {text!r} cannot stand in a script; choose another name"
             )
-    end = words.index("--") if "--" in words else len(words)
+    # Loading processes, the one that runs the model, and its writer's thread.
     cores = (WORKERS_GPU if workers is None else workers) + 2
     if not gpu:
         cores = max(cores, CORES_CPU) if workers else CORES_CPU
-    name = re.sub(r"[^\w.-]+", "-", re.split(r"[/\\]", store.rstrip("/"))[-1])
+    store_name = re.split(r"[/\\]", store.rstrip("/"))[-1]
+    name = re.sub(r"[^\w.-]+", "-", store_name)
+    # Behind `--` there are no options.
+    n_options = words.index("--") if "--" in words else len(words)
+    extract_words = [*words[:n_options], "--shard", shard, *words[n_options:]]
     return _SCRIPT.format(
         command=shlex.join(words),
         folder=shlex.quote(folder),
         name=f"vitsee-{name.removesuffix('.zarr')}",
-        last=min(MOST_TASKS, n_slabs) - 1,
+        last=min(MAX_TASKS, n_slabs) - 1,  # tasks count from 0
         cores=cores,
         gpus="#SBATCH --gpus=1\n" if gpu else "",
-        extract=shlex.join((*words[:end], "--shard", shard, *words[end:])),
-        restarts=MOST_RESTARTS,
+        extract=shlex.join(extract_words),
+        restarts=MAX_RESTARTS,
         check_cores=CORES_VALIDATE,
         store=shlex.quote(store),
     )
 
 
-def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> str:
-    """The script of the array for an extraction with the command line `words`. The images are
-    counted and the model's name is looked up, so that mistakes are found before they wait in a
-    queue; no model is built, and nothing is written. Raises VitseeError: no such model or images;
-    the store is complete; --force."""
-    data = asked.data
-    keep = asked.keep
-    run = asked.run
+def plan_array(words: Sequence[str], request: Request, shard: str = "slurm") -> str:
+    """Return the script of a job array for an extraction.
+
+    The images are counted and the model's name is looked up, so that mistakes are found before they
+    wait in a queue; no model is built, and nothing is written.
+
+    Args:
+        words: the extraction's command line.
+        request: its options.
+        shard: how tasks divide the slabs, "slurm" or "claims".
+
+    Raises:
+        VitseeError: no such model or images; the store is complete; --force.
+    """
+    data = request.data
+    keep = request.keep
+    run = request.run
     if run.force:
         raise VitseeError(
             "--force with --plan: each task would delete the others' work; delete the store first"
         )
-    source_of(asked.model.name).check()
+    source_of(request.model.name).check()
     writer = StoreWriter.join(run.output)
-    stored = {} if writer is None else writer.manifest.identity
-    n_images = len(chosen_images(data, stored).samples)
-    slab = keep.slab or DEFAULT_SLAB
-    n_slabs = -(-n_images // slab) if writer is None else writer.n_slabs
-    if writer is not None and writer.complete:
+    identity = {} if writer is None else writer.manifest.identity
+    n_images = len(chosen_images(data, identity).samples)
+    if writer is None:
+        n_slabs = -(-n_images // (keep.slab or DEFAULT_SLAB))
+    elif not writer.complete:
+        n_slabs = writer.n_slabs
+    else:
+        # A complete store can get sites for all images, or further images.
         plan = open_store(run.output, allow_partial=True).plan
-        grows = data.images is not None and n_images > plan.n_images
-        if keep.sites is None and not grows:
+        has_new_images = data.images is not None and n_images > plan.n_images
+        if keep.sites is None and not has_new_images:
             raise VitseeError(f"{run.output} is complete: there is nothing to plan")
         n_slabs = -(-n_images // plan.slab)
-        if grows:
+        if has_new_images:
             n_slabs -= plan.n_images // plan.slab
-    place = (str(run.output), os.getcwd())
-    gpu = not run.device.startswith("cpu")
-    return array_script(words, *place, n_slabs, workers=run.workers, gpu=gpu, shard=shard)
+    return array_script(
+        words,
+        store=str(run.output),
+        folder=os.getcwd(),
+        n_slabs=n_slabs,
+        workers=run.workers,
+        gpu=not run.device.startswith("cpu"),
+        shard=shard,
+    )

@@ -24,6 +24,7 @@ from vitsee_core.extraction.options import (
     RunOptions,
     options_in_name,
 )
+from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.run import extract as fill_store
 from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
@@ -40,6 +41,7 @@ from vitsee_stores.layout import CODECS
 from vitsee_stores.plan import TIMES
 from vitsee_stores.url import parse_place
 
+# What options of Python callers must be; click checks those of the command.
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "attention": ATTENTION_LEVELS,
     "precision": PRECISIONS,
@@ -53,14 +55,30 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "resample_patches": (True, False),
     "exif": (True, False),
 }
-_SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
+_TEXT_LISTS = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
 _COUNTS = (
-    *("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple"),
-    *("frames", "every", "min_pixels", "max_pixels"),
+    "images",
+    "per_class",
+    "slab",
+    "batch_size",
+    "erf",
+    "short_side",
+    "multiple",
+    "frames",
+    "every",
+    "min_pixels",
+    "max_pixels",
 )
-_OF_ANY = ("name", "ablate_skip", *INTERVENTIONS)
-_OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in _OF_ANY)
-_PLACED = ("name", "data", "output", "command", "dry_run")
+_SIZES = ("img_size", "weights_size")
+_PER_CHANNEL = ("img_mean", "img_std")
+
+# Fields of the options that `extract` sets from its own parameters.
+_SET_HERE = ("name", "data", "output", "command", "dry_run")
+# Options of a model that a torch module has no use for: its caller made it so.
+_ANY_MODEL = ("name", "ablate_skip", *INTERVENTIONS)
+_NAMED_MODEL_ONLY = tuple(
+    field.name for field in fields(ModelOptions) if field.name not in _ANY_MODEL
+)
 
 
 def extract(
@@ -74,7 +92,7 @@ def extract(
     progress: Progress = SILENT,
     **options: Any,
 ) -> Store:
-    """Run a model over images into a store, or resume that; the store, opened.
+    """Run a model over images into a store, or resume that, and return the opened store.
 
         vitsee.extract("vit_base_patch16_224", "photos", "b16.zarr", images=500, sites="blocks")
         vitsee.extract(my_module, "photos", "mine.zarr", transform=my_transform, name="mine")
@@ -84,10 +102,11 @@ def extract(
             copied: its sites are found as those of timm's models are; or one that is loaded.
         data: as the command's --data.
         output: the store to fill, a folder or a URL.
-        transform: of a torch module, see `transform_config`; a module of timm's needs none. Of a
-            name "timm", for vitsee's own in place of an image processor of transformers.
-        name: of a torch module, what tables call it.
-        map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
+        transform: for a torch module how its images are prepared: a dictionary, or transforms of
+            torchvision; a module of timm's needs none. For a name "timm", which is vitsee's own in
+            place of an image processor of transformers.
+        name: what tables call a torch module.
+        map: from `dask_map`, whose workers make the slabs of a model that they load by its name.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
             short_side, multiple, tiles, native, min_pixels, max_pixels, frames, every, time,
@@ -113,8 +132,8 @@ def extract(
         (8, 65, 96)
     """
     if isinstance(model, str) and "?" in model:
-        model, named = options_in_name(model)
-        options = {**named, **options}
+        model, options_of_name = options_in_name(model)
+        options = {**options_of_name, **options}
     values = check_options(options)
     if map is not None and not isinstance(model, str):
         raise OptionError(
@@ -122,44 +141,60 @@ def extract(
         )
     if map is not None and "shard" in values:
         raise OptionError("a map's workers are given their slabs; leave out shard")
+
+    source: ModelOptions | LoadedModel
     if isinstance(model, str):
         if transform not in (None, OWN_TRANSFORM) or name is not None:
             raise OptionError(
                 "transform and name belong to a torch module, not to a model's name"
             )
-        values |= {} if transform is None else {"transform": transform}
-        source: ModelOptions | LoadedModel = ModelOptions(
-            model, **_taken(ModelOptions, values)
-        )
+        if transform is not None:
+            values["transform"] = transform
+        source = ModelOptions(model, **_fields_of(ModelOptions, values))
     elif isinstance(model, LoadedModel):
         source = model
     else:
-        source = loaded(model, transform, name, values)
+        source = load_module(model, transform, name, values)
+
     shard = parse_shard(values.get("shard"), os.environ)
-    run = RunOptions(
-        output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
+    request = Request(
+        model=source,
+        data=DataOptions(_data_name(data), **_fields_of(DataOptions, values)),
+        keep=KeepOptions(**_fields_of(KeepOptions, values)),
+        run=RunOptions(
+            output=parse_place(output),
+            command="vitsee.extract",
+            **_fields_of(RunOptions, values),
+        ),
     )
-    what = DataOptions(_name_of(data), **_taken(DataOptions, values))
-    asked = Request(source, what, KeepOptions(**_taken(KeepOptions, values)), run)
     if map is not None:
-        outcome = extract_by_workers(asked, map, progress)
+        outcome = extract_by_workers(request, map, progress)
     else:
-        outcome = fill_store(asked, shard, progress)
-    for line in outcome.remark_lines():
-        log.warning("%s", line)
-    if line := outcome.unreadable_line():
-        log.warning("%s", line)
-    store = open_store(run.output, allow_partial=not outcome.complete)
+        outcome = fill_store(request, shard, progress)
+    _log_outcome(outcome)
+    store = open_store(request.run.output, allow_partial=not outcome.complete)
+    # The command lists what is left out before it begins: here a module is new to vitsee.
     if isinstance(source, LoadedModel) and store.manifest.left_out:
-        lacks = "; ".join(
-            f"{what}: {why}" for what, why in store.manifest.left_out.items()
-        )
-        log.warning("%s lacks %s", source.name, lacks)
+        reasons = [f"{name}: {why}" for name, why in store.manifest.left_out.items()]
+        log.warning("%s lacks %s", source.name, "; ".join(reasons))
     return store
 
 
-def _name_of(data: object) -> str:
-    """Raises DataError: it is not the name of a data set."""
+def _log_outcome(outcome: Outcome) -> None:
+    """Log what was done to images, and which could not be read."""
+    for line in outcome.remark_lines():
+        log.warning("%s", line)
+    unreadable_line = outcome.unreadable_line()
+    if unreadable_line:
+        log.warning("%s", unreadable_line)
+
+
+def _data_name(data: object) -> str:
+    """Return the name of a data set as text.
+
+    Raises:
+        DataError: it is a data set itself, or an object that is not a name.
+    """
     from vitsee_core.images import DataError
     from vitsee_core.images.sources.libraries import refuse_iterable
 
@@ -172,25 +207,29 @@ def _name_of(data: object) -> str:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in the form of their fields, without those that are None. Raises OptionError: an
-    unknown option, or a value that it does not take."""
-    kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
-    names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
+    """Return the options with the types of their fields, without those that are None.
+
+    Raises:
+        OptionError: an unknown option, or a value that it does not take.
+    """
+    names: list[str] = []
+    for kind in [ModelOptions, DataOptions, KeepOptions, RunOptions]:
+        names += [field.name for field in fields(kind) if field.name not in _SET_HERE]
     for key in options:
         if key not in names:
+            hint = f"options: {', '.join(names)}"
             near = difflib.get_close_matches(key, names, n=2)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else f"options: {', '.join(names)}"
-            )
+            if near:
+                hint = f"did you mean {' or '.join(near)}?"
             raise OptionError(f"no option {key!r} of extract; {hint}")
     return {
-        key: _checked(key, value) for key, value in options.items() if value is not None
+        key: _check_value(key, value)
+        for key, value in options.items()
+        if value is not None
     }
 
 
-def loaded(
+def load_module(
     module: nn.Module,
     transform: Any,
     name: str | None,
@@ -198,51 +237,70 @@ def loaded(
     *,
     copied: bool = False,
 ) -> LoadedModel:
-    """Return a torch module as a model. values: options in the form of their fields; copied: as for
-    `model_from_module`. Raises VitseeError: it cannot be copied, or its transform cannot be read;
-    options of a model's name."""
+    """Return a torch module as a model.
+
+    Args:
+        module: the module, which is copied.
+        transform: how images are prepared, None for a module of timm's.
+        name: what tables call it, None for its timm name or its class.
+        values: options, as `check_options` returns them.
+        copied: whether the module is a copy already, on the CPU, which may be changed.
+
+    Raises:
+        OptionError: options of a model's name.
+        VitseeError: the module cannot be copied, or its transform cannot be read.
+    """
     from vitsee_core.images.torch_transforms import transform_config
 
-    if given := [key for key in _OF_A_NAME if key in values]:
-        raise OptionError(
-            f"{given[0]} belongs to a model's name; a torch module is taken as it is, and its "
-            "transform says how images are prepared"
-        )
+    for key in _NAMED_MODEL_ONLY:
+        if key in values:
+            raise OptionError(
+                f"{key} belongs to a model's name; a torch module is taken as it is, and its "
+                "transform says how images are prepared"
+            )
     config = None if transform is None else transform_config(transform)
+    intervention_texts = [values.get(key, ()) for key in INTERVENTIONS]
     return model_from_module(
         module,
         config,
         name=name,
         ablate_skip=values.get("ablate_skip", ()),
-        interventions=parse(*(values.get(key, ()) for key in INTERVENTIONS)),
+        interventions=parse(*intervention_texts),
         frames=values.get("frames"),
         copied=copied,
     )
 
 
-def _checked(key: str, value: Any) -> Any:
-    """A value in the form of the options' fields. Raises OptionError: a value that the option does
-    not take."""
+def _check_value(key: str, value: Any) -> Any:
+    """Return an option's value with the type of its field.
+
+    Raises:
+        OptionError: a value that the option does not take.
+    """
     expected: str | None = None
-    if key in _CHOICES and value not in _CHOICES[key]:
-        expected = ", ".join(_CHOICES[key])
-    elif key in _SEVERAL:
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            expected = ", ".join(_CHOICES[key])
+    elif key in _TEXT_LISTS:
         value = (value,) if isinstance(value, str) else tuple(value)
-        expected = None if all(isinstance(text, str) for text in value) else "texts"
-    elif key in _COUNTS and (type(value) is not int or value < 1):
-        expected = "a whole number above 0"
+        if not all(isinstance(text, str) for text in value):
+            expected = "texts"
+    elif key in _COUNTS:
+        # `type`, as True is an int, too.
+        if type(value) is not int or value < 1:
+            expected = "a whole number above 0"
     elif key in ("checkpoint", "only"):
         value = Path(value)
-    elif key in ("img_size", "weights_size"):
+    elif key in _SIZES:
         value = (value, value) if isinstance(value, int) else tuple(value)
-    elif key in ("img_mean", "img_std"):
+    elif key in _PER_CHANNEL:
         value = (value,) if isinstance(value, float | int) else tuple(value)
     if expected is not None:
         raise OptionError(f"{key} is {value!r}; expected {expected}")
     return value
 
 
-def _taken(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `values` that are fields of `kind`, without those that the caller sets."""
-    names = {f.name for f in fields(kind)} - set(_PLACED)
+def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of `kind`, without those that `extract` sets itself."""
+    names = {field.name for field in fields(kind)} - set(_SET_HERE)
     return {key: value for key, value in values.items() if key in names}

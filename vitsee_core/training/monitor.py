@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitsee_core.extraction.keywords import check_options, loaded
+from vitsee_core.extraction.keywords import check_options, load_module
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import Interrupted
 from vitsee_core.models.hook_points import ModelError
@@ -303,7 +303,9 @@ class Monitor:
         device = next((str(p.device) for p in module.parameters()), "cpu")
         series.options.setdefault("device", device)
         values = check_options(series.options)
-        return loaded(cpu_copy(module), self._transform, series.name, values, copied=True)
+        return load_module(
+            cpu_copy(module), self._transform, series.name, values, copied=True
+        )
 
     def _would_exceed(self, step: int) -> bool:
         """Return whether measuring would take more than `most` of the training time.
