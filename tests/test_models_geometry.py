@@ -18,8 +18,8 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import self_check
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.survey.strides import Step, Steps
 from vitsee_core.models.survey.patches import Patches, cells
+from vitsee_core.models.survey.strides import Step, Steps
 from vitsee_core.similarity.stacks import PatchPixels
 from vitsee_stores import open_store
 from vitsee_stores.layout import TokenLayout

@@ -104,9 +104,7 @@ def survey(
     blocks = find_blocks(module, record)
     geometry = count_prefix_tokens(stated_geometry, module, record, blocks)
     # Not by the counted geometry: pixels tell the order of tokens whose grid was counted.
-    if not allow_ambiguous_axes and needs_pixels(
-        module, record, blocks, stated_geometry
-    ):
+    if not allow_ambiguous_axes and needs_pixels(module, record, blocks, stated_geometry):
         record = trace(module, size, corners=True, orders=orders)
         blocks = find_blocks(module, record)
     geometry = replace(geometry, steps=Steps(size[1:], module, record))

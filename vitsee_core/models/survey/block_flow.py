@@ -117,7 +117,10 @@ def flow_remark(inputs: Sequence[set[int]], names: Sequence[str]) -> str | None:
         fact = f"branches join: {names[first]} takes what {listed} give{others}"
     else:
         assert apart is not None
-        fact = f"branches run side by side: {names[apart]} takes nothing of {names[apart - 1]}"
+        fact = (
+            f"branches run side by side: {names[apart]} takes nothing of "
+            f"{names[apart - 1]}"
+        )
     return (
         f"{fact}; depth is the order in which blocks ran, not a distance along one path"
     )

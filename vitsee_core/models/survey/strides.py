@@ -1,5 +1,7 @@
-"""The distance of a grid's cells in pixels: the product of the strides on the path from the image to
-the grid, as layers state them or as the sizes of grids show.
+"""The distance between a grid's cells, in pixels.
+
+It is the product of the strides on the path from the image to the grid, as layers state them or as
+the sizes of grids show.
 """
 
 from __future__ import annotations
@@ -167,5 +169,3 @@ def _pair(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, tuple | list) or len(value) != 2:
         return None
     return (value[0], value[1]) if all(type(n) is int for n in value) else None
-
-
