@@ -388,6 +388,16 @@ def test_one_metric_alone(
     assert plot(found).axes if metric != "top1" else True
 
 
+def test_outputs_of_another_precision_are_a_remark(tmp_path: Path) -> None:
+    """Without CKA, too, which compares what its Gram matrices are of."""
+    base = values(0)
+    whole = store(tmp_path / "base.zarr", base)
+    half = store(tmp_path / "half.zarr", values(1, base), identity={"precision": "bf16"})
+    for options in ({"sites": ()}, {"metrics": ["cosine"]}):
+        remarks = run(whole, half, **options).notes["remarks"]
+        assert "different precision" in str(remarks) and "bf16 (half)" in str(remarks)
+
+
 def test_metrics_that_cannot_be_had(two: tuple[Store, Store], tmp_path: Path) -> None:
     with pytest.raises(
         VitseeError, match="no metric 'x'; metrics of effect: top1, top1_differ"

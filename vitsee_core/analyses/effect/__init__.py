@@ -43,7 +43,7 @@ from vitsee_core.analyses.effect.changes import (
 )
 from vitsee_core.analyses.effect.figure import plot
 from vitsee_core.declaration import Analysis
-from vitsee_core.features.compared import require_same_transform
+from vitsee_core.features.compared import other_precision, require_same_transform
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option
@@ -174,6 +174,9 @@ def run(
     remarks = _remarks_on_base(base)
     remarks += require_same_transform(base, changed, other_transform, "--other-transform")
     pairs = pairs_of_sites(stores, sites if compares_sites else ())
+    # With CKA the comparison of Gram matrices says it.
+    if not pairs or "cka" not in row_metrics:
+        remarks += other_precision(stores)
     readers = _make_readers(
         base,
         changed,
