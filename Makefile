@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo demo-real test test-slow test-all coverage faults report-check findings docs slurm env clean
+.PHONY: help demo demo-real test test-room test-slow test-all coverage faults report-check findings docs slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -19,6 +19,7 @@ help:
 	@echo "make demo      study the bundled models; ends with the path of the report"
 	@echo "make demo-real  the same of a ViT-S/14 and two CNNs on photographs, which it downloads (130 MB)"
 	@echo "make test      ruff, mypy, lint-imports, pytest without the tests marked slow"
+	@echo "make test-room ROOM=analyses/knn  the fast tests of one room (docs/tests.md)"
 	@echo "make test-all  the same and the slow tests: many processes, training, packaging"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
@@ -46,6 +47,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow --numprocesses=auto --maxprocesses=4
+
+# The fast tests of one room, as docs/tests.md lists them: make test-room ROOM=analyses/knn
+test-room: $(STAMP)
+	$(BIN)/pytest -m "not slow" $$($(BIN)/python tools/room_tests.py "$(ROOM)")
 
 test-all: test test-slow
 

@@ -16,6 +16,7 @@ import click
 import files_page
 import numpy as np
 import pytest
+import room_tests
 from click.testing import CliRunner
 
 from tests.stores import write_model
@@ -137,6 +138,29 @@ def test_the_files_to_read_first_have_about_so_many_lines() -> None:
     for name, target, lines in listed:
         n = len((ROOT / name).read_text().splitlines())
         assert name == target and abs(n - int(lines)) <= 0.15 * n, (name, n)
+
+
+def test_the_page_of_tests_is_what_its_script_writes() -> None:
+    """But for analyses that came since: a newcomer's need no row."""
+    files_by_room = room_tests.room_tests()
+    wanted = {(room, name) for room, names in files_by_room.items() for name in names}
+    assert {name for _, name in wanted} == {
+        path.name for path in (ROOT / "tests").glob("test_*.py")
+    }
+    assert ("analyses/cka", "test_cka.py") in wanted
+    rows = re.findall(
+        r"^\| `(.+?)` \| (.+) \|$", room_tests.PAGE.read_text(), re.MULTILINE
+    )
+    shown = {
+        (room, name) for room, names in rows for name in re.findall("`(.+?)`", names)
+    }
+    of_analyses = {name for room, name in wanted if room.startswith("analyses/")}
+    behind = (shown - wanted) | {
+        (room, name) for room, name in wanted - shown if name not in of_analyses
+    }
+    assert not behind, (
+        f"run python tools/room_tests.py, which writes docs/tests.md: {sorted(behind)}"
+    )
 
 
 def test_the_page_of_files_is_what_its_script_writes() -> None:

@@ -52,6 +52,7 @@ PAGES = {
     "docs/architecture.md": "architecture",
     "docs/files.md": "files",
     "docs/options.md": "options",
+    "docs/tests.md": "tests",
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",
     "CONTRIBUTING.md": "contributing",
