@@ -261,6 +261,22 @@ def test_ade20k_is_found_from_its_folders(
     assert open_class_maps(Path(".")).layout == every.layout
 
 
+def test_ade20k_without_its_table_is_no_plain_folder(tmp_path: Path) -> None:
+    """Neither by the names of its files nor by the name of its folder."""
+    write_class_maps(tmp_path, n_images=1)
+    root = tmp_path / "ADEChallengeData2016"
+    (root / "objectInfo150.txt").unlink()
+    moved = tmp_path / "maps"
+    moved.mkdir()
+    values = np.array([[0, 3, 255]], np.uint8)
+    Image.fromarray(values).save(moved / "ADE_val_00000007.png")
+    for path in (tmp_path, root, root / "annotations" / "training", moved):
+        with pytest.raises(VitseeError, match=r"objectInfo150\.txt is not beside"):
+            open_class_maps(path)
+    assert open_class_maps(moved, void=0).read(0).tolist() == [[IGNORED, 3, 0]]
+    assert open_class_maps(moved, void=255).read(0).tolist() == [[0, 3, IGNORED]]
+
+
 def test_voc_s_other_folders(tmp_path: Path) -> None:
     for name in ("SegmentationClassAug", "SegmentationObject"):
         (tmp_path / name).mkdir()

@@ -83,6 +83,8 @@ CITYSCAPES = {
 }
 CITYSCAPES_VALUES = 34
 ADE_NAMES = "objectInfo150.txt"
+ADE_FOLDER = "ADEChallengeData2016"
+ADE_FILE = re.compile(r"ADE_(train|val)_\d{8}\.png")
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def open_png_maps(
         )
     if maps is None:
         maps = _png_maps(path, path, range(VALUES - 1), (), PLAIN)
+        if void is None:
+            _refuse_ade20k_without_names(path, maps)
         maps = _with_void(maps, IGNORED if void is None else void)
     table = list(maps.table)
     for word in ignore:
@@ -255,6 +259,23 @@ def _open_ade20k(path: Path) -> PngMaps | None:
             values = (IGNORED, *range(len(names)))
             return _png_maps(path, folder, values, names, "ADE20K (SceneParsing)")
     return None
+
+
+def _refuse_ade20k_without_names(path: Path, maps: PngMaps) -> None:
+    """Refuse ADE20K's maps without the table of its classes: in a plain folder their 0, which is no
+    class, would be one.
+
+    Raises:
+        VitseeError: a folder or a file is called as ADE20K's are.
+    """
+    folders = {*path.absolute().parts[-3:], *Path(maps.files[0]).parts}
+    is_named = any(ADE_FILE.fullmatch(Path(file).name) for file in maps.files)
+    if is_named or ADE_FOLDER in folders:
+        raise VitseeError(
+            f"{path} holds class maps of ADE20K (SceneParsing), but {ADE_NAMES} is not beside "
+            "annotations/; expected that file, or --void 0 for numbers as names and 0 as no class "
+            "(--void 255: 0 is a class)"
+        )
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
