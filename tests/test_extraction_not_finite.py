@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.extractions import extract, extracted, plant_images
 from vitsee_stores import Store, open_store
+from vitsee_stores.validation import validate
 
 MODEL = '''
 import timm
@@ -102,6 +103,8 @@ def test_one_image_is_named_and_has_no_row(model: str, row: int, tmp_path: Path)
     extracted(
         model, "--data", data, "-o", store.path, "--order", "dataset"
     )  # nothing to do
+    assert validate(store.path, deep=True) == []
+    assert np.asarray(store.zarr["size"][row]).tolist() == [50, 60]
 
 
 def test_sums_of_a_slab_leave_it_out(model: str, tmp_path: Path) -> None:

@@ -440,15 +440,14 @@ class SlabChecks:
             raise
         except StoreError:
             return None, ""  # reported with the other chunks
+        # An image that was read, but of which the model gives NaN, has a size and is not valid.
         wrong = ""
         if not np.isin(flags, (0, 1)).all():
             wrong = f"valid, slab {slab}: holds other values than 0 and 1"
         elif count != int(flags.sum()):
             wrong = f"n_valid, slab {slab}: is {count}, but {flags.sum()} rows are valid"
-        elif (sizes < 0).any() or sizes[flags == 0].any():
-            wrong = (
-                f"size, slab {slab}: is negative, or not 0 where no image could be read"
-            )
+        elif (sizes < 0).any() or (sizes == 0).any(axis=1)[sizes.any(axis=1)].any():
+            wrong = f"size, slab {slab}: is negative, or has one side of 0"
         return flags == 1, wrong
 
 
