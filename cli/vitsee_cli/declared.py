@@ -90,6 +90,7 @@ def _click_type(parameter: DeclaredParameter, option: Option) -> Any:
             words.append("none")
         return Words(words)
     if Path in parameter.types:
+        # A store, unlike other files, may be a URL.
         if "STORE" in (option.metavar or "").split("|"):
             return parse_place
         if option.metavar == "DIR":

@@ -191,6 +191,7 @@ def distinct_labels(command: Any, name: str) -> Any:
     @functools.wraps(command)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
         """Refuse equal labels, then call the command."""
+        # A table's rows name their store by its label alone.
         store_of_label: dict[str, StorePath] = {}
         for store in kwargs[name]:
             first = store_of_label.setdefault(store.label, store)

@@ -23,7 +23,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Commands that can end at any moment, since no half-made file has to be removed -> the line that
 # they report before they have stored anything.
 RESUMABLE = {
-    "extract": "before its first slab: nothing is stored yet by this run; repeat the command"
+    "extract": "before its first slab: nothing is stored yet by this run; repeat the "
+    "command"
 }
 _SHOW_CURSOR = b"\x1b[?25h"
 

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 # module -> the names it defines. The imports above are the same list for type checkers.
 _NAMES_BY_MODULE = {
     "creation": "remove_store",
-    "errors": "IdentityMismatch IncompleteStore MissingInput SiteError StoreError StoreMismatch "
-    "VitseeError",
+    "errors": "IdentityMismatch IncompleteStore MissingInput SiteError StoreError "
+    "StoreMismatch VitseeError",
     "info": "describe",
     "layout": "AttentionGroup SiteSpec StorePlan TokenLayout",
     "lazy": "LazyArray",

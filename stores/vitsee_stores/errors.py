@@ -80,8 +80,12 @@ def reason(error: OSError) -> str:
 
 
 def reason_of_text(error: Exception) -> str:
-    """What is wrong with a text that was parsed, in a user's words where Python's are for programs:
-    `a number has 5000 digits; at most 4300 are read`, `it is not text in UTF-8 (byte 3)`."""
+    """Return what is wrong with a text that could not be parsed.
+
+    Python's messages about encodings and long numbers are meant for programmers, and are put into
+    other words: `it is not text in UTF-8 (byte 3)`, `a number has 5000 digits; at most 4300 are
+    read`. All others are returned as they are.
+    """
     if isinstance(error, UnicodeDecodeError):
         return f"it is not text in {error.encoding.upper()} (byte {error.start})"
     match = _MANY_DIGITS.search(str(error))

@@ -186,6 +186,7 @@ def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Mani
     same_splits = added.splits[: len(combined.splits)] == combined.splits
     if not same_splits or new.boxes != old.boxes:
         raise ValueError("its images are described otherwise")
+    # Sites: one that both have is the same one, for further images.
     sites = {site.name: site for site in old.sites}
     sites |= {site.name: site for site in new.sites}
     for old_site in old.sites:
@@ -199,6 +200,7 @@ def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Mani
             raise ValueError(f"its site {old_site.name} has other tokens")
     if sorted(growth.sites) != sorted(sites):
         raise ValueError("growth.sites does not name the sites of both")
+    # Images: the new ones come behind those of before, in slabs of the same size.
     n_images = growth.first_slab * old.slab + new.n_images
     adds_images = n_images > old.n_images
     if adds_images:
@@ -213,6 +215,7 @@ def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Mani
         common = {site.name for site in old.sites} & {site.name for site in new.sites}
         if common:
             raise ValueError(f"both have the site {min(common)}")
+    # Receptive fields are listed in the order of the sites, as in a store that was made at once.
     erf = old.erf
     if erf is not None and new.erf is not None:
         erf_sites = {*erf.sites, *new.erf.sites}
@@ -224,6 +227,7 @@ def grown(store_ids: Sequence[str], combined: Manifest, added: Manifest) -> Mani
         n_images=n_images,
         sites=tuple(sites[name] for name in growth.sites),
         erf=erf,
+        # Shorter ids end in NULs, so that the longest decides.
         id_bytes=max(old.id_bytes, new.id_bytes),
     )
     _check_generation_arrays(arrays(plan), arrays(new), require_all=adds_images)

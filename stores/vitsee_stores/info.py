@@ -18,6 +18,7 @@ from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import n_bytes
 from vitsee_stores.leases import read_claims
+from vitsee_stores.manifest import Manifest
 from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url
@@ -52,17 +53,14 @@ def describe(
     files = files_at(path)
     generations = read_generations(files)
     # Readers do not see the generation that is being added.
+    # The first one is the store as it was made, and is described even if it is unfinished.
     published = [generations[0]]
     published += [generation for generation in generations[1:] if generation.published]
     manifest = published[-1].combined
     is_committed = committed(published, marked=True)
     committed_slabs = np.flatnonzero(is_committed).tolist()
     plan = manifest.plan
-    chunks: VerifiedChunks
-    if len(published) > 1:
-        chunks = GrownChunks(published)
-    else:
-        chunks = VerifiedChunks(files, manifest, published[0].markers)
+    chunks = _verified_chunks(files, manifest, published)
     # Claims and makers are those of unpublished generations, too; sizes are what readers see.
     claims: list[dict[str, Any]] = []
     markers: list[dict[str, Any]] = []
@@ -107,6 +105,21 @@ def describe(
         "arrays": _array_records(plan, chunks),
         "made_by": _makers(markers),
     }
+
+
+def _verified_chunks(
+    files: Files, manifest: Manifest, published: Sequence[Generation]
+) -> VerifiedChunks:
+    """Return the chunks of a store's generations, each checked when it is read.
+
+    Args:
+        files: files of the store.
+        manifest: manifest of all generations together.
+        published: the generations that readers see.
+    """
+    if len(published) > 1:
+        return GrownChunks(published)
+    return VerifiedChunks(files, manifest, published[0].markers)
 
 
 def _plan_record(plan: StorePlan, fields: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +198,7 @@ def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
     claimants: dict[tuple[str, str], dict[str, Any]] = {}
     try:
         claims = read_claims(files)
-    except OSError:  # they only advise
+    except OSError:  # claims only advise: a store can be described without them
         return []
     for slab, claim in claims.items():
         if slab in committed:
@@ -235,18 +248,19 @@ def _in_time(layout: TokenLayout) -> dict[str, Any]:
 
 def _attention_record(plan: StorePlan) -> dict[str, Any]:
     """Describe the attention summaries: their level, and the blocks of each group."""
-    groups = [
-        {
+    groups = []
+    for group in plan.attention:
+        record: dict[str, Any] = {
             "group": group.prefix,
             "blocks": list(group.blocks),
             "n_heads": list(group.n_heads),
             "prefix": list(group.layout.prefix),
             "grid": list(group.layout.grid or ()),
-            **_in_time(group.layout),
-            **({} if group.window is None else {"window": list(group.window)}),
         }
-        for group in plan.attention
-    ]
+        record.update(_in_time(group.layout))
+        if group.window is not None:
+            record["window"] = list(group.window)
+        groups.append(record)
     return {"level": plan.attention_level, "rollout": plan.rollout, "groups": groups}
 
 

@@ -143,15 +143,16 @@ class Manifest:
 
 def _require_format_version(version: Any) -> None:
     """Raise StoreError unless `version` is the format version that this package reads."""
+    # `type`, not `isinstance`: true, which JSON has too, is an instance of int.
     if type(version) is int and version == FORMAT_VERSION:
         return
     if isinstance(version, int) and version > FORMAT_VERSION:
         advice = "update vitsee"
     else:
         advice = "extract it anew"
-    shown = json.dumps(version)[:MAX_SHOWN_CHARS]
+    version_text = json.dumps(version)[:MAX_SHOWN_CHARS]
     raise StoreError(
-        f"store format {shown}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
+        f"store format {version_text}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
     )
 
 

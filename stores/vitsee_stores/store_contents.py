@@ -76,7 +76,8 @@ class StoreContents:
 
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
-        return f"<Store {self.label}: {self.n_images} images, {len(self.sites)} sites{state}>"
+        contents = f"{self.n_images} images, {len(self.sites)} sites"
+        return f"<Store {self.label}: {contents}{state}>"
 
     def _repr_html_(self) -> str:
         """Notebook display: a summary and the sites."""

@@ -195,7 +195,10 @@ def _markers(
         flags = np.ones(manifest.plan.n_slabs, np.bool_)
         flags[committed] = False
         missing = listed(np.flatnonzero(flags[:1_000_000]))
-        yield f"commits: the store is marked complete, but has no sound marker of slab {missing}"
+        yield (
+            "commits: the store is marked complete, but has no sound marker of slab "
+            f"{missing}"
+        )
     if not complete:
         names = metadata.list_names(files, "commits")
         for slab in sorted(

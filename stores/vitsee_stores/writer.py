@@ -378,6 +378,7 @@ class StoreWriter:
         slab_texts = None if slabs is None else set(map(str, slabs))
 
         def is_swept(path: str) -> bool:
+            """Return whether a temporary file may be removed."""
             # A chunk's temporary name begins with that of the chunk, `c.SLAB.`
             if slab_texts is not None:
                 slab_text = os.path.basename(path).split(".")[1]
@@ -388,6 +389,7 @@ class StoreWriter:
         return self.files.sweep(("", *self.arrays), is_swept)
 
     def _store_exists(self) -> bool:
+        """Return whether the store is still there; True if that cannot be told."""
         try:
             return self.files.exists(metadata.ZARR_JSON)
         except OSError:  # the original error says more

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,7 +25,7 @@ from vitsee_core.pages.report.outputs import (
 )
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of
-from vitsee_core.tables.results import read_result
+from vitsee_core.tables.results import ResultFile, read_result
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores.errors import VitseeError
 
@@ -131,15 +133,7 @@ def command(
         [result.path for result in results], [result.label for result in results]
     )
     parameters = {"metrics": metrics, "best_token": best_token, "paired": paired}
-    sidecar = describe_run([], command=console.command_line(), parameters=parameters)
-    sidecar["results"] = [
-        {
-            "path": str(file.path.absolute()),
-            "label": result.label,
-            "made_by": file.sidecar,
-        }
-        for file, result in zip(files, results, strict=True)
-    ]
+    sidecar = _make_sidecar(files, results, parameters)
     has_printed_table = printed is None or printed.is_file()
     may_skip = outputs.if_changed and has_printed_table
     if may_skip and is_up_to_date(outputs, sidecar, inputs):
@@ -161,6 +155,31 @@ def command(
         stdout=sys.stdout,
         more=further_files,
     )
+
+
+def _make_sidecar(
+    files: Sequence[ResultFile],
+    results: Sequence[NamedFile],
+    parameters: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the sidecar of the table, with each of the RESULTS and how that was made.
+
+    Args:
+        files: the tables that were read, with their sidecars.
+        results: the same as they were typed.
+        parameters: everything that decides the table, by option.
+    """
+    # No stores: the sidecars of the RESULTS name those.
+    sidecar = describe_run([], command=console.command_line(), parameters=parameters)
+    sidecar["results"] = [
+        {
+            "path": str(file.path.absolute()),
+            "label": result.label,
+            "made_by": file.sidecar,
+        }
+        for file, result in zip(files, results, strict=True)
+    ]
+    return sidecar
 
 
 def _refuse_conflicts(

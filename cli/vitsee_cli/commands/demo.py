@@ -93,6 +93,7 @@ def command(
         run_study(ctx, study, dry_run=dry_run, at_once=jobs)
         return
 
+    # The miniature sets are not of the study's images: their steps are added to its plan.
     run_study(
         ctx,
         demo_study(output, quick=quick),
@@ -126,6 +127,7 @@ def _real_models(
             raise VitseeError(
                 "the steps are planned from what is there: download it first (--yes)"
             )
+        # A script has nobody to ask: without --yes it downloads nothing.
         if not yes and not (sys.stdin.isatty() and click.confirm("Download?", err=True)):
             raise VitseeError("nothing was downloaded; agree with --yes")
     return real.make(folder, console.say, weights=weights), folder / real.PHOTOS

@@ -113,6 +113,7 @@ def command(
     from vitsee_core.sae.dictionary import Overrides, for_sites
     from vitsee_core.sae.encoding import encode_store
 
+    # Encoding may take hours: an output that cannot be written is refused before it.
     if table is not None:
         ending_of(table, TABLE_ENDINGS, "the table")
         check_new_files([table], force=force)

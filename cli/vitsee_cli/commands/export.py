@@ -100,6 +100,7 @@ def command(
         raise VitseeError("--dtype float16 with --format saev; its shards are float32")
     if samples is not None:
         ending_of(samples, TABLE_ENDINGS, "the table")
+        # Both files are checked before either is written.
         new_files = [samples]
         if kind == "file":
             new_files.append(output)

@@ -63,6 +63,7 @@ def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None
         raise click.UsageError("--json and --field exclude each other")
     from vitsee_stores import describe
 
+    # Checked before the stores are read, which takes long for many slabs.
     console.require_stdout()
     records = []
     for store in stores:
@@ -145,6 +146,7 @@ def show(record: Mapping[str, Any]) -> None:
         sites.add_column(title, justify="right")
     for name, site in record["sites"].items():
         sites.add_row(*map(visible, _site_row(name, site, record["arrays"])))
+    # Without markup: rich would read `[...]` in a name or path as a style.
     console.stdout().print(sites, markup=False)
 
 
@@ -178,6 +180,7 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
             console.human_bytes(record["size_bytes"]),
         )
         lines.add_row(*map(visible, cells))
+    # Without markup, as in `show`: paths may have brackets.
     console.stdout().print(lines, markup=False)
 
 

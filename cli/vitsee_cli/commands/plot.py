@@ -200,9 +200,11 @@ def command(
     if output is not None:
         path = output
     elif is_stream(results[0]):
+        # A pipe has no name to derive the figure's from.
         path = Path(f"plot{FIGURE_ENDINGS[0]}")
     else:
         path = results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
+    # A wrong name is refused before the figure is drawn, which takes seconds.
     ending = ending_of(path, FIGURE_ENDINGS, "-o")
     check_new_files([path], force=force)
     look = Look(theme, cmap, limits, title, log)

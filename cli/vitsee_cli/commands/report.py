@@ -51,6 +51,7 @@ def command(
     from vitsee_core.runtime.machine import human_bytes, plural
     from vitsee_core.tables.formats import ending_of
 
+    # Which command answers which question is known here alone: the page gets it as an argument.
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
     page = folder / "report.html" if output is None else output

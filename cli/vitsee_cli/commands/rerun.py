@@ -86,10 +86,13 @@ def command_again(
             "again"
         )
     words = [str(word) for word in result.file.sidecar["command"][1:]]
+    # Behind `--` a word that looks like an output option is an argument, and cannot be told apart.
     if "--" in words:
         raise VitseeError(
             f"{sidecar}: a command with -- is not run again; copy it from there"
         )
+    # A sidecar may come from a stranger: it replaces no file and runs no code unless the user says
+    # so now, by --force, or by typing the command.
     words = [*without_options(words, (*_OUTPUT_OPTIONS, *_EXPORT_OPTIONS))]
     words = [word for word in words if word not in ("--force", "--trust-store")]
     code_words = [word for word in words if runs_code(word)]

@@ -161,6 +161,7 @@ def command(
     if not stores and (outputs.csv is not None or outputs.png is not None):
         raise click.UsageError("-o and --png need a STORE to search")
     check_outputs(outputs, inputs=[truth])
+    # These files are about the ground truth alone: they are written without any store, too.
     export(truth, export_queries, export_truth, force=outputs.force)
     if not stores:
         return
@@ -176,6 +177,7 @@ def command(
             **more,
         )
 
+    # `run_analysis` opens stores in one sequence; `run` splits it again by the numbers.
     all_stores = (*stores, *queries, *distractors)
     run_analysis(
         run, retrieve.ANALYSIS.draw, all_stores, outputs, truth=truth, **parameters

@@ -67,6 +67,7 @@ def command(
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
+    # These import torch, which takes seconds: wrong options are refused before.
     from vitsee_core.models.interventions.switching import interventions_of
     from vitsee_core.models.without_weights import list_sites
     from vitsee_stores.layout import select_names
@@ -83,6 +84,7 @@ def command(
         chosen = [s for s in table.sites if not set(s.groups) <= {"modules", "all"}]
     rows = [_site_record(site) for site in chosen]
     if as_csv:
+        # `rows` may be empty: the header is that of any site.
         writer = csv.DictWriter(
             sys.stdout, list(_site_record(table.sites[0])), lineterminator="\n"
         )

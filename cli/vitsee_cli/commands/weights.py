@@ -94,9 +94,11 @@ def command(
                                    and all before; cosine; weight of a component or filter
                                    at a pixel
     """
+    # `run_analysis` opens the stores alone, and `_run_in_order` loads the models; `kinds` keeps
+    # the order in which they were typed, which is that of the table's rows.
     stores = []
     model_names = []
-    kinds = []  # "store" or "model", in the order of the sources
+    kinds = []  # "store" or "model"
     for text in sources:
         store = _store_path(text)
         if store is None:
