@@ -152,7 +152,8 @@ def _require_format_version(version: Any) -> None:
         advice = "extract it anew"
     version_text = json.dumps(version)[:MAX_SHOWN_CHARS]
     raise StoreError(
-        f"store format {version_text}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
+        f"store format {version_text}, but this vitsee reads format {FORMAT_VERSION}; "
+        f"{advice}"
     )
 
 

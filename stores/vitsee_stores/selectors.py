@@ -410,8 +410,9 @@ class TokenSelection(str):
         views = [name for name in layout.prefix if name.startswith("class.")]
         if self == "cls" and views:
             raise SiteError(
-                f"{owner} has a class token of each view, {views[0]} to {views[-1]}, and no cls of "
-                "all; expected --tokens prefix (the tokens before the patches), patches or mean"
+                f"{owner} has a class token of each view, {views[0]} to {views[-1]}, and no "
+                "cls of all; expected --tokens prefix (the tokens before the patches), "
+                "patches or mean"
             )
         special = {"cls": "class token", "rest": "tokens but the first"}
         lacking = special.get(self, f"tokens {str(self)!r}")
