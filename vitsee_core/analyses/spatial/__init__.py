@@ -92,8 +92,15 @@ log = logging.getLogger(__name__)
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES, *IN_TIME)
 COLUMNS = (
-    *(*SITE, "frequency", "null"),
-    *("metric", "value", "std", "low", "high", "n_images"),
+    *SITE,
+    "frequency",
+    "null",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_images",
 )
 
 
@@ -141,19 +148,20 @@ def run(
         [('lds', 0.48), ('rmsc', 0.8)]
     """
     requested = select_metrics(metrics or METRICS, METRICS, "spatial")
+    # Refuse what cannot be measured before the first slab is read.
     if OF_MASKS in metrics and not masks:
         raise VitseeError("srss compares foreground with background: give --masks too")
     selected = select_each(stores, sites, _sites_with_grid)
     image_stores = [store for store in selected.stores if store.plan.clip is None]
     if image_stores and set(requested) <= set(IN_TIME):
         raise MissingInput(
-            f"{image_stores[0].label} holds images, which have no {', '.join(requested)}; expected "
-            "stores of clips"
+            f"{image_stores[0].label} holds images, which have no {', '.join(requested)}; "
+            "expected stores of clips"
         )
     if masks and len(image_stores) < len(selected.stores):
         raise MissingInput(
-            "srss compares masks with images, and there are stores of clips; expected the frames "
-            "extracted as images"
+            "srss compares masks with images, and there are stores of clips; expected the "
+            "frames extracted as images"
         )
     for store, chosen in selected.members:
         for site in chosen:
@@ -188,7 +196,8 @@ def run(
     notes: dict[str, Any] = {
         "interval": {"shares": METHODS["jackknife"], "others": METHODS["mean"]},
         "std": METHODS["std"],
-        "null": "share of independent noise: (N - 1) / (N T - 1), (T - 1) / (N T - 1), the rest",
+        "null": "share of independent noise: (N - 1) / (N T - 1), (T - 1) / (N T - 1), "
+        "the rest",
         "zero_tokens": zero_tokens,
     }
     if mask_source is not None:
@@ -300,6 +309,8 @@ class SpatialMeasures:
             map=self.execution.map,
             progress=self.execution.progress,
         )
+        # Shares and the cosine with other clips need all images at once. Their sums are kept by
+        # block, so that the jackknife can leave one block out.
         structures: list[ImageStructure] = []
         token_sums: dict[int, TokenSums] = {}  # block of images -> its sums
         clip_sums: dict[int, ClipSums] = {}
@@ -355,13 +366,15 @@ class SpatialMeasures:
         """
         block_sums = [sums[block] for block in sorted(sums)]
         total = block_sums[0]
-        for part in block_sums[1:]:
-            total = total.plus(part)
+        for block_sum in block_sums[1:]:
+            total = total.plus(block_sum)
         shares = total.shares()
         nulls = total.nulls()
         without_block: list[dict[str, float]] = []
         if len(block_sums) > 1:
-            without_block = [total.plus(part, -1).shares() for part in block_sums]
+            without_block = [
+                total.plus(block_sum, -1).shares() for block_sum in block_sums
+            ]
         rows = []
         for metric in SHARES:
             replicates = np.array([values[metric] for values in without_block])
@@ -379,11 +392,13 @@ class SpatialMeasures:
         if not block_sums:
             return []
         total = block_sums[0]
-        for part in block_sums[1:]:
-            total = total.plus(part)
+        for block_sum in block_sums[1:]:
+            total = total.plus(block_sum)
         without_block: list[float] = []
         if len(block_sums) > 1:
-            without_block = [total.plus(part, -1).cosine() for part in block_sums]
+            without_block = [
+                total.plus(block_sum, -1).cosine() for block_sum in block_sums
+            ]
         cells = jackknife_cells(
             total.cosine(), np.array(without_block), total.n, (-1.0, 1.0)
         )
@@ -391,7 +406,7 @@ class SpatialMeasures:
 
 
 class SlabMeasures(NamedTuple):
-    """Return the sums that one slab contributes."""
+    """The sums that one slab contributes."""
 
     structure: ImageStructure  # of each image that counts
     token_sums: dict[int, TokenSums]  # block of images -> its sums
@@ -421,6 +436,7 @@ class _MeasureSlab:
         if self.foreground is not None:
             foreground = self.foreground[slab.rows][slab.valid]
         block_of_image = self.block_of_row[slab.rows][slab.valid]
+        # Float64 by block of images: one block at a time holds the copy.
         token_sums = {}
         for block in np.unique(block_of_image).tolist():
             images = cells[block_of_image == block]
@@ -482,7 +498,8 @@ def headline(table: Table) -> list[Answer]:
         text = f"cosine of a place with itself in the next frame {first_and_last(rows)}"
         if store in chance:
             any_frame = chance[store]
-            text += f"; in any other frame {measured(any_frame, -1)} at {any_frame['site'][-1]}"
+            in_any_frame = measured(any_frame, -1)
+            text += f"; in any other frame {in_any_frame} at {any_frame['site'][-1]}"
         answers.append((store, text))
     return answers
 
@@ -527,6 +544,7 @@ def plot(table: Table) -> Figure:
         profiles = frame.filter(metric=PROFILES).partition_by(
             "store", maintain_order=True
         )
+    # Spectra of many stores would leave no room for the curves.
     if len(profiles) > MAX_STORES and metrics:
         profiles = []
     curve_grid = CurveGrid.of(max(1, len(metrics)), frame)
@@ -542,6 +560,7 @@ def plot(table: Table) -> Figure:
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position", NEXT):
             draw_marks(axes, rows, frame, "null", DOTTED, "by chance")
+    # Panels of one metric share their y axis, which the curves of all of them set.
     curve_grid.finish(panels)
     all_axes = [axes for axes, *_ in panels]
     if profiles:
@@ -583,6 +602,7 @@ def _draw_profiles(axes: Axes, rows: pl.DataFrame) -> None:
         y = layer["value"]
         label = f"spectrum of the {ends[depth]}" if depth in ends else "_nolegend_"
         mark = "o" if len(x) < 3 else ""
+        # Amplitudes are relative to frequency 0, whose own is 0.
         axes.plot([0, *x], [0, *y], color=colours(0.9 * depth), marker=mark, label=label)
     axes.set_title(shorten(str(rows["store"][0]), 28))
     axes.set_xlabel("frequency (pi per cell)")

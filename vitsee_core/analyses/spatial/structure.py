@@ -1,5 +1,7 @@
-"""How patch tokens are structured in space (cosines by distance, frequencies, shares of variance),
-and from one frame of a clip to the next (slowness).
+"""Measure how patch tokens are structured in space and time.
+
+In space these are cosines by distance, frequencies and shares of variance; from one frame of a clip
+to the next it is slowness.
 
 u_t is a patch token over its length (a token of length 0 has no cosine: it is left out). d is the
 Manhattan distance of two cells, cos(d) the mean cosine of all pairs of an image at that distance.
@@ -54,6 +56,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,12 +66,12 @@ from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.types import Float, Integers, Mask
 
 COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")
-FAR = 6
-REACH = 8
-SIDE = 16
-TINY = 1e-6  # below the logarithm of an amplitude
+FAR = 6  # cells; distant pairs are at this Manhattan distance or beyond
+REACH = 8  # cells; the slope of cds is over distances up to it
+SIDE = 16  # of the published grid
+TINY = 1e-6  # added to an amplitude, so that 0 has a logarithm
 SHARES = ("share_image", "share_position", "share_rest")
-ALIKE = 1e-12
+ALIKE = 1e-12  # relative variance that rounding leaves among equal tokens
 NEXT = "next_cos"
 PER_CLIP = (NEXT, "next_other_cos", "slowness", "any_frame_cos")
 OF_ALL = "other_clip_cos"
@@ -76,109 +79,148 @@ IN_TIME = (*PER_CLIP, OF_ALL)
 
 
 def scaled(cells: int, grid: tuple[int, int]) -> int:
-    """A distance on a grid of 16 x 16 scaled to another grid, at least 2."""
+    """Return a distance on a grid of 16 x 16 scaled to another grid, at least 2."""
     return max(2, round(cells * max(grid) / SIDE))
 
 
-@dataclass(frozen=True)
-class ImageStructure:
-    """Structure of each image."""
+class ImageStructure(NamedTuple):
+    """Structure of each image.
 
-    values: dict[str, Float]  # name -> (images,), NaN where there is none
-    profile: (
-        Float  # (images, rings) of `fourier_radial`, from the lowest frequency above 0 on
-    )
-    n_zero: int  # tokens of length 0
+    Attributes:
+        values: metric -> (images,), NaN where an image has no value.
+        profile: (images, rings) of `fourier_radial`, from the lowest frequency above 0 on.
+        n_zero: number of tokens of length 0.
+    """
+
+    values: dict[str, Float]
+    profile: Float
+    n_zero: int
 
 
 def image_structure(
     cells: NDArray[np.floating], labels: Labels | None = None
 ) -> ImageStructure:
-    """The structure of patch tokens.
+    """Return the structure of patch tokens.
 
     Args:
         cells: (images, rows, cols, dim).
         labels: (images, rows x cols) which tokens are foreground, for `srss`.
     """
-    of_images = [_of_image(x.astype(np.float64)) for x in cells]
-    values = {
-        name: np.array([one[0][name] for one in of_images]) for name in of_images[0][0]
-    }
+    n_zero = 0
+    values_by_metric: dict[str, list[float]] = {}
+    profiles = []
+    for image in cells:
+        tokens = image.astype(np.float64)  # (rows, cols, dim)
+        lengths = np.linalg.norm(tokens, axis=-1)
+        has_length = lengths > 0
+        n_zero += int((~has_length).sum())
+        units = tokens / np.where(has_length, lengths, 1)[..., np.newaxis]
+        metrics = _cosine_metrics(units, has_length)
+        metrics["fourier_high"], profile = _spectrum(tokens)
+        profiles.append(profile)
+        for metric, value in metrics.items():
+            values_by_metric.setdefault(metric, []).append(value)
+    values = {metric: np.array(column) for metric, column in values_by_metric.items()}
     if labels is not None:
-        pairs = zip(cells, labels, strict=True)
-        values["srss"] = np.array([foreground_cosines(x, on) for x, on in pairs])
-    n_zero = sum(one[2] for one in of_images)
-    return ImageStructure(values, np.stack([one[1] for one in of_images]), n_zero)
-
-
-def _of_image(x: Float) -> tuple[dict[str, float], Float, int]:
-    length = np.linalg.norm(x, axis=-1)
-    there = length > 0
-    units = x / np.where(there, length, 1)[..., np.newaxis]
-    values = _cosines(units, there)
-    # Mean over channels; frequency 0 first.
-    amplitude = np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
-    base = amplitude[0, 0]
-    last = (min(amplitude.shape) - 1) // 2
-    square = amplitude.shape[0] == amplitude.shape[1] and last > 0
-    values["fourier_high"] = float(amplitude[last, last] - base) if square else math.nan
-    rings = _rings(amplitude.shape)
-    counts = np.maximum(np.bincount(rings.ravel()), 1)
-    profile = np.bincount(rings.ravel(), amplitude.ravel()) / counts - base
-    return values, profile[1 : max(amplitude.shape) // 2 + 1], int((~there).sum())
-
-
-def _cosines(units: Float, there: Mask) -> dict[str, float]:
-    grid = there.shape
-    sums, counts = sums_by_distance(units, there)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        by_distance = np.where(counts > 0, sums / counts, np.nan)
-    values = {}
-    for name, far, reach in (
-        ("", FAR, REACH),
-        ("_scaled", scaled(FAR, grid), scaled(REACH, grid)),
-    ):
-        near = by_distance[1] if len(by_distance) > 1 else np.nan
-        n_far = counts[far:].sum()
-        values[f"lds{name}"] = (
-            float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
+        values["srss"] = np.array(
+            [
+                foreground_cosines(image, image_labels)
+                for image, image_labels in zip(cells, labels, strict=True)
+            ]
         )
-        values[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)
-    n = int(there.sum())
-    mean = units.sum((0, 1)) / n if n else np.zeros(units.shape[-1])
-    values["rmsc"] = math.sqrt(max(0.0, 1 - float(mean @ mean))) if n > 1 else math.nan
-    values["mean_cos"] = (n * float(mean @ mean) - 1) / (n - 1) if n > 1 else math.nan
+    return ImageStructure(values, np.stack(profiles), n_zero)
+
+
+def _spectrum(tokens: Float) -> tuple[float, Float]:
+    """Return `fourier_high` and (rings,) `fourier_radial` of one image, (rows, cols, dim)."""
+    transform = np.fft.fft2(tokens, axes=(0, 1))
+    # (rows, cols), mean over channels; frequency 0 is at [0, 0].
+    amplitude = np.log(np.abs(transform) + TINY).mean(-1)
+    rows, cols = amplitude.shape
+    base = amplitude[0, 0]
+
+    high = math.nan
+    last = (min(rows, cols) - 1) // 2  # highest frequency of the half diagonal
+    if rows == cols and last > 0:
+        high = float(amplitude[last, last] - base)
+
+    rings = _rings(amplitude.shape).ravel()
+    n_frequencies = np.maximum(np.bincount(rings), 1)
+    profile = np.bincount(rings, amplitude.ravel()) / n_frequencies - base
+    # Rings beyond half the side are not whole circles: only corners reach them.
+    return high, profile[1 : max(rows, cols) // 2 + 1]
+
+
+def _cosine_metrics(units: Float, has_length: Mask) -> dict[str, float]:
+    """Return each of `COSINES` of one image.
+
+    Args:
+        units: (rows, cols, dim) unit vectors, 0 where a token has no length.
+        has_length: (rows, cols).
+    """
+    sums, counts = sums_by_distance(units, has_length)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        by_distance = np.where(counts > 0, sums / counts, np.nan)  # cos(d)
+    near = by_distance[1] if len(by_distance) > 1 else np.nan
+
+    # Distances of the published 16 x 16 grid, then those in proportion to this grid.
+    grid = has_length.shape
+    distances = {"": (FAR, REACH), "_scaled": (scaled(FAR, grid), scaled(REACH, grid))}
+    values = {}
+    for suffix, (far, reach) in distances.items():
+        n_far = counts[far:].sum()
+        values[f"lds{suffix}"] = math.nan
+        if n_far > 0:
+            values[f"lds{suffix}"] = float(near - sums[far:].sum() / n_far)
+        values[f"cds{suffix}"] = _decline(by_distance[1 : reach + 1], reach)
+
+    # With u of length 1, mean |u - mean u|^2 = 1 - |mean u|^2, and the sum of the cosines of all
+    # pairs, each token with itself among them, is n^2 |mean u|^2.
+    n = int(has_length.sum())
+    values["rmsc"] = math.nan
+    values["mean_cos"] = math.nan
+    if n > 1:
+        mean = units.sum((0, 1)) / n
+        squared_mean = float(mean @ mean)
+        values["rmsc"] = math.sqrt(max(0.0, 1 - squared_mean))
+        values["mean_cos"] = (n * squared_mean - 1) / (n - 1)
     return values
 
 
 def _decline(values: Float, reach: int) -> float:
-    """Minus the slope of values at 1, 2, ..., reach; NaN if one is missing."""
+    """Return minus the least-squares slope of values at 1, 2, ..., reach; NaN if one is missing."""
     if len(values) < reach:
         return math.nan
     x = np.arange(reach) - (reach - 1) / 2
     return float(-(x @ values) / (x @ x))
 
 
-def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
-    """Sums of cosines, and numbers of pairs, of the tokens at each Manhattan distance 0, 1, ...,
-    every pair twice. units: (rows, cols, dim) unit vectors, or 0 where not `there`.
+def sums_by_distance(units: Float, has_length: Mask) -> tuple[Float, Float]:
+    """Return sums of cosines and numbers of pairs at each Manhattan distance 0, 1, ...; every pair
+    counts twice.
 
-    By autocorrelation over the grid, which costs T log T instead of T^2 for all pairs.
+    Args:
+        units: (rows, cols, dim) unit vectors, 0 where a token has no length.
+        has_length: (rows, cols).
     """
-    rows, cols = there.shape
+    rows, cols = has_length.shape
     distance = _distances(rows, cols)
-    n = rows + cols - 1
-    pairs = autocorrelation(there[..., np.newaxis].astype(np.float64))
-    sums = np.zeros((2, n))
-    for row, values in zip(sums, (autocorrelation(units), np.rint(pairs)), strict=True):
-        np.add.at(row, distance, values)
-    return sums[0], sums[1]
+    n_distances = rows + cols - 1
+    # By autocorrelation over the grid, which costs T log T instead of T^2 for all pairs.
+    sums = np.zeros(n_distances)
+    np.add.at(sums, distance, autocorrelation(units))
+    counts = np.zeros(n_distances)
+    pairs = autocorrelation(has_length[..., np.newaxis].astype(np.float64))
+    np.add.at(counts, distance, np.rint(pairs))  # whole numbers but for rounding
+    return sums, counts
 
 
 @lru_cache(maxsize=16)
 def _distances(rows: int, cols: int) -> Integers:
-    """(2 rows, 2 cols) the Manhattan length of each offset; the middle ones, which no pair has, get
-    the largest."""
+    """Return (2 rows, 2 cols) the Manhattan length of each offset.
+
+    The middle offsets, which no pair has, get the largest.
+    """
     y = np.minimum(np.arange(2 * rows), 2 * rows - np.arange(2 * rows))
     x = np.minimum(np.arange(2 * cols), 2 * cols - np.arange(2 * cols))
     return np.minimum(np.add.outer(y, x), rows + cols - 2)
@@ -186,125 +228,165 @@ def _distances(rows: int, cols: int) -> Integers:
 
 @lru_cache(maxsize=16)
 def _rings(shape: tuple[int, int]) -> Integers:
-    """(rows, cols) the distance from frequency 0, rounded, in steps of the longer side."""
-    y, x = (np.fft.fftfreq(n) for n in shape)
-    return np.rint(np.hypot.outer(y, x) * max(shape)).astype(np.int64)
+    """Return (rows, cols) the distance from frequency 0, rounded, in steps of the longer side."""
+    rows, cols = shape
+    distance = np.hypot.outer(np.fft.fftfreq(rows), np.fft.fftfreq(cols))
+    return np.rint(distance * max(shape)).astype(np.int64)
 
 
 def frequencies(grid: tuple[int, int]) -> Float:
-    """(rings,) of a profile, in units of pi per cell: 1 is the highest that a grid has."""
+    """Return (rings,) frequencies of a profile, in units of pi per cell; 1 is a grid's highest."""
     side = max(grid)
     return np.arange(1, side // 2 + 1) * 2 / side
 
 
 def foreground_cosines(cells: NDArray[np.floating], labels: Labels) -> float:
-    """`srss` of one image.
+    """Return `srss` of one image; NaN if no foreground token has both kinds of partners.
 
     Args:
         cells: (rows, cols, dim).
         labels: (rows x cols,).
     """
     rows, cols = cells.shape[:2]
-    x = cells.reshape(rows * cols, -1).astype(np.float64)
-    length = np.linalg.norm(x, axis=1)
-    x = x / np.where(length > 0, length, 1)[:, np.newaxis]
-    on = (labels == FOREGROUND) & (length > 0)
-    off = (labels != FOREGROUND) & (labels != VOID) & (length > 0)
-    places = np.stack(np.divmod(np.arange(rows * cols), cols), 1)
-    apart = np.abs(places[on, np.newaxis] - places).sum(-1)
-    near = (apart == 1) & on
-    far = (apart >= FAR) & off
-    both = near.any(1) & far.any(1)
-    if not both.any():
+    units = cells.reshape(rows * cols, -1).astype(np.float64)
+    lengths = np.linalg.norm(units, axis=1)
+    units = units / np.where(lengths > 0, lengths, 1)[:, np.newaxis]
+    is_foreground = (labels == FOREGROUND) & (lengths > 0)
+    is_background = (labels != FOREGROUND) & (labels != VOID) & (lengths > 0)
+
+    positions = np.stack(np.divmod(np.arange(rows * cols), cols), axis=1)
+    # (foreground tokens, tokens)
+    distance = np.abs(positions[is_foreground, np.newaxis] - positions).sum(-1)
+    is_near = (distance == 1) & is_foreground
+    is_far = (distance >= FAR) & is_background
+    has_both = is_near.any(1) & is_far.any(1)
+    if not has_both.any():
         return math.nan
-    cosine = x[on] @ x.T
-    means = [(cosine * some).sum(1)[both] / some.sum(1)[both] for some in (near, far)]
-    return float((means[0] - means[1]).mean())
+    cosine = units[is_foreground] @ units.T
+    near = (cosine * is_near).sum(1)[has_both] / is_near.sum(1)[has_both]
+    far = (cosine * is_far).sum(1)[has_both] / is_far.sum(1)[has_both]
+    return float((near - far).mean())
 
 
 @dataclass
 class TokenSums:
-    """Sums over the tokens of images, from which shares of variance follow."""
+    """Sums over the tokens of images, from which shares of variance follow.
 
-    n: int  # images
-    at: Float  # (tokens, dim) sums over images
-    squares: float  # sum of |x|^2
-    means: float  # sum over images of |m_n|^2
+    Attributes:
+        n: number of images.
+        position_sums: (tokens, dim) sums over images.
+        squares: sum of |x|^2 over images and tokens.
+        squared_means: sum over images of |m_n|^2, m_n the mean over an image's tokens.
+    """
+
+    n: int
+    position_sums: Float
+    squares: float
+    squared_means: float
 
     @classmethod
-    def of(cls, x: Float) -> TokenSums:
-        """The sums of x: (images, tokens, dim)."""
-        means = x.mean(1)
-        squares = float(np.vdot(x, x))
-        of_means = float(np.vdot(means, means))
-        return cls(len(x), x.sum(0), squares, of_means)
+    def of(cls, tokens: Float) -> TokenSums:
+        """Return the sums of tokens, (images, tokens, dim)."""
+        means = tokens.mean(1)
+        return cls(
+            n=len(tokens),
+            position_sums=tokens.sum(0),
+            squares=float(np.vdot(tokens, tokens)),
+            squared_means=float(np.vdot(means, means)),
+        )
 
     def plus(self, other: TokenSums, sign: int = 1) -> TokenSums:
-        """The sums with the images of another added (sign 1) or removed (sign -1)."""
+        """Return the sums with the images of another added (sign 1) or removed (sign -1)."""
         return TokenSums(
-            self.n + sign * other.n,
-            self.at + sign * other.at,
-            self.squares + sign * other.squares,
-            self.means + sign * other.means,
+            n=self.n + sign * other.n,
+            position_sums=self.position_sums + sign * other.position_sums,
+            squares=self.squares + sign * other.squares,
+            squared_means=self.squared_means + sign * other.squared_means,
         )
 
     def shares(self) -> dict[str, float]:
-        """Each of `SHARES`; NaN if all tokens are equal, or with one image or position."""
+        """Return each of `SHARES`; NaN if all tokens are equal, or with one image or position."""
         n = self.n
-        t = len(self.at)
+        t = len(self.position_sums)
         shares = dict.fromkeys(SHARES, math.nan)
         if n < 2 or t < 2:
             return shares
-        mean = self.at.sum(0) / (n * t)
-        of_mean = n * t * float(mean @ mean)
-        total = self.squares - of_mean
+        mean = self.position_sums.sum(0) / (n * t)
+        squared_mean = n * t * float(mean @ mean)  # N T |m|^2
+        total = self.squares - squared_mean
+        # Tokens that are equal but for rounding have no variance to divide.
         if total <= ALIKE * self.squares:
             return shares
-        shares["share_image"] = (t * self.means - of_mean) / total
-        shares["share_position"] = (
-            float(np.vdot(self.at, self.at)) / n - of_mean
-        ) / total
+        squared_positions = float(np.vdot(self.position_sums, self.position_sums))
+        shares["share_image"] = (t * self.squared_means - squared_mean) / total
+        shares["share_position"] = (squared_positions / n - squared_mean) / total
         shares["share_rest"] = 1 - shares["share_image"] - shares["share_position"]
         return shares
 
     def nulls(self) -> dict[str, float]:
-        """The shares of independent noise; NaN where `shares` is."""
+        """Return the shares of independent noise; NaN where `shares` is."""
         n = self.n
-        t = len(self.at)
-        left = n * t - 1
+        t = len(self.position_sums)
         if n < 2 or t < 2:
             return dict.fromkeys(SHARES, math.nan)
-        image = (n - 1) / left
-        position = (t - 1) / left
-        return dict(zip(SHARES, (image, position, 1 - image - position), strict=True))
+        degrees = n * t - 1  # of freedom of all tokens
+        image = (n - 1) / degrees
+        position = (t - 1) / degrees
+        return {
+            "share_image": image,
+            "share_position": position,
+            "share_rest": 1 - image - position,
+        }
 
 
 def units_of(cells: NDArray[np.floating]) -> Float:
-    """(times, places, dim) the tokens of a clip (times, rows, cols, dim) over their lengths, 0
-    where a token has none."""
+    """Return the tokens of a clip over their lengths, (times, positions, dim).
+
+    A token of length 0 stays 0.
+
+    Args:
+        cells: (times, rows, cols, dim).
+    """
     x: Float = cells.reshape(len(cells), -1, cells.shape[-1]).astype(np.float64)
-    length: Float = np.linalg.norm(x, axis=-1, keepdims=True)
-    return np.divide(x, length, out=np.zeros_like(x), where=length > 0)
+    lengths: Float = np.linalg.norm(x, axis=-1, keepdims=True)
+    return np.divide(x, lengths, out=np.zeros_like(x), where=lengths > 0)
 
 
 def clip_cosines(units: Float) -> dict[str, float]:
-    """Each of `PER_CLIP`; NaN of one time, and of what no pair of tokens has."""
-    there: Float = np.any(units, -1).astype(np.float64)
+    """Return each of `PER_CLIP`; NaN for a clip of one time, or without such a pair of tokens.
+
+    Sums over pairs are products of sums: that of all pairs of two frames is the product of the
+    frames' sums, from which the pairs of a token with itself are taken.
+
+    Args:
+        units: (times, positions, dim) as `units_of` returns them.
+    """
+    has_length: Float = np.any(units, -1).astype(np.float64)
+    # A position with itself in the next frame.
     same = float(np.vdot(units[:-1], units[1:]))
-    n_same = float(np.vdot(there[:-1], there[1:]))
-    frames = units.sum(1)
-    n_frames = there.sum(1)
-    every = float(np.vdot(frames[:-1], frames[1:])), float(n_frames[:-1] @ n_frames[1:])
-    places = units.sum(0)
-    n_places = there.sum(0)
-    n_any = float((n_places**2 - n_places).sum())
-    itself = _ratio(same, n_same)
-    others = _ratio(every[0] - same, every[1] - n_same)
-    over_time = _ratio(float(np.vdot(places, places)) - float(there.sum()), n_any)
-    return dict(zip(PER_CLIP, (itself, others, itself - others, over_time), strict=True))
+    n_same = float(np.vdot(has_length[:-1], has_length[1:]))
+    next_cos = _mean(same, n_same)
+    # All positions with all in the next frame, less the former.
+    frame_sums = units.sum(1)  # (times, dim)
+    n_in_frame = has_length.sum(1)
+    all_pairs = float(np.vdot(frame_sums[:-1], frame_sums[1:]))
+    n_all_pairs = float(n_in_frame[:-1] @ n_in_frame[1:])
+    next_other_cos = _mean(all_pairs - same, n_all_pairs - n_same)
+    # A position at all pairs of times; a token's cosine with itself is 1.
+    position_sums = units.sum(0)  # (positions, dim)
+    n_times = has_length.sum(0)
+    over_times = float(np.vdot(position_sums, position_sums)) - float(has_length.sum())
+    n_over_times = float((n_times**2 - n_times).sum())
+    return {
+        NEXT: next_cos,
+        "next_other_cos": next_other_cos,
+        "slowness": next_cos - next_other_cos,
+        "any_frame_cos": _mean(over_times, n_over_times),
+    }
 
 
-def _ratio(total: float, n: float) -> float:
+def _mean(total: float, n: float) -> float:
+    """Return a total over a number; NaN over 0."""
     return total / n if n > 0 else math.nan
 
 
@@ -313,41 +395,46 @@ class ClipSums:
     """Sums over clips, from which the cosine with other clips follows.
 
     Attributes:
-        n: clips.
-        units: (times, places, dim) the sum of the tokens over their lengths.
-        there: (times, places) tokens that have a length.
-        same, n_same: the sum of `next_cos` over pairs of one clip, and the number of pairs.
+        n: number of clips.
+        units: (times, positions, dim) the sum of the tokens over their lengths.
+        n_tokens: (times, positions) numbers of tokens that have a length.
+        same: the sum of `next_cos` over pairs of one clip.
+        n_same: the number of these pairs.
     """
 
     n: int
     units: Float
-    there: Float
+    n_tokens: Float
     same: float
     n_same: float
 
     @classmethod
     def of(cls, units: Float) -> ClipSums:
-        """The sums of clips, (clips, times, places, dim)."""
-        there: Float = np.any(units, -1).astype(np.float64)
-        same = float(np.vdot(units[:, :-1], units[:, 1:]))
-        n_same = float(np.vdot(there[:, :-1], there[:, 1:]))
-        return cls(len(units), units.sum(0), there.sum(0), same, n_same)
+        """Return the sums of clips, (clips, times, positions, dim)."""
+        has_length: Float = np.any(units, -1).astype(np.float64)
+        return cls(
+            n=len(units),
+            units=units.sum(0),
+            n_tokens=has_length.sum(0),
+            same=float(np.vdot(units[:, :-1], units[:, 1:])),
+            n_same=float(np.vdot(has_length[:, :-1], has_length[:, 1:])),
+        )
 
     def plus(self, other: ClipSums, sign: int = 1) -> ClipSums:
-        """The sums with the clips of another added (sign 1) or removed (sign -1)."""
+        """Return the sums with the clips of another added (sign 1) or removed (sign -1)."""
         return ClipSums(
-            self.n + sign * other.n,
-            self.units + sign * other.units,
-            self.there + sign * other.there,
-            self.same + sign * other.same,
-            self.n_same + sign * other.n_same,
+            n=self.n + sign * other.n,
+            units=self.units + sign * other.units,
+            n_tokens=self.n_tokens + sign * other.n_tokens,
+            same=self.same + sign * other.same,
+            n_same=self.n_same + sign * other.n_same,
         )
 
     def cosine(self) -> float:
-        """`other_clip_cos`; NaN of one clip or one time."""
+        """Return `other_clip_cos`; NaN for one clip or one time."""
         if self.n < 2:
             return math.nan
-        every = float(np.vdot(self.units[:-1], self.units[1:])) - self.same
-        return _ratio(
-            every, float(np.vdot(self.there[:-1], self.there[1:])) - self.n_same
-        )
+        # All pairs of clips, less those of a clip with itself.
+        all_pairs = float(np.vdot(self.units[:-1], self.units[1:]))
+        n_all_pairs = float(np.vdot(self.n_tokens[:-1], self.n_tokens[1:]))
+        return _mean(all_pairs - self.same, n_all_pairs - self.n_same)

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.weights.weights_figure import draw_weights, labels, named_by
+from vitsee_core.analyses.weights.weights_figure import (
+    PANEL_METRICS,
+    draw_weights,
+    labels,
+    named_by,
+)
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.weights import (
@@ -55,18 +60,19 @@ log = logging.getLogger(__name__)
 MOST_VARIANCE = 0.9
 WHAT = ("components", "filters", "positions")
 COLUMNS = (
-    *(
-        "store",
-        "model",
-        "weights",
-        "site",
-        "row",
-        "col",
-        "component",
-        "filter",
-        "channel",
-    ),
-    *("other_row", "other_col", "metric", "value"),
+    "store",
+    "model",
+    "weights",
+    "site",
+    "row",
+    "col",
+    "component",
+    "filter",
+    "channel",
+    "other_row",
+    "other_col",
+    "metric",
+    "value",
 )
 NEEDS_ARRAY = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
 # More filters are left out unless they are asked for.
@@ -169,7 +175,8 @@ def _by_distinct_label(opened: Sequence[InputWeights]) -> dict[str, InputWeights
         by_label[label] = weights
     if len(by_label) < len(labels):
         raise VitseeError(
-            f"two of these have one name: {', '.join(labels)}; give stores others with NAME=STORE"
+            f"two of these have one name: {', '.join(labels)}; give stores others with "
+            "NAME=STORE"
         )
     return by_label
 
@@ -184,18 +191,20 @@ def _source_rows(
     """Return one source's rows and notes; remarks that are logged begin with `prefix`."""
     notes: dict[str, Any] = {"sites": input_weights.sites, "absent": {}}
     for name, reason in input_weights.absent.items():
-        if not what or name in {NEEDS_ARRAY[asked] for asked in what}:
+        if not what or name in {NEEDS_ARRAY[request] for request in what}:
             log.info("%s%s: n/a: %s", prefix, name, reason)
             notes["absent"][name] = reason
-    parts = [_filled_columns(input_weights, "", 0)]
-    if (filters := input_weights.arrays.get(FILTERS)) is not None:
+    # A block without rows: a source that lacks all still has its columns.
+    blocks = [_filled_columns(input_weights, "", 0)]
+    filters = input_weights.arrays.get(FILTERS)
+    if filters is not None:
         if not what or "components" in what:
-            parts.append(_component_rows(input_weights, filters, components))
+            blocks.append(_component_rows(input_weights, filters, components))
             notes["components"] = (
                 f"of {len(filters)} filters, mean filter subtracted, norm 1"
             )
         if "filters" in what or (not what and len(filters) <= MAX_FILTERS):
-            parts.append(
+            blocks.append(
                 _weight_rows(input_weights, "filter", filters.astype(np.float64))
             )
         elif not what:
@@ -204,19 +213,18 @@ def _source_rows(
                 prefix,
                 len(filters),
             )
-    if (positions := input_weights.arrays.get(POSITIONS)) is not None and (
-        not what or "positions" in what
-    ):
-        step = (
-            query_stride if query_stride is not None else _query_step(positions.shape[:2])
-        )
+    positions = input_weights.arrays.get(POSITIONS)
+    if positions is not None and (not what or "positions" in what):
+        step = query_stride
+        if step is None:
+            step = _query_step(positions.shape[:2])
         if step > 1:
             log.info(
                 "%sposition embeddings: cosines of one row and column in %d with all",
                 prefix,
                 step,
             )
-        parts.append(_cosine_rows(input_weights, positions, step))
+        blocks.append(_cosine_rows(input_weights, positions, step))
         notes["positions"] = {"kind": _KINDS[input_weights.kind], "every": step}
         log.info(
             "%sposition embeddings (%s): %s",
@@ -224,21 +232,22 @@ def _source_rows(
             input_weights.sites[POSITIONS],
             _KINDS[input_weights.kind],
         )
-    return parts, notes
+    return blocks, notes
 
 
 def at_a_glance(table: Table) -> Table:
     """Return one panel of the first model: its first components, else filters or positions."""
     name = labels(table)[0]
     rows = table.frame.filter(name == named_by())
-    panels = ("component", "filter", "cosine")
-    shown = next((metric for metric in panels if metric in rows["metric"]), "")
+    drawn_metrics = [metric for metric in PANEL_METRICS if metric in rows["metric"]]
+    first_metric = drawn_metrics[0] if drawn_metrics else ""
     sources = {
         n: about for n, about in table.notes.get("sources", {}).items() if n == name
     }
     rows = rows.filter(
         (pl.col("metric") == "variance_share")
-        | (pl.col("component").fill_null(0) < GLANCED) & (pl.col("metric") == shown)
+        | (pl.col("component").fill_null(0) < GLANCED)
+        & (pl.col("metric") == first_metric)
     )
     return replace(table, frame=rows, notes={**table.notes, "sources": sources})
 
@@ -298,10 +307,14 @@ def cosines(positions: NDArray[Any], step: int = 1) -> tuple[NDArray[np.int64], 
     flat = positions.reshape(-1, dim).astype(np.float64)
     norms = np.linalg.norm(flat, axis=1, keepdims=True)
     directions = np.divide(flat, norms, out=np.full_like(flat, np.nan), where=norms > 0)
-    down, across = (np.arange((n - 1) % step // 2, n, step) for n in (rows, cols))
-    queries = np.stack(np.meshgrid(down, across, indexing="ij"), -1).reshape(-1, 2)
-    of_queries = directions[queries[:, 0] * cols + queries[:, 1]]
-    values = np.clip(of_queries @ directions.T, -1, 1)
+    # The first query is half the remainder from the border, so that queries lie in the middle.
+    query_rows = np.arange((rows - 1) % step // 2, rows, step)
+    query_cols = np.arange((cols - 1) % step // 2, cols, step)
+    pairs = np.meshgrid(query_rows, query_cols, indexing="ij")
+    queries = np.stack(pairs, -1).reshape(-1, 2)
+    query_directions = directions[queries[:, 0] * cols + queries[:, 1]]
+    # Rounding may put a cosine beyond its limits.
+    values = np.clip(query_directions @ directions.T, -1, 1)
     return queries, values.reshape(-1, rows, cols)
 
 
@@ -330,11 +343,12 @@ def _filled_columns(
     by_name = {}
     for name in COLUMNS:
         values = columns.get(name, names.get(name))
-        number = name == "value"
-        empty = np.nan if number else None
-        # Whole numbers beside empty cells stay whole in the CSV.
-        column = np.empty(n, np.float64 if number else object)
-        column[:] = empty if values is None else values
+        # Objects, so that whole numbers beside empty cells stay whole in the CSV.
+        column = np.empty(n, object)
+        if name == "value":
+            column = np.full(n, np.nan)
+        if values is not None:
+            column[:] = values
         by_name[name] = column
     return by_name
 
@@ -345,8 +359,13 @@ def _component_rows(
     """Return rows of the components' shares of variance, then the weights of the first ones."""
     shares, vectors = principal_components(filters)
     n = len(shares)
-    blocks = [
-        _filled_columns(
+    values_by_metric = {
+        "variance_share": shares,
+        "variance_cumulative": np.cumsum(shares),
+    }
+    blocks = []
+    for metric, values in values_by_metric.items():
+        block = _filled_columns(
             input_weights,
             input_weights.sites[FILTERS],
             n,
@@ -354,11 +373,7 @@ def _component_rows(
             component=np.arange(n),
             value=values,
         )
-        for metric, values in (
-            ("variance_share", shares),
-            ("variance_cumulative", np.cumsum(shares)),
-        )
-    ]
+        blocks.append(block)
     blocks.append(_weight_rows(input_weights, "component", vectors[:count]))
     return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
 
@@ -406,10 +421,9 @@ def headline(table: Table) -> list[Answer]:
         values = np.sort(rows["value"].to_numpy())
         n = min(int((values < MOST_VARIANCE).sum()) + 1, len(values))
         share = number(float(values[n - 1]))
-        what = plural(n, "principal components")
-        answers.append(
-            (str(store), f"{what} of the filters have {share} of their variance")
-        )
+        count = plural(n, "principal components")
+        text = f"{count} of the filters have {share} of their variance"
+        answers.append((str(store), text))
     return answers
 
 
