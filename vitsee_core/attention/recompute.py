@@ -7,8 +7,8 @@ prove whether the weights and the images are still those it was made from:
     def rows(block, a):                         # a: (images, heads, tokens, tokens), on the device
         return {"cls": a[:, :, block.layout.cls]}
 
-    for some in attention_of_images(store, find_rows(store, ["test/0"]), rows):
-        some.rows, some.values["blocks.0"]["cls"]       # (images,), (images, heads, tokens)
+    for batch in attention_of_images(store, find_rows(store, ["test/0"]), rows):
+        batch.rows, batch.values["blocks.0"]["cls"]     # (images,), (images, heads, tokens)
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ MAX_IMAGES = 32
 
 @dataclass(frozen=True)
 class Attended:
-    """Results for some images."""
+    """Results for a batch of images.
 
-    rows: Integers  # (images,) in the store
-    values: dict[str, dict[str, Array]]  # block -> name -> array (images, ...)
+    Attributes:
+        rows: (images,) row of each in the store.
+        values: block -> name -> array (images, ...).
+    """
+
+    rows: Integers
+    values: dict[str, dict[str, Array]]
 
 
 def find_rows(store: Store, names: Sequence[str]) -> Integers:
@@ -65,6 +70,7 @@ def find_rows(store: Store, names: Sequence[str]) -> Integers:
     """
     ids = store.samples.id
     row_indices = []
+    # An id wins over a row number, and a whole id over a shortened one.
     for name in names:
         rows = np.flatnonzero(ids == name)
         if not len(rows) and name.isdigit() and int(name) < len(ids):
@@ -80,18 +86,18 @@ def find_rows(store: Store, names: Sequence[str]) -> Integers:
             )
         if not len(rows):
             raise VitseeError(
-                f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} or a "
-                f"row from 0 to {len(ids) - 1}"
+                f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} "
+                f"or a row from 0 to {len(ids) - 1}"
             )
         elif name.isdigit() and int(name) < len(ids) and int(name) != rows[0]:
-            other = str(ids[int(name)])
             log.info(
-                "%s: %r is read as an image's id (row %d of the store); the image in row %s is %r",
+                "%s: %r is read as an image's id (row %d of the store); the image in row %s "
+                "is %r",
                 store.label,
                 name,
                 rows[0],
                 name,
-                other,
+                str(ids[int(name)]),
             )
         if not store.valid[rows[0]]:
             raise VitseeError(
@@ -140,22 +146,20 @@ def attention_of_images(
     chosen = attention_blocks(store) if blocks is None else list(blocks)
     progress.start(len(rows))
     try:
-        stored = has_full(store, chosen)
-        parts = (
-            _from_stored_attention(store, rows, take, chosen)
-            if stored
-            else recomputed_calls(
+        if has_full(store, chosen):
+            batches = _read_attention(store, rows, take, chosen)
+        else:
+            batches = recomputed_calls(
                 store,
                 rows,
-                partial(_take_of_softmax, take),
-                chosen,
-                origin or Provenance(),
-                device,
+                take=partial(_take_from_softmax, take),
+                blocks=chosen,
+                origin=origin or Provenance(),
+                device=device,
             )
-        )
-        for part in parts:
-            yield part
-            progress.advance(len(part.rows))
+        for batch in batches:
+            yield batch
+            progress.advance(len(batch.rows))
     finally:
         progress.stop()
 
@@ -167,38 +171,45 @@ def _batch_size(blocks: Sequence[StoredAttention]) -> int:
 
 
 def _copy_to_host(taken: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Return float32 copies of a block's results in host memory."""
     # Copies: `take` may give views of a tensor that the next block overwrites.
     return {name: value.float().cpu().numpy().copy() for name, value in taken.items()}
 
 
-def _from_stored_attention(
+def _read_attention(
     store: Store, rows: Integers, take: Take, blocks: Sequence[StoredAttention]
 ) -> Iterator[Attended]:
+    """Yield the results of `take` for stored attention, a batch of images at a time.
+
+    Images come in the order of their rows.
+    """
     import torch
 
-    most = _batch_size(blocks)
-    order = np.sort(rows)
+    max_span = _batch_size(blocks)
+    sorted_rows = np.sort(rows)
+    slabs = sorted_rows // store.plan.slab
     start = 0
-    while start < len(order):
-        # Nearby rows of one slab: rows in between are read, too.
-        near = (order // store.plan.slab == order[start] // store.plan.slab) & (
-            order < order[start] + most
-        )
-        part = order[start:][near[start:]]
-        start += len(part)
+    while start < len(sorted_rows):
+        # A batch is within one slab and spans at most `max_span` rows: those between are read, too.
+        is_near = sorted_rows < sorted_rows[start] + max_span
+        is_in_batch = (slabs == slabs[start]) & is_near
+        batch = sorted_rows[start:][is_in_batch[start:]]
+        start += len(batch)
+        low = int(batch[0])
+        high = int(batch[-1]) + 1
         values = {}
         for block in blocks:
             array = store.attention(f"full/{block.site}")
-            wide = array[int(part[0]) : int(part[-1]) + 1][part - part[0]]
-            values[block.site] = _copy_to_host(
-                take(block, torch.from_numpy(wide.astype(np.float32)))
-            )
-        yield Attended(part, values)
+            # (images, heads, tokens, tokens), float16 in the store
+            attention = array[low:high][batch - low].astype(np.float32)
+            values[block.site] = _copy_to_host(take(block, torch.from_numpy(attention)))
+        yield Attended(batch, values)
 
 
-def _take_of_softmax(
+def _take_from_softmax(
     take: Take, block: StoredAttention, call: AttentionCall
 ) -> Mapping[str, Tensor]:
+    """Return the results of `take` for the attention of a recomputed call, all queries at once."""
     import torch
 
     return take(block, torch.softmax(call.scores(slice(None)), -1))
@@ -212,9 +223,11 @@ def recomputed_calls(
     origin: Provenance,
     device: str = "auto",
 ) -> Iterator[Attended]:
-    """The results of `take(block, call)` for each block's attention, with queries, keys and values
-    as the model computes them again, one batch of images at a time. Arguments and errors as for
-    `attention_of_images`."""
+    """Yield the results of `take(block, call)` for each block, one batch of images at a time.
+
+    A call has the queries, keys and values as the model computes them again. Arguments and errors
+    are those of `attention_of_images`.
+    """
     import torch
 
     from vitsee_core.images import normalise
@@ -228,43 +241,53 @@ def recomputed_calls(
             f"{store.label} holds clips that an image model saw frame by frame, of which no "
             "attention is recomputed (for maps of single frames extract them as images)"
         )
-    where = resolve_device(device)
+    torch_device = resolve_device(device)
     model = model_of(store, origin.checkpoint, trust=origin.trust)
     table = site_table(model)
-    known = {block.name: block for block in table.attention}
+    model_blocks = {block.name: block for block in table.attention}
     for block in blocks:
-        now = known.get(block.site)
-        if now is None or (now.n_heads, now.layout, now.window) != (
-            block.n_heads,
-            block.layout,
-            block.window,
-        ):
+        # What `take` relies on must be as in the store: heads, token layout and windows.
+        model_block = model_blocks.get(block.site)
+        is_same = (
+            model_block is not None
+            and model_block.n_heads == block.n_heads
+            and model_block.layout == block.layout
+            and model_block.window == block.window
+        )
+        if not is_same:
             raise VitseeError(
                 f"{model.name} has no attention like the store's in {block.site} any more; "
                 f"extract {store.label} anew"
             )
-    model.module.to(where)
+    model.module.to(torch_device)
     precision = store.manifest.identity.get("precision", "fp32")
-    if precision == "tf32" and where.type != "cuda":
-        precision = "fp32"
-    what = plural(len(rows), "images")
-    log.info("computing the attention of %s with %s on %s", what, model.name, where)
-    size = _batch_size(blocks)
-    pixels_of = Pictures(store, origin.data)
-    by_name = {block.site: block for block in blocks}
+    if precision == "tf32" and torch_device.type != "cuda":
+        precision = "fp32"  # tf32 exists on CUDA only
+    log.info(
+        "computing the attention of %s with %s on %s",
+        plural(len(rows), "images"),
+        model.name,
+        torch_device,
+    )
+    batch_size = _batch_size(blocks)
+    read_pixels = Pictures(store, origin.data)
+    stored_blocks = {block.site: block for block in blocks}
     values: dict[str, dict[str, Array]] = {}
 
     class Taker(Observer):
-        def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-            values[block.name] = _copy_to_host(take(by_name[block.name], call))
+        """Keeps the results of `take` for each block that a forward pass reaches."""
 
-    capture = Capture(
-        model, table, sites=[], attention=[known[block.site] for block in blocks]
-    )
-    with torch.inference_mode(), precision_context(where, precision), capture:
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            pixels = torch.from_numpy(pixels_of(part))
+        def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+            """Add the results for one block to `values`."""
+            values[block.name] = _copy_to_host(take(stored_blocks[block.name], call))
+
+    watched = [model_blocks[block.site] for block in blocks]
+    capture = Capture(model, table, sites=[], attention=watched)
+    with torch.inference_mode(), precision_context(torch_device, precision), capture:
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            pixels = torch.from_numpy(read_pixels(batch))
+            inputs = normalise(pixels, store.manifest.transform, torch_device)
             values = {}
-            capture.run(normalise(pixels, store.manifest.transform, where), Taker())
-            yield Attended(part, values)
+            capture.run(inputs, Taker())
+            yield Attended(batch, values)
