@@ -79,7 +79,7 @@ REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
     ("00002", lambda path: change_mask(path, lambda image: image.resize((40, 24))),
      "00002.png is 40 x 24 pixels, its frame 80 x 48; expected masks of the frames' size"),
     ("00000", lambda path: change_mask(path, emptied),
-     r"a/00000.png shows no object; expected numbers from 1 .* \(255 is void\)"),
+     r"a/00000.png shows no object; expected numbers from 1 .* \(255 is void; .*none"),
     ("00001", lambda path: path.write_bytes(b"\x89PNG\r\n"), "a/00001.png: "),
     ("00000", claim_pixels, r"a/00000\.png"),
     ("00001", become_pipe, r"a/00001\.png: not a regular file"),
@@ -95,6 +95,72 @@ def test_masks_that_are_refused(
     with pytest.raises(VitseeError, match=line):
         run(store, masks=masks, save=tmp_path / "saved")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["DAVIS", "s.zarr"]
+
+
+def renumbered(masks: Path, values: dict[int, int]) -> None:
+    """Give objects of all masks other numbers."""
+    for path in masks.rglob("*.png"):
+        with Image.open(path) as image:
+            numbers = np.array(image)
+        changed = numbers.copy()
+        for number, value_in_file in values.items():
+            changed[numbers == number] = value_in_file
+        Image.fromarray(changed).save(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "void", "usual"),
+    [
+        # DAVIS-2016: 0 and 255. The other object becomes background in both.
+        ({1: 255, 2: 0}, "none", {2: 0}),
+        ({2: 255}, "none", {}),
+        ({1: 7, 2: 255}, 7, {1: 0, 2: 1}),
+        ({2: 9}, 9, {2: 255}),
+    ],
+)
+def test_another_value_is_void_or_none(
+    tmp_path: Path, values: dict[int, int], void: int | str, usual: dict[int, int]
+) -> None:
+    """Masks whose 255 is an object score as the same masks with the numbers 1, 2, ..."""
+    store, masks = two_videos(tmp_path / "usual")
+    _, other_masks = two_videos(tmp_path / "other")
+    if 1 in usual:
+        shutil.rmtree(masks / "Annotations/480p/b")
+        shutil.rmtree(other_masks / "Annotations/480p/b")
+        only = tmp_path / "only.txt"
+        only.write_text("a\n")
+    else:
+        only = None
+    renumbered(masks, usual)
+    renumbered(other_masks, values)
+    expected = run(store, masks=masks, only=only)
+    table = run(store, masks=other_masks, void=void, only=only)
+    assert table.frame.equals(expected.frame)
+    assert table.notes["void"] == str(void)
+    assert "void" not in expected.notes
+
+
+def test_the_value_that_is_void(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    for void in (0, 256):
+        with pytest.raises(VitseeError, match=f"--void {void}: .* 1 to 255, or none"):
+            run(store, masks=masks, void=void)
+    renumbered(masks, {1: 255, 2: 0})
+    with pytest.raises(VitseeError, match="--void none makes it an object"):
+        run(store, masks=masks)
+    assert run(store, masks=masks, void="none", per_video=True).frame["object"].max() == 1
+    result = invoke(store.path, "--masks", masks, "--void", "some")
+    assert result.exit_code == 2
+    assert "expected a pixel value like 255, or none" in result.stderr
+
+
+def test_masks_of_one_bit(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    renumbered(masks, {2: 0})
+    expected = run(store, masks=masks)
+    for path in masks.rglob("*.png"):
+        change_mask(path, lambda image: image.point(lambda number: 255 * number, "1"))
+    assert run(store, masks=masks).frame.equals(expected.frame)
 
 
 def ids(*names: object) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def option_of(parameter: DeclaredParameter, **overrides: Any) -> Decorator:
 def _click_type(parameter: DeclaredParameter, option: Option) -> Any:
     """Return click's type, or a parser, for a single value of an option."""
     if option.parse is not None:
-        return _with_usage_errors(option.parse)
+        return with_usage_errors(option.parse)
     if option.choices:
         words = [*option.choices]
         if option.or_none:
@@ -118,7 +118,7 @@ class Words(click.Choice[str]):
         return super().normalize_choice(str(choice), ctx).replace("-", "_")
 
 
-def _with_usage_errors(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+def with_usage_errors(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Return a parser that turns the VitseeError of `parse` into a usage error (exit code 2)."""
 
     def parse_or_refuse(value: Any) -> Any:

@@ -11,7 +11,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.declared import Listed, a_file
+from vitsee_cli.declared import Listed, a_file, with_usage_errors
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, WholeNumber, parse_path
 from vitsee_core.analyses import propagate
@@ -21,6 +21,7 @@ from vitsee_core.analyses.propagate.propagation_settings import (
     UPSAMPLES,
     WINDOWS,
 )
+from vitsee_core.truth.masks.sources import VOID_OPTION, parse_void
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -54,7 +55,14 @@ def parse_radius(text: str) -> dict[str, float]:
             type=parse_path,
             required=True,
             help="The folder of DAVIS, or one with a folder of PNG masks per video, a "
-            "mask per frame: 0 is background, 1, 2, ... are objects, 255 is void.",
+            "mask per frame: 0 is background, 1, 2, ... are objects.",
+        ),
+        click.option(
+            "--void",
+            metavar="VALUE",
+            type=with_usage_errors(parse_void),
+            show_default="255",
+            help=f"{VOID_OPTION.help} With none, 255 is an object (DAVIS-2016).",
         ),
         a_file(
             "--only",

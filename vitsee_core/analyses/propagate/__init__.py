@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.declaration import Analysis
+from vitsee_core.demo.indexed_masks import VOID
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.figures.plotting import styled
@@ -91,6 +92,7 @@ MAX_UNSEEN_SHARE = 0.01  # of a frame's pixels; a remark says if more are unseen
 def run(
     *stores: Store,
     masks: Path | str,
+    void: int | str | None = None,
     only: Path | str | None = None,
     sites: Sequence[str] = (),
     preset: str | None = None,
@@ -125,6 +127,8 @@ def run(
             its frames.
         masks: DAVIS' folder, or one with a folder of PNG masks per video; see
             `propagate.davis`.
+        void: the value of pixels that count as background, by default 255; with "none"
+            each value is an object.
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
         preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `PRESETS`.
@@ -183,7 +187,7 @@ def run(
     execution.check_device()
     patterns = sites or PRESETS[preset or "walmer"].sites
     selected = select_each(stores, patterns, _sites_with_grid)
-    mask_files = find_masks(Path(masks))
+    mask_files = find_masks(Path(masks), _void_value(void))
     only_path = None if only is None else Path(only)
     videos = find_videos(selected.stores, mask_files, only_path)
     mask_files = oriented_masks(selected.stores, mask_files, videos)
@@ -225,6 +229,7 @@ def run(
         "seed": execution.seed,
         "videos": {video.name: len(video.frames) for video in videos},
         "masks": str(mask_files.root),
+        **({"void": str(void)} if void is not None else {}),
         **({"clips": clips} if clips else {}),
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
@@ -237,6 +242,22 @@ def run(
         if row["metric"] in chosen_metrics
     ]
     return Table.from_rows(rows, columns, notes)
+
+
+def _void_value(void: int | str | None) -> int | None:
+    """Return the value that counts as background, or None for "none".
+
+    Raises:
+        VitseeError: no pixel of 8 bits has the value, or it is background already.
+    """
+    if void == "none":
+        return None
+    if void is None:
+        return VOID
+    value = int(void)
+    if not 0 < value <= VOID:
+        raise VitseeError(f"--void {value}: no object; expected 1 to {VOID}, or none")
+    return value
 
 
 def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:

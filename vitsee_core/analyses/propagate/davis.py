@@ -3,7 +3,8 @@
     JPEGImages/480p/<video>/00000.jpg, ...     the frames that a store was extracted from
     Annotations/480p/<video>/00000.png, ...    one mask per frame: pixels are numbers of
     objects, 0
-                                               is background, 255 is left out
+                                               is background, 255 is left out unless
+                                               another value is, or none
     ImageSets/2017/val.txt                     the names of videos, one per line
 
 In a store of images a video is the run of images whose ids share a folder, which names it.
@@ -96,14 +97,20 @@ class MaskFiles:
         root: the folder.
         by_video: video -> frame -> file below `root`.
         exif: whether masks are turned by their EXIF orientation, as the frames are.
+        void: the value of pixels that count as background; None if there is none.
     """
 
     root: Path
     by_video: dict[str, dict[str, str]]
     exif: bool = False
+    void: int | None = VOID
 
     def read(self, video: Video, frames: range | None = None) -> NDArray[np.uint8]:
         """Return (frames, height, width) numbers of objects, 0 where void.
+
+        A 255 that is not void is the object after the largest other number of the first
+        mask: 1 in the masks of DAVIS-2016, whose values are 0 and 255. As it stands it
+        would be one of 255 objects.
 
         Args:
             video: whose masks are read.
@@ -118,13 +125,25 @@ class MaskFiles:
         labels = np.zeros((len(frames), *video.size), np.uint8)
         for i, frame in enumerate(frames):
             labels[i] = self._read_mask(video.masks[frame], video.size)
-        labels[labels == VOID] = 0
+        if self.void is not None:
+            labels[labels == self.void] = 0
+        is_255 = labels == VOID
+        if is_255.any():
+            first = self._read_mask(video.masks[0], video.size)
+            other_numbers = first[(first != VOID) & (first != self.void)]
+            labels[is_255] = int(other_numbers.max(initial=0)) + 1
         if 0 in frames and not labels[0].any():
             raise VitseeError(
                 f"{self.root / video.masks[0]} shows no object; expected numbers from 1 "
-                f"in the first mask of a video ({VOID} is void)"
+                f"in the first mask of a video{self._void_words()}"
             )
         return labels
+
+    def _void_words(self) -> str:
+        """Return which value is void, for a message, with what makes it an object."""
+        if self.void is None:
+            return ""
+        return f" ({self.void} is void; --void none makes it an object)"
 
     def _read_mask(self, key: str, size: tuple[int, int]) -> NDArray[np.uint8]:
         """Return (height, width) of one file below `root`; size: of the frame."""
@@ -133,10 +152,10 @@ class MaskFiles:
             image, _ = FileOpener(str(self.root), exif=self.exif).load(key)
         except ImageError as error:
             raise VitseeError(f"{where}: {error.reason}") from None
-        if image.mode not in ("P", "L"):
+        if image.mode not in ("P", "L", "1"):
             raise VitseeError(
                 f"{where} has mode {image.mode}; expected a mask of numbers of objects "
-                "(mode P, with a palette, or L)"
+                "(mode P, with a palette, L, or 1)"
             )
         if (image.height, image.width) != size:
             raise VitseeError(
@@ -146,8 +165,12 @@ class MaskFiles:
         return np.asarray(image)
 
 
-def find_masks(path: Path) -> MaskFiles:
+def find_masks(path: Path, void: int | None = VOID) -> MaskFiles:
     """Return the masks below DAVIS' own folder, its `Annotations`, or a folder of folders.
+
+    Args:
+        path: the folder.
+        void: the value of pixels that count as background; None if there is none.
 
     Raises:
         VitseeError: there is no such folder, or no PNG file in it.
@@ -172,7 +195,7 @@ def find_masks(path: Path) -> MaskFiles:
             f"no masks in {root}; expected files like "
             f"{_ANNOTATIONS}/{_RESOLUTION}/bear/00000.png"
         )
-    return MaskFiles(root, by_video)
+    return MaskFiles(root, by_video, void=void)
 
 
 def oriented_masks(
