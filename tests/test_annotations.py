@@ -14,8 +14,10 @@ from PIL import Image
 from vitsee_core.demo.class_maps import write_class_maps
 from vitsee_core.truth.masks import open_masks
 from vitsee_core.truth.masks.class_maps import open_class_maps
+from vitsee_core.truth.masks.coco import lies_outside, pixels_of
 from vitsee_core.truth.masks.labels import BACKGROUND, FOREGROUND, VOID
 from vitsee_core.truth.masks.png_maps import IGNORED
+from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_stores.errors import VitseeError
 
 pytest.importorskip("pycocotools")
@@ -202,6 +204,64 @@ def test_small_masks_are_masks(
     assert masks.read(0).any()
 
 
+FAR_RIGHT = [[6, 1, 9, 1, 9, 3, 6, 3]]  # of 4 x 6 pixels
+OUTSIDE = {
+    "to the right": FAR_RIGHT,
+    "below": [[1, 4, 3, 4, 3, 6, 1, 6]],
+    "to the left": [[-3, 1, 0, 1, 0, 3, -3, 3]],
+    "above": [[1, -3, 3, -3, 3, 0, 1, 0]],
+    "to both sides": [*FAR_RIGHT, [-3, 1, 0, 1, 0, 3, -3, 3]],
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_objects_outside_of_their_image_are_counted_and_named(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sizes of the resized image with the outlines of the original; before, without a line."""
+    entry = annotation(7, segmentation=OUTSIDE[name])
+    with caplog.at_level(logging.WARNING):
+        masks = open_masks(written(tmp_path, annotation(5), entry))
+    assert "1 of 2 annotations lie wholly outside of their image (7)" in caplog.text
+    for rules in (masks.rules, open_class_maps(tmp_path / "a.json").rules):
+        assert rules["annotations outside of their image"] == "1 of 2"
+    assert masks.read(0).tolist() == square(FOREGROUND)
+    line = refused(written(tmp_path, entry))
+    assert "no outline reaches into its image (annotations 7); expected x and y" in line
+    without_mask = annotation(8, segmentation=[])
+    assert "(annotations 7)" in refused(written(tmp_path, entry, without_mask))
+
+
+def test_what_lies_outside_has_no_pixel() -> None:
+    """Against pycocotools: outlines that are called outside cover nothing, and of those that
+    reach half a pixel and more into the image none is."""
+    rng = np.random.default_rng(0)
+    n_outside = 0
+    for _ in range(300):
+        corner = rng.uniform(-8, 12, 2)
+        width, height = rng.uniform(1, 5, 2)
+        x, y = corner
+        outline = [x, y, x + width, y, x + width, y + height, x, y + height]
+        n_pixels = int(pixels_of([outline], (4, 6)).sum())
+        outside = lies_outside([outline], (4, 6))
+        n_outside += outside
+        assert not (outside and n_pixels)
+        if x < 5.5 and x + width > 0.5 and y < 3.5 and y + height > 0.5:
+            assert not outside
+    assert 100 < n_outside < 250
+
+
+@pytest.mark.parametrize("shape", [[["a", 1]], [[1, 2, 3]], [[float("nan")] * 6]])
+def test_damaged_outlines_are_refused_where_they_are_read(
+    tmp_path: Path, shape: Any
+) -> None:
+    masks = open_masks(
+        written(tmp_path, annotation(5), annotation(7, segmentation=shape))
+    )
+    with pytest.raises(VitseeError, match="cannot read the annotation 7"):
+        masks.read(0)
+
+
 # ---------------------------------------------------------------- panoptic files
 
 
@@ -290,6 +350,17 @@ def test_voc_s_other_folders(tmp_path: Path) -> None:
     assert open_masks(tmp_path / "SegmentationObject").read(0).tolist() == [
         [BACKGROUND, FOREGROUND, VOID]
     ]
+
+
+def test_numbers_of_objects_are_no_categories(tmp_path: Path) -> None:
+    """Segments of `SegmentationObject` would have the first, second, ... object as classes."""
+    Image.fromarray(np.eye(4, dtype=np.uint8)).save(tmp_path / "a.png")
+    folder = tmp_path / "SegmentationObject"
+    folder.mkdir()
+    (tmp_path / "a.png").rename(folder / "a.png")
+    with pytest.raises(VitseeError, match="no categories; expected the folder Segm"):
+        Segmentation(folder).open()
+    assert open_masks(folder).read(0)[0, 0] == FOREGROUND
 
 
 def test_cityscapes_train_ids(tmp_path: Path) -> None:

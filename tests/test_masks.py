@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.stores import write_sites
 from vitsee_core.analyses.saliency.scoring import blind_overlaps, overlap, top_mass
 from vitsee_core.images.transform import make_recipe
+from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, open_masks
 from vitsee_core.truth.masks.coco import pixels_of, unpack_counts
 from vitsee_core.truth.masks.mask_truth import (
     as_seen,
     mask_recipe,
     match_names,
+    match_rows,
     token_labels,
 )
 from vitsee_stores.errors import VitseeError
@@ -313,6 +316,30 @@ def test_names_match_by_path_then_by_file() -> None:
     assert match_names(["x/1.jpg"], ["p/1.png", "q/1.png"]).tolist() == [-1]
     assert match_names(["x/1.jpg", "y/2.JPEG"], ["2.png", "1.png"]).tolist() == [1, 0]
     assert match_names(["x/1.jpg"], []).tolist() == [-1]
+    # Names in annotation files that were written on Windows.
+    assert match_names(["x/1.jpg", "y/1.jpg"], ["y\\1.jpg"]).tolist() == [-1, 0]
+    assert match_names(["1.jpg"], ["val\\1.jpg"]).tolist() == [0]
+
+
+def test_names_that_match_no_image_say_why(tmp_path: Path) -> None:
+    store = write_sites(
+        tmp_path / "s.zarr", {"blocks.0.out": np.zeros((1, 2))}, ids=["1.jpg"]
+    )
+    cases = {
+        "2 masks are called 1 (a/1.png, b/1.png): give the folder": [
+            "a/1.png",
+            "b/1.png",
+        ],
+        "dense-probe alone knows whose they are": ["x/1_gtFine_labelIds.png"],
+        "expected the same names but for the ending": ["2.png"],
+    }
+    for line, names in cases.items():
+        for name in names:
+            (tmp_path / line[:5] / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.eye(4, dtype=np.uint8)).save(tmp_path / line[:5] / name)
+        with pytest.raises(VitseeError) as caught:
+            match_rows(store, open_masks(tmp_path / line[:5]), choose_rows(store))
+        assert line in str(caught.value)
 
 
 # ---------------------------------------------------------------- PNG folders

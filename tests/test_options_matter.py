@@ -68,6 +68,7 @@ EXCEPTIONS = {
     ("pca", "--align"): "signs alone, of the rows of an image: tests/test_pca.py",
     ("pca", "--reference"): "signs alone, of the rows of an image: tests/test_pca.py",
     ("propagate", "--masks"): "other masks of the same videos: tests/test_propagate.py",
+    ("propagate", "--void"): "masks of other values: tests/test_propagate_command.py",
     ("propagate", "--only"): "a store of several videos: tests/test_propagate.py",
     ("best-layer", "--paired"): "needs replicates: tests/test_paired.py",
     ("best-layer", "--best-token"): "results of several tokens: tests/test_best_layer.py",

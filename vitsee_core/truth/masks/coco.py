@@ -188,6 +188,33 @@ def _encloses(outline: Any) -> bool:
     return bool(np.ptp(corners, axis=0).max() >= 1 and not on_a_line)
 
 
+def lies_outside(shape: Any, size: Size) -> bool:
+    """Whether all outlines of a segmentation lie beside, above or below the image.
+
+    Run lengths are of the image's pixels, and never do. What is damaged, and refused where it is
+    read, counts as inside.
+    """
+    if not isinstance(shape, list):
+        return False
+    return all(_is_beside(outline, size) for outline in shape)
+
+
+def _is_beside(outline: Any, size: Size) -> bool:
+    """Whether an outline has all its points to one side of the image."""
+    try:
+        corners = np.asarray(outline, np.float64).reshape(-1, 2)
+    except (ValueError, TypeError):
+        return False
+    if not (np.abs(corners) < FARTHEST_READ).all():  # NaN too
+        return False
+    x_and_y = corners.T
+    extents = size[::-1]  # width of x, height of y
+    return any(
+        values.max() <= 0 or values.min() >= extent
+        for values, extent in zip(x_and_y, extents, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class CocoMasks(AnnotationFile):
     """Images of one file, by their ids; see `MaskSource`. The objects of an image are its
@@ -272,58 +299,103 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
     coder(str(path))
     found = read_annotations(path) if found is None else found
     objects: dict[Any, list[dict[str, Any]]] = {}
-    of_no_image = list[Any]()
-    without_mask = list[Any]()
+    lost = _Lost()
     with entries_of(path, "annotations with image_id and segmentation"):
         images = checked_images(found["images"])
         names = category_names(found.get("categories") or [])
         id_of = id_by_alias(image["id"] for image in images)
+        size_by_id = {image["id"]: size_of(image) for image in images}
         annotations: list[dict[str, Any]] = found["annotations"]
         for annotation in annotations:
             flag(annotation, "iscrowd")
             if annotation["image_id"] not in id_of:
-                of_no_image.append(annotation["image_id"])
+                lost.of_no_image.append(annotation["image_id"])
                 continue
-            if not has_area(annotation.get("segmentation")):
-                without_mask.append(annotation.get("id"))
-            if annotation.get("segmentation"):
-                objects.setdefault(id_of[annotation["image_id"]], []).append(annotation)
+            image_id = id_of[annotation["image_id"]]
+            segmentation = annotation.get("segmentation")
+            if not has_area(segmentation):
+                lost.without_mask.append(annotation.get("id"))
+            elif lies_outside(segmentation, size_by_id[image_id]):
+                lost.outside.append(annotation.get("id"))
+            if segmentation:
+                objects.setdefault(image_id, []).append(annotation)
     n = len(annotations)
-    if of_no_image and len(of_no_image) == n:
+    if lost.of_no_image and len(lost.of_no_image) == n:
         raise VitseeError(
             f"{path}: none of its {n} annotations is of an image of it: they have image_id "
-            f"{_few_ids(of_no_image)}, its images the ids {_few_ids(id_of.values())}"
+            f"{_few_ids(lost.of_no_image)}, its images the ids {_few_ids(id_of.values())}"
         )
     if not objects:
         raise VitseeError(
             f"{path} has no segmentation in any annotation; expected {EXPECTED}"
         )
-    if len(without_mask) == n - len(of_no_image):
+    lost.refuse_all(path, n)
+    return CocoMasks(str(path), images, names, objects, lost.report(path, n))
+
+
+@dataclass
+class _Lost:
+    """Annotations of a file that give no pixel.
+
+    Attributes:
+        of_no_image: the `image_id` of those that belong to none of its images.
+        without_mask: the ids of those whose segmentation encloses nothing.
+        outside: the ids of those whose outlines lie wholly outside of their image.
+    """
+
+    of_no_image: list[Any] = field(default_factory=list)
+    without_mask: list[Any] = field(default_factory=list)
+    outside: list[Any] = field(default_factory=list)
+
+    def refuse_all(self, path: Path, n: int) -> None:
+        """Raise VitseeError if none of a file's `n` annotations gives a pixel."""
+        n_in_images = n - len(self.of_no_image)
+        if len(self.without_mask) + len(self.outside) < n_in_images:
+            return
+        if self.outside:
+            raise VitseeError(
+                f"{path}: no outline reaches into its image (annotations "
+                f"{_few_ids(self.outside)}); expected x and y in pixels of images of the height "
+                "and width that the file gives"
+            )
         raise VitseeError(
-            f"{path}: no outline encloses a pixel (annotations {_few_ids(without_mask)}); expected "
-            "x and y in pixels, not as shares of the image's width and height"
+            f"{path}: no outline encloses a pixel (annotations {_few_ids(self.without_mask)}); "
+            "expected x and y in pixels, not as shares of the image's width and height"
         )
-    left_out = dict[str, str]()
-    if of_no_image:
-        left_out["annotations of no image"] = f"{len(of_no_image)} of {n}"
-        log.warning(
-            "%s: %d of %d annotations are of none of its images (image_id %s) and left out",
-            path,
-            len(of_no_image),
-            n,
-            _few_ids(of_no_image),
-        )
-    if without_mask:
-        left_out["annotations without a mask"] = f"{len(without_mask)} of {n}"
-        log.warning(
-            "%s: %d of %d annotations have no mask (%s): their objects count as what lies around "
-            "them",
-            path,
-            len(without_mask),
-            n,
-            _few_ids(without_mask),
-        )
-    return CocoMasks(str(path), images, names, objects, left_out)
+
+    def report(self, path: Path, n: int) -> dict[str, str]:
+        """Warn of what is lost of a file's `n` annotations; return it for a sidecar."""
+        counts = dict[str, str]()
+        if self.of_no_image:
+            counts["annotations of no image"] = f"{len(self.of_no_image)} of {n}"
+            log.warning(
+                "%s: %d of %d annotations are of none of its images (image_id %s) and left out",
+                path,
+                len(self.of_no_image),
+                n,
+                _few_ids(self.of_no_image),
+            )
+        if self.without_mask:
+            counts["annotations without a mask"] = f"{len(self.without_mask)} of {n}"
+            log.warning(
+                "%s: %d of %d annotations have no mask (%s): their objects count as what lies "
+                "around them",
+                path,
+                len(self.without_mask),
+                n,
+                _few_ids(self.without_mask),
+            )
+        if self.outside:
+            counts["annotations outside of their image"] = f"{len(self.outside)} of {n}"
+            log.warning(
+                "%s: %d of %d annotations lie wholly outside of their image (%s), whose height "
+                "and width the file gives, and are left out",
+                path,
+                len(self.outside),
+                n,
+                _few_ids(self.outside),
+            )
+        return counts
 
 
 def _few_ids(ids: Iterable[Any]) -> str:

@@ -6,6 +6,7 @@ Masks of the original images are brought to the model's tokens by the images' ow
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 RULES = ("half", "any")
 _MAX_NAMES = 2  # in a message
+_CITYSCAPES_FILE = re.compile(r"_gt(Fine|Coarse)_\w+\.png$")
 
 
 @dataclass(frozen=True)
@@ -205,12 +207,38 @@ def match_rows(
         raise VitseeError(
             f"no image of {store.label} has a mask in {masks.name}: images are called "
             f"{abbreviate([ids[row] for row in selected], _MAX_NAMES)}; masks "
-            f"{abbreviate(masks.keys, _MAX_NAMES)}; expected the same names but for the ending"
+            f"{abbreviate(masks.keys, _MAX_NAMES)}; "
+            + _advice([ids[row] for row in selected], masks.keys)
         )
     numbers = mask_numbers[matched]
     exif = bool(store.manifest.transform.get("exif"))
     say_orientations(store.label, exif, masks, numbers.tolist())
     return matched, numbers
+
+
+def _advice(images: Sequence[str], masks: Sequence[str]) -> str:
+    """Return what is expected of names, where no image has a mask of its name.
+
+    Args:
+        images: names of images.
+        masks: names of masks.
+    """
+    image_files = {_file_name(_path_of(name)) for name in images}
+    masks_by_file: dict[str, list[str]] = {}
+    for name in masks:
+        masks_by_file.setdefault(_file_name(_path_of(name)), []).append(name)
+    for file, names in masks_by_file.items():
+        if len(names) > 1 and file in image_files:
+            return (
+                f"{len(names)} masks are called {file} ({abbreviate(names, _MAX_NAMES)}): give "
+                "the folder that has one of each image"
+            )
+    if any(_CITYSCAPES_FILE.search(name) for name in masks):
+        return (
+            "of Cityscapes' own files dense-probe alone knows whose they are: expected copies of "
+            "one kind of them, called as the images are"
+        )
+    return "expected the same names but for the ending"
 
 
 def cut_to_image(
@@ -254,7 +282,8 @@ def cut_to_image(
 def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:
     """Return (images,) the number of each image's mask, -1 for none.
 
-    Names are paths without the ending of an image. Whole paths are compared first. An image whose
+    Names are paths without the ending of an image, parted by `/`, or by the backslashes of
+    annotation files that were written on Windows. Whole paths are compared first. An image whose
     path no mask has is then matched by its file name (`JPEGImages/7.jpg` and
     `SegmentationClass/7.png`), if a single image and a single mask have that name.
 
@@ -262,9 +291,10 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64
         images: names of images.
         masks: names of masks.
     """
-    paths = [image_stem(name) for name in images]
-    mask_by_path = _index_of_unique([image_stem(name) for name in masks])
-    mask_by_file = _index_of_unique([_file_name(image_stem(name)) for name in masks])
+    paths = [_path_of(name) for name in images]
+    mask_paths = [_path_of(name) for name in masks]
+    mask_by_path = _index_of_unique(mask_paths)
+    mask_by_file = _index_of_unique([_file_name(path) for path in mask_paths])
     unique_files = _index_of_unique([_file_name(path) for path in paths])
     numbers = np.full(len(images), -1, np.int64)
     for i, path in enumerate(paths):
@@ -273,6 +303,11 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64
         elif _file_name(path) in unique_files:
             numbers[i] = mask_by_file.get(_file_name(path), -1)
     return numbers
+
+
+def _path_of(name: str) -> str:
+    """Return a name without its ending, parted by `/`."""
+    return image_stem(name.replace("\\", "/"))
 
 
 def _file_name(path: str) -> str:

@@ -25,6 +25,7 @@ from vitsee_core.truth.labels.labelled_rows import LabelledRows, in_split
 from vitsee_core.truth.masks import MaskSource, open_masks
 from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.truth.masks.orientation import oriented_as
+from vitsee_core.truth.masks.png_maps import VOC_FOLDERS, VOC_OBJECTS
 from vitsee_core.truth.masks.segments.vectors import (
     SegmentFeatures,
     SegmentWeights,
@@ -131,6 +132,12 @@ class Segmentation:
                 )
         masks = self.masks
         paths = [masks] if isinstance(masks, (str, os.PathLike)) else list(masks)
+        for path in map(Path, paths):
+            if path.absolute().name == VOC_OBJECTS:
+                raise VitseeError(
+                    f"{path} numbers the objects of each image, which are no categories; expected "
+                    f"the folder {VOC_FOLDERS[0]} beside it"
+                )
         panoptic = None if self.panoptic is None else Path(self.panoptic)
         return open_masks(
             [Path(path) for path in paths], self.background, self.void, panoptic
