@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.models_helpers import captured, images
 from tests.test_batch_independence import DIM, TRANSFORM, checked, vit
+from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.einsum_attention import read_einsum
 from vitsee_core.models.load import model_from_module
 from vitsee_core.models.site_tables import site_table
@@ -90,6 +91,13 @@ SPELLINGS: dict[str, Multiply] = {
     "keys before queries and heads": keys_first("bhid,bhjd->bjih", "bjih,bhjd->bihd", 1),
     "keys first, by products": keys_first_by_matmul,
     "keys first, channels first": channels_first,
+    "images and heads last, as in XLNet": keys_first(
+        "bhid,bhjd->ijbh", "ijbh,bhjd->bihd", 1
+    ),
+    "the same, keys before all": keys_first("bhid,bhjd->jibh", "jibh,bhjd->bihd", dim=0),
+    "images between queries and keys": keys_first(
+        "bhid,bhjd->ibjh", "ibjh,bhjd->bihd", 2
+    ),
     "plain": by_einsum("bhid,bhjd->bhij", "bhij,bhjd->bihd"),
     "values first": by_einsum("bhid,bhjd->bhij", "bhjd,bhij->bihd", values_first=True),
     "blanks": by_einsum("b h i d, b h j d -> b h i j", "b h i j, b h j d -> b i h d"),
@@ -165,6 +173,28 @@ def test_keys_normalised_by_themselves_are_no_attention() -> None:
     table = site_table(model_from_module(with_attention(linear), TRANSFORM, name="mine"))
     assert not table.attention
     assert "not over the last axis" not in str(table.left_out)
+
+
+def test_keys_normalised_by_themselves_in_as_many_images_are_no_attention() -> None:
+    """As many images as tokens, so that the first axis could be one of queries."""
+    keys = torch.randn(5, 5, 3)
+    events: list[AttentionEvent] = []
+    with AttentionWatch(events.append):
+        torch.einsum("bnd,bne->bde", keys.softmax(1), torch.randn(5, 5, 4))
+        torch.einsum("bnd,nde->bne", keys.softmax(0), torch.randn(5, 3, 4))
+    assert not events
+
+
+def test_attention_that_waits_is_not_displaced() -> None:
+    """A choice between as many branches as images, between softmax and product."""
+    scores = torch.randn(2, 3, 5, 5)
+    value = torch.randn(2, 3, 5, 4)
+    events: list[AttentionEvent] = []
+    with AttentionWatch(events.append):
+        weights = scores.softmax(-1)
+        torch.randn(2, 2, 7).softmax(1)
+        weights @ value
+    assert [event.mixed for event in events] == [False]
 
 
 def test_heads_mixed_after_the_softmax_are_said() -> None:

@@ -216,12 +216,15 @@ class _PendingSoftmax(NamedTuple):
         weights: its result.
         axis: the axis that it is over, from the end: -1 for the last.
         depth: of modules, when it ran.
+        is_sure: whether it is attention whoever uses it; if not, only an einsum that multiplies
+            it with values shows that it is.
     """
 
     scores: Tensor
     weights: Tensor
     axis: int
     depth: int
+    is_sure: bool = True
 
 
 class AttentionWatch(AttentionMode):
@@ -286,9 +289,11 @@ class AttentionWatch(AttentionMode):
     ) -> None:
         """Keep a softmax until a product uses it.
 
-        One over another axis than the last has keys before queries, as k @ q^T gives them. It is
-        kept if there are as many of both: else it is a choice between branches, or one that
-        normalises keys themselves (linear attention).
+        One over another axis than the last has keys before queries, as k @ q^T gives them, or
+        before images and heads. It is kept if there are as many of both: else it is a choice
+        between branches, or one that normalises keys themselves (linear attention). Where the
+        first axis, which mostly is that of images, has to be queries or keys for that (XLNet's
+        `ijbn`), the einsum that follows decides.
         """
         scores = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -296,16 +301,25 @@ class AttentionWatch(AttentionMode):
             return
         axis = dim if dim < 0 else dim - scores.ndim
         n_keys = scores.shape[axis]
-        over_images = axis == -scores.ndim
-        if axis != -1 and (over_images or scores.shape[1:].count(n_keys) < 2):
-            return
+        over_first = axis == -scores.ndim
+        is_sure = axis == -1
+        if not is_sure:
+            if scores.shape.count(n_keys) < 2:
+                return
+            is_sure = not over_first and scores.shape[1:].count(n_keys) > 1
+        if not is_sure and self.pending is not None and self.pending.is_sure:
+            return  # what is attention by itself still waits for its product
         self.flush()
-        self.pending = _PendingSoftmax(scores, result, axis, self.depth)
+        self.pending = _PendingSoftmax(scores, result, axis, self.depth, is_sure)
 
     def _product(self, args: tuple[Any, ...], result: Tensor) -> None:
         """Report the pending softmax if a matrix product multiplies its result with the values."""
         assert self.pending is not None
-        scores, weights, axis, _ = self.pending
+        if not self.pending.is_sure:
+            return
+        scores = self.pending.scores
+        weights = self.pending.weights
+        axis = self.pending.axis
         if axis == -2 and scores.shape[-2] == scores.shape[-1]:
             scores = scores.transpose(-2, -1)
             weights = weights.transpose(-2, -1)
@@ -326,7 +340,8 @@ class AttentionWatch(AttentionMode):
     def _einsum(self, args: tuple[Any, ...], result: Tensor) -> None:
         """Report the pending softmax if an einsum multiplies its result with the values."""
         assert self.pending is not None
-        scores, weights, axis, _ = self.pending
+        scores = self.pending.scores
+        weights = self.pending.weights
         operands = [x for x in args if isinstance(x, Tensor)]
         for index, operand in enumerate(operands):
             turned = _is_same_view(operand, weights.transpose(-2, -1))
@@ -336,10 +351,13 @@ class AttentionWatch(AttentionMode):
                     scores,
                     weights_at=index,
                     turned=turned,
-                    softmax_axis=axis,
+                    softmax_axis=self.pending.axis,
                     result=result,
                 )
                 if product is not None:
+                    *_, n_queries, n_keys = product.scores.shape
+                    if not self.pending.is_sure and n_queries != n_keys:
+                        return
                     self.pending = None
                     self._report(product.scores, product.value, product.output)
                 return
@@ -356,9 +374,12 @@ class AttentionWatch(AttentionMode):
         """Report a softmax that ran at this depth of modules or deeper, and whose result no product
         has used."""
         if self.pending is not None and self.pending.depth >= depth:
+            is_sure = self.pending.is_sure
             axis = self.pending.axis
             *query, n_keys = self.pending.scores.movedim(axis, -1).shape
             self.pending = None
+            if not is_sure:
+                return
             event = AttentionEvent(tuple(query), n_keys, mixed=True, over_last=axis == -1)
             self.sink(event)
 

@@ -55,14 +55,15 @@ def parse_radius(text: str) -> dict[str, float]:
             type=parse_path,
             required=True,
             help="The folder of DAVIS, or one with a folder of PNG masks per video, a "
-            "mask per frame: 0 is background, 1, 2, ... are objects.",
+            "mask per frame: 0 is background, 1, 2, ... are objects; 255, with --void none, is "
+            "one more (DAVIS-2016).",
         ),
         click.option(
             "--void",
             metavar="VALUE",
             type=with_usage_errors(parse_void),
             show_default="255",
-            help=f"{VOID_OPTION.help} With none, 255 is an object (DAVIS-2016).",
+            help=VOID_OPTION.help,
         ),
         a_file(
             "--only",
