@@ -216,8 +216,8 @@ def test_a_step_of_a_study(install: Install, tmp_path: Path) -> None:
     assert "resnet.zarr" not in lines["gaze"], "it has no attention"
     assert found.left_out["apart"] == "it takes stores of several kinds (a, b)"
     assert "--set thing.masks=PATH" in found.left_out["thing"]
-    assert recipe_of("token-norm").keeps == ("tokens",)
-    assert recipe_of("gaze").keeps == ("attention",)
+    assert recipe_of("token-norm").contents == ("tokens",)
+    assert recipe_of("gaze").contents == ("attention",)
     (extract,) = (step for step in found.extractions if step.name == "extract-vit")
     assert "--attention" not in extract.words and "pooled" not in extract.words
 

@@ -358,7 +358,7 @@ def test_labels_that_are_refused() -> None:
 
 def test_few_images() -> None:
     """Of what is there: cost, neighbours, and what has no value of so few."""
-    few = study(images=100, there={"photos": 12, "others": 9})
+    few = study(images=100, n_available={"photos": 12, "others": 9})
     models = [model("vit"), cnn("cnn")]
     found = plan(few, models, labelled=True)
     assert (
@@ -371,16 +371,16 @@ def test_few_images() -> None:
     needed = cost(found, *stores_of(few, models), speed=1e6)
     assert needed.size_bytes == 2 * (12 * (1000 + 3 * 8 * 12) + 9 * 10) + grams
     assert (few.n_images(), few.n_images("train")) == (12, 9)
-    more = study(images=100, train_images=300, there={"photos": 12, "others": 200})
+    more = study(images=100, train_images=300, n_available={"photos": 12, "others": 200})
     of = plan(more, models, labelled=True)
     assert [step.words[5] for step in of.extractions] == ["100", "300"] * 2
     assert (more.n_images(), more.n_images("train")) == (12, 200)
-    many = plan(study(there={"photos": 21, "others": 20}), models, labelled=True)
+    many = plan(study(n_available={"photos": 21, "others": 20}), models, labelled=True)
     assert (
         "--k"
         not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
     )
-    three = plan(study(there={"photos": 3}), models, labelled=True)
+    three = plan(study(n_available={"photos": 3}), models, labelled=True)
     for command in ("cka", "cka-heads", "similarity", "localize"):
         assert three.left_out[command] == "3 images of photos; expected at least 4"
 

@@ -88,7 +88,7 @@ def run_study(
     plan = plans.extended
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(plan.reasons())}")
-    planning.check_kept(base_plan, models, record.steps)
+    planning.check_stored(base_plan, models, record.steps)
 
     def plan_without(failed: Sequence[Step]) -> Plan:
         """Return the plan for the models that were extracted."""
@@ -419,7 +419,7 @@ def _with_image_counts(study: Study) -> tuple[Study, bool]:
     n_images = {data: len(labels) for data, labels in labels_of.items()}
     # A label below 0 stands for none.
     are_labelled = all(bool((labels >= 0).any()) for labels in labels_of.values())
-    return replace(study, there=n_images), are_labelled
+    return replace(study, n_available=n_images), are_labelled
 
 
 def models_by_label(models: Sequence[str]) -> dict[str, str]:

@@ -112,7 +112,7 @@ def cost(
             if p in models
         ]
         analyses += STEP_SECONDS
-        if TOKENS in recipe_of(step.command).keeps:
+        if TOKENS in recipe_of(step.command).contents:
             analyses += sum(HALF * values * n for values, n in read) / TOKEN_RATE
         if step.command in GRAMS:
             analyses += sum(values * n**2 for values, n in read) / (EFFICIENCY * speed)

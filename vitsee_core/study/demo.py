@@ -89,7 +89,9 @@ def with_sets(study: Study, found: Plan, *, quick: bool = False) -> Plan:
     analyses = [*found.analyses, *sets.analyses, *([] if quick else tour(study))]
     answered = {step.command for step in sets.analyses}
     left_out = {what: why for what, why in found.left_out.items() if what not in answered}
-    return Plan([*found.extractions, *sets.extractions], analyses, left_out, found.keeps)
+    return Plan(
+        [*found.extractions, *sets.extractions], analyses, left_out, found.contents
+    )
 
 
 def tour(study: Study) -> list[Step]:

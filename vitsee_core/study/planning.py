@@ -1,4 +1,4 @@
-"""The steps of a study, from what it is asked for."""
+"""The steps of a study, from its request and what its models offer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from vitsee_core.study.recipes import (
     ATTENTION,
     EXPLORE,
     FIELDS,
-    GIVEN,
     HEADS,
     LABELS,
     MORE_NEEDS,
@@ -24,218 +23,23 @@ from vitsee_core.study.recipes import (
     ROWS,
     TOKENS,
     TRAIN,
+    USER_OPTION,
     recipe_of,
 )
-from vitsee_core.study.steps import KEPT, Plan, Step, Study
+from vitsee_core.study.steps import OPTIONS_BEYOND_POOLED, Plan, Step, Study
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
-# Over which receptive fields are averaged: 256 are smooth, and take four times as long as 64.
-FEWEST_FIELDS = 4
-FIELD_IMAGES = 64
-SMOOTH_FIELDS = 256
-SCORES = ("knn", "probe", "cluster", "retrieve")
+# Images that receptive fields are averaged over: 256 are smooth, and take four times as long as 64.
+MIN_FIELD_IMAGES = 4
+MAX_FIELD_IMAGES = 64
+SMOOTH_FIELD_IMAGES = 256
+
+SCORES = ("knn", "probe", "cluster", "retrieve")  # analyses whose tables best-layer reads
 BEST = "best-layer"
 
-
-def known_analyses() -> list[str]:
-    """The analyses that a study can run, and the page that it can make."""
-    return [*needs_of_analyses(), BEST, EXPLORE]
-
-
-def check_choice(study: Study) -> None:
-    """Refuse analyses that do not exist, and a choice that leaves none."""
-    known = known_analyses()
-    for name in (*study.analyses, *study.skip):
-        if name not in known:
-            raise VitseeError(
-                f"no analysis {name!r}; analyses of a study: {', '.join(known)}"
-            )
-    if not any(study.takes(name) for name in known):
-        raise VitseeError("--skip leaves no analysis of those asked for")
-
-
-def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Plan:
-    """The steps of a study of these models.
-
-    Args:
-        study: what is asked for.
-        models: those that could be read (of an earlier plan: that were extracted).
-        labelled: the images have labels.
-
-    Raises:
-        VitseeError: see `check_choice` and `check_names`.
-    """
-    check_choice(study)
-    study = replace(study, models={model.label: model.name for model in models})
-    found = Plan()
-    able: dict[str, list[SurveyedModel]] = {}
-    for command, needs in (needs_of_analyses() | {EXPLORE: ("grid",)}).items():
-        if not study.takes(command):
-            continue
-        if reason := _unfit(study, command, labelled):
-            found.left_out[command] = reason
-        elif offering := _offering(command, needs, models, found.left_out):
-            able[command] = offering
-    for command, offering in able.items():
-        steps = list(recipe_of(command).steps(study, offering))
-        if not steps:
-            found.left_out[command] = recipe_of(command).alone
-        found.analyses += steps
-    found.analyses += _best(study, found.analyses)
-    if study.takes(BEST) and not any(s.command == BEST for s in found.analyses):
-        found.left_out[BEST] = f"none of its inputs is made ({', '.join(SCORES)})"
-    found.keeps = {what for step in found.analyses for what in _keeps(step.command)}
-    found.keeps |= {TOKENS, MORE_SITES} if study.thorough else set()
-    used = {path for step in found.analyses for path in step.inputs}
-    for model in models:
-        for images in ("", "train"):
-            place = study.store(model.label, images)
-            if place in used:
-                before = set() if images else kept(place, model) or set()
-                found.extractions.append(
-                    extraction(study, model, images, found.keeps | before)
-                )
-    found.notes = _notes(study, found)
-    check_names(found)
-    return found
-
-
-def check_names(found: Plan) -> None:
-    """Refuse two results with one name: `a-b`, and `a` with `b`."""
-    names = Counter(step.name for step in found.steps)
-    if twice := [name for name, times in names.items() if times > 1]:
-        raise VitseeError(
-            f"two results of this study would be called {twice[0]}; give a model another name "
-            "(NAME=MODEL)"
-        )
-
-
-def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str]) -> Step:
-    """The step that makes a model's store, of the study's images or of those to train on."""
-    data = study.train if images == "train" else study.data
-    assert data is not None
-    place = study.store(model.label, images)
-    words = ["extract", model.name, "--data", data, "--images", str(study.asked(images))]
-    words += ["-o", str(place)]
-    if study.seed:
-        words += ["--seed", str(study.seed)]
-    if study.device != "auto":
-        words += ["--device", study.device]
-    if images == "train":
-        words += ["--tokens", "pooled", "--attention", "none", "--no-residual"]
-    else:
-        sites = ["blocks", "head"]
-        if HEADS in keeps and model.heads is not None:
-            sites.append(model.heads)
-        sites += model.more_groups if MORE_SITES in keeps else ()
-        if len(sites) > 2:
-            words += [word for site in sites for word in ("--sites", site)]
-        words += [] if keeps & {TOKENS, HEADS} else ["--tokens", "pooled"]
-        level = "rows" if ROWS in keeps and model.lacks["attention"] is None else "none"
-        words += [] if ATTENTION in keeps and level == "none" else ["--attention", level]
-        words += [] if RESIDUAL in keeps else ["--no-residual"]
-        words += ["--inputs"] if PIXELS in keeps else []
-        if FIELDS in keeps and model.lacks["grid"] is None:
-            words += ["--erf", str(n_fields(study, model))]
-    own = study.with_settings("extract", words[2:], KEPT if images == "train" else ())
-    words = [*words[:2], *own]
-    name = f"extract-{model.label}{f'-{images}' if images else ''}"
-    return Step(name, tuple(words), (), (place,))
-
-
-def n_fields(study: Study, model: SurveyedModel) -> int:
-    """The number of images that receptive fields are taken over: so many that their backward
-    passes, for each site, take no longer than the forward pass of all images."""
-    if study.thorough:
-        return min(SMOOTH_FIELDS, study.n_images())
-    most = max(FEWEST_FIELDS, study.n_images() // model.n_fields)
-    return min(FIELD_IMAGES, most, study.n_images())
-
-
-def _notes(study: Study, found: Plan) -> list[str]:
-    """Remarks on defaults of the plan that somebody may want otherwise."""
-    at = [
-        (step.words, step.words.index("--erf") + 1)
-        for step in found.extractions
-        if "--erf" in step.words
-    ]
-    few = sorted({int(words[i]) for words, i in at if int(words[i]) < SMOOTH_FIELDS})
-    if not few or study.sets("extract", "--erf") or few[0] == study.n_images():
-        return []
-    number = f"{few[0]} to {few[-1]}" if len(few) > 1 else f"{few[0]}"
-    return [
-        f"receptive fields are averaged over {number} images, so that they take no longer than the "
-        f"rest of an extraction; smooth ones: --set extract.erf={SMOOTH_FIELDS}"
-    ]
-
-
-def _keeps(command: str) -> tuple[str, ...]:
-    return () if command == BEST else recipe_of(command).keeps
-
-
-def _offering(
-    command: str,
-    needs: Sequence[str],
-    models: Sequence[SurveyedModel],
-    left_out: dict[str, str],
-) -> list[SurveyedModel]:
-    """The models that offer what an analysis needs; others are left out with the reason."""
-    wanted = (*needs, *MORE_NEEDS.get(command, ()))
-    reasons = {model.label: model.lack(wanted) for model in models}
-    offering = [model for model in models if reasons[model.label] is None]
-    if not offering and models:
-        left_out[command] = next(iter(reasons.values())) or ""
-        return []
-    left_out |= {
-        f"{command} of {label}": reason
-        for label, reason in reasons.items()
-        if reason is not None
-    }
-    return offering
-
-
-def _unfit(study: Study, command: str, labelled: bool) -> str:
-    """Why these data do not do for an analysis, if they do not."""
-    recipe = recipe_of(command)
-    option, what = recipe.asks
-    what_rows = "clips" if study.sets("extract", "--frames") else "images"
-    given = bool(option) and study.sets(command, option)
-    if GIVEN in recipe.wants and not given:
-        place = f"{command}.{option.removeprefix('--')}=PATH"
-        return f"it needs {what} beside the {what_rows}; name them with --set {place}"
-    if study.n_images() < recipe.least:
-        there = plural(study.n_images(), what_rows)
-        return f"{there} of {study.data}; expected at least {recipe.least}"
-    if LABELS in recipe.wants and not labelled and not given:
-        return f"the {what_rows} of {study.data} have no labels"
-    if TRAIN in recipe.wants and study.train is None:
-        return f"it learns from other {what_rows} than it is tested on: name them with --train"
-    return ""
-
-
-def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
-    scored = [step for step in steps if step.command in SCORES]
-    if not scored or not study.takes(BEST):
-        return []
-    tables = tuple(step.outputs[0] for step in scored)
-    table = study.result(BEST)
-    picture = table.with_suffix(".png")
-    options = study.with_settings(BEST, ())
-    words = (
-        BEST,
-        *map(str, tables),
-        *options,
-        "-o",
-        str(table),
-        "--png",
-        str(picture),
-        "--force",
-    )
-    return [Step(BEST, words, tables, (table, picture), partial=True)]
-
-
-NAMES = {
+# Contents of stores, in the words of messages and in their order there.
+DESCRIPTIONS = {
     TOKENS: "every token",
     HEADS: "parts of heads",
     FIELDS: "receptive fields",
@@ -245,69 +49,343 @@ NAMES = {
     RESIDUAL: "products of skips and branches",
     MORE_SITES: "sites within blocks",
 }
+# Contents of stores -> what a model has to offer to have them; those that are absent any model has.
+NEEDS_OF_CONTENTS = {
+    FIELDS: "grid",
+    HEADS: "heads",
+    RESIDUAL: "residual",
+    ATTENTION: "attention",
+    ROWS: "attention",
+}
 
 
-def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[str] | None:
-    """Contents of a store beyond pooled vectors, in the words of `recipes`; None without a readable
-    store. complete: only of a complete one."""
+def study_analyses() -> list[str]:
+    """Return the analyses that a study can run, and the page that it can make."""
+    return [*needs_of_analyses(), BEST, EXPLORE]
+
+
+def check_choice(study: Study) -> None:
+    """Refuse analyses that do not exist, and a choice that leaves none.
+
+    Raises:
+        VitseeError: names the analysis and those that exist.
+    """
+    analyses = study_analyses()
+    for name in (*study.analyses, *study.skip):
+        if name not in analyses:
+            raise VitseeError(
+                f"no analysis {name!r}; analyses of a study: {', '.join(analyses)}"
+            )
+    if not any(study.takes(name) for name in analyses):
+        raise VitseeError("--skip leaves no analysis of those asked for")
+
+
+def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Plan:
+    """Return the steps of a study of these models, and what it leaves out with the reasons.
+
+    Args:
+        study: the request.
+        models: those that could be read; of an earlier plan, those that were extracted.
+        labelled: whether the images have labels.
+
+    Raises:
+        VitseeError: an analysis does not exist, none is left, or two results have one name.
+    """
+    check_choice(study)
+    study = replace(study, models={model.label: model.name for model in models})
+    plan = Plan()
+    # All analyses are checked before the first step is made, so that reasons come in this order:
+    # of the data and the models, then of recipes without a step.
+    models_of_command: dict[str, list[SurveyedModel]] = {}
+    for command, needs in (needs_of_analyses() | {EXPLORE: ("grid",)}).items():
+        if not study.takes(command):
+            continue
+        reason = _reason_of_data(study, command, labelled)
+        if reason:
+            plan.left_out[command] = reason
+            continue
+        able_models = _models_that_offer(command, needs, models, plan.left_out)
+        if able_models:
+            models_of_command[command] = able_models
+    for command, able_models in models_of_command.items():
+        recipe = recipe_of(command)
+        steps = list(recipe.steps(study, able_models))
+        if not steps:
+            plan.left_out[command] = recipe.reason_without_steps
+        plan.analyses += steps
+    if study.takes(BEST):
+        _add_best_layer(study, plan)
+    plan.contents = _contents_for(study, plan.analyses)
+    plan.extractions = _extractions(study, models, plan)
+    plan.notes = _notes(study, plan)
+    check_names(plan)
+    return plan
+
+
+def check_names(plan: Plan) -> None:
+    """Refuse two results with one name: `a-b`, and `a` with `b`.
+
+    Raises:
+        VitseeError: names the result.
+    """
+    n_steps = Counter(step.name for step in plan.steps)
+    repeated = [name for name, count in n_steps.items() if count > 1]
+    if repeated:
+        raise VitseeError(
+            f"two results of this study would be called {repeated[0]}; give a model another name "
+            "(NAME=MODEL)"
+        )
+
+
+def _contents_for(study: Study, steps: Sequence[Step]) -> set[str]:
+    """Return what stores have to hold for the steps, and for a thorough study beyond that."""
+    contents: set[str] = set()
+    for step in steps:
+        # best-layer reads tables, no stores.
+        if step.command != BEST:
+            contents.update(recipe_of(step.command).contents)
+    if study.thorough:
+        contents |= {TOKENS, MORE_SITES}
+    return contents
+
+
+def _extractions(study: Study, models: Sequence[SurveyedModel], plan: Plan) -> list[Step]:
+    """Return the steps that make the stores which the plan's analyses read, model by model."""
+    read_stores = {path for step in plan.analyses for path in step.inputs}
+    extractions = []
+    for model in models:
+        store = study.store(model.label)
+        if store in read_stores:
+            # An earlier study may have written more: a store that lost it would be another one.
+            contents = plan.contents | (stored_contents(store, model) or set())
+            extractions.append(extraction(study, model, "", contents))
+        if study.store(model.label, "train") in read_stores:
+            extractions.append(extraction(study, model, "train", plan.contents))
+    return extractions
+
+
+def extraction(
+    study: Study, model: SurveyedModel, images: str, contents: set[str]
+) -> Step:
+    """Return the step that makes a model's store.
+
+    Args:
+        study: the request.
+        model: the model.
+        images: "train" for the images that classifiers train on, "" for the study's images.
+        contents: what the store has to hold beyond pooled vectors; what the model does not offer
+            is left out. Stores of training images hold pooled vectors alone.
+    """
+    data = study.train if images == "train" else study.data
+    assert data is not None
+    store = study.store(model.label, images)
+    words = ["--data", data, "--images", str(study.n_requested(images)), "-o", str(store)]
+    if study.seed:
+        words += ["--seed", str(study.seed)]
+    if study.device != "auto":
+        words += ["--device", study.device]
+    if images == "train":
+        words += ["--tokens", "pooled", "--attention", "none", "--no-residual"]
+        ignored_settings = OPTIONS_BEYOND_POOLED
+        name = f"extract-{model.label}-train"
+    else:
+        words += _options_for_contents(study, model, contents)
+        ignored_settings = ()
+        name = f"extract-{model.label}"
+    words = [
+        "extract",
+        model.name,
+        *study.with_settings("extract", words, ignored_settings),
+    ]
+    return Step(name, tuple(words), inputs=(), outputs=(store,))
+
+
+def _options_for_contents(
+    study: Study, model: SurveyedModel, contents: set[str]
+) -> list[str]:
+    """Return the options of extract with which a store holds these contents, and not more."""
+    words: list[str] = []
+    sites = ["blocks", "head"]  # the default of extract
+    if HEADS in contents and model.heads is not None:
+        sites.append(model.heads)
+    if MORE_SITES in contents:
+        sites += model.more_groups
+    if len(sites) > 2:
+        for site in sites:
+            words += ["--sites", site]
+    if not contents & {TOKENS, HEADS}:
+        words += ["--tokens", "pooled"]
+    # The default of extract are summaries; rows hold them, too.
+    if ROWS in contents and model.lacks["attention"] is None:
+        words += ["--attention", "rows"]
+    elif ATTENTION not in contents:
+        words += ["--attention", "none"]
+    if RESIDUAL not in contents:
+        words.append("--no-residual")
+    if PIXELS in contents:
+        words.append("--inputs")
+    if FIELDS in contents and model.lacks["grid"] is None:
+        words += ["--erf", str(n_field_images(study, model))]
+    return words
+
+
+def n_field_images(study: Study, model: SurveyedModel) -> int:
+    """Return the number of images that receptive fields are averaged over: so many that their
+    backward passes, one for each site, take no longer than the forward pass of all images."""
+    if study.thorough:
+        return min(SMOOTH_FIELD_IMAGES, study.n_images())
+    affordable = max(MIN_FIELD_IMAGES, study.n_images() // model.n_fields)
+    return min(MAX_FIELD_IMAGES, affordable, study.n_images())
+
+
+def _notes(study: Study, plan: Plan) -> list[str]:
+    """Return remarks on defaults of the plan that a user may want to change."""
+    if study.sets("extract", "--erf"):
+        return []
+    n_images = set()
+    for step in plan.extractions:
+        if "--erf" in step.words:
+            value = int(step.words[step.words.index("--erf") + 1])
+            if value < SMOOTH_FIELD_IMAGES:
+                n_images.add(value)
+    # Fields that are averaged over all images cannot be smoother.
+    if not n_images or min(n_images) == study.n_images():
+        return []
+    number = str(min(n_images))
+    if len(n_images) > 1:
+        number = f"{min(n_images)} to {max(n_images)}"
+    return [
+        f"receptive fields are averaged over {number} images, so that they take no longer than "
+        f"the rest of an extraction; smooth ones: --set extract.erf={SMOOTH_FIELD_IMAGES}"
+    ]
+
+
+def _models_that_offer(
+    command: str,
+    needs: Sequence[str],
+    models: Sequence[SurveyedModel],
+    left_out: dict[str, str],
+) -> list[SurveyedModel]:
+    """Return the models that offer what an analysis needs; enter the others, with the reason, in
+    `left_out`: as one entry of the analysis if none offers it."""
+    all_needs = (*needs, *MORE_NEEDS.get(command, ()))
+    able_models = []
+    reasons: dict[str, str] = {}
+    for model in models:
+        reason = model.lack(all_needs)
+        if reason is None:
+            able_models.append(model)
+        else:
+            reasons[model.label] = reason
+    if able_models:
+        for label, reason in reasons.items():
+            left_out[f"{command} of {label}"] = reason
+    elif models:
+        left_out[command] = reasons[models[0].label]
+    return able_models
+
+
+def _reason_of_data(study: Study, command: str, labelled: bool) -> str:
+    """Return why the study's data do not suffice for an analysis; "" if they do."""
+    recipe = recipe_of(command)
+    option, description = recipe.required_option
+    is_set = bool(option) and study.sets(command, option)
+    image_word = "clips" if study.sets("extract", "--frames") else "images"
+    if USER_OPTION in recipe.data_needs and not is_set:
+        setting = f"{command}.{option.removeprefix('--')}=PATH"
+        return f"it needs {description} beside the {image_word}; name them with --set {setting}"
+    if study.n_images() < recipe.min_images:
+        number = plural(study.n_images(), image_word)
+        return f"{number} of {study.data}; expected at least {recipe.min_images}"
+    if LABELS in recipe.data_needs and not labelled and not is_set:
+        return f"the {image_word} of {study.data} have no labels"
+    if TRAIN in recipe.data_needs and study.train is None:
+        return f"it learns from other {image_word} than it is tested on: name them with --train"
+    return ""
+
+
+def _add_best_layer(study: Study, plan: Plan) -> None:
+    """Add the step that finds the best layer in the plan's tables of scores, or the reason why
+    there is none."""
+    tables = tuple(step.outputs[0] for step in plan.analyses if step.command in SCORES)
+    if not tables:
+        plan.left_out[BEST] = f"none of its inputs is made ({', '.join(SCORES)})"
+        return
+    table = study.result(BEST)
+    picture = table.with_suffix(".png")
+    words = [BEST, *map(str, tables), *study.with_settings(BEST, ())]
+    words += ["-o", str(table), "--png", str(picture), "--force"]
+    # partial: where one score fails, the others still have a best layer.
+    plan.analyses.append(
+        Step(BEST, tuple(words), inputs=tables, outputs=(table, picture), partial=True)
+    )
+
+
+def stored_contents(
+    path: Path, model: SurveyedModel, *, complete: bool = False
+) -> set[str] | None:
+    """Return what a store holds beyond pooled vectors, in the words of `Recipe.contents`; None
+    without a readable store. complete: read a complete one only."""
     try:
-        about = open_store(place, allow_partial=not complete).manifest.identity
+        identity = open_store(path, allow_partial=not complete).manifest.identity
     except (VitseeError, OSError):
         return None
-    tokens = about.get("tokens")
-    sites = about.get("sites")
+    tokens = identity.get("tokens")
+    sites = identity.get("sites")
+    attention = identity.get("attention")
     holds = {
         TOKENS: isinstance(tokens, dict) and tokens.get("default") == "all",
         HEADS: isinstance(sites, list) and model.heads in sites,
-        FIELDS: bool(about.get("erf")),
-        PIXELS: about.get("inputs") is True,
-        ATTENTION: about.get("attention") not in (None, "none"),
-        ROWS: about.get("attention") in ("rows", "full"),
+        FIELDS: bool(identity.get("erf")),
+        PIXELS: identity.get("inputs") is True,
+        ATTENTION: attention not in (None, "none"),
+        ROWS: attention in ("rows", "full"),
         MORE_SITES: isinstance(sites, list) and {*model.more_sites} <= {*sites},
-        RESIDUAL: about.get("residual") is True,
+        RESIDUAL: identity.get("residual") is True,
     }
-    return {what for what, there in holds.items() if there}
+    return {content for content, is_held in holds.items() if is_held}
 
 
-def check_kept(
-    plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, StudyStep]
+def check_stored(
+    plan: Plan, models: Sequence[SurveyedModel], earlier_steps: Mapping[str, StudyStep]
 ) -> None:
     """Check that complete stores of an earlier study hold what the analyses of this one need.
 
     Args:
         plan: of this study.
         models: its models.
-        steps: of the earlier study, by name: results of its own command are trusted.
+        earlier_steps: name -> step of the earlier study; a store is trusted if its command is
+            the same.
 
     Raises:
-        VitseeError: one holds less.
+        VitseeError: a store holds less.
     """
+    extractions = {step.name: step for step in plan.extractions}
     for model in models:
-        step = next(
-            (s for s in plan.extractions if s.name == f"extract-{model.label}"), None
-        )
-        if step is None or (step.name in steps and steps[step.name].command == step.line):
+        step = extractions.get(f"extract-{model.label}")
+        if step is None:
             continue
-        place = step.outputs[0]
-        holds = kept(place, model, complete=True)
-        lacks = (
-            []
-            if holds is None
-            else [what for what in NAMES if what in _wanted(plan, model)]
-        )
-        if lacks := [NAMES[what] for what in lacks if what not in (holds or ())]:
+        earlier_step = earlier_steps.get(step.name)
+        if earlier_step is not None and earlier_step.command == step.line:
+            continue
+        path = step.outputs[0]
+        held = stored_contents(path, model, complete=True)
+        if held is None:  # extract makes the store, or finishes it
+            continue
+        missing = _contents_of_model(plan, model) - held
+        if missing:
+            names = [text for word, text in DESCRIPTIONS.items() if word in missing]
             raise VitseeError(
-                f"{place} was extracted for fewer analyses and lacks {', '.join(lacks)}; remove it "
+                f"{path} was extracted for fewer analyses and lacks {', '.join(names)}; remove it "
                 "to extract anew, or choose another -o"
             )
 
 
-def _wanted(plan: Plan, model: SurveyedModel) -> set[str]:
-    """The parts of a store that the plan keeps and this model can provide."""
-    needs = {FIELDS: "grid", HEADS: "heads", RESIDUAL: "residual"}
-    needs |= dict.fromkeys((ATTENTION, ROWS), "attention")
-    return {
-        what
-        for what in plan.keeps
-        if what not in needs or model.lacks[needs[what]] is None
-    }
+def _contents_of_model(plan: Plan, model: SurveyedModel) -> set[str]:
+    """Return the contents that the plan's stores hold and that this model can have."""
+    contents = set()
+    for content in plan.contents:
+        need = NEEDS_OF_CONTENTS.get(content)
+        if need is None or model.lacks[need] is None:
+            contents.add(content)
+    return contents

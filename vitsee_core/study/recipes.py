@@ -1,5 +1,6 @@
-"""How a study runs each analysis: on which models together, with which options, from what extract
-has to keep. An analysis without a recipe of its own runs with its defaults on all models together.
+"""How a study runs each analysis: on which models together, with which options, and what their
+stores have to hold for it. An analysis that is not in `RECIPES` runs with its defaults on all
+models together.
 """
 
 from __future__ import annotations
@@ -15,31 +16,35 @@ from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.steps import Step, Study
 
 Models = Sequence[SurveyedModel]
-# What extract keeps beyond pooled vectors: every token, the parts of the first block's heads,
-# receptive fields, pixels, attention summaries, attention of single images, products of skips and
-# branches, sites within blocks.
-TOKENS = "tokens"
-HEADS = "heads"
-FIELDS = "fields"
-PIXELS = "pixels"
-ATTENTION = "attention"
-ROWS = "rows"
-RESIDUAL = "residual"
-MORE_SITES = "more sites"
+MakeSteps = Callable[[Study, Models], Iterator[Step]]
+
+# Contents of a store that extract writes beyond pooled vectors, by the words of `Recipe.contents`.
+TOKENS = "tokens"  # every token of a site, not only its mean and class token
+HEADS = "heads"  # the outputs of the first block's heads
+FIELDS = "fields"  # effective receptive fields
+PIXELS = "pixels"  # the images as the model sees them
+ATTENTION = "attention"  # summaries of attention over images
+ROWS = "rows"  # attention of single images
+RESIDUAL = "residual"  # products of skips and branches
+MORE_SITES = "more sites"  # sites within blocks
+
+# Needs of an analysis that the data has to meet, by the words of `Recipe.data_needs`.
 LABELS = "labels"
 TRAIN = "train"
-GIVEN = "given"
-# of similarity and of knn, where there are images enough
-NEIGHBOURS = 10
-VOTERS = 20
-CKA_IMAGES = 4  # debiased HSIC divides by n - 3
-FEW = 4  # models that are all compared with each other; more are compared with the first
-ABLATED = 64  # images of head-importance
-EXPLORE = "explore"  # no analysis: a page beside the report
-# images of that page, of all models together
-EXPLORED = 12
-FEWEST_EXPLORED = 4
-OF_ALL = 36
+USER_OPTION = "user option"  # the user has to set `Recipe.required_option`
+
+N_NEIGHBOURS = 10  # the default --k of similarity
+N_VOTERS = 20  # the default --k of knn
+MIN_CKA_IMAGES = 4  # debiased HSIC divides by n - 3
+# With n models, all pairs are n (n - 1) / 2 steps; above this n each is compared with the first.
+MAX_ALL_PAIRS = 4
+MAX_ABLATED_IMAGES = 64  # head-importance runs the model once for each head
+
+EXPLORE = "explore"  # not an analysis: a page beside the report
+# Images of that page, for each model; the page holds tables of every image and every model.
+MAX_EXPLORED = 12
+MIN_EXPLORED = 4
+MAX_EXPLORED_OF_ALL_MODELS = 36
 
 
 @dataclass(frozen=True)
@@ -48,225 +53,294 @@ class Recipe:
 
     Attributes:
         steps: yields the steps for the models that offer what the analysis needs.
-        keeps: what extract has to keep in the stores.
-        wants: what the data has to have: `LABELS`, `TRAIN`, or what `asks` names.
-        asks: an option of the analysis, and what it names. No study runs the analysis without the
-            option, unless labels can stand for it.
-        least: number of images, with fewer of which the analysis has no value.
-        alone: why there may be no step for the given models; "" if there always is one.
+        contents: what the stores have to hold beyond pooled vectors (`TOKENS`, ...).
+        data_needs: what the data has to meet: `LABELS`, `TRAIN`, `USER_OPTION`.
+        required_option: an option of the analysis, and what it names in words. With `USER_OPTION`
+            no study runs the analysis unless the user sets it; with `LABELS` it can stand for them.
+        min_images: with fewer images the analysis has no value.
+        reason_without_steps: why `steps` may yield none; "" if it always yields one.
     """
 
-    steps: Callable[[Study, Models], Iterator[Step]]
-    keeps: tuple[str, ...] = (TOKENS,)
-    wants: tuple[str, ...] = ()
-    asks: tuple[str, str] = ("", "")
-    least: int = 1
-    alone: str = ""
+    steps: MakeSteps
+    contents: tuple[str, ...] = (TOKENS,)
+    data_needs: tuple[str, ...] = ()
+    required_option: tuple[str, str] = ("", "")
+    min_images: int = 1
+    reason_without_steps: str = ""
 
 
 def step(
     study: Study,
     command: str,
+    *,
     variant: str,
     labels: Sequence[str],
-    *options: str,
+    options: Sequence[str] = (),
     train: str = "",
 ) -> Step:
-    """A step on the stores of these models. train: the model whose training images come first."""
+    """Return a step that runs a command on the stores of models.
+
+    Args:
+        study: its folder, and the options that the user sets.
+        command: the analysis.
+        variant: tells the command's steps apart; "" if there is one.
+        labels: models of the study.
+        options: of the command; the user's options replace them.
+        train: label of the model whose store of training images is the command's first; "" for
+            none.
+    """
     stores = [study.store(label) for label in labels]
-    stores = [study.store(train, "train"), *stores] if train else stores
+    if train:
+        stores.insert(0, study.store(train, "train"))
     name = f"{command}-{variant}" if variant else command
     table = study.result(name, command)
     picture = table.with_suffix(".png")
-    options = study.with_settings(command, options)
-    words = (
-        command,
-        *map(str, stores),
-        *options,
-        "-o",
-        str(table),
-        "--png",
-        str(picture),
-    )
-    return Step(name, (*words, "--force"), tuple(stores), (table, picture))
+    words = [command, *map(str, stores), *study.with_settings(command, options)]
+    words += ["-o", str(table), "--png", str(picture), "--force"]
+    return Step(name, tuple(words), inputs=tuple(stores), outputs=(table, picture))
 
 
-def together(
-    command: str, *options: str, variant: str = ""
-) -> Callable[..., Iterator[Step]]:
-    """One step on all models."""
+def together(command: str, *options: str, variant: str = "") -> MakeSteps:
+    """Return a maker of one step on all models."""
 
     def steps(study: Study, models: Models) -> Iterator[Step]:
-        yield step(study, command, variant, [model.label for model in models], *options)
+        """Yield the step on the stores of all models."""
+        yield step(
+            study, command, variant=variant, labels=_labels(models), options=options
+        )
 
     return steps
 
 
-def each(command: str, *options: str, variant: str = "") -> Callable[..., Iterator[Step]]:
-    """A step for each model."""
+def each(command: str, *options: str, variant: str = "") -> MakeSteps:
+    """Return a maker of one step for each model."""
 
     def steps(study: Study, models: Models) -> Iterator[Step]:
+        """Yield a step for each model, named by its label."""
         for model in models:
-            name = f"{variant}-{model.label}" if variant else model.label
-            yield step(study, command, name, [model.label], *options)
+            yield step(
+                study,
+                command,
+                variant=f"{variant}-{model.label}" if variant else model.label,
+                labels=[model.label],
+                options=options,
+            )
 
     return steps
+
+
+def each_trained(command: str, *options: str) -> MakeSteps:
+    """Return a maker of one step for each model, which learns from the store of its training
+    images and is tested on the other."""
+
+    def steps(study: Study, models: Models) -> Iterator[Step]:
+        """Yield a step for each model, with replicates for paired comparisons of models."""
+        for model in models:
+            yield step(
+                study,
+                command,
+                variant=model.label,
+                labels=[model.label],
+                options=(*options, "--replicates"),
+                train=model.label,
+            )
+
+    return steps
+
+
+def _labels(models: Models) -> list[str]:
+    """Return the models' labels."""
+    return [model.label for model in models]
 
 
 def _pairs(models: Models) -> list[tuple[SurveyedModel, SurveyedModel]]:
-    if len(models) <= FEW:
+    """Return the pairs of models that are compared: all of a few, else each with the first."""
+    if len(models) <= MAX_ALL_PAIRS:
         return list(combinations(models, 2))
-    return [(models[0], other) for other in models[1:]]
+    return [(models[0], model) for model in models[1:]]
 
 
 def _cka(study: Study, models: Models) -> Iterator[Step]:
+    """Yield CKA of block outputs: within each model, of pairs, and of all models' last layers."""
     yield from each("cka", "--sites", "blocks")(study, models)
-    pairs = [[a, b] for a, b in _pairs(models)]
-    for some in pairs:
-        labels = _labels(some)
-        yield step(study, "cka", "-".join(labels), labels, "--sites", "blocks")
+    for pair in _pairs(models):
+        labels = _labels(pair)
+        yield step(
+            study,
+            "cka",
+            variant="-".join(labels),
+            labels=labels,
+            options=("--sites", "blocks"),
+        )
     if study.thorough:
-        yield from _more_cka(study, models, pairs)
+        yield from _cka_within_blocks(study, models)
+    # Of two models, the pair above has the last layers already.
     if len(models) > 2:
-        last = ("--sites", "last", "--tokens", "mean-all")
-        yield step(study, "cka", "last-layers", [model.label for model in models], *last)
+        yield step(
+            study,
+            "cka",
+            variant="last-layers",
+            labels=_labels(models),
+            options=("--sites", "last", "--tokens", "mean-all"),
+        )
 
 
-def _more_cka(
-    study: Study, models: Models, pairs: Sequence[Sequence[SurveyedModel]]
-) -> Iterator[Step]:
-    """CKA of sites within blocks (Raghu et al. 2021, Figs. 1, 2, 12; Walmer et al. 2023, Figs. 20
-    to 23)."""
+def _cka_within_blocks(study: Study, models: Models) -> Iterator[Step]:
+    """Yield CKA of sites within blocks (Raghu et al. 2021, Figs. 1, 2, 12; Walmer et al. 2023,
+    Figs. 20 to 23)."""
+    # Each model's norms with each other, and its branches with its skips.
     for model in models:
         if "norms" in model.more_groups:
             yield step(
-                study, "cka", f"norms-{model.label}", [model.label], "--sites", "norms"
+                study,
+                "cka",
+                variant=f"norms-{model.label}",
+                labels=[model.label],
+                options=("--sites", "norms"),
             )
         if "residual" in model.more_groups:
             yield step(
                 study,
                 "cka",
-                f"branches-{model.label}",
-                [model.label],
-                "--pairs",
-                "branch",
+                variant=f"branches-{model.label}",
+                labels=[model.label],
+                options=("--pairs", "branch"),
             )
-    for some in (*([model] for model in models), *pairs):
-        groups = ["blocks", *(g for g in ("norms", "hidden") if _any_has(some, g))]
-        sites = [word for group in groups for word in ("--sites", group)]
-        yield step(study, "cka", f"all-{'-'.join(_labels(some))}", _labels(some), *sites)
+    # All layers, within each model and between two.
+    pairs = _pairs(models)
+    for compared in [*[(model,) for model in models], *pairs]:
+        options = ["--sites", "blocks"]
+        offered_groups = {group for model in compared for group in model.more_groups}
+        if "norms" in offered_groups:
+            options += ["--sites", "norms"]
+        if "hidden" in offered_groups:
+            options += ["--sites", "hidden"]
+        labels = _labels(compared)
+        yield step(
+            study,
+            "cka",
+            variant=f"all-{'-'.join(labels)}",
+            labels=labels,
+            options=options,
+        )
     for pair in pairs:
         labels = _labels(pair)
         yield step(
-            study, "cka", f"depth-{'-'.join(labels)}", labels, "--pairs", "same-depth"
+            study,
+            "cka",
+            variant=f"depth-{'-'.join(labels)}",
+            labels=labels,
+            options=("--pairs", "same-depth"),
         )
-
-
-def _any_has(models: Models, group: str) -> bool:
-    return any(group in model.more_groups for model in models)
 
 
 def _similarity(study: Study, models: Models) -> Iterator[Step]:
-    options: tuple[str, ...] = ("--sites", "blocks", "--tokens", "mean-all")
-    options += ("--metric", "mutual_knn")
-    if study.n_images() <= 2 * NEIGHBOURS:  # of so few, ten are most of the others
-        options += ("--k", str((study.n_images() - 1) // 2))
-    for a, b in _pairs(models):
-        yield step(
-            study, "similarity", f"{a.label}-{b.label}", [a.label, b.label], *options
-        )
+    """Yield mutual nearest neighbours of pairs of models; of one model, between its layers."""
+    options = ["--sites", "blocks", "--tokens", "mean-all", "--metric", "mutual_knn"]
+    n_images = study.n_images()
+    # Of 20 images, ten neighbours are most of the others, so that any two layers would agree.
+    if n_images <= 2 * N_NEIGHBOURS:
+        options += ["--k", str((n_images - 1) // 2)]
+    compared = [_labels(pair) for pair in _pairs(models)]
     if len(models) == 1:
-        yield step(study, "similarity", models[0].label, [models[0].label], *options)
+        compared = [_labels(models)]
+    for labels in compared:
+        yield step(
+            study, "similarity", variant="-".join(labels), labels=labels, options=options
+        )
 
 
 def _attn_map(study: Study, models: Models) -> Iterator[Step]:
+    """Yield attention maps of each kind; a thorough study has rollout, too."""
     with_cls = [model for model in models if model.class_token]
-    # Many models stand side by side in one figure.
-    for kind, some in (("mean-cls", with_cls), ("aligned", models)):
-        steps = together if len(some) > FEW else each
-        if some:
-            yield from steps("attn-map", "--kind", kind, variant=kind)(study, some)
+    if with_cls:
+        yield from _maps_of_kind("mean-cls", with_cls)(study, with_cls)
+    if models:
+        yield from _maps_of_kind("aligned", models)(study, models)
     yield from together("attn-map", "--kind", "sink", variant="sink")(study, models)
     if study.thorough:
         yield from each("attn-map", "--kind", "rollout", variant="rollout")(study, models)
 
 
+def _maps_of_kind(kind: str, models: Models) -> MakeSteps:
+    """Return a maker of attention maps: of many models side by side in one figure, of a few each
+    in its own."""
+    make_steps = together if len(models) > MAX_ALL_PAIRS else each
+    return make_steps("attn-map", "--kind", kind, variant=kind)
+
+
 def _cka_heads(study: Study, models: Models) -> Iterator[Step]:
-    """Heads of each transformer against the first model without attention, as in the paper."""
-    others = [label for label in study.models if label not in _labels(models)]
-    for model in models:
-        for other in others[:1]:
-            names = [model.label, other]
-            yield step(study, "cka-heads", "-".join(names), names)
-
-
-def _labels(models: Models) -> list[str]:
-    return [model.label for model in models]
+    """Yield, for each transformer, its heads against the first model without attention (Raghu et
+    al. 2021, Fig. 5)."""
+    transformers = _labels(models)
+    without_attention = [label for label in study.models if label not in transformers]
+    if not without_attention:
+        return
+    for transformer in transformers:
+        labels = [transformer, without_attention[0]]
+        yield step(study, "cka-heads", variant="-".join(labels), labels=labels)
 
 
 def _erf(study: Study, models: Models) -> Iterator[Step]:
+    """Yield receptive fields of block outputs; a thorough study has those of branches, too."""
     yield from together("erf", "--sites", "blocks")(study, models)
-    if within := [
-        model for model in models if study.thorough and "residual" in model.more_groups
-    ]:
-        yield from together("erf", "--sites", "residual", variant="residual")(
-            study, within
-        )
+    if not study.thorough:
+        return
+    residual = [model for model in models if "residual" in model.more_groups]
+    if residual:
+        make_steps = together("erf", "--sites", "residual", variant="residual")
+        yield from make_steps(study, residual)
 
 
 def _logit_attribution(study: Study, models: Models) -> Iterator[Step]:
+    """Yield the step in a thorough study: only its stores hold the branches that are added up."""
     if study.thorough:
         yield from together("logit-attribution")(study, models)
 
 
 def _normratio(study: Study, models: Models) -> Iterator[Step]:
-    words = ["patches", *(["cls"] if any(model.class_token for model in models) else [])]
-    tokens = [option for word in words for option in ("--tokens", word)]
+    """Yield norm ratios of patches, and of class tokens if a model has one."""
+    tokens = ["--tokens", "patches"]
+    if any(model.class_token for model in models):
+        tokens += ["--tokens", "cls"]
     yield from together("normratio", *tokens)(study, models)
 
 
 def _localize(study: Study, models: Models) -> Iterator[Step]:
+    """Yield localization of all sites, and of a corner and the centre of each ViT's grid."""
     yield from together("localize", "--summary", "site")(study, models)
     for model in models:
         if model.grid is None or min(model.grid) < 2:
             continue
-        centre = f"{model.grid[0] // 2},{model.grid[1] // 2}"
-        options = (
-            "--sites",
-            "first,depth:0.5,last",
-            "--tokens",
-            "0,0",
-            "--tokens",
-            centre,
+        # The last grid of a CNN is too coarse for positions of its first.
+        if not model.class_token:
+            continue
+        n_rows, n_columns = model.grid
+        centre = f"{n_rows // 2},{n_columns // 2}"
+        options = ["--sites", "first,depth:0.5,last"]
+        options += ["--tokens", "0,0", "--tokens", centre]
+        yield step(
+            study,
+            "localize",
+            variant=f"tokens-{model.label}",
+            labels=[model.label],
+            options=options,
         )
-        if model.class_token:  # a CNN's last grid is too coarse for places of the first
-            yield step(
-                study, "localize", f"tokens-{model.label}", [model.label], *options
-            )
-
-
-def _trained(command: str, *options: str) -> Callable[..., Iterator[Step]]:
-    """A step for each model, from the store of its training images."""
-
-    def steps(study: Study, models: Models) -> Iterator[Step]:
-        for model in models:
-            more = (*options, "--replicates")
-            yield step(
-                study, command, model.label, [model.label], *more, train=model.label
-            )
-
-    return steps
 
 
 def _knn(study: Study, models: Models) -> Iterator[Step]:
+    """Yield nearest neighbours of each model; of few training images, half of them vote."""
+    options = []
     n_train = study.n_images("train")
-    few = ("--k", str(max(1, n_train // 2))) if n_train < VOTERS else ()
-    yield from _trained("knn", *few)(study, models)
+    if n_train < N_VOTERS:
+        options = ["--k", str(max(1, n_train // 2))]
+    yield from each_trained("knn", *options)(study, models)
 
 
 def _probe(study: Study, models: Models) -> Iterator[Step]:
+    """Yield linear probes, on the study's training images or on a part that is held out."""
     if study.train is not None:
-        yield from _trained("probe")(study, models)
+        yield from each_trained("probe")(study, models)
     else:
         yield from each("probe", "--holdout", "0.3")(study, models)
     if study.thorough:
@@ -274,122 +348,143 @@ def _probe(study: Study, models: Models) -> Iterator[Step]:
 
 
 def _token_probes(study: Study, models: Models) -> Iterator[Step]:
-    """Which tokens know the classes (Raghu et al. 2021, Figs. 11, D.4, F.3), and models by the mean
-    of all tokens, CNNs at the last stage's grid (Fig. 13), of the tokens that a thorough study
-    keeps."""
-    own = ("--holdout", "0.3")
+    """Yield probes of tokens (Raghu et al. 2021): of single ones (Figs. 11, D.4, F.3), and of the
+    mean of all, where CNNs are read at the grid of their last stage (Fig. 13).
+
+    They train on a part of the study's images, as stores of training images keep no tokens.
+    """
     with_cls = [model for model in models if model.class_token]
-    ways = [
-        word for token in ("first", "mean-all", "rest") for word in ("--tokens", token)
-    ]
-    yield from each("probe", *own, "--tokens", "each", variant="each")(study, with_cls)
-    yield from each("probe", *own, *ways, variant="tokens")(study, with_cls)
+    holdout = ("--holdout", "0.3")
+    single = each("probe", *holdout, "--tokens", "each", variant="each")
+    yield from single(study, with_cls)
+    kinds = ("--tokens", "first", "--tokens", "mean-all", "--tokens", "rest")
+    yield from each("probe", *holdout, *kinds, variant="tokens")(study, with_cls)
     mean = ("--tokens", "mean-all", "--match-last-stage")
-    yield from each("probe", *own, *mean, variant="mean")(study, models)
+    yield from each("probe", *holdout, *mean, variant="mean")(study, models)
 
 
 def _effect(study: Study, models: Models) -> Iterator[Step]:
-    """Variants of a model (`NAME?OPTION=VALUE`) against the first of the same name."""
-    for first in models:
-        same = [
-            m for m in models if m.name.partition("?")[0] == first.name.partition("?")[0]
-        ]
-        if same[0] is first and len(same) > 1:
-            yield step(study, "effect", first.label, _labels(same), "--replicates")
+    """Yield a comparison of variants of a model (`NAME?OPTION=VALUE`) with the first of its name."""
+    variants: dict[str, list[SurveyedModel]] = {}
+    for model in models:
+        name = model.name.partition("?")[0]
+        variants.setdefault(name, []).append(model)
+    for same_name in variants.values():
+        if len(same_name) > 1:
+            labels = _labels(same_name)
+            yield step(
+                study,
+                "effect",
+                variant=labels[0],
+                labels=labels,
+                options=("--replicates",),
+            )
 
 
 def _head_importance(study: Study, models: Models) -> Iterator[Step]:
-    """The step of head-importance, over few images: the model runs once for each head."""
+    """Yield the step if it is asked for, over few images: the model runs once for each head."""
     if study.thorough or "head-importance" in study.analyses:
-        most = ("--images", str(min(study.n_images(), ABLATED)))
-        yield from each("head-importance", *most)(study, models)
+        n_images = min(study.n_images(), MAX_ABLATED_IMAGES)
+        yield from each("head-importance", "--images", str(n_images))(study, models)
 
 
 def _explore(study: Study, models: Models) -> Iterator[Step]:
-    """A page; of so many images that it stays small."""
+    """Yield the step of the page, over so few images that the page stays small."""
     stores = [study.store(model.label) for model in models]
-    images = max(FEWEST_EXPLORED, min(EXPLORED, OF_ALL // len(models)))
-    options = study.with_settings(EXPLORE, ("--images", str(images), "--recompute"))
+    n_images = min(MAX_EXPLORED, MAX_EXPLORED_OF_ALL_MODELS // len(models))
+    n_images = max(MIN_EXPLORED, n_images)
+    options = ("--images", str(n_images), "--recompute")
     page = study.folder / f"{EXPLORE}.html"
-    note = ("--note", study.note) if study.note else ()
-    words = (EXPLORE, *map(str, stores), *options, *note, "-o", str(page), "--force")
-    yield Step(EXPLORE, words, tuple(stores), (page,))
+    words = [EXPLORE, *map(str, stores), *study.with_settings(EXPLORE, options)]
+    if study.note:
+        words += ["--note", study.note]
+    words += ["-o", str(page), "--force"]
+    yield Step(EXPLORE, tuple(words), inputs=tuple(stores), outputs=(page,))
 
 
 RECIPES: dict[str, Recipe] = {
-    EXPLORE: Recipe(_explore, (TOKENS, ATTENTION)),
-    "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
-    "attn-map": Recipe(_attn_map, (ATTENTION,)),
-    "head-types": Recipe(each("head-types"), (ATTENTION,)),
-    "cka": Recipe(_cka, least=CKA_IMAGES),
-    "similarity": Recipe(_similarity, least=CKA_IMAGES),
+    EXPLORE: Recipe(_explore, contents=(TOKENS, ATTENTION)),
+    "attn-dist": Recipe(together("attn-dist"), contents=(ATTENTION,)),
+    "attn-map": Recipe(_attn_map, contents=(ATTENTION,)),
+    "head-types": Recipe(each("head-types"), contents=(ATTENTION,)),
+    "cka": Recipe(_cka, min_images=MIN_CKA_IMAGES),
+    "similarity": Recipe(_similarity, min_images=MIN_CKA_IMAGES),
     "cka-heads": Recipe(
         _cka_heads,
-        keeps=(ATTENTION, HEADS, TOKENS),
-        least=CKA_IMAGES,
-        alone="it compares models of two kinds, with and without attention",
+        contents=(ATTENTION, HEADS, TOKENS),
+        min_images=MIN_CKA_IMAGES,
+        reason_without_steps="it compares models of two kinds, with and without attention",
     ),
     "effect": Recipe(
         _effect,
-        least=CKA_IMAGES,
-        alone="it compares variants of a model (NAME?random-init=0)",
+        min_images=MIN_CKA_IMAGES,
+        reason_without_steps="it compares variants of a model (NAME?random-init=0)",
     ),
     "head-importance": Recipe(
         _head_importance,
-        keeps=(ATTENTION, PIXELS),
-        alone="it runs the model once for each head: ask with --analyses or --thorough",
+        contents=(ATTENTION, PIXELS),
+        reason_without_steps=(
+            "it runs the model once for each head: ask with --analyses or --thorough"
+        ),
     ),
-    "normratio": Recipe(_normratio, (RESIDUAL,)),
-    "localize": Recipe(_localize, (TOKENS, PIXELS), least=CKA_IMAGES),
-    "erf": Recipe(_erf, (FIELDS,)),
-    "weights": Recipe(together("weights"), ()),
-    "spectrum": Recipe(together("spectrum"), ()),
-    "cluster": Recipe(together("cluster"), (), (LABELS,), ("--masks", "masks")),
+    "normratio": Recipe(_normratio, contents=(RESIDUAL,)),
+    "localize": Recipe(_localize, contents=(TOKENS, PIXELS), min_images=MIN_CKA_IMAGES),
+    "erf": Recipe(_erf, contents=(FIELDS,)),
+    "weights": Recipe(together("weights"), contents=()),
+    "spectrum": Recipe(together("spectrum"), contents=()),
+    "cluster": Recipe(
+        together("cluster"),
+        contents=(),
+        data_needs=(LABELS,),
+        required_option=("--masks", "masks"),
+    ),
     "retrieve": Recipe(
         together("retrieve", "--truth", "labels"),
-        (),
-        (LABELS,),
-        ("--truth", "a ground truth"),
+        contents=(),
+        data_needs=(LABELS,),
+        required_option=("--truth", "a ground truth"),
     ),
-    "knn": Recipe(_knn, (), (LABELS, TRAIN)),
-    "probe": Recipe(_probe, (), (LABELS,)),
-    "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
+    "knn": Recipe(_knn, contents=(), data_needs=(LABELS, TRAIN)),
+    "probe": Recipe(_probe, contents=(), data_needs=(LABELS,)),
+    "lens": Recipe(together("lens"), data_needs=(LABELS,)),
     "logit-attribution": Recipe(
         _logit_attribution,
-        alone="it needs sites within blocks: --thorough",
+        reason_without_steps="it needs sites within blocks: --thorough",
     ),
     "dense-probe": Recipe(
         each("dense-probe", "--holdout", "0.3"),
-        (TOKENS,),
-        (GIVEN,),
-        ("--masks", "class maps"),
+        data_needs=(USER_OPTION,),
+        required_option=("--masks", "class maps"),
     ),
-    "pca": Recipe(together("pca"), (TOKENS, PIXELS)),
-    "cosine-map": Recipe(together("cosine-map"), (TOKENS, PIXELS)),
+    "pca": Recipe(together("pca"), contents=(TOKENS, PIXELS)),
+    "cosine-map": Recipe(together("cosine-map"), contents=(TOKENS, PIXELS)),
     "saliency": Recipe(
-        together("saliency"), (ROWS,), (GIVEN,), ("--masks", "masks of objects")
+        together("saliency"),
+        contents=(ROWS,),
+        data_needs=(USER_OPTION,),
+        required_option=("--masks", "masks of objects"),
     ),
     "propagate": Recipe(
         together("propagate"),
-        (TOKENS,),
-        (GIVEN,),
-        ("--masks", "masks of the frames of videos"),
+        data_needs=(USER_OPTION,),
+        required_option=("--masks", "masks of the frames of videos"),
     ),
     "keypoints": Recipe(
         together("keypoints"),
-        (TOKENS,),
-        (GIVEN,),
-        ("--pairs", "keypoints of pairs of images"),
+        data_needs=(USER_OPTION,),
+        required_option=("--pairs", "keypoints of pairs of images"),
     ),
 }
-# What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.
-MORE_NEEDS = dict.fromkeys(
-    ("lens", "logit-attribution", "head-importance"), ("classifier",)
-)
 
+# What a model has to offer beyond the `NEEDS` of an analysis for the study's step to make sense.
+MORE_NEEDS = {
+    "lens": ("classifier",),
+    "logit-attribution": ("classifier",),
+    "head-importance": ("classifier",),
+}
 
-# What extract has to keep for an analysis that needs this of a model.
-KEPT_FOR = {
+# A need of a guest's analysis (`catalogue.offers`) -> contents of stores that it reads.
+CONTENTS_FOR_NEED = {
     "sites": (TOKENS,),
     "grid": (TOKENS,),
     "attention": (ATTENTION,),
@@ -400,24 +495,48 @@ KEPT_FOR = {
 
 
 def recipe_of(command: str) -> Recipe:
-    """The recipe of an analysis of vitsee's own, or of a guest; that of a guest follows from its
-    signature and what it `NEEDS`."""
-    name = command.replace("-", "_")
-    if command in RECIPES or name not in guests():
-        return RECIPES.get(command, Recipe(together(command)))
-    analysis = load(name)
+    """Return the recipe of an analysis, which ships with vitsee or is a guest's."""
+    if command in RECIPES:
+        return RECIPES[command]
+    if command.replace("-", "_") in guests():
+        return _guest_recipe(command)
+    return Recipe(together(command))
+
+
+def _no_steps(_study: Study, _models: Models) -> Iterator[Step]:
+    """Yield nothing."""
+    return iter(())
+
+
+def _guest_recipe(command: str) -> Recipe:
+    """Return the recipe that follows from a guest's signature and what it `NEEDS`."""
+    analysis = load(command.replace("-", "_"))
     stores = analysis.stores()
-    several = stores[0].kind is Parameter.VAR_POSITIONAL
-    steps = together(command) if several else each(command)
-    asks = [
-        (getattr(own.metadata, "flag", "") or f"--{own.name.replace('_', '-')}", own.name)
-        for own in options_of(analysis.run).values()
-        if own.default is Parameter.empty
-    ]
+    if len(stores) > 1:
+        # A study cannot know which of its stores is which.
+        make_steps: MakeSteps = _no_steps
+    elif stores[0].kind is Parameter.VAR_POSITIONAL:
+        make_steps = together(command)
+    else:
+        make_steps = each(command)
+    # A dict in place of a set: the order of contents has to be the same in every process.
+    contents: dict[str, None] = {}
+    for need in analysis.needs or ():
+        contents |= dict.fromkeys(CONTENTS_FOR_NEED[need])
+    data_needs: tuple[str, ...] = ()
+    required_option = ("", "")
+    for parameter in options_of(analysis.run).values():
+        if parameter.default is Parameter.empty:
+            flag = getattr(parameter.metadata, "flag", "")
+            flag = flag or f"--{parameter.name.replace('_', '-')}"
+            required_option = (flag, parameter.name)
+            data_needs = (USER_OPTION,)
+            break
+    names = ", ".join(store.name for store in stores)
     return Recipe(
-        (lambda _study, _models: iter(())) if len(stores) > 1 else steps,
-        tuple({what: None for need in analysis.needs or () for what in KEPT_FOR[need]}),
-        (GIVEN,) if asks else (),
-        asks[0] if asks else ("", ""),
-        alone=f"it takes stores of several kinds ({', '.join(own.name for own in stores)})",
+        make_steps,
+        contents=tuple(contents),
+        data_needs=data_needs,
+        required_option=required_option,
+        reason_without_steps=f"it takes stores of several kinds ({names})",
     )

@@ -145,7 +145,7 @@ def begin(
         "data": study.data,
         "train": study.train,
         "images": study.images,
-        "train_images": study.asked("train"),
+        "train_images": study.n_requested("train"),
         "seed": study.seed,
         "left_out": dict(plan.left_out),
         "title": study.title,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +13,16 @@ from vitsee_core.extraction.options import split_model
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import by_reason
 
+# Folders of a study: stores, tables with their figures, and bundled sets of images.
 STORES = "stores"
 RESULTS = "results"
 SETS = "sets"
+
 # Commands whose tables have a row for each pixel, patch or bin of a histogram: up to a million.
 LARGE_TABLES = frozenset({"attn-map", "cosine-map", "erf", "norms", "pca", "weights"})
 
-
-# Options of extract that a store to train on does not share: it keeps pooled vectors alone.
-KEPT = (
+# Options of extract that a store of training images does not share: it holds pooled vectors alone.
+OPTIONS_BEYOND_POOLED = (
     "--sites",
     "--tokens",
     "--attention",
@@ -33,8 +34,12 @@ KEPT = (
 
 
 class Setting(NamedTuple):
-    """An option of a command that the user sets. options: all its spellings; words: on a command
-    line."""
+    """An option of a command that the user sets.
+
+    Attributes:
+        options: all spellings of the option.
+        words: the option with its value, as on a command line.
+    """
 
     options: tuple[str, ...]
     words: tuple[str, ...]
@@ -44,17 +49,24 @@ class Setting(NamedTuple):
 class Study:
     """The request.
 
+    In the methods, `images` is "train" for the images that classifiers train on, "" for the others.
+
     Attributes:
+        folder: where the study writes.
         models: label -> name, as for extract.
-        data, train: as for --data, the images of the analyses and those that classifiers train on.
-        images: number of each.
-        analyses: only these commands, all if empty.
-        skip: not these.
-        there: data -> its number of images, if known.
-        train_images: of `train`, unless `images`.
+        data: the images of the analyses, as for --data.
+        train: the images that classifiers train on, as for --data; None without.
+        images: number of images to read, of each set.
+        seed: of the sample of images and all that is random.
+        device: where models run.
+        analyses: run these commands alone; all if empty.
+        skip: do not run these commands.
+        n_available: set of images, as for --data -> its number of images, where that is known.
+        train_images: number of images to read of `train`; `images` if None.
         settings: command -> its options that the user sets.
         thorough: store the sites of all figures of the papers.
-        title, note: of the report, in place of its models, and what holds for all its figures.
+        title: of the report; its models if empty.
+        note: what holds for all figures of the report.
     """
 
     folder: Path
@@ -66,7 +78,7 @@ class Study:
     device: str = "auto"
     analyses: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
-    there: Mapping[str, int] = field(default_factory=dict)
+    n_available: Mapping[str, int] = field(default_factory=dict)
     train_images: int | None = None
     settings: Mapping[str, Sequence[Setting]] = field(default_factory=dict)
     thorough: bool = False
@@ -76,50 +88,66 @@ class Study:
     def with_settings(
         self, command: str, words: Sequence[str], without: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """The options of a command, the user's replacing the study's. without: not these."""
+        """Return the options of a command, with the user's in place of the study's.
+
+        Args:
+            command: the command.
+            words: the study's options of it, with their values.
+            without: options that the user cannot set here.
+        """
         settings = [
-            s for s in self.settings.get(command, ()) if not {*s.options} & {*without}
+            setting
+            for setting in self.settings.get(command, ())
+            if not {*setting.options} & {*without}
         ]
         replaced = {option for setting in settings for option in setting.options}
-        kept = []
-        own = True
+        merged = []
+        is_replaced = False
         for word in words:
+            # The values behind an option share its fate.
             if word.startswith("--"):
-                own = word not in replaced
-            if own:
-                kept.append(word)
-        return (*kept, *(word for setting in settings for word in setting.words))
+                is_replaced = word in replaced
+            if not is_replaced:
+                merged.append(word)
+        for setting in settings:
+            merged += setting.words
+        return tuple(merged)
 
     def sets(self, command: str, option: str) -> bool:
-        """Whether the user sets this option of a command."""
+        """Return whether the user sets this option of a command."""
         return any(
             option in setting.options for setting in self.settings.get(command, ())
         )
 
-    def asked(self, images: str = "") -> int:
-        """Requested number of images of a store. images: "train", or the study's own."""
-        own = images != "train" or self.train_images is None
-        return self.images if own else self.train_images or 0
+    def n_requested(self, images: str = "") -> int:
+        """Return the number of images that a store is asked to have."""
+        if images == "train" and self.train_images is not None:
+            return self.train_images
+        return self.images
 
     def n_images(self, images: str = "") -> int:
-        """Number of images that a store will have. images: "train", or the study's own."""
+        """Return the number of images that a store will have: fewer than requested if the set has
+        fewer."""
         data = self.train if images == "train" else self.data
-        return min(self.asked(images), self.there.get(data or "", self.asked(images)))
+        n_requested = self.n_requested(images)
+        return min(n_requested, self.n_available.get(data or "", n_requested))
 
     def store(self, label: str, images: str = "") -> Path:
-        """Path of a model's store; images: "train", or the set, unless the study's own."""
-        return self.folder / STORES / f"{label}{f'-{images}' if images else ''}.zarr"
+        """Return the path of a model's store. images: also the name of a set of the demo."""
+        ending = f"-{images}" if images else ""
+        return self.folder / STORES / f"{label}{ending}.zarr"
 
     def result(self, name: str, command: str = "") -> Path:
-        """The table of a step; Parquet, a twentieth of the size, where the command makes large
-        ones."""
+        """Return the path of a step's table: CSV, or Parquet, which takes a twentieth of the
+        space, if the command makes large ones."""
         ending = ".parquet" if command in LARGE_TABLES else ".csv"
         return self.folder / RESULTS / f"{name}{ending}"
 
     def takes(self, command: str) -> bool:
-        return command not in self.skip and (
-            not self.analyses or command in self.analyses
-        )
+        """Return whether the user's choice of analyses has this command."""
+        if command in self.skip:
+            return False
+        return not self.analyses or command in self.analyses
 
 
 @dataclass(frozen=True)
@@ -128,11 +156,11 @@ class Step:
 
     Attributes:
         name: unique, and the stem of its result.
-        words: without `vitsee`.
-        inputs: must exist before.
-        outputs: exist afterwards.
-        make: performs the words if they are not a command of vitsee.
-        partial: the existing ones of its inputs suffice.
+        words: the command line, without `vitsee`.
+        inputs: files and stores that must exist before.
+        outputs: files and stores that exist afterwards.
+        make: does the work if the words are not a command of vitsee.
+        partial: whether the step can run on those of its inputs that exist.
     """
 
     name: str
@@ -143,49 +171,60 @@ class Step:
     partial: bool = False
 
     def without(self, missing: Sequence[Path]) -> Step:
-        """The same step on its other inputs."""
-        gone = {str(path) for path in missing}
-        words = tuple(word for word in self.words if word.rpartition("=")[2] not in gone)
-        return replace(
-            self, words=words, inputs=tuple(x for x in self.inputs if x not in missing)
-        )
+        """Return the same step on its other inputs."""
+        missing_paths = {str(path) for path in missing}
+        # An input may have a label before it: LABEL=PATH.
+        words = [w for w in self.words if w.rpartition("=")[2] not in missing_paths]
+        inputs = [path for path in self.inputs if path not in missing]
+        return replace(self, words=tuple(words), inputs=tuple(inputs))
 
     @property
     def command(self) -> str:
+        """The command, the first word."""
         return self.words[0]
 
     @property
     def line(self) -> str:
-        return shlex.join(self.words if self.make else ("vitsee", *self.words))
+        """The command line to run the step in a shell."""
+        if self.make is not None:
+            return shlex.join(self.words)
+        return shlex.join(("vitsee", *self.words))
 
 
 @dataclass
 class Plan:
-    """The steps in order."""
+    """The steps in order.
+
+    Attributes:
+        extractions: steps that make stores, and the images that they need.
+        analyses: steps that read stores, and tables of earlier steps.
+        left_out: command, or command and model -> why it is not a step.
+        contents: what the stores have to hold for the analyses, in the words of `recipes`.
+        notes: remarks about the steps.
+        sections: of a study that is written as a file, its figures in order: `title`, `note`,
+            `results` (stems of files) and `printed` (numbers of the paper).
+    """
 
     extractions: list[Step] = field(default_factory=list)
     analyses: list[Step] = field(default_factory=list)
-    # command, or command and model -> why it is not a step
     left_out: dict[str, str] = field(default_factory=dict)
-    keeps: set[str] = field(
-        default_factory=set
-    )  # what stores have to hold for these analyses
-    notes: list[str] = field(default_factory=list)  # remarks about its steps
-    # Of a study that is written as a file: its figures in order, with the results of each.
+    contents: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
     sections: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
+        """All steps in order."""
         return [*self.extractions, *self.analyses]
 
     def reasons(self) -> list[str]:
-        """`what, what: reason` of all that is left out, one line a reason."""
+        """Return a line for each reason of `left_out`: `COMMAND, COMMAND: reason`."""
         return by_reason(self.left_out, len(self.left_out))
 
 
 def label_of(name: str) -> str:
-    """A model's default label in a study: `vit_base_patch16_224` for a name with a tag, `vit` for
-    `demo:vit`, the folder of `local-dir:models/mine`."""
+    """Return a model's default label in a study: `vit_base_patch16_224` for a name with a tag,
+    `vit` for `demo:vit`, the folder's name for `local-dir:models/mine`."""
     from vitsee_core.models.sources import source_of
 
     label = source_of(name.partition("?")[0]).label
@@ -193,37 +232,50 @@ def label_of(name: str) -> str:
 
 
 def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
-    """The models, each followed by the same with random weights unless it has these already. Raises
-    VitseeError: see `check_labels`."""
-    found: list[tuple[str, str]] = []
+    """Return the models, each followed by the same with random weights unless it has these already.
+
+    Args:
+        models: label -> name, as for extract.
+        seed: of the random weights.
+
+    Raises:
+        VitseeError: two models have one label.
+    """
+    labelled_models: list[tuple[str, str]] = []
     for label, text in models.items():
-        found.append((label, text))
+        labelled_models.append((label, text))
         name, options = split_model(text)
-        if "random-init" not in options:
-            own = [(key, value) for key, values in options.items() for value in values]
-            kept = [
-                f"{key}={value}" for key, value in own if not key.startswith("checkpoint")
-            ]
-            twin = f"{name}?{'&'.join([*kept, f'random-init={seed}'])}"
-            found.append((f"{label}-untrained", twin))
-    return check_labels(found)
+        if "random-init" in options:
+            continue
+        # A control loads no checkpoint; its other options shape the model.
+        query = []
+        for key, values in options.items():
+            if not key.startswith("checkpoint"):
+                query += [f"{key}={value}" for value in values]
+        query.append(f"random-init={seed}")
+        labelled_models.append((f"{label}-untrained", f"{name}?{'&'.join(query)}"))
+    return check_labels(labelled_models)
 
 
-def check_labels(models: Mapping[str, str] | list[tuple[str, str]]) -> dict[str, str]:
-    """Label -> model; refuses two with one label, and labels that cannot name a store."""
-    found: dict[str, str] = {}
-    for label, name in models.items() if isinstance(models, Mapping) else models:
-        if label in found:
+def check_labels(labelled_models: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return label -> model of pairs of both.
+
+    Raises:
+        VitseeError: two models have one label, or a label cannot name a store.
+    """
+    models: dict[str, str] = {}
+    for label, name in labelled_models:
+        if label in models:
             raise VitseeError(
-                f"two models are called {label!r}: {found[label]} and {name}; "
-                f"name them: first={found[label]} second={name}"
+                f"two models are called {label!r}: {models[label]} and {name}; "
+                f"name them: first={models[label]} second={name}"
             )
-        if not re.fullmatch(r"[\w+][\w.+-]*", label) or label.endswith(
-            ("-train", ".zarr")
-        ):
+        # NAME-train.zarr is the store of NAME's training images.
+        is_reserved = label.endswith(("-train", ".zarr"))
+        if not re.fullmatch(r"[\w+][\w.+-]*", label) or is_reserved:
             raise VitseeError(
                 f"{label!r} cannot name a store: expected letters, digits, _, +, . and -, and no "
                 "-train at its end"
             )
-        found[label] = name
-    return found
+        models[label] = name
+    return models

@@ -240,7 +240,7 @@ class _Request(NamedTuple):
 
     def make_study(self, ctx: click.Context, **fields: Any) -> Study:
         """Return the study, with the options that models and recipes share and these fields."""
-        from vitsee_core.study.planning import known_analyses
+        from vitsee_core.study.planning import study_analyses
         from vitsee_core.study.steps import Study
 
         return Study(
@@ -249,7 +249,7 @@ class _Request(NamedTuple):
             device=self.device,
             analyses=self.analyses,
             skip=self.skip,
-            settings=settings(self.set_texts, self.memory, ctx, known_analyses()),
+            settings=settings(self.set_texts, self.memory, ctx, study_analyses()),
             **fields,
         )
 
