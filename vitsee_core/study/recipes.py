@@ -364,7 +364,7 @@ def _token_probes(study: Study, models: Models) -> Iterator[Step]:
 
 
 def _effect(study: Study, models: Models) -> Iterator[Step]:
-    """Yield a comparison of variants of a model (`NAME?OPTION=VALUE`) with the first of its name."""
+    """Yield a comparison of a model's variants (`NAME?OPTION=VALUE`) with the first of its name."""
     variants: dict[str, list[SurveyedModel]] = {}
     for model in models:
         name = model.name.partition("?")[0]
