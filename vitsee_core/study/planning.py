@@ -184,13 +184,13 @@ def extraction(
         words += ["--seed", str(study.seed)]
     if study.device != "auto":
         words += ["--device", study.device]
+    ignored_settings: tuple[str, ...] = ()
     if images == "train":
         words += ["--tokens", "pooled", "--attention", "none", "--no-residual"]
         ignored_settings = OPTIONS_BEYOND_POOLED
         name = f"extract-{model.label}-train"
     else:
         words += _options_for_contents(study, model, contents)
-        ignored_settings = ()
         name = f"extract-{model.label}"
     words = [
         "extract",
