@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -34,6 +35,7 @@ from vitsee_core.analyses.retrieve.truth import (
     read_truth,
 )
 from vitsee_core.demo.revisited import write_revisited
+from vitsee_core.images import open_source
 from vitsee_stores.errors import VitseeError
 
 RAN = Path("ran")
@@ -505,6 +507,68 @@ def test_boxes_are_cut_to_their_images(tmp_path: Path) -> None:
     value["gnd"][0]["bbx"] = [30, 3, 40, 15]
     with pytest.raises(VitseeError, match="the box"):
         export(_json(tmp_path / "far.json", value), tmp_path / "far.csv")
+
+
+@pytest.mark.parametrize(
+    ("box", "expected", "line"),
+    [
+        # Of 20 x 15 pixels as stored, and 15 x 20 upright.
+        (
+            [2, 3, 20.6, 15.7],
+            "2 3 20 15",
+            "as they are stored: extract .* without --exif",
+        ),
+        ([2, 3, 14, 14], "2 3 14 14", "as they are stored: extract .* without --exif"),
+        ([2, 3, 15.6, 19.5], "2 3 15 19.5", "upright: extract the list with --exif"),
+    ],
+)
+def test_boxes_of_images_with_an_orientation(
+    tmp_path: Path,
+    box: list[float],
+    expected: str,
+    line: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Boxes of upright images were cut to the stored width and height."""
+    from PIL import Image
+
+    oriented_image(tmp_path / "jpg/q.jpg")
+    Image.new("RGB", (20, 15)).save(tmp_path / "jpg/r.jpg")
+    value = copy.deepcopy(plain())
+    value["gnd"][0]["bbx"] = box
+    export(_json(tmp_path / "gnd.json", value), tmp_path / "q.csv")
+    assert (tmp_path / "q.csv").read_text().splitlines()[1] == f"jpg/q.jpg,q,{expected}"
+    (record,) = caplog.records
+    assert re.search(f"1 of 2 images of queries .* {line}", record.getMessage())
+    source = open_source(str(tmp_path / "q.csv"), exif="upright" in line)
+    x0, y0, x1, y1 = (round(float(number)) for number in expected.split())
+    image, _ = source.opener.load(source.locations[0])
+    assert abs(image.width - (x1 - x0)) <= 1 and abs(image.height - (y1 - y0)) <= 1
+
+
+def test_boxes_of_upright_and_of_stored_images_are_refused(tmp_path: Path) -> None:
+    for name in "qr":
+        oriented_image(tmp_path / f"jpg/{name}.jpg")
+    value = copy.deepcopy(plain())
+    value["qimlist"] = ["q", "r"]
+    value["gnd"] = [
+        value["gnd"][0] | {"bbx": box} for box in ([0, 0, 20, 9], [0, 0, 9, 20])
+    ]
+    with pytest.raises(
+        VitseeError, match=r"boxes of 1 queries fit .* expected all of one"
+    ):
+        export(_json(tmp_path / "gnd.json", value), tmp_path / "q.csv")
+    assert not (tmp_path / "q.csv").exists()
+
+
+def oriented_image(path: Path) -> None:
+    """A JPEG of 20 x 15 pixels that is upright when it is turned by a quarter."""
+    from PIL import Image
+
+    path.parent.mkdir(exist_ok=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 15)).save(path, exif=exif)
 
 
 def test_miniature_is_the_same_each_time(tmp_path: Path) -> None:

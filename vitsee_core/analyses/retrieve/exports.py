@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitsee_core.analyses.retrieve.truth import (
     LABELS,
@@ -22,6 +24,10 @@ from vitsee_core.analyses.retrieve.truth import (
 )
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_stores.errors import VitseeError, reason
+
+log = logging.getLogger(__name__)
+
+Size = tuple[int, int]  # height, width
 
 # Where ROxford and RParis have their images, beside the ground truth; names lack the
 # ending.
@@ -108,14 +114,18 @@ def queries_list(truth: RetrievalTruth, source: Path, list_path: Path) -> bytes:
         raise VitseeError(
             f"{source} has no boxes of its queries; expected one of ROxford's form"
         )
+    boxes = []
+    for query in truth.queries:
+        image_path = _query_image_path(query.name, source)
+        assert query.box is not None  # a file of this form has a box for each query
+        boxes.append(_QueryBox.read(query.name, image_path, query.box))
+    upright = _boxes_are_upright(source, boxes)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("path", "id", "box"))
-    for query in truth.queries:
-        image_path = _query_image_path(query.name, source)
-        width, height = _image_size(image_path)
-        assert query.box is not None  # a file of this form has a box for each query
-        x0, y0, x1, y1 = query.box
+    for box in boxes:
+        height, width = box.upright_size if upright else box.size
+        x0, y0, x1, y1 = box.corners
         # Boxes of the benchmark may reach over the image's border by some pixels.
         clipped_box = (
             max(0.0, x0),
@@ -125,26 +135,97 @@ def queries_list(truth: RetrievalTruth, source: Path, list_path: Path) -> bytes:
         )
         box_pixels(clipped_box, (height, width))  # refuses an empty box
         relative_path = os.path.relpath(
-            image_path.absolute(), list_path.absolute().parent
+            box.image_path.absolute(), list_path.absolute().parent
         )
-        writer.writerow((relative_path, query.name, box_text(clipped_box)))
+        writer.writerow((relative_path, box.query, box_text(clipped_box)))
     return text.getvalue().encode()
 
 
-def _image_size(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file in pixels, from its header alone."""
-    from PIL import Image
+class _QueryBox(NamedTuple):
+    """The box of a query in its image.
 
-    from vitsee_core.images.formats import readable_formats
+    Attributes:
+        query: the query's name.
+        image_path: the image's file.
+        corners: x0, y0, x1, y1 in pixels.
+        size: (height, width) of the image as it is read without --exif.
+        upright_size: the same where its EXIF orientation is applied.
+        oriented: whether it has one.
+    """
 
-    try:
-        with Image.open(path, formats=readable_formats()) as image:
-            return image.size
-    except Exception as error:  # Pillow can raise anything
-        why = type(error).__name__
-        if isinstance(error, OSError) and error.errno is not None:
-            why = reason(error)
-        raise VitseeError(f"cannot read {path}: {why}") from None
+    query: str
+    image_path: Path
+    corners: tuple[float, ...]
+    size: Size
+    upright_size: Size
+    oriented: bool
+
+    @classmethod
+    def read(cls, query: str, path: Path, corners: tuple[float, ...]) -> _QueryBox:
+        """Return a query's box with the sizes of its image, from the file's header alone.
+
+        Raises:
+            VitseeError: the file cannot be read.
+        """
+        from PIL import Image
+
+        from vitsee_core.images.formats import readable_formats
+        from vitsee_core.images.picture_remarks import orientation_of, size_when_loaded
+
+        try:
+            with Image.open(path, formats=readable_formats()) as image:
+                return cls(
+                    query=query,
+                    image_path=path,
+                    corners=corners,
+                    size=size_when_loaded(image, exif=False),
+                    upright_size=size_when_loaded(image, exif=True),
+                    oriented=orientation_of(image) != 1,
+                )
+        except Exception as error:  # Pillow can raise anything
+            why = type(error).__name__
+            if isinstance(error, OSError) and error.errno is not None:
+                why = reason(error)
+            raise VitseeError(f"cannot read {path}: {why}") from None
+
+    def overhang(self, size: Size) -> float:
+        """Return by how many pixels the box reaches over the right and lower border."""
+        height, width = size
+        return max(0.0, self.corners[2] - width) + max(0.0, self.corners[3] - height)
+
+
+def _boxes_are_upright(source: Path, boxes: Sequence[_QueryBox]) -> bool:
+    """Return whether boxes are of images turned upright by their EXIF orientation.
+
+    The benchmark's own code does not turn images; other people's boxes may be of turned ones,
+    which then reach less over the border of these. How to extract the list is logged.
+
+    Raises:
+        VitseeError: some boxes fit the turned images alone, and others the stored ones alone.
+    """
+    n_oriented = sum(box.oriented for box in boxes)
+    if not n_oriented:
+        return False
+    excess = [box.overhang(box.size) - box.overhang(box.upright_size) for box in boxes]
+    n_upright = sum(pixels > 0 for pixels in excess)
+    n_stored = sum(pixels < 0 for pixels in excess)
+    if n_upright and n_stored:
+        raise VitseeError(
+            f"{source}: boxes of {n_upright} queries fit their images when these are turned "
+            f"upright by their EXIF orientation, and boxes of {n_stored} as they are stored; "
+            "expected all of one kind"
+        )
+    how = "upright: extract the list with --exif"
+    if not n_upright:
+        how = "as they are stored: extract the list without --exif"
+    log.warning(
+        "%d of %d images of queries have an EXIF orientation; the boxes are taken for those of "
+        "images %s",
+        n_oriented,
+        len(boxes),
+        how,
+    )
+    return n_upright > 0
 
 
 def _query_image_path(name: str, source: Path) -> Path:
