@@ -199,7 +199,7 @@ def test_a_name_is_a_file_s_name_with_or_without_letters(tmp_path: Path) -> None
     """Titles of dots or signs alone give results that are neither hidden nor without a name."""
     for names in ("..", "!?", "", "../../x"):
         text = OWN.replace('names = "2"', f'names = "{names}"')
-        recipe = read_recipe(str(written(tmp_path, text))).of_the_demo()
+        recipe = read_recipe(str(written(tmp_path, text))).with_demo_models()
         plan = plan_recipe(recipe, study(tmp_path / "out"), None)
         output = plan.analyses[0].outputs[0]
         assert output.parent == tmp_path / "out" / "results"

@@ -73,12 +73,12 @@ def test_texts_are_put_in(own: RecipeFile) -> None:
     assert own.stores["a"].options == f"--data pictures/val {few}"
     both, alone = own.figures[0].commands
     assert str(both) == str(alone) == "cka a.zarr b.zarr --sites last"
-    assert both.some == {"a.zarr", "b.zarr"} and not alone.some
+    assert both.optional_stores == {"a.zarr", "b.zarr"} and not alone.optional_stores
     assert [figure.title for figure in own.figures] == ["Figure 2", "Figure 1"]
 
 
 def test_fewer_images_and_other_models(own: RecipeFile, tmp_path: Path) -> None:
-    fewer = own.of_images(7).of_models(["b=mine.py:build", "a"]).of_images(5)
+    fewer = own.with_n_images(7).with_models(["b=mine.py:build", "a"]).with_n_images(5)
     assert [store.model for store in fewer.stores.values()] == [
         "some_model",
         "mine.py:build",
@@ -88,19 +88,19 @@ def test_fewer_images_and_other_models(own: RecipeFile, tmp_path: Path) -> None:
     text = OWN.replace("--images 24", fields[0])
     assert (
         fields[1]
-        in read_recipe(str(written(tmp_path, text))).of_images(64).stores["a"].options
+        in read_recipe(str(written(tmp_path, text))).with_n_images(64).stores["a"].options
     )
-    demo = own.of_the_demo()
+    demo = own.with_demo_models()
     with pytest.raises(RecipeError, match=r"says no `quick` model, demo:\.\.\., of a$"):
         read_recipe(
             str(written(tmp_path, OWN.replace('quick = "demo:vit"', "")))
-        ).of_the_demo()
+        ).with_demo_models()
     assert (
         demo.stores["b"].model == "demo:resnet"
         and "demo:test" in demo.stores["b"].options
     )
     with pytest.raises(RecipeError, match=r"has no 'c'; expected a, b$"):
-        own.of_models(["c"])
+        own.with_models(["c"])
 
 
 def test_stores_that_stores_are_made_of(own: RecipeFile, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ options = "--data pictures/val --replace cls@last=mean:a.zarr"
     assert found.extractions[1].inputs == (stores / "a.zarr",)
     assert f"effect {stores}/a.zarr new={stores}/c.zarr" in found.analyses[0].line
     with pytest.raises(RecipeError, match="nothing to do: it is not among --models"):
-        plan_recipe(recipe.of_models(["c", "b"]), study(tmp_path / "out"), places)
+        plan_recipe(recipe.with_models(["c", "b"]), study(tmp_path / "out"), places)
     wrong = text.replace("mean:a.zarr", "mean:b.zarr")
     with pytest.raises(
         RecipeError, match=r"stores.c names b.zarr, expected stores above it$"
@@ -138,7 +138,7 @@ options = "--data pictures/val --replace cls@last=mean:a.zarr"
 def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "val").mkdir(parents=True)
     asked = study(tmp_path / "out", seed=3)
-    found = plan_recipe(own.of_models(["a"]), asked, data_places(own, str(tmp_path)))
+    found = plan_recipe(own.with_models(["a"]), asked, data_places(own, str(tmp_path)))
     assert [step.name for step in found.steps] == [
         "extract-a", "figure-2-cka-1", "accuracy", "figure-1-best-layer-2"
     ]  # fmt: skip

@@ -399,7 +399,7 @@ class Studies(Foreign):
         """What the command does before its work, on the demo's images; every place that a step
         names for writing is below the study's folder."""
         folder = self.folder / "out"
-        recipe = read_recipe(str(path)).of_the_demo()
+        recipe = read_recipe(str(path)).with_demo_models()
         study = Study(folder, {}, "")
         steps = plan_recipe(recipe, study, None).steps
         with click.Context(vitsee, info_name="vitsee") as ctx:

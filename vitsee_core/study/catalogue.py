@@ -23,23 +23,33 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import SiteSpec
 
 WITHIN = ("norms", "hidden", "residual")  # groups of sites within blocks
-HALF = 2  # bytes of a stored activation
+HALF = 2  # bytes of a stored activation, float16; pooled vectors take twice as many
 
 
 @dataclass(frozen=True)
 class SurveyedModel:
-    """A model of a study.
+    """A model of a study, as its shapes describe it.
+
+    Sites within blocks (`WITHIN`) are counted apart: only a thorough study keeps them.
 
     Attributes:
+        label: names the model in the study.
         name: with its options, as for extract.
-        lacks: as `catalogue.offers`, with `classifier`, too.
-        flops: twice the multiply-adds of one image's forward pass.
-        grid: rows and columns of the last site with one.
+        lacks: need of an analysis -> why the model does not offer it, None if it does; those of
+            `offers`, and `classifier`.
+        class_token: whether the tokens include a class token.
+        grid: rows and columns of the last site with a grid.
         heads: the site of the first block's heads.
-        n_fields: number of sites with a receptive field.
-        more_groups, more_sites: groups of sites within blocks, and these sites.
-        more_bytes: of all these.
-        more_fields: number of these with a receptive field.
+        flops: twice the multiply-adds of one image's forward pass.
+        size: channels, height and width of the input.
+        n_blocks: number of blocks.
+        bytes_of_tokens: of an image's tokens at all block outputs, and their pooled vectors.
+        bytes_pooled: of the pooled vectors alone.
+        n_fields: number of block outputs with a receptive field, at least 1.
+        more_groups: groups of sites within blocks that the model has.
+        more_sites: these sites.
+        more_bytes: of an image's tokens at these sites.
+        more_fields: number of these sites with a receptive field.
     """
 
     label: str
@@ -60,16 +70,15 @@ class SurveyedModel:
     more_fields: int = 0
 
     def lack(self, needs: Sequence[str]) -> str | None:
-        """Why the model does not offer all of these, None if it does."""
-        return next(
-            (self.lacks[what] for what in needs if self.lacks[what] is not None), None
-        )
+        """Return why the model does not offer all of these needs, None if it does."""
+        reasons = [self.lacks[need] for need in needs]
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def survey(
     label: str, name: str, options: Mapping[str, Any] | None = None
 ) -> SurveyedModel:
-    """A model by its name, as for `vitsee extract`.
+    """Return what a model offers to a study, from its shapes.
 
     Args:
         label: in the study.
@@ -84,32 +93,38 @@ def survey(
     from vitsee_core.models.site_tables import site_table, sketch
     from vitsee_core.models.tokens.towers import is_language_input, packing_of
     from vitsee_core.models.without_weights import flops_of, sketched_module
-    from vitsee_core.study.catalogue import offers
 
-    given = dict(options or {})
-    model = split_model(name)[0]
-    module, size = sketched_module(model, given)
+    arguments = dict(options or {})
+    bare_name = split_model(name)[0]
+    module, size = sketched_module(bare_name, arguments)
     if packing_of(module) is None and not is_language_input(module):
         table = sketch(module, size)
-    else:  # where its tokens lie is seen on values
-        made = load_model(
-            **(given | {"name": model, "checkpoint": None, "any_weights": True})
-        )
-        module = made.module
-        size = made.input_size
-        table = site_table(made)
+    else:
+        # Where the tokens of a packed sequence lie on the image is seen on values alone.
+        arguments |= {"name": bare_name, "checkpoint": None, "any_weights": True}
+        model = load_model(**arguments)
+        module = model.module
+        size = model.input_size
+        table = site_table(model)
     try:
         flops = flops_of(module, size)
     except (NotImplementedError, RuntimeError) as error:
         raise VitseeError(f"{name} does not run without weights: {error}") from None
-    names = {site.name for site in table.sites}
+    site_names = {site.name for site in table.sites}
     lacks = offers(table)
-    lacks["classifier"] = None if "logits" in names else "it has no classifier"
-    default = select_names(["blocks"], table.sites)
-    of_groups = {
-        g: [s for s in table.sites if g in s.groups and not s.alias_of] for g in WITHIN
-    }
-    more = {s.name: s for some in of_groups.values() for s in some if s not in default}
+    lacks["classifier"] = None if "logits" in site_names else "it has no classifier"
+    heads = None
+    if lacks["heads"] is None:
+        heads = next((site.name for site in table.sites if "heads" in site.groups), None)
+    block_outputs = select_names(["blocks"], table.sites)
+    more_groups = []
+    # A site of two groups is stored once.
+    more_sites: dict[str, SiteSpec] = {}
+    for group in WITHIN:
+        sites = [s for s in table.sites if group in s.groups and not s.alias_of]
+        if sites:
+            more_groups.append(group)
+        more_sites |= {site.name: site for site in sites if site not in block_outputs}
     gridded = [site.layout for site in table.sites if site.layout and site.layout.grid]
     return SurveyedModel(
         label=label,
@@ -117,55 +132,54 @@ def survey(
         lacks=lacks,
         class_token=any("cls" in layout.prefix for layout in gridded),
         grid=gridded[-1].grid if gridded else None,
-        heads=_first_heads(table) if lacks["heads"] is None else None,
+        heads=heads,
         flops=flops,
         size=size,
         n_blocks=len({site.block for site in table.sites if site.block}),
-        bytes_of_tokens=_bytes(default, pooled=False),
-        bytes_pooled=_bytes(default, pooled=True),
-        n_fields=_with_grid(default) or 1,
-        more_groups=tuple(group for group, sites in of_groups.items() if sites),
-        more_sites=tuple(more),
-        more_bytes=_bytes([*more.values()], pooled=False),
-        more_fields=_with_grid([*more.values()]),
+        bytes_of_tokens=_n_bytes(block_outputs, pooled=False),
+        bytes_pooled=_n_bytes(block_outputs, pooled=True),
+        n_fields=_n_with_grid(block_outputs) or 1,
+        more_groups=tuple(more_groups),
+        more_sites=tuple(more_sites),
+        more_bytes=_n_bytes([*more_sites.values()], pooled=False),
+        more_fields=_n_with_grid([*more_sites.values()]),
     )
 
 
-def _first_heads(table: SiteTable) -> str | None:
-    return next((site.name for site in table.sites if "heads" in site.groups), None)
-
-
-def _with_grid(sites: Sequence[SiteSpec]) -> int:
+def _n_with_grid(sites: Sequence[SiteSpec]) -> int:
+    """Return how many sites lie on the image: each has a receptive field."""
     return sum(bool(site.layout and site.layout.grid) for site in sites)
 
 
-def _bytes(sites: Sequence[SiteSpec], *, pooled: bool) -> int:
-    total = 0
+def _n_bytes(sites: Sequence[SiteSpec], *, pooled: bool) -> int:
+    """Return the bytes of an image's activations at these sites. pooled: of pooled vectors alone,
+    which a store always has."""
+    n_bytes = 0
     for site in sites:
-        grid = site.layout.grid if site.layout else None
-        tokens = math.prod(site.shape)
-        kept = (1 + (len(site.layout.prefix) if site.layout else 0)) * site.dim * 2 * HALF
-        total += (tokens * HALF if not pooled and grid else 0) + kept
-    return total
+        # The mean of the patches, and each token before them, such as the class token; in float32.
+        n_pooled = 1 + (len(site.layout.prefix) if site.layout else 0)
+        n_bytes += n_pooled * site.dim * 2 * HALF
+        if not pooled and site.layout and site.layout.grid:
+            n_bytes += math.prod(site.shape) * HALF
+    return n_bytes
 
 
 COLUMNS = (
-    *(
-        "model",
-        "tags",
-        "n_params",
-        "flops",
-        "height",
-        "width",
-        "n_blocks",
-        "heads",
-        "grid",
-    ),
-    *("analyses", "left_out"),
+    "model",
+    "tags",
+    "n_params",
+    "flops",
+    "height",
+    "width",
+    "n_blocks",
+    "heads",
+    "grid",
+    "analyses",
+    "left_out",
 )
-MOST = (
-    100  # architectures that are made without being asked for more; about a second each
-)
+# Architectures that are made without being asked for more; about a second each.
+MOST = 100
+MAX_ERROR_CHARS = 200
 
 
 def run(
@@ -176,7 +190,7 @@ def run(
     prove: bool = False,
     progress: Progress = SILENT,
 ) -> Table:
-    """One row per architecture, in its library's order.
+    """Describe architectures, one a row, in their library's order.
 
     Columns: `COLUMNS`. `tags`: of its pretrained weights, with spaces between (`NAME.TAG` is a
     model). n_params, flops (floating-point operations per image), height, width (input size in
@@ -199,111 +213,132 @@ def run(
     Raises:
         VitseeError: nothing matches, or more than `limit`.
     """
-    found = source_of(pattern).matching()
-    if len(found) > limit and not names_only:
+    tags_of_model = source_of(pattern).matching()
+    n_models = len(tags_of_model)
+    if n_models > limit and not names_only:
         raise VitseeError(
-            f"{pattern!r} matches {len(found)} architectures, which takes about "
-            f"{len(found) / 60:.0f} minutes; narrow it, list --names alone, or give "
-            f"--limit {len(found)}"
+            f"{pattern!r} matches {n_models} architectures, which takes about "
+            f"{n_models / 60:.0f} minutes; narrow it, list --names alone, or give "
+            f"--limit {n_models}"
         )
+    rows: list[dict[str, Any]] = []
     if names_only:
-        rows = [_named(name, tags) for name, tags in found.items()]
-    else:
-        needs = needs_of_analyses()
-        rows = []
-        with counting(progress, len(found), "models"):
-            for name, tags in found.items():
-                rows.append(_made(name, tags, needs, prove, len(found) > 1))
-                progress.advance(1)
+        for name, tags in tags_of_model.items():
+            height, width = source_of(name).stated_size() or (None, None)
+            row = {"model": name, "tags": " ".join(tags)}
+            rows.append(row | {"height": height, "width": width})
+        return Table.from_rows(rows, COLUMNS)
+    from vitsee_core.models.hook_points import ModelError  # it imports torch
+
+    needs = needs_of_analyses()
+    with counting(progress, n_models, "models"):
+        for name, tags in tags_of_model.items():
+            row = {"model": name, "tags": " ".join(tags)}
+            try:
+                row |= _describe(name, needs, prove=prove)
+            except ModelError as error:
+                # A single model that cannot be made is a mistake of the user.
+                if n_models == 1:
+                    raise
+                row["left_out"] = _as_line(error)
+            rows.append(row)
+            progress.advance(1)
     return Table.from_rows(rows, COLUMNS)
 
 
 def needs_of_analyses() -> dict[str, tuple[str, ...]]:
-    """Command -> what a model must offer for it (`offers`), as each analysis declares; those
-    of tables are left out, and guests that cannot be used."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return command -> what a model must offer for it (`offers`), as each analysis declares.
+
+    Analyses of tables are left out, and guests that cannot be used.
+    """
+    needs: dict[str, tuple[str, ...]] = {}
     for name, analysis in loaded():
         if analysis.needs is not None:
-            found[name.replace("_", "-")] = tuple(analysis.needs)
-    return found
+            needs[name.replace("_", "-")] = tuple(analysis.needs)
+    return needs
 
 
 def offers(table: SiteTable) -> dict[str, str | None]:
-    """Each need of an analysis -> why the model does not offer it, None where it does: `sites`,
-    `grid` (sites that lie on the image), `attention` (token to token), `heads` (their outputs),
-    `residual` (branches), `images` (still ones, no clips)."""
-    clips = any(site.layout is not None and site.layout.frames for site in table.sites)
-    grid = any(site.layout is not None and site.layout.grid for site in table.sites)
-    heads = any("heads" in site.groups for site in table.sites)
-    return {
-        "sites": None if table.sites else "no module gives one tensor per image",
-        "grid": None if grid else "no site lies on the image's grid",
+    """Return need of an analysis -> why a model does not offer it, None if it does.
+
+    The needs: `sites`, `grid` (sites that lie on the image), `attention` (token to token), `heads`
+    (their outputs), `residual` (branches), `images` (still ones, no clips).
+    """
+    lacks: dict[str, str | None] = {
+        "sites": "no module gives one tensor per image",
+        "grid": "no site lies on the image's grid",
         "attention": table.attention_refusal,
-        "heads": None
-        if heads
-        else table.attention_refusal or "no block whose heads are known",
+        # Without attention there are no heads either: the cause is the better reason.
+        "heads": table.attention_refusal or "no block whose heads are known",
         "residual": table.residual_refusal,
-        "images": "it takes clips, and the analysis is of images" if clips else None,
+        "images": None,
     }
+    if table.sites:
+        lacks["sites"] = None
+    for site in table.sites:
+        if "heads" in site.groups:
+            lacks["heads"] = None
+        if site.layout is not None and site.layout.grid:
+            lacks["grid"] = None
+        if site.layout is not None and site.layout.frames:
+            lacks["images"] = "it takes clips, and the analysis is of images"
+    return lacks
 
 
-def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
-    height, width = source_of(name).stated_size() or (None, None)
-    return {"model": name, "tags": " ".join(tags), "height": height, "width": width}
-
-
-def _made(
-    name: str,
-    tags: Sequence[str],
-    needs: Mapping[str, tuple[str, ...]],
-    prove: bool,
-    several: bool,
+def _describe(
+    name: str, needs: Mapping[str, tuple[str, ...]], *, prove: bool
 ) -> dict[str, Any]:
+    """Make an architecture, and return its row but for name and tags.
+
+    Args:
+        name: of the architecture.
+        needs: command -> what a model must offer for it.
+        prove: make it with random weights and prove its sites on pixels.
+
+    Raises:
+        ModelError: it cannot be made.
+    """
     from vitsee_core.models.hook_points import ModelError
     from vitsee_core.models.load import load_model
     from vitsee_core.models.site_tables import site_table, sketch
     from vitsee_core.models.without_weights import flops_of, sketched_module
 
-    try:
-        module, size = sketched_module(name, {})
-    except ModelError as error:
-        if not several:
-            raise
-        return {"model": name, "tags": " ".join(tags), "left_out": _line(error)}
+    module, size = sketched_module(name, {})
     row: dict[str, Any] = {
-        "model": name,
-        "tags": " ".join(tags),
-        "n_params": sum(p.numel() for p in module.parameters()),
+        "n_params": sum(parameter.numel() for parameter in module.parameters()),
         "height": size[1],
         "width": size[2],
     }
     try:
-        table = (
-            site_table(load_model(name, any_weights=True))
-            if prove
-            else sketch(module, size)
-        )
-    except (ModelError, NotImplementedError) as error:
-        return {**row, "left_out": f"unknown without weights: {_line(error)}"}
-    lacks = offers(table)
-    reasons: dict[str, list[str]] = {}
-    supported = []
-    for command, wanted in needs.items():
-        why = next((lacks[what] for what in wanted if lacks[what] is not None), None)
-        if why is None:
-            supported.append(command)
+        if prove:
+            table = site_table(load_model(name, any_weights=True))
         else:
-            reasons.setdefault(why, []).append(command)
-    left_out = "; ".join(f"{' '.join(some)}: {why}" for why, some in reasons.items())
-    n_blocks = len({site.block for site in table.sites if site.block is not None})
-    heads = [str(block.n_heads) for block in table.attention]
+            table = sketch(module, size)
+    except (ModelError, NotImplementedError) as error:
+        return {**row, "left_out": f"unknown without weights: {_as_line(error)}"}
+    lacks = offers(table)
+    commands = []
+    commands_of_reason: dict[str, list[str]] = {}
+    for command, command_needs in needs.items():
+        reasons = [lacks[need] for need in command_needs if lacks[need] is not None]
+        if reasons:
+            commands_of_reason.setdefault(str(reasons[0]), []).append(command)
+        else:
+            commands.append(command)
+    left_out = [
+        f"{' '.join(refused)}: {reason}" for reason, refused in commands_of_reason.items()
+    ]
+    n_heads = [str(block.n_heads) for block in table.attention]
     grids = [site.layout.grid for site in table.sites if site.layout and site.layout.grid]
-    grid = "x".join(map(str, grids[-1])) if grids else None
-    row |= {"n_blocks": n_blocks, "heads": " ".join(dict.fromkeys(heads)), "grid": grid}
+    row["n_blocks"] = len({site.block for site in table.sites if site.block is not None})
+    row["heads"] = " ".join(dict.fromkeys(n_heads))
+    row["grid"] = "x".join(map(str, grids[-1])) if grids else None
+    # Some models do not run without values: their other columns are known.
     with suppress(NotImplementedError, RuntimeError):
         row["flops"] = flops_of(module, size)
-    return {**row, "analyses": " ".join(supported), "left_out": left_out}
+    return {**row, "analyses": " ".join(commands), "left_out": "; ".join(left_out)}
 
 
-def _line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error))[:200]
+def _as_line(error: BaseException) -> str:
+    """Return a message as one line, cut."""
+    return re.sub(r"\s+", " ", str(error))[:MAX_ERROR_CHARS]

@@ -14,28 +14,38 @@ from vitsee_core.study.catalogue import HALF, WITHIN, SurveyedModel
 from vitsee_core.study.recipes import TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
 
-# Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
+# The share of a large matrix product's speed that a forward pass reaches while its sites are kept.
 EFFICIENCY = 0.4
-BACKWARD = (
-    1  # forward passes that a field costs: two, through half of the model on average
-)
+# Forward passes that a receptive field costs: a backward pass takes two, and goes through half of
+# the model on average.
+BACKWARD = 1
 # Analyses that each cache a Gram matrix of the images for every block, about 4 bytes a pair.
 GRAMS = frozenset(("cka", "similarity"))
-# Of an analysis, on two cores: its start and its figures, and the tokens that it reads a second.
+# Measured on two cores: an analysis' start and figures, and the bytes of tokens that it reads a
+# second.
 STEP_SECONDS = 1.5
 TOKEN_RATE = 50e6
-SPEED_SIDE = 1024  # of the matrix product that is timed
+# Rows and columns of the matrices whose product is timed: large enough to reach full speed, small
+# enough to take milliseconds.
+SPEED_SIDE = 1024
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Rough estimates of what a study takes."""
+    """Rough estimates of what a study takes.
 
-    size_bytes: int  # of all stores, and of what is cached beside them
-    seconds: float  # of all passes through models
-    analyses: float = 0.0  # seconds of all analyses
+    Attributes:
+        size_bytes: of all stores, and of the Gram matrices that are cached beside them.
+        seconds: of all passes through models.
+        analyses: seconds of all analyses.
+    """
+
+    size_bytes: int
+    seconds: float
+    analyses: float = 0.0
 
     def describe(self, n_models: int, n_images: int) -> str:
+        """Return the estimates as a line for the log."""
         return (
             f"{plural(n_models, 'models')} over {plural(n_images, 'images')}: about "
             f"{human_bytes(self.size_bytes)} on disk, {describe_time(self.seconds)} of extraction "
@@ -44,6 +54,7 @@ class Cost:
 
 
 def describe_time(seconds: float) -> str:
+    """Return a duration in words, as precise as an estimate is."""
     minutes = seconds / 60
     if minutes < 1:
         return "less than a minute"
@@ -55,16 +66,21 @@ def describe_time(seconds: float) -> str:
 def stores_of(
     study: Study, models: Sequence[SurveyedModel]
 ) -> tuple[dict[Path, SurveyedModel], dict[Path, int]]:
-    """Store -> its model, and its number of images, of a study."""
-    places = {
-        study.store(m.label, images): (m, images)
-        for m in models
-        for images in ("", "train")
-    }
-    return (
-        {place: model for place, (model, _) in places.items()},
-        {place: study.n_images(images) for place, (_, images) in places.items()},
-    )
+    """Return the model and the number of images of each store that a study can make.
+
+    Returns:
+        store -> its model; store -> its number of images.
+    """
+    model_of_store = {}
+    n_images_of_store = {}
+    for model in models:
+        store = study.store(model.label)
+        model_of_store[store] = model
+        n_images_of_store[store] = study.n_images()
+        train_store = study.store(model.label, "train")
+        model_of_store[train_store] = model
+        n_images_of_store[train_store] = study.n_images("train")
+    return model_of_store, n_images_of_store
 
 
 def cost(
@@ -73,72 +89,88 @@ def cost(
     n_images: Mapping[Path, int],
     speed: float,
 ) -> Cost:
-    """The cost of a plan.
+    """Estimate the cost of a plan.
 
     Args:
         plan: its steps.
         models: store that an extraction makes -> its model.
         n_images: store -> how many images it will have.
-        speed: floating point operations per second, see `measured_speed`.
+        speed: floating point operations per second, as `measured_speed` returns them.
     """
-    size = seconds = 0.0
+    size_bytes = 0.0
+    extraction_seconds = 0.0
     for step in plan.extractions:
-        place = step.outputs[0]
-        if place not in models:  # a set of images that is written
+        store = step.outputs[0]
+        # The step may write a bundled set of images in place of a store.
+        if store not in models:
             continue
-        model = models[place]
+        model = models[store]
         words = {*step.words}
-        pooled = "pooled" in words
-        more = bool({*WITHIN} & words)
-        one = model.bytes_pooled if pooled else model.bytes_of_tokens
-        one += 3 * model.size[1] * model.size[2] if "--inputs" in words else 0
-        one += model.more_bytes if more and not pooled else 0
-        cached = {s.command for s in plan.analyses if place in s.inputs} & GRAMS
-        size += (
-            one * n_images[place]
-            + len(cached) * (model.n_blocks + 1) * 4 * n_images[place] ** 2
-        )
-        passes = float(n_images[place])
+        is_pooled = "pooled" in words
+        has_more_sites = not words.isdisjoint(WITHIN)
+        bytes_per_image = model.bytes_pooled if is_pooled else model.bytes_of_tokens
+        if "--inputs" in words:
+            # Pixels are kept as the model sees them, a byte for each of three colours.
+            bytes_per_image += 3 * model.size[1] * model.size[2]
+        if has_more_sites and not is_pooled:
+            bytes_per_image += model.more_bytes
+        grams = {s.command for s in plan.analyses if store in s.inputs} & GRAMS
+        gram_bytes = len(grams) * (model.n_blocks + 1) * 4 * n_images[store] ** 2
+        size_bytes += bytes_per_image * n_images[store] + gram_bytes
+        passes = float(n_images[store])
         if "--erf" in words:
-            n_sites = model.n_fields + (model.more_fields if more else 0)
-            n_fields = step.words[step.words.index("--erf") + 1]
-            passes += BACKWARD * (int(n_fields) if n_fields.isdecimal() else 0) * n_sites
-        seconds += passes * model.flops / (EFFICIENCY * speed)
-    analyses = 0.0
+            # A backward pass for each image and each site that lies on the image.
+            n_sites = model.n_fields + (model.more_fields if has_more_sites else 0)
+            n_field_images = step.words[step.words.index("--erf") + 1]
+            # A number that the user mistyped is refused by extract, not here.
+            if n_field_images.isdecimal():
+                passes += BACKWARD * int(n_field_images) * n_sites
+        extraction_seconds += passes * model.flops / (EFFICIENCY * speed)
+    analysis_seconds = 0.0
     for step in plan.analyses:
-        read = [
-            (models[p].bytes_of_tokens / HALF, n_images[p])
-            for p in step.inputs
-            if p in models
+        # Values of an image's tokens, and the number of images, of each store that is read.
+        sizes = [
+            (models[path].bytes_of_tokens / HALF, n_images[path])
+            for path in step.inputs
+            if path in models
         ]
-        analyses += STEP_SECONDS
+        analysis_seconds += STEP_SECONDS
         if TOKENS in recipe_of(step.command).contents:
-            analyses += sum(HALF * values * n for values, n in read) / TOKEN_RATE
+            n_bytes = sum(HALF * n_values * n for n_values, n in sizes)
+            analysis_seconds += n_bytes / TOKEN_RATE
         if step.command in GRAMS:
-            analyses += sum(values * n**2 for values, n in read) / (EFFICIENCY * speed)
-    return Cost(int(size), seconds, analyses)
+            # Half of 2 n^2 values operations: a Gram matrix is symmetric.
+            flops = sum(n_values * n**2 for n_values, n in sizes)
+            analysis_seconds += flops / (EFFICIENCY * speed)
+    return Cost(int(size_bytes), extraction_seconds, analysis_seconds)
 
 
 def measured_speed(device: str = "auto") -> float:
-    """Floating point operations per second of float32 matrix products, timed for a moment. Raises
-    VitseeError: there is no such device."""
-    if device == "cpu" or (
-        device == "auto" and not may_have_gpu()
-    ):  # torch takes seconds to load
-        a = np.ones((SPEED_SIDE, SPEED_SIDE), np.float32)
-        return _speed(lambda: a @ a)
+    """Return the floating point operations per second of float32 matrix products, timed for a
+    moment.
+
+    Raises:
+        VitseeError: there is no such device.
+    """
+    # NumPy for the CPU: torch takes seconds to load.
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+        matrix = np.ones((SPEED_SIDE, SPEED_SIDE), np.float32)
+        return _time_product(lambda: matrix @ matrix)
     import torch
 
     from vitsee_core.runtime.device import resolve_device
 
-    there = torch.ones(SPEED_SIDE, SPEED_SIDE, device=resolve_device(device))
-    return _speed(lambda: (there @ there)[0, 0].item())
+    on_device = torch.ones(SPEED_SIDE, SPEED_SIDE, device=resolve_device(device))
+    # `item` waits for the device, which works on its own time.
+    return _time_product(lambda: (on_device @ on_device)[0, 0].item())
 
 
-def _speed(product: Callable[[], object]) -> float:
-    best = float("inf")
+def _time_product(product: Callable[[], object]) -> float:
+    """Return the speed of a product of two square matrices, in operations per second."""
+    seconds = float("inf")
+    # The best of three: the first call also starts threads and kernels.
     for _ in range(3):
         start = time.perf_counter()
         product()
-        best = min(best, time.perf_counter() - start)
-    return 2 * SPEED_SIDE**3 / best
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * SPEED_SIDE**3 / seconds

@@ -3,7 +3,7 @@ once; and of models of real size on photographs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from vitsee_stores import open_store
 
 IMAGES = 1000
 QUICK_IMAGES = 500
-CHANGED_IMAGES = 100
+REPLACEMENT_IMAGES = 100  # the model runs once for each of its heads
 QUICK_MODELS = ("vit", "resnet")
-# Where these pages lead.
+# Says in the report where pages of real models are to be had.
 NOTE = (
     "Small models on images of 28 x 28 pixels. The same pages of a ViT-S/14 and two CNNs on "
     "photographs: make demo-real, or vitsee demo --real -o real-out."
@@ -42,9 +42,9 @@ QUICK = (
     "best-layer",
     "explore",
 )
-# Of the bundled models: how they pool, what they were taught by.
+# Bundled models that differ in how they pool, and in whether labels taught them.
 FULL_MODELS = ("vit", "resnet", "vit-gap", "vit-masked")
-# Of timm, from its hub: taught by labels, by itself, and a CNN.
+# timm's models, from its hub: a ViT taught by labels, one taught without, and a CNN.
 PRETRAINED = {
     "vit": "vit_base_patch16_224.augreg_in21k_ft_in1k",
     "dino": "vit_small_patch16_224.dino",
@@ -53,13 +53,18 @@ PRETRAINED = {
 
 
 def demo_study(folder: Path, *, quick: bool = False) -> Study:
-    """The study of the demo. quick: only the analyses of the pictures in docs/, of fewer models."""
-    names = [
-        name for name in (QUICK_MODELS if quick else FULL_MODELS) if name in demo.models()
-    ]
+    """Return the study of the demo.
+
+    Args:
+        folder: where it writes.
+        quick: run only the analyses of the pictures in docs/, on fewer models and images.
+    """
+    names = QUICK_MODELS if quick else FULL_MODELS
+    # A package may have been built without some models.
+    installed = demo.models()
     return Study(
         folder=folder,
-        models={name: f"demo:{name}" for name in names},
+        models={name: f"demo:{name}" for name in names if name in installed},
         data="demo:test",
         train="demo:train",
         images=QUICK_IMAGES if quick else IMAGES,
@@ -69,138 +74,154 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
 
 
 def real_study(folder: Path, models: Mapping[str, Path], photographs: Path) -> Study:
-    """All analyses that take no labels, of what `vitsee_core.study.real` made;
-    without models, of timm's own."""
+    """Return the study of models of real size; it runs all analyses that take no labels.
+
+    Args:
+        folder: where it writes.
+        models: label -> folder of a model that `vitsee_core.study.real` made; timm's pretrained
+            models if empty.
+        photographs: folder of the images.
+    """
+    names = {label: f"local-dir:{path}" for label, path in models.items()}
     return Study(
         folder=folder,
-        models={name: f"local-dir:{place}" for name, place in models.items()}
-        or PRETRAINED,
+        models=names or PRETRAINED,
         data=str(photographs),
         images=len(PHOTOGRAPHS),
     )
 
 
-def with_sets(study: Study, found: Plan, *, quick: bool = False) -> Plan:
-    """The plan with the tasks of the miniature sets and, unless `quick`, a tour of the commands
-    that make no result."""
-    sets = plan_recipe(
-        read_recipe("miniatures"), replace(study, analyses=(), skip=()), None
-    )
-    analyses = [*found.analyses, *sets.analyses, *([] if quick else tour(study))]
-    answered = {step.command for step in sets.analyses}
-    left_out = {what: why for what, why in found.left_out.items() if what not in answered}
+def with_sets(study: Study, base: Plan, *, quick: bool = False) -> Plan:
+    """Return the plan with the steps of the miniature sets.
+
+    Args:
+        study: the demo's study.
+        base: the plan of its models.
+        quick: leave out the tour of the commands that make no result.
+    """
+    # The user's choice of analyses is of the models' study; the sets are small.
+    sets_study = replace(study, analyses=(), skip=())
+    sets = plan_recipe(read_recipe("miniatures"), sets_study, None)
+    analyses = [*base.analyses, *sets.analyses]
+    if not quick:
+        analyses += tour(study)
+    # What needs masks or keypoints is left out of the base plan, and done on the sets.
+    done_on_sets = {step.command for step in sets.analyses}
+    left_out = {
+        command: reason
+        for command, reason in base.left_out.items()
+        if command not in done_on_sets
+    }
     return Plan(
-        [*found.extractions, *sets.extractions], analyses, left_out, found.contents
+        extractions=[*base.extractions, *sets.extractions],
+        analyses=analyses,
+        left_out=left_out,
+        contents=base.contents,
     )
 
 
 def tour(study: Study) -> list[Step]:
-    """The commands that make no figure of their own."""
+    """Return the steps that show the commands without a figure, most of them on the first model."""
     label, name = next(iter(study.models.items()))
     store = study.store(label)
-    table = study.result("models")
-    drawn = study.result("cka-vit-resnet")
+    all_stores = [str(study.store(label)) for label in study.models]
+    models_table = study.result("models")
+    cka_table = study.result("cka-vit-resnet")
     array = study.folder / "pooled.npy"
     picture = study.folder / "cka-dark.svg"
-    theirs = study.folder / STORES / "imported.zarr"
+    imported = study.folder / STORES / "imported.zarr"
     axes = study.folder / "axes.safetensors"
     codes = study.folder / STORES / "codes.zarr"
-    again = study.folder / "cka-again.csv"
-    found = study.folder / "findings.csv"
+    repeated_table = study.folder / "cka-again.csv"
+    findings = study.folder / "findings.csv"
+    encode = ["encode", str(store), "--dictionary", str(axes)]
+    encode += ["-o", str(codes), "--force"]
+    find = ["findings", str(store), "--finding", "distance-rises"]
+    find += ["-o", str(findings), "--force"]
     return [
-        Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
+        Step(
+            "models",
+            ("models", name, "-o", str(models_table), "--force"),
+            outputs=(models_table,),
+        ),
         Step("sites", ("sites", name, "--sites", "blocks")),
-        Step("info", ("info", *(str(study.store(label)) for label in study.models))),
+        Step("info", ("info", *all_stores)),
         Step("validate", ("validate", str(store))),
-        _axes(store, axes),
+        _dictionary_step(store, axes),
         Step(
             "export",
             ("export", str(store), "pooled", "-o", str(array), "--force"),
-            (store,),
-            (array,),
+            inputs=(store,),
+            outputs=(array,),
         ),
-        Step(
-            "encode",
-            (
-                "encode",
-                str(store),
-                "--dictionary",
-                str(axes),
-                "-o",
-                str(codes),
-                "--force",
-            ),
-            (store, axes),
-            (codes,),
-        ),
+        Step("encode", tuple(encode), inputs=(store, axes), outputs=(codes,)),
         Step(
             "import",
-            ("import", str(array), "--like", str(store), "-o", str(theirs)),
-            (array, store),
-            (theirs,),
+            ("import", str(array), "--like", str(store), "-o", str(imported)),
+            inputs=(array, store),
+            outputs=(imported,),
         ),
-        Step(
-            "findings",
-            (
-                "findings",
-                str(store),
-                "--finding",
-                "distance-rises",
-                "-o",
-                str(found),
-                "--force",
-            ),
-            (store,),
-            (found,),
-        ),
-        *_changed(study, name),
+        Step("findings", tuple(find), inputs=(store,), outputs=(findings,)),
+        *_replacement_steps(study, name),
         Step("cache", ("cache", "ls", str(store))),
         Step(
             "rerun",
-            ("rerun", f"{drawn}.json", "-o", str(again), "--force"),
-            (drawn,),
-            (again,),
+            ("rerun", f"{cka_table}.json", "-o", str(repeated_table), "--force"),
+            inputs=(cka_table,),
+            outputs=(repeated_table,),
         ),
         Step(
             "plot",
-            ("plot", str(drawn), "-o", str(picture), "--theme", "dark", "--force"),
-            (drawn,),
-            (picture,),
+            ("plot", str(cka_table), "-o", str(picture), "--theme", "dark", "--force"),
+            inputs=(cka_table,),
+            outputs=(picture,),
         ),
     ]
 
 
-def _changed(study: Study, name: str) -> Iterator[Step]:
-    """A model with its class token replaced, and what its layers and heads do for the answer."""
-    whole, changed = (study.folder / STORES / f"{x}.zarr" for x in ("whole", "cls-mean"))
-    data = ("extract", name, "--data", study.data, "--images", str(CHANGED_IMAGES))
-    kept = [
-        word for group in ("blocks", "head", "residual") for word in ("--sites", group)
+def _replacement_steps(study: Study, name: str) -> list[Step]:
+    """Return the steps that extract a model as it is and with its class token replaced halfway by
+    the token's mean over images, and that compare both and weigh its layers and heads."""
+    unchanged = study.folder / STORES / "whole.zarr"
+    changed = study.folder / STORES / "cls-mean.zarr"
+    extract = ["extract", name, "--data", study.data, "--images", str(REPLACEMENT_IMAGES)]
+    # Branches, for logit-attribution.
+    sites = ["--sites", "blocks", "--sites", "head", "--sites", "residual"]
+    replacement = f"cls@depth:0.5=mean:{unchanged}"
+    extract_unchanged = [*extract, *sites, "-o", str(unchanged)]
+    extract_changed = [*extract, "--replace", replacement, "-o", str(changed)]
+    steps = [
+        Step("extract-whole", tuple(extract_unchanged), outputs=(unchanged,)),
+        Step(
+            "extract-cls-mean",
+            tuple(extract_changed),
+            inputs=(unchanged,),
+            outputs=(changed,),
+        ),
     ]
-    other = f"cls@depth:0.5=mean:{whole}"
-    yield Step("extract-whole", (*data, *kept, "-o", str(whole)), (), (whole,))
-    words = (*data, "--replace", other, "-o", str(changed))
-    yield Step("extract-cls-mean", words, (whole,), (changed,))
-    for command, stores in (
-        ("effect", (whole, changed)),
-        ("logit-attribution", (whole,)),
-        ("head-importance", (whole,)),
-    ):
+    inputs_of_command = {
+        "effect": (unchanged, changed),
+        "logit-attribution": (unchanged,),
+        "head-importance": (unchanged,),
+    }
+    for command, stores in inputs_of_command.items():
         table = study.result(command, command)
-        drawn = ("-o", str(table), "--png", str(table.with_suffix(".png")), "--force")
-        yield Step(command, (command, *map(str, stores), *drawn), stores, (table,))
+        words = [command, *map(str, stores)]
+        words += ["-o", str(table), "--png", str(table.with_suffix(".png")), "--force"]
+        steps.append(Step(command, tuple(words), inputs=stores, outputs=(table,)))
+    return steps
 
 
-def _axes(store: Path, place: Path) -> Step:
-    """The step that writes a dictionary, anew each time."""
+def _dictionary_step(store: Path, path: Path) -> Step:
+    """Return the step that writes a dictionary of PCA; in Python, as in a notebook."""
 
     def write() -> None:
+        """Write the dictionary anew: `save` refuses to replace one of an earlier run."""
         from vitsee_core.analyses import concepts
 
-        place.unlink(missing_ok=True)
-        concepts.run(open_store(store), method="pca", save=place)
+        path.unlink(missing_ok=True)
+        concepts.run(open_store(store), method="pca", save=path)
 
-    call = f"vitsee.concepts({str(store)!r}, method='pca', save={str(place)!r})"
-    return Step(
-        "axes", ("python", "-c", f"import vitsee; {call}"), (store,), (place,), make=write
-    )
+    call = f"vitsee.concepts({str(store)!r}, method='pca', save={str(path)!r})"
+    words = ("python", "-c", f"import vitsee; {call}")
+    return Step("axes", words, inputs=(store,), outputs=(path,), make=write)

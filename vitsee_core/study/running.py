@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,36 +37,52 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a step ended.
+
+    Attributes:
+        code: exit code of the command.
+        reason: of a failure, in one line; "" if the step succeeded.
+        applies: whether the models have what the command is about.
+    """
+
     code: int
-    reason: str = ""  # in one line, "" if it succeeded
-    applies: bool = True  # whether these models have what the command is about
+    reason: str = ""
+    applies: bool = True
 
 
 Perform = Callable[[Step], Outcome]
-# Steps that begin first of those that were never timed: a long one begun last runs alone.
+# Steps that begin first of those that were never timed: a long one begun last runs alone, while the
+# other workers rest.
 LONG = LARGE_TABLES | {EXPLORE}
-LONGER = 1.0
+LONG_SECONDS = 1.0  # above the 0 that stands for all others
 
 
 class Workers(Protocol):
-    """Performs several steps at a time."""
+    """Perform several steps at a time."""
 
     def takes(self, step: Step) -> bool:
-        """Whether it performs this one at all."""
+        """Return whether workers perform this step at all."""
 
     def free_for(self, step: Step) -> bool:
-        """Whether this one could begin now."""
+        """Return whether a worker and memory are free for this step now."""
 
     def begin(self, step: Step) -> None:
-        """Begin it."""
+        """Begin a step."""
 
     def ended(self) -> tuple[str, Outcome]:
-        """Wait for one to end: its name, and how."""
+        """Wait for a step to end; return its name, and how it ended."""
 
 
 @dataclass
 class Record:
-    """`study.json`: the request, and for each step what it was made from and how it ended."""
+    """`study.json`: the request, and for each step what it was made from and how it ended.
+
+    Attributes:
+        path: of the file.
+        about: the request, for the report.
+        steps: name -> step, also of earlier requests.
+        survey: the models as they were surveyed, and the versions that surveyed them.
+    """
 
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
@@ -75,51 +91,65 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """The record in a folder; an empty one if there is none, or not ours."""
-        found = read_study_file(folder / FILE) or StudyRecord()
-        return cls(folder / FILE, {}, found.steps, found.survey)
+        """Return the record in a folder; an empty one if there is none, or it is not ours."""
+        content = read_study_file(folder / FILE) or StudyRecord()
+        return cls(folder / FILE, {}, content.steps, content.survey)
 
     def surveyed(self, models: Mapping[str, str]) -> list[SurveyedModel] | None:
-        """The models (label -> name) as this code found them when it began the study; None unless
-        it found all of them. It says what their stores were made of, not what they are now."""
+        """Return the models as they were surveyed when the study began; None if this code has not
+        surveyed all of them.
+
+        The record says what their stores were made of, which is not what they are now: a file of
+        weights may have changed.
+
+        Args:
+            models: label -> name.
+        """
         if self.survey.versions != worker_versions():
             return None
-        try:
-            return [
-                replace(
-                    msgspec.convert(self.survey.models[name], SurveyedModel), label=label
-                )
-                for label, name in models.items()
-            ]
-        except (KeyError, msgspec.ValidationError):
-            return None
+        surveyed_models = []
+        for label, name in models.items():
+            # The file may be a stranger's, or of an earlier version with other fields.
+            try:
+                model = msgspec.convert(self.survey.models[name], SurveyedModel)
+            except (KeyError, msgspec.ValidationError):
+                return None
+            surveyed_models.append(replace(model, label=label))
+        return surveyed_models
 
     def finished(self, steps: Sequence[Step]) -> bool:
-        """Whether all of these were done, and their inputs and outputs are unchanged since."""
+        """Return whether all of these steps were done, and their inputs and outputs are unchanged
+        since."""
         return all(_is_finished(step, self.steps.get(step.name)) for step in steps)
 
     def outdate(self, step: Step) -> None:
-        """Have it done again, whatever it was made from."""
+        """Have a step done again, whatever it was made from."""
         if step.name in self.steps:
             self.steps[step.name].status = BEGUN
 
     def write(self) -> None:
+        """Replace the file, in one go: a reader sees the old record or the new one."""
         steps = msgspec.to_builtins(self.steps)
         text = json.dumps({**self.about, "steps": steps}, indent=2) + "\n"
         write_files({self.path: text.encode()}, force=True)
 
 
 def record_path(study: Study) -> Path:
+    """Return the path of a study's record."""
     return study.folder / FILE
 
 
 def folders(study: Study) -> list[Path]:
-    return [study.folder / name for name in (STORES, RESULTS)]
+    """Return the folders of a study's stores and of its results."""
+    return [study.folder / STORES, study.folder / RESULTS]
 
 
 def make_folders(study: Study) -> None:
-    """Make the study's folders. Raises VitseeError: impossible, or there is another
-    `study.json`."""
+    """Make the study's folders.
+
+    Raises:
+        VitseeError: the disk refuses, or another program's `study.json` is there.
+    """
     record = record_path(study)
     if record.exists() and read_study_file(record) is None:
         raise VitseeError(
@@ -137,7 +167,17 @@ def make_folders(study: Study) -> None:
 def begin(
     study: Study, command: Sequence[str], plan: Plan, models: Sequence[SurveyedModel] = ()
 ) -> Record:
-    """The record of a study that begins or continues. models: as they were surveyed."""
+    """Write the record of a study that begins or continues.
+
+    Args:
+        study: the request.
+        command: the command line, for the report.
+        plan: its steps.
+        models: as they were surveyed.
+
+    Returns:
+        The record, with the steps of earlier runs.
+    """
     record = Record.read(study.folder)
     record.about = {
         "command": list(command),
@@ -172,157 +212,203 @@ def carry_out(
     before: Sequence[Step] = (),
     workers: Workers | None = None,
 ) -> list[Step]:
-    """Perform the steps in order, or several at a time; returns those that failed, or whose input
-    is missing or stale because this study's step failed. A step that does not apply to its models
-    is left out, with its reason.
+    """Perform the steps in order, or several at a time.
+
+    A step that does not apply to its models is left out, with its reason.
 
     Args:
         steps: of one plan.
         record: written after every step.
         perform: runs a step's command.
         say: receives a line for each step, as it ends.
-        first, total: how the lines count.
+        first: number of the first step in these lines.
+        total: number of all steps in these lines; that of `steps` by default.
         before: steps that failed earlier; files at their outputs are from another study.
         workers: perform what they take, the longest steps first, each once the steps are done whose
             outputs it reads; one that names no inputs comes after all before it. What they do not
             take is performed here while they rest.
 
+    Returns:
+        The steps that failed, or whose input is missing or stale because a step failed.
+
     Raises:
         Stopped: a signal ended a step.
     """
-    ended = _Ended(
-        steps, record, say, first, len(steps) if total is None else total, before
-    )
+    n_lines = len(steps) if total is None else total
+    ledger = _Ledger(steps, record, say, first=first, total=n_lines, before=before)
     waiting = [*steps]
-    running = dict[str, tuple[Step, float]]()
-    seconds = {name: entry.seconds for name, entry in record.steps.items()}
-    long = {s.name: seconds.get(s.name) or LONGER * (s.command in LONG) for s in steps}
+    running: dict[str, tuple[Step, float]] = {}  # name -> the step, and when it began
+    # Estimates of how long steps take: as long as in the run before, if there was one.
+    durations: dict[str, float] = {}
+    for step in steps:
+        durations[step.name] = LONG_SECONDS if step.command in LONG else 0.0
+        if step.name in record.steps and record.steps[step.name].seconds:
+            durations[step.name] = record.steps[step.name].seconds
     while waiting or running:
-        step = _next(steps, waiting, running, long, workers)
-        if step is None:
+        next_step = _next(steps, waiting, running, durations, workers)
+        if next_step is None:
+            # All that wait need a worker, or the output of a step that runs.
             assert workers is not None
             name, outcome = workers.ended()
-            step, start = running.pop(name)
-            ended.note(step, outcome, time.monotonic() - start)
+            ended_step, start = running.pop(name)
+            ledger.note(ended_step, outcome, time.monotonic() - start)
             continue
-        waiting.remove(step)
-        begun = ended.begun(step)
-        if begun is None:
+        waiting.remove(next_step)
+        runnable_step = ledger.begin(next_step)
+        if runnable_step is None:
             continue
         start = time.monotonic()
-        if workers is not None and workers.takes(begun):
-            workers.begin(begun)
-            running[begun.name] = begun, start
+        if workers is not None and workers.takes(runnable_step):
+            workers.begin(runnable_step)
+            running[runnable_step.name] = (runnable_step, start)
         else:
-            ended.note(begun, perform(begun), time.monotonic() - start)
-    return [ended.failed[step.name] for step in steps if step.name in ended.failed]
+            outcome = perform(runnable_step)
+            ledger.note(runnable_step, outcome, time.monotonic() - start)
+    return [ledger.failed[step.name] for step in steps if step.name in ledger.failed]
 
 
 def _next(
     steps: Sequence[Step],
     waiting: Sequence[Step],
     running: Mapping[str, tuple[Step, float]],
-    long: Mapping[str, float],
+    durations: Mapping[str, float],
     workers: Workers | None,
 ) -> Step | None:
-    """The step that begins now, None while all wait for those that are running."""
+    """Return the step that begins now; None while all wait for those that are running.
+
+    Args:
+        steps: all steps, in the plan's order.
+        waiting: those that have not begun, in the same order.
+        running: name -> a step that workers perform, and when it began.
+        durations: name -> estimated seconds.
+        workers: perform several at a time; None to perform the steps in order.
+    """
     if workers is None:
         return waiting[0]
-    open_ = {step.name for step in waiting} | {*running}
-    made = set[Path]()
-    able = list[Step]()
-    for step in steps:  # in the plan's order, so that `made` is what is not made yet
-        ready = not made & {*step.inputs} if step.inputs else not made
-        if step in waiting and ready:
+    unfinished = {step.name for step in waiting} | {*running}
+    able = []
+    # In the plan's order: when a step's turn comes, this has the outputs of all unfinished steps
+    # before it.
+    missing_paths: set[Path] = set()
+    for step in steps:
+        if step.inputs:
+            is_ready = missing_paths.isdisjoint(step.inputs)
+        else:
+            is_ready = not missing_paths
+        if step in waiting and is_ready:
             able.append(step)
-        if step.name in open_:
-            made.update(step.outputs or [Path(step.name)])
-    moved = [step for step in able if workers.takes(step)]
-    if able and able[0] not in moved:
+        if step.name in unfinished:
+            # A step without outputs is waited for by its name, which is no input's path.
+            missing_paths.update(step.outputs or [Path(step.name)])
+    for_workers = [step for step in able if workers.takes(step)]
+    # A step of this process runs alone, as it may use all cores and all memory.
+    if able and able[0] not in for_workers:
         return None if running else able[0]
-    free = [step for step in moved if workers.free_for(step)]
-    return max(free, key=lambda step: long[step.name], default=None)
+    free = [step for step in for_workers if workers.free_for(step)]
+    return max(free, key=lambda step: durations[step.name], default=None)
 
 
-class _Ended:
-    """The steps that ended, in the record and as lines."""
+class _Ledger:
+    """Enter how steps ended into the record, and say it in a line each."""
 
     def __init__(
         self,
         steps: Sequence[Step],
         record: Record,
         say: Report,
+        *,
         first: int,
         total: int,
         before: Sequence[Step],
     ) -> None:
+        """Prepare a ledger; the arguments are those of `carry_out`."""
         self.record = record
         self._say = say
         self._number = first
         self._total = total
         self._order = [step.name for step in steps]
-        self._bad = [*before]
+        self._without_outputs = [*before]  # failed or left out: their outputs are stale
         self.failed: dict[str, Step] = {}
 
-    def begun(self, step: Step) -> Step | None:
-        """The step as it is to be performed, on the inputs that are there; None if it is not."""
-        stale = {path for other in self._bad for path in other.outputs}
+    def begin(self, step: Step) -> Step | None:
+        """Return the step as it is to be performed, on the inputs that are there; None if it
+        cannot be, or was finished before."""
+        stale = {path for other in self._without_outputs for path in other.outputs}
         missing = [path for path in step.inputs if path in stale or not path.exists()]
         if step.partial and len(missing) < len(step.inputs):
             step = step.without(missing)
             missing = []
         if missing:
             text = f"{', '.join(path.name for path in missing)} was not made"
-            self._left_out(step, 0.0, text)
+            self._leave_out(step, 0.0, text)
             self.failed[step.name] = step
             self._write()
-        elif _is_finished(step, self.record.steps.get(step.name)):
-            self._line(step, "done before")
-        else:
-            self._enter(step, BEGUN, 0.0)
-            self._write()
-            return step
-        return None
+            return None
+        if _is_finished(step, self.record.steps.get(step.name)):
+            self._say_line(step, "done before")
+            return None
+        # Before it begins: a killed run leaves the entry, by which its half files are known.
+        self._enter(step, BEGUN, 0.0)
+        self._write()
+        return step
 
     def note(self, step: Step, outcome: Outcome, seconds: float) -> None:
-        """How it ended. Raises Stopped: by a signal."""
-        if outcome.code > 1 and outcome.code != 2:
+        """Enter how a step ended.
+
+        Args:
+            step: the step.
+            outcome: how it ended.
+            seconds: how long it took.
+
+        Raises:
+            Stopped: a signal ended it.
+        """
+        # 1 and 2 are a command's own codes: a failure, and a wrong option.
+        if outcome.code > 2:
             raise Stopped(outcome.code)
-        if outcome.code and not outcome.applies:
-            self._left_out(step, seconds, outcome.reason)
+        if outcome.code == 0:
+            self._enter(step, DONE, seconds)
+            self._say_line(step, f"{seconds:.1f} s")
+        elif not outcome.applies:
+            self._leave_out(step, seconds, outcome.reason)
             self.record.about.setdefault("left_out", {})[step.name] = outcome.reason
-        elif outcome.code:
+        else:
             text = outcome.reason or f"exit code {outcome.code}"
             self._enter(step, FAILED, seconds, text)
-            self._line(step, f"failed: {text}")
-            self._bad.append(step)
+            self._say_line(step, f"failed: {text}")
+            self._without_outputs.append(step)
             self.failed[step.name] = step
-        else:
-            self._enter(step, DONE, seconds)
-            self._line(step, f"{seconds:.1f} s")
         self._write()
 
-    def _left_out(self, step: Step, seconds: float, text: str) -> None:
+    def _leave_out(self, step: Step, seconds: float, text: str) -> None:
+        """Enter a step that was not performed to its end, with the reason."""
         self._enter(step, LEFT_OUT, seconds, text)
-        self._line(step, f"left out: {text}")
-        self._bad.append(step)
+        self._say_line(step, f"left out: {text}")
+        self._without_outputs.append(step)
 
-    def _line(self, step: Step, text: str) -> None:
+    def _say_line(self, step: Step, text: str) -> None:
+        """Say a step's line, and count it."""
         self._say(f"[{self._number}/{self._total}] {step.name}: {text}")
         self._number += 1
 
     def _enter(self, step: Step, status: str, seconds: float, text: str = "") -> None:
-        self.record.steps[step.name] = _entry(step, status, seconds, text)
+        """Enter a step into the record, with its files as they are now."""
+        self.record.steps[step.name] = StudyStep(
+            status,
+            step.line,
+            round(seconds, 1),
+            fingerprints(step.inputs),
+            fingerprints(step.outputs),
+            text,
+        )
 
     def _write(self) -> None:
-        """The record, its steps in the plan's order, behind those that the plan does not have."""
-        own = {
-            name: self.record.steps[name]
-            for name in self._order
-            if name in self.record.steps
-        }
-        others = {name: e for name, e in self.record.steps.items() if name not in own}
-        self.record.steps = others | own
+        """Write the record, its steps in the plan's order, behind those that the plan does not
+        have."""
+        entries = self.record.steps
+        planned = {name: entries[name] for name in self._order if name in entries}
+        others = {name: entry for name, entry in entries.items() if name not in planned}
+        self.record.steps = others | planned
         self.record.write()
 
 
@@ -334,98 +420,97 @@ class Stopped(Exception):
         self.code = code
 
 
-def _entry(step: Step, status: str, seconds: float, text: str = "") -> StudyStep:
-    outputs = {str(path): _outcome(path) for path in step.outputs}
-    inputs = fingerprints(step.inputs)
-    return StudyStep(status, step.line, round(seconds, 1), inputs, outputs, text)
-
-
-def _is_finished(step: Step, before: StudyStep | None) -> bool:
-    """Whether a step was done with the same words from the same inputs, and its files are those
-    that it made."""
+def _is_finished(step: Step, entry: StudyStep | None) -> bool:
+    """Return whether a step was done with the same words from the same inputs, and its files are
+    those that it made. entry: of the step in the record."""
     return (
-        before is not None
-        and before.status == DONE
-        and before.command == step.line
-        and before.inputs == fingerprints(step.inputs)
-        and before.outputs == {str(path): _outcome(path) for path in step.outputs}
+        entry is not None
+        and entry.status == DONE
+        and entry.command == step.line
+        and entry.inputs == fingerprints(step.inputs)
+        and entry.outputs == fingerprints(step.outputs)
         and all(path.exists() for path in step.outputs)
     )
 
 
-def _outcome(path: Path) -> str:
-    """Identity of an output: the id of a complete store, the digest of a file."""
-    return next(iter(fingerprints((path,)).values()), "")
-
-
 def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
-    """Path -> contents: a store's id (and whether it is complete), a file's digest."""
-    found = {}
+    """Return path -> identity of its contents: a store's id (and whether it is complete), a file's
+    digest, a word for a folder; "" if there is nothing."""
+    identities = {}
     for path in paths:
         if path.suffix == ".zarr":
             from vitsee_stores import open_store
 
             try:
                 store = open_store(path, allow_partial=True)
+                # Sites that were added to a store change its generation, not its id.
                 grown = f", generation {store.generation}" if store.generation > 1 else ""
                 partial = "" if store.complete else ", partial"
-                found[str(path)] = store.manifest.store_id + grown + partial
+                identities[str(path)] = store.manifest.store_id + grown + partial
             except (VitseeError, OSError):
-                found[str(path)] = ""
+                identities[str(path)] = ""
         elif path.is_file():
-            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            identities[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.is_dir():
+            # A set of images: its files are large, and always the same.
+            identities[str(path)] = SETS
         else:
-            found[str(path)] = SETS if path.is_dir() else ""
-    return found
+            identities[str(path)] = ""
+    return identities
 
 
 def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
-    """Refuse outputs of steps that are not the study's own, by its record, and links that lead out
-    of its folder. Stores are left to extract, which replaces none. Raises VitseeError: names the
-    files; or the study's folder is inside a store or among its images."""
-    for images in (study.data, study.train or ""):
-        check_output_path(record.path, images=images)
-    files = [
-        path for step in steps for output in step.outputs for path in _files_of(output)
-    ]
-    for path in [record.path, *files]:
-        outside = not path.resolve().is_relative_to(study.folder.resolve())
-        if path.is_symlink() and path.suffix != ".zarr" and outside:
+    """Refuse outputs of steps that the study's record does not have, and links that lead out of its
+    folder. Stores are left to extract, which replaces none.
+
+    Raises:
+        VitseeError: names the files; or the study's folder is inside a store or among its images.
+    """
+    check_output_path(record.path, images=study.data)
+    check_output_path(record.path, images=study.train or "")
+    outputs = [output for step in steps for output in step.outputs]
+    files = [record.path]
+    for output in outputs:
+        files += _files_of(output)
+    for path in files:
+        is_outside = not path.resolve().is_relative_to(study.folder.resolve())
+        if path.is_symlink() and path.suffix != ".zarr" and is_outside:
             raise VitseeError(
                 f"{path} is a link to {path.resolve()}, outside of the study's folder; remove it, "
                 "or choose another -o"
             )
-    found = [
-        path
-        for step in steps
-        for output in step.outputs
-        if output.suffix != ".zarr"
-        and not _is_own(output.relative_to(study.folder), record)
-        for path in _files_of(output)
-        if path.exists()
-    ]
-    if found:
-        names = abbreviate([str(path) for path in found])
+    foreign = []
+    for output in outputs:
+        if output.suffix == ".zarr":
+            continue
+        if not _is_recorded(output.relative_to(study.folder), record):
+            foreign += [str(path) for path in _files_of(output) if path.exists()]
+    if foreign:
+        pronoun = "it" if len(foreign) == 1 else "them"
         raise VitseeError(
-            f"{names} would be replaced, and {record.path} does not say that this study wrote "
-            f"{'it' if len(found) == 1 else 'them'}; move {'it' if len(found) == 1 else 'them'} "
-            "away, or choose another -o"
+            f"{abbreviate(foreign)} would be replaced, and {record.path} does not say that this "
+            f"study wrote {pronoun}; move {pronoun} away, or choose another -o"
         )
 
 
-def _is_own(place: Path, record: Record) -> bool:
-    """Whether a finished step wrote this place of the study's folder, wherever that was then; or
-    one was stopped while it wrote."""
+def _is_recorded(path: Path, record: Record) -> bool:
+    """Return whether a step of the record wrote a file, or was stopped while it wrote.
+
+    Args:
+        path: of the file in the study's folder, which may have been moved since.
+        record: of the study.
+    """
     for entry in record.steps.values():
-        for path, held in entry.outputs.items():
-            ours = held or entry.status == BEGUN
-            if ours and Path(path).parts[-len(place.parts) :] == place.parts:
+        for recorded_path, identity in entry.outputs.items():
+            is_written = identity != "" or entry.status == BEGUN
+            if is_written and Path(recorded_path).parts[-len(path.parts) :] == path.parts:
                 return True
     return False
 
 
-def _files_of(output: Path) -> Iterator[Path]:
+def _files_of(output: Path) -> list[Path]:
+    """Return the files that a command writes for an output: a table has its parameters and its
+    replicates beside it."""
     if output.name.endswith(TABLE_ENDINGS):
-        yield from Outputs(output, with_replicates=True).paths()
-    else:
-        yield output
+        return [*Outputs(output, with_replicates=True).paths()]
+    return [output]

@@ -265,13 +265,13 @@ def _study_recipe(ctx: click.Context, request: _Request, name: str) -> None:
     if len(request.models) > 1:
         raise click.UsageError(f"{name} is a recipe: give it alone, models by --models")
     _refuse_options_of_recipe(ctx, name, request.quick)
-    recipe = read_recipe(name).of_models(request.recipe_models)
+    recipe = read_recipe(name).with_models(request.recipe_models)
     if _is_typed(ctx, "images"):
-        recipe = recipe.of_images(request.images)
+        recipe = recipe.with_n_images(request.images)
     title = recipe.title
     data_folder = request.data
     if request.quick:
-        recipe = recipe.of_the_demo()
+        recipe = recipe.with_demo_models()
         title = f"{title} (small models in their place)"
         data_folder = None
     study = request.make_study(
