@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from vitsee_core.features.imports import read_arrays, read_ids
+from vitsee_core.features.array_files import read_arrays, read_ids
 from vitsee_core.pages.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_core.tables.formats import table_bytes

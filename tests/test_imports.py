@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import vitsee
 from tests.stores import VIT, write_sites
 from vitsee_cli.main import main
-from vitsee_core.features.imports import read_arrays
+from vitsee_core.features.array_files import read_arrays
 from vitsee_stores import Store, VitseeError, open_store
 
 N = 30

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tests.features import activations, vit_sites
 from tests.stores import CNN, Site, write_model
 from vitsee_cli.main import main
-from vitsee_core.features.exporting import export_saev
+from vitsee_core.features.exporting_saev import export_saev
 from vitsee_core.features.torch_dataset import TokenDataset
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, TokenLayout

@@ -35,7 +35,7 @@ from PIL import Image
 from tests.faults.fuzz import DEEP, Changes, Hang
 from vitsee_cli.main import main as vitsee
 from vitsee_cli.recipe_steps import check_steps
-from vitsee_core.features.imports import read_arrays, read_ids
+from vitsee_core.features.array_files import read_arrays, read_ids
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import Study

@@ -1,13 +1,6 @@
 """Stores of vectors and tokens that others computed: neural responses, features of other tools.
 
-The arrays come from files; what each is called, and the ids and labels beside them:
-
-.npy               one array
-.npz               one array a key
-.pt, .pth          a tensor, or a dictionary of tensors; read with weights_only
-.safetensors       one tensor a key
-.csv, .tsv         a row an image; columns id and label, the others are the vector
-.parquet           the same; a column of lists is a vector by itself (as vitsee export writes)
+The arrays come from files (`array_files.py` lists their kinds); each array becomes a site.
 """
 
 from __future__ import annotations
@@ -15,282 +8,33 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.class_labels import class_labels, label_text
-from vitsee_core.images.decoding import hash64, one_line
-from vitsee_core.images.errors import DataError
-from vitsee_core.images.sources.arrays import read_npz
-from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.features.array_files import Array, Arrays, read_arrays, read_ids
+from vitsee_core.images.class_labels import class_labels
+from vitsee_core.images.decoding import hash64
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import result_versions
-from vitsee_core.tables.delimited import as_numbers, read_cells
-from vitsee_core.tables.formats import ending_of, read_parquet
-from vitsee_core.types import pl
 from vitsee_stores import Store, StoreWriter, open_store
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.manifest import abbreviate, new_manifest
 from vitsee_stores.samples import Samples
 from vitsee_stores.url import Place
 
-Array = NDArray[Any]
-T = TypeVar("T")
-ID = "id"
-LABEL = "label"
-# Columns that `vitsee export` writes beside the features.
-ABOUT = (ID, LABEL, "row", "index", "split")
-EXPECTED = "expected names of columns and numbers"
-NUMBERS = f"expected numbers in every column but {', '.join(ABOUT)}"
+# Images per slab, and per step of a pass over an array.
 SLAB = 256
-# so that analyses take imported sites by default
-MEAN = "mean"
+# The group of a model's blocks, so that analyses take imported sites by default.
 GROUP = "blocks"
+# Numbers beyond these become infinite when they are stored.
 LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """values: name -> (images, ...); ids, labels: of the images, None where the file has none;
-    columns: names of the entries of a vector that was made of columns."""
-
-    values: dict[str, Array]
-    ids: list[str] | None = None
-    labels: list[str] | None = None
-    columns: dict[str, list[str]] = field(default_factory=dict)
-
-
-def read_arrays(path: Path) -> Arrays:
-    """All arrays of a file. Raises VitseeError: another ending, a file that cannot be read, or no
-    numbers in it."""
-    ending = ending_of(path, tuple(_READERS), "an import")
-    found = _read(_READERS[ending], path, f"{ending} file of numbers")
-    for name, values in found.values.items():
-        if values.dtype.kind not in "fiub" or values.ndim < 2:
-            raise VitseeError(
-                f"{path}: {name} has {values.ndim} axes of {values.dtype}; expected numbers, "
-                "(images, dim) or (images, tokens, dim)"
-            )
-        if 0 in values.shape[1:]:
-            raise VitseeError(
-                f"{path}: {name} is {values.shape}; expected a number an image"
-            )
-    if not found.values:
-        raise VitseeError(f"{path} has no array; expected one of numbers")
-    return found
-
-
-def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
-    """Ids, and labels where there are some, of a text with an id a line, or a table with a column
-    id (`vitsee export --samples` writes one). Raises VitseeError: it cannot be read, or has no ids.
-    """
-    if path.suffix.lower() == ".txt":
-        try:
-            return path.read_text("utf-8-sig").splitlines(), None
-        except (OSError, UnicodeDecodeError) as error:
-            raise VitseeError(f"{path} cannot be read: {error}") from None
-    ending = ending_of(path, (".txt", *_TABLES), "ids")
-    columns = _read(_TABLES[ending], path, f"{ending} table")
-    if ID not in columns:
-        raise VitseeError(
-            f"{path} has columns {', '.join(columns)}; expected one called {ID}"
-        )
-    return _texts_of_ids(columns, path), _texts_of_labels(columns, path)
-
-
-def _texts_of_ids(columns: Mapping[str, Sequence[Any]], path: Path) -> list[str]:
-    """The ids in a table's column; VitseeError: there is a row without one."""
-    ids = columns[ID]
-    if None in ids:
-        raise VitseeError(
-            f"{path}: row {list(ids).index(None)} has no {ID}; expected one a row"
-        )
-    return [str(value) for value in ids]
-
-
-def _texts_of_labels(
-    columns: Mapping[str, Sequence[Any]], path: Path
-) -> list[str] | None:
-    """The labels in a table's column, "" for none; None without the column."""
-    if LABEL not in columns:
-        return None
-    try:
-        return [label_text(value) for value in columns[LABEL]]
-    except DataError as error:
-        raise VitseeError(f"{path}: {error}") from None
-
-
-def _read(read: Callable[[Path], T], path: Path, what: str) -> T:
-    """`read(path)`; whatever a damaged file makes the libraries raise is one line, and nothing that
-    they warn of is another."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return read(path)
-    except VitseeError:
-        raise
-    except OSError as error:
-        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
-    except Exception as error:  # numpy, torch, csv and polars raise nearly anything
-        raise VitseeError(f"{path} is no {what}: {one_line(error)}") from None
-
-
-def _pt(path: Path) -> Arrays:
-    import torch
-
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # the unpickler raises nearly anything on damaged files
-        raise VitseeError(
-            f"{path} is no file of tensors alone: {one_line(error)}"
-        ) from None
-    tensors = {path.stem: found} if isinstance(found, torch.Tensor) else found
-    if not isinstance(tensors, Mapping):
-        raise VitseeError(
-            f"{path} holds a {type(found).__name__}; expected tensors by name"
-        )
-    arrays = {}
-    for name, value in tensors.items():
-        if isinstance(value, torch.Tensor):
-            if value.nbytes > value.untyped_storage().nbytes():
-                raise VitseeError(
-                    f"{path}: {name} is {tuple(value.shape)}, of which the file has "
-                    f"{human_bytes(value.untyped_storage().nbytes())}; expected all of its numbers"
-                )
-            arrays[str(name)] = value.float() if value.dtype is torch.bfloat16 else value
-    return Arrays({name: value.numpy() for name, value in arrays.items()})
-
-
-def _safetensors(path: Path) -> Arrays:
-    from safetensors.numpy import load_file
-
-    return Arrays(load_file(path))
-
-
-def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
-    """The columns of a delimited text: numbers where all cells are, else text."""
-    ending = path.suffix.lower()
-    frame, decimal_comma = read_cells(path, path.read_bytes(), ending, _is_text, EXPECTED)
-    if not len(frame):
-        raise VitseeError(f"{path} has {frame.width and 1} rows; {EXPECTED}")
-    columns = dict[str, Sequence[Any]]()
-    for column in frame.get_columns():
-        if not column.name:
-            raise VitseeError(
-                f"{path}: a column has no name, as that of row numbers which pandas writes "
-                "(to_csv(index=False) leaves it out); expected a name for each column"
-            )
-        numbers = None
-        if column.name not in ABOUT:
-            numbers = as_numbers(column, decimal_comma=decimal_comma)
-        if numbers is None:
-            columns[column.name] = column.fill_null("").to_list()
-            continue
-        if numbers.null_count():
-            raise VitseeError(f"{path}: column {column.name} holds ''; {NUMBERS}")
-        columns[column.name] = numbers.cast(pl.Float64).to_list()
-    return columns
-
-
-def _is_text(name: str) -> None:
-    """The type of a column before its cells are looked at: text."""
-
-
-def _parquet_columns(path: Path) -> dict[str, Sequence[Any]]:
-    frame = read_parquet(path.read_bytes())
-    return {column.name: column.to_list() for column in frame.get_columns()}
-
-
-def _of_columns(
-    read: Callable[[Path], dict[str, Sequence[Any]]],
-) -> Callable[[Path], Arrays]:
-    def arrays(path: Path) -> Arrays:
-        columns = read(path)
-        ids = _texts_of_ids(columns, path) if ID in columns else None
-        labels = _texts_of_labels(columns, path)
-        numbers: dict[str, Array] = {}
-        for name, cells in columns.items():
-            if name in ABOUT:
-                continue
-            try:
-                numbers[name] = np.array(cells, np.float64)
-            except (ValueError, TypeError):
-                words = (f"{str(cell)[:40]!r}" for cell in cells if not _is_number(cell))
-                found = next(words, "lists of different lengths")
-                raise VitseeError(
-                    f"{path}: column {name} holds {found}; {NUMBERS}"
-                ) from None
-        lists = {name: values for name, values in numbers.items() if values.ndim > 1}
-        flat = {name: values for name, values in numbers.items() if values.ndim == 1}
-        if flat:
-            lists[path.stem] = np.stack([*flat.values()], 1)
-        return Arrays(lists, ids, labels, {path.stem: [*flat]} if flat else {})
-
-    return arrays
-
-
-def _is_number(cell: Any) -> bool:
-    try:
-        np.float64(cell)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-_TABLES = {".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_columns}
-_READERS: dict[str, Callable[[Path], Arrays]] = {
-    **{
-        ".npy": lambda path: Arrays(
-            {path.stem: np.lib.format.open_memmap(path, mode="r")}
-        ),
-        ".npz": lambda path: Arrays(read_npz(path, str(path))),
-        ".pt": _pt,
-        ".pth": _pt,
-        ".safetensors": _safetensors,
-    },
-    **{ending: _of_columns(read) for ending, read in _TABLES.items()},
-}
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The places of the tokens of an array (images, tokens, dim).
-
-    prefix: kinds of those before the patches (cls, reg0, ...); grid: rows and columns of the
-    patches, None for a square.
-    """
-
-    prefix: tuple[str, ...] = ()
-    grid: tuple[int, int] | None = None
-
-    def layout(
-        self, name: str, n_tokens: int, size: tuple[int, int] | None
-    ) -> TokenLayout:
-        """The layout of an array's tokens. size: of the images in pixels, where it is known. Raises
-        VitseeError: the numbers of tokens differ."""
-        n_patches = n_tokens - len(self.prefix)
-        side = math.isqrt(max(0, n_patches))
-        rows, cols = self.grid or (side, side)
-        if n_patches < 1 or rows * cols != n_patches:
-            found = f"{name} has {n_tokens} tokens an image"
-            given = f"{len(self.prefix)} of --prefix and " if self.prefix else ""
-            wanted = f"{rows} x {cols} of --grid" if self.grid else "a square of patches"
-            raise VitseeError(
-                f"{found}; expected {given}{wanted} (say --prefix cls,... and --grid "
-                "ROWSxCOLS)"
-            )
-        stride = None if size is None else (size[0] / rows, size[1] / cols)
-        return TokenLayout(self.prefix, (rows, cols), stride_px=stride)
 
 
 def import_arrays(
@@ -300,24 +44,26 @@ def import_arrays(
     names: Sequence[str] = (),
     ids: Path | None = None,
     like: Store | None = None,
-    tokens: Tokens | None = None,
+    prefix: Sequence[str] = (),
+    grid: tuple[int, int] | None = None,
     dtype: str = "float32",
     model: str = "",
     command: str = "",
     progress: Progress = SILENT,
 ) -> Store:
-    """Write a store of arrays of files, one site each.
+    """Write a store of the arrays of files, one site each, and return it.
 
     Args:
-        paths: files, see `vitsee_core.features.imports`.
+        paths: files of arrays (images, dim) or (images, tokens, dim).
         output: the store.
-        names: of the sites, in order; by default the arrays' own, or the files' names.
-        ids: the images' ids in the arrays' order; by default a file's column id, or `like`'s.
+        names: names of the sites, in order; by default the arrays' names in their files.
+        ids: file with the ids of the rows; by default a table's column id, or `like`'s ids.
         like: a store of the same images: the new one has its images in its order, and pairs with
             it; those that the arrays lack are not valid.
-        tokens: how the tokens of arrays with three axes lie; by default a square without prefix.
-        dtype: of tokens; vectors are float32.
-        model: what computed them; stores that are compared as train and test agree in it.
+        prefix: kinds of the tokens before the patches (cls, reg0, ...) in arrays with tokens.
+        grid: rows and columns of the patches in these arrays; None for a square.
+        dtype: dtype of tokens; vectors are float32.
+        model: name of what computed them; train and test stores have to agree in it.
         command: for the store's provenance.
         progress: advanced by one per image.
 
@@ -326,210 +72,324 @@ def import_arrays(
             numbers that are not finite or beyond `dtype`.
         StoreError: there is another store at `output`, or it cannot be written.
     """
-    found = [read_arrays(path) for path in paths]
-    values = _named([values for one in found for values in one.values.items()], names)
-    (first, n_rows), *others = ((name, len(array)) for name, array in values.items())
-    for other, n in others:
-        if n != n_rows:
-            raise VitseeError(
-                f"{first} has {n_rows} rows and {other} {n}; expected one row an image in all"
-            )
-    if not n_rows:
-        raise VitseeError(f"{first} has no rows; expected one an image")
-    samples, hashes, sizes, rows, class_names = _images(n_rows, found, ids, like)
-    size = None if like is None else like.manifest.transform.get("input_size")
-    size = (
-        (int(size[1]), int(size[2]))
-        if isinstance(size, list) and len(size) == 3
-        else None
-    )
-    sites = tuple(
-        _site(name, array, place, len(values), tokens or Tokens(), size, dtype)
-        for place, (name, array) in enumerate(values.items())
-    )
+    files = [read_arrays(path) for path in paths]
+    arrays = _name_arrays(files, names)
+    n_rows = _count_rows(arrays)
+    images = _order_images(n_rows, files, ids, like)
+    samples = images.samples
+    sites = _make_sites(arrays, prefix=prefix, grid=grid, dtype=dtype, like=like)
     plan = StorePlan(len(samples), min(SLAB, len(samples)), "zstd", sites)
+    model_name = model or paths[0].stem
     identity = {
         "command": "import",
-        "model": {"name": model or paths[0].stem},
-        "arrays": {name: _digest(array) for name, array in values.items()},
+        "model": {"name": model_name},
+        # An interrupted import is completed from the same numbers only.
+        "arrays": {name: _digest(array) for name, array in arrays.items()},
+        # Stores that are paired must agree in these.
         "order": like.manifest.identity.get("order") if like else "dataset",
         "seed": like.manifest.identity.get("seed", 0) if like else 0,
         "tokens": {"default": "all"},
     }
+    # Table column of each entry of a vector, which has no other record.
+    entry_names = {}
+    for file in files:
+        entry_names.update(file.columns)
     info = {
         "command": command,
         "data": {"data": abbreviate([str(path) for path in paths])},
         "versions": result_versions(),
-        "columns": {name: names for one in found for name, names in one.columns.items()},
+        "columns": entry_names,
     }
     manifest = new_manifest(
         identity,
         plan,
         samples,
-        model={"name": model or paths[0].stem, "weights": {"source": "imported"}},
-        class_names=class_names,
+        model={"name": model_name, "weights": {"source": "imported"}},
+        class_names=images.class_names,
         info=info,
     )
+    # A pass over all numbers before the first write: an error leaves nothing half written.
     for site in sites:
-        _check_numbers(site, values[site.name], samples.ids, rows)
+        _check_numbers(site, arrays[site.name], samples.ids, images.rows)
     writer = StoreWriter.create_or_join(output, manifest, samples)
     with counting(progress, len(samples), "images"):
         for k in range(plan.n_slabs):
-            some = plan.rows(k)
-            slab = _slab(sites, values, rows[some])
-            valid = rows[some] >= 0
-            slab |= {
-                "valid": valid.astype(np.uint8),
-                "n_valid": np.array(valid.sum(), np.int64),
-                "hash": np.where(valid, hashes[some], 0).astype(np.uint64),
-                "size": np.where(valid[:, None], sizes[some], 0).astype(np.int32),
-            }
+            slab_rows = plan.rows(k)
+            slab = _slab_arrays(sites, arrays, images, slab_rows)
             writer.write_slab(k, slab, {"command": command})
-            progress.advance(len(valid))
+            progress.advance(len(slab["valid"]))
     writer.finish()
     return open_store(output)
 
 
-def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[str, Array]:
-    if names and len(names) != len(values):
+def _name_arrays(files: Sequence[Arrays], names: Sequence[str]) -> dict[str, Array]:
+    """Return site -> array, by `names` if there are any, else by the names in the files.
+
+    Raises:
+        VitseeError: another number of names than of arrays, or two arrays of one name.
+    """
+    original_names: list[str] = []
+    arrays: list[Array] = []
+    for file in files:
+        original_names += file.values.keys()
+        arrays += file.values.values()
+    if names and len(names) != len(arrays):
         raise VitseeError(
-            f"--as is given {len(names)} times for {len(values)} arrays "
-            f"({abbreviate([name for name, _ in values])}); expected one a site"
+            f"--as is given {len(names)} times for {len(arrays)} arrays "
+            f"({abbreviate(original_names)}); expected one a site"
         )
-    named = (
-        [(name, array) for name, (_, array) in zip(names, values, strict=True)]
-        if names
-        else (list(values))
-    )
-    twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
-    if twice:
-        raise VitseeError(f"two arrays would be the site {twice[0]}; name each with --as")
-    return dict(named)
+    site_names = names or original_names
+    repeated = [name for name, n in Counter(site_names).items() if n > 1]
+    if repeated:
+        raise VitseeError(
+            f"two arrays would be the site {repeated[0]}; name each with --as"
+        )
+    return dict(zip(site_names, arrays, strict=True))
 
 
-# The images of a store, their hashes and sizes, the row of each in the arrays (-1: none), classes.
-_Images = tuple[
-    Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64], list[str] | None
-]
+def _count_rows(arrays: dict[str, Array]) -> int:
+    """Return the number of rows that all arrays have; raise a VitseeError if they differ, or 0."""
+    first_name = next(iter(arrays))
+    n_rows = len(arrays[first_name])
+    for name, array in arrays.items():
+        if len(array) != n_rows:
+            raise VitseeError(
+                f"{first_name} has {n_rows} rows and {name} {len(array)}; expected one "
+                "row an image in all"
+            )
+    if not n_rows:
+        raise VitseeError(f"{first_name} has no rows; expected one an image")
+    return n_rows
 
 
-def _images(
-    n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None
-) -> _Images:
-    ids, labels = read_ids(path) if path is not None else (None, None)
-    for one in found if ids is None else ():
-        ids = one.ids or ids
-        labels = one.labels or labels
+class _ImportedImages(NamedTuple):
+    """The images of the store that is made, in its order.
+
+    Attributes:
+        samples: their ids, labels and splits.
+        hashes: (images,) hashes of their pixels.
+        sizes: (images, 2) height and width in pixels, 0 where unknown.
+        rows: (images,) row of each in the arrays, -1 for none.
+        class_names: names of the labels; None if labels are numbers.
+    """
+
+    samples: Samples
+    hashes: NDArray[np.uint64]
+    sizes: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    class_names: list[str] | None
+
+
+def _order_images(
+    n_rows: int, files: Sequence[Arrays], id_path: Path | None, like: Store | None
+) -> _ImportedImages:
+    """Return the images: those of `like` in its order, else those of the rows.
+
+    Raises:
+        VitseeError: no ids, another number of ids than of rows, or an id twice.
+    """
+    ids: list[str] | None = None
+    labels: list[str] | None = None
+    if id_path is not None:
+        ids, labels = read_ids(id_path)
+    else:
+        # Of several tables with ids the last one counts.
+        for file in files:
+            ids = file.ids or ids
+            labels = file.labels or labels
     if ids is not None and len(ids) != n_rows:
-        where = path or "the table"
         raise VitseeError(
-            f"{where} has {len(ids)} ids for {n_rows} rows; expected one a row"
+            f"{id_path or 'the table'} has {len(ids)} ids for {n_rows} rows; expected "
+            "one a row"
         )
-    if twice := [name for name, n in Counter(ids or ()).items() if n > 1]:
-        raise VitseeError(f"two rows have the id {twice[0]!r}; expected one row an image")
+    repeated = [name for name, n in Counter(ids or ()).items() if n > 1]
+    if repeated:
+        raise VitseeError(
+            f"two rows have the id {repeated[0]!r}; expected one row an image"
+        )
     if like is not None:
-        return _as_in(like, n_rows, ids)
+        return _images_of_store(like, n_rows, ids)
     if ids is None:
         raise VitseeError(
             "whose rows these are is not said: give --ids FILE, or --like STORE"
         )
-    codes, names = class_labels(labels or [""] * n_rows)
+    # Without labels each image has the number -1, as in an unlabelled folder.
+    label_numbers, class_names = class_labels(labels or [""] * n_rows)
     rows = np.arange(n_rows, dtype=np.int64)
     # There are no files to hash: images are the same where their ids are.
     hashes = np.array([hash64(os.fsencode(name)) for name in ids], np.uint64)
-    samples = Samples(rows, ids, codes, [""] * n_rows, None)
-    return samples, hashes, np.zeros((n_rows, 2), np.int32), rows, names
+    return _ImportedImages(
+        samples=Samples(rows, ids, label_numbers, splits=[""] * n_rows),
+        hashes=hashes,
+        sizes=np.zeros((n_rows, 2), np.int32),
+        rows=rows,
+        class_names=class_names,
+    )
 
 
-def _as_in(like: Store, n_rows: int, ids: list[str] | None) -> _Images:
-    """The images of a store in its order, and where their rows are."""
-    theirs = like.samples
-    rows = np.full(len(theirs), -1, np.int64)
+def _images_of_store(like: Store, n_rows: int, ids: list[str] | None) -> _ImportedImages:
+    """Return the images of a store in its order, with the arrays' row of each.
+
+    Without ids the rows are the store's images, or its valid ones, in its order.
+    """
+    samples = like.samples
+    rows = np.full(len(samples), -1, np.int64)
     if ids is None:
-        valid = np.flatnonzero(theirs.valid)
-        if n_rows not in (len(theirs), len(valid)):
+        valid = np.flatnonzero(samples.valid)
+        if n_rows == len(samples):
+            rows[:] = np.arange(n_rows)
+        elif n_rows == len(valid):
+            rows[valid] = np.arange(n_rows)
+        else:
             raise VitseeError(
-                f"{n_rows} rows for {len(theirs)} images of {like.label} ({len(valid)} of them "
-                "valid); expected one an image in its order, or say whose rows they are with --ids"
+                f"{n_rows} rows for {len(samples)} images of {like.label} "
+                f"({len(valid)} of them valid); expected one an image in its order, or "
+                "say whose rows they are with --ids"
             )
-        there = np.arange(len(theirs)) if n_rows == len(theirs) else valid
-        rows[there] = np.arange(n_rows)
-        rows[~theirs.valid] = -1
+        # An image that the model could not read has no partner for its row.
+        rows[~samples.valid] = -1
     else:
-        place = {name: row for row, name in enumerate(ids)}
-        rows[:] = [place.get(name, -1) for name in theirs.id.tolist()]
+        # Rows of images that the store does not have are left out without a word.
+        row_of_id = {name: row for row, name in enumerate(ids)}
+        rows[:] = [row_of_id.get(name, -1) for name in samples.id.tolist()]
         if (rows < 0).all():
             raise VitseeError(
-                f"no image of {like.label} has one of these ids: {abbreviate(ids)} against "
-                f"{abbreviate(theirs.id[:3].tolist())}"
+                f"no image of {like.label} has one of these ids: {abbreviate(ids)} "
+                f"against {abbreviate(samples.id[:3].tolist())}"
             )
-    samples = Samples(
-        theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(), theirs.box
+    return _ImportedImages(
+        samples=Samples(
+            samples.index,
+            samples.id.tolist(),
+            samples.label,
+            splits=samples.split.tolist(),
+            boxes=samples.box,
+        ),
+        hashes=samples.hash,
+        sizes=samples.size,
+        rows=rows,
+        class_names=like.manifest.class_names,
     )
-    return samples, theirs.hash, theirs.size, rows, like.manifest.class_names
 
 
 def _digest(array: Array) -> str:
+    """Return the SHA-256 of an array's dtype, shape and numbers, read `SLAB` rows at a time."""
     digest = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
     for start in range(0, len(array), SLAB):
         digest.update(np.ascontiguousarray(array[start : start + SLAB]).data)
     return digest.hexdigest()
 
 
-def _site(
-    name: str,
-    array: Array,
-    place: int,
-    n_sites: int,
-    tokens: Tokens,
-    size: tuple[int, int] | None,
+def _make_sites(
+    arrays: dict[str, Array],
+    *,
+    prefix: Sequence[str],
+    grid: tuple[int, int] | None,
     dtype: str,
-) -> SiteSpec:
-    if array.ndim > 3:
-        raise VitseeError(
-            f"{name} has {array.ndim} axes; expected (images, dim), or (images, tokens, dim)"
+    like: Store | None,
+) -> tuple[SiteSpec, ...]:
+    """Return the sites of arrays: of vectors for two axes, of tokens for three.
+
+    A name such as `layer8.out` is the part `out` of the block `layer8`. Depth is the position
+    among the arrays.
+
+    Raises:
+        VitseeError: an array has more axes, or tokens that the layout does not have.
+    """
+    sites = []
+    for depth, (name, array) in enumerate(arrays.items()):
+        if array.ndim > 3:
+            raise VitseeError(
+                f"{name} has {array.ndim} axes; expected (images, dim), or (images, "
+                "tokens, dim)"
+            )
+        dim = array.shape[-1]
+        block, _, part_name = name.rpartition(".")
+        site = SiteSpec(
+            name,
+            part=part_name,
+            block=block or None,
+            groups=(GROUP, "all"),
+            kind="vector",
+            dim=dim,
+            shape=(dim,),
+            layout=None,
+            depth=depth,
+            # 0 to 1 in the arrays' order, so that curves over depth have an axis.
+            rel_depth=depth / max(1, len(arrays) - 1),
+            dtype="float32",
         )
-    dim = array.shape[-1]
-    spec = SiteSpec(
-        name,
-        part=name.rpartition(".")[2],
-        block=name.rpartition(".")[0] or None,
-        groups=(GROUP, "all"),
-        kind="vector",
-        dim=dim,
-        shape=(dim,),
-        layout=None,
-        depth=place,
-        rel_depth=place / max(1, n_sites - 1),
-        dtype="float32",
-    )
-    if array.ndim == 2:
-        return spec
-    layout = tokens.layout(name, array.shape[1], size)
-    shape = (layout.n_tokens, dim)
-    return replace(spec, kind="tokens", shape=shape, layout=layout, dtype=dtype)
+        if array.ndim == 3:
+            layout = _token_layout(name, array.shape[1], prefix, grid, like)
+            shape = (layout.n_tokens, dim)
+            site = replace(site, kind="tokens", shape=shape, layout=layout, dtype=dtype)
+        sites.append(site)
+    return tuple(sites)
+
+
+def _token_layout(
+    name: str,
+    n_tokens: int,
+    prefix: Sequence[str],
+    grid: tuple[int, int] | None,
+    like: Store | None,
+) -> TokenLayout:
+    """Return the layout of an array's tokens; its stride in pixels is known from `like` alone.
+
+    Raises:
+        VitseeError: the array has another number of tokens than the prefix and the grid.
+    """
+    n_patches = n_tokens - len(prefix)
+    side = math.isqrt(max(0, n_patches))
+    rows, cols = grid or (side, side)
+    if n_patches < 1 or rows * cols != n_patches:
+        prefix_text = f"{len(prefix)} of --prefix and " if prefix else ""
+        grid_text = f"{rows} x {cols} of --grid" if grid else "a square of patches"
+        raise VitseeError(
+            f"{name} has {n_tokens} tokens an image; expected {prefix_text}{grid_text} "
+            "(say --prefix cls,... and --grid ROWSxCOLS)"
+        )
+    stride = None
+    input_size = like.manifest.transform.get("input_size") if like else None
+    # (channels, height, width); a manifest of clips or of another tool may say something else.
+    if isinstance(input_size, list) and len(input_size) == 3:
+        stride = (int(input_size[1]) / rows, int(input_size[2]) / cols)
+    return TokenLayout(tuple(prefix), (rows, cols), stride_px=stride)
 
 
 def _check_numbers(
     site: SiteSpec, array: Array, ids: Sequence[str], rows: NDArray[np.int64]
 ) -> None:
-    """Whether all numbers that the store takes are finite in its types."""
-    most = LARGEST[site.dtype]
-    name = dict(zip(rows.tolist(), ids, strict=True))
+    """Refuse numbers that are not finite in the dtype of the site.
+
+    Rows of images that the store does not take are not looked at.
+
+    Args:
+        site: the site.
+        array: (rows, ...) its numbers.
+        ids: ids of the store's images.
+        rows: (images,) row of each image, -1 for none.
+
+    Raises:
+        VitseeError: names the site, the row and the image.
+    """
+    id_of_row = dict(zip(rows.tolist(), ids, strict=True))
     for start in range(0, len(array), SLAB):
         with np.errstate(invalid="ignore"):  # signalling NaN
-            some = array[start : start + SLAB].astype(np.float64)
-        wrong = ~(np.abs(some) <= most).reshape(len(some), -1).all(1)
-        for row in (start + np.flatnonzero(wrong)).tolist():
-            if row in name:
+            values = array[start : start + SLAB].astype(np.float64)
+        # NaN compares as False, so that "not within" includes it.
+        is_wrong = ~(np.abs(values) <= LARGEST[site.dtype])
+        is_wrong_row = is_wrong.reshape(len(values), -1).any(axis=1)
+        for row in (start + np.flatnonzero(is_wrong_row)).tolist():
+            if row in id_of_row:
                 raise VitseeError(
-                    f"{site.name}: row {row} ({name[row]}) holds numbers that are "
-                    f"{_why_refused(array[row], site.dtype)}"
+                    f"{site.name}: row {row} ({id_of_row[row]}) holds numbers that are "
+                    f"{_say_why_refused(array[row], site.dtype)}"
                 )
 
 
-def _why_refused(values: Array, dtype: str) -> str:
-    """What is wrong with numbers that a store of this type does not take, and what to do."""
+def _say_why_refused(values: Array, dtype: str) -> str:
+    """Return why a store of this dtype does not take some numbers, and what to do about it."""
     if not np.isfinite(values).all():
         return "not finite; leave that image out"
     if dtype == "float32" or np.abs(values).max() > LARGEST["float32"]:
@@ -537,28 +397,46 @@ def _why_refused(values: Array, dtype: str) -> str:
     return f"beyond {dtype}; leave that image out, or give --dtype float32"
 
 
-def _slab(
-    sites: Sequence[SiteSpec], values: dict[str, Array], rows: NDArray[np.int64]
-) -> dict[str, Array]:
-    """The arrays of all sites in a slab, by their names in the store; NaN for images that the given
-    arrays lack."""
+def _slab_arrays(
+    sites: Sequence[SiteSpec],
+    arrays: dict[str, Array],
+    images: _ImportedImages,
+    slab_rows: slice,
+) -> dict[str, NDArray[Any]]:
+    """Return all arrays of one slab, by their names in the store.
+
+    Args:
+        sites: the sites.
+        arrays: site -> (rows, ...) its numbers.
+        images: the images of the store; those without a row get NaN and are not valid.
+        slab_rows: the store's rows that the slab holds.
+    """
+    rows = images.rows[slab_rows]
+    has_row = rows >= 0
+    hashes = np.where(has_row, images.hashes[slab_rows], 0)
+    sizes = np.where(has_row[:, None], images.sizes[slab_rows], 0)
     slab = dict[str, Array]()
     for site in sites:
-        x = np.array(values[site.name][np.maximum(rows, 0)], np.float32)
-        x[rows < 0] = np.nan
-        if site.layout is None:
+        # Row 0 stands in for -1 until the next line.
+        x = np.array(arrays[site.name][np.maximum(rows, 0)], np.float32)
+        x[~has_row] = np.nan
+        layout = site.layout
+        if layout is None:
             slab[f"vectors/{site.name}"] = x
             continue
-        layout = site.layout
         assert layout.grid is not None
-        patches = x[:, layout.n_prefix :]
-        grid = patches.reshape(len(x), *layout.grid, site.dim)
-        slab[f"acts/{site.name}/grid"] = grid.astype(site.dtype)
-        slab[f"pooled/{site.name}/mean"] = patches.mean(1, dtype=np.float64).astype(
-            np.float32
-        )
+        patches = x[:, layout.n_prefix :]  # (images, patches, dim)
+        patch_grid = patches.reshape(len(x), *layout.grid, site.dim)
+        slab[f"acts/{site.name}/grid"] = patch_grid.astype(site.dtype)
+        # Pooled vectors are made here as extract makes them: sums in float64, kept in float32.
+        mean = patches.mean(1, dtype=np.float64)
+        slab[f"pooled/{site.name}/mean"] = mean.astype(np.float32)
         if layout.prefix:
             slab[f"acts/{site.name}/prefix"] = x[:, : layout.n_prefix].astype(site.dtype)
         if layout.cls is not None:
             slab[f"pooled/{site.name}/cls"] = x[:, layout.cls]
+    slab["valid"] = has_row.astype(np.uint8)
+    slab["n_valid"] = np.array(has_row.sum(), np.int64)
+    slab["hash"] = hashes.astype(np.uint64)
+    slab["size"] = sizes.astype(np.int32)
     return slab

@@ -15,9 +15,9 @@ from vitsee_core.features.exporting import (
     DTYPES,
     ENDINGS,
     export,
-    export_saev,
     samples_table,
 )
+from vitsee_core.features.exporting_saev import export_saev
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files
 from vitsee_core.tables.formats import ending_of

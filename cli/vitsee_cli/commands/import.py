@@ -89,7 +89,7 @@ def command(
       $ vitsee import layer8.npy layer9.npy --ids images.txt --as l8,l9 -o mine.zarr
       $ vitsee import tokens.npy --like vit.zarr --prefix cls --grid 14x14 -o mine.zarr
     """
-    from vitsee_core.features.imports import Tokens, import_arrays
+    from vitsee_core.features.imports import import_arrays
 
     like_store = None
     if like is not None:
@@ -98,7 +98,8 @@ def command(
         files,
         output,
         like=like_store,
-        tokens=Tokens(prefix, _parse_grid(grid)),
+        prefix=prefix,
+        grid=_parse_grid(grid),
         **import_options,
         command=" ".join(console.command_line()),
         progress=console.Reporter("import"),

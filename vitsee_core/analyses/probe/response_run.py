@@ -27,8 +27,8 @@ from vitsee_core.analyses.probe.responses import (
 )
 from vitsee_core.analyses.probe.sites import SitePair, each_selection
 from vitsee_core.features import choose_features, compared, require_comparable
+from vitsee_core.features.array_files import read_arrays, read_ids
 from vitsee_core.features.compared import other_precision
-from vitsee_core.features.imports import read_arrays, read_ids
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
