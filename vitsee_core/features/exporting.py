@@ -54,7 +54,6 @@ def export(
     """Write features to a file of `ENDINGS`, and their description to a companion `path.json`.
 
     Args:
-        store: an open store.
         site: one of its sites, or a selector that matches one.
         path: the file to write.
         tokens: as for the analyses, by default `cls` if the site has one, else `mean`.

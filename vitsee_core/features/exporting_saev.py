@@ -64,11 +64,10 @@ def export_saev(
     Memory is that of a slab of one site per job.
 
     Args:
-        store: an open store.
         sites: its sites, or selectors; all with the same tokens and channels.
         folder: where `saev/shards/HASH` is created, or a folder that ends in `saev/shards`.
         tokens: "all" (the class token, if there is one, and the patches) or "patches". Registers
-            are left out, which is logged.
+            are left out.
         tokens_per_shard: the most tokens in a file, over all layers.
         force: replace an existing export of the same name.
         execution: which images.
@@ -77,7 +76,7 @@ def export_saev(
         the folder with the shards.
 
     Raises:
-        SiteError: no such site, sites of different shapes or without a grid, or other tokens.
+        SiteError: no such site or tokens, sites of different shapes or without a grid.
         MissingInput: a site is stored pooled only.
         VitseeError: less than an image per file, or a folder that exists or cannot be written.
     """

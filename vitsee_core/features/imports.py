@@ -55,21 +55,18 @@ def import_arrays(
 
     Args:
         paths: files of arrays (images, dim) or (images, tokens, dim).
-        output: the store.
         names: names of the sites, in order; by default the arrays' names in their files.
         ids: file with the ids of the rows; by default a table's column id, or `like`'s ids.
         like: a store of the same images: the new one has its images in its order, and pairs with
             it; those that the arrays lack are not valid.
-        prefix: kinds of the tokens before the patches (cls, reg0, ...) in arrays with tokens.
-        grid: rows and columns of the patches in these arrays; None for a square.
+        prefix: kinds of the tokens before the patches, in arrays with tokens: cls, reg0, ...
+        grid: rows and columns of these patches; None for a square.
         dtype: dtype of tokens; vectors are float32.
         model: name of what computed them; train and test stores have to agree in it.
         command: for the store's provenance.
-        progress: advanced by one per image.
 
     Raises:
-        VitseeError: nothing to import, arrays that do not fit each other, the ids or `like`, or
-            numbers that are not finite or beyond `dtype`.
+        VitseeError: arrays that do not fit each other, the ids or `like`; numbers beyond `dtype`.
         StoreError: there is another store at `output`, or it cannot be written.
     """
     files = [read_arrays(path) for path in paths]
@@ -91,9 +88,9 @@ def import_arrays(
         "tokens": {"default": "all"},
     }
     # Table column of each entry of a vector, which has no other record.
-    entry_names = {}
-    for file in files:
-        entry_names.update(file.columns)
+    entry_names = {
+        name: entries for file in files for name, entries in file.columns.items()
+    }
     info = {
         "command": command,
         "data": {"data": abbreviate([str(path) for path in paths])},
